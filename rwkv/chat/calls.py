@@ -75,7 +75,8 @@ def _description(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     found = {key: function[key] for key in ("name", "description") if key in function}
     if "properties" not in parameters and not isinstance(parameters.get("type"), str):
         return {**found, "arguments": parameters}        # by their names
-    arguments, required = parameters.get("properties", {}), parameters.get("required", [])
+    arguments = parameters.get("properties", {})
+    required = parameters.get("required", [])
     found["arguments"] = arguments
     if isinstance(required, list) and 0 < len(required) < len(arguments):
         found["required"] = required
@@ -156,7 +157,8 @@ class CallParser:
         """The text that can be shown now, and the calls that are complete, in OpenAI's form. last: the answer ends."""
         self._held += piece
         self.spans = []
-        text, calls = "", list[dict[str, Any]]()
+        text = ""
+        calls = list[dict[str, Any]]()
         while self._held and (step := self._next(last)) is not None:
             text += self._shown(self._held[:step.text])
             self._drop(step.total)
@@ -231,7 +233,8 @@ class CallParser:
 
     def _close(self, last: bool) -> _Step | None:
         """After a call: its end, or another call before that."""
-        closing, rest = self._closing, self._held.lstrip()
+        closing = self._closing
+        rest = self._held.lstrip()
         if rest.startswith(closing):
             self._closing = ""
             return _Step(0, len(self._held) - len(rest) + len(closing))
@@ -244,7 +247,8 @@ class CallParser:
                 return step
         self._closing = ""               # what follows the call is text
         if closing == FENCE:
-            self._until, self._other = FENCE, None
+            self._until = FENCE
+            self._other = None
         return step or self._next(last)
 
     def _open(self, last: bool) -> _Step | None:
@@ -409,7 +413,8 @@ def _members(written: str) -> list[tuple[str, str]]:
     decoded = DECODER.decode(written)
     if not isinstance(decoded, (dict, list)):
         raise ValueError("no object and no list")
-    found, key = [], ""
+    found = []
+    key = ""
     place = _after_space(written, _after_space(written, 0) + 1)
     while written[place] not in "}]":
         if isinstance(decoded, dict):

@@ -45,7 +45,8 @@ class JinjaTemplate(ChatTemplate):
     def __init__(self, text: str, name: str) -> None:
         from jinja2 import TemplateError
 
-        self.name, self.definition = name, text
+        self.name = name
+        self.definition = text
         self.supports_tools = bool(re.search(r"\btools\b", text))
         self.thinks = bool(re.search("<think|enable_thinking|reasoning_content", text))
         self._bos_token = ""
@@ -169,7 +170,8 @@ class JinjaTemplate(ChatTemplate):
 
     def _ending_after(self, talk: Sequence[Message], tools: Any = None) -> Ending:
         """From a small conversation: what follows its answer at its end, before a prompt, and before another question."""
-        answer, question = "An answer that no template contains.", "Another question."
+        answer = "An answer that no template contains."
+        question = "Another question."
         talk = [*talk, {"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
         text = self._render(talk, False, tools)
         closed = text.partition(answer)[2]
@@ -225,7 +227,8 @@ def _opening(common: str, text: str) -> int:
     "<|end|>". common: an end with what all turns begin with. White space is an end.
     """
     for n in range(len(common) - 1, 0, -1):
-        opening, end = text.find(common[-n:]), text.find(common[:-n])
+        opening = text.find(common[-n:])
+        end = text.find(common[:-n])
         if 0 <= opening and (opening < end or end < 0) and _unclosed(common[:-n]) is None:
             return n
     unclosed = _unclosed(common)

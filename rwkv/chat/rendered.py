@@ -132,10 +132,14 @@ class MarkingTemplate(ChatTemplate):
     """`template`, which gets messages with marks."""
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
-        self.name, self.definition, self.stop = template.name, template.definition, template.stop
-        self.supports_tools, self.call_start = template.supports_tools, template.call_start
+        self.name = template.name
+        self.definition = template.definition
+        self.stop = template.stop
+        self.supports_tools = template.supports_tools
+        self.call_start = template.call_start
         self.thinks = template.thinks
-        self._template, self._tokenizer = template, tokenizer
+        self._template = template
+        self._tokenizer = tokenizer
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Sequence[Mapping[str, Any]] | None = None, think: Think = False, effort: str | None = None) -> str:

@@ -17,9 +17,12 @@ from rwkv.errors import UserError
 from rwkv.io.gguf import MAGIC, metadata_in, parts_of
 from rwkv.io.utf8 import read_text
 
-JINJA, TOKENIZER_CONFIG, GENERATION_CONFIG = "chat_template.jinja", "tokenizer_config.json", "generation_config.json"
+JINJA = "chat_template.jinja"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
 CONFIG = "config.json"
-IN_GGUF, DEFAULT = "tokenizer.chat_template", "default"
+IN_GGUF = "tokenizer.chat_template"
+DEFAULT = "default"
 OF_CONVERTER = ("rwkv-world", r"{{- 'User: ' + message['content']|trim + '\n\n' -}}")
 NAMES_IN_GGUF = ("general.name", "general.basename", "general.base_model.0.name")
 NAMES_IN_DIRECTORY = ("_name_or_path", "name_or_path")

@@ -77,7 +77,8 @@ class TurnTemplate(ChatTemplate):
     def __init__(self, name: str) -> None:
         self.name = self.definition = name
         self._form = FORMS[name]
-        self.thinks, self.stop = self._form.thinks, self._form.stop
+        self.thinks = self._form.thinks
+        self.stop = self._form.stop
         self.supports_tools = name != "world"            # their author documents calls for the series G1 alone
         if self.supports_tools:
             self.definition = f"{name}, {calls.REQUEST}"         # tokens made before it had this form are not used
@@ -91,7 +92,8 @@ class TurnTemplate(ChatTemplate):
         text = "".join(head + body for head, body, _ in self._turns(messages, tools))
         if not add_generation_prompt:
             return text
-        form, begun = self._form, self.answer_start(think)
+        form = self._form
+        begun = self.answer_start(think)
         return f"{text}{form.between}{form.assistant}{form.after_role}{form.space if begun else ''}{begun}"
 
     def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
@@ -115,7 +117,8 @@ class TurnTemplate(ChatTemplate):
 
     def _turns(self, messages: Sequence[Message], tools: Any) -> Iterator[tuple[str, str, Message]]:
         """Of each turn what stands before its text, the rest of it, and its message."""
-        form, shown = self._form, messages
+        form = self._form
+        shown = messages
         if self.supports_tools:
             shown = calls.shown(messages, tools)
         elif tools:

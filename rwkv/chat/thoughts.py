@@ -69,7 +69,8 @@ class ThoughtParser:
     """
 
     def __init__(self, start: str = "", thinks: bool = True) -> None:
-        begins, ends = start.startswith(BEGUN[True]), "</think" in start
+        begins = start.startswith(BEGUN[True])
+        ends = "</think" in start
         self.thinking = begins and not ends
         self._looking = thinks and not begins       # for <think>, before anything else
         self._skips = ">" if begins and not start.rstrip().endswith(">") else ""        # the rest of a mark of the prompt

@@ -40,7 +40,8 @@ from rwkv.model.rwkv7_fused import EPS
 
 # Later versions, which have r_k as well, and the names of tensors that only they and those before them in this list have
 EXTENSIONS = {"RWKV-8": r".*\.(rosa|rosa_qkv)\..*|.*\.(enn|ennk)(\.weight)?", "RWKV-7b (DEA)": r".*\.qkv\..*"}
-EMBED, EMBED_X = ".ffn.s_emb.weight", ".ffn.s_emb_x.weight"
+EMBED = ".ffn.s_emb.weight"
+EMBED_X = ".ffn.s_emb_x.weight"
 HEAD_SIZE = 64                           # of every released model
 JOINED = "x_rwkvag"
 TRANSPOSED = "_transposed"               # ends the name of a low-rank matrix that is stored transposed
@@ -185,7 +186,8 @@ def _unused(tensors: Mapping[str, Stored], declared: Mapping[str, Any]) -> dict[
     of_others = [tensor.shape[1] for name, tensor in tensors.items() if name.endswith(".att.v1") and len(tensor.shape) == 2]
     stated = declared.get("v_low_rank_dim")
     alone = stated if isinstance(stated, int) and stated > 0 else matrix.shape[1]        # of a model of one layer
-    C, rank = bias.shape[-1], next(iter(of_others), alone)
+    C = bias.shape[-1]
+    rank = next(iter(of_others), alone)
     shapes = dict(zip(model.UNUSED, ((1, 1, C), (C, rank), (rank, C)), strict=True))
     return {name: Stored(name, bias.source, shape, bias.dtype, lambda shape=shape: torch.zeros(shape))     # type: ignore[misc]
             for name, shape in shapes.items() if name not in tensors}

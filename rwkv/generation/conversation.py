@@ -111,7 +111,8 @@ class Chat:
         """
         started = time.perf_counter()
         if self._weights is None or not self._weights.unchanged():
-            self._points, self._weights = [], Watch(self.model)
+            self._points = []
+            self._weights = Watch(self.model)
         prompt = self.template.render(self.messages, think=self.think)
         read, context = max(((text, result) for text, result in self._points if prompt.startswith(text)),
                             key=lambda point: len(point[0]), default=("", self.context))
@@ -128,13 +129,15 @@ class Chat:
         return engine, row.sample, prompt, started
 
     def _answer(self, engine: Engine, sample: Sample, prompt: str, started: float) -> Iterator[str]:
-        stats, think = self.stats, self.think
+        stats = self.stats
+        think = self.think
         before = engine.context().last_ids
         begun = False
         try:
             for _, piece in engine:
                 if not begun:
-                    stats.first_s, begun = time.perf_counter() - started, True
+                    stats.first_s = time.perf_counter() - started
+                    begun = True
                 if piece:
                     yield piece
         finally:
@@ -144,7 +147,8 @@ class Chat:
                 self.messages.append(answer_message(self.template.answer_start(think), sample.text))
             else:
                 self.messages.append({"role": "assistant", "content": sample.text.strip()})
-            stats.written, stats.all_s = len(sample.tokens), time.perf_counter() - started
+            stats.written = len(sample.tokens)
+            stats.all_s = time.perf_counter() - started
 
     def _keep(self, text: str, result: PrefillResult) -> None:
         self._points = [point for point in self._points if point[0] != text] + [(text, result)]

@@ -56,13 +56,17 @@ def _call(model: Model, tokens: Tensor, state: State) -> tuple[Tensor, State]:
 @torch.inference_mode()
 def _blocks(model: Model) -> Callable[[Tensor, State], tuple[Tensor, State]]:
     """The model for one token of each row, without a call of a module: of what its weights are now."""
-    embedding, dtype = model.emb.weight, model.ln_out.weight.dtype
+    embedding = model.emb.weight
+    dtype = model.ln_out.weight.dtype
     blocks = [model.generation.Step(block) for block in model.blocks]
-    ln_out, head = norm_function(model.ln_out), product_function(model.head)
+    ln_out = norm_function(model.ln_out)
+    head = product_function(model.head)
 
     @torch.inference_mode()
     def read(tokens: Tensor, state: State) -> tuple[Tensor, State]:
-        x, carry, layers = F.embedding(tokens, embedding).to(dtype), None, []
+        x = F.embedding(tokens, embedding).to(dtype)
+        carry = None
+        layers = []
         for block, before in zip(blocks, state.layers(), strict=True):
             x, after, carry = block(x, before, carry)
             layers.append(after)
@@ -78,7 +82,8 @@ class CDecoder:
     """
 
     def __init__(self, model: Model, state: State) -> None:
-        self._model, self._state_type = model, type(state)
+        self._model = model
+        self._state_type = type(state)
         self._shapes = [part.shape[2:] for part in state]
         self._sizes = [math.prod(shape) for shape in self._shapes]
         self._c: CStep | None = None
@@ -101,7 +106,8 @@ class CDecoder:
     @torch.inference_mode()
     def join(self, state: State) -> None:
         """Goes on with the rows of `state` too, after those that are here."""
-        more, capacity = state[0].shape[1], len(self._memory)
+        more = state[0].shape[1]
+        capacity = len(self._memory)
         rows = len(self._places) + more
         if rows > capacity:
             memory = self._memory.new_empty(max(rows, capacity + capacity // 2), *self._memory.shape[1:])
@@ -124,7 +130,8 @@ class CDecoder:
         """Goes on with the rows that have these places."""
         if not places:
             self._memory = self._memory[:0].clone()
-        self._places, self._order = places, torch.tensor(places, dtype=torch.int64)
+        self._places = places
+        self._order = torch.tensor(places, dtype=torch.int64)
         self._logits = torch.empty(len(places), self._model.vocab_size, dtype=torch.float32)
         self._work = self._memory.new_empty(0)
 

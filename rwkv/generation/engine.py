@@ -84,7 +84,9 @@ class Engine:
         if tokenizer.vocab_size > model.vocab_size:
             raise UserError(f"the tokenizer has {tokenizer.vocab_size} tokens and the model {model.vocab_size}: they do not "
                             "belong together")
-        self._model, self._tokenizer, self._cache = model, tokenizer, cache
+        self._model = model
+        self._tokenizer = tokenizer
+        self._cache = cache
         self._readings: deque[_Shared] = deque()         # prompts that are being read, the next one first
         self._rows: list[Row] = []                       # of the decoder, in its order; those that ended leave at the next step
         self._logits = torch.empty(0, model.vocab_size, device=model.emb.weight.device)       # of each row
@@ -100,7 +102,8 @@ class Engine:
 
         n_logprobs: 0 for none. Raises ValueError as `generate` does, before anything is read.
         """
-        checked, seeds = _checked(prompts), whole_numbers("seed", seeds, most=LARGEST_SEED)
+        checked = _checked(prompts)
+        seeds = whole_numbers("seed", seeds, most=LARGEST_SEED)
         if len(checked) != len(seeds):
             raise UserError(f"one seed per prompt: got {len(checked)} prompts and {len(seeds)} seeds")
         n = whole_number("logprobs", n_logprobs) or None
@@ -261,7 +264,8 @@ class Engine:
 
     def _read_prompts(self) -> None:
         """Reads parts, of each prompt in turn, as much work as SLICE tokens; rows whose prompt is read join the decoder."""
-        budget, results = SLICE, []
+        budget = SLICE
+        results = []
         while self._readings and self._readings[0].reading.next_part <= budget:
             shared = self._readings.popleft()
             shared.rows = [row for row in shared.rows if row.sample.finish_reason != CANCELLED]
@@ -276,7 +280,8 @@ class Engine:
                 self._readings.append(shared)
                 continue
             for row in shared.rows:
-                row.prompt_read, row.prompt_logprobs = True, shared.logprobs
+                row.prompt_read = True
+                row.prompt_logprobs = shared.logprobs
             self._rows += shared.rows
             results += [result] * len(shared.rows)
         if results:

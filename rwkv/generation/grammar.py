@@ -170,8 +170,10 @@ class _Described:
     """What llguidance's wrapper asks of a tokenizer."""
 
     def __init__(self, tokenizer: Tokenizer, tokens: Sequence[bytes], special: Sequence[int]) -> None:
-        self.eos_token_id, self.bos_token_id = tokenizer.end_of_text, None
-        self.tokens, self.special_token_ids = tokens, special
+        self.eos_token_id = tokenizer.end_of_text
+        self.bos_token_id = None
+        self.tokens = tokens
+        self.special_token_ids = special
         self._tokenizer = tokenizer
         self._ids = {token: index for index, token in reversed([*enumerate(tokens)]) if token}
         self._longest = max(map(len, self._ids))
@@ -203,7 +205,8 @@ class Matcher:
     """Follows one text in its grammar."""
 
     def __init__(self, library: Any, vocabulary: Vocabulary, stop_tokens: Sequence[int]) -> None:
-        self._library, self._end = library, vocabulary.ends[0]
+        self._library = library
+        self._end = vocabulary.ends[0]
         self._ends = {*vocabulary.ends, *(token for token in stop_tokens if token in vocabulary.special)}
 
     def allowed(self) -> bytearray | None:
@@ -317,10 +320,12 @@ def _check_keys(schema: Any, where: str) -> None:
     """Raises UserError for what a key would seem to fulfil that is written twice, or in another way, as other keys may be."""
     if not isinstance(schema, Mapping):
         return
-    least, required = schema.get("minProperties", 0), schema.get("required", [])
+    least = schema.get("minProperties", 0)
+    required = schema.get("required", [])
     if isinstance(least, int) and isinstance(required, list) and least > max(1, len({*map(str, required)})):
         raise UserError(f"{where}: minProperties is at most the number of required properties, or 1; got {least}")
-    names, more = schema.get("properties"), schema.get("additionalProperties", True)
+    names = schema.get("properties")
+    more = schema.get("additionalProperties", True)
     if isinstance(names, Mapping) and more is not False and any(CONTROL.search(name) for name in names):
         raise UserError(f"{where}: a property's name has a control character, which goes only with additionalProperties=false")
     for place, sub in _inside(schema):
@@ -340,7 +345,9 @@ def _place(schema: Schema, reason: str, where: str) -> str:
                 return where
             definitions = {key: root[key] for key in DEFINITIONS if key in root and place[0] not in DEFINITIONS}
             if isinstance(sub, Mapping) and _schema_error({**definitions, **sub}) == reason:
-                schema, where, found = sub, _named(where, place), True
+                schema = sub
+                where = _named(where, place)
+                found = True
                 break
     return where
 

@@ -99,7 +99,8 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
     """Generates and writes num_samples texts for each prompt. A signal such as Ctrl-C ends it: it writes the texts so far and
     returns False. sampling: how tokens are chosen; None: as the configuration says.
     """
-    stopping, grammar = stopping_from(config), grammar_from(config)
+    stopping = stopping_from(config)
+    grammar = grammar_from(config)
     sampling = sampling or Sampling.of(config)
     jobs = ((prompt, config.seed + sample) for prompt in prompts for sample in range(config.num_samples))
     single = len(prompts) * config.num_samples == 1

@@ -164,9 +164,13 @@ class Reading:
                  after: Key = EMPTY) -> None:
         if start is not None:
             model.check_state(start.state, B=1)
-        self._model, self._cache, self._n_logprobs, self._vocab_size = model, cache, n_logprobs, vocab_size
+        self._model = model
+        self._cache = cache
+        self._n_logprobs = n_logprobs
+        self._vocab_size = vocab_size
         self.tokens = list(tokens)
-        self._so_far, self._key = start, after                   # what is read, and its key in the cache
+        self._so_far = start  # what is read, and its key in the cache
+        self._key = after
         if cache is not None:
             cache.begin(model, after.model)
         if cache is not None and n_logprobs is None:
@@ -213,7 +217,8 @@ class Reading:
     @torch.no_grad()
     def _read_pass(self) -> Iterator[None]:
         """A pass over the next tokens, in parts."""
-        end, model = self._end, self._model
+        end = self._end
+        model = self._model
         head: nn.Module = model.head
         ids = torch.tensor([self.tokens[self._position:end]], device=model.emb.weight.device)
         state = self._so_far.state if self._so_far else None

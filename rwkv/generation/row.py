@@ -15,7 +15,8 @@ from rwkv.generation.stopping import StoppingCriteria, StopStrings
 from rwkv.tokenizer.decoders import LAST_IDS
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-CANCELLED, NO_TOKEN = "cancelled", "no_token"            # finish reasons
+CANCELLED = "cancelled"  # finish reasons
+NO_TOKEN = "no_token"
 # Of each byte its 8 bits, the lowest first, as bools that are True where the bit is 0; 8 bools are one int64, (256) in all.
 ZEROS = (torch.arange(256)[:, None] >> torch.arange(8) & 1).logical_not().view(torch.int64).flatten()
 AT_ONCE = 64                             # random numbers of a row that are made together
@@ -54,17 +55,22 @@ class Row:
                  sampling: Sampling, penalties: Penalties | None, n_logprobs: int | None, cache: PrefixCache | None,
                  context: PrefillResult | None = None, grammar: Grammar | None = None, keep: bool = False,
                  after: Key = EMPTY) -> None:
-        self.index, self.sample, self.prompt_ids = index, sample, prompt_ids
-        self.sampling, self.penalties = sampling, penalties
+        self.index = index
+        self.sample = sample
+        self.prompt_ids = prompt_ids
+        self.sampling = sampling
+        self.penalties = penalties
         self.n_logprobs = None if n_logprobs is None else whole_number("logprobs", n_logprobs)
-        self.cache, self.after = cache, after
+        self.cache = cache
+        self.after = after
         self.cached_tokens = 0
         self.prompt_read = False
         self.prompt_logprobs: list[dict[str, Any]] = []
         self.last_token_in_text = True           # False after an end-of-text or stop token
         self.kept: PrefillResult | None = None
         self._keep = keep
-        self._ends, self._vocab_size = {*tokenizer.ends}, tokenizer.vocab_size
+        self._ends = {*tokenizer.ends}
+        self._vocab_size = tokenizer.vocab_size
         self._stopping = stopping
         self._stop_tokens = {*stopping.stop_tokens, *tokenizer.starting(stopping.stop)}
         self._matcher: Matcher | None = grammar.matcher(tokenizer, [*self._stop_tokens]) if grammar else None

@@ -53,7 +53,8 @@ class Penalties:
     """
 
     def __init__(self, options: Sampling, prompt: Collection[int] = (), without: Collection[int] = ()) -> None:
-        self._options, self._without = options, frozenset(without)
+        self._options = options
+        self._without = frozenset(without)
         in_prompt = {*prompt} - self._without if options.repetition_penalty != 1 else ()
         self._ids = torch.tensor([*in_prompt], dtype=torch.int64)        # (n) different tokens, in the order that they came
         self._counts = torch.zeros(len(self._ids), dtype=torch.float64)
@@ -77,7 +78,8 @@ class Penalties:
         """Changes the row's logits (V), float32, in place."""
         if not len(self._ids):
             return
-        options, own = self._options, logits[self._ids].double()
+        options = self._options
+        own = logits[self._ids].double()
         if options.repetition_penalty != 1:
             own = torch.where(own > 0, own / options.repetition_penalty, own * options.repetition_penalty)
         own = own - options.presence_penalty * self._in_text - options.frequency_penalty * self._counts
@@ -153,7 +155,8 @@ def _keep_likeliest(logits: Tensor, options: Sampling) -> tuple[Tensor | None, T
 
     The logits are those that the filters see, minus the largest of their row. The ids are None where both options are off.
     """
-    V, largest = logits.shape[-1], logits.amax(-1, keepdim=True)
+    V = logits.shape[-1]
+    largest = logits.amax(-1, keepdim=True)
     top_k = min(options.top_k or V, V)
 
     def seen(logits: Tensor) -> Tensor:

@@ -61,7 +61,10 @@ class StateForm:
 
     def __init__(self, config: ModelConfig, vocab_size: int, fingerprint: str, tokenizer: Tokenizer,
                  device: torch.device | str = "cpu") -> None:
-        self._config, self._vocab_size, self._tokenizer, self._device = config, vocab_size, tokenizer, device
+        self._config = config
+        self._vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._device = device
         self.identity = {"format": FORMAT, "model": fingerprint, "tokenizer": tokenizer.hash}
 
     @classmethod
@@ -85,7 +88,8 @@ class StateForm:
     def read(self, content: bytes, name: str) -> ReadState:
         """One row, and the metadata. name: of the file, for errors. Raises UserError as load_context does."""
         try:
-            tensors, metadata = load(content), metadata_of(content)
+            tensors = load(content)
+            metadata = metadata_of(content)
         except (SafetensorError, ValueError) as error:
             raise UserError(f"{name} cannot be read as a state file: it is damaged, or not one that save_state= "
                             "wrote") from error

@@ -15,9 +15,11 @@ from typing import Any
 
 from rwkv.errors import CheckpointError
 
-MAGIC, VERSIONS = b"GGUF", (2, 3)
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-STRING, ARRAY = 8, 9
+STRING = 8
+ARRAY = 9
 SPLIT_COUNT = "split.count"
 SPLIT_NAME = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
 
@@ -58,7 +60,9 @@ class Cursor:
     """Reads values one after another from `data`, never beyond its end."""
 
     def __init__(self, path: Path, data: memoryview) -> None:
-        self.path, self.data, self.at = path, data, 0
+        self.path = path
+        self.data = data
+        self.at = 0
 
     def close(self) -> None:
         """Lets go of the bytes."""

@@ -65,7 +65,11 @@ class Answer:
     """An ASGI response: the texts of a ticket. The row of a client that goes away is cancelled."""
 
     def __init__(self, engine: RemoteEngine, ticket: Ticket, shape: Shape, stream: bool, timeout_s: float) -> None:
-        self._engine, self._ticket, self._shape, self._stream, self._timeout_s = engine, ticket, shape, stream, timeout_s
+        self._engine = engine
+        self._ticket = ticket
+        self._shape = shape
+        self._stream = stream
+        self._timeout_s = timeout_s
         self._texts = [_Text(shape, number, text.prompt) for number, text in enumerate(ticket.texts)]
         self._complete = self._abandoned = False         # all is known; the client went away before that
 
@@ -162,8 +166,11 @@ class _Text:
     """One text of an answer, as choices of completions or of chat completions."""
 
     def __init__(self, shape: Shape, number: int, prompt: Sequence[int]) -> None:
-        self._shape, self._number, self._prompt = shape, number, prompt
-        self._content, self._logprobs = "" if shape.chat else shape.before[number], list[dict[str, Any]]()
+        self._shape = shape
+        self._number = number
+        self._prompt = prompt
+        self._content = "" if shape.chat else shape.before[number]
+        self._logprobs = list[dict[str, Any]]()
         self._thoughts = ""
         self._answer = ThoughtParser(shape.before[number], shape.thinks) if shape.chat else None
         self._written = 0                # characters
@@ -232,12 +239,15 @@ class _Text:
         """What is new of the thoughts, of the text as it is shown, of the calls, and of that text's log-probabilities."""
         last = event.finish_reason is not None
         self._written += len(event.text)
-        thoughts, text, calls = "", event.text, list[dict[str, Any]]()
+        thoughts = ""
+        text = event.text
+        calls = list[dict[str, Any]]()
         place = 0                        # of the text after the thoughts
         decided = self._written
         if self._answer:
             thoughts, text = self._answer.push(event.text, last)
-            place, decided = self._answer.text_place, self._answer.decided
+            place = self._answer.text_place
+            decided = self._answer.decided
         spans = [(self._written - len(text), self._written)]
         if self._parser:
             text, calls = self._parser.push(text, last)

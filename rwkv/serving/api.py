@@ -178,7 +178,8 @@ async def _body(service: Service, request: Request, least: int = 0) -> bytes:
     announced = request.headers.get("content-length", "0")
     if announced.isdigit() and int(announced) > limit:
         raise too_large
-    parts, size = [], 0
+    parts = []
+    size = 0
     async for part in request.stream():
         parts.append(part)
         size += len(part)
@@ -217,7 +218,8 @@ def _completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generat
                             "request, each prompt counted n times", "echo")
     if echoed and not all(prompts):
         raise ApiError(400, "echo with logprobs needs a prompt, also after a state", "echo")
-    stops, grammar = body.stops(), body.answer_grammar()
+    stops = body.stops()
+    grammar = body.answer_grammar()
     texts = [text for ids in prompts
              for text in _texts(service, body, ids, n, maximum, stops, body.logprobs, echoed, grammar)]
     texts = _with_states(service, body, texts, start, owner, model)
@@ -247,11 +249,15 @@ def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[G
     prompt = service.states.prompt(start, body.messages, tools, thinking.think, thinking.effort)
     if call_start and answer_start:      # thoughts, which end before the call
         end = end_of(answer_start)
-        prompt, answer_start, call_start = f"{prompt}{end}", f"{answer_start}{end}", call_start.lstrip()
+        prompt = f"{prompt}{end}"
+        answer_start = f"{answer_start}{end}"
+        call_start = call_start.lstrip()
     prompt += call_start
-    limit, maximum = "max_tokens", body.max_tokens
+    limit = "max_tokens"
+    maximum = body.max_tokens
     if body.max_completion_tokens is not None:
-        limit, maximum = "max_completion_tokens", body.max_completion_tokens
+        limit = "max_completion_tokens"
+        maximum = body.max_completion_tokens
     maximum = _most_tokens(service)["chat"] if maximum is None else maximum
     one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
     stops = (*service.template.stop, *body.stops(), *((stop_of(call_start),) if one_call else ()))
@@ -292,7 +298,8 @@ def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | 
 
     Raises ApiError for a choice that the tools or the template do not allow.
     """
-    choice, template = body.tool_choice, service.template
+    choice = body.tool_choice
+    template = service.template
     if not body.tools:
         if choice not in (None, "none"):
             raise ApiError(400, "tool_choice needs tools", "tool_choice")

@@ -14,7 +14,8 @@ class ApiError(Exception):
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
                  retry_after: int | None = None) -> None:
         super().__init__(message)
-        self.status, self.retry_after = status, retry_after
+        self.status = status
+        self.retry_after = retry_after
         self.body = {"error": {"message": message, "type": TYPES.get(status, "invalid_request_error"), "param": param,
                                "code": code}}
 

@@ -55,7 +55,8 @@ class Parser:
 
     def _without_the_wish(self) -> bytes:
         """The first line and the headers once more. Raises HttpParserError for the method CONNECT, which is a proxy's."""
-        method, version = self._inner.get_method(), self._inner.get_http_version().encode()
+        method = self._inner.get_method()
+        version = self._inner.get_http_version().encode()
         if method == b"CONNECT":
             raise httptools.HttpParserError("CONNECT")
         headers = [b"%s: %s" % header for header in self._protocol.headers if header[0] != b"upgrade"]
@@ -65,11 +66,13 @@ class Parser:
 class Protocol(HttpToolsProtocol):
     """One connection. receive_s: seconds for a whole request to come. most: open connections."""
 
-    receive_s, most = 30.0, 1024
+    receive_s = 30.0
+    most = 1024
 
     _deadline: asyncio.TimerHandle | None = None
     _answered: Any = None                # the request that is answered now; self.cycle is the one that came last
-    _in_headers, _received = True, 0
+    _in_headers = True
+    _received = 0
     _request_id: str | None = None       # of the request that comes
     _mistake = "this is not an HTTP request"
 
@@ -123,8 +126,10 @@ class Protocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self._stop_deadline()
-        self._in_headers, self._received = True, 0
-        self._request_id, self.headers = None, []
+        self._in_headers = True
+        self._received = 0
+        self._request_id = None
+        self.headers = []
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -136,7 +141,8 @@ class Protocol(HttpToolsProtocol):
 
         A target that is a whole address becomes a path, and its host is the request's.
         """
-        version, headers = self.parser.get_http_version(), self.headers
+        version = self.parser.get_http_version()
+        headers = self.headers
         hosts = [value for name, value in headers if name == b"host"]
         codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
         if version not in ("1.0", "1.1"):
@@ -250,7 +256,8 @@ class Server(uvicorn.Server):
 
     def __init__(self, config: uvicorn.Config, on_start: Callable[[], None], on_stop: Callable[[], None]) -> None:
         super().__init__(config)
-        self._on_start, self._on_stop = on_start, on_stop
+        self._on_start = on_start
+        self._on_stop = on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

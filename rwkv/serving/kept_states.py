@@ -41,11 +41,14 @@ class KeptStates:
     """
 
     def __init__(self, config: ServeConfig, forms: Mapping[str, StateForm], digests: Mapping[str, str]) -> None:
-        self._forms, self._digests = forms, {"": "", **digests}
-        self._most, self._most_of_files = config.states_mib * MIB, config.states_dir_mib * MIB
+        self._forms = forms
+        self._digests = {"": "", **digests}
+        self._most = config.states_mib * MIB
+        self._most_of_files = config.states_dir_mib * MIB
         self._folder = Path(config.states_dir) if config.states_dir else None
         self._in_memory: dict[str, PrefillResult] = {}
-        self._memory, self._files = Shares[str](), Shares[str]()
+        self._memory = Shares[str]()
+        self._files = Shares[str]()
         self._unwritten: dict[str, Future[None]] = {}
         self._writer = ThreadPoolExecutor(1)             # a disk is slow, and others wait for the engine
         self._gone: list[str] = []
@@ -110,7 +113,8 @@ class KeptStates:
 
     def take_gone(self) -> list[str]:
         """Those that have been dropped for want of room, or lost, since this was called last."""
-        gone, self._gone = self._gone, []
+        gone = self._gone
+        self._gone = []
         return gone
 
     def close(self) -> None:
@@ -186,7 +190,8 @@ class KeptStates:
             raise UserError(f"states_dir={folder} cannot be used: {error.strerror}") from None
         found = []
         for path in paths:
-            state_id, size = path.stem, path.stat().st_size
+            state_id = path.stem
+            size = path.stat().st_size
             try:
                 with path.open("rb") as file:
                     metadata = metadata_of(file.read(LONGEST_HEADER))

@@ -65,7 +65,8 @@ def _cut(entries: list[Entry], text: str, shown: str) -> list[Entry]:
     *earlier, last = entries
     broken = text.removesuffix(last["text"])     # characters that earlier tokens began and the last one did not go on with
     if not broken or broken.strip(UNKNOWN) or UNKNOWN in last["text"] or not shown.startswith(broken):
-        earlier, broken = [], ""
+        earlier = []
+        broken = ""
     rest = shown.removeprefix(broken)
     if not rest:
         return earlier

@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 from rwkv.serving.schema import schema_of
 from rwkv.serving.states import FORMS
 
-JSON, EVENTS, TEXT, FILE = "application/json", "text/event-stream", "text/plain", FORMS[0]
+JSON = "application/json"
+EVENTS = "text/event-stream"
+TEXT = "text/plain"
+FILE = FORMS[0]
 BYTES: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}       # of a FILE
 ERROR = {"type": "object", "required": ["error"], "properties": {"error": {
     "type": "object", "required": ["message", "type", "param", "code"],

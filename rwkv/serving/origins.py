@@ -20,7 +20,8 @@ def check_origin(config: ServeConfig, headers: Mapping[str, str]) -> None:
     """Raises ApiError for what a page of another site sends, unless a key is asked for or cors= names the site."""
     if config.api_key or "*" in config.cors:
         return
-    host, origin = headers.get("host", ""), headers.get("origin")
+    host = headers.get("host", "")
+    origin = headers.get("origin")
     allowed = [_place(one) for one in config.cors]
     if config.host in LOCAL and host and host not in allowed and not _is_near(host):
         raise ApiError(403, f"this server answers for this machine alone, not for {host[:100]!r}: see host=, api_key= and "

@@ -96,7 +96,8 @@ class RemoteEngine:
         self._process = context.Process(target=_work, args=(theirs, config, load), daemon=True)
         self._process.start()
         theirs.close()
-        self._config, self._ids = config, count()
+        self._config = config
+        self._ids = count()
         self._running: dict[int, Ticket] = {}            # by the text's id
         self._waiting: deque[Ticket] = deque()
         self._outbox: SimpleQueue[ToEngine | None] = SimpleQueue()

@@ -56,7 +56,8 @@ class Responses:
     """
 
     def __init__(self, config: ServeConfig, engine: RemoteEngine) -> None:
-        self._most, self._engine = config.responses_mib * MIB, engine
+        self._most = config.responses_mib * MIB
+        self._engine = engine
         self._folder = Path(config.states_dir) if config.states_dir else None
         self._kept: dict[str, bytes] = {}
         self._shares = Shares[str]()
@@ -81,7 +82,8 @@ class Responses:
         return stored
 
     async def put(self, stored: Stored) -> None:
-        response_id, content = stored.response["id"], msgspec.json.encode(stored)
+        response_id = stored.response["id"]
+        content = msgspec.json.encode(stored)
         if self._folder:
             path = self._folder / f"{response_id}.json"
             try:
@@ -216,7 +218,8 @@ def _response_format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
 def renamed(error: ApiError) -> ApiError:
     """The error with the names that fields have here."""
     content = error.body["error"]
-    message, param = content["message"] or "", content["param"]
+    message = content["message"] or ""
+    param = content["param"]
     field = re.split(r"[.[]", param)[0] if param else ""
     if field in RENAMED:
         param = RENAMED[field]
@@ -250,7 +253,8 @@ def _input_item(item: dict[str, Any], where: str) -> dict[str, Any]:
             raise ApiError(400, f"{where} has the texts call_id, name and arguments", where)
         return {"id": _id(item, "fc"), "type": kind, "status": "completed", **names}
     if kind == "function_call_output":
-        output, call_id = item.get("output"), item.get("call_id")
+        output = item.get("output")
+        call_id = item.get("call_id")
         if not isinstance(call_id, str) or not isinstance(output, (str, list)):
             raise ApiError(400, f"{where} has call_id, a text, and output, a text or a list of texts", where)
         if isinstance(output, list):
@@ -349,7 +353,8 @@ class Output:
         if not self._open:
             return
         self._open = False
-        item, part = self.items[-1], self.items[-1]["content"][0]
+        item = self.items[-1]
+        part = self.items[-1]["content"][0]
         item["status"] = status
         place = self._place()
         if item["type"] == "message":
@@ -386,7 +391,8 @@ class Output:
         yield {"type": "response.content_part.added", **self._place(), "part": {**part}}
 
     def _add_call(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        name = call["function"]["name"]
+        arguments = call["function"]["arguments"]
         item = {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", "status": "completed", "call_id": call["id"],
                 "name": name, "arguments": arguments}
         self.items.append(item)
@@ -407,7 +413,8 @@ class ResponseAnswer(Answer):
     def __init__(self, engine: RemoteEngine, ticket: Ticket, shape: Shape, timeout_s: float, asked: Asked,
                  kept: Responses) -> None:
         super().__init__(engine, ticket, shape, bool(asked.body.stream), timeout_s)
-        self._asked, self._kept = asked, kept
+        self._asked = asked
+        self._kept = kept
         self._id = f"resp_{secrets.token_hex(16)}"
         self._output = Output()
         self._text = self._texts[0]
@@ -465,13 +472,15 @@ class ResponseAnswer(Answer):
         return "incomplete" if self._text.reason(self._text.last) == "length" else "completed"
 
     async def _store(self) -> None:
-        body, state = self._asked.body, self._text.last.state
+        body = self._asked.body
+        state = self._text.last.state
         if body.store is not False:
             await self._kept.put(Stored(self._asked.owner, self._response(), self._asked.input,
                                         state.id if state else None, bool(body.save_state)))
 
     def _response(self, status: str | None = None) -> dict[str, Any]:
-        body, sampling = self._asked.body, self._ticket.texts[0].sampling
+        body = self._asked.body
+        sampling = self._ticket.texts[0].sampling
         status = status or self._status()
         ended = status != "in_progress"
         found = {
@@ -505,7 +514,9 @@ class ResponseAnswer(Answer):
 
 def listed(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """A page of items, the last one first unless the query says order=asc. Raises ApiError for a query that is none."""
-    order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
+    order = query.get("order", "desc")
+    limit = query.get("limit", "20")
+    after = query.get("after")
     if order not in ("asc", "desc"):
         raise ApiError(400, "order is asc or desc", "order")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= 100):

@@ -92,7 +92,8 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
                       _model_name(config), int(time.time()))
     engine.observe = service.metrics.observe
     engine.report = lambda reason: say("engine", f"it has ended: {reason}")
-    Protocol.receive_s, Protocol.most = config.receive_s, config.max_connections
+    Protocol.receive_s = config.receive_s
+    Protocol.most = config.max_connections
     options = uvicorn.Config(application(service), http=Protocol, lifespan="off", log_config=None,
                              log_level="error", access_log=False, server_header=False, ws="none",
                              timeout_graceful_shutdown=int(config.grace_s + AFTER_GRACE))

@@ -126,13 +126,15 @@ class _Job:
     """A text that is generated: its row, and how much of it was sent."""
 
     def __init__(self, request: Generate, row: Row) -> None:
-        self.request, self.row = request, row
+        self.request = request
+        self.row = row
         self.text = ""                   # not sent yet
         self._logprobs_sent = 0
 
     def event(self) -> Event | None:
         """What is to be sent now, if anything."""
-        sample, finished = self.row.sample, self.row.complete
+        sample = self.row.sample
+        finished = self.row.complete
         if not finished and not self.request.stream:
             return None
         # lm-evaluation-harness, which alone asks for a prompt's, takes the last entry for that of a token after the prompt
@@ -143,7 +145,8 @@ class _Job:
         if self.row.damaged:
             return Event(self.request.id, error="the state is damaged: it leads to logits that are not finite")
         event = Event(self.request.id, self.text, logprobs)
-        self.text, self._logprobs_sent = "", self._logprobs_sent + len(logprobs)
+        self.text = ""
+        self._logprobs_sent = self._logprobs_sent + len(logprobs)
         if finished:
             event.finish_reason = sample.finish_reason
             before = (self.request.start and self.request.start.tokens) or 0         # which were read for an earlier request
@@ -155,7 +158,9 @@ class _Job:
 
     def saved(self) -> SavedState | None:
         """What is known of the state that is to be kept now, if any."""
-        save, kept, start = self.request.save, self.row.kept, self.request.start
+        save = self.request.save
+        kept = self.row.kept
+        start = self.request.start
         if save is None or kept is None:
             return None
         read = len(self.row.prompt_ids) + len(self.row.sample.tokens)
@@ -170,7 +175,10 @@ class _Worker:
 
     def __init__(self, connection: Connection, models: Mapping[str, _Model], tokenizer: Tokenizer, cache: PrefixCache | None,
                  states: KeptStates) -> None:
-        self._connection, self._models, self._tokenizer, self._cache = connection, models, tokenizer, cache
+        self._connection = connection
+        self._models = models
+        self._tokenizer = tokenizer
+        self._cache = cache
         self._states = states
         # Of each engine, by the row's index.
         self._jobs: dict[Engine, dict[int, _Job]] = {model.engine: {} for model in models.values()}
@@ -190,7 +198,8 @@ class _Worker:
                 self._take(message)
                 wait = 0
             self._begin_compiled()
-            events, self._refused = self._refused, []
+            events = self._refused
+            self._refused = []
             for engine, jobs in self._jobs.items():
                 for index, piece in engine.step():
                     jobs[index].text += piece
@@ -203,7 +212,8 @@ class _Worker:
 
     def _event(self, job: _Job) -> Event | None:
         """What is to be sent of a text; a state that is to be kept at its end is kept before."""
-        event, saved = job.event(), job.saved()
+        event = job.event()
+        saved = job.saved()
         if event is not None and saved is not None:
             assert job.row.kept is not None
             self._states.put(saved, job.row.kept)
@@ -253,7 +263,8 @@ class _Worker:
         after: Key | None = Key(model=message.model, owner=message.owner)
         try:
             if message.start and message.start.id:
-                context, after = self._states.get(message.start), None
+                context = self._states.get(message.start)
+                after = None
             stopping = StoppingCriteria(message.max_new_tokens, message.stop)
             row = engine.add(message.prompt, message.seed, stopping, message.sampling, message.n_logprobs, context,
                              message.prompt_logprobs, grammar=message.grammar, keep=message.save is not None, after=after)

@@ -83,7 +83,9 @@ class TextDecoder:
     BEFORE = 64                          # ids: what precedes them changes neither the text that follows nor what is held back
 
     def __init__(self, decode: Callable[[list[int]], str], vocab_size: int, skipped: set[int]) -> None:
-        self._decode, self._vocab_size, self._skipped = decode, vocab_size, skipped
+        self._decode = decode
+        self._vocab_size = vocab_size
+        self._skipped = skipped
         self._shown: list[int] = []
         self._pending: list[int] = []
 
@@ -99,12 +101,14 @@ class TextDecoder:
         text = self._new_text()
         if text.endswith(REPLACEMENT) and len(self._pending) < self.LONGEST:
             return ""
-        self._shown, self._pending = self._pending, []
+        self._shown = self._pending
+        self._pending = []
         return text
 
     def flush(self) -> str:
         text = self._new_text() if self._pending else ""
-        self._shown, self._pending = [], []
+        self._shown = []
+        self._pending = []
         return text
 
     def decode(self, ids: Iterable[int]) -> str:

@@ -116,7 +116,8 @@ def _conditions(definition: dict[str, Any]) -> list[Condition] | None:
     The ids of a vocabulary with all bytes tell what they are given, and each step before them must be such that its result
     tells what it was given.
     """
-    model, added = definition["model"], definition.get("added_tokens", [])
+    model = definition["model"]
+    added = definition.get("added_tokens", [])
     steps = [*_steps(definition.get("normalizer")), *_steps(definition.get("pre_tokenizer"))]
     types = {step["type"] for step in steps}
     ordinary = [token for token in added if not token["special"]]        # others are not looked for in a text
@@ -198,7 +199,8 @@ def missing_bytes(before: bytes, after: bytes) -> int:
     while at < len(before):
         window = before[at:at + WINDOW]
         is_last = at + len(window) == len(before)
-        kept, length = len(window), len(window)
+        kept = len(window)
+        length = len(window)
         if not after.startswith(window, place):
             kept, length = _aligned(window, after[place:place + 4 * WINDOW], is_last)
         if 4 * kept < len(window) and not is_last and at >= searched:
@@ -206,7 +208,8 @@ def missing_bytes(before: bytes, after: bytes) -> int:
             anchor = _next_in_common(before, at, after, place)
             if anchor is not None:
                 missing += _missing_between(before[at:anchor[0]], after[place:anchor[1]])
-                at, place = anchor[0] + ANCHOR, anchor[1] + ANCHOR
+                at = anchor[0] + ANCHOR
+                place = anchor[1] + ANCHOR
                 searched = at
                 continue
         missing += len(window) - kept

@@ -53,7 +53,8 @@ def ends_by_rule(parsed: Mapping[str, Any]) -> list[int]:
     That is <|endoftext|>, or else the only special token with a name in ENDS, or else a special token 0, unless it stands for
     what is unknown, padded or masked.
     """
-    ids, special = vocabulary(parsed), special_tokens(parsed)
+    ids = vocabulary(parsed)
+    special = special_tokens(parsed)
     if END_OF_TEXT in ids:
         return [ids[END_OF_TEXT]]
     known = [special[name] for name in ENDS if name in special]
@@ -76,7 +77,8 @@ def stated_ends(parsed: Mapping[str, Any], stated: Iterable[int | str]) -> list[
 
     A token that is neither special nor known as an end is part of texts: some programs write an id there that means nothing.
     """
-    ids, special = vocabulary(parsed), special_tokens(parsed)
+    ids = vocabulary(parsed)
+    special = special_tokens(parsed)
     ending = {*special.values(), *(ids[name] for name in (*ENDS, *ENDS_OF_TURNS) if name in ids)}
     found = [ids.get(each) if isinstance(each, str) else each for each in stated]
     return list(dict.fromkeys(each for each in found if each in ending and each is not None))
@@ -84,7 +86,8 @@ def stated_ends(parsed: Mapping[str, Any], stated: Iterable[int | str]) -> list[
 
 def named_end(parsed: Mapping[str, Any], name: str, source: str, option: str) -> list[int]:
     """The token that the user names as the end of a text. Raises UserError where it is not in the file, or is one character."""
-    special, index = special_tokens(parsed), vocabulary(parsed).get(name)
+    special = special_tokens(parsed)
+    index = vocabulary(parsed).get(name)
     if index is None or (len(name) == 1 and name not in special):
         raise UserError(f"{option}={name!r} is no special token of {source}; it has {_listed(special)}")
     return [index]

@@ -275,8 +275,10 @@ class JsonTokenizer(Tokenizer):
         with _as_user_error(f"{source} is not a `tokenizers` JSON file"):
             self._library = _library(json.dumps(hidden.content, ensure_ascii=False))
         self.definition = json.dumps(parsed, sort_keys=True, ensure_ascii=False)
-        self.ends, self._by_first_rule = tuple(chosen), special.ends_by_first_rule(parsed)
-        self.private, self._typed = hidden.private, hidden.typed
+        self.ends = tuple(chosen)
+        self._by_first_rule = special.ends_by_first_rule(parsed)
+        self.private = hidden.private
+        self._typed = hidden.typed
         self._byte_level = (parsed.get("decoder") or {}).get("type") == "ByteLevel"
         added = parsed.get("added_tokens") or []
         self.adds_space = any(step != parsed.get(name) for name, step in _within(parsed).items())

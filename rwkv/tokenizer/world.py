@@ -122,7 +122,9 @@ def _parse_line(line: str) -> tuple[int, bytes] | None:
     plain = PLAIN(line)                  # much faster than to evaluate it
     try:
         if plain:
-            index, token, length = plain[1], (plain[2] or plain[3]).encode(), plain[4]
+            index = plain[1]
+            token = (plain[2] or plain[3]).encode()
+            length = plain[4]
         else:
             index, rest = line.strip().split(" ", 1)
             literal, length = rest.rsplit(" ", 1)

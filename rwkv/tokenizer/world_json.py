@@ -81,7 +81,9 @@ def _alternatives(parsed: Any) -> list[str] | None:
     """The tokens in the expression, unescaped; None where they do not stand from the longest to the shortest."""
     expression: str = parsed["pre_tokenizer"]["pretokenizers"][1]["pattern"]["Regex"]
     inner = expression.removeprefix("(?:").removesuffix(")") if expression.startswith("(?:") else expression
-    tokens, token, at = [], "", 0
+    tokens = []
+    token = ""
+    at = 0
     while match := PIECE.match(inner, at):
         escaped, bar, plain = match.groups()
         at = match.end()

@@ -15,7 +15,8 @@ from rwkv.checkpoint.formats._gguf_types import block_of
 from rwkv.errors import CheckpointError
 from rwkv.io.gguf import Cursor
 
-ALIGNMENT_KEY, ALIGNMENT = "general.alignment", 32
+ALIGNMENT_KEY = "general.alignment"
+ALIGNMENT = 32
 MOST_DIMENSIONS = 4
 
 

@@ -21,7 +21,10 @@ from rwkv.tokenizer.world import Vocabulary
 
 GGML = "tokenizer.ggml."
 JSON = "tokenizer.huggingface.json"
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5         # token_type
+NORMAL = 1  # token_type
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
 WORLD_START = "<s>"                      # the text of id 0 of the World vocabulary in GGUF, where it is no token's
 PRE_TOKENIZER = "gpt-2"
 ENDS = tuple(f"{GGML}{name}_token_id" for name in ("eos", "eot", "eom"))
@@ -66,7 +69,8 @@ def _world_tokens(vocabulary: str) -> tuple[list[str], list[int]]:
 
 def _bpe_tokens(parsed: dict[str, Any]) -> tuple[list[str], list[int]]:
     """Texts and types. Raises UserError where the file splits text in a way that GGUF cannot state."""
-    model, added = parsed["model"], parsed.get("added_tokens") or []
+    model = parsed["model"]
+    added = parsed.get("added_tokens") or []
     unlike = [name for name, value in PLAIN_BPE.items() if (model.get(name) or None) != (value or None)]
     parts = {"a normalizer": parsed.get("normalizer"), "another pre_tokenizer": _unlike_byte_level(parsed.get("pre_tokenizer")),
              "another decoder": (parsed.get("decoder") or {}).get("type") != "ByteLevel",
@@ -121,7 +125,8 @@ def _with_ends(definition: str, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _tokens(path: Path, metadata: dict[str, Any]) -> tuple[list[str], list[int]]:
-    tokens, types = metadata.get(f"{GGML}tokens"), metadata.get(f"{GGML}token_type")
+    tokens = metadata.get(f"{GGML}tokens")
+    types = metadata.get(f"{GGML}token_type")
     if not _list_of(str, tokens) or not _list_of(int, types) or len(tokens) != len(types):      # type: ignore[arg-type]
         raise CheckpointError(f"{path} has no {GGML}tokens with as many {GGML}token_type: the file is damaged")
     return tokens, types         # type: ignore[return-value]

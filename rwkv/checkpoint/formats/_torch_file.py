@@ -23,9 +23,12 @@ from rwkv.checkpoint.formats import first_bytes
 from rwkv.checkpoint.stored import Stored, raw
 from rwkv.errors import CheckpointError
 
-ZIP, PICKLES = b"PK", tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5))
-ALIGNMENT, PADDING_ID = 64, 0x4246       # an extra field named FB fills up to the next multiple
-LOCAL_HEADER, FIELD_HEADER = 30, 4       # bytes of zip's local file header and of an extra field's, before what varies
+ZIP = b"PK"
+PICKLES = tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5))
+ALIGNMENT = 64  # an extra field named FB fills up to the next multiple
+PADDING_ID = 0x4246
+LOCAL_HEADER = 30  # bytes of zip's local file header and of an extra field's, before what varies
+FIELD_HEADER = 4
 EPOCH = (1980, 1, 1, 0, 0, 0)            # zip's earliest date: the same weights give the same file
 READ_BYTES = 1 << 20                     # at once, for a checksum
 STORAGES = {torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage}
@@ -111,7 +114,8 @@ class _Pickler(pickle.Pickler):
         if not isinstance(item, _Storage):
             return None
         self.tensors.append(item.tensor)
-        kind, elements = STORAGES[item.tensor.dtype], math.prod(item.tensor.shape)
+        kind = STORAGES[item.tensor.dtype]
+        elements = math.prod(item.tensor.shape)
         return ("storage", kind, str(len(self.tensors) - 1), "cpu", elements)
 
     def reducer_override(self, item: Any) -> Any:

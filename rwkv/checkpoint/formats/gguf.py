@@ -39,10 +39,12 @@ FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32,                       # general.fi
               "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q8_0": 7}
 QUANTIZATION_VERSION = 2
 BLOCK = 32
-HEAD, HEAD_TYPE = "output.weight", "Q8_0"
+HEAD = "output.weight"
+HEAD_TYPE = "Q8_0"
 STEPS = {"Q4_0": 8, "Q4_1": 1, "Q5_0": 16, "Q5_1": 1, "Q8_0": 127}          # times float16's largest: what a block can hold
 CONTEXT_LENGTH = 1 << 20
-SPLIT_NUMBER, SPLIT_TENSORS = "split.no", "split.tensors.count"
+SPLIT_NUMBER = "split.no"
+SPLIT_TENSORS = "split.tensors.count"
 LAYER_NORM_EPSILON = 1e-5
 
 
@@ -174,7 +176,8 @@ def _write(package: Any, file: BinaryIO, architecture: str, metadata: dict[str, 
         kind = package.GGMLQuantizationType[type_]
         elements, nbytes = package.GGML_QUANT_SIZES[kind]
         writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), tensor.count // elements * nbytes, raw_dtype=kind)
-    writer.fout, writer.state = [file], package.WriterState.EMPTY
+    writer.fout = [file]
+    writer.state = package.WriterState.EMPTY
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()

@@ -30,12 +30,17 @@ from rwkv.io.atomic import write_file, write_folder
 from rwkv.tokenizer import special, world_json
 
 SUFFIXES = ("",)
-CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS = "config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"
-GENERATION_CONFIG, SPECIAL_TOKENS = "generation_config.json", "special_tokens_map.json"
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+WEIGHTS = "model.safetensors"
+GENERATION_CONFIG = "generation_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
 WORLD = "rwkv_vocab_v20230424.txt"
 OURS = (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WORLD)
 FORMS = ("fla", "official")
-WHOLE, INDICES = (WEIGHTS, "pytorch_model.bin"), ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+WHOLE = (WEIGHTS, "pytorch_model.bin")
+INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 def recognises(path: Path) -> bool:
@@ -140,7 +145,8 @@ def _ends(outgoing: Outgoing) -> list[int]:
 
 
 def _described(outgoing: Outgoing) -> dict[str, Any]:
-    dtype, generation = outgoing.tensors["emb.weight"].dtype, generation_of(outgoing.config)
+    dtype = outgoing.tensors["emb.weight"].dtype
+    generation = generation_of(outgoing.config)
     form = {} if outgoing.form is None else {"form": outgoing.form}
     return {**generation.hugging_face_config(outgoing.config, outgoing.vocab_size, dtype, **form),
             **_ids_of_ends(outgoing), "tie_word_embeddings": False,
@@ -231,7 +237,8 @@ def _tokenizer(folder: Path) -> dict[str, Any] | None:
 
 def _json_tokenizer(folder: Path) -> dict[str, Any]:
     """Raises CheckpointError where one of the files beside it is damaged."""
-    text, stated = _text(folder / TOKENIZER), [*_stated_ends(folder)]
+    text = _text(folder / TOKENIZER)
+    stated = [*_stated_ends(folder)]
     if (vocabulary := world_json.vocabulary_in_text(text)) is not None:
         return {"kind": "world", "vocabulary": vocabulary}
     try:

@@ -57,7 +57,8 @@ def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str,
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | metadata}
     end = 0
     for tensor in ordered:
-        start, end = end, end + tensor.nbytes
+        start = end
+        end = end + tensor.nbytes
         header[tensor.name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -68,7 +69,8 @@ def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str,
 
 def _stored(path: Path, file: Any, name: str) -> Stored:
     part = file.get_slice(name)
-    shape, dtype = tuple(part.get_shape()), part.get_dtype()
+    shape = tuple(part.get_shape())
+    dtype = part.get_dtype()
     if dtype not in DTYPES:
         raise CheckpointError(f"{path}: {name} is {dtype}, expected one of {', '.join(DTYPES)}: quantised weights are not read")
     return Stored(name, str(path), shape, DTYPES[dtype], _reader(path, file, name), mapped=True)
