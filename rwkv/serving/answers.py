@@ -21,17 +21,16 @@ from rwkv.tokenizer.decoders import Decoder
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 REASONS = {"length": "length", "stop": "stop", "end_of_text": "stop", "cancelled": "length", "no_token": "length"}
-SEND_TIMEOUT = 30                        # seconds in which a reader must take something
+SEND_TIMEOUT = 30                        # seconds in which a client must read something
 
 
 @dataclass
 class Shape:
-    """What an answer looks like. before: text that precedes each text (echo, or a template's beginning of an answer).
+    """The form of an answer. before: text that precedes each text: the prompt with echo, or the beginning of a chat's answer.
 
-    n: texts of each prompt, one after the other. tokenizer: for the places of tokens in a text. functions: those that the
-    answer may call. call_start: the beginning of a call that the model was given. most_calls: those that an answer shows.
-    thinks: answers may begin with thoughts, of which `before` is the beginning. after: the last ids before each prompt.
-    saves: each text's end is kept as a state.
+    n: texts of each prompt, one after the other. functions: names of those that the answer may call. call_start: the beginning
+    of a call that stands in the prompt. most_calls: further calls are not shown. thinks: answers may begin with thoughts, whose
+    beginning may be in `before`. after: the last ids before each prompt. saves: each text's end is kept as a state.
     """
 
     kind: str                            # "cmpl" or "chatcmpl"
@@ -62,7 +61,7 @@ class Shape:
 
 
 class Answer:
-    """An ASGI response: the texts of a ticket. The row of a client that goes away is cancelled."""
+    """An ASGI response: the texts of a ticket, which are cancelled when the client goes away."""
 
     def __init__(self, engine: RemoteEngine, ticket: Ticket, shape: Shape, stream: bool, timeout_s: float) -> None:
         self._engine = engine
@@ -71,7 +70,8 @@ class Answer:
         self._stream = stream
         self._timeout_s = timeout_s
         self._texts = [_Text(shape, number, text.prompt) for number, text in enumerate(ticket.texts)]
-        self._complete = self._abandoned = False         # all is known; the client went away before that
+        self._complete = False           # all events have come
+        self._abandoned = False          # the client went away before that
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
@@ -85,7 +85,9 @@ class Answer:
             watcher.cancel()
             self._engine.cancel(self._ticket)
             if self._abandoned:
-                self._drop_states()
+                for text in self._texts:
+                    if text.last.state is not None:
+                        self._engine.drop(text.last.state)
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -93,31 +95,29 @@ class Answer:
         self._engine.cancel(self._ticket)
         self._abandoned = not self._complete
 
-    def _drop_states(self) -> None:
-        """Those of an answer that the client has not waited for."""
-        for text in self._texts:
-            if text.last.state is not None:
-                self._engine.drop(text.last.state)
-
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async for number, event in self._ticket:
                 self._take(number, event)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await self._told(error).response()(scope, receive, send)
             return
         self._complete = True
         await self._finish()
-        # with the log-probabilities of a prompt an answer is megabytes, and others would wait while it is written
+        # with the log-probabilities of a prompt an answer has megabytes, and other requests would wait while it is encoded
         response = await asyncio.to_thread(self._whole) if self._shape.echo_logprobs else self._whole()
         async with asyncio.timeout(SEND_TIMEOUT):
             await response(scope, receive, send)
 
     async def _finish(self) -> None:
-        """What is to be done before a whole answer is sent."""
+        """Called when all events have come, before the end of the answer is sent."""
+
+    def _told(self, error: ApiError) -> ApiError:
+        """The error as the client gets it."""
+        return error
 
     def _take(self, number: int, event: Event) -> None:
-        """What is new of a text of an answer that is not streamed."""
+        """Adds an event to an answer that is sent whole."""
         self._texts[number].add(event)
 
     def _whole(self) -> Response:
@@ -153,7 +153,7 @@ class Answer:
         yield b"data: [DONE]\n\n"
 
     def _usage(self) -> dict[str, Any]:
-        """The prompt of n texts counts once, as in OpenAI's."""
+        """As OpenAI's: the prompt of n texts counts once."""
         of_prompts = [text.last for text in self._texts[::self._shape.n]]
         read = sum(event.prompt_tokens for event in of_prompts)
         written = sum(text.last.completion_tokens for text in self._texts)
@@ -170,7 +170,7 @@ class _Text:
         self._number = number
         self._prompt = prompt
         self._content = "" if shape.chat else shape.before[number]
-        self._logprobs = list[dict[str, Any]]()
+        self._logprobs: list[dict[str, Any]] = []
         self._thoughts = ""
         self._answer = ThoughtParser(shape.before[number], shape.thinks) if shape.chat else None
         self._written = 0                # characters
@@ -180,7 +180,7 @@ class _Text:
         self._calls: list[dict[str, Any]] = []
         self._decoder = shape.tokenizer.decoder(
             shape.after if shape.echo_logprobs else before if shape.logprobs else ())
-        self._offset = 0                 # where the next token's first character begins
+        self._offset = 0                 # of the next token, in characters
         self.last = Event(-1)
 
     def add(self, event: Event) -> None:
@@ -205,7 +205,7 @@ class _Text:
         return {"index": self._number, "text": self._content, "logprobs": logprobs, "finish_reason": reason, **self._state()}
 
     def first(self) -> list[dict[str, Any]]:
-        """The chunk before any event."""
+        """Chunks before the first event."""
         if self._shape.chat:
             return [self._choice({"role": "assistant", "content": self._content}, None, None)]
         if self._content and not self._shape.echo_logprobs:
@@ -213,7 +213,6 @@ class _Text:
         return []
 
     def pieces(self, event: Event) -> list[dict[str, Any]]:
-        """The chunks of an event: its text, and the end."""
         finished = event.finish_reason is not None
         if self._shape.echo_logprobs:                    # the prompt's come with the last event: one chunk has all
             self.add(event)
@@ -236,12 +235,12 @@ class _Text:
         return found
 
     def parsed(self, event: Event) -> tuple[str, str, list[dict[str, Any]], list[dict[str, Any]]]:
-        """What is new of the thoughts, of the text as it is shown, of the calls, and of that text's log-probabilities."""
+        """What an event adds: thoughts, text that is shown, calls, and the log-probabilities of that text."""
         last = event.finish_reason is not None
         self._written += len(event.text)
         thoughts = ""
         text = event.text
-        calls = list[dict[str, Any]]()
+        calls: list[dict[str, Any]] = []
         place = 0                        # of the text after the thoughts
         decided = self._written
         if self._answer:
@@ -273,7 +272,7 @@ class _Text:
                 "finish_reason": reason}
 
     def _state(self) -> dict[str, Any]:
-        """The id of what was kept of the text's end, where that was asked for; null where the text was cancelled."""
+        """The id of the state at the text's end, where that was asked for; null where the text was cancelled."""
         return {"state": self.last.state and self.last.state.id} if self._shape.saves else {}
 
     def _logprobs_of(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -295,7 +294,7 @@ class _Text:
             found["tokens"].append(token_string(entry))
             found["token_logprobs"].append(entry["logprob"])
             found["top_logprobs"].append(None if entry["logprob"] is None else top)
-            piece = self._decoder.push(entry["token"])           # begins with a character that earlier tokens left broken
+            piece = self._decoder.push(entry["token"])           # may begin with a character that earlier tokens began
             found["text_offset"].append(self._offset + max(piece.find(entry["text"]), 0))
             self._offset += len(piece)
         return found
