@@ -1,6 +1,6 @@
-"""What generate.py does around the engine: checks the options, reads the prompts, and writes the texts.
+"""generate.py around the engine: checks the options, reads the prompts, and writes the texts.
 
-Standard output gets the text alone, each prompt before its continuation: one text as it is generated, several in the order of
+Standard output gets only the texts, each prompt before its continuation: one text as it is generated, several in the order of
 their prompts. out=FILE gets one JSON object per text, standard error the speed.
 """
 
@@ -28,7 +28,7 @@ from rwkv.io.utf8 import decode, read_text
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-LEAST_READ = 64                          # tokens of prompts, below which the time is that of starting
+LEAST_READ = 64                          # tokens of prompts; the time of fewer says nothing of the speed
 SEPARATOR = "---\n"                      # between two texts on standard output
 
 
@@ -46,18 +46,13 @@ def check_config(config: GenerateConfig) -> None:
     if config.out and config.save_state and Path(config.out).resolve() == Path(config.save_state).resolve():
         raise UserError("out= and save_state= name the same file, and the state would replace the texts: use two files")
     whole_number("seed", config.seed, most=LARGEST_SEED + 1 - config.num_samples)
-    stopping_from(config)
+    StoppingCriteria(config.max_new_tokens, config.stop, config.stop_tokens)
     if grammar := grammar_from(config):
         grammar.check()
 
 
-def stopping_from(config: GenerateConfig) -> StoppingCriteria:
-    """When the texts end. Raises UserError for a value out of range."""
-    return StoppingCriteria(config.max_new_tokens, config.stop, config.stop_tokens)
-
-
 def grammar_from(config: GenerateConfig) -> Grammar | None:
-    """What the texts may be, None for any text. Raises UserError where two options say it or a file is missing or wrong."""
+    """What the texts may be; None for any text. Raises UserError for two such options, and for a missing or wrong file."""
     given = [name for name in ("json_schema", "grammar", "regex") if getattr(config, name) is not None]
     if len(given) > 1:
         raise UserError(f"{' and '.join(f'{name}=' for name in given)} are both given: use one of them")
@@ -88,7 +83,11 @@ def prompts_from(config: GenerateConfig) -> list[str]:
     if not path.is_file():
         raise UserError(f"no file of prompts at {path}: prompts= names one, with a prompt on each line")
     content = path.read_bytes()
-    prompts = _json_prompts(content, path) if path.suffix == ".jsonl" else _text_prompts(content, path)
+    if path.suffix == ".jsonl":
+        prompts = _json_prompts(content, path)
+    else:
+        lines = decode(content, str(path)).split("\n")
+        prompts = [prompt for line in lines if (prompt := line.removesuffix("\r"))]
     if not prompts:
         raise UserError(f"{path} holds no prompt: write one on each line")
     return prompts
@@ -97,9 +96,9 @@ def prompts_from(config: GenerateConfig) -> list[str]:
 def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, prompts: Sequence[str],
                    context: PrefillResult | None = None, sampling: Sampling | None = None) -> bool:
     """Generates and writes num_samples texts for each prompt. A signal such as Ctrl-C ends it: it writes the texts so far and
-    returns False. sampling: how tokens are chosen; None: as the configuration says.
+    returns False. sampling: replaces the configuration's.
     """
-    stopping = stopping_from(config)
+    stopping = StoppingCriteria(config.max_new_tokens, config.stop, config.stop_tokens)
     grammar = grammar_from(config)
     sampling = sampling or Sampling.of(config)
     jobs = ((prompt, config.seed + sample) for prompt in prompts for sample in range(config.num_samples))
@@ -130,7 +129,7 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
 
 
 class _Clock:
-    """The times of an engine's run. The first step of an engine also prepares the weights: its rate is that of the others.
+    """The times of an engine's run. An engine's first step also prepares the weights, so the rate is that of the others.
 
     Iterating over it iterates over the engine.
     """
@@ -153,11 +152,11 @@ class _Clock:
         self._finished = time.perf_counter()
 
     def report(self) -> str:
-        """One line: what was read and written, in what time, with rates where enough was measured for one."""
+        """One line: the tokens read and written, the times, and rates where enough was measured for one."""
         read = sum(len(row.prompt_ids) for row in self._rows)
         read_s = self._read - self._started
         written = self._written()
-        said = f"read {_tokens(read)} in {read_s:.2f} s"
+        said = f"read {read} token{'s' * (read != 1)} in {read_s:.2f} s"
         if read >= LEAST_READ:
             said += f" ({read / read_s:.0f} tokens/s)"
         said += f", wrote {written} in {self._finished - self._read:.2f} s"
@@ -168,10 +167,6 @@ class _Clock:
 
     def _written(self) -> int:
         return sum(len(row.sample.tokens) for row in self._rows)
-
-
-def _tokens(count: int) -> str:
-    return f"{count} token{'s' * (count != 1)}"
 
 
 def _stream(sample: Sample, clock: _Clock, stop: StopRequest) -> None:
@@ -210,8 +205,3 @@ def _json_prompts(content: bytes, path: Path) -> list[str]:
             where = f"{path}, line {number}"
             prompts.append(text_of(parse(line, where), "prompt", where))
     return prompts
-
-
-def _text_prompts(content: bytes, path: Path) -> list[str]:
-    lines = (line.removesuffix("\r") for line in decode(content, str(path)).split("\n"))
-    return [line for line in lines if line]
