@@ -50,9 +50,9 @@ class Length(NamedTuple):
 
 
 def choose_template(asked: str | None, path: str, run: Mapping[str, Any] | None = None) -> Choice:
-    """The template that is asked for, or that of the conversations that a run has learnt, or the default of the checkpoint.
+    """The template that is asked for, or that of the conversations that a run has learnt, or the checkpoint's default.
 
-    path, run: of the checkpoint, and the configuration of the run that made it.
+    path: the checkpoint's. run: the configuration of the run that made it.
     """
     if asked:
         return Choice(asked, "as asked for")
@@ -63,9 +63,9 @@ def choose_template(asked: str | None, path: str, run: Mapping[str, Any] | None 
 
 
 def default_template(*names: str | None) -> Choice:
-    """The chat template of a checkpoint. names: its path, and other names that it has.
+    """The template that the file or directory holds (stated.py), or else that of the kind of model.
 
-    That is the one that the file or directory holds (stated.py), or else that of the kind of model.
+    names: the checkpoint's path, and other names that it has.
     """
     for name in filter(None, names):
         if found := template_file(Path(name)):
@@ -74,9 +74,9 @@ def default_template(*names: str | None) -> Choice:
 
 
 def kind_of(*names: str | None) -> Choice:
-    """The template that a model's author has for its kind; by its name, or else by a name inside it.
+    """The template of a model's author, by the model's name, or else by a name inside the file.
 
-    That is g1 for the series G0 and G1, and for RWKV-7 of a day after the first of them; else world.
+    It is g1 for the series G0 and G1, and for an RWKV-7 of a day after the first of these; else world.
     """
     for said in (_said(names), _inside(names)):
         for name in said:
@@ -114,7 +114,7 @@ def _length_of(name: str) -> Length | None:
 
 
 def _said(names: tuple[str | None, ...]) -> Iterator[str]:
-    """The parts of the names that may tell something, the nearest first."""
+    """The parts of the names that may say something of the model, the nearest first."""
     for name in filter(None, names):
         path = Path(name)
         yield path.name
@@ -126,7 +126,7 @@ def _said(names: tuple[str | None, ...]) -> Iterator[str]:
 
 
 def _inside(names: tuple[str | None, ...]) -> Iterator[str]:
-    """The names that the files themselves give their models, which is read where their own names say nothing."""
+    """The names of the models inside the files."""
     for name in filter(None, names):
         yield from (said.rstrip("/").rpartition("/")[2] for said in names_in(Path(name)))
 

@@ -27,7 +27,7 @@ HEADERS = 4                              # that are kept: of a model's first par
 
 
 class Header(NamedTuple):
-    """The beginning of a file. end: the place after the metadata, where the descriptions of tensors begin."""
+    """end: the place after the metadata, where the descriptions of tensors begin."""
 
     metadata: dict[str, Any]
     n_tensors: int

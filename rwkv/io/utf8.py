@@ -38,7 +38,7 @@ class WrongCharacter(UserError):
         self.problem = problem
 
     def after(self, characters: int) -> "WrongCharacter":
-        """The same error in a longer text, which has `characters` characters before this one."""
+        """The same error in a longer text, with `characters` characters before this one."""
         return WrongCharacter(characters + self.place, self.problem)
 
 

@@ -48,10 +48,10 @@ def unknown_token(parsed: Mapping[str, Any]) -> str | None:
 
 
 def ends_by_rule(parsed: Mapping[str, Any]) -> list[int]:
-    """What ends a text where nothing but the tokenizer's file is known; [] where the file leaves it open.
+    """The ends of text where only the tokenizer's file is known; [] where the file leaves them open.
 
-    That is <|endoftext|>, or else the only special token with a name in ENDS, or else a special token 0, unless it stands for
-    what is unknown, padded or masked.
+    The end is <|endoftext|>, or else the only special token with a name in ENDS, or else a special token 0, unless that stands
+    for an unknown, padded or masked token.
     """
     ids = vocabulary(parsed)
     special = special_tokens(parsed)
@@ -61,11 +61,13 @@ def ends_by_rule(parsed: Mapping[str, Any]) -> list[int]:
     if len(known) == 1:
         return known
     first = next((name for name, index in special.items() if index == 0), None)
-    return [] if first is None or first == unknown_token(parsed) or _stands_for_nothing(first) else [0]
+    if first is None or first == unknown_token(parsed) or any(part in first.lower() for part in ("unk", "pad", "mask")):
+        return []
+    return [0]
 
 
 def ends_by_first_rule(parsed: Mapping[str, Any]) -> list[int]:
-    """What ends a text by a definition that does not say it, as in older checkpoints: <|endoftext|>, or a special token 0."""
+    """The ends of text by a definition that does not name them, as in older checkpoints: <|endoftext|>, or special token 0."""
     named = vocabulary(parsed).get(END_OF_TEXT)
     if named is not None:
         return [named]
@@ -73,9 +75,9 @@ def ends_by_first_rule(parsed: Mapping[str, Any]) -> list[int]:
 
 
 def stated_ends(parsed: Mapping[str, Any], stated: Iterable[int | str]) -> list[int]:
-    """Of the ids and names that another file states, those of tokens that can end a text, each of them once.
+    """The tokens that can end a text among the ids and names that another file states, each of them once.
 
-    A token that is neither special nor known as an end is part of texts: some programs write an id there that means nothing.
+    A token that is neither special nor known as an end belongs to texts: some programs write an id there without meaning it.
     """
     ids = vocabulary(parsed)
     special = special_tokens(parsed)
@@ -103,18 +105,14 @@ def no_end(parsed: Mapping[str, Any], source: str, option: str) -> UserError:
 
 
 def definition(text: str, ends: Sequence[int], by_first_rule: Sequence[int]) -> dict[str, Any]:
-    """The definition of a JsonTokenizer, which names its ends of text where they are others than those of the first rule."""
+    """The definition of a JsonTokenizer, which names its ends of text if they are not those of the first rule."""
     described: dict[str, Any] = {"kind": "json", "definition": text}
     return described if list(ends) == list(by_first_rule) else {**described, KEY: list(ends)}
 
 
 def ends_of(described: Mapping[str, Any]) -> list[int]:
-    """The ends of text in a JsonTokenizer's definition; [] where nothing says them."""
+    """The ends of text in a JsonTokenizer's definition; [] where they are unknown."""
     return list(described[KEY] if KEY in described else ends_by_first_rule(json.loads(described["definition"])))
-
-
-def _stands_for_nothing(name: str) -> bool:
-    return any(part in name.lower() for part in ("unk", "pad", "mask"))
 
 
 def _listed(special: Mapping[str, int]) -> str:
@@ -126,9 +124,9 @@ def _listed(special: Mapping[str, int]) -> str:
 
 
 class Private(NamedTuple):
-    """A file whose special tokens have other names: private[name] instead of name.
+    """A file whose special tokens are renamed: private[name] instead of name.
 
-    typed: whether the library gave an id of a special token for a text with its name.
+    typed: with the old names, the library would encode the name of a special token in a text as that token.
     """
 
     content: dict[str, Any]
@@ -137,9 +135,9 @@ class Private(NamedTuple):
 
 
 def with_private_names(parsed: dict[str, Any], names: Iterable[str]) -> Private:
-    """The file in which the tokens `names` have random names, so that no text encodes to them but one with these names.
+    """The file in which the tokens `names` have random names, so that only a text with these encodes to them.
 
-    Where a text has the old name, the model spells it with other tokens.
+    A text with an old name is spelt with other tokens.
     """
     secret = secrets.token_hex(16)
     private = {name: f"{secret}x{index}" for index, name in enumerate(names)}
@@ -151,24 +149,14 @@ def with_private_names(parsed: dict[str, Any], names: Iterable[str]) -> Private:
             model["unk_token"] = private[model["unk_token"]]
     else:
         model["vocab"] = [[private.get(piece, piece), score] for piece, score in vocab]
-    merges = [_pair(merge) for merge in model.get("merges") or []]
+    merges = [tuple(merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model.get("merges") or []]
     cut = len(model.get("continuing_subword_prefix") or "")
     kept = [(a, b) for a, b in merges if private.keys().isdisjoint((a, b, a + b[cut:]))]
     if merges:
         model["merges"] = [list(pair) for pair in kept]
-    added = [_hidden(token, private) for token in parsed.get("added_tokens") or []]
+    added = [{**token, "content": private[token["content"]], "special": True, "normalized": False, "single_word": False}
+             if token["content"] in private else token for token in parsed.get("added_tokens") or []]
     in_vocabulary = [name for name in private if name in vocabulary({"model": parsed["model"]})]
     whole_words = "merges" not in model or bool(model.get("ignore_merges"))
     typed = len(kept) < len(merges) or any(whole_words or len(name) == 1 for name in in_vocabulary)
     return Private({**parsed, "model": model, "added_tokens": added}, private, typed)
-
-
-def _pair(merge: str | Sequence[str]) -> tuple[str, str]:
-    first, second = merge.split(" ", 1) if isinstance(merge, str) else merge
-    return first, second
-
-
-def _hidden(token: dict[str, Any], private: Mapping[str, str]) -> dict[str, Any]:
-    if token["content"] not in private:
-        return token
-    return {**token, "content": private[token["content"]], "special": True, "normalized": False, "single_word": False}

@@ -212,7 +212,7 @@ def test_a_tokenizer_json_of_the_world_vocabulary_is_world(tmp_path: Path) -> No
 def test_reserved_ids_beyond_the_vocabulary_are_no_tokens() -> None:
     parsed = json.loads(changed())
     parsed["model"]["vocab"]["\ue000rwkv_reserved_65530"] = 65530
-    assert world_json.vocabulary_in(parsed) == WORLD.to_dict()["vocabulary"]
+    assert world_json.vocabulary_in(json.dumps(parsed)) == WORLD.to_dict()["vocabulary"]
 
 
 def split_by(expression: str) -> str:
@@ -231,8 +231,8 @@ EXPRESSION = json.loads(changed())["pre_tokenizer"]["pretokenizers"][1]["pattern
     changed(pre_tokenizer=None), "[]", '{"WordLevel": ', '"WordLevel"'])
 def test_another_rule_or_vocabulary_is_not_world(text: str) -> None:
     """Shorter tokens first, an empty one, classes of characters, tokens without an id, more special tokens."""
-    assert world_json.vocabulary_in_text(changed()) is not None
-    assert world_json.vocabulary_in_text(text) is None
+    assert world_json.vocabulary_in(changed()) is not None
+    assert world_json.vocabulary_in(text) is None
 
 
 # The chat template

@@ -76,7 +76,7 @@ def _write(file: BinaryIO, outgoing: Outgoing) -> None:
     dtype = outgoing.tensors["emb.weight"].dtype
     file.write(HEADER.pack(MAGIC, VERSIONS[-1], outgoing.vocab_size, config.n_embd, config.n_layer, DTYPES.index(dtype)))
     for tensor in generation_of(config).laid_out(outgoing.tensors, "ggmf").values():
-        shape = _squeezed(tensor)
+        shape = tensor.shape[-1:] if ".time_" in tensor.name else tensor.shape           # RWKV-4's [1,1,C] are [C]
         key = tensor.name.encode()
         file.write(TENSOR.pack(len(shape), len(key), DTYPES.index(tensor.dtype)))
         file.write(struct.pack(f"<{len(shape)}I", *reversed(shape)) + key)
@@ -104,11 +104,6 @@ def raw_decay(stored: Tensor) -> Tensor:
     candidate = torch.stack(candidates)
     distance = (stored_decay(candidate).double() - stored.double()).abs()
     return candidate.gather(0, distance.argmin(0, keepdim=True))[0]
-
-
-def _squeezed(tensor: Stored) -> tuple[int, ...]:
-    """The shape to write: RWKV-4's time_mix_* [1,1,C] are [C]."""
-    return tensor.shape[-1:] if ".time_" in tensor.name else tensor.shape
 
 
 def _header(path: Path, file: BinaryIO) -> dict[str, int]:

@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rwkv.checkpoint.content import ENTRY, Content, Outgoing, plain_entry
+from rwkv.checkpoint.content import ENTRY, Content, Outgoing, entry_in
 from rwkv.checkpoint.formats import _int4, first_bytes
 from rwkv.checkpoint.stored import Stored, raw
 from rwkv.errors import CheckpointError
@@ -42,7 +42,7 @@ def read(path: Path) -> Content:
         raise CheckpointError(f"{path} cannot be read as .safetensors: it is truncated or damaged ({error}); copy or download "
                               "it again") from error
     tensors, packed = _int4.joined(tensors)
-    return Content(path, tensors, _entry(path, metadata), packed=packed)
+    return Content(path, tensors, entry_in(path, metadata), packed=packed)
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
@@ -84,13 +84,3 @@ def _reader(path: Path, file: Any, name: str) -> Callable[[], Tensor]:
             raise CheckpointError(f"{path}: {name} cannot be read: the file is damaged ({error})") from error
 
     return tensor
-
-
-def _entry(path: Path, metadata: dict[str, str]) -> dict[str, Any] | None:
-    if ENTRY not in metadata:
-        return None
-    try:
-        return plain_entry(path, json.loads(metadata[ENTRY]))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} has a {ENTRY} entry in its metadata that is not JSON ({error}): the file is "
-                              "damaged") from error
