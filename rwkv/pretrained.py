@@ -193,11 +193,6 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
     return tokenizer
 
 
-def template_of(checkpoint: Checkpoint, name: str | None = None) -> str:
-    """The chat template's name: `name`, or else by `template_choice`."""
-    return template_choice(checkpoint, name).template
-
-
 def template_choice(checkpoint: Checkpoint, name: str | None = None) -> Choice:
     return choose_template(name, str(checkpoint.path), checkpoint.run)
 
@@ -210,7 +205,6 @@ def template_line(checkpoint: Checkpoint, choice: Choice) -> str:
 
 
 def trained_with(checkpoint: Checkpoint) -> Length:
-    """The longest texts that the model was trained with."""
     length = trained_length(str(checkpoint.path), (checkpoint.run or {}).get("init_from"))
     stated = checkpoint.config.ctx_len
     if stated in (length.tokens, DEFAULT_CTX_LEN):           # the default stands in files that nobody told

@@ -232,7 +232,6 @@ def _opening(common: str, text: str) -> int:
 
 
 def _unclosed(text: str) -> int | None:
-    """The place of the last bracket, if it is open."""
     place = max(text.rfind("<"), text.rfind("["))
     return None if place < 0 or re.search("[>\\]]", text[place:]) else place
 

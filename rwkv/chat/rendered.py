@@ -127,8 +127,6 @@ def shown(tokenizer: Tokenizer, ids: Sequence[int], after: Sequence[int] = ()) -
 
 
 class MarkingTemplate(ChatTemplate):
-    """Gives `template` messages with marks."""
-
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
         self.name = template.name
         self.definition = template.definition

@@ -53,7 +53,6 @@ def template_in(file: Path) -> str | None:
 
 
 def names_in(checkpoint: Path) -> list[str]:
-    """The names of the model inside a GGUF file or a Hugging Face directory."""
     if _is_gguf(checkpoint):
         return _texts(_of_gguf(checkpoint), NAMES_IN_GGUF)
     config = checkpoint / CONFIG
@@ -74,7 +73,6 @@ def sampling_in(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _chosen(stated: Any) -> str | None:
-    """The template out of a text, a list of {name, template}, or texts by name."""
     if isinstance(stated, list):
         stated = {each.get("name"): each.get("template") for each in stated if isinstance(each, dict)}
     if isinstance(stated, dict):

@@ -271,7 +271,6 @@ def _with_entry(checkpoint: Checkpoint, entry: dict[str, Any]) -> Checkpoint:
 
 
 def _with_progress(tensor: Stored, progress: Callable[[int], Any]) -> Stored:
-    """The tensor, which calls progress(its bytes) each time that it is read."""
     def data() -> Tensor:
         read = tensor.data()
         progress(tensor.nbytes)

@@ -40,7 +40,6 @@ class Decoder:
         self._state = self._state.rows(rows)
 
     def join(self, state: State) -> None:
-        """Appends the rows of `state`."""
         self._state = State.cat([self._state, state])
 
     def state(self, rows: list[int] | None = None) -> State:
@@ -100,7 +99,6 @@ class CDecoder:
 
     @torch.inference_mode()
     def join(self, state: State) -> None:
-        """Appends the rows of `state`."""
         more = state[0].shape[1]
         capacity = len(self._memory)
         rows = len(self._places) + more

@@ -158,7 +158,6 @@ class Engine:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a prompt is still to be read or a text is not finished."""
         return bool(self._readings) or any(row.stays for row in self._rows)
 
     def run(self) -> None:
@@ -248,7 +247,6 @@ class Engine:
         return ids if ids or context is not None else [self._tokenizer.end_of_text]
 
     def _drop_finished(self) -> None:
-        """Drops the rows that have nothing more to draw or to read."""
         kept = [position for position, row in enumerate(self._rows) if row.stays]
         if len(kept) == len(self._rows):
             return

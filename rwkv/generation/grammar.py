@@ -104,8 +104,8 @@ class Grammar:
         possible = [(head[len(written):], *function[1:]) for head, function in zip(heads, functions, strict=True)
                     if head.startswith(written)]
         parts = tuple(_schema_part({**parameters, "type": "object"}, where) for _, parameters, where in possible)
-        end = f'"}}" ({_literal(closing)[0]} {"REST?" if written else ""})?'
-        alternatives = [" ".join([*_literal(rest), f"@part{i}", end]) for i, (rest, _, _) in enumerate(possible)]
+        end = f'"}}" ({_literal(closing)} {"REST?" if written else ""})?'
+        alternatives = [f"{_literal(rest) if rest else ''} @part{i} {end}" for i, (rest, _, _) in enumerate(possible)]
         return cls(" | ".join(alternatives), parts, (REST,) if written else ())
 
     def or_else(self, other: "Grammar") -> "Grammar":
@@ -119,12 +119,11 @@ class Grammar:
         return replace(self, start=f"SPACE? ({self.start})", rules=(*self.rules, SPACE))
 
     def after(self, text: str) -> "Grammar":
-        """The same after this text."""
-        return replace(self, start=f"{_literal(text)[0]} ({self.start})")
+        return replace(self, start=f"{_literal(text)} ({self.start})")
 
     def after_thoughts(self, opening: str = "") -> "Grammar":
         """The same after any text up to </think>. opening: that text begins with it, or there are no thoughts."""
-        head = f"({_literal(opening)[0]} thoughts SPACE?)?" if opening else "thoughts SPACE?"
+        head = f"({_literal(opening)} thoughts SPACE?)?" if opening else "thoughts SPACE?"
         return replace(self, start=f"{head} SPACE? ({self.start})", rules=(*self.rules, THOUGHTS, SPACE))
 
     @property
@@ -167,8 +166,6 @@ class Vocabulary:
 
 
 class _Described:
-    """A tokenizer as llguidance's wrapper wants it."""
-
     def __init__(self, tokenizer: Tokenizer, tokens: Sequence[bytes], special: Sequence[int]) -> None:
         self.eos_token_id = tokenizer.end_of_text
         self.bos_token_id = None
@@ -190,7 +187,6 @@ class _Described:
         return self._longest_matches(text)
 
     def _longest_matches(self, text: bytes) -> list[int]:
-        """The ids of the longest tokens, up to a place where none fits."""
         ids: list[int] = []
         while text:
             token = next((text[:n] for n in range(min(self._longest, len(text)), 0, -1) if text[:n] in self._ids), None)
@@ -250,9 +246,8 @@ def _llguidance() -> Any:
     return llguidance
 
 
-def _literal(text: str) -> list[str]:
-    """A Lark literal in a list, none for an empty text."""
-    return [json.dumps(text, ensure_ascii=False)] if text else []
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _error(grammar: Grammar) -> str:

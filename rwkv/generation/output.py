@@ -117,9 +117,10 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
                 _stream(samples[0], clock, stop)
             else:
                 _write_texts(samples, clock, stop, written)
-            clock.stop()
-            _write_json(samples, out or (sys.stderr if config.logprobs else None))
-            print(clock.report(), file=sys.stderr)
+            report = clock.report()
+            if file := out or (sys.stderr if config.logprobs else None):
+                _write_json(samples, file)
+            print(report, file=sys.stderr)
             if config.save_state:
                 save_context(config.save_state, engine.context(), model, tokenizer)
             if stop.requested:
@@ -138,7 +139,7 @@ class _Clock:
         self._engine = engine
         self._rows = rows
         self._started = started
-        self._read = self._first = self._finished = time.perf_counter()
+        self._read = self._first = time.perf_counter()
         self._written_first = 0
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
@@ -148,19 +149,17 @@ class _Clock:
         yield from pieces
         yield from self._engine
 
-    def stop(self) -> None:
-        self._finished = time.perf_counter()
-
     def report(self) -> str:
         """One line: the tokens read and written, the times, and rates where enough was measured for one."""
+        finished = time.perf_counter()
         read = sum(len(row.prompt_ids) for row in self._rows)
         read_s = self._read - self._started
         written = self._written()
         said = f"read {read} token{'s' * (read != 1)} in {read_s:.2f} s"
         if read >= LEAST_READ:
             said += f" ({read / read_s:.0f} tokens/s)"
-        said += f", wrote {written} in {self._finished - self._read:.2f} s"
-        seconds = self._finished - self._first
+        said += f", wrote {written} in {finished - self._read:.2f} s"
+        seconds = finished - self._first
         if written > self._written_first and seconds > 0:
             said += f" ({(written - self._written_first) / seconds:.0f} tokens/s after the first)"
         return said
@@ -170,7 +169,6 @@ class _Clock:
 
 
 def _stream(sample: Sample, clock: _Clock, stop: StopRequest) -> None:
-    """Writes the only text as it is generated."""
     print(sample.prompt, end="", flush=True)
     for _, piece in clock:
         if piece:
@@ -189,9 +187,7 @@ def _write_texts(samples: Sequence[Sample], clock: _Clock, stop: StopRequest, wr
         print((SEPARATOR if number > 0 else "") + sample.prompt + sample.text, flush=True)
 
 
-def _write_json(samples: Sequence[Sample], file: TextIO | None) -> None:
-    if file is None:
-        return
+def _write_json(samples: Sequence[Sample], file: TextIO) -> None:
     for sample in samples:
         entry = {"prompt": sample.prompt, "seed": sample.seed, "text": sample.text, "finish": sample.finish_reason,
                  "tokens": sample.tokens, "logprobs": sample.logprobs}

@@ -126,7 +126,6 @@ class PrefixCache:
             return found, self._entries[found]
 
     def put(self, key: Key, result: PrefillResult) -> None:
-        """Adds the result after the tokens of `key`; removes the least recently used ones where there is no room."""
         size = result.nbytes()
         with self._lock:
             if key in self._entries:
@@ -200,7 +199,6 @@ class Reading:
 
     @property
     def _end(self) -> int:
-        """Where the pass ends."""
         return min(len(self.tokens), (self._position // PASS + 1) * PASS)
 
     def _n_parts(self, length: int) -> int:
@@ -211,7 +209,6 @@ class Reading:
 
     @torch.no_grad()
     def _read_pass(self) -> Iterator[None]:
-        """A pass over the next tokens, in parts."""
         end = self._end
         model = self._model
         head: nn.Module = model.head
@@ -241,7 +238,6 @@ class Reading:
 
 
 def prefill(model: Model, tokens: Tensor, start: PrefillResult | None = None) -> PrefillResult:
-    """The result after tokens (B,T), T >= 1, which follow what `start` has read."""
     state = start.state if start else None
     for part in tokens.to(model.emb.weight.device).split(PASS, dim=1):
         logits, state = model.prefill(part, state)

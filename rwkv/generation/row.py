@@ -100,7 +100,6 @@ class Row:
 
     @property
     def stays(self) -> bool:
-        """Whether the row has something to draw or to read."""
         return self.unfinished or self.owes_end
 
     @property
@@ -123,7 +122,6 @@ class Row:
         return [*self._before, *self.sample.tokens[-LAST_IDS:]][-LAST_IDS:]
 
     def uniform(self) -> float:
-        """The row's next random number from [0, 1)."""
         if not self._uniform:
             drawn = torch.rand(AT_ONCE, generator=self._generator, dtype=torch.float64)
             self._uniform = drawn.tolist()[::-1]
@@ -171,6 +169,5 @@ class Row:
         return text
 
     def _flush(self) -> str:
-        """The text held back, at the end."""
         text = self._stop_strings.push(self._text_decoder.flush())
         return text if self._stop_strings.found is not None else text + self._stop_strings.flush()

@@ -62,7 +62,6 @@ class Penalties:
         self._places = {token: place for place, token in enumerate(self._ids.tolist())}
 
     def add(self, token: int) -> None:
-        """One more token of the row's text."""
         self._counts *= self._options.penalty_decay
         if token in self._without:
             return

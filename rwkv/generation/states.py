@@ -115,7 +115,6 @@ class StateForm:
 
 
 def is_state_file(path: str | Path) -> bool:
-    """Whether the file is a state file, of any version."""
     try:
         with Path(path).open("rb") as file:
             metadata = metadata_of(file.read(LONGEST_HEADER))
@@ -140,5 +139,4 @@ def metadata_of(content: bytes) -> dict[str, str]:
 
 
 def _parts(context: PrefillResult) -> dict[str, Tensor]:
-    """The tensors of a file, by name."""
     return {"logits": context.logits, **context.state.named()}

@@ -193,16 +193,14 @@ class _Text:
             self.last = event
 
     def whole(self) -> dict[str, Any]:
-        reason = self.reason(self.last)
-        logprobs = self._logprobs_of(self._logprobs)
-        if self._shape.chat:
-            message: dict[str, Any] = {"role": "assistant", "content": self._content, "refusal": None}
-            if self._thoughts:
-                message |= {"reasoning_content": self._thoughts}
-            if self._calls:
-                message |= {"content": self._content or None, "tool_calls": self._calls}
-            return {"index": self._number, "message": message, "logprobs": logprobs, "finish_reason": reason, **self._state()}
-        return {"index": self._number, "text": self._content, "logprobs": logprobs, "finish_reason": reason, **self._state()}
+        message: dict[str, Any] = {"role": "assistant", "content": self._content, "refusal": None}
+        if self._thoughts:
+            message["reasoning_content"] = self._thoughts
+        if self._calls:
+            message |= {"content": self._content or None, "tool_calls": self._calls}
+        content = {"message": message} if self._shape.chat else {"text": self._content}
+        return {"index": self._number, **content, "logprobs": self._logprobs_of(self._logprobs),
+                "finish_reason": self.reason(self.last), **self._state()}
 
     def first(self) -> list[dict[str, Any]]:
         """Chunks before the first event."""

@@ -413,7 +413,6 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 
 def _ids(service: Service, prompt: str | list[int], param: str = "prompt", start: SavedState | None = None) -> list[int]:
-    """The ids of a prompt that follows `start`."""
     if isinstance(prompt, str):
         before = start.last_ids if start else ()
         ids = _encoded(lambda text: service.tokenizer.encode_after(text, before), prompt, param)
@@ -429,7 +428,6 @@ def _ids(service: Service, prompt: str | list[int], param: str = "prompt", start
 
 
 def _ids_of_messages(service: Service, rendered: str, start: SavedState | None) -> list[int]:
-    """The ids of rendered messages that follow `start`."""
     return _ids(service, _encoded(lambda text: service.states.ids(text, start), rendered, "messages"), "messages", start)
 
 
@@ -589,7 +587,6 @@ def _shown_model(service: Service, name: str) -> dict[str, Any]:
 
 
 def _most_tokens(service: Service) -> dict[str, int]:
-    """By default."""
     most = service.config.max_tokens
     return {"completions": min(COMPLETION_TOKENS, most), "chat": most}
 

@@ -5,7 +5,6 @@ memory holds those used last, and the files used longest ago are deleted when th
 an equal share of the room loses none to others.
 """
 
-import json
 import os
 import re
 import time
@@ -13,7 +12,9 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
@@ -27,6 +28,21 @@ from rwkv.serving.messages import SavedState, Turn
 NAME = re.compile(r"(state_[0-9a-f]{32})\.safetensors")
 OURS = "timemix-serve"                   # in the metadata of a file: what the server knows of a state
 MOST_UNWRITTEN = 8                       # states that wait to be written
+
+
+Number = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+
+
+class Known(msgspec.Struct):
+    """The server's own entry in a file's metadata. adapter: its digest. The others are as in SavedState."""
+
+    owner: str = ""
+    created: Number | None = None
+    tokens: Number | None = None
+    bytes: Number = 0
+    turn: Turn | None = None
+    adapter: str | None = None
+    name: str = ""
 
 
 class StateGone(UserError):
@@ -71,7 +87,7 @@ class KeptStates:
         except ValueError:
             metadata = {}                # StateForm.read says what is wrong
         known = _known(metadata)
-        model = self._model_of(metadata)
+        model = self._model_of(known, metadata)
         context = self._forms[model].read(content, "the file")
         found = replace(state, bytes=context.nbytes(), last_ids=context.last_ids, tokens=known.tokens, turn=known.turn,
                         model=model)
@@ -197,50 +213,39 @@ class KeptStates:
         return found
 
     def _found(self, state_id: str, metadata: dict[str, str]) -> SavedState:
-        state = replace(_known(metadata), id=state_id)
+        known = _known(metadata)
+        state = SavedState(state_id, known.owner, known.created or int(time.time()), known.tokens, known.bytes, turn=known.turn)
         try:
-            model = self._model_of(metadata)
+            model = self._model_of(known, metadata)
             self._forms[model].require_same(state_id, metadata)
         except UserError as error:
             return replace(state, refusal=str(error))
         return replace(state, last_ids=self._forms[model].last_ids(state_id, metadata), model=model)
 
-    def _model_of(self, metadata: dict[str, str]) -> str:
+    def _model_of(self, known: Known, metadata: dict[str, str]) -> str:
         """The name of the model that has read a file's state. Raises UserError where the server does not have it.
 
         The adapter's content decides, so that an adapter may get another name; of several with the same content, which compute
         the same, it is the one that has the name in the file. A file of another program has only the fingerprint of the
         weights, which adapters may share.
         """
-        known = json.loads(metadata.get(OURS, "{}"))
-        if (digest := known.get("adapter")) is None:
+        if known.adapter is None:
             names = [name for name, form in self._forms.items() if form.identity["model"] == metadata.get("model")] or [""]
         else:
-            names = [name for name, of_adapter in self._digests.items() if of_adapter == digest]
+            names = [name for name, digest in self._digests.items() if digest == known.adapter]
         if not names:
             raise UserError("the state was read with an adapter that this server does not have: name it with adapters=")
-        return known["name"] if known.get("name") in names else names[0]
+        return known.name if known.name in names else names[0]
 
     def _content(self, state: SavedState, context: PrefillResult) -> bytes:
-        turn = state.turn and vars(state.turn)
-        known = json.dumps({"owner": state.owner, "created": state.created, "tokens": state.tokens, "bytes": state.bytes,
-                            "turn": turn, "adapter": self._digests[state.model], "name": state.model})
-        return self._forms[state.model].content(context, {OURS: known})
+        known = Known(state.owner, state.created, state.tokens, state.bytes, state.turn, self._digests[state.model],
+                      state.model)
+        return self._forms[state.model].content(context, {OURS: msgspec.json.encode(known).decode()})
 
 
-def _known(metadata: dict[str, str]) -> SavedState:
-    """The state as its file's metadata describe it. Raises UserError where they are damaged."""
+def _known(metadata: dict[str, str]) -> Known:
+    """Raises UserError where the metadata are damaged."""
     try:
-        told: dict[str, Any] = json.loads(metadata.get(OURS, "{}"))
-        turn = told.get("turn")
-        state = SavedState("", str(told.get("owner", "")), told.get("created", int(time.time())), told.get("tokens"),
-                           told.get("bytes", 0), turn=None if turn is None else Turn(**turn))
-        numbers = [state.created, state.bytes, *([] if state.tokens is None else [state.tokens])]
-        texts = [told.get("adapter", ""), told.get("name", ""), *(vars(state.turn).values() if state.turn else ())]
-        if not all(isinstance(number, int) and 0 <= number < 2**53 for number in numbers):
-            raise ValueError("no such numbers")
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("no such texts")
-        return state
-    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError):
+        return msgspec.json.decode(metadata.get(OURS, "{}"), type=Known)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
         raise UserError("the file has metadata that no server wrote: it is damaged") from None

@@ -359,6 +359,5 @@ def _misfit(error: msgspec.ValidationError, kind: type) -> ApiError:
 
 
 def schema_of(kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The JSON schema of a request: a reference to it, and the components."""
     (schema,), components = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
     return schema, components

@@ -109,7 +109,6 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
 
 
 def _model_name(config: ServeConfig) -> str:
-    """The id of the checkpoint's own model."""
     path = Path(config.checkpoint).resolve()
     return config.model_name or (path.name if path.is_dir() else path.stem)
 

@@ -80,7 +80,6 @@ class Keeper:
 
     @property
     def has_room(self) -> bool:
-        """Whether any state can be kept."""
         return self.state_bytes <= self.config.states_mib * MIB or self.config.states_dir is not None
 
     def goes_on(self, start: SavedState, tools: Any) -> bool:

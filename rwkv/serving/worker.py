@@ -121,7 +121,6 @@ class _Job:
         self._logprobs_sent = 0
 
     def event(self) -> Event | None:
-        """The event to send now; None where there is nothing new."""
         sample = self.row.sample
         finished = self.row.complete
         if not finished and not self.request.stream:
@@ -146,7 +145,6 @@ class _Job:
         return event
 
     def saved(self) -> SavedState | None:
-        """The state to keep now, if any."""
         save = self.request.save
         kept = self.row.kept
         start = self.request.start

@@ -137,7 +137,6 @@ def _conditions(definition: dict[str, Any]) -> list[Condition] | None:
 
 
 def _steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or a pre-tokenizer, in order."""
     if step and step["type"] == "Sequence":
         for inner in step.get("normalizers", step.get("pretokenizers", [])):
             yield from _steps(inner)

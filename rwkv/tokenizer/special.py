@@ -23,12 +23,10 @@ KEY = "end_of_text"                      # in a tokenizer's definition (Tokenize
 
 
 def special_tokens(parsed: Mapping[str, Any]) -> dict[str, int]:
-    """The ids of the special tokens by their names."""
     return {token["content"]: token["id"] for token in parsed.get("added_tokens") or [] if token["special"]}
 
 
 def vocabulary(parsed: Mapping[str, Any]) -> dict[str, int]:
-    """The ids of all tokens by their names."""
     vocab = parsed["model"]["vocab"]
     ids = dict(vocab) if isinstance(vocab, dict) else {piece: index for index, (piece, _) in enumerate(vocab)}
     return ids | {token["content"]: token["id"] for token in parsed.get("added_tokens") or []}
@@ -110,6 +108,16 @@ def definition(text: str, ends: Sequence[int], by_first_rule: Sequence[int]) -> 
     return described if list(ends) == list(by_first_rule) else {**described, KEY: list(ends)}
 
 
+def definition_with_ends(text: str, stated: Iterable[Iterable[int | str]]) -> dict[str, Any]:
+    """The definition of the file with this text, with the first ends that other files state, or else by the file's own rule."""
+    try:
+        parsed = json.loads(text)
+        ends: list[int] = next(filter(None, (stated_ends(parsed, each) for each in stated)), [])
+        return definition(text, ends or ends_by_rule(parsed), ends_by_first_rule(parsed))
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):         # the tokenizer says what is wrong
+        return {"kind": "json", "definition": text}
+
+
 def ends_of(described: Mapping[str, Any]) -> list[int]:
     """The ends of text in a JsonTokenizer's definition; [] where they are unknown."""
     return list(described[KEY] if KEY in described else ends_by_first_rule(json.loads(described["definition"])))
@@ -124,14 +132,10 @@ def _listed(special: Mapping[str, int]) -> str:
 
 
 class Private(NamedTuple):
-    """A file whose special tokens are renamed: private[name] instead of name.
-
-    typed: with the old names, the library would encode the name of a special token in a text as that token.
-    """
+    """A file whose special tokens are renamed: private[name] instead of name."""
 
     content: dict[str, Any]
     private: dict[str, str]
-    typed: bool
 
 
 def with_private_names(parsed: dict[str, Any], names: Iterable[str]) -> Private:
@@ -156,7 +160,4 @@ def with_private_names(parsed: dict[str, Any], names: Iterable[str]) -> Private:
         model["merges"] = [list(pair) for pair in kept]
     added = [{**token, "content": private[token["content"]], "special": True, "normalized": False, "single_word": False}
              if token["content"] in private else token for token in parsed.get("added_tokens") or []]
-    in_vocabulary = [name for name in private if name in vocabulary({"model": parsed["model"]})]
-    whole_words = "merges" not in model or bool(model.get("ignore_merges"))
-    typed = len(kept) < len(merges) or any(whole_words or len(name) == 1 for name in in_vocabulary)
-    return Private({**parsed, "model": model, "added_tokens": added}, private, typed)
+    return Private({**parsed, "model": model, "added_tokens": added}, private)

@@ -269,7 +269,6 @@ class JsonTokenizer(Tokenizer):
         self.ends = tuple(chosen)
         self._by_first_rule = special.ends_by_first_rule(parsed)
         self.private = hidden.private
-        self._typed = hidden.typed
         self._byte_level = (parsed.get("decoder") or {}).get("type") == "ByteLevel"
         added = parsed.get("added_tokens") or []
         self.adds_space = any(step != parsed.get(name) for name, step in _within(parsed).items())
@@ -328,9 +327,7 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def data_key(self) -> str:
-        """Also tells whether older versions had another separator, or encoded typed names of special tokens otherwise."""
-        same_separator = self._by_first_rule[:1] == [self.end_of_text]
-        return self.hash + ("" if same_separator else f" {self.end_of_text}") + " spelt" * self._typed
+        return f"{self.hash} {self.end_of_text}"
 
     def end_line(self) -> str | None:
         names = {index: name for name, index in self.special.items()}

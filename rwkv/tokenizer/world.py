@@ -78,7 +78,6 @@ class Vocabulary:
         return ids
 
     def _match(self, data: bytes) -> list[int]:
-        """The id of the longest token at each place."""
         ids: list[int] = []
         at = 0
         while at < len(data):

@@ -40,7 +40,6 @@ def vocabulary_in(text: str) -> str | None:
 
 
 def to_json(text: str) -> str:
-    """The tokenizer.json of a World vocabulary, from the text of its file."""
     tokens = Vocabulary.parse(text, "the tokenizer's definition").tokens
     written = {index: "".join(CHARACTER_OF[value] for value in token) for index, token in enumerate(tokens) if token}
     by_length = sorted(written.items(), key=lambda item: (-len(item[1]), item[0]))

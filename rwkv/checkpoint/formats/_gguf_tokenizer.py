@@ -96,22 +96,14 @@ def tokenizer_in(path: Path, metadata: dict[str, Any]) -> dict[str, Any] | None:
     if kind != "gpt2":
         raise CheckpointError(f"{path} holds a tokenizer of the kind {kind!r}, expected rwkv (the World vocabulary) or gpt2 "
                               "(byte-level BPE): convert the model's original files instead")
+    ends = [metadata[key] for key in ENDS if isinstance(metadata.get(key), int)]
     if isinstance(metadata.get(JSON), str):
-        return _with_ends(metadata[JSON], metadata)
+        return special.definition_with_ends(metadata[JSON], [ends])
     if metadata.get(f"{GGML}pre") != PRE_TOKENIZER:
         raise CheckpointError(f"{path} holds a byte-level BPE that splits text as {metadata.get(f'{GGML}pre')!r} does, "
                               f"expected {PRE_TOKENIZER!r}: convert the model's original files instead")
-    return _with_ends(json.dumps(_bpe_in(path, *_tokens(path, metadata), metadata.get(f"{GGML}merges"))), metadata)
-
-
-def _with_ends(definition: str, metadata: dict[str, Any]) -> dict[str, Any]:
-    """The tokenizer's definition with the ends of text that the metadata state, or else by its own rule."""
-    try:
-        parsed = json.loads(definition)
-        ends = special.stated_ends(parsed, [metadata[key] for key in ENDS if isinstance(metadata.get(key), int)])
-        return special.definition(definition, ends or special.ends_by_rule(parsed), special.ends_by_first_rule(parsed))
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):         # the tokenizer says what is wrong
-        return {"kind": "json", "definition": definition}
+    content = _bpe_in(path, *_tokens(path, metadata), metadata.get(f"{GGML}merges"))
+    return special.definition_with_ends(json.dumps(content), [ends])
 
 
 def _tokens(path: Path, metadata: dict[str, Any]) -> tuple[list[str], list[int]]:

@@ -90,8 +90,6 @@ def pickled(content: Any) -> tuple[bytes, list[Stored]]:
 
 
 class _Appender:
-    """A file for the pickler."""
-
     def __init__(self, buffer: bytearray) -> None:
         self.write = buffer.extend
 

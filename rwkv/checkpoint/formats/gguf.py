@@ -75,7 +75,6 @@ def read(path: Path) -> Content:
 
 
 def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
-    """The metadata of one file, and its tensors."""
     bytes_ = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     metadata, described = read_header(path, bytes_.numpy().data)
     tensors: dict[str, Stored] = {}

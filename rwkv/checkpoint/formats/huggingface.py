@@ -152,7 +152,6 @@ def _require_ours(path: Path) -> None:
 
 
 def _config(path: Path) -> tuple[dict[str, Any], ModuleType]:
-    """The content of config.json, and the generation of its model_type."""
     config = _json(path)
     kind = config.get("model_type")
     generation = next((module for module in generations()
@@ -181,7 +180,6 @@ def _read_file(path: Path) -> Content:
 
 
 def _shards(index: Path) -> Content:
-    """The tensors from the files that the index names for them."""
     places = _json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) and Path(file).name == file for file in places.values()):
         raise CheckpointError(f"{index} has no weight_map from tensors to files beside it: the file is damaged")
@@ -200,24 +198,14 @@ def _shards(index: Path) -> Content:
 
 def _tokenizer(folder: Path) -> dict[str, Any] | None:
     if (folder / TOKENIZER).is_file():
-        return _json_tokenizer(folder)
+        text = _text(folder / TOKENIZER)
+        stated = [*_stated_ends(folder)]
+        if (vocabulary := world_json.vocabulary_in(text)) is not None:
+            return {"kind": "world", "vocabulary": vocabulary}
+        return special.definition_with_ends(text, stated)
     if (folder / WORLD).is_file():
         return {"kind": "world", "vocabulary": _text(folder / WORLD)}
     return None
-
-
-def _json_tokenizer(folder: Path) -> dict[str, Any]:
-    """Raises CheckpointError where one of the files beside it is damaged."""
-    text = _text(folder / TOKENIZER)
-    stated = [*_stated_ends(folder)]
-    if (vocabulary := world_json.vocabulary_in(text)) is not None:
-        return {"kind": "world", "vocabulary": vocabulary}
-    try:
-        parsed = json.loads(text)
-        ends: list[int] = next(filter(None, (special.stated_ends(parsed, each) for each in stated)), [])
-        return special.definition(text, ends or special.ends_by_rule(parsed), special.ends_by_first_rule(parsed))
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):         # the tokenizer says what is wrong
-        return {"kind": "json", "definition": text}
 
 
 def _stated_ends(folder: Path) -> Iterator[list[int | str]]:
