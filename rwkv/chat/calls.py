@@ -370,9 +370,6 @@ def _after_space(text: str, place: int) -> int:
     return found.end()
 
 
-# JSON whose values are kept as they are written
-
-
 def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 

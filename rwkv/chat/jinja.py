@@ -57,7 +57,11 @@ class JinjaTemplate(ChatTemplate):
             raise UserError(f"the chat template {name} does not use `messages`, so the model would not see the conversation: "
                             "is it a jinja2 template?")
         self._demanded: list[Message] = []               # turns that the template demands before the user's first
-        self._ending = self._find_ending()
+        try:
+            self._ending = self._ending_after([])
+        except UserError:
+            self._demanded = [{"role": "system", "content": "Answer."}]
+            self._ending = self._ending_after(self._demanded)
         self.stop = self._ending.stop
         if self.supports_tools:
             with suppress(UserError):    # conversations with tools may have turns in another form
@@ -150,17 +154,6 @@ class JinjaTemplate(ChatTemplate):
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             # the template's own errors, raise_exception among them
             raise UserError(f"the chat template {self.name} refuses the conversation: {error}") from None
-
-    def _find_ending(self) -> Ending:
-        try:
-            return self._ending_after([])
-        except UserError:
-            system = [{"role": "system", "content": "Answer."}]
-            with suppress(UserError):    # some templates demand a system prompt
-                ending = self._ending_after(system)
-                self._demanded = [*system]
-                return ending
-            raise
 
     def _ending_after(self, talk: Sequence[Message], tools: Any = None) -> Ending:
         """The Ending, from the texts after a small conversation's answer: at its end, before a prompt, before a question."""

@@ -262,9 +262,6 @@ def _sentence(message: str) -> str:
     return " ".join(line for i, line in enumerate(lines) if i == 0 or line.startswith("error:"))
 
 
-# Schemas
-
-
 def _schema_part(schema: Schema, where: str) -> Part:
     try:
         _check_keys(schema, where)

@@ -250,14 +250,11 @@ class _Text:
             text, calls = self._parser.push(text, last)
             spans = [(start + place, end + place) for start, end in self._parser.spans]
             decided = min(decided, self._parser.decided + place)
-        return thoughts, text, calls, self._logprobs_within(event, spans, decided)
-
-    def _logprobs_within(self, event: Event, spans: list[tuple[int, int]], decided: int) -> list[dict[str, Any]]:
         if self._tokens is None:
-            return []
+            return thoughts, text, calls, []
         self._tokens.add(event.logprobs)
         self._tokens.show(spans)
-        return self._tokens.take(decided) if event.finish_reason is None else self._tokens.take_rest()
+        return thoughts, text, calls, self._tokens.take_rest() if last else self._tokens.take(decided)
 
     def reason(self, event: Event) -> str:
         reason = REASONS[event.finish_reason or "length"]
@@ -283,7 +280,11 @@ class _Text:
     def _legacy(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
         """The parallel lists of completions. With echo the prompt's tokens precede; the first has no log-probability."""
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for entry in [*self._echoed(), *entries]:
+        if self._shape.echo_logprobs:
+            first = self._prompt[0]
+            name = self._shape.tokenizer.names([first])[0]
+            entries = [{"token": first, "text": name, "logprob": None}, *self.last.prompt_logprobs, *entries]
+        for entry in entries:
             top = {token_string(entry): entry["logprob"]}
             for other in entry.get("top", ()):
                 if other["token"] != entry["token"]:
@@ -296,13 +297,6 @@ class _Text:
             found["text_offset"].append(self._offset + max(piece.find(entry["text"]), 0))
             self._offset += len(piece)
         return found
-
-    def _echoed(self) -> list[dict[str, Any]]:
-        if not self._shape.echo_logprobs:
-            return []
-        first = self._prompt[0]
-        text = self._shape.tokenizer.names([first])[0]
-        return [{"token": first, "text": text, "logprob": None}, *self.last.prompt_logprobs]
 
 
 def chat_entry(entry: dict[str, Any], decoder: Decoder) -> dict[str, Any]:

@@ -149,8 +149,6 @@ class KeptStates:
         self._in_memory.pop(state_id, None)
         self._memory.remove(state_id)
 
-    # The folder
-
     def _write(self, folder: Path, state: SavedState, context: PrefillResult) -> None:
         content = self._content(state, context)
         self._files.add(state.id, state.owner, len(content))

@@ -185,23 +185,19 @@ def _chat_request(asked: Asked, items: list[dict[str, Any]], instructions: bool 
     choice: Any = msgspec.to_builtins(body.tool_choice)
     if isinstance(choice, dict):
         choice = {"type": "function", "function": {"name": choice["name"]}}
+    form = body.text.format if body.text else None
+    if form == {"type": "text"}:
+        form = None
+    elif form and form.get("type") == "json_schema":     # chat completions have the schema and its name within another object
+        form = {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
     tools = [{"type": tool.pop("type"), "function": tool} for tool in map(msgspec.to_builtins, body.tools or ())]
     more = {"tools": tools or None, "tool_choice": choice,
             "max_completion_tokens": body.max_output_tokens, "logprobs": logprobs or None,
             "top_logprobs": body.top_logprobs if logprobs else None,
             "reasoning_effort": body.reasoning.effort if body.reasoning else None,
-            "response_format": _response_format(body.text.format if body.text else None)}
+            "response_format": form}
     return converted({"messages": messages, **given, **{name: value for name, value in more.items() if value is not None}},
                      ChatRequest)
-
-
-def _response_format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """In the form of chat completions, which have a schema and its name within another object."""
-    if given is None or given == {"type": "text"}:
-        return None
-    if given.get("type") != "json_schema":
-        return dict(given)
-    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
 
 
 def renamed(error: ApiError) -> ApiError:
@@ -214,9 +210,6 @@ def renamed(error: ApiError) -> ApiError:
         param = RENAMED[field]
         message = re.sub(rf"^{field}\b", param, message)
     return ApiError(error.status, message, param, content["code"], error.retry_after)
-
-
-# Items
 
 
 def input_items(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
@@ -314,9 +307,6 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
                     "function": {"name": item["name"], "arguments": item["arguments"]}}
             answer["tool_calls"] = [*answer.get("tool_calls", ()), call]
     return found
-
-
-# Answers
 
 
 class Output:

@@ -42,9 +42,6 @@ def unknown_token(parsed: Mapping[str, Any]) -> str | None:
     return None if index is None else str(model["vocab"][index][0])
 
 
-# The end of a text
-
-
 def ends_by_rule(parsed: Mapping[str, Any]) -> list[int]:
     """The ends of text where only the tokenizer's file is known; [] where the file leaves them open.
 
@@ -126,9 +123,6 @@ def ends_of(described: Mapping[str, Any]) -> list[int]:
 def _listed(special: Mapping[str, int]) -> str:
     shown = ", ".join([*special][:10]) + (f" and {len(special) - 10} more" if len(special) > 10 else "")
     return shown or "none"
-
-
-# Names that nobody can type
 
 
 class Private(NamedTuple):

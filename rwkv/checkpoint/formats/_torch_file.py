@@ -5,6 +5,7 @@ the storages, each at a multiple of 64 bytes so that it can be mapped; version a
 torch/serialization.py and caffe2/serialize/inline_container.cc.
 """
 
+import io
 import math
 import pickle
 import struct
@@ -83,15 +84,10 @@ def save(file: BinaryIO, content: Any) -> None:
 
 def pickled(content: Any) -> tuple[bytes, list[Stored]]:
     """The bytes of data.pkl, and the tensors whose data it refers to by number."""
-    buffer = bytearray()
-    pickler = _Pickler(_Appender(buffer), protocol=2)
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, protocol=2)
     pickler.dump(content)
-    return bytes(buffer), pickler.tensors
-
-
-class _Appender:
-    def __init__(self, buffer: bytearray) -> None:
-        self.write = buffer.extend
+    return buffer.getvalue(), pickler.tensors
 
 
 class _Storage:

@@ -12,6 +12,7 @@ Sources: llama.cpp, conversion/rwkv.py, src/llama-quant.cpp, src/models/rwkv7.cp
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, entry_in
 from rwkv.checkpoint.formats import _gguf_tokenizer, first_bytes
-from rwkv.checkpoint.formats._gguf_header import Described, read_header
+from rwkv.checkpoint.formats._gguf_header import read_header
 from rwkv.checkpoint.formats._gguf_types import DTYPES, dequantised, package
 from rwkv.checkpoint.generations import generation_of, generations
 from rwkv.checkpoint.stored import DTYPES as DTYPES_BY_NAME
@@ -81,16 +82,14 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
     for each in described:
         if each.name in tensors:
             raise CheckpointError(f"{path} holds the tensor {each.name} twice: the file is damaged")
-        tensors[each.name] = _stored(path, each, bytes_[each.start:each.end])
+        part = bytes_[each.start:each.end]
+        if dtype := DTYPES.get(each.type):
+            stored = Stored(each.name, str(path), each.shape, dtype, partial(part.view, dtype), mapped=True)
+        else:
+            stored = Stored(each.name, str(path), each.shape, torch.float32, partial(dequantised, each.type, part),
+                            blocks=each.type)
+        tensors[each.name] = stored
     return metadata, tensors
-
-
-def _stored(path: Path, described: Described, bytes_: Tensor) -> Stored:
-    if described.type in DTYPES:
-        dtype = DTYPES[described.type]
-        return Stored(described.name, str(path), described.shape, dtype, lambda: bytes_.view(dtype), mapped=True)
-    return Stored(described.name, str(path), described.shape, torch.float32, lambda: dequantised(described.type, bytes_),
-                  blocks=described.type)
 
 
 def _declared(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
