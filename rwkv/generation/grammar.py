@@ -108,6 +108,15 @@ class Grammar:
         alternatives = [f"{_literal(rest) if rest else ''} @part{i} {end}" for i, (rest, _, _) in enumerate(possible)]
         return cls(" | ".join(alternatives), parts, (REST,) if written else ())
 
+    @classmethod
+    def text_with_calls(cls, functions: Sequence[tuple[str, Schema, str]]) -> "Grammar":
+        """Any text in which calls of these functions, {"name": ..., "arguments": ...}, have arguments by their schemas."""
+        parts = tuple(_schema_part({**parameters, "type": "object"}, where) for _, parameters, where in functions)
+        heads = tuple(rf'head{i}[lazy]: /(?s:.*)\{{\s*"name"\s*:\s*"{name}"\s*,\s*"arguments"\s*:/'
+                      for i, (name, _, _) in enumerate(functions))
+        calls = " | ".join(f'head{i} SPACE? @part{i} SPACE? "}}"' for i in range(len(functions)))
+        return cls(f"({calls})* REST?", parts, (*heads, SPACE, REST))
+
     def or_else(self, other: "Grammar") -> "Grammar":
         moved = other.start
         for i in reversed(range(len(other.parts))):

@@ -345,20 +345,22 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
     Raises ApiError where the form of a call is not known.
     """
     answer = body.answer_grammar()
+    functions = [(function.name, function.parameters or {}, f"tools[{i}].function.parameters")
+                 for i, function in enumerate(tool.function for tool in body.tools or ())]
     if tools and (call_start or answer):
         if service.template.call_start is None:
             raise ApiError(400, "response_format and grammar do not go with tools and the chat template "
                                 f"{service.template.name}, of which it is not known how a call begins: send tool_choice=none",
                            "tools")
         form = service.template.call_start[0].lstrip(), service.template.call_start[1]
-        functions = [(function.name, function.parameters or {}, f"tools[{i}].function.parameters")
-                     for i, function in enumerate(tool.function for tool in body.tools or ())]
         calls = Grammar.calls(form, functions, f"\n{stop_of(form[0]).lstrip()}", call_start.lstrip())
         if call_start:
             return calls
         answer = answer.or_else(calls) if answer else None
     if answer is None:
-        return None
+        strict = [function for function, tool in zip(functions, body.tools or (), strict=True) if tool.function.strict]
+        # a grammar allows no special token, and so no call that begins with one
+        return Grammar.text_with_calls(strict) if tools and strict and START not in service.tokenizer.special else None
     if "</think" in begun:               # an empty thought, perhaps without the last ">"
         return answer.after_space() if begun.rstrip().endswith(">") else answer.after_space().after(">")
     if begun:

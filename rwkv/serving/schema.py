@@ -170,7 +170,7 @@ class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None           # ignored: the arguments of a call that tool_choice demands are held to the schema
+    strict: bool | None = None           # hold arguments to the schema also in a call that tool_choice does not demand
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
