@@ -163,26 +163,20 @@ class Grammar:
 
 
 class Vocabulary:
-    """A tokenizer's tokens for llguidance. special: ids of tokens without text."""
+    """A tokenizer's tokens for llguidance. Its wrapper asks for `tokens`, for the attributes that end in _id or _ids, and by a
+    call for the ids of a text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        library = _llguidance()
-        tokens = tokenizer.tokens_as_bytes()
+        llguidance = _llguidance()
+        self.tokens = tokenizer.tokens_as_bytes()
         self.ends = tokenizer.ends
-        self.special = frozenset(index for index, token in enumerate(tokens) if not token)
-        self.size = len(tokens)
-        self.library = library.LLTokenizer(library.TokenizerWrapper(_Described(tokenizer, tokens, sorted(self.special))))
-
-
-class _Described:
-    def __init__(self, tokenizer: Tokenizer, tokens: Sequence[bytes], special: Sequence[int]) -> None:
         self.eos_token_id = tokenizer.end_of_text
         self.bos_token_id = None
-        self.tokens = tokens
-        self.special_token_ids = special
+        self.special_token_ids = [index for index, token in enumerate(self.tokens) if not token]
         self._tokenizer = tokenizer
-        self._ids = {token: index for index, token in reversed([*enumerate(tokens)]) if token}
+        self._ids = {token: index for index, token in reversed([*enumerate(self.tokens)]) if token}
         self._longest = max(map(len, self._ids))
+        self.library = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))
 
     def __call__(self, text: bytes) -> list[int]:
         """The ids of a text that the grammar prescribes: the tokenizer's, or else longest matches.
@@ -212,7 +206,7 @@ class Matcher:
     def __init__(self, library: Any, vocabulary: Vocabulary, stop_tokens: Sequence[int]) -> None:
         self._library = library
         self._end = vocabulary.ends[0]
-        self._ends = {*vocabulary.ends, *(token for token in stop_tokens if token in vocabulary.special)}
+        self._ends = {*vocabulary.ends, *(token for token in stop_tokens if token in vocabulary.special_token_ids)}
 
     def allowed(self) -> bytearray | None:
         """A bit for each token that may come next, the lowest bit of a byte first; None where no token may."""

@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
@@ -24,7 +25,6 @@ from rwkv.serving.log import say_refused
 UNREAD_S = 30                            # seconds after which a client that reads nothing of an answer is cut off
 MOST_HEADERS = 64 * 1024                 # bytes of a request's first line and headers
 REQUEST_ID = re.compile(rb"[!-~]{1,512}")            # of a client
-REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 
 
 class Parser:
@@ -218,7 +218,7 @@ class Protocol(HttpToolsProtocol):
         if self.cycle is None or between_requests or not self.cycle.response_started:
             content = msgspec.json.encode(error.body)
             retry = f"retry-after: {error.retry_after}\r\n" if error.retry_after else ""
-            head = f"HTTP/1.1 {error.status} {REASONS[error.status]}\r\ncontent-type: application/json\r\n" \
+            head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n" \
                    f"content-length: {len(content)}\r\n{retry}x-request-id: {self._name_request()}\r\n" \
                    "connection: close\r\n\r\n"
             self.transport.write(head.encode() + content)
