@@ -270,7 +270,7 @@ def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[G
     begun = answer_start or begun_by(prompt)
     grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True)
     texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, grammar, limit, thinking.think)
-    texts = _with_states(service, body, texts, start, owner, model, service.states.turn(tools, start))
+    texts = _with_states(service, body, texts, start, owner, model, service.states.turn(None, tools, start))
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", model or service.model, _include_usage(body), bool(body.logprobs),
                   [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start.lstrip(),
@@ -490,7 +490,7 @@ def _state_text(service: Service, sent: bytes, owner: str) -> Generate:
     else:
         tools = _shown_tools(service, body.tools)
         prompt = service.states.prompt(start, body.messages, tools, add_generation_prompt=False)
-        turn = service.states.turn(tools, start, body.messages)
+        turn = service.states.turn(body.messages, tools, start)
         ids = _ids_of_messages(service, prompt, start)
     return Generate(-1, ids, 0, 0, (), service.sampling[False], False, start=start, save=service.states.new(owner, turn, model),
                     model=model, owner=owner)

@@ -33,7 +33,7 @@ MOST_UNWRITTEN = 8                       # states that wait to be written
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
-class Known(msgspec.Struct):
+class Known(msgspec.Struct, omit_defaults=True):
     """The server's own entry in a file's metadata. adapter: its digest. The others are as in SavedState."""
 
     owner: str = ""

@@ -109,9 +109,9 @@ class Keeper:
         together = [*_up_to(turn.role), *check_messages(messages)]
         return self._after_stand_in(render(together, add_generation_prompt, tools, think, effort)).removeprefix(turn.tail)
 
-    def turn(self, tools: Any, start: SavedState | None, messages: Sequence[Any] | None = None) -> Turn:
-        """The end of a conversation that follows `start`: after the messages, or after the model's answer, to which the
-        engine's process adds what is read after its text."""
+    def turn(self, messages: Sequence[Any] | None, tools: Any, start: SavedState | None) -> Turn:
+        """The end of a conversation that follows `start`: after the messages or, for None, after the model's answer, to which
+        the engine's process adds what is read after its text."""
         role = "assistant"
         tail = ""
         if messages is not None:
