@@ -65,7 +65,7 @@ def launch(count: int, signals: Iterable[int]) -> int:
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Connects the processes that were launched together, for the time of the `with` block.
+    """Connects the processes that were launched together, for the `with` block, and divides a machine's cores among them.
 
     Raises UserError in this process when another one of the run has ended, and where the launcher's variables are incomplete.
     """
@@ -74,10 +74,11 @@ def connected() -> Iterator[None]:
     try:
         distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
     except ValueError as error:          # such as "environment variable RANK expected, but not set"
-        raise UserError(f"TORCHELASTIC_RUN_ID is set, as torchrun sets it for its processes, but not all that belongs to it "
-                        f"({error}): start the processes with torchrun, or unset it") from None
+        raise UserError(f"TORCHELASTIC_RUN_ID is set, but not torchrun's other variables ({error}): start the processes with "
+                        "torchrun, or unset it") from None
     _waiting_group = distributed.new_group(backend="gloo", timeout=RANK0_TIMEOUT)
-    _share_cores()
+    processes_here = all_gather(socket.gethostname()).count(socket.gethostname())
+    torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // processes_here)))
     try:
         yield
     except RuntimeError as error:
@@ -105,7 +106,10 @@ def broadcast_from_rank0(decide: Callable[[], T]) -> T:
         return decide()
     outcome: list[Any] = [None]
     if rank() == 0:
-        outcome = [_outcome(decide)]
+        try:
+            outcome = [(decide(), None)]
+        except Exception as problem:
+            outcome = [(None, problem)]
     distributed.broadcast_object_list(outcome, group=_waiting_group)
     value, error = outcome[0]
     if error is None:
@@ -116,7 +120,7 @@ def broadcast_from_rank0(decide: Callable[[], T]) -> T:
 
 
 def fail_together(error: Exception) -> NoReturn:
-    """For an error that all processes have met: rank 0 raises it, and the others exit silently."""
+    """For an error that has happened in all processes: rank 0 raises it, and the others exit silently."""
     def fail() -> NoReturn:
         raise error
 
@@ -150,15 +154,8 @@ def _connected() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def _outcome(decide: Callable[[], Any]) -> tuple[Any, Exception | None]:
-    try:
-        return decide(), None
-    except Exception as error:
-        return None, error
-
-
 def _exit_with(parent: int) -> None:
-    """Stops this process, as SIGTERM does, when its launcher has died: torchrun does so at SIGUSR1. Otherwise it would train on
+    """Stops this process, as SIGTERM does, when its launcher has died, as torchrun does at SIGUSR1. Otherwise it would go on
     beside the run that continues it.
     """
     while os.getppid() == parent:
@@ -166,12 +163,6 @@ def _exit_with(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGTERM)
     time.sleep(SAVE_SECONDS)
     os._exit(FAILED)
-
-
-def _share_cores() -> None:
-    """Divides the cores of a machine among its processes; fewer threads stay as they are."""
-    processes_here = all_gather(socket.gethostname()).count(socket.gethostname())
-    torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // processes_here)))
 
 
 def log(text: str) -> None:

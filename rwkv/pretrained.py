@@ -181,19 +181,16 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
         tokenizer = Tokenizer.named(name, end_of_text=end_of_text, like=checkpoint.tokenizer)
         described = f"tokenizer={name}"
     elif checkpoint.tokenizer is not None:
-        tokenizer, described = Tokenizer.from_dict(checkpoint.tokenizer, end_of_text), "the tokenizer in the file"
+        tokenizer = Tokenizer.from_dict(checkpoint.tokenizer, end_of_text)
+        described = "the tokenizer in the file"
     elif assumed := assumed_tokenizer(checkpoint):
-        tokenizer, described = Tokenizer.named(assumed, end_of_text=end_of_text), f"tokenizer={assumed}"
+        tokenizer = Tokenizer.named(assumed, end_of_text=end_of_text)
+        described = f"tokenizer={assumed}"
     else:
         suggested = SUGGESTED.get(checkpoint.vocab_size, "FILE.json, FILE.txt, byte or world")
         raise UserError(f"{checkpoint.path} carries no tokenizer: name its own with tokenizer={suggested}")
     require_tokenizer(checkpoint, tokenizer, described)
     return tokenizer
-
-
-def template_of(checkpoint: Checkpoint, name: str | None = None) -> str:
-    """The chat template's name: `name`, or else by `template_choice`."""
-    return template_choice(checkpoint, name).template
 
 
 def template_choice(checkpoint: Checkpoint, name: str | None = None) -> Choice:
@@ -208,8 +205,8 @@ def template_line(checkpoint: Checkpoint, choice: Choice) -> str:
 
 
 def trained_with(checkpoint: Checkpoint) -> Length:
-    """The longest texts that the model was trained with."""
-    length, stated = trained_length(str(checkpoint.path), (checkpoint.run or {}).get("init_from")), checkpoint.config.ctx_len
+    length = trained_length(str(checkpoint.path), (checkpoint.run or {}).get("init_from"))
+    stated = checkpoint.config.ctx_len
     if stated in (length.tokens, DEFAULT_CTX_LEN):           # the default stands in files that nobody told
         return length
     return Length(stated, "the file says so")

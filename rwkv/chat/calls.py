@@ -75,7 +75,8 @@ def _description(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     found = {key: function[key] for key in ("name", "description") if key in function}
     if "properties" not in parameters and not isinstance(parameters.get("type"), str):
         return {**found, "arguments": parameters}        # by their names
-    arguments, required = parameters.get("properties", {}), parameters.get("required", [])
+    arguments = parameters.get("properties", {})
+    required = parameters.get("required", [])
     found["arguments"] = arguments
     if isinstance(required, list) and 0 < len(required) < len(arguments):
         found["required"] = required
@@ -95,7 +96,7 @@ def _json(value: Any) -> str:
 
 
 def stop_of(call_start: str) -> str:
-    """What ends a call that begins so, and is no part of its JSON.
+    """The text that ends a call with this beginning, after its JSON.
 
     For "" that is not the end of a fence, because an answer may have a fence of another language before its call.
     """
@@ -105,20 +106,20 @@ def stop_of(call_start: str) -> str:
 HEADING = "**Tool Call:**"               # before a fence
 OPENINGS = (START, "<tool_calls>", HEADING, FENCE)
 OPENING = re.compile("|".join([*map(re.escape, OPENINGS), r"[{\[]"]))
-OUTER = re.compile(rf"<tool_calls?>|{FENCE}")            # what begins a call even where brackets are open
+OUTER = re.compile(rf"<tool_calls?>|{FENCE}")            # begins a call even where brackets are open
 INFO = re.compile(r"[ \t]*([\w.+#-]*)(?=[^\w.+#-])\s*")          # a fence's language, which is complete, up to the text
 CALL_INFO = ("", "json", "tool_call", "tool_calls")      # languages of fences that may hold calls
 # The beginning of a call or of a list of calls, cut anywhere: its first key, whether that is complete, and the value so far.
 BEGINNING = re.compile(r'\[?\s*(?:\{\s*(?:"(\w*)("\s*(?::\s*(.*))?)?)?)?\Z', re.DOTALL)
 FIRST_KEYS = ("name", "arguments", "type", "function", "id")
-LONGEST_BEGINNING = 200                  # characters of it that are looked at; a function's name has at most 64
+LONGEST_BEGINNING = 200                  # characters of it that are matched; a function's name has at most 64
 JSON_LIKE = re.compile(r'\{\s*"|\[\s*["{\[]')          # not a bracket in prose
-BRACKETS = re.compile(r'[{}\[\]"\\]')                   # what the end of JSON is found by
+BRACKETS = re.compile(r'[{}\[\]"\\]')                   # the characters by which the end of JSON is found
 SPACE = re.compile(r"\s*")
 
 
 class _Step(NamedTuple):
-    """What is decided of the text that is held: text: characters that are shown; total: all that are decided; calls in them."""
+    """A decision about the held text: of its first `total` characters, the first `text` are shown, and `calls` are in them."""
 
     text: int
     total: int
@@ -128,13 +129,13 @@ class _Step(NamedTuple):
 class CallParser:
     """Takes an answer in pieces, and finds the calls of these functions in it, however it is cut into pieces.
 
-    A call is complete where its JSON is. What is no JSON object, calls another function, or stands in a fence of another
-    language, in other JSON or in thoughts, <think>...</think> at the beginning, stays text. White space beside a call is no
-    text.
+    A call is complete when its JSON is. JSON that is no object, calls another function, or stands in a fence of another
+    language, in other JSON or in thoughts (<think>...</think> at the beginning) stays text. White space beside a call is
+    dropped.
 
-    start: the beginning of an answer that the model was given. most: the number of calls after which nothing is shown.
-    spans: where the text that push returned last stands in all that it was given, from the first character to after the last.
-    decided: the number of characters of which it is known whether they are text; start is before them, at negative places.
+    start: the beginning of the answer that stands in the prompt. most: the number of calls after which nothing is shown.
+    spans: (start, end) of the text that push returned last, in all that was pushed. decided: the number of characters of which
+    it is known whether they are text; `start` is before them, at negative places.
     """
 
     def __init__(self, functions: Collection[str], start: str = "", most: int | None = None) -> None:
@@ -142,12 +143,12 @@ class CallParser:
         self._most = most
         self._held = start               # the end of the answer so far, which may belong to a call
         self._before = ""                # the character before it
-        self._begun = bool(start)        # whether it is too late for thoughts
-        self._until = ""                 # what ends the text in which there are no calls: of a fence, or of thoughts
-        self._closing = ""               # what may end the call before
+        self._begun = bool(start)        # thoughts can no longer begin
+        self._until = ""                 # the end of a fence or of thoughts, before which there are no calls
+        self._closing = ""               # the text that may end the last call
         self._nesting: _Nesting | None = None            # of JSON that may be a call
-        self._other: _Nesting | None = None              # of JSON that is none
-        self._after_call = False         # whether nothing but white space has come since a call
+        self._other: _Nesting | None = None              # of JSON that is no call
+        self._after_call = False         # only white space has come since a call
         self.decided = -len(start)
         self.spans: list[tuple[int, int]] = []
         self.found = 0                   # calls so far
@@ -156,10 +157,13 @@ class CallParser:
         """The text that can be shown now, and the calls that are complete, in OpenAI's form. last: the answer ends."""
         self._held += piece
         self.spans = []
-        text, calls = "", list[dict[str, Any]]()
+        text = ""
+        calls: list[dict[str, Any]] = []
         while self._held and (step := self._next(last)) is not None:
             text += self._shown(self._held[:step.text])
-            self._drop(step.total)
+            self._before = self._held[:step.total][-1:]
+            self._held = self._held[step.total:]
+            self.decided += step.total
             if step.calls:
                 calls += step.calls[:self._left()]
                 self.found += len(step.calls[:self._left()])
@@ -168,14 +172,14 @@ class CallParser:
 
     @property
     def full(self) -> bool:
-        """Whether there are as many calls as are shown at most."""
+        """Whether `most` calls have been found."""
         return self._left() == 0
 
     def _left(self) -> int | None:
         return None if self._most is None else self._most - self.found
 
     def _shown(self, text: str) -> str:
-        """What is shown of `text`, with which what is held begins."""
+        """The part of `text`, the beginning of the held text, that is shown."""
         end = self.decided + len(text)
         if self._after_call:
             text = text.lstrip()
@@ -183,13 +187,8 @@ class CallParser:
         self.spans.append((end - len(text), end))
         return text
 
-    def _drop(self, length: int) -> None:
-        self._before = self._held[:length][-1:]
-        self._held = self._held[length:]
-        self.decided += length
-
     def _next(self, last: bool) -> _Step | None:
-        """What can be decided now; None: nothing, before more has come."""
+        """The next decision; None where it needs more text."""
         if self.full:
             return _Step(0, len(self._held))
         if not self._begun:
@@ -207,7 +206,7 @@ class CallParser:
         return self._open(last)
 
     def _pass(self, last: bool) -> _Step | None:
-        """The text up to what ends a fence or thoughts."""
+        """The text up to the end of a fence or of thoughts."""
         place = self._held.find(self._until)
         if place >= 0:
             place += len(self._until)
@@ -219,7 +218,7 @@ class CallParser:
         return _text(place)
 
     def _pass_json(self, nesting: "_Nesting", last: bool) -> _Step | None:
-        """The text up to the end of JSON that is no call, or to what begins a call whether or not that has ended."""
+        """The text up to the end of JSON that is no call, or up to an opening that begins a call even within that."""
         outer = OUTER.search(self._held)
         limit = outer.start() if outer else len(self._held) if last else _certain(self._held)
         end = nesting.end(self._held, limit)
@@ -231,7 +230,8 @@ class CallParser:
 
     def _close(self, last: bool) -> _Step | None:
         """After a call: its end, or another call before that."""
-        closing, rest = self._closing, self._held.lstrip()
+        closing = self._closing
+        rest = self._held.lstrip()
         if rest.startswith(closing):
             self._closing = ""
             return _Step(0, len(self._held) - len(rest) + len(closing))
@@ -244,7 +244,8 @@ class CallParser:
                 return step
         self._closing = ""               # what follows the call is text
         if closing == FENCE:
-            self._until, self._other = FENCE, None
+            self._until = FENCE
+            self._other = None
         return step or self._next(last)
 
     def _open(self, last: bool) -> _Step | None:
@@ -269,7 +270,7 @@ class CallParser:
         return _text(found.end())
 
     def _fence(self, place: int, last: bool) -> _Step | None:
-        """What stands in the fence before this place."""
+        """The content of the fence that ends before this place."""
         info = INFO.match(self._held, place)
         if info is None or info.end() == len(self._held):
             return _text(len(self._held)) if last else None
@@ -279,7 +280,7 @@ class CallParser:
         return _text(place)
 
     def _value(self, place: int, closing: str, last: bool, quoted: bool = False) -> _Step | None:
-        """The JSON at a place of what is held: calls, or text. quoted: it is no call, whatever it says."""
+        """The JSON at a place of the held text: calls, or text. quoted: it is no call, whatever it says."""
         end = None
         if quoted and not last and _after_space(self._held, place + 1) == len(self._held):
             return None
@@ -317,11 +318,11 @@ class CallParser:
         return key in FIRST_KEYS and (not values or any(each.startswith(value) or value.startswith(each) for each in wanted))
 
     def _calls(self, written: str) -> list[dict[str, Any]] | None:
-        """The calls that a JSON object or list says, None where it is not calls of these functions alone."""
+        """The calls in a JSON object or list; None where it holds anything but calls of these functions."""
         try:
             items = [item for _, item in _members(written)] if written.startswith("[") else [written]
             calls = [_call(item) for item in items]
-        except (ValueError, RecursionError):
+        except (ValueError, LookupError, RecursionError):
             return None
         if any(name not in self._functions for name, _ in calls):
             return None
@@ -369,23 +370,18 @@ def _after_space(text: str, place: int) -> int:
     return found.end()
 
 
-# JSON whose values are kept as they are written
-
-
-def _no_number(name: str) -> NoReturn:
+def _refuse(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-DECODER = json.JSONDecoder(parse_constant=_no_number)
+DECODER = json.JSONDecoder(parse_constant=_refuse)       # of NaN and Infinity
 
 
 def _call(written: str) -> tuple[str, str]:
-    """The name and the arguments, an object in JSON, of a call. Raises ValueError where it is none."""
+    """The name and the arguments, an object in JSON, of a call. Raises ValueError or LookupError where it is none."""
     fields = dict(_members(written))
     if "function" in fields:
         fields = dict(_members(fields["function"]))
-    if "name" not in fields or "arguments" not in fields:
-        raise ValueError("a call has a name and arguments")
     arguments = fields["arguments"]
     if arguments.startswith('"'):        # JSON in a string, as in OpenAI's interface
         arguments = json.loads(arguments).strip()
@@ -402,14 +398,15 @@ def _call(written: str) -> tuple[str, str]:
 
 
 def _members(written: str) -> list[tuple[str, str]]:
-    """(key, value) of each member of a JSON object, ("", value) of a list; each value is as it is written.
+    """(key, value) of each member of a JSON object, ("", value) of a list; each value as it is written.
 
-    Raises ValueError for what is no object and no list.
+    Raises ValueError or LookupError for anything else.
     """
     decoded = DECODER.decode(written)
     if not isinstance(decoded, (dict, list)):
         raise ValueError("no object and no list")
-    found, key = [], ""
+    found = []
+    key = ""
     place = _after_space(written, _after_space(written, 0) + 1)
     while written[place] not in "}]":
         if isinstance(decoded, dict):

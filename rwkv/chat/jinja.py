@@ -5,7 +5,6 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from rwkv.chat.messages import Message, check_messages, is_learnt
@@ -16,14 +15,14 @@ from rwkv.errors import UserError
 WORLD_END = "<|rwkv_tokenizer_end_of_text|>"             # in the templates of Hugging Face directories of fla's form
 
 A_TOOL = {"type": "function", "function": {"name": "a_name", "description": "A tool.", "parameters": {}}}
+OF_G1 = re.compile(r"(\n\nAssistant: ?|\nBot✿)<think>?\s*\Z")       # a prompt for thoughts like that of g1 or flower
 
 
 class Ending(NamedTuple):
     """How a template ends an answer.
 
-    closed: what it writes after an answer at the end of a conversation. end: what it writes after an answer before the next
-    turn, whoever speaks. prompt: the prompt at the end of `closed`, where one is written whether or not it is asked for. stop:
-    as in ChatTemplate.
+    closed: the text after an answer at the end of a conversation. end: the text after an answer before the next turn, whoever
+    speaks. prompt: the prompt at the end of `closed`, for a template that always writes one. stop: as in ChatTemplate.
     """
 
     closed: str
@@ -36,16 +35,17 @@ class JinjaTemplate(ChatTemplate):
     """A template in jinja2 with the variables messages, add_generation_prompt, tools, bos_token and eos_token, with
     enable_thinking for `think` and reasoning_effort where `effort` is given.
 
-    bos_token is empty, as no end_of_text stands before a prompt, unless begin_with_end_of_text is called. eos_token is END, and
-    so is the name of World's token 0, which some published templates write out. For the template in rwkv-rs/transformers-rwkv,
-    temp/rwkv_chat_template.jinja, rwkv_generation_prompt is open_think or fake_think as enable_thinking is true or false, and a
-    tool's message has its content as JSON too, rwkv_json_content.
+    bos_token is empty, because no end_of_text stands before a prompt, unless begin_with_end_of_text is called. eos_token is
+    END; so is the name of World's token 0, which some published templates write out. For the template in
+    rwkv-rs/transformers-rwkv, temp/rwkv_chat_template.jinja, rwkv_generation_prompt is open_think if enable_thinking is true,
+    else fake_think, and a tool's message has rwkv_json_content, its content read as JSON.
     """
 
     def __init__(self, text: str, name: str) -> None:
         from jinja2 import TemplateError
 
-        self.name, self.definition = name, text
+        self.name = name
+        self.definition = text
         self.supports_tools = bool(re.search(r"\btools\b", text))
         self.thinks = bool(re.search("<think|enable_thinking|reasoning_content", text))
         self._bos_token = ""
@@ -56,12 +56,18 @@ class JinjaTemplate(ChatTemplate):
         if not re.search(r"\bmessages\b", text):
             raise UserError(f"the chat template {name} does not use `messages`, so the model would not see the conversation: "
                             "is it a jinja2 template?")
-        self._demanded: list[Message] = []               # before the first turn of the user
-        self._ending = self._find_ending()
+        self._demanded: list[Message] = []               # turns that the template demands before the user's first
+        try:
+            self._ending = self._ending_after([])
+        except UserError:
+            self._demanded = [{"role": "system", "content": "Answer."}]
+            self._ending = self._ending_after(self._demanded)
         self.stop = self._ending.stop
         if self.supports_tools:
-            self.stop += self._stops_beside_tools()
-        self.call_start = self._find_call_start() if self.supports_tools else None
+            with suppress(UserError):    # conversations with tools may have turns in another form
+                with_tools = self._ending_after(self._demanded, [A_TOOL]).stop
+                self.stop += tuple(stop for stop in with_tools if stop not in self.stop)
+            self.call_start = self._find_call_start()
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Sequence[Mapping[str, Any]] | None = None, think: Think = False, effort: str | None = None) -> str:
@@ -70,13 +76,13 @@ class JinjaTemplate(ChatTemplate):
         messages = check_messages(messages)
         if think is not True:
             effort = None
-        if effort and self._takes_hints:
+        if effort and OF_G1.search(self._short_prompt(True)):
             messages = with_hint(messages, effort)
         text = self._render(messages, add_generation_prompt, tools, think is True, effort)
         return text if add_generation_prompt else text.removesuffix(self._ending.prompt)
 
     def begin_with_end_of_text(self) -> None:
-        """From now on bos_token is END: of a tokenizer with one token for the beginning and the end of a text."""
+        """From now on bos_token is END, for a tokenizer with one token for the beginning and the end of a text."""
         self._bos_token = END
 
     def answer_start(self, think: Think = False) -> str:
@@ -87,11 +93,6 @@ class JinjaTemplate(ChatTemplate):
         if think is True and (closed or not self.thinks):
             raise UserError(f"think: the chat template {self.name} has no thoughts")
         return start
-
-    @cached_property
-    def _takes_hints(self) -> bool:
-        """Whether prompts for thoughts are those of g1 or flower, in another's hand."""
-        return bool(re.search(r"(\n\nAssistant: ?|\nBot✿)<think>?\s*\Z", self._short_prompt(True)))
 
     def _short_prompt(self, think: bool) -> str:
         return self._render([*self._demanded, {"role": "user", "content": "A question."}], True, None, think)
@@ -140,36 +141,24 @@ class JinjaTemplate(ChatTemplate):
         from jinja2 import TemplateError
 
         given = {"reasoning_effort": effort} if effort else {}
-        shown = [{**message, "rwkv_json_content": _read(message["content"])} if message["role"] == "tool" else message
-                 for message in messages]
+        shown = [dict(message) for message in messages]
+        for message in shown:
+            if message["role"] == "tool":
+                message["rwkv_json_content"] = message["content"]
+                with suppress(ValueError, RecursionError):
+                    message["rwkv_json_content"] = json.loads(message["content"])
         try:
             return self._template.render(messages=shown, add_generation_prompt=prompt, tools=tools or None,
                                          bos_token=self._bos_token, eos_token=END, enable_thinking=think,
                                          rwkv_generation_prompt="open_think" if think else "fake_think", **given)
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
-            # of the template's own, raise_exception among them
+            # the template's own errors, raise_exception among them
             raise UserError(f"the chat template {self.name} refuses the conversation: {error}") from None
 
-    def _find_ending(self) -> Ending:
-        try:
-            return self._ending_after([])
-        except UserError:
-            system = [{"role": "system", "content": "Answer."}]
-            with suppress(UserError):    # some templates demand a system prompt
-                ending = self._ending_after(system)
-                self._demanded = [*system]
-                return ending
-            raise
-
-    def _stops_beside_tools(self) -> tuple[str, ...]:
-        """Those that the template has in conversations with tools alone, where it writes turns in another form."""
-        with suppress(UserError):
-            return tuple(stop for stop in self._ending_after(self._demanded, [A_TOOL]).stop if stop not in self.stop)
-        return ()
-
     def _ending_after(self, talk: Sequence[Message], tools: Any = None) -> Ending:
-        """From a small conversation: what follows its answer at its end, before a prompt, and before another question."""
-        answer, question = "An answer that no template contains.", "Another question."
+        """The Ending, from the texts after a small conversation's answer: at its end, before a prompt, before a question."""
+        answer = "An answer that no template contains."
+        question = "Another question."
         talk = [*talk, {"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
         text = self._render(talk, False, tools)
         closed = text.partition(answer)[2]
@@ -182,7 +171,7 @@ class JinjaTemplate(ChatTemplate):
         end = _end(text, closed, prompted, between)
         stop = _stop(end, between)
         if end.startswith(closed) and not end.strip():
-            end = closed                 # a model that learns more white space here than at the end does not learn what follows
+            end = closed                 # otherwise the end would be more white space than at the end of a conversation
         elif closed != prompted and not (end and closed.startswith(end)) and not end.startswith(closed):
             stop = (*stop, *_stop(closed, ""))
         last = closed.removeprefix(end) if closed.startswith(end) else ""
@@ -203,9 +192,9 @@ class JinjaTemplate(ChatTemplate):
 
 
 def _end(text: str, closed: str, prompted: str, between: str) -> str:
-    """What a template writes after an answer, whatever follows.
+    """The text after an answer that does not depend on what follows.
 
-    text: a conversation that ends in an answer. closed: what follows the answer there; prompted: with a prompt after it;
+    text: a conversation that ends in an answer. closed: the text after the answer there. prompted: with a prompt after it.
     between: before a question of the user.
     """
     for end in (closed, closed.removesuffix(END)):       # some write eos_token at the end of the whole conversation
@@ -219,13 +208,14 @@ def _end(text: str, closed: str, prompted: str, between: str) -> str:
 
 
 def _opening(common: str, text: str) -> int:
-    """How many of the last characters of `common` begin the next turn, whoever speaks, instead of ending the answer.
+    """How many of the last characters of `common`, an end and the common beginning of all turns, belong to the next turn.
 
-    They are found in the text before the first end, and an end has no bracket that is not closed: "<|end|><|" ends with
-    "<|end|>". common: an end with what all turns begin with. White space is an end.
+    These characters stand in the text before the first end, too. An end has no open bracket: "<|end|><|" ends with "<|end|>".
+    White space is an end.
     """
     for n in range(len(common) - 1, 0, -1):
-        opening, end = text.find(common[-n:]), text.find(common[:-n])
+        opening = text.find(common[-n:])
+        end = text.find(common[:-n])
         if 0 <= opening and (opening < end or end < 0) and _unclosed(common[:-n]) is None:
             return n
     unclosed = _unclosed(common)
@@ -235,28 +225,19 @@ def _opening(common: str, text: str) -> int:
 
 
 def _unclosed(text: str) -> int | None:
-    """The place of the last bracket, if it is not closed."""
     place = max(text.rfind("<"), text.rfind("["))
     return None if place < 0 or re.search("[>\\]]", text[place:]) else place
 
 
 def _stop(end: str, between: str) -> tuple[str, ...]:
-    """The text that ends an answer while it is generated; none where eos_token alone does, which the sampler knows.
+    """The text that ends an answer while it is generated; none where only eos_token does, which the engine knows.
 
-    White space may stand inside an answer, so the beginning of the user's next turn belongs to the text then.
+    White space may stand inside an answer; then the beginning of the user's next turn belongs to the stop text.
     """
     stop = end.partition(END)[0].strip()
     if not stop and END not in end:
         stop = between.partition(END)[0].rstrip() or between or end
     return (stop,) if stop else ()
-
-
-def _read(content: str) -> Any:
-    """What a text in JSON says; another text as it is."""
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
-        return content
 
 
 def _sandbox() -> Any:
@@ -282,7 +263,7 @@ def _sandbox() -> Any:
 
 
 def _generation_block() -> type:
-    """{% generation %}, with which some templates mark answers; its content is rendered as it is."""
+    """{% generation %}, with which some templates mark answers. Its content is rendered unchanged."""
     from jinja2.ext import Extension
     from jinja2.nodes import Node
     from jinja2.parser import Parser

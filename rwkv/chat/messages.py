@@ -1,4 +1,4 @@
-"""Messages in OpenAI's form: what is one, and whether a model learns it.
+"""Messages in OpenAI's form: checking them, and whether a model learns one.
 
 A conversation is a list of messages, {"role": "user", "content": "..."}; the roles are system, user, assistant and tool.
 """
@@ -72,19 +72,15 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     if call is not None and "tool_calls" not in given:
         given["tool_calls"] = [{"type": "function", "function": call}]
     if "tool_calls" in given:
-        given["tool_calls"] = _tool_calls(given, where)
+        calls = given["tool_calls"]
+        if not isinstance(calls, list):
+            raise UserError(f"{where}.tool_calls is a list; got {_shown(calls)}")
+        given["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return {**given, "role": role, "content": _content(message.get("content"), given.get("refusal"), role, where)}
 
 
-def _tool_calls(message: Message, where: str) -> list[dict[str, Any]]:
-    """The calls with objects as arguments, which templates expect; OpenAI's interface has them as JSON in a string."""
-    calls = message["tool_calls"]
-    if not isinstance(calls, list):
-        raise UserError(f"{where}.tool_calls is a list; got {_shown(calls)}")
-    return [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-
-
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
+    """A call with an object as its arguments, which templates expect; OpenAI's interface has them as JSON in a string."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f'{where} is a call, {{"type": "function", "function": {{"name": "...", "arguments": "{{}}"}}}}; got '
@@ -99,7 +95,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _read_arguments(written: str) -> Mapping[str, Any] | None:
-    """The arguments that a model wrote. What is no JSON object becomes the only argument, and the conversation can go on."""
+    """The arguments that a model wrote. A text that is no JSON object becomes the only argument, so that the chat can go on."""
     with suppress(ValueError, RecursionError):
         arguments = json.loads(written or "{}")
         if arguments is None or isinstance(arguments, Mapping):

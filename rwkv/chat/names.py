@@ -50,9 +50,9 @@ class Length(NamedTuple):
 
 
 def choose_template(asked: str | None, path: str, run: Mapping[str, Any] | None = None) -> Choice:
-    """The template that is asked for, or that of the conversations that a run has learnt, or the default of the checkpoint.
+    """The template that is asked for, or that of the conversations that a run has learnt, or the checkpoint's default.
 
-    path, run: of the checkpoint, and the configuration of the run that made it.
+    path: the checkpoint's. run: the configuration of the run that made it.
     """
     if asked:
         return Choice(asked, "as asked for")
@@ -63,9 +63,9 @@ def choose_template(asked: str | None, path: str, run: Mapping[str, Any] | None 
 
 
 def default_template(*names: str | None) -> Choice:
-    """The chat template of a checkpoint. names: its path, and other names that it has.
+    """The template that the file or directory holds (stated.py), or else that of the kind of model.
 
-    That is the one that the file or directory holds (stated.py), or else that of the kind of model.
+    names: the checkpoint's path, and other names that it has.
     """
     for name in filter(None, names):
         if found := template_file(Path(name)):
@@ -74,47 +74,38 @@ def default_template(*names: str | None) -> Choice:
 
 
 def kind_of(*names: str | None) -> Choice:
-    """The template that a model's author has for its kind; by its name, or else by a name inside it.
+    """The template of a model's author, by the model's name, or else by a name inside the file.
 
-    That is g1 for the series G0 and G1, and for RWKV-7 of a day after the first of them; else world.
+    It is g1 for the series G0 and G1, and for an RWKV-7 of a day after the first of these; else world.
     """
-    for said in (_said(names), _inside(names)):
-        for name in said:
-            if _SERIES.search(name.lower()):
-                return Choice("g1", f"{name} is of the series {_series_of(name)}")
-            if "world" in name.lower():
-                return Choice("world", f"{name} is of the World series")
-            if "pile" not in name.lower() and _day_of(name) >= FIRST_G1:
-                return Choice("g1", f"{name} is of a day after the first model of the series G1")
+    for name in _said(names):
+        if found := _SERIES.search(name.lower()):
+            return Choice("g1", f"{name} is of the series G{found[1]}{found[2]}")
+        if "world" in name.lower():
+            return Choice("world", f"{name} is of the World series")
+        if "pile" not in name.lower() and _day_of(name) >= FIRST_G1:
+            return Choice("g1", f"{name} is of a day after the first model of the series G1")
     return Choice("world", "no name tells another")
 
 
 def trained_length(*names: str | None) -> Length:
     """The longest texts that a model was trained with, by its names, as for default_template."""
-    for said in (_said(names), _inside(names)):
-        for name in said:
-            length = _length_of(name)
-            if length is not None:
-                return length
+    for name in _said(names):
+        if found := _CONTEXT.search(name.lower()):
+            return Length(int(found[1]), f"by the name {name}")
+        if found := _SERIES.search(name.lower()):
+            known = [series for series in SERIES if series.letter <= found[2]][-1]
+            return Length(known.context, f"as others of the series G{found[1]}{found[2]}")
+        if "world" in name.lower():
+            return Length(WORLD_CONTEXT, "as others of the World series")
+        day = _day_of(name)
+        if "pile" not in name.lower() and day >= FIRST_G1:
+            return Length([series for series in SERIES if series.day <= day][-1].context, "as others of that time")
     return Length(None, "no name says it")
 
 
-def _length_of(name: str) -> Length | None:
-    if found := _CONTEXT.search(name.lower()):
-        return Length(int(found[1]), f"by the name {name}")
-    if found := _SERIES.search(name.lower()):
-        known = [series for series in SERIES if series.letter <= found[2]][-1]
-        return Length(known.context, f"as others of the series {_series_of(name)}")
-    if "world" in name.lower():
-        return Length(WORLD_CONTEXT, "as others of the World series")
-    day = _day_of(name)
-    if "pile" in name.lower() or day < FIRST_G1:
-        return None
-    return Length([series for series in SERIES if series.day <= day][-1].context, "as others of that time")
-
-
 def _said(names: tuple[str | None, ...]) -> Iterator[str]:
-    """The parts of the names that may tell something, the nearest first."""
+    """The parts of the names that may say something of the model, the nearest first; then the names inside the files."""
     for name in filter(None, names):
         path = Path(name)
         yield path.name
@@ -123,18 +114,8 @@ def _said(names: tuple[str | None, ...]) -> Iterator[str]:
         yield from (part.rpartition("--")[2] for part in path.parts if part.startswith("models--"))      # Hugging Face's cache
         if path.is_symlink():
             yield path.resolve().name
-
-
-def _inside(names: tuple[str | None, ...]) -> Iterator[str]:
-    """The names that the files themselves give their models, which is read where their own names say nothing."""
     for name in filter(None, names):
         yield from (said.rstrip("/").rpartition("/")[2] for said in names_in(Path(name)))
-
-
-def _series_of(name: str) -> str:
-    found = _SERIES.search(name.lower())
-    assert found is not None
-    return f"G{found[1]}{found[2]}"
 
 
 def _day_of(name: str) -> str:

@@ -47,7 +47,6 @@ def encode(tokenizer: Tokenizer, parts: Sequence[str], before: str = "") -> list
 
 
 def encode_each(tokenizer: Tokenizer, texts: Sequence[Sequence[str]], before: str = "") -> list[list[list[int]]]:
-    """encode() of the parts of each text."""
     cut = [[*_pieces(tokenizer, parts, before)] for parts in texts]
     pieces = [piece for parts in cut for part in parts for piece in part]
     starting = iter(tokenizer.encode_batch([piece.text for piece in pieces if not piece.within]))
@@ -58,7 +57,7 @@ def encode_each(tokenizer: Tokenizer, texts: Sequence[Sequence[str]], before: st
 
 
 class _Piece(NamedTuple):
-    """A text to encode. within: it goes on within another one. skip: of its ids those that stand before it. ends: ids too."""
+    """A text to encode. within: it goes on within another one. skip: the number of first ids to drop. ends: ids before it."""
 
     text: str
     within: bool = False
@@ -67,7 +66,6 @@ class _Piece(NamedTuple):
 
 
 def _pieces(tokenizer: Tokenizer, parts: Sequence[str], before: str) -> Iterator[list[_Piece]]:
-    """The pieces of each part."""
     last = _with_private_names(tokenizer, before.rpartition(END)[2])
     for part in parts:
         first, *others = [_with_private_names(tokenizer, text) for text in part.split(END)]
@@ -80,7 +78,7 @@ def _pieces(tokenizer: Tokenizer, parts: Sequence[str], before: str) -> Iterator
 
 
 def _after(tokenizer: Tokenizer, before: str, text: str) -> list[_Piece]:
-    """The pieces of `text`, which stands after `before`. Where a space is added to a text, one may be after special tokens."""
+    """The pieces of `text`, which stands after `before`, for a tokenizer that adds a space to a text after a special token."""
     if not (tokenizer.adds_space and before and text):
         return [_Piece(text)]
     names = [*tokenizer.private.values()]
@@ -92,7 +90,7 @@ def _after(tokenizer: Tokenizer, before: str, text: str) -> list[_Piece]:
 
 
 def _with_private_names(tokenizer: Tokenizer, rendered: str) -> str:
-    """The text with the names that the tokenizer reads as special tokens, where the template wrote one, and without marks."""
+    """The text without marks, and with the private names of special tokens where the template wrote their names."""
     private = tokenizer.private
     if not private:
         return rendered
@@ -129,13 +127,15 @@ def shown(tokenizer: Tokenizer, ids: Sequence[int], after: Sequence[int] = ()) -
 
 
 class MarkingTemplate(ChatTemplate):
-    """`template`, which gets messages with marks."""
-
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer) -> None:
-        self.name, self.definition, self.stop = template.name, template.definition, template.stop
-        self.supports_tools, self.call_start = template.supports_tools, template.call_start
+        self.name = template.name
+        self.definition = template.definition
+        self.stop = template.stop
+        self.supports_tools = template.supports_tools
+        self.call_start = template.call_start
         self.thinks = template.thinks
-        self._template, self._tokenizer = template, tokenizer
+        self._template = template
+        self._tokenizer = tokenizer
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Sequence[Mapping[str, Any]] | None = None, think: Think = False, effort: str | None = None) -> str:
@@ -162,7 +162,7 @@ def _errors_without_marks() -> Iterator[None]:
 
 
 class _Patterns(NamedTuple):
-    """Of names: a whole one, a mark or a whole one, a last part at the start of a text, a first part at its end."""
+    """Patterns for names: a whole one; a mark or a whole one; the end of one at a text's start; the start of one at its end."""
 
     name: re.Pattern[str]
     mark_or_name: re.Pattern[str]
@@ -173,7 +173,7 @@ class _Patterns(NamedTuple):
 @lru_cache
 def _patterns(names: tuple[str, ...]) -> _Patterns:
     cuts = [(name[:cut], name[cut:]) for name in names for cut in range(1, len(name))]
-    first_parts = _either(first for first, _ in cuts if not first.isalnum())         # else most words would be marked
+    first_parts = _either(first for first, _ in cuts if not first.isalnum())         # otherwise most words would be marked
     last_parts = _either(last for _, last in cuts if not last.isalnum())
     return _Patterns(re.compile(_either(names)), re.compile(f"{MARK.pattern}|{_either(names)}"),
                      re.compile(rf"\s*(?!{SECRET})({last_parts})"), re.compile(rf"({first_parts})\s*\Z"))
@@ -194,7 +194,7 @@ def _marked(text: str, patterns: _Patterns) -> str:
 
 
 def _mark_of(text: str) -> str:
-    """Letters and digits alone, which templates and JSON leave as they are."""
+    """Only letters and digits, which templates and JSON do not change."""
     return f"{SECRET}{''.join(f'{ord(character):06x}' for character in text)}z"
 
 

@@ -1,11 +1,11 @@
-"""What a checkpoint says of chat beside its weights: its template, its name, and how its author samples.
+"""Facts for chat that a checkpoint states beside its weights: its template, its name, and its author's sampling options.
 
 A template is a text in jinja2: the file chat_template.jinja of a Hugging Face directory, `chat_template` in its
-tokenizer_config.json, or tokenizer.chat_template in the metadata of a GGUF file. Where several are named, it is that called
-default.
+tokenizer_config.json, or tokenizer.chat_template in the metadata of a GGUF file. If there are several, the one called default
+counts.
 
-llama.cpp's converter gives every RWKV the same one, whatever the model is, so that it says nothing of a model. It is known by
-what llama.cpp itself knows it by. Sources: transformers, tokenization_utils_base.py; llama.cpp, conversion/base.py and
+llama.cpp's converter writes the same template for every RWKV, whatever the model, so it is ignored. It is recognised as
+llama.cpp recognises it. Sources: transformers, tokenization_utils_base.py; llama.cpp, conversion/base.py and
 src/llama-chat.cpp.
 """
 
@@ -14,12 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from rwkv.errors import UserError
-from rwkv.io.gguf import MAGIC, metadata_in, parts_of
+from rwkv.io.gguf import MAGIC, header_of, parts_of
 from rwkv.io.utf8 import read_text
 
-JINJA, TOKENIZER_CONFIG, GENERATION_CONFIG = "chat_template.jinja", "tokenizer_config.json", "generation_config.json"
+JINJA = "chat_template.jinja"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+GENERATION_CONFIG = "generation_config.json"
 CONFIG = "config.json"
-IN_GGUF, DEFAULT = "tokenizer.chat_template", "default"
+IN_GGUF = "tokenizer.chat_template"
+DEFAULT = "default"
 OF_CONVERTER = ("rwkv-world", r"{{- 'User: ' + message['content']|trim + '\n\n' -}}")
 NAMES_IN_GGUF = ("general.name", "general.basename", "general.base_model.0.name")
 NAMES_IN_DIRECTORY = ("_name_or_path", "name_or_path")
@@ -38,7 +41,7 @@ def template_file(checkpoint: Path) -> Path | None:
 
 
 def template_in(file: Path) -> str | None:
-    """The template in a file of jinja2, a tokenizer_config.json or a GGUF file; None where one of the latter two has none.
+    """The template in a jinja2 file, a tokenizer_config.json or a GGUF file; None where one of the latter two has none.
 
     Raises UserError for a file that cannot be read.
     """
@@ -50,7 +53,6 @@ def template_in(file: Path) -> str | None:
 
 
 def names_in(checkpoint: Path) -> list[str]:
-    """The names that a GGUF file or a Hugging Face directory gives its model, whatever the file itself is called."""
     if _is_gguf(checkpoint):
         return _texts(_of_gguf(checkpoint), NAMES_IN_GGUF)
     config = checkpoint / CONFIG
@@ -58,10 +60,10 @@ def names_in(checkpoint: Path) -> list[str]:
 
 
 def sampling_in(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
-    """The file that states how to choose tokens, and the options that it states, by our names.
+    """The file that states sampling options, and these options by our names.
 
-    Nothing where a Hugging Face directory's generation_config.json does not say do_sample=true: transformers takes the
-    likeliest token then, and uses none of them. A top_k of 0 or less is off, as for llama.cpp and vLLM.
+    There are none if a Hugging Face directory's generation_config.json does not say do_sample=true: then transformers ignores
+    them and takes the likeliest token. A top_k of 0 or less is off, as for llama.cpp and vLLM.
     """
     if _is_gguf(checkpoint):
         return checkpoint, _numbers(_of_gguf(checkpoint), SAMPLING_IN_GGUF)
@@ -71,7 +73,6 @@ def sampling_in(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
 
 
 def _chosen(stated: Any) -> str | None:
-    """One of what is stated: a text, a list of {name, template}, or texts by name."""
     if isinstance(stated, list):
         stated = {each.get("name"): each.get("template") for each in stated if isinstance(each, dict)}
     if isinstance(stated, dict):
@@ -90,9 +91,7 @@ def _is_gguf(path: Path) -> bool:
 
 def _of_gguf(path: Path) -> dict[str, Any]:
     """The metadata of the model, which stand in the first of its files where there are several."""
-    metadata = metadata_in(path)
-    first = parts_of(path, metadata)[0]
-    return metadata if first == path else metadata_in(first)
+    return header_of(parts_of(path, header_of(path).metadata)[0]).metadata
 
 
 def _json(file: Path) -> dict[str, Any]:
@@ -108,9 +107,9 @@ def _texts(stated: dict[str, Any], keys: tuple[str, ...]) -> list[str]:
 
 
 def _numbers(stated: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
-    """The numbers that stand under these keys, by the names that the keys have here."""
+    """The numbers under these keys, by our names."""
     found = {name: stated[key] for key, name in names.items()
              if isinstance(stated.get(key), int | float) and not isinstance(stated[key], bool)}
-    if (top_k := found.get("top_k", 0.5)) % 1 == 0:      # some write 20.0; what is no whole number is refused where it is used
+    if (top_k := found.get("top_k", 0.5)) % 1 == 0:      # some write 20.0; other fractions are refused where top_k is used
         found["top_k"] = max(int(top_k), 0)
     return found

@@ -1,4 +1,4 @@
-"""What every chat template offers, whoever wrote it."""
+"""The interface of chat templates."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
@@ -50,7 +50,7 @@ class ChatTemplate(ABC):
 
     @property
     def no_tools(self) -> str:
-        """Why the template refuses tools, and what shows them."""
+        """Why the template refuses tools, and which templates show them."""
         return (f"the chat template {self.name} has no form for tools; the templates g1 and flower have one, which models of "
                 "the series G1 have learnt, and a jinja2 file may have one")
 
@@ -74,7 +74,7 @@ class ChatTemplate(ABC):
 
     @abstractmethod
     def answer_start(self, think: Think = False) -> str:
-        """What the prompt of render(..., think=think) already holds of the answer: the beginning of its thoughts, or nothing.
+        """The beginning of the answer that stands in the prompt of render(..., think=think): of its thoughts, or nothing.
 
         Raises UserError where the template cannot ask for thoughts in this way.
         """

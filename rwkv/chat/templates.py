@@ -77,10 +77,11 @@ class TurnTemplate(ChatTemplate):
     def __init__(self, name: str) -> None:
         self.name = self.definition = name
         self._form = FORMS[name]
-        self.thinks, self.stop = self._form.thinks, self._form.stop
+        self.thinks = self._form.thinks
+        self.stop = self._form.stop
         self.supports_tools = name != "world"            # their author documents calls for the series G1 alone
         if self.supports_tools:
-            self.definition = f"{name}, {calls.REQUEST}"         # tokens made before it had this form are not used
+            self.definition = f"{name}, {calls.REQUEST}"         # so that tokens of an older form of calls are not used
             self.call_start = f"{self._form.space}{calls.CALL_START[0]}", calls.CALL_START[1]
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
@@ -91,7 +92,8 @@ class TurnTemplate(ChatTemplate):
         text = "".join(head + body for head, body, _ in self._turns(messages, tools))
         if not add_generation_prompt:
             return text
-        form, begun = self._form, self.answer_start(think)
+        form = self._form
+        begun = self.answer_start(think)
         return f"{text}{form.between}{form.assistant}{form.after_role}{form.space if begun else ''}{begun}"
 
     def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
@@ -105,7 +107,7 @@ class TurnTemplate(ChatTemplate):
         return found
 
     def _begun(self, message: Message, body: str, last: bool) -> tuple[str, str]:
-        """What a prompt holds of an answer that is learnt, and the rest. body: all that follows the role."""
+        """The beginning of a learnt answer that a prompt would hold, and the rest. body: all that follows the role."""
         start = f"{self._form.space}{BEGUN[self.learns]}"
         if self.learns is True and message.get("reasoning_content"):
             return start, body.removeprefix(start)
@@ -114,8 +116,9 @@ class TurnTemplate(ChatTemplate):
         return "", body
 
     def _turns(self, messages: Sequence[Message], tools: Any) -> Iterator[tuple[str, str, Message]]:
-        """Of each turn what stands before its text, the rest of it, and its message."""
-        form, shown = self._form, messages
+        """(what stands before its text, the rest of it, its message) of each turn."""
+        form = self._form
+        shown = messages
         if self.supports_tools:
             shown = calls.shown(messages, tools)
         elif tools:
@@ -129,18 +132,16 @@ class TurnTemplate(ChatTemplate):
                 raise UserError(f"messages[{i}].{field} has a {FLOWER}, which ends a turn in the chat template {self.name}: "
                                 "leave it out, or use template=g1")
             role = form.assistant if message["role"] == "assistant" else ROLES[message["role"]]
-            yield f"{before}{role}{form.after_role}", f"{form.space}{self._body(message)}{form.end}", message
+            body = _one_paragraph(message["content"])
+            if self.thinks and (thoughts := message.get("reasoning_content")):
+                body = f"<think>\n{_one_paragraph(thoughts)}\n</think>\n{body}"
+            yield f"{before}{role}{form.after_role}", f"{form.space}{body}{form.end}", message
             before = form.between
 
     def answer_start(self, think: Think = False) -> str:
         if think and not self.thinks:
             raise UserError(f"think: the chat template {self.name} has no thoughts; g1 has")
         return BEGUN[think]
-
-    def _body(self, message: Message) -> str:
-        thoughts = message.get("reasoning_content") if self.thinks else None
-        answer = _one_paragraph(message["content"])
-        return f"<think>\n{_one_paragraph(thoughts)}\n</think>\n{answer}" if thoughts else answer
 
 
 def _one_paragraph(text: str) -> str:

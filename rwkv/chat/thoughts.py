@@ -23,7 +23,7 @@ _AT_END = re.compile(r"<think>?(\s*</think>?)?\s*\Z")
 
 
 def think_of(option: str) -> Think:
-    """What the option think=, one of config.THINK, stands for."""
+    """The value of the option think=, one of config.THINK."""
     return "fake" if option == "fake" else option == "true"
 
 
@@ -34,7 +34,7 @@ def begun_by(prompt: str) -> str:
 
 
 def end_of(start: str) -> str:
-    """What ends the thoughts that `start`, as of begun_by, has begun; the model writes it where nothing else is to follow."""
+    """The text that ends the thoughts begun by `start`, as begun_by gives it."""
     bracket = "" if start.rstrip().endswith(">") else ">"
     return f"{bracket}\n" if "</think" in start else f"{bracket}\n{END}\n"
 
@@ -52,7 +52,7 @@ def with_hint(messages: Sequence[Message], effort: str | None) -> list[Message]:
 
 
 def answer_message(start: str, written: str) -> dict[str, Any]:
-    """The assistant's message of an answer that began with `start` in the prompt and was `written`, with its thoughts apart."""
+    """The assistant's message, with its thoughts apart. start: the beginning of the answer that stands in the prompt."""
     thoughts, content = ThoughtParser(start).push(written, last=True)
     return {"role": "assistant", **({"reasoning_content": thoughts} if thoughts else {}), "content": content.rstrip()}
 
@@ -60,21 +60,22 @@ def answer_message(start: str, written: str) -> dict[str, Any]:
 class ThoughtParser:
     """Takes an answer in pieces, and parts its thoughts from the text after them, however it is cut into pieces.
 
-    Thoughts are what stands between <think>, where the answer begins with it, and </think>, or the answer's end. White space
-    around them is part of neither. start: the beginning of the answer that stands in the prompt, as begun_by gives it. thinks:
-    as of ChatTemplate; where it is False, all is text, after the white space before it.
+    Thoughts stand between <think>, if the answer begins with it, and </think> or the answer's end. White space around them
+    belongs to neither. start: the beginning of the answer that stands in the prompt, as begun_by gives it. thinks: as in
+    ChatTemplate; if it is False, all is text, without white space before it.
 
-    thinking: the thoughts have begun, and not ended. text_place: where the text after them begins in what was pushed, or all of
-    that before it has begun. decided: the number of characters pushed of which it is known whether they are thoughts.
+    thinking: thoughts have begun, and not ended. text_place: the place of the text after them in all that was pushed; before
+    that text has begun, the end of it. decided: the number of characters of which it is known whether they are thoughts.
     """
 
     def __init__(self, start: str = "", thinks: bool = True) -> None:
-        begins, ends = start.startswith(BEGUN[True]), "</think" in start
+        begins = start.startswith(BEGUN[True])
+        ends = "</think" in start
         self.thinking = begins and not ends
         self._looking = thinks and not begins       # for <think>, before anything else
         self._skips = ">" if begins and not start.rstrip().endswith(">") else ""        # the rest of a mark of the prompt
-        self._held = ""                  # of which it is not known where it belongs
-        self._shows = False              # whether the present part has had anything but white space
+        self._held = ""                  # text that may belong to thoughts or to the text after them
+        self._shows = False              # the present part has had anything but white space
         self._pushed = 0
         self._text_place: int | None = None
 
@@ -87,7 +88,7 @@ class ThoughtParser:
         return self._pushed - len(self._held) * (not self.thinking)
 
     def push(self, piece: str, last: bool = False) -> tuple[str, str]:
-        """What can be shown now of the thoughts, and of the text after them. last: the answer ends."""
+        """The thoughts, and the text after them, that can be shown now. last: the answer ends."""
         self._held += piece
         self._pushed += len(piece)
         if self._skips and self._held:
@@ -119,7 +120,7 @@ class ThoughtParser:
             self._held = found[certain:]
             found = found[:certain]
         kept = found.rstrip()
-        if not (mark or last):           # white space within thoughts belongs to them, but nobody knows yet
+        if not (mark or last):           # this white space may stand within the thoughts
             self._held = found[len(kept):] + self._held
         if not self._shows:
             kept = kept.lstrip()

@@ -1,5 +1,6 @@
 """The result of a format's read (Content) and the argument of its write (Outgoing)."""
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,11 +16,11 @@ ENTRY = "timemix"                        # the key of our own entry, in formats 
 
 @dataclass
 class Content:
-    """Tensors by the file's own names, and our entry and other descriptions where the file has them.
+    """Tensors by the file's own names, with our entry and other descriptions that the file has.
 
-    declared: the sizes that the file states beside its tensors, by their names in ModelConfig, and vocab_size; and numbers that
-    its tensors are for, by the generation's own names.
-    tied: the head is the embedding. packed: reads the matrices that the file holds in int4, which `tensors` unpacks.
+    declared: sizes that the file states beside its tensors, by their names in ModelConfig, and vocab_size; and numbers that its
+    tensors were made for, by the generation's names. tied: the head is the embedding. packed: reads the matrices that the file
+    holds in int4, which `tensors` unpacks.
     """
 
     path: Path
@@ -50,8 +51,19 @@ class Outgoing:
 
 
 def plain_entry(path: Path, entry: Any) -> dict[str, Any]:
-    """Our entry as it was read. Raises CheckpointError where it is not a dictionary."""
+    """Raises CheckpointError where our entry is not a dictionary."""
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path} has a {ENTRY} entry that is a {type(entry).__name__}, expected a dictionary: was it "
                               "written by another program?")
     return entry
+
+
+def entry_in(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any] | None:
+    """Our entry in metadata, as JSON; None where they have none. Raises CheckpointError where it is damaged."""
+    if ENTRY not in metadata:
+        return None
+    try:
+        return plain_entry(path, json.loads(metadata[ENTRY]))
+    except (TypeError, json.JSONDecodeError, RecursionError) as error:
+        raise CheckpointError(f"{path} has a {ENTRY} entry in its metadata that is not JSON ({error}): the file is "
+                              "damaged") from error

@@ -54,8 +54,8 @@ class Weights(Mapping[str, Tensor]):
 class Checkpoint:
     """The content of a file: weights by official name; the tokenizer's dict and the run's configuration where it has them.
 
-    packed: reads the matrices that the file holds in int4. fingerprint: Model.fingerprint of the weights before that.
-    Another process that it is sent to reads the file again.
+    packed: reads the matrices that the file holds in int4. fingerprint: Model.fingerprint of the weights before they were
+    packed. A process to which it is sent reads the file again.
     """
 
     path: Path
@@ -99,15 +99,9 @@ def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Any = None, config: 
 
 
 def describe(run: dict[str, Any], vocab_size: int, tokenizer: Any) -> dict[str, Any]:
-    """Our entry in a .ckpt, made of plain containers, so that loading it executes nothing."""
-    if tokenizer is None:
-        return _entry(run, vocab_size, None, None)
-    return _entry(run, vocab_size, tokenizer.to_dict(), tokenizer.hash)
-
-
-def _entry(run: dict[str, Any], vocab_size: int, tokenizer: dict[str, Any] | None,
-           tokenizer_hash: str | None) -> dict[str, Any]:
-    return {"format": 1, "run": run, "vocab_size": vocab_size, "tokenizer": tokenizer, "tokenizer_hash": tokenizer_hash}
+    """Our entry, made of plain containers, so that loading it executes nothing."""
+    return {"format": 1, "run": run, "vocab_size": vocab_size, "tokenizer": tokenizer and tokenizer.to_dict(),
+            "tokenizer_hash": tokenizer and tokenizer.hash}
 
 
 def read_checkpoint(path: str | Path) -> Checkpoint:
@@ -124,9 +118,9 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def read_tuned(path: str | Path, base: Checkpoint) -> tuple[Checkpoint, str]:
-    """What a run of tune=lora or tune=state has trained, with the weights of `base`, and a digest of what was trained.
+    """The checkpoint of a run of tune=lora or tune=state with the weights of `base`, and a digest of what was trained.
 
-    path: the run's directory, or a .ckpt of it. Raises CheckpointError as read_checkpoint does, also for what is no such run
+    path: the run's directory, or a .ckpt of it. Raises CheckpointError as read_checkpoint does, also for another kind of run,
     and for one that began from other weights.
     """
     path = locate(path)
@@ -151,11 +145,10 @@ def _tuned(content: Content, chosen: Checkpoint | None = None) -> Checkpoint:
     except CheckpointError as error:
         raise UnreadableError(f"{content.path} belongs to other weights, which cannot be read: {error}") from error
     tuned.require_same(content.path, base, entry, chosen is not None)
-    weights, states = tuned.applied(content, base.weights.stored, generation(base.config).resolved(base.config))
-    together = replace(base, path=content.path, step=content.step, weights=Weights(weights), time_states=states,
-                       packed={},
-                       config=generation(base.config).resolved(base.config))
-    return _with_entry(together, entry)
+    config = generation(base.config).resolved(base.config)
+    weights, states = tuned.applied(content, base.weights.stored, config)
+    return _with_entry(replace(base, path=content.path, step=content.step, weights=Weights(weights), time_states=states,
+                               packed={}, config=config), entry)
 
 
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None = None, format: str | None = None,
@@ -187,7 +180,8 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     total = sum(tensor.nbytes for tensor in tensors.values())
     tensors = {name: _with_progress(tensor, lambda count: progress(count, total)) for name, tensor in tensors.items()}
     run = tuned.without_base(checkpoint.run or {"model": asdict(checkpoint.config)})
-    entry = _entry(run, checkpoint.vocab_size, checkpoint.tokenizer, checkpoint.tokenizer_hash)
+    entry = describe(run, checkpoint.vocab_size, None)
+    entry |= {"tokenizer": checkpoint.tokenizer, "tokenizer_hash": checkpoint.tokenizer_hash}
     if quantised == "int4":
         entry["fingerprint"] = checkpoint.fingerprint or fingerprint(generation(checkpoint.config), checkpoint.weights)
     module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised, form, checkpoint.packed))
@@ -242,7 +236,7 @@ def follow(path: Path) -> Path:
 
 
 def _understand(content: Content) -> Checkpoint:
-    """The checkpoint with official names and shapes, after its tensors and everything beside them have been compared."""
+    """The checkpoint with official names and shapes. Raises CheckpointError where the parts of the file do not fit together."""
     path = content.path
     module, tensors = recognise(path, content.tensors, content.declared)
     if content.tied and "emb.weight" in tensors:
@@ -277,7 +271,6 @@ def _with_entry(checkpoint: Checkpoint, entry: dict[str, Any]) -> Checkpoint:
 
 
 def _with_progress(tensor: Stored, progress: Callable[[int], Any]) -> Stored:
-    """The tensor, which calls progress(its bytes) each time that it is read."""
     def data() -> Tensor:
         read = tensor.data()
         progress(tensor.nbytes)

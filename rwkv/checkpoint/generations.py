@@ -42,7 +42,6 @@ OTHER_VERSIONS = {"RWKV-1": r"tok_emb\.weight|.*\.time_(w|alpha|beta|gamma)", "R
 
 
 def generations() -> list[ModuleType]:
-    """Every generation's module."""
     package = __name__.rpartition(".")[0]
     folder = importlib.import_module(package).__path__
     return [importlib.import_module(f"{package}.{module.name}") for module in pkgutil.iter_modules(folder)
@@ -50,12 +49,10 @@ def generations() -> list[ModuleType]:
 
 
 def generation_of(config: ModelConfig) -> ModuleType:
-    """The module of the configuration's generation."""
     return importlib.import_module(f"{__name__.rpartition('.')[0]}.{config.generation}")
 
 
 def supported() -> str:
-    """The names of the generations, for messages."""
     return " and ".join(generation.model.NAME for generation in generations())
 
 

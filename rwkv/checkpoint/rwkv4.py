@@ -45,7 +45,6 @@ def official_name(name: str) -> str:
 
 
 def arranged(tensors: dict[str, Stored], declared: Mapping[str, Any]) -> dict[str, Stored]:
-    """The tensors, which every format arranges as the official files do."""
     return tensors
 
 

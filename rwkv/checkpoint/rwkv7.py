@@ -40,7 +40,8 @@ from rwkv.model.rwkv7_fused import EPS
 
 # Later versions, which have r_k as well, and the names of tensors that only they and those before them in this list have
 EXTENSIONS = {"RWKV-8": r".*\.(rosa|rosa_qkv)\..*|.*\.(enn|ennk)(\.weight)?", "RWKV-7b (DEA)": r".*\.qkv\..*"}
-EMBED, EMBED_X = ".ffn.s_emb.weight", ".ffn.s_emb_x.weight"
+EMBED = ".ffn.s_emb.weight"
+EMBED_X = ".ffn.s_emb_x.weight"
 HEAD_SIZE = 64                           # of every released model
 JOINED = "x_rwkvag"
 TRANSPOSED = "_transposed"               # ends the name of a low-rank matrix that is stored transposed
@@ -143,8 +144,10 @@ def arranged(tensors: dict[str, Stored], declared: Mapping[str, Any]) -> dict[st
     joined = any(name.endswith(f".{JOINED}") for name in tensors)
     found: dict[str, Stored] = {}
     for name, tensor in tensors.items():
-        if name.endswith(f".{JOINED}"):
-            found |= _apart(name, tensor)
+        if name.endswith(f".{JOINED}") and tensor.shape[:1] == (len(model.MIXES),) and len(tensor.shape) > 1:
+            for index, letter in enumerate(model.MIXES):
+                part = name.replace(JOINED, f"x_{letter}")
+                found[part] = tensor.part(index, part, tensor.shape[1:])
         elif name.endswith(TRANSPOSED) or (joined and name.endswith(LOW_RANK)):
             official = name.removesuffix(TRANSPOSED)
             found[official] = tensor.renamed(official).transposed()
@@ -163,14 +166,6 @@ def _with_receptance(tensors: dict[str, Stored], factor: float) -> dict[str, Sto
     return tensors if factor == 1 else tensors | scaled
 
 
-def _apart(name: str, tensor: Stored) -> dict[str, Stored]:
-    """x_r .. x_g out of x_rwkvag; a tensor of another shape as it is, for `fit` to refuse."""
-    if tensor.shape[:1] != (len(model.MIXES),) or len(tensor.shape) < 2:
-        return {name: tensor}
-    names = [name.replace(JOINED, f"x_{letter}") for letter in model.MIXES]
-    return {part: tensor.part(index, part, tensor.shape[1:]) for index, part in enumerate(names)}
-
-
 def _in_heads(tensor: Stored, head_size: Any) -> Stored:
     if len(tensor.shape) != 1 or not isinstance(head_size, int) or head_size < 1 or tensor.shape[0] % head_size:
         return tensor
@@ -184,8 +179,9 @@ def _unused(tensors: Mapping[str, Stored], declared: Mapping[str, Any]) -> dict[
         return {}
     of_others = [tensor.shape[1] for name, tensor in tensors.items() if name.endswith(".att.v1") and len(tensor.shape) == 2]
     stated = declared.get("v_low_rank_dim")
-    alone = stated if isinstance(stated, int) and stated > 0 else matrix.shape[1]        # of a model of one layer
-    C, rank = bias.shape[-1], next(iter(of_others), alone)
+    of_one_layer = stated if isinstance(stated, int) and stated > 0 else matrix.shape[1]
+    C = bias.shape[-1]
+    rank = of_others[0] if of_others else of_one_layer
     shapes = dict(zip(model.UNUSED, ((1, 1, C), (C, rank), (rank, C)), strict=True))
     return {name: Stored(name, bias.source, shape, bias.dtype, lambda shape=shape: torch.zeros(shape))     # type: ignore[misc]
             for name, shape in shapes.items() if name not in tensors}
@@ -208,11 +204,19 @@ def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
 
     Raises UserError for DeepEmbed where the format, or the form of a Hugging Face directory, has no place for it.
     """
-    arrange = {"huggingface": _laid_out_for_hugging_face, "official": _laid_out_as_official, "ggmf": _laid_out_for_ggmf,
-               "gguf": _laid_out_for_gguf}.get(format)
-    if arrange and any(name.endswith(EMBED) for name in tensors):
-        raise UserError("RWKV-7a (DeepEmbed) has a form in .pth, .ckpt and .safetensors alone: choose one of these")
-    laid = arrange(tensors) if arrange else dict(tensors)
+    if format not in ("huggingface", "official", "ggmf", "gguf"):
+        return {name: tensor.renamed(name) for name, tensor in tensors.items()}
+    if any(name.endswith(EMBED) for name in tensors):
+        raise UserError("only .pth, .ckpt and .safetensors have a form for RWKV-7a (DeepEmbed): choose one of these")
+    if format == "huggingface":
+        laid = _laid_out_for_hugging_face(tensors)
+    elif format == "official":
+        laid = {name if name == "head.weight" else OFFICIAL_PREFIX + name: tensor
+                for name, tensor in _with_directory_epsilon(tensors).items()}
+    elif format == "ggmf":
+        laid = _joined({name: tensor for name, tensor in tensors.items() if name not in model.UNUSED})
+    else:
+        laid = _laid_out_for_gguf(tensors)
     return {name: tensor.renamed(name) for name, tensor in laid.items()}
 
 
@@ -226,11 +230,6 @@ def group_norm_epsilon(head_size: int) -> float:
     return head_size * HUGGING_FACE_CONSTANTS["norm_eps"] if head_size != HEAD_SIZE else EPS
 
 
-def _laid_out_as_official(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    return {name if name == "head.weight" else OFFICIAL_PREFIX + name: tensor
-            for name, tensor in _with_directory_epsilon(tensors).items()}
-
-
 def _laid_out_for_hugging_face(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     laid: dict[str, Stored] = {}
     for name, tensor in _with_directory_epsilon(tensors).items():
@@ -242,10 +241,6 @@ def _laid_out_for_hugging_face(tensors: Mapping[str, Stored]) -> dict[str, Store
             tensor = tensor.viewed(tensor.shape[-1:]) if vector else tensor
             laid[f"model.layers.{layer}.{_in_hugging_face(rest)}"] = tensor.transposed() if rest.endswith(LOW_RANK) else tensor
     return laid
-
-
-def _laid_out_for_ggmf(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    return _joined({name: tensor for name, tensor in tensors.items() if name not in model.UNUSED})
 
 
 def _joined(tensors: Mapping[str, Stored]) -> dict[str, Stored]:

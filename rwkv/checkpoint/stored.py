@@ -52,7 +52,6 @@ class Stored:
 
     @property
     def count(self) -> int:
-        """The number of elements."""
         return math.prod(self.shape)
 
     @property

@@ -21,7 +21,7 @@ ADAPTER = re.compile(r".*?(blocks\.\d+\..+)\.lora_([AB])\.weight")
 
 
 def is_tuned(entry: dict[str, Any] | None) -> bool:
-    """Whether our entry is that of such a run."""
+    """Whether our entry is that of a run with tune=lora or tune=state."""
     run = (entry or {}).get("run")
     tune = run.get("tune") if isinstance(run, dict) else None
     return isinstance(tune, dict) and tune.get("method", "full") != "full"
@@ -33,12 +33,12 @@ def without_base(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def identity(checkpoint: Any) -> str:
-    """Of the frozen weights: it tells files of equal sizes apart, at little cost."""
+    """Of the frozen weights."""
     return fingerprint(generation(checkpoint.config), checkpoint.weights)
 
 
 def _of_vectors(stored: Mapping[str, Stored]) -> str:
-    """The identity that runs have which were begun before 2026-11-24. Adapters do not change it."""
+    """The identity in runs that were begun before 2026-11-24. Adapters do not change it."""
     digest = hashlib.sha256()
     for name, tensor in sorted(stored.items()):
         if len(tensor.shape) == 1:
@@ -50,7 +50,7 @@ def _of_vectors(stored: Mapping[str, Stored]) -> str:
 def require_same(path: Path, base: Any, entry: dict[str, Any], chosen: bool = False) -> None:
     """Raises UnreadableError where the frozen weights, a checkpoint, are not those that the run was begun with.
 
-    chosen: the user has named their file, and not the run.
+    chosen: the user has named the weights' file, not the run.
     """
     if entry.get("base") in (identity(base), _of_vectors(base.weights.stored)):
         return
@@ -63,7 +63,7 @@ def require_same(path: Path, base: Any, entry: dict[str, Any], chosen: bool = Fa
 
 
 def digest(content: Content) -> str:
-    """Tells what was trained from what other runs have trained."""
+    """Of the tensors that were trained, by which the server tells adapters apart."""
     found = hashlib.sha256()
     for name, tensor in sorted(content.tensors.items()):
         found.update(f"{name} {tensor.shape}".encode())

@@ -1,8 +1,8 @@
-"""A conversation with a model: the state is carried from turn to turn, and each turn reads its new words alone.
+"""A conversation with a model: the state is carried from turn to turn, and each turn reads only its new words.
 
-After each prompt and each answer the text read so far and the result of reading it are kept. A turn is rendered whole by the
-template, and continues from the longest of these texts that it begins with: after an answer that is the answer's own end; after
-/undo an earlier one. What a template or the cleaning of an answer writes otherwise than it was read is read again.
+After each prompt and each answer the text read so far and the result of reading it are kept. The template renders the whole
+conversation, and reading goes on from the longest of these texts that the rendered text begins with: usually the end of the
+last answer, after /undo an earlier one. If the template renders an answer otherwise than it was generated, it is read again.
 """
 
 import time
@@ -29,7 +29,7 @@ KEPT_BYTES = 2 ** 30                     # of results of reading; the oldest are
 
 @dataclass
 class Stats:
-    """Of one answer: tokens read before it and written, and seconds until its first token and in all."""
+    """Of one answer: the tokens read before it, those written, and the seconds until the first token and in all."""
 
     read: int = 0
     written: int = 0
@@ -39,10 +39,10 @@ class Stats:
 
 @dataclass
 class Chat:
-    """messages: the conversation so far. context: what was read before it, as of a state file; None for nothing.
+    """messages: the conversation so far. context: what was read before it, such as a state file's; None for nothing.
 
-    think: how answers begin, as in thoughts.py. Thoughts are in the message, as reasoning_content, and later turns show
-    them where the template shows those of earlier ones.
+    think: how answers begin, as in thoughts.py. Thoughts are kept in the message, as reasoning_content; the template decides
+    whether later turns show them.
     """
 
     model: Model
@@ -65,8 +65,8 @@ class Chat:
         """Adds a turn of the user, and yields the answer piece by piece.
 
         The answer is added to the messages when the iterator ends or is closed. Raises UserError for a text that cannot be
-        encoded, and for thoughts that the template lacks; the turn is not added then, nor where KeyboardInterrupt is raised
-        while it is read.
+        encoded, and for thoughts that the template lacks. Then the turn is not added, nor if KeyboardInterrupt is raised while
+        it is read.
         """
         before = [*self.messages]
         self.messages.append({"role": "user", "content": text})
@@ -88,16 +88,16 @@ class Chat:
         del self.messages[places[-1]:]
 
     def reset(self, system: str | None = None) -> None:
-        """Begins anew: with this system message, or with the one that there is."""
+        """Begins anew: with this system message, or with the present one."""
         before = [message for message in self.messages if message["role"] == "system"][:1]
         self.messages = before if system is None else [{"role": "system", "content": system}] if system else []
 
     def load(self, messages: Any) -> None:
-        """Continues another conversation, which the next turn reads. Raises UserError where it is none."""
+        """Continues another conversation. Raises UserError where messages are wrong."""
         self.messages = list(check_messages(messages))
 
     def _answer_after(self, before: list[Message]) -> Iterator[str]:
-        """The answer to the messages. Where they cannot be read, there are those of before again."""
+        """The answer to the messages. If they cannot be read, `before` replaces them."""
         try:
             engine, sample, prompt, started = self._prepared()
         except BaseException:
@@ -106,17 +106,17 @@ class Chat:
         return self._answer(engine, sample, prompt, started)
 
     def _prepared(self) -> tuple[Engine, Sample, str, float]:
-        """An engine that has read the conversation up to the answer, the answer, the conversation's text with marks, and when
-        the reading began.
-        """
+        """An engine that has read the conversation up to the answer; the answer; the conversation's text with marks; the time
+        at which reading began."""
         started = time.perf_counter()
         if self._weights is None or not self._weights.unchanged():
-            self._points, self._weights = [], Watch(self.model)
+            self._points = []
+            self._weights = Watch(self.model)
         prompt = self.template.render(self.messages, think=self.think)
         read, context = max(((text, result) for text, result in self._points if prompt.startswith(text)),
                             key=lambda point: len(point[0]), default=("", self.context))
         before = read or self.tokenizer.decode(context.last_ids if context else ())
-        # all that was said, however much of it is read now: so that an answer does not depend on that
+        # the whole conversation, so that an answer does not depend on how much of it is read now
         earlier = encode(self.tokenizer, [prompt])[0] if self.sampling.repetition_penalty != 1 else ()
         engine = Engine(self.model, self.tokenizer)
         row, = engine.add_all(encode(self.tokenizer, [prompt[len(read):]], before), [self.seed],
@@ -128,13 +128,15 @@ class Chat:
         return engine, row.sample, prompt, started
 
     def _answer(self, engine: Engine, sample: Sample, prompt: str, started: float) -> Iterator[str]:
-        stats, think = self.stats, self.think
+        stats = self.stats
+        think = self.think
         before = engine.context().last_ids
         begun = False
         try:
             for _, piece in engine:
                 if not begun:
-                    stats.first_s, begun = time.perf_counter() - started, True
+                    stats.first_s = time.perf_counter() - started
+                    begun = True
                 if piece:
                     yield piece
         finally:
@@ -144,7 +146,8 @@ class Chat:
                 self.messages.append(answer_message(self.template.answer_start(think), sample.text))
             else:
                 self.messages.append({"role": "assistant", "content": sample.text.strip()})
-            stats.written, stats.all_s = len(sample.tokens), time.perf_counter() - started
+            stats.written = len(sample.tokens)
+            stats.all_s = time.perf_counter() - started
 
     def _keep(self, text: str, result: PrefillResult) -> None:
         self._points = [point for point in self._points if point[0] != text] + [(text, result)]

@@ -7,7 +7,6 @@ layers of another kind, the model.
 
 import math
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +28,7 @@ class Decoder:
 
     def __init__(self, model: Model, state: State) -> None:
         self._state = state
-        self._read = _blocks(model) if is_plain(model) else partial(_call, model)
+        self._read = _blocks(model) if is_plain(model) else lambda tokens, state: model.prefill(tokens.unsqueeze(1), state)
 
     def step(self, tokens: Tensor) -> Tensor:
         """The logits (B,V) after tokens (B,)."""
@@ -37,11 +36,10 @@ class Decoder:
         return logits
 
     def keep(self, rows: list[int]) -> None:
-        """Goes on with these rows alone, in this order."""
+        """Drops all other rows; these get this order."""
         self._state = self._state.rows(rows)
 
     def join(self, state: State) -> None:
-        """Goes on with the rows of `state` too, after those that are here."""
         self._state = State.cat([self._state, state])
 
     def state(self, rows: list[int] | None = None) -> State:
@@ -49,20 +47,20 @@ class Decoder:
         return self._state if rows is None else self._state.rows(rows)
 
 
-def _call(model: Model, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-    return model.prefill(tokens.unsqueeze(1), state)
-
-
 @torch.inference_mode()
 def _blocks(model: Model) -> Callable[[Tensor, State], tuple[Tensor, State]]:
-    """The model for one token of each row, without a call of a module: of what its weights are now."""
-    embedding, dtype = model.emb.weight, model.ln_out.weight.dtype
+    """The model for one token of each row, from its present weights, without a call of a module."""
+    embedding = model.emb.weight
+    dtype = model.ln_out.weight.dtype
     blocks = [model.generation.Step(block) for block in model.blocks]
-    ln_out, head = norm_function(model.ln_out), product_function(model.head)
+    ln_out = norm_function(model.ln_out)
+    head = product_function(model.head)
 
     @torch.inference_mode()
     def read(tokens: Tensor, state: State) -> tuple[Tensor, State]:
-        x, carry, layers = F.embedding(tokens, embedding).to(dtype), None, []
+        x = F.embedding(tokens, embedding).to(dtype)
+        carry = None
+        layers = []
         for block, before in zip(blocks, state.layers(), strict=True):
             x, after, carry = block(x, before, carry)
             layers.append(after)
@@ -78,11 +76,12 @@ class CDecoder:
     """
 
     def __init__(self, model: Model, state: State) -> None:
-        self._model, self._state_type = model, type(state)
+        self._model = model
+        self._state_type = type(state)
         self._shapes = [part.shape[2:] for part in state]
         self._sizes = [math.prod(shape) for shape in self._shapes]
         self._c: CStep | None = None
-        self._places: list[int] = []                     # in memory, of each row
+        self._places: list[int] = []                     # of each row in self._memory
         self._memory = torch.empty(0, len(model.blocks), sum(self._sizes), dtype=torch.float32)
         self.join(state)
 
@@ -95,13 +94,13 @@ class CDecoder:
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
-        """Goes on with these rows alone, each of them once, in this order."""
+        """Drops all other rows; these, each once, get this order."""
         self._use([self._places[row] for row in rows])
 
     @torch.inference_mode()
     def join(self, state: State) -> None:
-        """Goes on with the rows of `state` too, after those that are here."""
-        more, capacity = state[0].shape[1], len(self._memory)
+        more = state[0].shape[1]
+        capacity = len(self._memory)
         rows = len(self._places) + more
         if rows > capacity:
             memory = self._memory.new_empty(max(rows, capacity + capacity // 2), *self._memory.shape[1:])
@@ -121,18 +120,18 @@ class CDecoder:
                                   for part, shape in zip(parts, self._shapes, strict=True)))
 
     def _use(self, places: list[int]) -> None:
-        """Goes on with the rows that have these places."""
         if not places:
             self._memory = self._memory[:0].clone()
-        self._places, self._order = places, torch.tensor(places, dtype=torch.int64)
+        self._places = places
+        self._order = torch.tensor(places, dtype=torch.int64)
         self._logits = torch.empty(len(places), self._model.vocab_size, dtype=torch.float32)
         self._work = self._memory.new_empty(0)
 
     def _step_of_model(self) -> CStep:
-        """The step, which the model has for all of its decoders, and memory for it."""
+        """The step, which all decoders of the model share, and memory for it."""
         if self._c is None:
             self._c = step_of(self._model)
-            self._weights = [tensor.detach() for tensor in tensors_of(self._model)]      # to whose memory it has addresses
+            self._weights = [tensor.detach() for tensor in tensors_of(self._model)]      # keeps the memory that it points to
         if not len(self._work):
             self._work = self._memory.new_empty(len(self._places), self._c.size)
         return self._c

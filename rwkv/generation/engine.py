@@ -71,28 +71,30 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
 
 
 class Engine:
-    """Continues texts together, one row for each, which join and leave while it runs. Iterating yields (row's index, piece of
+    """Continues texts together, one row for each; rows join and leave while it runs. Iterating yields (row's index, piece of
     text), empty pieces included.
 
-    add() brings a row, whose prompt is read between the steps of the others, about as much work as SLICE tokens in each. cache:
-    also gets what each row has read and written when it ends. Where the model's weights change meanwhile, the next step reads
-    the new ones (as far as rwkv/model/derived.py can tell), from the states that the old ones left. Not for several threads.
-    Raises UserError where the tokenizer has more tokens than the model.
+    add() adds a row, whose prompt is read between the steps of the others, with the work of about SLICE tokens at a time.
+    cache: also gets what each row has read and written when it ends. If the model's weights change meanwhile, the next step
+    uses the new ones (as far as rwkv/model/derived.py can tell), with the states that the old ones left. Not for several
+    threads. Raises UserError where the tokenizer has more tokens than the model.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, cache: PrefixCache | None = None) -> None:
         if tokenizer.vocab_size > model.vocab_size:
             raise UserError(f"the tokenizer has {tokenizer.vocab_size} tokens and the model {model.vocab_size}: they do not "
                             "belong together")
-        self._model, self._tokenizer, self._cache = model, tokenizer, cache
+        self._model = model
+        self._tokenizer = tokenizer
+        self._cache = cache
         self._readings: deque[_Shared] = deque()         # prompts that are being read, the next one first
-        self._rows: list[Row] = []                       # of the decoder, in its order; those that ended leave at the next step
+        self._rows: list[Row] = []                       # as the decoder has them; those that ended leave at the next step
         self._logits = torch.empty(0, model.vocab_size, device=model.emb.weight.device)       # of each row
         self._decode_from(model.empty_state(0))
-        self._drawn: Tensor | None = None                # the tokens drawn last, while the decoder has not read them
+        self._drawn: Tensor | None = None                # the tokens drawn last, until the decoder has read them
         self._added = 0                                  # rows so far
 
-    def add_all(self, prompts: Sequence[str] | Sequence[list[int]], seeds: Sequence[int],
+    def add_all(self, prompts: Sequence[str | list[int]], seeds: Sequence[int],
                 stopping: StoppingCriteria | None = None, sampling: Sampling | None = None,
                 context: PrefillResult | None = None, n_logprobs: int = 0, earlier: Sequence[int] = (),
                 grammar: Grammar | None = None) -> list[Row]:
@@ -100,12 +102,14 @@ class Engine:
 
         n_logprobs: 0 for none. Raises ValueError as `generate` does, before anything is read.
         """
-        checked, seeds = _checked(prompts), whole_numbers("seed", seeds, most=LARGEST_SEED)
-        if len(checked) != len(seeds):
-            raise UserError(f"one seed per prompt: got {len(checked)} prompts and {len(seeds)} seeds")
+        if not prompts or not all(isinstance(prompt, list) for prompt in prompts):       # ids are checked by add()
+            prompts = strings("prompts", prompts)                # type: ignore[arg-type]
+        seeds = whole_numbers("seed", seeds, most=LARGEST_SEED)
+        if len(prompts) != len(seeds):
+            raise UserError(f"one seed per prompt: got {len(prompts)} prompts and {len(seeds)} seeds")
         n = whole_number("logprobs", n_logprobs) or None
         rows = [self.add(prompt, seed, stopping, sampling, n, context, earlier=earlier, grammar=grammar)
-                for prompt, seed in zip(checked, seeds, strict=True)]
+                for prompt, seed in zip(prompts, seeds, strict=True)]
         while self._readings:
             self._read_prompts()
         return rows
@@ -116,11 +120,11 @@ class Engine:
             keep: bool = False, after: Key | None = None) -> Row:
         """A row that continues `prompt`, a text or its ids, from the next step on.
 
-        n_logprobs: how many likeliest tokens each token's log-probability is kept beside; None for no log-probabilities.
-        prompt_logprobs: also for the prompt's tokens but the first. earlier: ids that repetition_penalty takes for tokens of
-        the prompt too, since the context has read them. grammar: what the text may be. keep: Row.kept is wanted. after: the key
-        in the cache of what precedes the prompt, of no tokens; None: EMPTY, and with a context the cache is not used. Raises
-        ValueError as `generate` does.
+        n_logprobs: keep the log-probability of each token and of this many likeliest ones; None for no log-probabilities.
+        prompt_logprobs: also for the prompt's tokens but the first. earlier: ids that the context has read, which
+        repetition_penalty counts as the prompt's. grammar: what the text may be. keep: Row.kept is wanted. after: the key in
+        the cache, of no tokens, that stands for what precedes the prompt; None: EMPTY, and with a context the cache is not
+        used. Raises ValueError as `generate` does.
         """
         sampling = sampling or Sampling()
         sampling.check_ids(self._tokenizer.vocab_size)
@@ -142,9 +146,9 @@ class Engine:
         return row
 
     def warm_up(self) -> None:
-        """Reads and writes for a moment, so that no text later waits for what is made at its first use: kernels that are
-        compiled, the weights in the order of a product, memory, threads."""
-        for tokens in (SLICE, PASS):                     # kernels may have a form for short sequences
+        """Reads and writes for a moment, so that no later text waits for what is made at its first use: compiled kernels,
+        weights in the order of a product, memory, threads."""
+        for tokens in (SLICE, PASS):                     # kernels may treat short sequences otherwise
             prefill(self._model, torch.zeros(1, tokens, dtype=torch.long))
         texts = Engine(self._model, self._tokenizer)     # without the cache
         for n_logprobs in (None, 1):                     # one row, then two
@@ -154,11 +158,9 @@ class Engine:
 
     @property
     def unfinished(self) -> bool:
-        """Whether a prompt is still to be read or a text is not finished."""
         return bool(self._readings) or any(row.stays for row in self._rows)
 
     def run(self) -> None:
-        """Generates to the end of all texts."""
         for _ in self:
             pass
 
@@ -169,9 +171,9 @@ class Engine:
     def step(self) -> list[tuple[int, str]]:
         """Draws one token for each unfinished row whose prompt is read; returns (row's index, piece of text) for each.
 
-        Rows that have ended leave first, and of the prompts of rows to come about as much work as SLICE tokens is read.
+        Before that, rows that have ended leave, and the prompts of rows to come are read with the work of about SLICE tokens.
         """
-        if not self.unfinished:
+        if not self.unfinished:          # so the last rows stay, for context()
             return []
         if not self._weights.unchanged():
             self._read_new_weights()
@@ -180,8 +182,10 @@ class Engine:
         self._read_prompts()
         self._end_damaged()
         pieces = [(row.index, row.end_without_token()) for row in self._rows if row.unfinished and not row.find_allowed()]
-        self._keep_ends()
-        self._drop_finished()                            # those that may have no token at all
+        for position, row in enumerate(self._rows):
+            if row.owes_end:             # its last token has been read now
+                row.kept = self._end_of(position)
+        self._drop_finished()
         if not self._rows:
             return pieces
         tokens = self._draw()
@@ -211,13 +215,13 @@ class Engine:
         return self._cache if context is None or after is not None else None
 
     def _decode_from(self, state: State) -> None:
-        """Makes the decoder, which keeps what it has computed from the weights, and notes what they are."""
+        """Makes the decoder, which keeps results computed from the weights, and a watch on these."""
         self._weights = Watch(self._model)
         self._decoder = decoder_of(self._model, state)
         self._draw_by = drawing() if isinstance(self._decoder, CDecoder) else None
 
     def _read_new_weights(self) -> None:
-        """Goes on with the model's weights as they are now; prompts are read anew. What old ones have read is not cached."""
+        """Goes on with the model's present weights; prompts are read anew. Results of the old weights are not cached."""
         self._decode_from(self._decoder.state())
         for row in self._rows:
             row.cache = None
@@ -226,11 +230,11 @@ class Engine:
             shared.logprobs.clear()
 
     def _result(self, position: int) -> PrefillResult:
-        """What the row at this position has read, as a copy."""
+        """A copy of what the row at this position has read."""
         return PrefillResult(self._logits[[position]], self._decoder.state([position]))
 
     def _end_of(self, position: int) -> PrefillResult:
-        """The same with the last ids of the row's text, so that another text can follow it."""
+        """_result with the last ids of the row's text, so that another text can follow it."""
         return self._result(position)._replace(last_ids=tuple(self._rows[position].last_ids()))
 
     def _prompt_ids(self, prompt: str | Sequence[int], context: PrefillResult | None) -> list[int]:
@@ -243,7 +247,6 @@ class Engine:
         return ids if ids or context is not None else [self._tokenizer.end_of_text]
 
     def _drop_finished(self) -> None:
-        """Keeps the rows that stay. Where the last ones have ended, they stay for `context` until others come."""
         kept = [position for position, row in enumerate(self._rows) if row.stays]
         if len(kept) == len(self._rows):
             return
@@ -260,8 +263,9 @@ class Engine:
             self._drawn = None
 
     def _read_prompts(self) -> None:
-        """Reads parts, of each prompt in turn, as much work as SLICE tokens; rows whose prompt is read join the decoder."""
-        budget, results = SLICE, []
+        """Reads parts, of each prompt in turn, with the work of SLICE tokens; rows whose prompt is read join the decoder."""
+        budget = SLICE
+        results = []
         while self._readings and self._readings[0].reading.next_part <= budget:
             shared = self._readings.popleft()
             shared.rows = [row for row in shared.rows if row.sample.finish_reason != CANCELLED]
@@ -276,7 +280,8 @@ class Engine:
                 self._readings.append(shared)
                 continue
             for row in shared.rows:
-                row.prompt_read, row.prompt_logprobs = True, shared.logprobs
+                row.prompt_read = True
+                row.prompt_logprobs = shared.logprobs
             self._rows += shared.rows
             results += [result] * len(shared.rows)
         if results:
@@ -285,7 +290,7 @@ class Engine:
             self._logits = torch.cat((self._logits, together.logits))
 
     def _end_damaged(self) -> None:
-        """Ends the rows whose context, which may come from anywhere, has led to logits that nothing can be drawn from."""
+        """Ends the rows whose context, which may come from anywhere, has led to logits that are not finite."""
         positions = [position for position, row in enumerate(self._rows) if row.has_context and row.stays]
         if positions:
             finite = self._logits[positions].amax(-1).isfinite().tolist()
@@ -293,12 +298,6 @@ class Engine:
                 if not good:
                     self._rows[position].cancel()
                     self._rows[position].damaged = True
-
-    def _keep_ends(self) -> None:
-        """Of the texts that have ended and whose last token is read."""
-        for position, row in enumerate(self._rows):
-            if row.owes_end:
-                row.kept = self._end_of(position)
 
     def _draw(self) -> list[int]:
         """The next token of each row; rows with equal options are drawn together."""
@@ -321,7 +320,7 @@ class Engine:
         return tokens
 
     def _of_grammars(self, logits: Tensor) -> Tensor:
-        """The logits with -inf for each token that a row's grammar forbids; those given stay as they are."""
+        """The logits, in a copy with -inf for each token that a row's grammar forbids."""
         held = [(position, row.forbidden) for position, row in enumerate(self._rows) if row.forbidden is not None]
         if held:
             logits = logits.clone()
@@ -341,7 +340,7 @@ class Engine:
                                              row.n_logprobs, row.last_ids()))
 
     def _name_prompt_logprobs(self, shared: "_Shared") -> None:
-        """Entries for the tokens after those of the part that was read last: a long prompt's together would take seconds."""
+        """Makes the entries of the part that was read last: making those of a long prompt at once would take seconds."""
         for own, ids, values in shared.reading.logprobs:
             done = len(shared.logprobs) + 1
             following = shared.reading.tokens[done:done + len(own)]
@@ -353,7 +352,7 @@ class Engine:
 
 @dataclass
 class _Shared:
-    """A prompt while it is read for rows that have it in common."""
+    """A prompt while it is read, once for all rows that have it."""
 
     reading: Reading
     context: PrefillResult | None
@@ -365,10 +364,3 @@ class _Shared:
     def fits(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None, after: Key | None) -> bool:
         same = self.context is context and self.n_logprobs == n_logprobs and self.after == after
         return same and self.reading.tokens == ids
-
-
-def _checked(prompts: Sequence[str] | Sequence[list[int]]) -> list[str | list[int]]:
-    """The prompts, which are all lists, whose ids a row checks, or all texts. Raises UserError for others."""
-    if prompts and all(isinstance(prompt, list) for prompt in prompts):
-        return list(prompts)
-    return list(strings("prompts", prompts))                     # type: ignore[arg-type]

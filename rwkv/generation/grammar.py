@@ -5,8 +5,8 @@ of a call. A Matcher follows one text in it and gives the tokens that may come n
 the text so far is complete, and special tokens nowhere else. JSON is written with at most one line end and 32 spaces between
 its parts, so that no text goes on in white space for ever, and with no blank line, which ends a turn of some chat templates.
 
-What llguidance cannot hold a text to is refused with the place in the schema (`check`). This file needs neither torch nor
-llguidance to be imported.
+A schema with rules that llguidance cannot enforce is refused with the place in it (`check`). Importing this file needs neither
+torch nor llguidance.
 """
 
 import json
@@ -24,21 +24,21 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 MISSING = 'grammars and schemas need llguidance, which is not installed: pip install "timemix[serve]" or pip install llguidance'
 # One way to write each string without control characters, so that no key is another one escaped: "\/" is not written.
 JSON_FORM = {"whitespace_pattern": r"\n?[ ]{0,32}", "json_allowed_escapes": 'bfnrtu"\\'}
-SPACE = 'SPACE: /[ \\n]/'                # before the answer, after a template's "Assistant:" or after thoughts
+SPACE = 'SPACE: /[ \\n]/'                # may stand before an answer: after a template's "Assistant:" or after thoughts
 REST = "REST: /(?s:.+)/"
 THOUGHTS = 'thoughts[suffix="</think>"]: /(?s:.*)/'
-# Where a schema has other schemas: in a mapping by names, in a list, or alone.
+# The keys under which a schema holds other schemas: in a mapping by names, in a list, or a single one.
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 ALONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
          "unevaluatedItems", "unevaluatedProperties")
 DEFINITIONS = ("$schema", "$defs", "definitions")        # what references lead to
 CONTROL = re.compile("[\x00-\x1f\x7f]")
-NO_LEAP_SECOND = "^[^:]+:[0-9]+:[0-5]"    # which is none at most times
+NO_LEAP_SECOND = "^[^:]+:[0-9]+:[0-5]"    # a second 60 is wrong at most times
 LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
-DAY_OF_YEAR = f"^([0-9]{{4}}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))|{LEAP_YEAR}-02-29)"         # 29 February in leap years alone
+DAY_OF_YEAR = f"^([0-9]{{4}}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))|{LEAP_YEAR}-02-29)"         # 29 February only in leap years
 LENGTHS = r"[^.@]{1,63}(\.[^.@]{1,63})*$"                # of the parts of a domain
-# By format, patterns for what llguidance does not hold a text to: 64 characters before the @ and 254 in all (RFC 5321), 253 in
+# Patterns, by format, for rules that llguidance does not enforce: 64 characters before the @ and 254 in all (RFC 5321), 253 in
 # a domain (RFC 1035).
 OF_FORMAT = {"time": [NO_LEAP_SECOND], "date": [DAY_OF_YEAR], "date-time": [NO_LEAP_SECOND, DAY_OF_YEAR],
              "email": [f"^[^@]{{1,64}}@{LENGTHS}", "^.{1,254}$"], "hostname": [f"^{LENGTHS}", "^.{1,253}$"]}
@@ -58,10 +58,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a text may be. start: what Lark's rule `start` is, in which @part0 stands for the first of `parts`.
+    """What a text may be. start: the right side of Lark's rule `start`, in which @part0 stands for the first of `parts`.
 
-    Equal grammars have equal hashes, and they can be sent to other processes. check() and matcher() find what llguidance
-    refuses.
+    Equal grammars have equal hashes, and a grammar can be sent to another process. check() and matcher() raise for what
+    llguidance refuses.
     """
 
     start: str
@@ -70,24 +70,23 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Schema, where: str = "json_schema") -> "Grammar":
-        """JSON that is valid by a schema. Raises UserError where it is no object, and where keys could be mistaken."""
+        """JSON that is valid by a schema. Raises UserError where that is no object, and as _check_keys does."""
         if not isinstance(schema, Mapping):
             raise UserError(f"{where} is a JSON schema, an object; got {json.dumps(schema, default=repr)[:60]}")
         return cls("@part0", (_schema_part(schema, where),))
 
     @classmethod
     def json_object(cls, where: str = "json_object") -> "Grammar":
-        """Any JSON object."""
         return cls.json_schema({"type": "object"}, where)
 
     @classmethod
     def lark(cls, text: str, where: str = "grammar") -> "Grammar":
-        """What a Lark grammar describes, in llguidance's dialect."""
+        """llguidance's dialect of Lark."""
         return cls("@part0", (Part("lark_grammar", text, where),))
 
     @classmethod
     def regex(cls, pattern: str, where: str = "regex") -> "Grammar":
-        """What a regular expression describes, in the syntax of Rust's regex crate; all of the text matches it."""
+        """A regular expression in the syntax of Rust's regex crate, which the whole text matches."""
         require_unicode(pattern)
         content = json.loads(_llguidance().LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
         return cls("@part0", (Part("lark_grammar", content, where),))
@@ -95,22 +94,30 @@ class Grammar:
     @classmethod
     def calls(cls, start: tuple[str, str], functions: Sequence[tuple[str, Schema, str]], closing: str,
               written: str = "") -> "Grammar":
-        """One call of one of the functions: (name, the schema of its arguments, where that stands in errors).
+        """One call of one of the functions: (name, the schema of its arguments, the schema's name in errors).
 
-        start: what a call begins with before its name, and what stands between that and the arguments, as in
-        ChatTemplate.call_start. closing: what may end the call. written: the beginning that the prompt already has; with it
-        closing is to be a stop string, and since the text is cut there, tokens may hold more than it.
+        start: the text before the name, and that between the name and the arguments, as in ChatTemplate.call_start. closing:
+        the text that may end the call. written: the beginning of the call that stands in the prompt; then closing must be a
+        stop string, and the last token may go on beyond it, since the text is cut there.
         """
         heads = [f"{start[0]}{name}{start[1]}" for name, _, _ in functions]
         possible = [(head[len(written):], *function[1:]) for head, function in zip(heads, functions, strict=True)
                     if head.startswith(written)]
         parts = tuple(_schema_part({**parameters, "type": "object"}, where) for _, parameters, where in possible)
-        end = f'"}}" ({_literal(closing)[0]} {"REST?" if written else ""})?'
-        alternatives = [" ".join([*_literal(rest), f"@part{i}", end]) for i, (rest, _, _) in enumerate(possible)]
+        end = f'"}}" ({_literal(closing)} {"REST?" if written else ""})?'
+        alternatives = [f"{_literal(rest) if rest else ''} @part{i} {end}" for i, (rest, _, _) in enumerate(possible)]
         return cls(" | ".join(alternatives), parts, (REST,) if written else ())
 
+    @classmethod
+    def text_with_calls(cls, functions: Sequence[tuple[str, Schema, str]]) -> "Grammar":
+        """Any text in which calls of these functions, {"name": ..., "arguments": ...}, have arguments by their schemas."""
+        parts = tuple(_schema_part({**parameters, "type": "object"}, where) for _, parameters, where in functions)
+        heads = tuple(rf'head{i}[lazy]: /(?s:.*)\{{\s*"name"\s*:\s*"{name}"\s*,\s*"arguments"\s*:/'
+                      for i, (name, _, _) in enumerate(functions))
+        calls = " | ".join(f'head{i} SPACE? @part{i} SPACE? "}}"' for i in range(len(functions)))
+        return cls(f"({calls})* REST?", parts, (*heads, SPACE, REST))
+
     def or_else(self, other: "Grammar") -> "Grammar":
-        """What either allows."""
         moved = other.start
         for i in reversed(range(len(other.parts))):
             moved = moved.replace(f"@part{i}", f"@part{i + len(self.parts)}")
@@ -121,17 +128,16 @@ class Grammar:
         return replace(self, start=f"SPACE? ({self.start})", rules=(*self.rules, SPACE))
 
     def after(self, text: str) -> "Grammar":
-        """The same after this text."""
-        return replace(self, start=f"{_literal(text)[0]} ({self.start})")
+        return replace(self, start=f"{_literal(text)} ({self.start})")
 
     def after_thoughts(self, opening: str = "") -> "Grammar":
-        """The same after any text up to </think>. opening: what that text begins with; without it there are no thoughts."""
-        head = f"({_literal(opening)[0]} thoughts SPACE?)?" if opening else "thoughts SPACE?"
+        """The same after any text up to </think>. opening: that text begins with it, or there are no thoughts."""
+        head = f"({_literal(opening)} thoughts SPACE?)?" if opening else "thoughts SPACE?"
         return replace(self, start=f"{head} SPACE? ({self.start})", rules=(*self.rules, THOUGHTS, SPACE))
 
     @property
     def definition(self) -> str:
-        """In llguidance's form."""
+        """llguidance's JSON."""
         rules = "\n".join([f"start: {self.start}", *dict.fromkeys(self.rules)])
         parts = [{"name": f"part{i}", part.kind: json.loads(part.content) if part.kind == "json_schema" else part.content}
                  for i, part in enumerate(self.parts)]
@@ -144,42 +150,38 @@ class Grammar:
             return
         for part in self.parts:
             if part.kind == "json_schema":
-                _check_schema(json.loads(part.content), part.where)
+                schema = json.loads(part.content)
+                if of_schema := _schema_error(schema):
+                    raise UserError(f"{_place(schema, of_schema, part.where)}: {of_schema}")
             elif of_part := _error(Grammar("@part0", (part,))):
                 raise UserError(f"{part.where}: {of_part}")
         raise UserError(f"{self.parts[0].where}: {reason}")
 
     def matcher(self, tokenizer: Tokenizer, stop_tokens: Sequence[int] = ()) -> "Matcher":
-        """For a new text. stop_tokens: those that end it beside end-of-text tokens. Raises UserError as check() does."""
+        """For a new text. stop_tokens: tokens that also end it. Raises UserError as check() does."""
         return Matcher(compiled(self, tokenizer).deep_copy(), vocabulary(tokenizer), stop_tokens)
 
 
 class Vocabulary:
-    """A tokenizer's tokens for llguidance. special: ids of tokens without text."""
+    """A tokenizer's tokens for llguidance. Its wrapper asks for `tokens`, for the attributes that end in _id or _ids, and by a
+    call for the ids of a text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
-        library = _llguidance()
-        tokens = tokenizer.tokens_as_bytes()
+        llguidance = _llguidance()
+        self.tokens = tokenizer.tokens_as_bytes()
         self.ends = tokenizer.ends
-        self.special = frozenset(index for index, token in enumerate(tokens) if not token)
-        self.size = len(tokens)
-        self.library = library.LLTokenizer(library.TokenizerWrapper(_Described(tokenizer, tokens, sorted(self.special))))
-
-
-class _Described:
-    """What llguidance's wrapper asks of a tokenizer."""
-
-    def __init__(self, tokenizer: Tokenizer, tokens: Sequence[bytes], special: Sequence[int]) -> None:
-        self.eos_token_id, self.bos_token_id = tokenizer.end_of_text, None
-        self.tokens, self.special_token_ids = tokens, special
+        self.eos_token_id = tokenizer.end_of_text
+        self.bos_token_id = None
+        self.special_token_ids = [index for index, token in enumerate(self.tokens) if not token]
         self._tokenizer = tokenizer
-        self._ids = {token: index for index, token in reversed([*enumerate(tokens)]) if token}
+        self._ids = {token: index for index, token in reversed([*enumerate(self.tokens)]) if token}
         self._longest = max(map(len, self._ids))
+        self.library = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))
 
     def __call__(self, text: bytes) -> list[int]:
-        """The ids of a text to which the grammar leaves no choice: as the tokenizer has them, or else longest matches.
+        """The ids of a text that the grammar prescribes: the tokenizer's, or else longest matches.
 
-        The mask allows these tokens alone there, but at the end of such a text, where a longer token may go on.
+        The mask then allows only these tokens, except at the text's end, where a longer token may go on.
         """
         with suppress(ValueError):
             ids = self._tokenizer.encode_within([text.decode()])[0]
@@ -188,7 +190,6 @@ class _Described:
         return self._longest_matches(text)
 
     def _longest_matches(self, text: bytes) -> list[int]:
-        """The ids of the longest tokens, up to where there is none."""
         ids: list[int] = []
         while text:
             token = next((text[:n] for n in range(min(self._longest, len(text)), 0, -1) if text[:n] in self._ids), None)
@@ -203,11 +204,12 @@ class Matcher:
     """Follows one text in its grammar."""
 
     def __init__(self, library: Any, vocabulary: Vocabulary, stop_tokens: Sequence[int]) -> None:
-        self._library, self._end = library, vocabulary.ends[0]
-        self._ends = {*vocabulary.ends, *(token for token in stop_tokens if token in vocabulary.special)}
+        self._library = library
+        self._end = vocabulary.ends[0]
+        self._ends = {*vocabulary.ends, *(token for token in stop_tokens if token in vocabulary.special_token_ids)}
 
     def allowed(self) -> bytearray | None:
-        """A bit for each token that may come next, the lowest bit of a byte first; None where there is none."""
+        """A bit for each token that may come next, the lowest bit of a byte first; None where no token may."""
         if self._library.is_error():
             return None
         mask = bytearray(self._library.compute_bitmask())
@@ -219,19 +221,19 @@ class Matcher:
         return mask if any(mask) else None
 
     def push(self, token: int) -> None:
-        """The token that was drawn of those that are allowed, and that ends nothing."""
+        """Takes the allowed token that was drawn, unless it ends the text."""
         self._library.consume_token(token)
 
 
 @lru_cache(maxsize=4)
 def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """Half a second for the World vocabulary."""
+    """Takes half a second for the World vocabulary."""
     return Vocabulary(tokenizer)
 
 
 @lru_cache(maxsize=COMPILED)
 def compiled(grammar: Grammar, tokenizer: Tokenizer) -> Any:
-    """The grammar as llguidance's matcher, to be copied. Raises UserError as Grammar.check does."""
+    """llguidance's matcher, to be copied for each text. Raises UserError as Grammar.check does."""
     found = _llguidance().LLMatcher(vocabulary(tokenizer).library, grammar.definition, log_level=0)
     if found.is_error():
         grammar.check()
@@ -247,9 +249,8 @@ def _llguidance() -> Any:
     return llguidance
 
 
-def _literal(text: str) -> list[str]:
-    """A Lark literal in a list, none for an empty text."""
-    return [json.dumps(text, ensure_ascii=False)] if text else []
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _error(grammar: Grammar) -> str:
@@ -264,9 +265,6 @@ def _sentence(message: str) -> str:
     return " ".join(line for i, line in enumerate(lines) if i == 0 or line.startswith("error:"))
 
 
-# Schemas
-
-
 def _schema_part(schema: Schema, where: str) -> Part:
     try:
         _check_keys(schema, where)
@@ -276,7 +274,7 @@ def _schema_part(schema: Schema, where: str) -> Part:
 
 
 def _as_held(schema: Any) -> Any:
-    """The schema without "uniqueItems": false, which says nothing and which llguidance refuses, and with OF_FORMAT."""
+    """The schema without "uniqueItems": false, which means nothing but which llguidance refuses, and with OF_FORMAT."""
     if not isinstance(schema, Mapping):
         return schema
     found = {key: value for key, value in schema.items() if not (key == "uniqueItems" and value is False)}
@@ -307,20 +305,16 @@ def _inside(schema: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
             yield (key,), schema[key]
 
 
-def _check_schema(schema: Schema, where: str) -> None:
-    reason = _schema_error(schema)
-    if reason:
-        raise UserError(f"{_place(schema, reason, where)}: {reason}")
-
-
 def _check_keys(schema: Any, where: str) -> None:
-    """Raises UserError for what a key would seem to fulfil that is written twice, or in another way, as other keys may be."""
+    """Raises UserError for rules that a key could seem to fulfil because it is written twice, or with other escapes."""
     if not isinstance(schema, Mapping):
         return
-    least, required = schema.get("minProperties", 0), schema.get("required", [])
+    least = schema.get("minProperties", 0)
+    required = schema.get("required", [])
     if isinstance(least, int) and isinstance(required, list) and least > max(1, len({*map(str, required)})):
         raise UserError(f"{where}: minProperties is at most the number of required properties, or 1; got {least}")
-    names, more = schema.get("properties"), schema.get("additionalProperties", True)
+    names = schema.get("properties")
+    more = schema.get("additionalProperties", True)
     if isinstance(names, Mapping) and more is not False and any(CONTROL.search(name) for name in names):
         raise UserError(f"{where}: a property's name has a control character, which goes only with additionalProperties=false")
     for place, sub in _inside(schema):
@@ -328,7 +322,7 @@ def _check_keys(schema: Any, where: str) -> None:
 
 
 def _place(schema: Schema, reason: str, where: str) -> str:
-    """Where the innermost schema is that alone has this error, as far as TRIES schemas lead to it."""
+    """The place of the innermost schema that has this error by itself, as far as it is found by trying TRIES schemas."""
     root = schema
     left = TRIES
     found = True
@@ -340,7 +334,9 @@ def _place(schema: Schema, reason: str, where: str) -> str:
                 return where
             definitions = {key: root[key] for key in DEFINITIONS if key in root and place[0] not in DEFINITIONS}
             if isinstance(sub, Mapping) and _schema_error({**definitions, **sub}) == reason:
-                schema, where, found = sub, _named(where, place), True
+                schema = sub
+                where = _named(where, place)
+                found = True
                 break
     return where
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, as the model gives them before all options, and what an answer says of one."""
+"""Log-probabilities of tokens, as the model gives them before all options, and their entries in an answer."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities before any option: those of tokens (B,); the ids (B,n) of the n likeliest, and theirs (B,n)."""
+    """Log-probabilities (B,) of tokens (B,); the ids (B,n) of the n likeliest tokens, and their log-probabilities (B,n)."""
     every = torch.log_softmax(logits.float().cpu(), -1)
     likeliest = every.topk(min(n, every.shape[-1]))
     of_tokens = every.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)

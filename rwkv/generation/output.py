@@ -1,6 +1,6 @@
-"""What generate.py does around the engine: checks the options, reads the prompts, and writes the texts.
+"""generate.py around the engine: checks the options, reads the prompts, and writes the texts.
 
-Standard output gets the text alone, each prompt before its continuation: one text as it is generated, several in the order of
+Standard output gets only the texts, each prompt before its continuation: one text as it is generated, several in the order of
 their prompts. out=FILE gets one JSON object per text, standard error the speed.
 """
 
@@ -28,7 +28,7 @@ from rwkv.io.utf8 import decode, read_text
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-LEAST_READ = 64                          # tokens of prompts, below which the time is that of starting
+LEAST_READ = 64                          # tokens of prompts; the time of fewer says nothing of the speed
 SEPARATOR = "---\n"                      # between two texts on standard output
 
 
@@ -46,18 +46,13 @@ def check_config(config: GenerateConfig) -> None:
     if config.out and config.save_state and Path(config.out).resolve() == Path(config.save_state).resolve():
         raise UserError("out= and save_state= name the same file, and the state would replace the texts: use two files")
     whole_number("seed", config.seed, most=LARGEST_SEED + 1 - config.num_samples)
-    stopping_from(config)
+    StoppingCriteria(config.max_new_tokens, config.stop, config.stop_tokens)
     if grammar := grammar_from(config):
         grammar.check()
 
 
-def stopping_from(config: GenerateConfig) -> StoppingCriteria:
-    """When the texts end. Raises UserError for a value out of range."""
-    return StoppingCriteria(config.max_new_tokens, config.stop, config.stop_tokens)
-
-
 def grammar_from(config: GenerateConfig) -> Grammar | None:
-    """What the texts may be, None for any text. Raises UserError where two options say it or a file is missing or wrong."""
+    """What the texts may be; None for any text. Raises UserError for two such options, and for a missing or wrong file."""
     given = [name for name in ("json_schema", "grammar", "regex") if getattr(config, name) is not None]
     if len(given) > 1:
         raise UserError(f"{' and '.join(f'{name}=' for name in given)} are both given: use one of them")
@@ -88,7 +83,11 @@ def prompts_from(config: GenerateConfig) -> list[str]:
     if not path.is_file():
         raise UserError(f"no file of prompts at {path}: prompts= names one, with a prompt on each line")
     content = path.read_bytes()
-    prompts = _json_prompts(content, path) if path.suffix == ".jsonl" else _text_prompts(content, path)
+    if path.suffix == ".jsonl":
+        prompts = _json_prompts(content, path)
+    else:
+        lines = decode(content, str(path)).split("\n")
+        prompts = [prompt for line in lines if (prompt := line.removesuffix("\r"))]
     if not prompts:
         raise UserError(f"{path} holds no prompt: write one on each line")
     return prompts
@@ -97,9 +96,10 @@ def prompts_from(config: GenerateConfig) -> list[str]:
 def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, prompts: Sequence[str],
                    context: PrefillResult | None = None, sampling: Sampling | None = None) -> bool:
     """Generates and writes num_samples texts for each prompt. A signal such as Ctrl-C ends it: it writes the texts so far and
-    returns False. sampling: how tokens are chosen; None: as the configuration says.
+    returns False. sampling: replaces the configuration's.
     """
-    stopping, grammar = stopping_from(config), grammar_from(config)
+    stopping = StoppingCriteria(config.max_new_tokens, config.stop, config.stop_tokens)
+    grammar = grammar_from(config)
     sampling = sampling or Sampling.of(config)
     jobs = ((prompt, config.seed + sample) for prompt in prompts for sample in range(config.num_samples))
     single = len(prompts) * config.num_samples == 1
@@ -117,9 +117,10 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
                 _stream(samples[0], clock, stop)
             else:
                 _write_texts(samples, clock, stop, written)
-            clock.stop()
-            _write_json(samples, out or (sys.stderr if config.logprobs else None))
-            print(clock.report(), file=sys.stderr)
+            report = clock.report()
+            if file := out or (sys.stderr if config.logprobs else None):
+                _write_json(samples, file)
+            print(report, file=sys.stderr)
             if config.save_state:
                 save_context(config.save_state, engine.context(), model, tokenizer)
             if stop.requested:
@@ -129,7 +130,7 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
 
 
 class _Clock:
-    """The times of an engine's run. The first step of an engine also prepares the weights: its rate is that of the others.
+    """The times of an engine's run. An engine's first step also prepares the weights, so the rate is that of the others.
 
     Iterating over it iterates over the engine.
     """
@@ -138,7 +139,7 @@ class _Clock:
         self._engine = engine
         self._rows = rows
         self._started = started
-        self._read = self._first = self._finished = time.perf_counter()
+        self._read = self._first = time.perf_counter()
         self._written_first = 0
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
@@ -148,19 +149,17 @@ class _Clock:
         yield from pieces
         yield from self._engine
 
-    def stop(self) -> None:
-        self._finished = time.perf_counter()
-
     def report(self) -> str:
-        """One line: what was read and written, in what time, with rates where enough was measured for one."""
+        """One line: the tokens read and written, the times, and rates where enough was measured for one."""
+        finished = time.perf_counter()
         read = sum(len(row.prompt_ids) for row in self._rows)
         read_s = self._read - self._started
         written = self._written()
-        said = f"read {_tokens(read)} in {read_s:.2f} s"
+        said = f"read {read} token{'s' * (read != 1)} in {read_s:.2f} s"
         if read >= LEAST_READ:
             said += f" ({read / read_s:.0f} tokens/s)"
-        said += f", wrote {written} in {self._finished - self._read:.2f} s"
-        seconds = self._finished - self._first
+        said += f", wrote {written} in {finished - self._read:.2f} s"
+        seconds = finished - self._first
         if written > self._written_first and seconds > 0:
             said += f" ({(written - self._written_first) / seconds:.0f} tokens/s after the first)"
         return said
@@ -169,12 +168,7 @@ class _Clock:
         return sum(len(row.sample.tokens) for row in self._rows)
 
 
-def _tokens(count: int) -> str:
-    return f"{count} token{'s' * (count != 1)}"
-
-
 def _stream(sample: Sample, clock: _Clock, stop: StopRequest) -> None:
-    """Writes the only text as it is generated."""
     print(sample.prompt, end="", flush=True)
     for _, piece in clock:
         if piece:
@@ -193,9 +187,7 @@ def _write_texts(samples: Sequence[Sample], clock: _Clock, stop: StopRequest, wr
         print((SEPARATOR if number > 0 else "") + sample.prompt + sample.text, flush=True)
 
 
-def _write_json(samples: Sequence[Sample], file: TextIO | None) -> None:
-    if file is None:
-        return
+def _write_json(samples: Sequence[Sample], file: TextIO) -> None:
     for sample in samples:
         entry = {"prompt": sample.prompt, "seed": sample.seed, "text": sample.text, "finish": sample.finish_reason,
                  "tokens": sample.tokens, "logprobs": sample.logprobs}
@@ -209,8 +201,3 @@ def _json_prompts(content: bytes, path: Path) -> list[str]:
             where = f"{path}, line {number}"
             prompts.append(text_of(parse(line, where), "prompt", where))
     return prompts
-
-
-def _text_prompts(content: bytes, path: Path) -> list[str]:
-    lines = (line.removesuffix("\r") for line in decode(content, str(path)).split("\n"))
-    return [line for line in lines if line]

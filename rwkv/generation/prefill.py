@@ -1,10 +1,10 @@
 """Prefill: reads prompts in passes of bounded size, and caches the results by the tokens read.
 
-A pass has PASS tokens at most and begins at a multiple of PASS from the prompt's start, or where a cached prefix ends, so that
-what is read does not depend on the prompts beside it. It goes through the blocks in parts, each about as much work as SLICE
+A pass has at most PASS tokens and begins at a multiple of PASS from the prompt's start, or where a cached prefix ends, so that
+the result does not depend on the prompts beside it. It goes through the blocks in parts, each about as much work as SLICE
 tokens through all blocks, and between two parts texts are generated.
 
-The result for a text has the same size however long the text is, so the cache holds many: a prompt that begins with an earlier
+The result for a text has the same size however long the text is, so the cache holds many. A prompt that begins with an earlier
 one, or with an earlier prompt and its answer, is read from the end of that one on.
 """
 
@@ -27,14 +27,14 @@ from rwkv.model.hooks import untouched
 
 PASS = 512                               # tokens: the products of fewer rows are slower, by a third for 128
 SLICE = 32                               # tokens: bounds how long texts that are being generated wait for a prompt
-START = 48                               # what reading all weights costs in each pass, in tokens
+START = 48                               # tokens whose work costs as much as reading all weights, once in each pass
 
 
 class PrefillResult(NamedTuple):
-    """What B rows have read: the logits (B,V) after the last token of each, and the state. Nothing changes it in place.
+    """The result of reading B rows: the logits (B,V) after the last token of each, and the state. Nothing changes it in place.
 
-    last_ids: of one row, the ids that it has read last, since the text of the next one may depend on them; () where they are
-    not known, or where nothing of a text was read.
+    last_ids: of a single row, the last ids read, because the text of the next id may depend on them; () where they are unknown
+    or no text was read.
     """
 
     logits: Tensor
@@ -46,7 +46,6 @@ class PrefillResult(NamedTuple):
         return PrefillResult(self.logits[rows], self.state.rows(rows))
 
     def nbytes(self) -> int:
-        """The memory of its tensors, in bytes."""
         return self.logits.nbytes + self.state.nbytes()
 
     @staticmethod
@@ -56,9 +55,9 @@ class PrefillResult(NamedTuple):
 
 
 class Key(NamedTuple):
-    """Of a text in a PrefixCache: the number of its tokens and their hash, the name of the model that reads it, and its owner.
+    """Of a text in a PrefixCache: the number and the hash of its tokens, the name of the model that has read it, and its owner.
 
-    A text of one model or owner is none of another's.
+    Different models, and different owners, share no entries.
     """
 
     length: int = 0
@@ -74,11 +73,11 @@ class PrefixCache:
     """The prefill results that were used last, by the tokens read, in at most max_bytes. An owner that holds no more than an
     equal share of them loses none to others.
 
-    Entries are found by a polynomial hash of all their tokens, modulo a prime of 127 bits and at a random point, so that the
+    Entries are found by a polynomial hash of all their tokens, modulo a prime of 127 bits and at a random point: finding the
     longest match takes one look-up for each token of the prompt, however many entries there are, and the key of a longer text
-    follows from that of its beginning; two prefixes that came up share a hash with a probability of about their length / 2^127.
-    Each name in a key stands for one model: its entries are removed where another one has the name, and where its weights have
-    changed. Threads may share a cache. Raises UserError for a max_bytes below 0.
+    follows from that of its beginning. Two prefixes have the same hash with a probability of about their length / 2^127.
+    A name in the keys stands for one model: its entries are removed when another model gets the name, and when the weights
+    change. Threads may share a cache. Raises UserError for a max_bytes below 0.
     """
 
     _PRIME = 2**127 - 1
@@ -90,7 +89,7 @@ class PrefixCache:
         self._point = secrets.randbelow(self._PRIME)
         self._entries: dict[Key, PrefillResult] = {}
         self._shares = Shares[Key]()
-        self._weights: dict[str, Watch] = {}                     # of the model that has the name
+        self._weights: dict[str, Watch] = {}                     # by the name of the model
         self._lock = Lock()              # guards all of these
 
     def __len__(self) -> int:
@@ -98,11 +97,10 @@ class PrefixCache:
 
     @property
     def bytes(self) -> int:
-        """Of all entries."""
         return self._shares.total
 
     def begin(self, model: Model, name: str = "") -> None:
-        """Removes the entries under the name where they are of another model, or its weights have changed."""
+        """Removes the entries under the name if they are another model's, or if the weights have changed."""
         with self._lock:
             known = self._weights.get(name)
             if known is not None and known.model is model and known.unchanged():
@@ -113,7 +111,7 @@ class PrefixCache:
             self._weights[name] = Watch(model)
 
     def key(self, tokens: Sequence[int], after: Key = EMPTY) -> Key:
-        """The key of a text that ends with `tokens`, after what `after` is the key of."""
+        """The key of `tokens` after the text whose key is `after`."""
         *_, last = self._keys(tokens, after)
         return last
 
@@ -128,7 +126,6 @@ class PrefixCache:
             return found, self._entries[found]
 
     def put(self, key: Key, result: PrefillResult) -> None:
-        """Adds the result after the tokens of `key`; removes the least recently used ones where there is no room."""
         size = result.nbytes()
         with self._lock:
             if key in self._entries:
@@ -141,7 +138,7 @@ class PrefixCache:
                 self._remove(self._shares.first_to_go(self.max_bytes))
 
     def _keys(self, tokens: Sequence[int], after: Key = EMPTY) -> Iterator[Key]:
-        """The key of each prefix, from the empty one on, each after what `after` is the key of."""
+        """The key of each prefix of `tokens`, from the empty one on, after the text whose key is `after`."""
         hashes = accumulate(tokens, lambda value, token: (value * self._point + token + 1) % self._PRIME, initial=after.hash)
         return map(Key, count(after.length), hashes, repeat(after.model), repeat(after.owner))
 
@@ -153,10 +150,10 @@ class PrefixCache:
 class Reading:
     """One prompt while it is read: each read_part() reads the next part, until `result` is there.
 
-    start: what was read before the prompt, of one row. after: the key that stands for it in the cache; texts that follow
-    different ones must not share a key. n_logprobs: a number of likeliest tokens for which, and for the prompt's own,
-    log-probabilities among the first vocab_size tokens are kept; None for none. Then the whole prompt is read, whatever is in
-    the cache. Raises ValueError where `start` has several rows or is of another model.
+    start: the result, of one row, that the prompt follows. after: the key that stands for `start` in the cache; different
+    starts need different keys. n_logprobs: keep log-probabilities, among the first vocab_size tokens, of each token of the
+    prompt and of this many likeliest ones, and read the whole prompt, whatever is in the cache; None for none. Raises
+    ValueError where `start` has several rows or is another model's.
     """
 
     def __init__(self, model: Model, tokens: Sequence[int], start: PrefillResult | None = None,
@@ -164,9 +161,13 @@ class Reading:
                  after: Key = EMPTY) -> None:
         if start is not None:
             model.check_state(start.state, B=1)
-        self._model, self._cache, self._n_logprobs, self._vocab_size = model, cache, n_logprobs, vocab_size
+        self._model = model
+        self._cache = cache
+        self._n_logprobs = n_logprobs
+        self._vocab_size = vocab_size
         self.tokens = list(tokens)
-        self._so_far, self._key = start, after                   # what is read, and its key in the cache
+        self._so_far = start             # the result of what is read, and its key in the cache
+        self._key = after
         if cache is not None:
             cache.begin(model, after.model)
         if cache is not None and n_logprobs is None:
@@ -174,21 +175,18 @@ class Reading:
             self._so_far = found or start
         self._position = self._key.length
         self.cached = self._position                             # tokens that need not be read
-        self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # of sampling.logprobs, for the tokens after a part's
+        self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # of logprobs(), for the tokens that follow those of a part
         self._running: Iterator[None] | None = None              # the pass that has begun
 
     @property
     def next_part(self) -> int:
-        """The work of the next part, in tokens that pass through all blocks; 0 where all is read.
-
-        It counts as a slice also where it is one block that takes longer.
-        """
+        """The work of the next part, in tokens through all blocks, at most SLICE; 0 when all is read."""
         length = self._end - self._position
         return min(SLICE, ceil((START + length) / self._n_parts(length))) if length else 0
 
     @property
     def result(self) -> PrefillResult | None:
-        """What was read, one row; None before the prompt's end."""
+        """One row; None before the prompt's end."""
         return None if self.next_part else self._so_far
 
     def read_part(self) -> None:
@@ -201,19 +199,18 @@ class Reading:
 
     @property
     def _end(self) -> int:
-        """Where the pass ends."""
         return min(len(self.tokens), (self._position // PASS + 1) * PASS)
 
     def _n_parts(self, length: int) -> int:
-        """The fewest parts, of whole blocks, that each fit into a slice; a part for each block where a block does not."""
+        """The fewest parts, of whole blocks, that each fit into a slice; a part for each block if a block does not fit."""
         L = len(self._model.blocks)
         blocks = SLICE * L // (START + length)
         return ceil(L / max(1, blocks))
 
     @torch.no_grad()
     def _read_pass(self) -> Iterator[None]:
-        """A pass over the next tokens, in parts."""
-        end, model = self._end, self._model
+        end = self._end
+        model = self._model
         head: nn.Module = model.head
         ids = torch.tensor([self.tokens[self._position:end]], device=model.emb.weight.device)
         state = self._so_far.state if self._so_far else None
@@ -241,7 +238,6 @@ class Reading:
 
 
 def prefill(model: Model, tokens: Tensor, start: PrefillResult | None = None) -> PrefillResult:
-    """The result after tokens (B,T), T >= 1, which follow what `start` has read."""
     state = start.state if start else None
     for part in tokens.to(model.emb.weight.device).split(PASS, dim=1):
         logits, state = model.prefill(part, state)

@@ -1,6 +1,5 @@
-"""One text while it is generated, which knows nothing of the others: what it may be, what has been drawn, and how it ends."""
+"""One text while it is generated, apart from all others: what may come next, what has been drawn, and how it ends."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,21 +14,21 @@ from rwkv.generation.stopping import StoppingCriteria, StopStrings
 from rwkv.tokenizer.decoders import LAST_IDS
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-CANCELLED, NO_TOKEN = "cancelled", "no_token"            # finish reasons
-# Of each byte its 8 bits, the lowest first, as bools that are True where the bit is 0; 8 bools are one int64, (256) in all.
+CANCELLED = "cancelled"                  # a finish reason, as the next
+NO_TOKEN = "no_token"
+# ZEROS[byte]: for its 8 bits, the lowest first, a bool that is True where the bit is 0; the 8 bools are read as one int64.
 ZEROS = (torch.arange(256)[:, None] >> torch.arange(8) & 1).logical_not().view(torch.int64).flatten()
-AT_ONCE = 64                             # random numbers of a row that are made together
+AT_ONCE = 64                             # random numbers that are made together
 
 
 @dataclass
 class Sample:
     """One generated text.
 
-    prompt: the text to continue; empty where it was given as ids. text: the continuation of the prompt. finish_reason:
-    "length", "stop", "end_of_text", "cancelled", or "no_token" where the grammar, with the tokens that are banned, leaves no
-    token or has become too complex; None while the text is generated.
-    tokens: the ids drawn, without end-of-text and stop tokens. logprobs: an entry for each token drawn, where requested; of the
-    tokens that the grammar allows, before all other options.
+    prompt: the text to continue; empty where it was given as ids. text: the continuation. finish_reason: "length", "stop",
+    "end_of_text", "cancelled", or "no_token" where the grammar and the banned tokens leave none, or the grammar has become too
+    complex; None while the text is generated. tokens: the ids drawn, without end-of-text and stop tokens. logprobs: an entry
+    for each token drawn, where requested; computed among the tokens that the grammar allows, before all other options.
     """
 
     prompt: str
@@ -43,33 +42,39 @@ class Sample:
 class Row:
     """One text while it is generated: its random numbers, its text decoder and its stop strings.
 
-    sample: what is generated. prompt_ids: the prompt. cached_tokens: how many of them were not read, since the cache had the
-    result. prompt_logprobs: an entry as in Sample.logprobs for each of them but the first, where requested. context: what was
-    read before the prompt. forbidden: the tokens (V) bool that its grammar does not allow next; None without one. kept: what
-    the row has read when its text has ended, the last token and a stop string included, where it was wanted; None for a row
-    that was cancelled. damaged: it was, since the context has led to logits that are not finite.
+    cached_tokens: the number of tokens of the prompt that the cache had read. prompt_logprobs: an entry as in Sample.logprobs
+    for each token of the prompt but the first, where requested. context: the result of reading the text before the prompt.
+    forbidden: the tokens (V) bool that the grammar does not allow next; None without a grammar. kept: with `keep`, the result
+    of reading the whole text, its last token and a stop string included; None for a row that was cancelled. damaged: it was
+    cancelled because the logits after its context are not finite.
     """
 
     def __init__(self, index: int, sample: Sample, prompt_ids: list[int], tokenizer: Tokenizer, stopping: StoppingCriteria,
                  sampling: Sampling, penalties: Penalties | None, n_logprobs: int | None, cache: PrefixCache | None,
                  context: PrefillResult | None = None, grammar: Grammar | None = None, keep: bool = False,
                  after: Key = EMPTY) -> None:
-        self.index, self.sample, self.prompt_ids = index, sample, prompt_ids
-        self.sampling, self.penalties = sampling, penalties
+        self.index = index
+        self.sample = sample
+        self.prompt_ids = prompt_ids
+        self.sampling = sampling
+        self.penalties = penalties
         self.n_logprobs = None if n_logprobs is None else whole_number("logprobs", n_logprobs)
-        self.cache, self.after = cache, after
+        self.cache = cache
+        self.after = after
         self.cached_tokens = 0
         self.prompt_read = False
         self.prompt_logprobs: list[dict[str, Any]] = []
-        self.last_token_in_text = True           # False after an end-of-text or stop token
+        self.last_token_in_text = True   # False after an end-of-text or stop token
         self.kept: PrefillResult | None = None
         self._keep = keep
-        self._ends, self._vocab_size = {*tokenizer.ends}, tokenizer.vocab_size
+        self._ends = {*tokenizer.ends}
+        self._vocab_size = tokenizer.vocab_size
         self._stopping = stopping
         self._stop_tokens = {*stopping.stop_tokens, *tokenizer.starting(stopping.stop)}
         self._matcher: Matcher | None = grammar.matcher(tokenizer, [*self._stop_tokens]) if grammar else None
         self.forbidden: Tensor | None = None
-        self._random = _uniform(sample.seed)
+        self._generator = torch.Generator().manual_seed(sample.seed)
+        self._uniform: list[float] = []  # random numbers that are still unused, the next one last
         self.has_context = context is not None
         self.damaged = False
         self._before = [*(context.last_ids if context else ()), *prompt_ids[-LAST_IDS:]][-LAST_IDS:]
@@ -89,40 +94,41 @@ class Row:
 
     @property
     def owes_end(self) -> bool:
-        """Whether the text has ended and `kept` is still to come."""
+        """Whether the text has ended and `kept` is still missing."""
         ended = self.prompt_read and self.sample.finish_reason not in (None, CANCELLED)
         return self._keep and self.kept is None and ended
 
     @property
     def stays(self) -> bool:
-        """Whether the row has something to draw or to read."""
         return self.unfinished or self.owes_end
 
     @property
     def read_after_text(self) -> str:
-        """What `kept` has read after the text that is shown: the stop string, and what its last token holds beyond it."""
+        """The text that `kept` has read after the shown text: a stop string, and what its last token holds beyond it."""
         return self._stop_strings.rest
 
     def cancel(self) -> None:
-        """Ends the text where it is; the row leaves at the next step."""
+        """Ends the text; the row leaves at the next step."""
         if not self.complete:
             self.sample.finish_reason = CANCELLED
 
     def tokens_read(self) -> list[int]:
-        """The tokens that the state has read when the text has just ended: all but the one drawn last."""
+        """The tokens that the state has read when the text has just ended: all but the last one drawn."""
         written = self.sample.tokens
         return self.prompt_ids + (written[:-1] if self.last_token_in_text else written)
 
     def last_ids(self) -> list[int]:
-        """The last ids of the text, of the prompt and of what precedes it too."""
+        """The last ids that were read or drawn, those before the prompt included."""
         return [*self._before, *self.sample.tokens[-LAST_IDS:]][-LAST_IDS:]
 
     def uniform(self) -> float:
-        """The row's next random number from [0, 1)."""
-        return next(self._random)
+        if not self._uniform:
+            drawn = torch.rand(AT_ONCE, generator=self._generator, dtype=torch.float64)
+            self._uniform = drawn.tolist()[::-1]
+        return self._uniform.pop()
 
     def find_allowed(self) -> bool:
-        """Finds what the grammar allows next; returns whether that is any token. What options ban is not drawn either."""
+        """Sets `forbidden`; returns whether any token may come next, with those that options ban left out."""
         if self._matcher is None:
             return True
         mask = self._matcher.allowed()
@@ -136,7 +142,7 @@ class Row:
         return not bool(left_out.all())
 
     def end_without_token(self) -> str:
-        """Ends the text where no token may follow; returns the text that was held back."""
+        """Ends a text that no token may follow; returns the text that was held back."""
         self.sample.finish_reason = NO_TOKEN
         text = self._flush()
         self.sample.text += text
@@ -163,13 +169,5 @@ class Row:
         return text
 
     def _flush(self) -> str:
-        """The text held back, at the end."""
         text = self._stop_strings.push(self._text_decoder.flush())
         return text if self._stop_strings.found is not None else text + self._stop_strings.flush()
-
-
-def _uniform(seed: int) -> Iterator[float]:
-    """Random numbers from [0, 1)."""
-    generator = torch.Generator().manual_seed(seed)
-    while True:
-        yield from torch.rand(AT_ONCE, generator=generator, dtype=torch.float64).tolist()

@@ -33,14 +33,14 @@ SHORTLIST = 256                          # candidates sorted at first: sorting a
 
 
 def filters_of(options: Sampling) -> Filters:
-    """What kernels/draw takes, at a temperature above 0."""
+    """For kernels/draw, at a temperature above 0."""
     same = {name: getattr(options, name) for name in Filters._fields if name != "filters_first"}
     return Filters(**same, filters_first=options.order == "rwkv")
 
 
 @lru_cache(maxsize=64)
 def bias_of(options: Sampling) -> Bias:
-    """logit_bias and the banned tokens, as kernels/draw takes them."""
+    """logit_bias and the banned tokens, for kernels/draw."""
     values = [*options.logit_bias.items(), *((token, -math.inf) for token in options.banned)]
     ids = torch.tensor([token for token, _ in values], dtype=torch.int32)
     return Bias(ids, torch.tensor([bias for _, bias in values], dtype=torch.float32))
@@ -53,7 +53,8 @@ class Penalties:
     """
 
     def __init__(self, options: Sampling, prompt: Collection[int] = (), without: Collection[int] = ()) -> None:
-        self._options, self._without = options, frozenset(without)
+        self._options = options
+        self._without = frozenset(without)
         in_prompt = {*prompt} - self._without if options.repetition_penalty != 1 else ()
         self._ids = torch.tensor([*in_prompt], dtype=torch.int64)        # (n) different tokens, in the order that they came
         self._counts = torch.zeros(len(self._ids), dtype=torch.float64)
@@ -61,7 +62,6 @@ class Penalties:
         self._places = {token: place for place, token in enumerate(self._ids.tolist())}
 
     def add(self, token: int) -> None:
-        """One more token of the row's text."""
         self._counts *= self._options.penalty_decay
         if token in self._without:
             return
@@ -77,7 +77,8 @@ class Penalties:
         """Changes the row's logits (V), float32, in place."""
         if not len(self._ids):
             return
-        options, own = self._options, logits[self._ids].double()
+        options = self._options
+        own = logits[self._ids].double()
         if options.repetition_penalty != 1:
             own = torch.where(own > 0, own / options.repetition_penalty, own * options.repetition_penalty)
         own = own - options.presence_penalty * self._in_text - options.frequency_penalty * self._counts
@@ -92,8 +93,8 @@ def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
     tokens are drawn by PyTorch. Raises UserError where the logits are not finite.
     """
     if draw is not None and options.temperature > 0:
-        with suppress(KernelUnavailable):                # as after Taichi was started for a GPU
-            if penalties is not None:                    # they act on biased logits
+        with suppress(KernelUnavailable):                # such as after Taichi was started for a GPU
+            if penalties is not None:                    # which act on biased logits
                 drawn = draw(changed(logits.float(), options, penalties), uniform, filters_of(options), NO_BIAS)
             else:
                 drawn = draw(logits.float(), uniform, filters_of(options), bias_of(options))
@@ -110,10 +111,12 @@ def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
 
 def changed(logits: Tensor, options: Sampling, penalties: Sequence[Penalties] | None) -> Tensor:
     """The logits (B,V) after bias, bans and penalties; those given stay as they are."""
-    if options.logit_bias or options.banned:
-        logits = _biased(logits, options)
-    elif penalties is not None:
+    if options.logit_bias or options.banned or penalties is not None:
         logits = logits.clone()
+    for token, bias in options.logit_bias.items():
+        logits[:, token] += bias
+    for token in options.banned:
+        logits[:, token] = -torch.inf
     for row, of_row in enumerate(penalties or ()):
         of_row.apply(logits[row])
     return logits
@@ -143,7 +146,7 @@ def pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
     block = torch.searchsorted(ends, wanted, right=True).clamp(max=ends.shape[-1] - 1)
     ids = block * BLOCK + torch.arange(min(BLOCK, N))
     cumulative = probabilities.gather(-1, ids.clamp(max=N - 1)).double().masked_fill(ids >= N, 0).cumsum(-1)
-    below_all = cumulative[:, -1:].nextafter(torch.zeros(1, dtype=torch.float64))     # rounding leads to no token after them
+    below_all = cumulative[:, -1:].nextafter(torch.zeros(1, dtype=torch.float64))     # so that rounding picks no token beyond
     inside = torch.minimum(wanted - (ends - sums).gather(-1, block), below_all)
     return ids.gather(-1, torch.searchsorted(cumulative, inside, right=True)).squeeze(-1)
 
@@ -151,9 +154,10 @@ def pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
 def _keep_likeliest(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
     """The ids and logits (B,N) that top_k and top_p leave, most likely first; -inf marks a token that top_p drops.
 
-    The logits are those that the filters see, minus the largest of their row. The ids are None where both options are off.
+    The logits are those that the filters act on, minus the largest of their row. The ids are None where both options are off.
     """
-    V, largest = logits.shape[-1], logits.amax(-1, keepdim=True)
+    V = logits.shape[-1]
+    largest = logits.amax(-1, keepdim=True)
     top_k = min(options.top_k or V, V)
 
     def seen(logits: Tensor) -> Tensor:
@@ -200,14 +204,6 @@ def _keep_top_p(ordered: Tensor, total: Tensor, top_p: float) -> Tensor:
     weights = ordered.exp().double()
     before = weights.cumsum(-1) - weights
     return ordered.masked_fill(before >= top_p * total, -torch.inf)
-
-
-def _biased(logits: Tensor, options: Sampling) -> Tensor:
-    logits = logits.clone()
-    for token, bias in options.logit_bias.items():
-        logits[:, token] += bias
-    logits[:, list(options.banned)] = -torch.inf
-    return logits
 
 
 def _require_finite(finite: bool) -> None:

@@ -1,14 +1,14 @@
 """Saved states (save_state=FILE, state=FILE): the result of reading a text, from which generation can continue.
 
 A safetensors file: the parts of the state and the logits, with the hashes of the model and the tokenizer they belong to, and
-the last ids of the text, with which the text that follows is decoded. The server's have more in their metadata, which the
-programs pass over.
+the last ids of the text, with which the text that follows is decoded. The server's files have further metadata, which the
+programs ignore.
 """
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from safetensors import SafetensorError
@@ -24,9 +24,9 @@ from rwkv.tokenizer.decoders import require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 FORMAT = "timemix-state-1"
-LAST_IDS = "last_ids"                    # in the metadata
-LONGEST_HEADER = 2**20                   # bytes of a file that are read to see what it is
-PARTS = ("model", "tokenizer")           # what a state belongs to, in the metadata by their hashes
+LAST_IDS = "last_ids"                    # a key of the metadata
+LONGEST_HEADER = 2**20                   # bytes that are read of a file to find its metadata
+PARTS = ("model", "tokenizer")           # keys of the metadata: the hashes of those that a state belongs to
 
 
 def save_context(path: str | Path, context: PrefillResult, model: Model, tokenizer: Tokenizer) -> None:
@@ -46,22 +46,15 @@ def require_file(path: str | Path) -> None:
         raise UserError(f"no state file at {path}: write one with save_state={path}")
 
 
-class ReadState(NamedTuple):
-    """What a file holds. metadata: all of it, as texts."""
-
-    context: PrefillResult
-    metadata: dict[str, str]
-
-
 class StateForm:
-    """The form of the states of one model and tokenizer, whose weights do not change meanwhile.
-
-    fingerprint: the model's, which need not be loaded.
-    """
+    """Reads and writes the state files of one model and tokenizer. fingerprint: that of the model, which need not be loaded."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, fingerprint: str, tokenizer: Tokenizer,
                  device: torch.device | str = "cpu") -> None:
-        self._config, self._vocab_size, self._tokenizer, self._device = config, vocab_size, tokenizer, device
+        self._config = config
+        self._vocab_size = vocab_size
+        self._tokenizer = tokenizer
+        self._device = device
         self.identity = {"format": FORMAT, "model": fingerprint, "tokenizer": tokenizer.hash}
 
     @classmethod
@@ -69,40 +62,41 @@ class StateForm:
         return cls(model.config, model.vocab_size, model.fingerprint(), tokenizer, model.emb.weight.device)
 
     def content(self, context: PrefillResult, more: Mapping[str, str] | None = None) -> bytes:
-        """A file's. more: further metadata."""
+        """The content of a file. more: further metadata."""
         tensors = {name: part.cpu().contiguous() for name, part in _parts(context).items()}
         return save(tensors, metadata={**(more or {}), **self.identity, LAST_IDS: json.dumps(context.last_ids)})
 
     def load(self, path: str | Path) -> PrefillResult:
-        """The result in a file. Raises UserError as load_context does."""
+        """Raises UserError as load_context does."""
         require_file(path)
         try:
             content = Path(path).read_bytes()
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from error
-        return self.read(content, str(path)).context
+        return self.read(content, str(path))
 
-    def read(self, content: bytes, name: str) -> ReadState:
-        """One row, and the metadata. name: of the file, for errors. Raises UserError as load_context does."""
+    def read(self, content: bytes, name: str) -> PrefillResult:
+        """The result in the content of a file, one row. name: of the file. Raises UserError as load_context does."""
         try:
-            tensors, metadata = load(content), metadata_of(content)
+            tensors = load(content)
+            metadata = metadata_of(content)
         except (SafetensorError, ValueError) as error:
             raise UserError(f"{name} cannot be read as a state file: it is damaged, or not one that save_state= "
                             "wrote") from error
         self.require_same(name, metadata)
         module = generation(self._config)
         expected = _parts(PrefillResult(torch.empty(1, self._vocab_size), module.empty_state(self._config, 1, "meta")))
-        if _shapes(tensors) != _shapes(expected):
+        if {name: part.shape for name, part in tensors.items()} != {name: part.shape for name, part in expected.items()}:
             raise UserError(f"{name} does not hold the state of one text for this model: its tensors have other names or "
                             "shapes")
         if not all(tensor.is_floating_point() and tensor.isfinite().all() for tensor in tensors.values()):
             raise UserError(f"{name} holds numbers that no state has, such as NaN: the file is damaged")
         logits = tensors.pop("logits").to(self._device)
         state = module.State(**{part: tensor.to(self._device, torch.float32) for part, tensor in tensors.items()})
-        return ReadState(PrefillResult(logits, state, self.last_ids(name, metadata)), metadata)
+        return PrefillResult(logits, state, self.last_ids(name, metadata))
 
     def require_same(self, name: str, metadata: Mapping[str, str]) -> None:
-        """Raises UserError where a file with this metadata is not of the model and the tokenizer."""
+        """Raises UserError where a file with this metadata belongs to another model or tokenizer."""
         if metadata.get("format") != FORMAT:
             raise UserError(f"{name} is not a state file of this version: expected the format {FORMAT}, "
                             f"found {metadata.get('format', 'none')}")
@@ -112,7 +106,6 @@ class StateForm:
                                 f"one's {self.identity[part][:12]}): use the {part} that the state was saved with")
 
     def last_ids(self, name: str, metadata: Mapping[str, str]) -> tuple[int, ...]:
-        """Those that the metadata have. Raises UserError where they are not of the tokenizer."""
         text = metadata.get(LAST_IDS, "[]")
         try:
             ids = whole_numbers(LAST_IDS, json.loads(text))
@@ -122,7 +115,6 @@ class StateForm:
 
 
 def is_state_file(path: str | Path) -> bool:
-    """Whether it says that it is one, of any version."""
     try:
         with Path(path).open("rb") as file:
             metadata = metadata_of(file.read(LONGEST_HEADER))
@@ -132,7 +124,7 @@ def is_state_file(path: str | Path) -> bool:
 
 
 def metadata_of(content: bytes) -> dict[str, str]:
-    """Of a safetensors file, or of its beginning. Raises ValueError where it has no whole header."""
+    """The metadata of a safetensors file, from its first bytes. Raises ValueError where they hold no whole header."""
     length = int.from_bytes(content[:8], "little")
     if len(content) < 8 + length:
         raise ValueError("its header is cut")
@@ -146,10 +138,5 @@ def metadata_of(content: bytes) -> dict[str, str]:
     return metadata
 
 
-def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, torch.Size]:
-    return {name: tensor.shape for name, tensor in tensors.items()}
-
-
 def _parts(context: PrefillResult) -> dict[str, Tensor]:
-    """The tensors of a file, by name."""
     return {"logits": context.logits, **context.state.named()}

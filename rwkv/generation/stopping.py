@@ -12,7 +12,7 @@ from rwkv.io.pieces import begun_at_end
 class StoppingCriteria:
     """A text ends after max_new_tokens, before the first stop string or stop token, or at an end-of-text token.
 
-    A special token whose name a stop string begins with is a stop token too: it is not shown, so no string would find it.
+    A special token with whose name a stop string begins is a stop token too: it has no text in which the string could be found.
     Raises UserError for a value out of range or of another type.
     """
 
@@ -36,12 +36,12 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
-        self._held = ""                  # the end of the text so far, which may be the beginning of a stop string
+        self._held = ""                  # the end of the text so far, which may begin a stop string
         self.found: str | None = None    # the stop string that ended the text
-        self.rest = ""                   # from that one on, what was pushed
+        self.rest = ""                   # that stop string, and what was pushed after it
 
     def push(self, piece: str) -> str:
-        """Appends `piece` and returns the text that can be shown now: no stop string and no beginning of one is in it."""
+        """Appends `piece`; returns the text that can be shown now, without a stop string or the beginning of one."""
         assert self.found is None, "the text has ended"
         text = self._held + piece
         matches = [(text.find(stop) + len(stop), text.find(stop), stop) for stop in self._stops if stop in text]
@@ -55,7 +55,7 @@ class StopStrings:
         return text[:shown]
 
     def flush(self) -> str:
-        """Returns the text held back, at the end of a text that no stop string ended."""
+        """The text held back, at the end of a text that no stop string ended."""
         held = self._held
         self._held = ""
         return held

@@ -46,21 +46,16 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     try:
         write(temporary)
         _sync_folder(temporary)
-        _replace(temporary, path)
+        if path.exists():
+            old = temporary.with_name(f"{temporary.name}.old")
+            path.rename(old)
+            temporary.rename(path)
+            shutil.rmtree(old)
+        else:
+            temporary.rename(path)
         _sync_folder(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _replace(temporary: Path, path: Path) -> None:
-    """Renames `temporary` to `path`. An existing folder is first renamed to the temporary's name with .old, then removed."""
-    if not path.exists():
-        temporary.rename(path)
-        return
-    old = temporary.with_name(f"{temporary.name}.old")
-    path.rename(old)
-    temporary.rename(path)
-    shutil.rmtree(old)
 
 
 def _sync_folder(folder: Path) -> None:

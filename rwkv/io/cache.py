@@ -10,7 +10,7 @@ from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 
 
-def write(path: Path, put: Callable[[BinaryIO], None]) -> None:
+def write(path: Path, put: Callable[[BinaryIO], object]) -> None:
     """Writes `path` by put(file), atomically. Raises UserError if it cannot be written."""
     try:
         write_file(path, put)
@@ -24,10 +24,7 @@ def cannot_write(path: Path, error: OSError) -> str:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    def put(file: BinaryIO) -> None:
-        file.write(content)
-
-    write(path, put)
+    write(path, lambda file: file.write(content))
 
 
 def write_json(path: Path, content: Any) -> None:

@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file, llama.cpp's, which stand at its beginning.
+"""The metadata of a GGUF file, llama.cpp's, which stand at its beginning. They are read once, however often they are asked for.
 
     magic "GGUF", version 3, number of tensors, number of metadata                uint32, uint32, uint64, uint64
     metadata    key, type, value        an array is the type of its elements, their number, and the elements
@@ -10,32 +10,48 @@ used: it goes on past the end of a damaged file, and takes 15 times as long for 
 import mmap
 import re
 import struct
+from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rwkv.errors import CheckpointError
 
-MAGIC, VERSIONS = b"GGUF", (2, 3)
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-STRING, ARRAY = 8, 9
+STRING = 8
+ARRAY = 9
 SPLIT_COUNT = "split.count"
 SPLIT_NAME = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
+HEADERS = 4                              # that are kept: of a model's first part, and of others
 
 
-def metadata_in(path: Path) -> dict[str, Any]:
-    """The metadata of a file by their keys; nothing where it is no GGUF file. Raises CheckpointError where it is damaged."""
-    with path.open("rb") as file:
-        if file.read(len(MAGIC)) != MAGIC:
-            return {}
-        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
-            cursor = Cursor(path, data)
-            metadata, _ = cursor.metadata()
-            cursor.close()
-            return metadata
+class Header(NamedTuple):
+    """end: the place after the metadata, where the descriptions of tensors begin."""
+
+    metadata: dict[str, Any]
+    n_tensors: int
+    end: int
+
+
+def header_of(path: Path) -> Header:
+    """Raises CheckpointError where the file is damaged."""
+    stat = path.stat()
+    return _header(path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
+
+
+@lru_cache(maxsize=HEADERS)
+def _header(path: Path, *_version: int) -> Header:
+    with (path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
+          memoryview(mapped) as data):
+        cursor = Cursor(path, data)
+        metadata, n_tensors = cursor.metadata()
+        cursor.data = memoryview(b"")    # lets go of the mapping
+        return Header(metadata, n_tensors, cursor.at)
 
 
 def parts_of(path: Path, metadata: dict[str, Any]) -> list[Path]:
-    """The files of the model that the file at `path`, with this metadata, is of, in order.
+    """The files, in order, of the model to which the file at `path`, with this metadata, belongs.
 
     Raises CheckpointError where one is missing.
     """
@@ -57,12 +73,10 @@ def parts_of(path: Path, metadata: dict[str, Any]) -> list[Path]:
 class Cursor:
     """Reads values one after another from `data`, never beyond its end."""
 
-    def __init__(self, path: Path, data: memoryview) -> None:
-        self.path, self.data, self.at = path, data, 0
-
-    def close(self) -> None:
-        """Lets go of the bytes."""
-        self.data = memoryview(b"")
+    def __init__(self, path: Path, data: memoryview, at: int = 0) -> None:
+        self.path = path
+        self.data = data
+        self.at = at
 
     def metadata(self) -> tuple[dict[str, Any], int]:
         """The metadata, from the beginning of the file, and the number of tensors."""

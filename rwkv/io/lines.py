@@ -9,20 +9,15 @@ NARROWEST = 40                           # a terminal for which lines are broken
 
 
 def labelled(subject: str, text: str, stream: TextIO) -> str:
-    """The line for `stream`, without the line end. In a terminal that is narrower it is broken between words, and the text
-    stays in its column.
+    """The line for `stream`, without the line end. In a narrower terminal it is broken between words, and the text stays in
+    its column.
     """
     line = f"{subject:<{COLUMN}}{text}"
-    width = _width(stream)
-    if width is None or len(line) <= width or width < NARROWEST:
+    try:
+        width = os.get_terminal_size(stream.fileno()).columns
+    except (OSError, ValueError):        # not a terminal; io.UnsupportedOperation, of a stream without a file, is both
+        return line
+    if len(line) <= width or width < NARROWEST:
         return line
     broken = textwrap.wrap(line, width, subsequent_indent=" " * COLUMN, break_long_words=False, break_on_hyphens=False)
     return "\n".join(broken)
-
-
-def _width(stream: TextIO) -> int | None:
-    """The columns of the stream's terminal; None where it is none."""
-    try:
-        return os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError):        # io.UnsupportedOperation, of a stream without a file, is both
-        return None

@@ -1,4 +1,4 @@
-"""A file that a program writes at its end: what could keep it from that is found before the work."""
+"""Checks that an output file can be written, before long work begins."""
 
 import os
 from collections.abc import Iterable

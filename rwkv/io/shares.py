@@ -1,4 +1,4 @@
-"""What goes first where several owners share a bounded room."""
+"""Several owners share a bounded room: whose thing is dropped first."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
@@ -8,12 +8,12 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Shares(Generic[K]):
-    """The sizes and owners of what is kept, in the order of use, most recently used last. total: of all sizes."""
+    """The sizes and owners of things, in the order of use, the most recently used last. total: the sum of the sizes."""
 
     def __init__(self) -> None:
         self._kept: OrderedDict[K, tuple[str, int]] = OrderedDict()
-        self._of_owner: Counter[str] = Counter()         # the size
-        self._number: Counter[str] = Counter()           # of things, of owners that have any
+        self._of_owner: Counter[str] = Counter()         # size in all
+        self._number: Counter[str] = Counter()           # of things
         self.total = 0
 
     def __contains__(self, key: object) -> bool:
@@ -26,7 +26,7 @@ class Shares(Generic[K]):
         return len(self._kept)
 
     def add(self, key: K, owner: str, size: int) -> None:
-        """Counts it as used now. What had the key before is forgotten."""
+        """Counts as a use. Replaces the thing with this key."""
         self.remove(key)
         self._kept[key] = owner, size
         self._of_owner[owner] += size
@@ -47,10 +47,10 @@ class Shares(Generic[K]):
             del self._number[owner], self._of_owner[owner]
 
     def first_to_go(self, most: int) -> K:
-        """Of what does not fit into `most`: the least recently used of those whose owners hold more than an equal share.
+        """The thing to drop where all together do not fit into `most`: the least recently used one of an owner that holds more
+        than an equal share, but not the one used last, unless it is the only one.
 
-        What was used last stays, unless it is alone. So an owner within its share loses nothing to the others, and an owner
-        alone has all the room.
+        So an owner within its share loses nothing to the others, and a single owner has all the room.
         """
         share = most / len(self._of_owner)
         *others, last = self._kept

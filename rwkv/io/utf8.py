@@ -5,7 +5,8 @@ from pathlib import Path
 
 from rwkv.errors import UserError
 
-GZIP, UTF16 = b"\x1f\x8b", (b"\xff\xfe", b"\xfe\xff")
+GZIP = b"\x1f\x8b"
+UTF16 = (b"\xff\xfe", b"\xfe\xff")
 BINARY = re.compile(rb"[\0-\x07\x0e-\x1a\x1c-\x1f]")     # control characters: not in texts
 BEGINNING = 4096                         # bytes from which the kind of a file is recognised
 
@@ -33,10 +34,11 @@ class WrongCharacter(UserError):
 
     def __init__(self, place: int, problem: str) -> None:
         super().__init__(f"character {place} of the text is {problem}")
-        self.place, self.problem = place, problem
+        self.place = place
+        self.problem = problem
 
     def after(self, characters: int) -> "WrongCharacter":
-        """The same error in a longer text, which has `characters` characters before this one."""
+        """The same error in a longer text, with `characters` characters before this one."""
         return WrongCharacter(characters + self.place, self.problem)
 
 

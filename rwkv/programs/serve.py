@@ -33,6 +33,7 @@ set as train.py --help explains.
 
 from collections.abc import Collection, Mapping
 from functools import partial
+from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING
 
 from kernels.machine import allocator, threads
@@ -54,14 +55,18 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
     except ModuleNotFoundError as error:
         raise UserError(f"serving needs the package {error.name}: pip install '.[serve]'") from None
     say("loading", config.checkpoint)
-    server.serve(config, partial(load, given=line.keys))
+    server.serve(config, partial(run_engine, given=line.keys))
+
+
+def run_engine(connection: Connection, config: ServeConfig, given: Collection[str]) -> None:
+    """What the engine's process does, which alone imports torch."""
+    from rwkv.serving import worker
+
+    worker.main(connection, config, partial(load, given=given))
 
 
 def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
-    """The model and what is said of it, in the engine's process, which alone imports torch.
-
-    given: the keys that the user set.
-    """
+    """The model and what is said of it. given: the keys that the user set."""
     import torch
 
     from rwkv.chat.templates import chat_template

@@ -21,17 +21,16 @@ from rwkv.tokenizer.decoders import Decoder
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 REASONS = {"length": "length", "stop": "stop", "end_of_text": "stop", "cancelled": "length", "no_token": "length"}
-SEND_TIMEOUT = 30                        # seconds in which a reader must take something
+SEND_TIMEOUT = 30                        # seconds in which a client must read something
 
 
 @dataclass
 class Shape:
-    """What an answer looks like. before: text that precedes each text (echo, or a template's beginning of an answer).
+    """The form of an answer. before: text that precedes each text: the prompt with echo, or the beginning of a chat's answer.
 
-    n: texts of each prompt, one after the other. tokenizer: for the places of tokens in a text. functions: those that the
-    answer may call. call_start: the beginning of a call that the model was given. most_calls: those that an answer shows.
-    thinks: answers may begin with thoughts, of which `before` is the beginning. after: the last ids before each prompt.
-    saves: each text's end is kept as a state.
+    n: texts of each prompt, one after the other. functions: names of those that the answer may call. call_start: the beginning
+    of a call that stands in the prompt. most_calls: further calls are not shown. thinks: answers may begin with thoughts, whose
+    beginning may be in `before`. after: the last ids before each prompt. saves: each text's end is kept as a state.
     """
 
     kind: str                            # "cmpl" or "chatcmpl"
@@ -62,12 +61,17 @@ class Shape:
 
 
 class Answer:
-    """An ASGI response: the texts of a ticket. The row of a client that goes away is cancelled."""
+    """An ASGI response: the texts of a ticket, which are cancelled when the client goes away."""
 
     def __init__(self, engine: RemoteEngine, ticket: Ticket, shape: Shape, stream: bool, timeout_s: float) -> None:
-        self._engine, self._ticket, self._shape, self._stream, self._timeout_s = engine, ticket, shape, stream, timeout_s
+        self._engine = engine
+        self._ticket = ticket
+        self._shape = shape
+        self._stream = stream
+        self._timeout_s = timeout_s
         self._texts = [_Text(shape, number, text.prompt) for number, text in enumerate(ticket.texts)]
-        self._complete = self._abandoned = False         # all is known; the client went away before that
+        self._complete = False           # all events have come
+        self._abandoned = False          # the client went away before that
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
@@ -81,7 +85,9 @@ class Answer:
             watcher.cancel()
             self._engine.cancel(self._ticket)
             if self._abandoned:
-                self._drop_states()
+                for text in self._texts:
+                    if text.last.state is not None:
+                        self._engine.drop(text.last.state)
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -89,31 +95,29 @@ class Answer:
         self._engine.cancel(self._ticket)
         self._abandoned = not self._complete
 
-    def _drop_states(self) -> None:
-        """Those of an answer that the client has not waited for."""
-        for text in self._texts:
-            if text.last.state is not None:
-                self._engine.drop(text.last.state)
-
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async for number, event in self._ticket:
                 self._take(number, event)
         except ApiError as error:
-            await error.response()(scope, receive, send)
+            await self._told(error).response()(scope, receive, send)
             return
         self._complete = True
         await self._finish()
-        # with the log-probabilities of a prompt an answer is megabytes, and others would wait while it is written
+        # with the log-probabilities of a prompt an answer has megabytes, and other requests would wait while it is encoded
         response = await asyncio.to_thread(self._whole) if self._shape.echo_logprobs else self._whole()
         async with asyncio.timeout(SEND_TIMEOUT):
             await response(scope, receive, send)
 
     async def _finish(self) -> None:
-        """What is to be done before a whole answer is sent."""
+        """Called when all events have come, before the end of the answer is sent."""
+
+    def _told(self, error: ApiError) -> ApiError:
+        """The error as the client gets it."""
+        return error
 
     def _take(self, number: int, event: Event) -> None:
-        """What is new of a text of an answer that is not streamed."""
+        """Adds an event to an answer that is sent whole."""
         self._texts[number].add(event)
 
     def _whole(self) -> Response:
@@ -149,7 +153,7 @@ class Answer:
         yield b"data: [DONE]\n\n"
 
     def _usage(self) -> dict[str, Any]:
-        """The prompt of n texts counts once, as in OpenAI's."""
+        """As OpenAI's: the prompt of n texts counts once."""
         of_prompts = [text.last for text in self._texts[::self._shape.n]]
         read = sum(event.prompt_tokens for event in of_prompts)
         written = sum(text.last.completion_tokens for text in self._texts)
@@ -162,8 +166,11 @@ class _Text:
     """One text of an answer, as choices of completions or of chat completions."""
 
     def __init__(self, shape: Shape, number: int, prompt: Sequence[int]) -> None:
-        self._shape, self._number, self._prompt = shape, number, prompt
-        self._content, self._logprobs = "" if shape.chat else shape.before[number], list[dict[str, Any]]()
+        self._shape = shape
+        self._number = number
+        self._prompt = prompt
+        self._content = "" if shape.chat else shape.before[number]
+        self._logprobs: list[dict[str, Any]] = []
         self._thoughts = ""
         self._answer = ThoughtParser(shape.before[number], shape.thinks) if shape.chat else None
         self._written = 0                # characters
@@ -173,7 +180,7 @@ class _Text:
         self._calls: list[dict[str, Any]] = []
         self._decoder = shape.tokenizer.decoder(
             shape.after if shape.echo_logprobs else before if shape.logprobs else ())
-        self._offset = 0                 # where the next token's first character begins
+        self._offset = 0                 # of the next token, in characters
         self.last = Event(-1)
 
     def add(self, event: Event) -> None:
@@ -186,19 +193,17 @@ class _Text:
             self.last = event
 
     def whole(self) -> dict[str, Any]:
-        reason = self.reason(self.last)
-        logprobs = self._logprobs_of(self._logprobs)
-        if self._shape.chat:
-            message: dict[str, Any] = {"role": "assistant", "content": self._content, "refusal": None}
-            if self._thoughts:
-                message |= {"reasoning_content": self._thoughts}
-            if self._calls:
-                message |= {"content": self._content or None, "tool_calls": self._calls}
-            return {"index": self._number, "message": message, "logprobs": logprobs, "finish_reason": reason, **self._state()}
-        return {"index": self._number, "text": self._content, "logprobs": logprobs, "finish_reason": reason, **self._state()}
+        message: dict[str, Any] = {"role": "assistant", "content": self._content, "refusal": None}
+        if self._thoughts:
+            message["reasoning_content"] = self._thoughts
+        if self._calls:
+            message |= {"content": self._content or None, "tool_calls": self._calls}
+        content = {"message": message} if self._shape.chat else {"text": self._content}
+        return {"index": self._number, **content, "logprobs": self._logprobs_of(self._logprobs),
+                "finish_reason": self.reason(self.last), **self._state()}
 
     def first(self) -> list[dict[str, Any]]:
-        """The chunk before any event."""
+        """Chunks before the first event."""
         if self._shape.chat:
             return [self._choice({"role": "assistant", "content": self._content}, None, None)]
         if self._content and not self._shape.echo_logprobs:
@@ -206,7 +211,6 @@ class _Text:
         return []
 
     def pieces(self, event: Event) -> list[dict[str, Any]]:
-        """The chunks of an event: its text, and the end."""
         finished = event.finish_reason is not None
         if self._shape.echo_logprobs:                    # the prompt's come with the last event: one chunk has all
             self.add(event)
@@ -229,28 +233,28 @@ class _Text:
         return found
 
     def parsed(self, event: Event) -> tuple[str, str, list[dict[str, Any]], list[dict[str, Any]]]:
-        """What is new of the thoughts, of the text as it is shown, of the calls, and of that text's log-probabilities."""
+        """What an event adds: thoughts, text that is shown, calls, and the log-probabilities of that text."""
         last = event.finish_reason is not None
         self._written += len(event.text)
-        thoughts, text, calls = "", event.text, list[dict[str, Any]]()
+        thoughts = ""
+        text = event.text
+        calls: list[dict[str, Any]] = []
         place = 0                        # of the text after the thoughts
         decided = self._written
         if self._answer:
             thoughts, text = self._answer.push(event.text, last)
-            place, decided = self._answer.text_place, self._answer.decided
+            place = self._answer.text_place
+            decided = self._answer.decided
         spans = [(self._written - len(text), self._written)]
         if self._parser:
             text, calls = self._parser.push(text, last)
             spans = [(start + place, end + place) for start, end in self._parser.spans]
             decided = min(decided, self._parser.decided + place)
-        return thoughts, text, calls, self._logprobs_within(event, spans, decided)
-
-    def _logprobs_within(self, event: Event, spans: list[tuple[int, int]], decided: int) -> list[dict[str, Any]]:
         if self._tokens is None:
-            return []
+            return thoughts, text, calls, []
         self._tokens.add(event.logprobs)
         self._tokens.show(spans)
-        return self._tokens.take(decided) if event.finish_reason is None else self._tokens.take_rest()
+        return thoughts, text, calls, self._tokens.take_rest() if last else self._tokens.take(decided)
 
     def reason(self, event: Event) -> str:
         reason = REASONS[event.finish_reason or "length"]
@@ -263,7 +267,7 @@ class _Text:
                 "finish_reason": reason}
 
     def _state(self) -> dict[str, Any]:
-        """The id of what was kept of the text's end, where that was asked for; null where the text was cancelled."""
+        """The id of the state at the text's end, where that was asked for; null where the text was cancelled."""
         return {"state": self.last.state and self.last.state.id} if self._shape.saves else {}
 
     def _logprobs_of(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -276,7 +280,11 @@ class _Text:
     def _legacy(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
         """The parallel lists of completions. With echo the prompt's tokens precede; the first has no log-probability."""
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        for entry in [*self._echoed(), *entries]:
+        if self._shape.echo_logprobs:
+            first = self._prompt[0]
+            name = self._shape.tokenizer.names([first])[0]
+            entries = [{"token": first, "text": name, "logprob": None}, *self.last.prompt_logprobs, *entries]
+        for entry in entries:
             top = {token_string(entry): entry["logprob"]}
             for other in entry.get("top", ()):
                 if other["token"] != entry["token"]:
@@ -285,17 +293,10 @@ class _Text:
             found["tokens"].append(token_string(entry))
             found["token_logprobs"].append(entry["logprob"])
             found["top_logprobs"].append(None if entry["logprob"] is None else top)
-            piece = self._decoder.push(entry["token"])           # begins with a character that earlier tokens left broken
+            piece = self._decoder.push(entry["token"])           # may begin with a character that earlier tokens began
             found["text_offset"].append(self._offset + max(piece.find(entry["text"]), 0))
             self._offset += len(piece)
         return found
-
-    def _echoed(self) -> list[dict[str, Any]]:
-        if not self._shape.echo_logprobs:
-            return []
-        first = self._prompt[0]
-        text = self._shape.tokenizer.names([first])[0]
-        return [{"token": first, "text": text, "logprob": None}, *self.last.prompt_logprobs]
 
 
 def chat_entry(entry: dict[str, Any], decoder: Decoder) -> dict[str, Any]:

@@ -1,5 +1,7 @@
-"""The routes: OpenAI's completions, chat completions and responses, states, the tokenizer in vLLM's form, health, metrics and
-the page.
+"""The endpoints: OpenAI's completions, chat completions and responses; states; vLLM's for the tokenizer; health, metrics, page.
+
+A handler reads a request's body (schema.py), makes texts of it for the engine (remote.py), and returns how their events become
+an answer (answers.py, responses.py).
 """
 
 import asyncio
@@ -55,7 +57,7 @@ from rwkv.serving.states import FORMS, Keeper, StateAnswer, owner_of, shown
 from rwkv.tokenizer.decoders import LAST_IDS
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-LONG = 2**16                             # bytes of a body that is not read in the event loop
+LONG = 2**16                             # bytes of a body that is read in a thread, not in the event loop
 COMPLETION_TOKENS = 16                   # max_tokens of a completion, OpenAI's
 OF_SAMPLING = tuple(item.name for item in fields(Sampling))
 OPEN_PATHS = ("/", "/health", "/ready")  # need no key
@@ -66,9 +68,7 @@ PAGE_HEADERS = {"content-security-policy": "default-src 'none'; script-src 'unsa
 
 @dataclass
 class Service:
-    """What the routes work with. sampling: as of Ready. model: the id of the checkpoint's own. stopping: no new requests are
-    taken.
-    """
+    """What the handlers share. sampling: as in Ready. model: the id of the checkpoint's own. stopping: refuse new texts."""
 
     config: ServeConfig
     about: About
@@ -99,7 +99,6 @@ def application(service: Service) -> ASGIApp:
 
 
 def _logged(app: ASGIApp) -> ASGIApp:
-    """With a line in the log for each error."""
     async def logged(scope: Scope, receive: Receive, send: Send) -> None:
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
@@ -113,7 +112,7 @@ def _logged(app: ASGIApp) -> ASGIApp:
 
 
 def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Request], Awaitable[Any]]:
-    """handlers: by method; that of GET answers HEAD too."""
+    """handlers: by method. HEAD is answered by that of GET."""
     async def endpoint(request: Request) -> Any:
         try:
             check_origin(service.config, request.headers)
@@ -131,7 +130,7 @@ def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Re
 
 
 def _field_in(message: str) -> str | None:
-    """The field that a message begins with: messages[1].content, banned."""
+    """The request's field that a message begins with, such as messages[1].content or banned."""
     word = message.split(maxsplit=1)[0].rstrip(":,")
     held = ("messages", "tools", "response_format", "grammar")
     return word if word.startswith(held) or word in OF_SAMPLING else None
@@ -149,11 +148,11 @@ async def _http_error(request: Request, error: Exception) -> Response:
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    return ApiError(500, "an error of the server's own; its log says more").response()
+    return ApiError(500, "the server has failed; its log says more").response()
 
 
 def _authorize(service: Service, request: Request) -> None:
-    """Notes whose request it is."""
+    """Checks the key, and notes the request's owner."""
     keys = service.config.api_key
     request.scope["state"]["owner"] = owner_of("")
     if not keys or request.url.path in OPEN_PATHS:
@@ -178,7 +177,8 @@ async def _body(service: Service, request: Request, least: int = 0) -> bytes:
     announced = request.headers.get("content-length", "0")
     if announced.isdigit() and int(announced) > limit:
         raise too_large
-    parts, size = [], 0
+    parts = []
+    size = 0
     async for part in request.stream():
         parts.append(part)
         size += len(part)
@@ -188,7 +188,7 @@ async def _body(service: Service, request: Request, least: int = 0) -> bytes:
 
 
 async def _worked(service: Service, request: Request, work: Callable[[Service, bytes], Result]) -> Result:
-    """What `work` makes of the body: in a thread where it is long, so that reading and encoding it holds up nobody."""
+    """work(service, body), in a thread where the body is long, so that no other request waits for it."""
     sent = await _body(service, request)
     return await asyncio.to_thread(work, service, sent) if len(sent) > LONG else work(service, sent)
 
@@ -198,6 +198,14 @@ async def _worked(service: Service, request: Request, work: Callable[[Service, b
 
 async def completions(service: Service, request: Request) -> Answer:
     return await _answer(service, *await _worked(service, request, partial(_completion, owner=_owner(request))))
+
+
+async def chat_completions(service: Service, request: Request) -> Answer:
+    return await _answer(service, *await _worked(service, request, partial(_chat_completion, owner=_owner(request))))
+
+
+async def _answer(service: Service, texts: list[Generate], shape: Shape, body: Options) -> Answer:
+    return Answer(service.engine, await _submitted(service, texts), shape, bool(body.stream), service.config.timeout_s)
 
 
 def _completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, Options]:
@@ -217,7 +225,8 @@ def _completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generat
                             "request, each prompt counted n times", "echo")
     if echoed and not all(prompts):
         raise ApiError(400, "echo with logprobs needs a prompt, also after a state", "echo")
-    stops, grammar = body.stops(), body.answer_grammar()
+    stops = body.stops()
+    grammar = body.answer_grammar()
     texts = [text for ids in prompts
              for text in _texts(service, body, ids, n, maximum, stops, body.logprobs, echoed, grammar)]
     texts = _with_states(service, body, texts, start, owner, model)
@@ -225,10 +234,6 @@ def _completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generat
     shape = Shape("cmpl", model or service.model, _include_usage(body), body.logprobs is not None, before, n, service.tokenizer,
                   echoed, after=start.last_ids if start else (), saves=bool(body.save_state))
     return texts, shape, body
-
-
-async def chat_completions(service: Service, request: Request) -> Answer:
-    return await _answer(service, *await _worked(service, request, partial(_chat_completion, owner=_owner(request))))
 
 
 def _chat_completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, ChatRequest]:
@@ -247,11 +252,15 @@ def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[G
     prompt = service.states.prompt(start, body.messages, tools, thinking.think, thinking.effort)
     if call_start and answer_start:      # thoughts, which end before the call
         end = end_of(answer_start)
-        prompt, answer_start, call_start = f"{prompt}{end}", f"{answer_start}{end}", call_start.lstrip()
+        prompt = f"{prompt}{end}"
+        answer_start = f"{answer_start}{end}"
+        call_start = call_start.lstrip()
     prompt += call_start
-    limit, maximum = "max_tokens", body.max_tokens
+    limit = "max_tokens"
+    maximum = body.max_tokens
     if body.max_completion_tokens is not None:
-        limit, maximum = "max_completion_tokens", body.max_completion_tokens
+        limit = "max_completion_tokens"
+        maximum = body.max_completion_tokens
     maximum = _most_tokens(service)["chat"] if maximum is None else maximum
     one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
     stops = (*service.template.stop, *body.stops(), *((stop_of(call_start),) if one_call else ()))
@@ -261,7 +270,7 @@ def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[G
     begun = answer_start or begun_by(prompt)
     grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True)
     texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, grammar, limit, thinking.think)
-    texts = _with_states(service, body, texts, start, owner, model, service.states.answered(tools, start))
+    texts = _with_states(service, body, texts, start, owner, model, service.states.turn(None, tools, start))
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", model or service.model, _include_usage(body), bool(body.logprobs),
                   [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start.lstrip(),
@@ -271,9 +280,9 @@ def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[G
 
 
 def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
-    """How the answer is to begin. calls: with a call, before which there are no thoughts.
+    """How the answer is to begin. calls: it begins with a call, and so without thoughts.
 
-    Raises ApiError where the template cannot ask for that; a wish that it has no form for is left out.
+    Raises ApiError where the template has no form for what is asked; an effort that it has no form for is ignored.
     """
     thinking = body.thinking(service.template.thinks)
     try:
@@ -288,11 +297,12 @@ def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
 
 
 def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | None, str]:
-    """The tools for the template, None for none, and what an answer begins with that has to be a call.
+    """The tools for the template, None for none; and how an answer begins that tool_choice demands to be a call.
 
     Raises ApiError for a choice that the tools or the template do not allow.
     """
-    choice, template = body.tool_choice, service.template
+    choice = body.tool_choice
+    template = service.template
     if not body.tools:
         if choice not in (None, "none"):
             raise ApiError(400, "tool_choice needs tools", "tool_choice")
@@ -315,60 +325,51 @@ def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | 
 
 
 def _shown_tools(service: Service, tools: list[Tool] | None) -> list[dict[str, Any]] | None:
-    """In the form for the template. Raises ApiError where it has none for them."""
-    if tools and not service.template.supports_tools:
+    """The tools for the template. All get parameters, which templates expect; OpenAI's may lack them. Raises ApiError."""
+    if not tools:
+        return None
+    if not service.template.supports_tools:
         raise ApiError(400, f"tools: {service.template.no_tools}", "tools")
-    return [_for_template(tool) for tool in tools] if tools else None
-
-
-def _for_template(tool: Tool) -> dict[str, Any]:
-    """With parameters, which templates expect; for OpenAI a tool without them is one with an empty list of them."""
-    shown: dict[str, Any] = msgspec.to_builtins(tool)
-    parameters = shown["function"].setdefault("parameters", {})
-    parameters.setdefault("type", "object")
-    parameters.setdefault("properties", {})
-    return shown
+    found: list[dict[str, Any]] = msgspec.to_builtins(tools)
+    for tool in found:
+        parameters = tool["function"].setdefault("parameters", {})
+        parameters.setdefault("type", "object")
+        parameters.setdefault("properties", {})
+    return found
 
 
 def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, begun: str, think: bool) -> Grammar | None:
-    """What the answer may be, None for any text. tools: whether it may call some. call_start: as of _tools. begun: the thoughts
-    that the prompt has begun. think: whether the answer may begin with thoughts.
+    """What the answer may be; None for any text. tools: it may call some. call_start: as _tools gives it. begun: the beginning
+    of thoughts at the end of the prompt. think: the answer may begin with thoughts.
 
     Raises ApiError where the form of a call is not known.
     """
     answer = body.answer_grammar()
+    functions = [(function.name, function.parameters or {}, f"tools[{i}].function.parameters")
+                 for i, function in enumerate(tool.function for tool in body.tools or ())]
     if tools and (call_start or answer):
         if service.template.call_start is None:
             raise ApiError(400, "response_format and grammar do not go with tools and the chat template "
                                 f"{service.template.name}, of which it is not known how a call begins: send tool_choice=none",
                            "tools")
         form = service.template.call_start[0].lstrip(), service.template.call_start[1]
-        functions = [(function.name, function.parameters or {}, f"tools[{i}].function.parameters")
-                     for i, function in enumerate(tool.function for tool in body.tools or ())]
-        calls = Grammar.calls(form, functions, _closing(form[0]), call_start.lstrip())
+        calls = Grammar.calls(form, functions, f"\n{stop_of(form[0]).lstrip()}", call_start.lstrip())
         if call_start:
             return calls
         answer = answer.or_else(calls) if answer else None
     if answer is None:
-        return None
-    if "</think" in begun:               # an empty thought, whose end may lack its last character
+        strict = [function for function, tool in zip(functions, body.tools or (), strict=True) if tool.function.strict]
+        # a grammar allows no special token, and so no call that begins with one
+        return Grammar.text_with_calls(strict) if tools and strict and START not in service.tokenizer.special else None
+    if "</think" in begun:               # an empty thought, perhaps without the last ">"
         return answer.after_space() if begun.rstrip().endswith(">") else answer.after_space().after(">")
     if begun:
         return answer.after_thoughts()
     return answer.after_thoughts(START_OF_THOUGHTS) if think else answer.after_space()
 
 
-def _closing(call_start: str) -> str:
-    """What ends a call, at a line of its own."""
-    return f"\n{stop_of(call_start).lstrip()}"
-
-
-async def _answer(service: Service, texts: list[Generate], shape: Shape, body: Options) -> Answer:
-    return Answer(service.engine, await _submitted(service, texts), shape, bool(body.stream), service.config.timeout_s)
-
-
 async def _submitted(service: Service, texts: list[Generate]) -> Ticket:
-    if texts[0].grammar is not None:     # which may take long to compile
+    if texts[0].grammar is not None:     # compiling it may take long
         await asyncio.to_thread(texts[0].grammar.check)
     if service.stopping:
         raise ApiError(503, "the server is stopping", code="stopping")
@@ -380,9 +381,7 @@ async def _submitted(service: Service, texts: list[Generate]) -> Ticket:
 def _texts(service: Service, body: Options, ids: list[int], n: int, maximum: int, stops: tuple[str, ...],
            n_logprobs: int | None, prompt_logprobs: bool, grammar: Grammar | None,
            limit: str = "max_tokens", think: Think = False) -> list[Generate]:
-    """The n texts that continue a prompt, with seeds from the request's on. limit: the field that `maximum` is from. think: how
-    they begin.
-    """
+    """The n texts that continue a prompt, with consecutive seeds. limit: the name of the field `maximum`."""
     if maximum > service.config.max_tokens:
         raise ApiError(400, f"{limit} is at most {service.config.max_tokens} on this server; got {maximum}", limit)
     seed = secrets.randbelow(2**62) if body.seed is None else body.seed
@@ -394,7 +393,7 @@ def _texts(service: Service, body: Options, ids: list[int], n: int, maximum: int
 
 def _with_states(service: Service, body: Options, texts: list[Generate], start: SavedState | None, owner: str, model: str,
                  turn: Turn | None = None) -> list[Generate]:
-    """The texts, which continue `start`, each with a state to keep its end in where the request asks for that."""
+    """The texts as continuations of `start`, each with a state for its end where the request asks for one."""
     return [replace(text, start=start, save=service.states.new(owner, turn, model) if body.save_state else None, model=model,
                     owner=owner) for text in texts]
 
@@ -416,7 +415,6 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
 
 
 def _ids(service: Service, prompt: str | list[int], param: str = "prompt", start: SavedState | None = None) -> list[int]:
-    """The ids of a prompt, which follows `start`."""
     if isinstance(prompt, str):
         before = start.last_ids if start else ()
         ids = _encoded(lambda text: service.tokenizer.encode_after(text, before), prompt, param)
@@ -427,12 +425,11 @@ def _ids(service: Service, prompt: str | list[int], param: str = "prompt", start
     if len(ids) > service.config.max_prompt_tokens:
         raise ApiError(400, f"{param} has {len(ids)} tokens, and this server reads at most {service.config.max_prompt_tokens}",
                        param, "context_length_exceeded")
-    follows = start is not None and start.tokens != 0            # a learnt state has read nothing
+    follows = start is not None and start.tokens != 0            # a state that was learnt has read no token
     return ids if ids or follows else [service.tokenizer.end_of_text]
 
 
 def _ids_of_messages(service: Service, rendered: str, start: SavedState | None) -> list[int]:
-    """The ids of messages as the template shows them, which follow `start`."""
     return _ids(service, _encoded(lambda text: service.states.ids(text, start), rendered, "messages"), "messages", start)
 
 
@@ -450,8 +447,9 @@ def _include_usage(body: Options) -> bool:
 
 
 def _model(service: Service, name: str | None) -> str:
-    """The adapter that a request names, "" for the checkpoint's own model. A name may have a prefix, as gateways add:
-    openai/NAME. Raises ApiError where there is none.
+    """The adapter that a request names; "" for the checkpoint's own model. Raises ApiError for an unknown name.
+
+    A name may have a prefix, as gateways add: openai/NAME.
     """
     if name is None:
         return ""
@@ -467,6 +465,7 @@ def _model(service: Service, name: str | None) -> str:
 
 
 async def make_state(service: Service, request: Request) -> Any:
+    """From the content of a state file, or by reading a prompt or messages."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() in FORMS:
         content = await _body(service, request, least=2 * service.states.state_bytes + MIB)
         return _state(service, await service.engine.upload(service.states.new(_owner(request)), content))
@@ -476,7 +475,7 @@ async def make_state(service: Service, request: Request) -> Any:
 
 
 def _state_text(service: Service, sent: bytes, owner: str) -> Generate:
-    """A text of no tokens, whose end is the state."""
+    """A text without tokens, which ends with the state."""
     body = read(sent, StateRequest)
     model = _model(service, body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -554,8 +553,8 @@ async def delete_response(service: Service, request: Request) -> Response:
 
 async def cancel_response(service: Service, request: Request) -> Response:
     _stored(service, request)
-    raise ApiError(400, "this response has ended: one that runs is cancelled by closing its connection, and there are none in "
-                        "the background on this server")
+    raise ApiError(400, "this response has ended: a running one is cancelled by closing its connection, and this server runs "
+                        "none in the background")
 
 
 async def response_input(service: Service, request: Request) -> Response:
@@ -579,10 +578,8 @@ async def one_model(service: Service, request: Request) -> Response:
 
 
 def _shown_model(service: Service, name: str) -> dict[str, Any]:
-    """OpenAI's object, with vLLM's max_model_len and, as meta, what people ask first of a model.
-
-    state_bytes: of a state that a client keeps; None where there is room for none. defaults: of requests that do not say.
-    """
+    """OpenAI's object, with vLLM's max_model_len, and with facts and defaults as meta. state_bytes: None where there is no room
+    for a state."""
     states = service.states
     meta = {**vars(service.about), "template": service.template.name,
             "state_bytes": states.state_bytes if states.has_room else None,
@@ -592,13 +589,12 @@ def _shown_model(service: Service, name: str) -> dict[str, Any]:
 
 
 def _most_tokens(service: Service) -> dict[str, int]:
-    """Of a text whose request does not say."""
     most = service.config.max_tokens
     return {"completions": min(COMPLETION_TOKENS, most), "chat": most}
 
 
 async def tokenizer_info(service: Service, request: Request) -> Response:
-    """In vLLM's shape, what lm-evaluation-harness's local-completions asks for."""
+    """In vLLM's form, for lm-evaluation-harness's local-completions."""
     end = service.tokenizer.end_of_text
     name = token_string({"token": end, "text": service.tokenizer.decode([end])})
     return json_response({"tokenizer_class": service.tokenizer.kind, "vocab_size": service.tokenizer.vocab_size,

@@ -1,4 +1,4 @@
-"""Errors of the interface: OpenAI's object, {"error": {"message", "type", "param", "code"}}, with its status."""
+"""Errors as OpenAI's interface has them: {"error": {"message", "type", "param", "code"}} and a status."""
 
 from typing import Any
 
@@ -6,15 +6,17 @@ import msgspec
 from starlette.responses import Response
 
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+STATE_GONE = "state_not_found"           # a code
 
 
 class ApiError(Exception):
-    """An answer with this status. param: the field that is wrong. code: a word for programs. retry_after: seconds."""
+    """param: the field that is wrong. code: a word for programs. retry_after: seconds."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
                  retry_after: int | None = None) -> None:
         super().__init__(message)
-        self.status, self.retry_after = status, retry_after
+        self.status = status
+        self.retry_after = retry_after
         self.body = {"error": {"message": message, "type": TYPES.get(status, "invalid_request_error"), "param": param,
                                "code": code}}
 

@@ -1,6 +1,6 @@
 """uvicorn with what it lacks: deadlines for headers and bodies, a limit of connections, errors as JSON, and one way to stop.
 
-It also refuses what RFC 9112 lets no server answer, and gives each request an id, which the answer's header x-request-id has.
+It also refuses requests that RFC 9112 lets no server answer, and gives each request an id, the answer's header x-request-id.
 """
 
 import asyncio
@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
@@ -21,16 +22,15 @@ from rwkv.io.signals import heeded
 from rwkv.serving.errors import ApiError
 from rwkv.serving.log import say_refused
 
-UNREAD_S = 30                            # seconds after which a client that has taken none of an answer is cut off
+UNREAD_S = 30                            # seconds after which a client that reads nothing of an answer is cut off
 MOST_HEADERS = 64 * 1024                 # bytes of a request's first line and headers
 REQUEST_ID = re.compile(rb"[!-~]{1,512}")            # of a client
-REASONS = {400: "Bad Request", 408: "Request Timeout", 431: "Request Header Fields Too Large", 503: "Service Unavailable"}
 
 
 class Parser:
-    """httptools' parser, which stops after the headers of a request that asks for another protocol and loses its body.
+    """httptools' parser without Upgrade, after which it would stop and lose the request's body.
 
-    A server may ignore that wish (RFC 9110, 7.8). Java's HttpClient sends it with every request (`Upgrade: h2c`).
+    A server may ignore that header (RFC 9110, 7.8). Java's HttpClient sends `Upgrade: h2c` with every request.
     """
 
     def __init__(self, protocol: "Protocol") -> None:
@@ -39,7 +39,7 @@ class Parser:
 
     def _begin(self) -> None:
         self._inner = httptools.HttpRequestParser(self._protocol)
-        self._inner.set_dangerous_leniencies(lenient_data_after_close=True)      # as uvicorn has it: requests may be pipelined
+        self._inner.set_dangerous_leniencies(lenient_data_after_close=True)      # as uvicorn sets it, for pipelined requests
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
@@ -50,27 +50,29 @@ class Parser:
                 self._inner.feed_data(data)
                 return
             except httptools.HttpParserUpgrade as stopped:
-                data = self._without_the_wish() + data[stopped.args[0]:]
+                data = self._head_without_upgrade() + data[stopped.args[0]:]
                 self._begin()
 
-    def _without_the_wish(self) -> bytes:
-        """The first line and the headers once more. Raises HttpParserError for the method CONNECT, which is a proxy's."""
-        method, version = self._inner.get_method(), self._inner.get_http_version().encode()
-        if method == b"CONNECT":
+    def _head_without_upgrade(self) -> bytes:
+        method = self._inner.get_method()
+        version = self._inner.get_http_version().encode()
+        if method == b"CONNECT":         # a proxy's
             raise httptools.HttpParserError("CONNECT")
         headers = [b"%s: %s" % header for header in self._protocol.headers if header[0] != b"upgrade"]
         return b"\r\n".join([b"%s %s HTTP/%s" % (method, self._protocol.url, version), *headers, b"", b""])
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection. receive_s: seconds for a whole request to come. most: open connections."""
+    """One connection. receive_s: seconds in which a whole request must come. most: connections that may be open."""
 
-    receive_s, most = 30.0, 1024
+    receive_s = 30.0
+    most = 1024
 
     _deadline: asyncio.TimerHandle | None = None
-    _answered: Any = None                # the request that is answered now; self.cycle is the one that came last
-    _in_headers, _received = True, 0
-    _request_id: str | None = None       # of the request that comes
+    _answered: Any = None                # uvicorn's cycle of the request that is answered now; self.cycle is of the last one
+    _in_headers = True
+    _received = 0
+    _request_id: str | None = None       # of the request that is being received
     _mistake = "this is not an HTTP request"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -106,16 +108,17 @@ class Protocol(HttpToolsProtocol):
         super()._start_asgi_task(cycle, app)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value.rstrip(b" \t"))    # blanks after a value are no part of it; the parser drops those before
+        super().on_header(name, value.rstrip(b" \t"))    # the parser drops only the blanks before a value
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
-            return                       # the parser comes again, without the wish
+            return                       # Parser sends the request again, without Upgrade
         self._check_head()
         self._in_headers = False
-        self.scope["state"] |= {"abort": self._abort, "request_id": self._name_request()}
+        request_id = self._name_request()
+        self.scope["state"] |= {"abort": self._abort, "request_id": request_id}
         super().on_headers_complete()
-        self.cycle.default_headers = [*self.cycle.default_headers, (b"x-request-id", self._name_request().encode())]
+        self.cycle.default_headers = [*self.cycle.default_headers, (b"x-request-id", request_id.encode())]
         if self.parser.get_http_version() == "1.0":
             _send_without_chunks(self.cycle)
 
@@ -123,8 +126,10 @@ class Protocol(HttpToolsProtocol):
         if self.parser.should_upgrade():
             return
         self._stop_deadline()
-        self._in_headers, self._received = True, 0
-        self._request_id, self.headers = None, []
+        self._in_headers = True
+        self._received = 0
+        self._request_id = None
+        self.headers = []
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
@@ -132,11 +137,9 @@ class Protocol(HttpToolsProtocol):
         self._watch_reader(0)
 
     def _check_head(self) -> None:
-        """Raises HttpParserError where a server has to refuse the request (RFC 9112: 2.3, 3.2 and 6.1).
-
-        A target that is a whole address becomes a path, and its host is the request's.
-        """
-        version, headers = self.parser.get_http_version(), self.headers
+        """Raises HttpParserError where a server must refuse the request (RFC 9112: 2.3, 3.2 and 6.1)."""
+        version = self.parser.get_http_version()
+        headers = self.headers
         hosts = [value for name, value in headers if name == b"host"]
         codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
         if version not in ("1.0", "1.1"):
@@ -151,6 +154,7 @@ class Protocol(HttpToolsProtocol):
         raise httptools.HttpParserError(self._mistake)
 
     def _use_path(self) -> None:
+        """Makes a path of a target that is a whole URL, whose host replaces the header Host."""
         target = httptools.parse_url(self.url)
         if target.host is None:
             return
@@ -161,7 +165,7 @@ class Protocol(HttpToolsProtocol):
         self.headers[:] = [header for header in self.headers if header[0] != b"host"] + [(b"host", host)]
 
     def _name_request(self) -> str:
-        """The client's own id, where it has the form of one, or a new one."""
+        """The id that the client gave, if it is a valid one, or else a new one."""
         if self._request_id is None:
             given = next((value for name, value in self.headers or () if name == b"x-request-id"), b"")
             self._request_id = given.decode() if REQUEST_ID.fullmatch(given) else f"req_{uuid4().hex}"
@@ -170,11 +174,11 @@ class Protocol(HttpToolsProtocol):
     def _abort(self) -> None:
         """Cuts the connection in the middle of an answer."""
         if self._answered is not None:
-            self._answered.disconnected = True           # or uvicorn reports an answer that is not complete
+            self._answered.disconnected = True           # otherwise uvicorn reports an incomplete answer
         self.transport.abort()
 
     def _watch_reader(self, unread_before: int) -> None:
-        """Cuts the connection where what was written is not read: the transport would keep it for as long as the client is."""
+        """Cuts the connection if the client reads nothing: the transport would keep the unread bytes for ever."""
         unread = self.transport.get_write_buffer_size()
         if unread and unread == unread_before:
             self.transport.abort()
@@ -183,12 +187,12 @@ class Protocol(HttpToolsProtocol):
 
     def send_400_response(self, msg: str) -> None:
         if self._answering:
-            self.cycle.keep_alive = False            # the answer is the connection's last
+            self.cycle.keep_alive = False            # the connection ends with this answer
         else:
             self._refuse(ApiError(400, self._mistake))
 
     def _expect_request(self) -> None:
-        """From the first byte, or the beginning of the connection, until the request's last byte."""
+        """Starts the deadline: at the beginning of a connection, or at the first byte of a later request."""
         self._deadline = self.loop.call_later(self.receive_s, self._too_slow)
 
     def _stop_deadline(self) -> None:
@@ -198,23 +202,23 @@ class Protocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         if self._answering:
-            self._expect_request()       # what has come since is no reason to cut off an answer
+            self._expect_request()       # the next, pipelined request must not cut off this answer
         elif not self.transport.is_closing():
             self._refuse(ApiError(408, f"the request did not come within {self.receive_s:g} seconds"))
 
     @property
     def _answering(self) -> bool:
-        """Whether a request that came whole is being answered."""
+        """Whether a request that was received whole is being answered."""
         return self._answered is not None and not self._answered.response_complete and not self._answered.more_body
 
     def _refuse(self, error: ApiError) -> None:
-        """Answers without the application, unless it has begun to answer this request, and closes the connection."""
+        """Closes the connection, with the error as answer unless the application has begun to answer this request."""
         self._stop_deadline()
         between_requests = self._in_headers and self.cycle is not None and self.cycle.response_complete
         if self.cycle is None or between_requests or not self.cycle.response_started:
             content = msgspec.json.encode(error.body)
             retry = f"retry-after: {error.retry_after}\r\n" if error.retry_after else ""
-            head = f"HTTP/1.1 {error.status} {REASONS[error.status]}\r\ncontent-type: application/json\r\n" \
+            head = f"HTTP/1.1 {error.status} {HTTPStatus(error.status).phrase}\r\ncontent-type: application/json\r\n" \
                    f"content-length: {len(content)}\r\n{retry}x-request-id: {self._name_request()}\r\n" \
                    "connection: close\r\n\r\n"
             self.transport.write(head.encode() + content)
@@ -223,7 +227,7 @@ class Protocol(HttpToolsProtocol):
 
 
 def _send_without_chunks(cycle: Any) -> None:
-    """For HTTP/1.0, which has no chunks (RFC 9112, 6.1): a body whose length no header says ends with the connection."""
+    """For HTTP/1.0, which has no chunks (RFC 9112, 6.1): a body without content-length ends with the connection."""
     send = cycle.send
     ends_with_connection = False
 
@@ -235,22 +239,22 @@ def _send_without_chunks(cycle: Any) -> None:
                 cycle.chunked_encoding = False
                 cycle.keep_alive = False
         elif ends_with_connection:
-            cycle.expected_content_length = len(message["body"])     # uvicorn compares them
+            cycle.expected_content_length = len(message["body"])     # uvicorn compares it with the body's
         await send(message)
 
     cycle.send = sent
 
 
 class Server(uvicorn.Server):
-    """Ends at the first signal that asks for it within the grace time, at a second SIGINT or SIGTERM at once. on_stop is called
-    at the first.
+    """Ends within the grace time after the first signal, and at once at a second SIGINT or SIGTERM.
 
-    on_start is called when connections are accepted.
+    on_start: called when connections are accepted. on_stop: called at each signal.
     """
 
     def __init__(self, config: uvicorn.Config, on_start: Callable[[], None], on_stop: Callable[[], None]) -> None:
         super().__init__(config)
-        self._on_start, self._on_stop = on_start, on_stop
+        self._on_start = on_start
+        self._on_stop = on_stop
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

@@ -1,11 +1,10 @@
-"""The states that clients keep, in the engine's process: in bounded memory, and in a folder where there is one.
+"""The states that clients keep, in the engine's process: in bounded memory and, with states_dir=, in a folder of bounded size.
 
-Without a folder the least recently used ones are dropped where memory is full. With one each state is written there when it is
-made, and memory holds those used last; a file that no client has used for longest is deleted where the folder is full. A key
-that holds no more than an equal share of the room loses none to others.
+Without a folder the least recently used states are dropped when memory is full. With one each state is written when it is made,
+memory holds those used last, and the files used longest ago are deleted when the folder is full. A key that holds no more than
+an equal share of the room loses none to others.
 """
 
-import json
 import os
 import re
 import time
@@ -13,7 +12,9 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+import msgspec
 
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
@@ -29,55 +30,72 @@ OURS = "timemix-serve"                   # in the metadata of a file: what the s
 MOST_UNWRITTEN = 8                       # states that wait to be written
 
 
+Number = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
+
+
+class Known(msgspec.Struct, omit_defaults=True):
+    """The server's own entry in a file's metadata. adapter: its digest. The others are as in SavedState."""
+
+    owner: str = ""
+    created: Number | None = None
+    tokens: Number | None = None
+    bytes: Number = 0
+    turn: Turn | None = None
+    adapter: str | None = None
+    name: str = ""
+
+
 class StateGone(UserError):
-    """A state that is no longer there."""
+    """A state that was dropped or lost."""
 
 
 class KeptStates:
-    """found: those that the folder has from earlier, of other models too. Raises UserError for a folder that cannot be used.
+    """forms: by the name of each model. digests: of what was trained, by the adapter's name.
 
-    forms: of the states of each model by name. digests: of what was trained, by the adapter's name, which a file has and not
-    the name. nbytes: of those in memory.
+    found: the states that the folder has from earlier, of other models too. Raises UserError for a folder that cannot be used.
     """
 
     def __init__(self, config: ServeConfig, forms: Mapping[str, StateForm], digests: Mapping[str, str]) -> None:
-        self._forms, self._digests = forms, {"": "", **digests}
-        self._most, self._most_of_files = config.states_mib * MIB, config.states_dir_mib * MIB
+        self._forms = forms
+        self._digests = {"": "", **digests}
+        self._most = config.states_mib * MIB
+        self._most_of_files = config.states_dir_mib * MIB
         self._folder = Path(config.states_dir) if config.states_dir else None
         self._in_memory: dict[str, PrefillResult] = {}
-        self._memory, self._files = Shares[str](), Shares[str]()
+        self._memory = Shares[str]()
+        self._files = Shares[str]()
         self._unwritten: dict[str, Future[None]] = {}
-        self._writer = ThreadPoolExecutor(1)             # a disk is slow, and others wait for the engine
+        self._writer = ThreadPoolExecutor(1)             # so that the engine does not wait for the disk
         self._gone: list[str] = []
         self.found = self._scan(self._folder) if self._folder else []
 
     @property
     def nbytes(self) -> int:
+        """Of those in memory."""
         return self._memory.total
 
     def put(self, state: SavedState, context: PrefillResult) -> None:
-        """Keeps a state, and drops others where there is no room."""
         self._settle()
         if self._folder:
             self._write(self._folder, state, context)
         self._remember(state, context)
 
     def upload(self, state: SavedState, content: bytes) -> SavedState:
-        """Keeps the state in a file; `state` says what to call it. Raises UserError where it is none of this model."""
+        """Keeps the content of a state file as `state`. Raises UserError if no model here can use it."""
         try:
             metadata = metadata_of(content)
         except ValueError:
-            metadata = {}
+            metadata = {}                # StateForm.read says what is wrong
         known = _known(metadata)
-        model = self._model_of(metadata)
-        context = self._forms[model].read(content, "the file").context
+        model = self._model_of(known, metadata)
+        context = self._forms[model].read(content, "the file")
         found = replace(state, bytes=context.nbytes(), last_ids=context.last_ids, tokens=known.tokens, turn=known.turn,
                         model=model)
         self.put(found, context)
         return found
 
     def get(self, state: SavedState) -> PrefillResult:
-        """Raises StateGone where it is no longer there."""
+        """Raises StateGone."""
         state_id = state.id
         self._settle()
         if state_id in self._files:
@@ -90,17 +108,18 @@ class KeptStates:
         path = self._path(self._folder, state_id)
         try:
             self._settle(state_id)
-            context = self._forms[state.model].read(path.read_bytes(), str(path)).context
-            os.utime(path)                               # a restart finds the order of use by it
+            context = self._forms[state.model].read(path.read_bytes(), str(path))
+            os.utime(path)                               # tells the order of use after a restart
         except (OSError, UserError) as error:
-            self._lose(state_id)
+            self._files.remove(state_id)
+            self._gone.append(state_id)
             say("states", f"{path} is lost: {error}")
             raise StateGone(f"there is no state {state_id} any more: its file cannot be read") from None
         self._remember(state, context)
         return context
 
     def content(self, state: SavedState) -> bytes:
-        """The file of a state, for its owner. Raises StateGone as get does."""
+        """The file of a state, for its owner. Raises StateGone."""
         return self._content(replace(state, owner=""), self.get(state))
 
     def drop(self, state_id: str) -> None:
@@ -109,12 +128,12 @@ class KeptStates:
             self._delete(self._folder, state_id)
 
     def take_gone(self) -> list[str]:
-        """Those that have been dropped for want of room, or lost, since this was called last."""
-        gone, self._gone = self._gone, []
+        """The ids of those that have been dropped for want of room, or lost, since the last call."""
+        gone = self._gone
+        self._gone = []
         return gone
 
     def close(self) -> None:
-        """Waits until all is written."""
         self._writer.shutdown()
 
     def _remember(self, state: SavedState, context: PrefillResult) -> None:
@@ -130,12 +149,6 @@ class KeptStates:
         self._in_memory.pop(state_id, None)
         self._memory.remove(state_id)
 
-    def _lose(self, state_id: str) -> None:
-        self._files.remove(state_id)
-        self._gone.append(state_id)
-
-    # The folder
-
     def _write(self, folder: Path, state: SavedState, context: PrefillResult) -> None:
         content = self._content(state, context)
         self._files.add(state.id, state.owner, len(content))
@@ -150,21 +163,19 @@ class KeptStates:
             self._settle(next(iter(self._unwritten)))
 
     def _settle(self, wanted: str | None = None) -> None:
-        """Looks at the files that are written now, and waits for one; what cannot be written is in memory alone."""
+        """Handles the files that have been written, and waits for `wanted`; one that could not be written is only in memory."""
         for state_id, future in [*self._unwritten.items()]:
             if not (future.done() or state_id == wanted):
                 continue
             del self._unwritten[state_id]
-            error = future.exception()
-            if error is None:
-                continue
-            say("states", f"{state_id} cannot be written to {self._folder}: {error}; it is in memory alone")
-            self._files.remove(state_id)
-            if state_id not in self._in_memory:
-                self._gone.append(state_id)
+            if error := future.exception():
+                say("states", f"{state_id} cannot be written to {self._folder}: {error}; it is only in memory")
+                self._files.remove(state_id)
+                if state_id not in self._in_memory:
+                    self._gone.append(state_id)
 
     def _delete(self, folder: Path, state_id: str) -> None:
-        """Also one that is being written: the writer does one thing after the other."""
+        """Also a file that is being written: the writer does one thing after the other."""
         self._files.remove(state_id)
         self._unwritten.pop(state_id, None)
         self._writer.submit(self._path(folder, state_id).unlink, missing_ok=True)
@@ -186,7 +197,8 @@ class KeptStates:
             raise UserError(f"states_dir={folder} cannot be used: {error.strerror}") from None
         found = []
         for path in paths:
-            state_id, size = path.stem, path.stat().st_size
+            state_id = path.stem
+            size = path.stat().st_size
             try:
                 with path.open("rb") as file:
                     metadata = metadata_of(file.read(LONGEST_HEADER))
@@ -199,49 +211,39 @@ class KeptStates:
         return found
 
     def _found(self, state_id: str, metadata: dict[str, str]) -> SavedState:
-        state = replace(_known(metadata), id=state_id)
+        known = _known(metadata)
+        state = SavedState(state_id, known.owner, known.created or int(time.time()), known.tokens, known.bytes, turn=known.turn)
         try:
-            model = self._model_of(metadata)
+            model = self._model_of(known, metadata)
             self._forms[model].require_same(state_id, metadata)
         except UserError as error:
             return replace(state, refusal=str(error))
         return replace(state, last_ids=self._forms[model].last_ids(state_id, metadata), model=model)
 
-    def _model_of(self, metadata: dict[str, str]) -> str:
-        """The name of the model that a file's state is of. Raises UserError where the server has it no more.
+    def _model_of(self, known: Known, metadata: dict[str, str]) -> str:
+        """The name of the model that has read a file's state. Raises UserError where the server does not have it.
 
-        A file of another program has the weights' fingerprint alone, which adapters may share.
+        The adapter's content decides, so that an adapter may get another name; of several with the same content, which compute
+        the same, it is the one that has the name in the file. A file of another program has only the fingerprint of the
+        weights, which adapters may share.
         """
-        digest = json.loads(metadata.get(OURS, "{}")).get("adapter")
-        if digest is None:
-            of_weights = [name for name, form in self._forms.items() if form.identity["model"] == metadata.get("model")]
-            return next(iter(of_weights), "")
-        for name, known in self._digests.items():
-            if known == digest:
-                return name
-        raise UserError("the state was read with an adapter that this server does not have: name it with adapters=")
+        if known.adapter is None:
+            names = [name for name, form in self._forms.items() if form.identity["model"] == metadata.get("model")] or [""]
+        else:
+            names = [name for name, digest in self._digests.items() if digest == known.adapter]
+        if not names:
+            raise UserError("the state was read with an adapter that this server does not have: name it with adapters=")
+        return known.name if known.name in names else names[0]
 
     def _content(self, state: SavedState, context: PrefillResult) -> bytes:
-        """A file's, with what the server knows of a state beside what every state file has, as JSON."""
-        turn = state.turn and vars(state.turn)
-        known = json.dumps({"owner": state.owner, "created": state.created, "tokens": state.tokens, "bytes": state.bytes,
-                            "turn": turn, "adapter": self._digests[state.model]})
-        return self._forms[state.model].content(context, {OURS: known})
+        known = Known(state.owner, state.created, state.tokens, state.bytes, state.turn, self._digests[state.model],
+                      state.model)
+        return self._forms[state.model].content(context, {OURS: msgspec.json.encode(known).decode()})
 
 
-def _known(metadata: dict[str, str]) -> SavedState:
-    """What the metadata of a file say of a state. Raises UserError where they are damaged."""
+def _known(metadata: dict[str, str]) -> Known:
+    """Raises UserError where the metadata are damaged."""
     try:
-        told: dict[str, Any] = json.loads(metadata.get(OURS, "{}"))
-        turn = told.get("turn")
-        state = SavedState("", str(told.get("owner", "")), told.get("created", int(time.time())), told.get("tokens"),
-                           told.get("bytes", 0), turn=None if turn is None else Turn(**turn))
-        numbers = [state.created, state.bytes, *([] if state.tokens is None else [state.tokens])]
-        texts = [told.get("adapter", ""), *(vars(state.turn).values() if state.turn else ())]
-        if not all(isinstance(number, int) and 0 <= number < 2**53 for number in numbers):
-            raise ValueError("no such numbers")
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError("no such texts")
-        return state
-    except (TypeError, ValueError, AttributeError, OverflowError, RecursionError):
+        return msgspec.json.decode(metadata.get(OURS, "{}"), type=Known)
+    except (msgspec.MsgspecError, UnicodeError, RecursionError):
         raise UserError("the file has metadata that no server wrote: it is damaged") from None

@@ -1,4 +1,4 @@
-"""Log-probabilities of the text that is shown: without white space before a chat's answer, calls of tools and stop strings."""
+"""Log-probabilities of the text that is shown: without calls of tools, stop strings, and white space before an answer."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,65 +7,61 @@ from typing import Any
 from rwkv.tokenizer.decoders import Decoder
 
 Entry = dict[str, Any]                   # of Sample.logprobs
-UNKNOWN = "\ufffd"                       # in the text of a token that is no whole character
-Span = tuple[int, int]                   # the places of characters in what the model wrote, from the first to after the last
+UNKNOWN = "\ufffd"                       # in the text of a token that is not a whole character
+Span = tuple[int, int]                   # start and end, in characters, in the text that the model wrote
 
 
 class ShownTokens:
-    """Takes the tokens that a model wrote, and where the text is that is shown; gives the tokens' entries, cut to that text.
+    """The entries of the tokens that a model wrote, cut to the text that is shown, so that they add up to it.
 
-    So the tokens add up to the text. Tokens that are parts of one character are kept or left out together.
+    Tokens that are parts of one character are kept or left out together.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._parts: list[Entry] = []    # tokens of which no character is complete yet
-        self._groups: deque[tuple[list[Entry], str]] = deque()       # tokens, and the text that is complete with the last
+        self._parts: list[Entry] = []    # tokens that end within a character
+        self._groups: deque[tuple[list[Entry], str]] = deque()       # tokens, and the text that the last of them completes
         self._shown: list[Span] = []
-        self._place = 0                  # of the first group
+        self._place = 0                  # of the first group, in characters
 
     def add(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
             self._parts.append(entry)
-            self._close_group(self._decoder.push(entry["token"]))
+            if text := self._decoder.push(entry["token"]):
+                self._groups.append((self._parts, text))
+                self._parts = []
 
     def show(self, spans: Sequence[Span]) -> None:
         self._shown += spans
 
     def take(self, decided: int) -> list[Entry]:
-        """The entries of tokens before the place `decided`: of the text before it, it is known what is shown."""
+        """The entries of tokens before the place `decided`, up to which it is known which text is shown."""
         found: list[Entry] = []
         while self._groups and self._place + len(self._groups[0][1]) <= decided:
             entries, text = self._groups.popleft()
-            found += _cut(entries, text, self._shown_of(text))
+            shown = "".join(text[max(start - self._place, 0):max(end - self._place, 0)] for start, end in self._shown)
+            found += _cut(entries, text, shown)
             self._place += len(text)
         self._shown = [span for span in self._shown if span[1] > self._place]
         return found
 
     def take_rest(self) -> list[Entry]:
-        """The other entries, at the end."""
         text = self._decoder.flush()
         if self._parts:
             self._groups.append((self._parts, text))
         return self.take(self._place + sum(len(text) for _, text in self._groups))
 
-    def _close_group(self, text: str) -> None:
-        if text:
-            self._groups.append((self._parts, text))
-            self._parts = []
-
-    def _shown_of(self, text: str) -> str:
-        return "".join(text[max(start - self._place, 0):max(end - self._place, 0)] for start, end in self._shown)
-
 
 def _cut(entries: list[Entry], text: str, shown: str) -> list[Entry]:
-    """The entries of a group's tokens, for what is shown of its text: the last one has it, earlier ones what they broke."""
+    """A group's entries for the `shown` part of its text: the last token gets it, and earlier ones the characters that the last
+    one did not complete."""
     if shown == text:
         return entries
     *earlier, last = entries
-    broken = text.removesuffix(last["text"])     # characters that earlier tokens began and the last one did not go on with
+    broken = text.removesuffix(last["text"])     # characters that earlier tokens began and the last one did not complete
     if not broken or broken.strip(UNKNOWN) or UNKNOWN in last["text"] or not shown.startswith(broken):
-        earlier, broken = [], ""
+        earlier = []
+        broken = ""
     rest = shown.removeprefix(broken)
     if not rest:
         return earlier

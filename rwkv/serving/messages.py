@@ -1,4 +1,4 @@
-"""What the process with HTTP and the process with the engine send each other."""
+"""The messages between the process with HTTP and the process with the engine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,10 +11,10 @@ from rwkv.generation.grammar import Grammar
 
 @dataclass(frozen=True)
 class Turn:
-    """Where a conversation stands whose state is kept.
+    """The end of a conversation whose state is kept.
 
-    role: of the message that was read last. tail: what was read after its text, as of a stop string, which the text of what
-    follows begins with. tools, template: digests of what the conversation was shown with.
+    role: of the last message. tail: what the state has read after that message's text, such as a stop string; the rendered text
+    of the next turn begins with it. tools, template: digests of those that the conversation was rendered with.
     """
 
     role: str
@@ -25,11 +25,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class SavedState:
-    """What is known of a state that a client keeps; the engine's process holds it.
+    """A state that a client keeps, without its content, which the engine's process holds.
 
-    owner: a digest of the key that made it. tokens: those that it has read; None for a file that does not say. last_ids: as of
-    PrefillResult. turn: None where it is not known to be that of a conversation. refusal: why it cannot be used here. model:
-    the adapter that has read it; "" for the checkpoint's own. id: "" for the beginning of all texts of an adapter.
+    id: "" for the state that all texts of an adapter begin with. owner: a digest of the key that made it. tokens: the number
+    that it has read; None for a file that does not say. last_ids: as in PrefillResult. turn: None for a state that is not
+    known to be a conversation's. refusal: the reason why no model of this server can use it. model: the adapter that has read
+    it; "" for the checkpoint's own model.
     """
 
     id: str
@@ -45,11 +46,7 @@ class SavedState:
 
 @dataclass(frozen=True)
 class About:
-    """What clients are told of the model.
-
-    generation: its name. parameters: their number. trained_tokens: of the longest texts that it was trained with; None where
-    nothing says it.
-    """
+    """Facts of the model for clients. trained_tokens: of the longest texts that it was trained with, where that is known."""
 
     generation: str
     parameters: int
@@ -62,8 +59,8 @@ class Ready:
     """The model is loaded.
 
     tokenizer: its definition, for Tokenizer.from_dict. template: the chat template's name. plan: lines (subject, text) for
-    people. states: those that were kept before the server began. state_bytes: of one. sampling: the options that a request does
-    not give, by how its answers begin; those of False are for texts without a chat template, too. adapters: by name the state
+    people. states: those that states_dir= holds from earlier. state_bytes: the size of one state. sampling: the defaults of
+    requests, by how the answer begins; those of False also hold for texts without a chat template. adapters: by name, the state
     that their texts begin with; None for the empty one.
     """
 
@@ -79,7 +76,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Failed:
-    """The engine's process ends, for this reason. mistake: it is the user's, and the reason says all."""
+    """The engine's process ends. mistake: it is a user's mistake, and the reason is one sentence."""
 
     reason: str
     mistake: bool
@@ -87,10 +84,10 @@ class Failed:
 
 @dataclass(frozen=True)
 class Generate:
-    """One text to generate. stream: its pieces are sent as they come, else all at the end. grammar: what it may be.
+    """One text to generate. stream: send its pieces as they come, not all at the end.
 
-    start: the state that it continues. save: its end is kept as this state, whose tokens, bytes and last_ids are not yet known.
-    model: the adapter's name, "" for the checkpoint's own. owner: as of SavedState.
+    start: the state that it continues. save: keep its end as this state, whose tokens, bytes and last_ids are not yet known.
+    model, owner: as in SavedState.
     """
 
     id: int
@@ -116,7 +113,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Upload:
-    """Asks that a file's content is kept as `state`; the Reply has that state as it was found to be."""
+    """Keep the content of a state file as `state`. The Reply has that state with what the file says of it."""
 
     id: int
     state: SavedState
@@ -125,8 +122,6 @@ class Upload:
 
 @dataclass(frozen=True)
 class Download:
-    """Asks for the file of a state."""
-
     id: int
     state: SavedState
 
@@ -142,7 +137,7 @@ ToEngine = list[Generate] | Cancel | Upload | Download | Drop
 
 @dataclass(frozen=True)
 class Reply:
-    """To an Upload or a Download. error: why it cannot be done. state_gone: as of Event."""
+    """To an Upload or a Download. error: why it cannot be done. state_gone: as in Event."""
 
     id: int
     value: SavedState | bytes | None = None
@@ -152,9 +147,9 @@ class Reply:
 
 @dataclass
 class Event:
-    """What is new of a text. finish_reason, the counts of tokens and prompt_logprobs come with the last one of it.
+    """News of a text. finish_reason, the counts of tokens and prompt_logprobs come with the last one of it.
 
-    state: what was kept of its end. error: why the text cannot be generated. state_gone: for want of the state that it follows.
+    state: its end, which was kept. error: why the text cannot be generated. state_gone: the state that it continues is gone.
     """
 
     id: int
@@ -172,10 +167,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Step:
-    """The events of one step of the engine, what the cache holds, and of the states that clients keep those in memory.
-
-    gone: states that are not kept any more, for want of room.
-    """
+    """The events of one step of the engine. state_bytes: of the clients' states in memory. gone: states dropped or lost."""
 
     events: list[Event]
     cache_bytes: int

@@ -1,4 +1,4 @@
-"""What /metrics tells, in Prometheus's form."""
+"""/metrics, in Prometheus's form."""
 
 import time
 from collections.abc import Callable
@@ -12,7 +12,7 @@ SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5
 
 
 class Metrics:
-    """Counts the events of the engine. rows, queue: functions that give their number now."""
+    """Counts the engine's events. rows, queue: functions that give the present number of texts."""
 
     def __init__(self, rows: Callable[[], int], queue: Callable[[], int]) -> None:
         self._registry = registry = CollectorRegistry()
@@ -30,7 +30,7 @@ class Metrics:
         Gauge("timemix_rows", "Texts that are generated now", registry=registry).set_function(rows)
         Gauge("timemix_queue", "Texts that wait", registry=registry).set_function(queue)
         Gauge("timemix_http_resident_bytes", "Memory of the process with HTTP", registry=registry).set_function(resident_memory)
-        self._last: dict[int, float] = {}        # when each text had its last event, or began
+        self._last: dict[int, float] = {}        # when each text had its last event; before its first, minus when it began
 
     def begin(self, ids: list[int]) -> None:
         self._last |= dict.fromkeys(ids, -time.monotonic())

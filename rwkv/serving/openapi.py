@@ -8,8 +8,11 @@ from typing import Any, NamedTuple
 from rwkv.serving.schema import schema_of
 from rwkv.serving.states import FORMS
 
-JSON, EVENTS, TEXT, FILE = "application/json", "text/event-stream", "text/plain", FORMS[0]
-BYTES: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}       # of a FILE
+JSON = "application/json"
+EVENTS = "text/event-stream"
+TEXT = "text/plain"
+FILE = FORMS[0]
+BYTES: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
 ERROR = {"type": "object", "required": ["error"], "properties": {"error": {
     "type": "object", "required": ["message", "type", "param", "code"],
     "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "param": {"type": ["string", "null"]},
@@ -18,17 +21,14 @@ Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
 class Endpoint(NamedTuple):
-    """One method of one path. body: the type of a JSON body. upload: a media type that can be sent in its place.
-
-    answers: media types. errors: statuses.
-    """
+    """One method of one path. body: the type of a JSON body. upload: the media type of another body that it takes."""
 
     path: str
     method: str
     handler: Handler                     # of (service, request)
     body: type | None = None
     upload: str | None = None
-    answers: tuple[str, ...] = (JSON,)
+    answers: tuple[str, ...] = (JSON,)   # media types
     errors: tuple[int, ...] = (400, 401, 404, 503)
 
 

@@ -1,7 +1,7 @@
 """The engine as HTTP sees it: a process of its own, a queue before it, and the events of each request.
 
-Everything here but two threads runs in the event loop: one thread waits for what the engine sends, one sends, so that neither a
-long message nor a long step holds up HTTP.
+All of this runs in the event loop, except two threads: one receives from the engine's process and one sends to it, so that
+neither a long message nor a long step holds up HTTP.
 """
 
 import asyncio
@@ -14,11 +14,11 @@ from itertools import count
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from threading import Thread
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
-from rwkv.serving.errors import ApiError
+from rwkv.serving.errors import STATE_GONE, ApiError
 from rwkv.serving.messages import (
     Cancel,
     Download,
@@ -34,24 +34,16 @@ from rwkv.serving.messages import (
     Upload,
 )
 
-if TYPE_CHECKING:
-    from rwkv.serving.worker import Load
-
 UNREAD = 256                             # events of a text that wait for a reader, before it counts as asleep
 RETRY_AFTER = 1                          # seconds
 ENDED = "the engine has ended; the server's log says why"
 
-
-def _work(connection: Connection, config: ServeConfig, load: "Load") -> None:
-    from rwkv.serving import worker  # with torch, which this process does without
-
-    worker.main(connection, config, load)
+Work = Callable[[Connection, ServeConfig], None]         # all that the engine's process does
 
 
 def _refusal(of: Event | Reply) -> ApiError:
-    """What a client is told where `of` has an error."""
     message = of.error or ""
-    return ApiError(404, message, "state", "state_not_found") if of.state_gone else ApiError(400, message)
+    return ApiError(404, message, "state", STATE_GONE) if of.state_gone else ApiError(400, message)
 
 
 class Ticket:
@@ -83,20 +75,21 @@ class Ticket:
 
 
 class RemoteEngine:
-    """Starts the process, in which `load` gives the model, and keeps at most max_rows texts in it; max_queue more may wait.
+    """Starts the process, which does `work`, and keeps at most max_rows texts in it; max_queue more may wait.
 
-    states: those that clients keep, by their ids; they are in that process. adapters: as of Ready.
-    failed: why there is no engine any more. observe: called with each event and what the cache holds, for the metrics.
-    report: called with the reason where the engine ends by itself.
+    states: the states that clients keep, by id; the process holds their content. adapters: as in Ready. failed: the reason why
+    the process has ended. observe: called with each Step, for the metrics. report: called with the reason if the process ends
+    by itself.
     """
 
-    def __init__(self, config: ServeConfig, load: "Load") -> None:
+    def __init__(self, config: ServeConfig, work: Work) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_work, args=(theirs, config, load), daemon=True)
+        self._process = context.Process(target=work, args=(theirs, config), daemon=True)
         self._process.start()
         theirs.close()
-        self._config, self._ids = config, count()
+        self._config = config
+        self._ids = count()
         self._running: dict[int, Ticket] = {}            # by the text's id
         self._waiting: deque[Ticket] = deque()
         self._outbox: SimpleQueue[ToEngine | None] = SimpleQueue()
@@ -106,16 +99,16 @@ class RemoteEngine:
         self.failed: str | None = None
         self.observe: Callable[[Step], Any] = lambda step: None
         self.report: Callable[[str], Any] = lambda reason: None
-        self._held = (0, 0, 0)           # bytes and entries of the cache, and bytes of states, as the last step told
+        self._held = (0, 0, 0)           # of the last Step: cache_bytes, cache_entries, state_bytes
         self._attached = False
 
     def wait_until_ready(self) -> Ready:
-        """Blocks until the model is loaded. Raises UserError where it cannot be, RuntimeError where that is not the user's."""
+        """Blocks until the model is loaded. Raises UserError for a user's mistake, RuntimeError for any other failure."""
         try:
             message = self._connection.recv()
         except EOFError:
-            raise RuntimeError("the engine's process ended while it loaded the model; the system may have ended it for want of "
-                               "memory") from None
+            raise RuntimeError("the engine's process ended while it loaded the model; perhaps the machine had too little "
+                               "memory and the system ended it") from None
         if isinstance(message, Failed):
             raise UserError(message.reason) if message.mistake else RuntimeError(message.reason)
         assert isinstance(message, Ready)
@@ -151,7 +144,7 @@ class RemoteEngine:
         return ticket
 
     async def upload(self, state: SavedState, content: bytes) -> SavedState:
-        """Keeps the state in a file's content under the id of `state`. Raises ApiError where it is none of this model."""
+        """Keeps the state in a state file's `content` under the id of `state`. Raises ApiError if no model here can use it."""
         found: SavedState = await self._ask(Upload(next(self._ids), state, content))
         return found
 
@@ -172,18 +165,17 @@ class RemoteEngine:
         return await answer
 
     def require_engine(self) -> None:
-        """Raises ApiError where there is no engine any more."""
         if self.failed is not None:
             raise ApiError(503, ENDED, code="engine_ended")
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ends the ticket's texts at the engine's next step; those that have not begun never begin, and are a 503."""
+        """Ends the ticket's texts at the engine's next step. A ticket that still waits is answered with 503."""
         if ticket.cancelled:
             return
         ticket.cancelled = True
         if ticket in self._waiting:
             self._waiting.remove(ticket)
-            ticket.put(ApiError(503, "the request has waited for too long, or the server is stopping", code="not_begun",
+            ticket.put(ApiError(503, "the request has waited too long, or the server is stopping", code="not_begun",
                                 retry_after=RETRY_AFTER))
             self.observe(Step([Event(text.id, finish_reason="cancelled") for text in ticket.texts], *self._held))
             self._start_waiting()                        # those behind it may need less room
@@ -197,7 +189,7 @@ class RemoteEngine:
             self.cancel(ticket)
 
     def close(self) -> None:
-        """Ends the process: at once where it still loads the model, or where a signal interrupts the wait for it."""
+        """Ends the process: at once if it still loads the model, or if a signal interrupts the wait for its end."""
         try:
             if self._attached:
                 self._outbox.put(None)
@@ -212,15 +204,12 @@ class RemoteEngine:
             self._running.update((text.id, ticket) for text in ticket.texts)
             self._outbox.put(ticket.texts)
 
-    def _deliver(self, step: Step | Reply) -> None:
-        if isinstance(step, Reply):
-            self._answer(step)
-            return
+    def _deliver(self, step: Step) -> None:
         for event in step.events:
             ticket = self._running[event.id]
             if event.state is not None:
                 self.states[event.state.id] = event.state
-                if ticket.cancelled:     # nobody learns of it
+                if ticket.cancelled:     # no client gets its id
                     self.drop(event.state)
                     event.state = None
             if event.finish_reason is not None or event.error is not None:
@@ -238,7 +227,7 @@ class RemoteEngine:
         answer = self._asked.pop(reply.id)
         if isinstance(reply.value, SavedState):
             self.states[reply.value.id] = reply.value
-        if answer.cancelled():           # who asked has gone
+        if answer.cancelled():           # the client has gone
             if isinstance(reply.value, SavedState):
                 self.drop(reply.value)
         elif reply.error is not None:
@@ -262,11 +251,12 @@ class RemoteEngine:
         with suppress(RuntimeError):     # the loop is closed: the server ends
             try:
                 while not isinstance(message := self._connection.recv(), Failed):
-                    loop.call_soon_threadsafe(self._deliver, message)
+                    loop.call_soon_threadsafe(self._answer if isinstance(message, Reply) else self._deliver, message)
                 reason = message.reason
             except (EOFError, OSError):
                 self._process.join(1)
-                reason = f"its process ended with exit code {self._process.exitcode}; -9: by the system, which may want memory"
+                reason = f"its process ended with exit code {self._process.exitcode}; -9 means that the system ended it, " \
+                         "perhaps for lack of memory"
             loop.call_soon_threadsafe(self._fail, reason)
 
     def _send(self) -> None:

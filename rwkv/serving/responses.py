@@ -1,9 +1,9 @@
 """/v1/responses: OpenAI's Responses by its documented form, each of them a conversation whose end is kept as a state.
 
-A request becomes one for a chat completion, whose text comes back as items: thoughts, a message, calls. What is stored has the
-items of its input and output, and its end as a state; previous_response_id goes on from that state, so that nothing is read
-again. Where the instructions or the tools have changed, which stand at a conversation's beginning, or where the state has been
-dropped, the items of all responses before are read once more.
+A request becomes one for a chat completion, whose text comes back as items: thoughts, a message, calls. A response is stored
+with the items of its input and output and with its end as a state; previous_response_id goes on from that state, so that
+nothing is read again. If the state has been dropped, or if the instructions or the tools have changed, which stand at a
+conversation's beginning, the items of all responses before are read once more.
 """
 
 import asyncio
@@ -24,24 +24,24 @@ from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 from rwkv.io.shares import Shares
 from rwkv.serving.answers import Answer, Shape, chat_entry
-from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.errors import STATE_GONE, ApiError, json_response
 from rwkv.serving.log import say
 from rwkv.serving.messages import Event, Generate, SavedState
 from rwkv.serving.remote import RemoteEngine, Ticket
-from rwkv.serving.schema import ChatRequest, ResponseRequest, ResponseTool, converted
+from rwkv.serving.schema import ChatRequest, ResponseRequest, converted
 from rwkv.serving.states import Keeper
 
 NAME = re.compile(r"(resp_[0-9a-f]{32})\.json")
 LOGPROBS = "message.output_text.logprobs"        # of include
 RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
-           "response_format": "text.format"}     # fields of chat completions, and what they are of here
-OWN = ("tools", "tool_choice", "stream_options", "store", "metadata", "save_state", "top_logprobs")      # made anew for a chat
+           "response_format": "text.format"}     # fields of chat completions, and their names here
+OWN = ("tools", "tool_choice", "stream_options", "store", "metadata", "save_state", "top_logprobs")      # not copied unchanged
 TEXTS = ("input_text", "output_text", "text", "refusal")         # kinds of content that are text
 NO_TEXT = {"input_image": "an image", "input_file": "a file", "input_audio": "audio"}
 
 
 class Stored(msgspec.Struct):
-    """A response that is kept. input: the items of its request. state: the id of its end's. kept: that outlives this."""
+    """input: the items of the request. state: the id of the state at its end. kept: that state outlives the response."""
 
     owner: str
     response: dict[str, Any]
@@ -51,16 +51,18 @@ class Stored(msgspec.Struct):
 
 
 class Responses:
-    """Those that are kept, in at most responses_mib of memory; those used longest ago are dropped, but none of a key that holds
-    no more than an equal share. With states_dir each is a file there, too.
+    """The stored responses, in at most responses_mib of memory; those used longest ago are dropped, but none of a key that
+    holds no more than an equal share. With states_dir each is also a file.
     """
 
     def __init__(self, config: ServeConfig, engine: RemoteEngine) -> None:
-        self._most, self._engine = config.responses_mib * MIB, engine
+        self._most = config.responses_mib * MIB
+        self._engine = engine
         self._folder = Path(config.states_dir) if config.states_dir else None
         self._kept: dict[str, bytes] = {}
         self._shares = Shares[str]()
-        for path in self._files():
+        paths = [path for path in self._folder.iterdir() if NAME.fullmatch(path.name)] if self._folder else []
+        for path in sorted(paths, key=lambda path: path.stat().st_mtime):
             content = path.read_bytes()
             try:
                 stored = msgspec.json.decode(content, type=Stored)
@@ -70,7 +72,7 @@ class Responses:
                 self._remember(path.stem, stored.owner, content)
 
     def get(self, response_id: str, owner: str, field: str | None = None) -> Stored:
-        """field: of the request that names it. Raises ApiError where the owner has no such response."""
+        """field: the request's field that names it. Raises ApiError where the owner has no such response."""
         content = self._kept.get(response_id)
         stored = msgspec.json.decode(content, type=Stored) if content else None
         if stored is None or stored.owner != owner:
@@ -81,13 +83,14 @@ class Responses:
         return stored
 
     async def put(self, stored: Stored) -> None:
-        response_id, content = stored.response["id"], msgspec.json.encode(stored)
+        response_id = stored.response["id"]
+        content = msgspec.json.encode(stored)
         if self._folder:
             path = self._folder / f"{response_id}.json"
             try:
                 await asyncio.to_thread(write_file, path, lambda file: file.write(content))
             except OSError as error:
-                say("responses", f"{path} cannot be written: {error}; it is in memory alone")
+                say("responses", f"{path} cannot be written: {error}; it is only in memory")
         self._remember(response_id, stored.owner, content)
 
     def drop(self, response_id: str) -> None:
@@ -106,17 +109,10 @@ class Responses:
         while self._shares.total > self._most:
             self.drop(self._shares.first_to_go(self._most))
 
-    def _files(self) -> list[Path]:
-        """The oldest first."""
-        if self._folder is None or not self._folder.is_dir():
-            return []
-        found = [path for path in self._folder.iterdir() if NAME.fullmatch(path.name)]
-        return sorted(found, key=lambda path: path.stat().st_mtime)
-
 
 @dataclass
 class Asked:
-    """A request. input: its items. tools: as they come back."""
+    """A request with its items, and with its tools as the answer repeats them."""
 
     body: ResponseRequest
     owner: str
@@ -127,10 +123,10 @@ class Asked:
 def ask(body: ResponseRequest, owner: str, model: str, kept: Responses, states: Keeper,
         shown_tools: Callable[[ChatRequest], Any],
         chat: Callable[[ChatRequest], tuple[list[Generate], Shape]]) -> tuple[list[Generate], Shape, Asked]:
-    """The text that answers a request. model: as of Generate. shown_tools: those of a chat's request as the template gets
-    them. chat: its texts.
+    """The text that answers a request. model: as in Generate. shown_tools: gives a chat request's tools in the template's form.
+    chat: gives a chat request's texts.
 
-    Raises ApiError with the fields that a request for a response has.
+    Raises ApiError with the names of fields of a ResponseRequest.
     """
     if body.background:
         raise ApiError(400, "background is not supported by this server: send stream, and read the answer as it comes",
@@ -160,8 +156,7 @@ def ask(body: ResponseRequest, owner: str, model: str, kept: Responses, states: 
 
 
 def _start(previous: Stored, asked: Asked, model: str, states: Keeper, tools: Any) -> SavedState | None:
-    """The state that the conversation goes on from; None where its beginning or its model is another one now, or the state is
-    gone."""
+    """The state to go on from; None where the conversation's beginning or the model has changed, or the state is gone."""
     state = states.engine.states.get(previous.state or "")
     same = previous.response["instructions"] == asked.body.instructions
     if state is None or state.refusal is not None or state.model != model or not same or not states.goes_on(state, tools):
@@ -170,7 +165,7 @@ def _start(previous: Stored, asked: Asked, model: str, states: Keeper, tools: An
 
 
 def _items_up_to(last: Stored, owner: str, kept: Responses) -> list[dict[str, Any]]:
-    """The items of a response and of all before it. Raises ApiError where one of them is gone."""
+    """The items of a response and of all before it. Raises ApiError where one of those is gone."""
     parts = [[*last.input, *last.response["output"]]]
     while (earlier := last.response["previous_response_id"]) is not None:
         last = kept.get(earlier, owner, "previous_response_id")
@@ -190,33 +185,26 @@ def _chat_request(asked: Asked, items: list[dict[str, Any]], instructions: bool 
     choice: Any = msgspec.to_builtins(body.tool_choice)
     if isinstance(choice, dict):
         choice = {"type": "function", "function": {"name": choice["name"]}}
-    more = {"tools": [_for_chat(tool) for tool in body.tools] if body.tools else None, "tool_choice": choice,
+    form = body.text.format if body.text else None
+    if form == {"type": "text"}:
+        form = None
+    elif form and form.get("type") == "json_schema":     # chat completions have the schema and its name within another object
+        form = {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
+    tools = [{"type": tool.pop("type"), "function": tool} for tool in map(msgspec.to_builtins, body.tools or ())]
+    more = {"tools": tools or None, "tool_choice": choice,
             "max_completion_tokens": body.max_output_tokens, "logprobs": logprobs or None,
             "top_logprobs": body.top_logprobs if logprobs else None,
             "reasoning_effort": body.reasoning.effort if body.reasoning else None,
-            "response_format": _response_format(body.text.format if body.text else None)}
+            "response_format": form}
     return converted({"messages": messages, **given, **{name: value for name, value in more.items() if value is not None}},
                      ChatRequest)
 
 
-def _for_chat(tool: ResponseTool) -> dict[str, Any]:
-    fields = msgspec.to_builtins(tool)
-    return {"type": fields.pop("type"), "function": fields}
-
-
-def _response_format(given: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """As chat completions have it: there a schema and its name are within another object."""
-    if given is None or given == {"type": "text"}:
-        return None
-    if given.get("type") != "json_schema":
-        return dict(given)
-    return {"type": "json_schema", "json_schema": {name: value for name, value in given.items() if name != "type"}}
-
-
 def renamed(error: ApiError) -> ApiError:
-    """The error with the names that fields have here."""
+    """The error of a chat request with the names that its fields have here."""
     content = error.body["error"]
-    message, param = content["message"] or "", content["param"]
+    message = content["message"] or ""
+    param = content["param"]
     field = re.split(r"[.[]", param)[0] if param else ""
     if field in RENAMED:
         param = RENAMED[field]
@@ -224,11 +212,8 @@ def renamed(error: ApiError) -> ApiError:
     return ApiError(error.status, message, param, content["code"], error.retry_after)
 
 
-# Items
-
-
 def input_items(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """A request's, each with an id, and a message with a list of contents. Raises ApiError with the place of a wrong one."""
+    """The items of a request, each with an id, a message with a list of contents. Raises ApiError with a wrong item's place."""
     if given is None:
         return []
     if isinstance(given, str):
@@ -250,7 +235,8 @@ def _input_item(item: dict[str, Any], where: str) -> dict[str, Any]:
             raise ApiError(400, f"{where} has the texts call_id, name and arguments", where)
         return {"id": _id(item, "fc"), "type": kind, "status": "completed", **names}
     if kind == "function_call_output":
-        output, call_id = item.get("output"), item.get("call_id")
+        output = item.get("output")
+        call_id = item.get("call_id")
         if not isinstance(call_id, str) or not isinstance(output, (str, list)):
             raise ApiError(400, f"{where} has call_id, a text, and output, a text or a list of texts", where)
         if isinstance(output, list):
@@ -293,7 +279,7 @@ def _contents(given: Any, role: str, where: str) -> list[dict[str, Any]]:
 def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The items as messages of a chat: thoughts, a text and calls that follow each other are one answer."""
     found: list[dict[str, Any]] = []
-    answer: dict[str, Any] | None = None         # that may go on
+    answer: dict[str, Any] | None = None         # the last message, where further items may belong to it
     for item in items:
         kind = item["type"]
         if kind == "function_call_output":
@@ -323,19 +309,15 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return found
 
 
-# Answers
-
-
 class Output:
-    """The items of an answer as it comes, and the events that tell of them, without their numbers."""
+    """The items of an answer while it comes, and the events for them, which lack their sequence_number."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
-        self._open = False               # whether the last item may go on
+        self._open = False               # the last item may go on
 
     def add(self, thoughts: str, text: str, calls: list[dict[str, Any]],
             logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """What is new of an answer."""
         if thoughts:
             yield from self._add_text("reasoning", thoughts, [])
         if text or logprobs:
@@ -345,11 +327,12 @@ class Output:
             yield from self._add_call(call)
 
     def close(self, status: str) -> Iterator[dict[str, Any]]:
-        """The end of the item that is open."""
+        """Ends the last item, if it is open."""
         if not self._open:
             return
         self._open = False
-        item, part = self.items[-1], self.items[-1]["content"][0]
+        item = self.items[-1]
+        part = item["content"][0]
         item["status"] = status
         place = self._place()
         if item["type"] == "message":
@@ -372,7 +355,7 @@ class Output:
             yield {"type": "response.reasoning_text.delta", **self._place(), "delta": text}
 
     def begin(self, kind: str) -> Iterator[dict[str, Any]]:
-        """A new item without text, a message or thoughts."""
+        """A new item, a message or thoughts, still without text."""
         if kind == "message":
             item: dict[str, Any] = {"id": f"msg_{secrets.token_hex(16)}", "type": kind, "role": "assistant"}
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -386,7 +369,8 @@ class Output:
         yield {"type": "response.content_part.added", **self._place(), "part": {**part}}
 
     def _add_call(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        name, arguments = call["function"]["name"], call["function"]["arguments"]
+        name = call["function"]["name"]
+        arguments = call["function"]["arguments"]
         item = {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", "status": "completed", "call_id": call["id"],
                 "name": name, "arguments": arguments}
         self.items.append(item)
@@ -402,12 +386,11 @@ class Output:
 
 
 class ResponseAnswer(Answer):
-    """The ASGI response of a response, whole or as events."""
-
     def __init__(self, engine: RemoteEngine, ticket: Ticket, shape: Shape, timeout_s: float, asked: Asked,
                  kept: Responses) -> None:
         super().__init__(engine, ticket, shape, bool(asked.body.stream), timeout_s)
-        self._asked, self._kept = asked, kept
+        self._asked = asked
+        self._kept = kept
         self._id = f"resp_{secrets.token_hex(16)}"
         self._output = Output()
         self._text = self._texts[0]
@@ -417,8 +400,12 @@ class ResponseAnswer(Answer):
         for _ in self._events(event):
             pass
 
-    async def _finish(self) -> None:
-        await self._store()
+    def _told(self, error: ApiError) -> ApiError:
+        """A client that names a response does not know its state. Once that is lost, another try reads the items."""
+        if self._asked.body.previous_response_id is None or error.body["error"]["code"] != STATE_GONE:
+            return error
+        return ApiError(503, "the state of the response that previous_response_id names has just been lost: send this request "
+                        "again, and the conversation is read from its beginning", "previous_response_id", "state_lost", 1)
 
     def _whole(self) -> Response:
         return json_response(self._response())
@@ -439,10 +426,11 @@ class ResponseAnswer(Answer):
                 if chunk := b"".join(map(sse, self._events(event))):
                     yield chunk
         except ApiError as error:
-            yield sse({"type": "error", **{name: error.body["error"][name] for name in ("code", "message", "param")}})
+            content = self._told(error).body["error"]
+            yield sse({"type": "error", **{name: content[name] for name in ("code", "message", "param")}})
             return
         self._complete = True
-        await self._store()
+        await self._finish()
         response = self._response()
         yield sse({"type": f"response.{response['status']}", "response": response})
 
@@ -464,14 +452,16 @@ class ResponseAnswer(Answer):
     def _status(self) -> str:
         return "incomplete" if self._text.reason(self._text.last) == "length" else "completed"
 
-    async def _store(self) -> None:
-        body, state = self._asked.body, self._text.last.state
+    async def _finish(self) -> None:
+        body = self._asked.body
+        state = self._text.last.state
         if body.store is not False:
             await self._kept.put(Stored(self._asked.owner, self._response(), self._asked.input,
                                         state.id if state else None, bool(body.save_state)))
 
     def _response(self, status: str | None = None) -> dict[str, Any]:
-        body, sampling = self._asked.body, self._ticket.texts[0].sampling
+        body = self._asked.body
+        sampling = self._ticket.texts[0].sampling
         status = status or self._status()
         ended = status != "in_progress"
         found = {
@@ -493,7 +483,7 @@ class ResponseAnswer(Answer):
 
     def _counts(self) -> dict[str, Any]:
         usage = self._usage()
-        # the engine counts no thoughts apart: they are cut here as the tokenizer does, which may differ from what was drawn
+        # the engine does not count thoughts apart: they are encoded here, perhaps in other tokens than were drawn
         thoughts = "".join(item["content"][0]["text"] for item in self._output.items if item["type"] == "reasoning")
         return {"input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
@@ -504,8 +494,10 @@ class ResponseAnswer(Answer):
 
 
 def listed(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
-    """A page of items, the last one first unless the query says order=asc. Raises ApiError for a query that is none."""
-    order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
+    """A page of items, the last one first unless the query says order=asc. Raises ApiError for a wrong query."""
+    order = query.get("order", "desc")
+    limit = query.get("limit", "20")
+    after = query.get("after")
     if order not in ("asc", "desc"):
         raise ApiError(400, "order is asc or desc", "order")
     if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= 100):

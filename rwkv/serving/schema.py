@@ -1,7 +1,7 @@
 """The bodies of requests: fields, types and ranges, which are OpenAI's where it has them.
 
-Fields of OpenAI's that change no text are accepted and ignored; what this server cannot do is refused, and so are unknown
-fields. Each optional field may be null, which is as if it were not there.
+OpenAI's fields that change no text are accepted and ignored; fields for what this server cannot do, and unknown ones, are
+refused. An optional field may be null, which means the same as leaving it out.
 """
 
 import math
@@ -19,7 +19,7 @@ from rwkv.generation.grammar import Grammar
 from rwkv.serving.errors import ApiError
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-LONGEST_STOP = 256                       # characters of a stop string
+LONGEST_STOP = 256                       # characters
 MOST_ROWS = 128                          # texts of one request
 MOST_TOOLS = 128                         # of one request
 
@@ -58,14 +58,14 @@ class SchemaFormat(msgspec.Struct, tag="json_schema", tag_field="type", forbid_u
 
 
 class GrammarText(msgspec.Struct, forbid_unknown_fields=True):
-    """As the grammar of OpenAI's custom tools."""
+    """In the form of OpenAI's custom tools."""
 
     syntax: Literal["lark", "regex"]
     definition: Annotated[str, msgspec.Meta(min_length=1)]
 
 
 def _field(item: Field) -> tuple[str, Any, None]:
-    """The field of requests for an option of Sampling: name, type with its range and help, and default."""
+    """The request's field for an option of Sampling: its name, type (with range and help) and default."""
     low, high = item.metadata["served"] or (item.metadata["least"], item.metadata["most"])
     within = msgspec.Meta(ge=low, le=None if high == math.inf else high)
     kinds: dict[Any, Any] = {
@@ -75,13 +75,6 @@ def _field(item: Field) -> tuple[str, Any, None]:
     return item.name, Annotated[kinds[item.type] | None, msgspec.Meta(description=item.metadata["help"])], None
 
 
-def _nearest(item: Field, value: Any) -> Any:
-    """The value of a request's field; one between 0 and the option's least is that, or 0 where the option may be 0."""
-    if item.type is float and value < item.metadata["least"]:
-        return 0.0 if item.metadata["or_zero"] else item.metadata["least"]
-    return value
-
-
 if TYPE_CHECKING:                        # a class that is made while the program runs has no fields for mypy
     SamplingFields = msgspec.Struct
 else:
@@ -89,14 +82,14 @@ else:
 
 
 class Shared(SamplingFields, forbid_unknown_fields=True, kw_only=True):
-    """What completions, chat completions and responses share, beside the options of rwkv.config.Sampling."""
+    """The fields that completions, chat completions and responses share."""
 
     model: str | None = None
     stream: bool | None = None
     stop: str | list[str] | None = None
     seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1 - MOST_ROWS)] | None = None
-    state: StateId | None = None         # which the prompt follows
-    save_state: bool | None = None       # the end of each text is kept as a state
+    state: StateId | None = None         # the state that the prompt continues
+    save_state: bool | None = None       # keep the end of each text as a state
     user: Any = None                     # this one and those below are ignored
     service_tier: Any = None
     safety_identifier: Any = None
@@ -106,9 +99,9 @@ class Shared(SamplingFields, forbid_unknown_fields=True, kw_only=True):
 
 
 class Options(Shared, forbid_unknown_fields=True, kw_only=True):
-    """What completions and chat completions have in common."""
+    """The fields that completions and chat completions share."""
 
-    most_stops: ClassVar[int]            # stop strings
+    most_stops: ClassVar[int]
 
     stream_options: StreamOptions | None = None
     n: Count | None = None
@@ -125,7 +118,7 @@ class Options(Shared, forbid_unknown_fields=True, kw_only=True):
         return stops
 
     def answer_grammar(self) -> Grammar | None:
-        """What response_format or grammar asks for; None for any text. Raises ApiError where both do."""
+        """The grammar of response_format or of grammar; None for any text. Raises ApiError where both are given."""
         if self.grammar is not None:
             if self.response_format is not None and not isinstance(self.response_format, TextFormat):
                 raise ApiError(400, "grammar and response_format are both given: use one of them", "grammar")
@@ -138,13 +131,18 @@ class Options(Shared, forbid_unknown_fields=True, kw_only=True):
         return None
 
     def sampling(self, otherwise: Sampling, tokenizer: Tokenizer) -> Sampling:
-        """How the tokens are chosen; `otherwise` has the options that the request does not give. no_penalty has ids alone: the
-        engine is not to encode texts while others wait. Raises UserError for what the vocabulary lacks.
-        """
-        given = {item.name: _nearest(item, value) for item in fields(Sampling)
-                 if (value := getattr(self, item.name)) is not None}
+        """The request's options, the others from `otherwise`. Raises UserError for ids outside the vocabulary."""
+        given: dict[str, Any] = {}
+        for item in fields(Sampling):
+            value = getattr(self, item.name)
+            if value is None:
+                continue
+            if item.type is float and value < item.metadata["least"]:
+                value = 0.0 if item.metadata["or_zero"] else item.metadata["least"]      # OpenAI's ranges begin at 0
+            given[item.name] = value
         sampling = replace(otherwise, **given)
         sampling.check_ids(tokenizer.vocab_size)
+        # ids instead of texts: the engine should not encode while other texts wait
         return replace(sampling, no_penalty=sampling.ids_without_penalty(tokenizer))
 
 
@@ -172,7 +170,7 @@ class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None           # ignored: the arguments of a call that tool_choice demands are held to the schema
+    strict: bool | None = None           # hold arguments to the schema also in a call that tool_choice does not demand
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
@@ -190,7 +188,7 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Thinking(NamedTuple):
-    """think, effort: as of ChatTemplate.render. field: what asked for it, "" for nothing. wish: that is an effort alone."""
+    """think, effort: as in ChatTemplate.render. field: the one that asked for it; "" for none. wish: it was only an effort."""
 
     think: Think
     effort: str | None
@@ -209,7 +207,7 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     tools: Annotated[list[Tool], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)] | None = None
     tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
-    enable_thinking: bool | None = None  # some clients have it here, others in chat_template_kwargs
+    enable_thinking: bool | None = None  # some clients send it here, others in chat_template_kwargs
     reasoning_effort: Effort | None = None
     modalities: list[Literal["text"]] | None = None
     verbosity: Any = None                # ignored, as the next: wishes about style and speed
@@ -221,7 +219,7 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     moderation: None = None
 
     def thinking(self, thinks: bool) -> Thinking:
-        """How the answer is to begin. thinks: whether the template has thoughts; an effort is without effect where it has none.
+        """How the answer is to begin. thinks: the template has thoughts; otherwise an effort has no effect.
 
         Raises ApiError where fields contradict each other.
         """
@@ -242,7 +240,7 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
 
 
 class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A function, as chat completions have it within another object."""
+    """A function, which chat completions have within another object."""
 
     type: Literal["function"]
     name: Name
@@ -330,7 +328,7 @@ UNSUPPORTED = {
 
 
 def read(body: bytes, kind: type[Body]) -> Body:
-    """The request in a body. Raises ApiError with the field's name."""
+    """Raises ApiError with the field's name."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -340,7 +338,7 @@ def read(body: bytes, kind: type[Body]) -> Body:
 
 
 def converted(fields: dict[str, Any], kind: type[Body]) -> Body:
-    """The request with these fields. Raises ApiError as read does."""
+    """Raises ApiError as read does."""
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
@@ -361,6 +359,5 @@ def _misfit(error: msgspec.ValidationError, kind: type) -> ApiError:
 
 
 def schema_of(kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The JSON schema of a request, for /openapi.json: (a reference to it, the components)."""
     (schema,), components = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
     return schema, components

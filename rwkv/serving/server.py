@@ -7,7 +7,6 @@ import socket
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import uvicorn
 
@@ -22,33 +21,31 @@ from rwkv.serving.log import say
 from rwkv.serving.messages import Ready
 from rwkv.serving.metrics import Metrics
 from rwkv.serving.origins import LOCAL
-from rwkv.serving.remote import RemoteEngine
+from rwkv.serving.remote import RemoteEngine, Work
 from rwkv.serving.responses import Responses
 from rwkv.serving.states import Keeper
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-if TYPE_CHECKING:
-    from rwkv.serving.worker import Load
-
-LONG = "a long text. " * 1000            # that a tokenizer reads by what it has for long texts
+LONG = "a long text. " * 1000            # enough characters for a tokenizer to start its library for long texts
 AFTER_GRACE = 10                         # seconds for the last events to be written
 
 
-def serve(config: ServeConfig, load: "Load") -> None:
-    """Serves what `load` gives in the engine's process, until SIGINT, SIGTERM or the like.
+def serve(config: ServeConfig, work: Work) -> None:
+    """Serves until SIGINT, SIGTERM or the like; `work` runs in the engine's process.
 
     Raises UserError, before the model is loaded, for a wrong address or option.
     """
     if config.cors and "*" in config.cors and config.api_key:
         raise UserError("cors=* lets any page use this server: with api_key= name the origins")
     if _model_name(config) in config.adapter_paths:
-        raise UserError(f"adapters has the name {_model_name(config)!r}, which is the checkpoint's own: give it another one, "
-                        "or the checkpoint with model_name=")
+        raise UserError(f"adapters has the name {_model_name(config)!r}, which is the checkpoint's own: name the adapter "
+                        "otherwise, or the checkpoint, with model_name=")
     listener = _bind(config)
     warning = "" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"
     say("address", f"http://{_bracketed(config.host)}:{listener.getsockname()[1]}{warning}")
-    with StopRequest(tuple(number for number in STOPPING if number != signal.SIGINT), _exit):
-        engine = RemoteEngine(config, load)
+    # until uvicorn takes the signals: leaving by sys.exit ends the engine's process too
+    with StopRequest(tuple(number for number in STOPPING if number != signal.SIGINT), lambda number: sys.exit(128 + number)):
+        engine = RemoteEngine(config, work)
         try:
             ready = engine.wait_until_ready()
             for subject, text in ready.plan:
@@ -58,11 +55,6 @@ def serve(config: ServeConfig, load: "Load") -> None:
                 sys.exit(1)              # the reason was told when it failed
         finally:
             engine.close()
-
-
-def _exit(number: int) -> None:
-    """Until uvicorn takes the signal: so that the engine's process is ended too."""
-    sys.exit(128 + number)
 
 
 def _bind(config: ServeConfig) -> socket.socket:
@@ -84,7 +76,7 @@ def _bind(config: ServeConfig) -> socket.socket:
 
 def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: socket.socket) -> None:
     tokenizer = Tokenizer.from_dict(ready.tokenizer)
-    tokenizer.encode(LONG)               # what is made for the first long text is made now
+    tokenizer.encode(LONG)               # so that the first long prompt need not wait for it
     template = for_tokenizer(chat_template(ready.template), tokenizer)
     service = Service(config, ready.about, ready.sampling, engine, tokenizer, template,
                       Metrics(lambda: engine.n_running, lambda: engine.n_waiting),
@@ -92,7 +84,8 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
                       _model_name(config), int(time.time()))
     engine.observe = service.metrics.observe
     engine.report = lambda reason: say("engine", f"it has ended: {reason}")
-    Protocol.receive_s, Protocol.most = config.receive_s, config.max_connections
+    Protocol.receive_s = config.receive_s
+    Protocol.most = config.max_connections
     options = uvicorn.Config(application(service), http=Protocol, lifespan="off", log_config=None,
                              log_level="error", access_log=False, server_header=False, ws="none",
                              timeout_graceful_shutdown=int(config.grace_s + AFTER_GRACE))
@@ -116,13 +109,11 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
 
 
 def _model_name(config: ServeConfig) -> str:
-    """The id of the checkpoint's own model."""
     path = Path(config.checkpoint).resolve()
     return config.model_name or (path.name if path.is_dir() else path.stem)
 
 
 def _new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where it is installed, as it can be on Linux and macOS, else Python's own."""
     try:
         import uvloop
     except ModuleNotFoundError:
@@ -132,7 +123,6 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
 
 
 def _example(config: ServeConfig, listener: socket.socket) -> str:
-    """A command that asks the server something."""
     key = ' -H "authorization: Bearer $KEY"' if config.api_key else ''
     body = '{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50}'
     host = "localhost" if config.host in ("0.0.0.0", "::") else _bracketed(config.host)
@@ -141,5 +131,4 @@ def _example(config: ServeConfig, listener: socket.socket) -> str:
 
 
 def _bracketed(host: str) -> str:
-    """As an address has it: IPv6 in brackets."""
-    return f"[{host}]" if ":" in host else host
+    return f"[{host}]" if ":" in host else host          # IPv6

@@ -1,8 +1,8 @@
-"""States as values: /v1/states, and what it takes to continue one.
+"""States as values of the interface: who owns one, which requests it fits, and how a prompt goes on from it.
 
-A conversation's state has read the turns so far, and a request that continues it has the turns after those alone. They are
+A conversation's state has read the turns so far, and a request that continues it has only the turns after those. They are
 rendered after a stand-in for the last message that was read, because templates write a turn in one way at the beginning of a
-text and in another after other turns; what precedes the stand-in is dropped.
+text and in another after other turns. The rendered text up to the stand-in is dropped.
 """
 
 import hashlib
@@ -21,14 +21,14 @@ from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import Think
 from rwkv.config import MIB, ServeConfig
 from rwkv.serving.answers import Answer
-from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.errors import STATE_GONE, ApiError, json_response
 from rwkv.serving.messages import SavedState, Turn
 from rwkv.serving.remote import RemoteEngine
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-FORMS = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")         # of an upload
+FORMS = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")         # media types of a file
 STAND_IN = secrets.token_hex(16)
-BEFORE: dict[str, list[dict[str, Any]]] = {      # turns that a template may ask for before the stand-in's
+BEFORE: dict[str, list[dict[str, Any]]] = {      # turns that a template may demand before the stand-in's, by its role
     "assistant": [{"role": "user", "content": "."}],
     "tool": [{"role": "user", "content": "."}, {"role": "assistant", "content": "", "tool_calls": [
         {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {}}}]}]}
@@ -36,7 +36,7 @@ BEFORE: dict[str, list[dict[str, Any]]] = {      # turns that a template may ask
 
 @dataclass
 class Keeper:
-    """The states that clients keep, each for its owner alone. state_bytes: the memory of one."""
+    """The states that clients keep, each only for its owner. state_bytes: the size of one."""
 
     config: ServeConfig
     engine: RemoteEngine
@@ -54,11 +54,11 @@ class Keeper:
         state = self.engine.states.get(state_id)
         if state is None or state.owner != owner:
             raise ApiError(404, f"there is no state {state_id[:100]!r}: it was not made with this key, or it has been deleted, "
-                                "or dropped for want of room", "state", "state_not_found")
+                                "or dropped for want of room", "state", STATE_GONE)
         return state
 
     def start(self, state_id: str | None, owner: str, model: str = "") -> SavedState | None:
-        """The state that a request's texts follow, by default the one that all texts of the model begin with, if any.
+        """The state that a request's texts follow: by default the one that all texts of the model begin with, if any.
 
         Raises ApiError where it cannot be used.
         """
@@ -72,7 +72,7 @@ class Keeper:
         return state
 
     def usable(self, state_id: str, owner: str) -> SavedState:
-        """One that some model of this server can continue. Raises ApiError where none can."""
+        """Raises ApiError also where no model of this server can continue the state."""
         state = self.get(state_id, owner)
         if state.refusal is not None:
             raise ApiError(400, state.refusal, "state", "state_of_another_model")
@@ -80,16 +80,15 @@ class Keeper:
 
     @property
     def has_room(self) -> bool:
-        """Whether any state can be kept."""
         return self.state_bytes <= self.config.states_mib * MIB or self.config.states_dir is not None
 
     def goes_on(self, start: SavedState, tools: Any) -> bool:
-        """Whether what a conversation with these tools begins with is what the state has read."""
+        """Whether the state has read a conversation in this server's template and with these tools."""
         return start.turn is not None and start.turn == replace(start.turn, template=_digest(self.template.definition),
                                                                 tools=_digest(tools) if tools else "")
 
     def new(self, owner: str, turn: Turn | None = None, model: str = "") -> SavedState:
-        """A state that is to be kept. Raises ApiError where there is room for none."""
+        """A state to keep. Raises ApiError where there is room for none."""
         if not self.has_room:
             raise ApiError(400, f"this server keeps no states: one takes {self.state_bytes / MIB:.3g} MiB, and it has "
                                 f"states_mib={self.config.states_mib}", code="states_disabled")
@@ -103,31 +102,28 @@ class Keeper:
         if turn is None:
             return render(messages, add_generation_prompt, tools, think, effort)
         if turn.template != _digest(self.template.definition):
-            raise ApiError(400, "state: its conversation has the form of another chat template than this server's", "state")
+            raise ApiError(400, "state: its conversation was rendered with another chat template than this server's", "state")
         if tools and turn.tools != _digest(tools):
             raise ApiError(400, "tools: they stand at the beginning of a conversation, and that of the state has others; send "
                                 "the same ones, or begin anew", "tools")
         together = [*_up_to(turn.role), *check_messages(messages)]
         return self._after_stand_in(render(together, add_generation_prompt, tools, think, effort)).removeprefix(turn.tail)
 
-    def turn(self, messages: Sequence[Any], tools: Any, start: SavedState | None) -> Turn:
-        """Where the conversation stands after these messages, which follow `start`."""
-        role = check_messages(messages)[-1]["role"]
-        tail = self._after_stand_in(self.template.render(_up_to(role), False, tools))
-        return self._turn(role, tail, tools, start)
-
-    def answered(self, tools: Any, start: SavedState | None) -> Turn:
-        """Where the conversation stands after an answer; the engine's process adds what is read after its text."""
-        return self._turn("assistant", "", tools, start)
-
-    def ids(self, text: str, start: SavedState | None) -> list[int]:
-        """Of a rendered conversation, after what `start` has read. Raises UserError as the tokenizer does."""
-        before = self.tokenizer.decode(start.last_ids) if start else ""
-        return encode(self.tokenizer, [text], before)[0]
-
-    def _turn(self, role: str, tail: str, tools: Any, start: SavedState | None) -> Turn:
+    def turn(self, messages: Sequence[Any] | None, tools: Any, start: SavedState | None) -> Turn:
+        """The end of a conversation that follows `start`: after the messages or, for None, after the model's answer, to which
+        the engine's process adds what is read after its text."""
+        role = "assistant"
+        tail = ""
+        if messages is not None:
+            role = check_messages(messages)[-1]["role"]
+            tail = self._after_stand_in(self.template.render(_up_to(role), False, tools))
         known = start.turn.tools if start and start.turn else ""
         return Turn(role, tail, _digest(tools) if tools else known, _digest(self.template.definition))
+
+    def ids(self, text: str, start: SavedState | None) -> list[int]:
+        """The ids of a rendered conversation that follows `start`. Raises UserError as the tokenizer does."""
+        before = self.tokenizer.decode(start.last_ids) if start else ""
+        return encode(self.tokenizer, [text], before)[0]
 
     def _after_stand_in(self, rendered: str) -> str:
         _, found, after = rendered.rpartition(STAND_IN)
@@ -138,7 +134,7 @@ class Keeper:
 
 
 class StateAnswer(Answer):
-    """The state that the ticket's only text ends with, as an object."""
+    """The state at the end of the ticket's only text."""
 
     def _whole(self) -> Response:
         state = self._texts[0].last.state
@@ -148,12 +144,12 @@ class StateAnswer(Answer):
 
 
 def _up_to(role: str) -> list[dict[str, Any]]:
-    """Messages that end with the stand-in for one of this role."""
+    """Messages that end with the stand-in, for a message of this role."""
     return [*BEFORE.get(role, ()), {"role": role, "content": STAND_IN}]
 
 
 def owner_of(key: str) -> str:
-    """A digest of an API key, which files may hold."""
+    """A digest of an API key, which may stand in files."""
     return hashlib.sha256(b"timemix state " + key.encode()).hexdigest()[:32]
 
 

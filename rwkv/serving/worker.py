@@ -46,7 +46,8 @@ COMPILING_S = 0.002                      # between two looks whether a grammar i
 
 
 class LoadedAdapter(NamedTuple):
-    """model: the checkpoint's, or one with weights of its own. start, tokens: what its texts follow, as of Adapter."""
+    """model: the checkpoint's, or one with weights of its own. start: the state that each of its texts begins with, after
+    `tokens` tokens. digest: of what was trained."""
 
     model: Any
     start: PrefillResult | None
@@ -55,10 +56,7 @@ class LoadedAdapter(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """template: the chat template's name. plan: lines (subject, text) for people. state_bytes: of a state that is kept.
-
-    sampling: as of Ready. trained_tokens: as of About. adapters: by name.
-    """
+    """adapters: by name. The other fields are those of Ready and About."""
 
     model: Any
     tokenizer: Tokenizer
@@ -74,9 +72,8 @@ Load = Callable[[ServeConfig], Loaded]
 
 
 def main(connection: Connection, config: ServeConfig, load: Load) -> None:
-    """Loads the model and warms it up, sends Ready or Failed, and then generates what it is asked for, until None or the end of
-    the connection."""
-    for number in STOPPING:              # the process with HTTP decides when this one ends
+    """Loads the model and warms it up, sends Ready or Failed, and then generates, until None comes or the connection ends."""
+    for number in STOPPING:              # the HTTP process decides when this one ends
         signal.signal(number, signal.SIG_IGN)
     keep_large_blocks()
     try:
@@ -90,9 +87,12 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
         states = KeptStates(config, forms, {name: each.digest for name, each in served.items()})
         models = {name: _Model(engines[each.model], each.start) for name, each in served.items()}
         worker = _Worker(connection, models, loaded.tokenizer, cache, states)
-        connection.send(Ready(_about(loaded, config.dtype), loaded.tokenizer.to_dict(), loaded.template, loaded.plan,
-                              states.found, loaded.state_bytes, loaded.sampling,
-                              {name: _beginning(name, each) for name, each in loaded.adapters.items()}))
+        model = loaded.model
+        about = About(model.generation.NAME, n_parameters(model.config, model.vocab_size), config.dtype, loaded.trained_tokens)
+        starts = {name: each.start and SavedState("", "", 0, each.tokens, each.start.nbytes(), each.start.last_ids, model=name)
+                  for name, each in loaded.adapters.items()}
+        connection.send(Ready(about, loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.found, loaded.state_bytes,
+                              loaded.sampling, starts))
         try:
             worker.run()
         finally:
@@ -104,49 +104,40 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
         connection.send(Failed(str(error) if mistake else traceback.format_exc(), mistake))
 
 
-def _about(loaded: Loaded, dtype: str) -> About:
-    model = loaded.model
-    return About(model.generation.NAME, n_parameters(model.config, model.vocab_size), dtype, loaded.trained_tokens)
-
-
-def _beginning(name: str, adapter: LoadedAdapter) -> SavedState | None:
-    """What HTTP is told of the state that an adapter's texts begin with."""
-    start = adapter.start
-    return None if start is None else SavedState("", "", 0, adapter.tokens, start.nbytes(), start.last_ids, model=name)
-
-
 class _Model(NamedTuple):
-    """One of those that requests name. start: what its texts follow, None for nothing."""
+    """A model that requests can name. start: the state that each of its texts begins with; None for the empty one."""
 
     engine: Engine
     start: PrefillResult | None
 
 
 class _Job:
-    """A text that is generated: its row, and how much of it was sent."""
+    """A text that is generated: its row, and how much of it has been sent."""
 
     def __init__(self, request: Generate, row: Row) -> None:
-        self.request, self.row = request, row
+        self.request = request
+        self.row = row
         self.text = ""                   # not sent yet
         self._logprobs_sent = 0
 
     def event(self) -> Event | None:
-        """What is to be sent now, if anything."""
-        sample, finished = self.row.sample, self.row.complete
+        sample = self.row.sample
+        finished = self.row.complete
         if not finished and not self.request.stream:
             return None
-        # lm-evaluation-harness, which alone asks for a prompt's, takes the last entry for that of a token after the prompt
+        # lm-evaluation-harness, which asks for a prompt's log-probabilities, expects one entry more than the text has tokens
         shown = len(sample.logprobs) if self.request.prompt_logprobs else len(sample.tokens)
         logprobs = sample.logprobs[self._logprobs_sent:shown]
         if not (self.text or logprobs or finished):
             return None
         if self.row.damaged:
-            return Event(self.request.id, error="the state is damaged: it leads to logits that are not finite")
+            return Event(self.request.id, error="the state is damaged: the logits after it are not finite")
         event = Event(self.request.id, self.text, logprobs)
-        self.text, self._logprobs_sent = "", self._logprobs_sent + len(logprobs)
+        self.text = ""
+        self._logprobs_sent = self._logprobs_sent + len(logprobs)
         if finished:
             event.finish_reason = sample.finish_reason
-            before = (self.request.start and self.request.start.tokens) or 0         # which were read for an earlier request
+            before = (self.request.start and self.request.start.tokens) or 0         # read for an earlier request
             event.prompt_tokens = before + len(self.row.prompt_ids)
             event.cached_tokens = before + self.row.cached_tokens
             event.completion_tokens = len(sample.tokens)
@@ -154,8 +145,9 @@ class _Job:
         return event
 
     def saved(self) -> SavedState | None:
-        """What is known of the state that is to be kept now, if any."""
-        save, kept, start = self.request.save, self.row.kept, self.request.start
+        save = self.request.save
+        kept = self.row.kept
+        start = self.request.start
         if save is None or kept is None:
             return None
         read = len(self.row.prompt_ids) + len(self.row.sample.tokens)
@@ -166,18 +158,20 @@ class _Job:
 
 
 class _Worker:
-    """Between two steps of the engine it takes the requests that have come; after each it sends what is new."""
+    """Between two steps of the engines it takes the requests that have come; after each it sends what is new."""
 
     def __init__(self, connection: Connection, models: Mapping[str, _Model], tokenizer: Tokenizer, cache: PrefixCache | None,
                  states: KeptStates) -> None:
-        self._connection, self._models, self._tokenizer, self._cache = connection, models, tokenizer, cache
+        self._connection = connection
+        self._models = models
+        self._tokenizer = tokenizer
+        self._cache = cache
         self._states = states
-        # Of each engine, by the row's index.
-        self._jobs: dict[Engine, dict[int, _Job]] = {model.engine: {} for model in models.values()}
+        self._jobs: dict[Engine, dict[int, _Job]] = {model.engine: {} for model in models.values()}      # by the row's index
         self._refused: list[Event] = []
-        self._compiler = ThreadPoolExecutor(1)
+        self._compiler = ThreadPoolExecutor(1)           # a thread of its own, so that no text waits for a grammar
         self._compiling: list[tuple[Future[Any], list[Generate]]] = []
-        self._cancelled: set[int] = set()        # of these
+        self._cancelled: set[int] = set()                # texts whose grammar is being compiled
 
     def run(self) -> None:
         while True:
@@ -189,8 +183,12 @@ class _Worker:
                     return
                 self._take(message)
                 wait = 0
-            self._begin_compiled()
-            events, self._refused = self._refused, []
+            for pair in [pair for pair in self._compiling if pair[0].done()]:
+                self._compiling.remove(pair)
+                for text in pair[1]:
+                    self._begin(text)
+            events = self._refused
+            self._refused = []
             for engine, jobs in self._jobs.items():
                 for index, piece in engine.step():
                     jobs[index].text += piece
@@ -202,8 +200,9 @@ class _Worker:
                 self._connection.send(Step(events, *cached, self._states.nbytes, tuple(gone)))
 
     def _event(self, job: _Job) -> Event | None:
-        """What is to be sent of a text; a state that is to be kept at its end is kept before."""
-        event, saved = job.event(), job.saved()
+        """The event to send for a text, after its end has been kept as a state where that was asked for."""
+        event = job.event()
+        saved = job.saved()
         if event is not None and saved is not None:
             assert job.row.kept is not None
             self._states.put(saved, job.row.kept)
@@ -211,8 +210,8 @@ class _Worker:
         return event
 
     def _take(self, message: ToEngine) -> None:
-        """The texts of one request come together and begin at the same step, so that their prompt is read once, and that the
-        last bits of their log-probabilities do not depend on when each came: products of more rows may have others.
+        """The texts of one request come together and begin at the same step: their prompt is then read once, and the last bits
+        of their log-probabilities, which may depend on the number of rows, do not depend on when each text came.
         """
         if isinstance(message, Cancel):
             for job in (job for jobs in self._jobs.values() for job in jobs.values()):
@@ -220,18 +219,15 @@ class _Worker:
                     job.row.cancel()
             if any(text.id == message.id for _, texts in self._compiling for text in texts):
                 self._cancelled.add(message.id)
-            return
-        if isinstance(message, Drop):
+        elif isinstance(message, Drop):
             self._states.drop(message.state)
-            return
-        if isinstance(message, (Upload, Download)):
+        elif isinstance(message, (Upload, Download)):
             self._connection.send(self._reply(message))
-            return
-        if message[0].grammar is not None:
+        elif message[0].grammar is not None:
             self._compiling.append((self._compiler.submit(compiled, message[0].grammar, self._tokenizer), message))
-            return
-        for text in message:
-            self._begin(text)
+        else:
+            for text in message:
+                self._begin(text)
 
     def _reply(self, message: Upload | Download) -> Reply:
         try:
@@ -241,19 +237,13 @@ class _Worker:
         except UserError as error:
             return Reply(message.id, error=str(error), state_gone=isinstance(error, StateGone))
 
-    def _begin_compiled(self) -> None:
-        """Begins the texts whose grammar is compiled, which another thread does so that no other text waits for it."""
-        for pair in [pair for pair in self._compiling if pair[0].done()]:
-            self._compiling.remove(pair)
-            for text in pair[1]:
-                self._begin(text)
-
     def _begin(self, message: Generate) -> None:
         engine, context = self._models[message.model]
         after: Key | None = Key(model=message.model, owner=message.owner)
         try:
             if message.start and message.start.id:
-                context, after = self._states.get(message.start), None
+                context = self._states.get(message.start)
+                after = None
             stopping = StoppingCriteria(message.max_new_tokens, message.stop)
             row = engine.add(message.prompt, message.seed, stopping, message.sampling, message.n_logprobs, context,
                              message.prompt_logprobs, grammar=message.grammar, keep=message.save is not None, after=after)

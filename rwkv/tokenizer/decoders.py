@@ -20,7 +20,7 @@ class Decoder(Protocol):
     """Decodes one text, id by id."""
 
     def go_on_after(self, ids: Sequence[int]) -> None:
-        """Decodes what follows `ids`, whose text is not returned, but for a character that their last bytes only begin."""
+        """Decodes from the end of `ids` on. Of their text only a last character that is incomplete is returned."""
 
     def push(self, token: int) -> str:
         """The text that `token` completes, perhaps "". Raises UserError for an id outside the vocabulary."""
@@ -32,7 +32,7 @@ class Decoder(Protocol):
         """The whole text of `ids`: what push and flush return for them. Raises UserError as push does."""
 
     def names(self, tokens: Sequence[int], before: Sequence[int]) -> list[str]:
-        """The text of each of `tokens` where it alone follows `before`; bytes of a part of a character become U+FFFD."""
+        """The text of each of `tokens` directly after `before`, with U+FFFD for bytes of a part of a character."""
 
     def bytes_of(self, token: int) -> bytes | None:
         """A token's bytes, which may be a part of a character; None where the vocabulary's tokens are not bytes."""
@@ -80,10 +80,12 @@ class TextDecoder:
     """
 
     LONGEST = 8                          # ids
-    BEFORE = 64                          # ids: what precedes them changes neither the text that follows nor what is held back
+    BEFORE = 64                          # ids: earlier ones change neither the text that follows nor the text held back
 
     def __init__(self, decode: Callable[[list[int]], str], vocab_size: int, skipped: set[int]) -> None:
-        self._decode, self._vocab_size, self._skipped = decode, vocab_size, skipped
+        self._decode = decode
+        self._vocab_size = vocab_size
+        self._skipped = skipped
         self._shown: list[int] = []
         self._pending: list[int] = []
 
@@ -99,12 +101,14 @@ class TextDecoder:
         text = self._new_text()
         if text.endswith(REPLACEMENT) and len(self._pending) < self.LONGEST:
             return ""
-        self._shown, self._pending = self._pending, []
+        self._shown = self._pending
+        self._pending = []
         return text
 
     def flush(self) -> str:
         text = self._new_text() if self._pending else ""
-        self._shown, self._pending = [], []
+        self._shown = []
+        self._pending = []
         return text
 
     def decode(self, ids: Iterable[int]) -> str:
@@ -145,11 +149,7 @@ def token_bytes(token: str) -> bytes:
     return token.encode()
 
 
-def _byte_level_alphabet() -> list[str]:
-    """The character that stands for each byte in byte-level BPE: itself if it is printable Latin-1, else from U+0100 on."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(value if value in printable else next(others)) for value in range(256)]
-
-
-BYTE_OF = {character: value for value, character in enumerate(_byte_level_alphabet())}
+# The byte that a character stands for in byte-level BPE: printable Latin-1 for itself, characters from U+0100 on for the rest
+PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
+BYTE_OF = {chr(value): value for value in PRINTABLE}
+BYTE_OF |= {chr(0x100 + place): value for place, value in enumerate(value for value in range(256) if value not in PRINTABLE)}

@@ -68,7 +68,7 @@ def percent(share: float) -> str:
 class LossCounter:
     """Counts what a tokenizer loses. Threads may share it.
 
-    never: it loses nothing of any text. uncertain: no condition on the text tells that nothing is lost.
+    never: it loses nothing of any text. uncertain: no condition on a text implies that nothing is lost.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -79,23 +79,26 @@ class LossCounter:
         self._conditions = conditions or []
 
     def keeps(self, text: str) -> bool:
-        """Whether the definition tells that nothing of this text is lost."""
+        """Whether the definition implies that nothing of this text is lost."""
         return self.never or (not self.uncertain and all(holds(text) for holds in self._conditions))
 
     def count(self, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Lost:
-        """What is lost of the texts, whose ids are those that the tokenizer gives."""
+        """The loss of the texts. ids: those that the tokenizer gives."""
         lost = Lost(of=sum(len(text.encode()) for text in texts))
         doubtful = [(text, list(some)) for text, some in zip(texts, ids, strict=True) if not self.keeps(text)]
         if not doubtful:
             return lost
         known = [[token for token in some if token != self.unknown_token] for _, some in doubtful]
         decoded = self._library.decode_batch(known, skip_special_tokens=False)
-        missing = sum(_missing(text, back) for (text, _), back in zip(doubtful, decoded, strict=True))
+        missing = 0
+        for (text, _), back in zip(doubtful, decoded, strict=True):
+            space = " " * (text.startswith(" ") and not back.startswith(" "))        # no loss, as the head of this file says
+            missing += missing_bytes(text.encode(), (space + back).encode())
         return lost + Lost(missing, 0, sum(len(some) for _, some in doubtful) - sum(map(len, known)))
 
     @cached_property
     def unknown_token(self) -> int | None:
-        """The id that stands for what the vocabulary lacks; None for no such id."""
+        """The id that replaces what the vocabulary lacks; None for no such id."""
         if self._definition is None:
             return None
         model = self._definition["model"]
@@ -111,12 +114,13 @@ class LossCounter:
 
 
 def _conditions(definition: dict[str, Any]) -> list[Condition] | None:
-    """Conditions on a text which together imply that its ids tell it; None where there are none such.
+    """Conditions on a text which together imply that it can be restored from its ids; None where there are none such.
 
-    The ids of a vocabulary with all bytes tell what they are given, and each step before them must be such that its result
-    tells what it was given.
+    With all bytes in the vocabulary the model's input can be restored from the ids, and the input of each step before the model
+    must be restorable from its result.
     """
-    model, added = definition["model"], definition.get("added_tokens", [])
+    model = definition["model"]
+    added = definition.get("added_tokens", [])
     steps = [*_steps(definition.get("normalizer")), *_steps(definition.get("pre_tokenizer"))]
     types = {step["type"] for step in steps}
     ordinary = [token for token in added if not token["special"]]        # others are not looked for in a text
@@ -133,7 +137,6 @@ def _conditions(definition: dict[str, Any]) -> list[Condition] | None:
 
 
 def _steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """The steps of a normalizer or a pre-tokenizer, in order."""
     if step and step["type"] == "Sequence":
         for inner in step.get("normalizers", step.get("pretokenizers", [])):
             yield from _steps(inner)
@@ -154,7 +157,7 @@ def _has_all_bytes(model: dict[str, Any], byte_level: bool) -> bool:
 
 
 def _conditions_of_step(step: dict[str, Any]) -> list[Condition] | None:
-    """Conditions on a text under which a normalizer's or pre-tokenizer's result tells it; None where none are known."""
+    """Conditions under which a text can be restored from the step's result; None where none are known."""
     match step:
         case {"type": "ByteLevel" | "Prepend"}:
             return []
@@ -182,13 +185,6 @@ def _without_cleanup(decoder: dict[str, Any]) -> dict[str, Any]:
     return decoder | inner | ({"cleanup": False} if "cleanup" in decoder else {})
 
 
-def _missing(text: str, decoded: str) -> int:
-    """The bytes of a text that the decoded one lacks."""
-    if text.startswith(" ") and not decoded.startswith(" "):
-        decoded = " " + decoded
-    return missing_bytes(text.encode(), decoded.encode())
-
-
 def missing_bytes(before: bytes, after: bytes) -> int:
     """len(before) less the length of the longest common subsequence, which is searched window by window.
 
@@ -198,7 +194,8 @@ def missing_bytes(before: bytes, after: bytes) -> int:
     while at < len(before):
         window = before[at:at + WINDOW]
         is_last = at + len(window) == len(before)
-        kept, length = len(window), len(window)
+        kept = len(window)
+        length = len(window)
         if not after.startswith(window, place):
             kept, length = _aligned(window, after[place:place + 4 * WINDOW], is_last)
         if 4 * kept < len(window) and not is_last and at >= searched:
@@ -206,7 +203,8 @@ def missing_bytes(before: bytes, after: bytes) -> int:
             anchor = _next_in_common(before, at, after, place)
             if anchor is not None:
                 missing += _missing_between(before[at:anchor[0]], after[place:anchor[1]])
-                at, place = anchor[0] + ANCHOR, anchor[1] + ANCHOR
+                at = anchor[0] + ANCHOR
+                place = anchor[1] + ANCHOR
                 searched = at
                 continue
         missing += len(window) - kept
@@ -243,9 +241,9 @@ def _missing_between(before: bytes, after: bytes) -> int:
 def _aligned(window: bytes, after: bytes, is_last: bool) -> tuple[int, int]:
     """The length of the longest common subsequence of `window` and the best beginning of `after`, and that beginning's length.
 
-    The best one has most of 4 for each byte in common, less 1 for each of its spaces, which decoders add, and 2 for each of its
-    other bytes; for the last window, all of `after` is the best one. Bit i of `row` is 0 where byte i of the window adds one to
-    what it has in common with the bytes of `after` so far. Source: Hyyrö 2004, Bit-parallel LCS-length computation revisited.
+    The best one has the highest score: 4 for each byte in common, less 1 for each of its spaces, which decoders add, and 2 for
+    each of its other bytes. For the last window it is all of `after`. Bit i of `row` is 0 where byte i of the window adds one
+    to the length in common with the bytes of `after` so far. Source: Hyyrö 2004, Bit-parallel LCS-length computation revisited.
     """
     places: dict[int, int] = {}
     for number, byte in enumerate(window):

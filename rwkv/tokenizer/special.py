@@ -23,12 +23,10 @@ KEY = "end_of_text"                      # in a tokenizer's definition (Tokenize
 
 
 def special_tokens(parsed: Mapping[str, Any]) -> dict[str, int]:
-    """The ids of the special tokens by their names."""
     return {token["content"]: token["id"] for token in parsed.get("added_tokens") or [] if token["special"]}
 
 
 def vocabulary(parsed: Mapping[str, Any]) -> dict[str, int]:
-    """The ids of all tokens by their names."""
     vocab = parsed["model"]["vocab"]
     ids = dict(vocab) if isinstance(vocab, dict) else {piece: index for index, (piece, _) in enumerate(vocab)}
     return ids | {token["content"]: token["id"] for token in parsed.get("added_tokens") or []}
@@ -44,27 +42,27 @@ def unknown_token(parsed: Mapping[str, Any]) -> str | None:
     return None if index is None else str(model["vocab"][index][0])
 
 
-# The end of a text
-
-
 def ends_by_rule(parsed: Mapping[str, Any]) -> list[int]:
-    """What ends a text where nothing but the tokenizer's file is known; [] where the file leaves it open.
+    """The ends of text where only the tokenizer's file is known; [] where the file leaves them open.
 
-    That is <|endoftext|>, or else the only special token with a name in ENDS, or else a special token 0, unless it stands for
-    what is unknown, padded or masked.
+    The end is <|endoftext|>, or else the only special token with a name in ENDS, or else a special token 0, unless that stands
+    for an unknown, padded or masked token.
     """
-    ids, special = vocabulary(parsed), special_tokens(parsed)
+    ids = vocabulary(parsed)
+    special = special_tokens(parsed)
     if END_OF_TEXT in ids:
         return [ids[END_OF_TEXT]]
     known = [special[name] for name in ENDS if name in special]
     if len(known) == 1:
         return known
     first = next((name for name, index in special.items() if index == 0), None)
-    return [] if first is None or first == unknown_token(parsed) or _stands_for_nothing(first) else [0]
+    if first is None or first == unknown_token(parsed) or any(part in first.lower() for part in ("unk", "pad", "mask")):
+        return []
+    return [0]
 
 
 def ends_by_first_rule(parsed: Mapping[str, Any]) -> list[int]:
-    """What ends a text by a definition that does not say it, as in older checkpoints: <|endoftext|>, or a special token 0."""
+    """The ends of text by a definition that does not name them, as in older checkpoints: <|endoftext|>, or special token 0."""
     named = vocabulary(parsed).get(END_OF_TEXT)
     if named is not None:
         return [named]
@@ -72,11 +70,12 @@ def ends_by_first_rule(parsed: Mapping[str, Any]) -> list[int]:
 
 
 def stated_ends(parsed: Mapping[str, Any], stated: Iterable[int | str]) -> list[int]:
-    """Of the ids and names that another file states, those of tokens that can end a text, each of them once.
+    """The tokens that can end a text among the ids and names that another file states, each of them once.
 
-    A token that is neither special nor known as an end is part of texts: some programs write an id there that means nothing.
+    A token that is neither special nor known as an end belongs to texts: some programs write an id there without meaning it.
     """
-    ids, special = vocabulary(parsed), special_tokens(parsed)
+    ids = vocabulary(parsed)
+    special = special_tokens(parsed)
     ending = {*special.values(), *(ids[name] for name in (*ENDS, *ENDS_OF_TURNS) if name in ids)}
     found = [ids.get(each) if isinstance(each, str) else each for each in stated]
     return list(dict.fromkeys(each for each in found if each in ending and each is not None))
@@ -84,7 +83,8 @@ def stated_ends(parsed: Mapping[str, Any], stated: Iterable[int | str]) -> list[
 
 def named_end(parsed: Mapping[str, Any], name: str, source: str, option: str) -> list[int]:
     """The token that the user names as the end of a text. Raises UserError where it is not in the file, or is one character."""
-    special, index = special_tokens(parsed), vocabulary(parsed).get(name)
+    special = special_tokens(parsed)
+    index = vocabulary(parsed).get(name)
     if index is None or (len(name) == 1 and name not in special):
         raise UserError(f"{option}={name!r} is no special token of {source}; it has {_listed(special)}")
     return [index]
@@ -100,18 +100,24 @@ def no_end(parsed: Mapping[str, Any], source: str, option: str) -> UserError:
 
 
 def definition(text: str, ends: Sequence[int], by_first_rule: Sequence[int]) -> dict[str, Any]:
-    """The definition of a JsonTokenizer, which names its ends of text where they are others than those of the first rule."""
+    """The definition of a JsonTokenizer, which names its ends of text if they are not those of the first rule."""
     described: dict[str, Any] = {"kind": "json", "definition": text}
     return described if list(ends) == list(by_first_rule) else {**described, KEY: list(ends)}
 
 
+def definition_with_ends(text: str, stated: Iterable[Iterable[int | str]]) -> dict[str, Any]:
+    """The definition of the file with this text, with the first ends that other files state, or else by the file's own rule."""
+    try:
+        parsed = json.loads(text)
+        ends: list[int] = next(filter(None, (stated_ends(parsed, each) for each in stated)), [])
+        return definition(text, ends or ends_by_rule(parsed), ends_by_first_rule(parsed))
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):         # the tokenizer says what is wrong
+        return {"kind": "json", "definition": text}
+
+
 def ends_of(described: Mapping[str, Any]) -> list[int]:
-    """The ends of text in a JsonTokenizer's definition; [] where nothing says them."""
+    """The ends of text in a JsonTokenizer's definition; [] where they are unknown."""
     return list(described[KEY] if KEY in described else ends_by_first_rule(json.loads(described["definition"])))
-
-
-def _stands_for_nothing(name: str) -> bool:
-    return any(part in name.lower() for part in ("unk", "pad", "mask"))
 
 
 def _listed(special: Mapping[str, int]) -> str:
@@ -119,24 +125,17 @@ def _listed(special: Mapping[str, int]) -> str:
     return shown or "none"
 
 
-# Names that nobody can type
-
-
 class Private(NamedTuple):
-    """A file whose special tokens have other names: private[name] instead of name.
-
-    typed: whether the library gave an id of a special token for a text with its name.
-    """
+    """A file whose special tokens are renamed: private[name] instead of name."""
 
     content: dict[str, Any]
     private: dict[str, str]
-    typed: bool
 
 
 def with_private_names(parsed: dict[str, Any], names: Iterable[str]) -> Private:
-    """The file in which the tokens `names` have random names, so that no text encodes to them but one with these names.
+    """The file in which the tokens `names` have random names, so that only a text with these encodes to them.
 
-    Where a text has the old name, the model spells it with other tokens.
+    A text with an old name is spelt with other tokens.
     """
     secret = secrets.token_hex(16)
     private = {name: f"{secret}x{index}" for index, name in enumerate(names)}
@@ -148,24 +147,11 @@ def with_private_names(parsed: dict[str, Any], names: Iterable[str]) -> Private:
             model["unk_token"] = private[model["unk_token"]]
     else:
         model["vocab"] = [[private.get(piece, piece), score] for piece, score in vocab]
-    merges = [_pair(merge) for merge in model.get("merges") or []]
+    merges = [tuple(merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model.get("merges") or []]
     cut = len(model.get("continuing_subword_prefix") or "")
     kept = [(a, b) for a, b in merges if private.keys().isdisjoint((a, b, a + b[cut:]))]
     if merges:
         model["merges"] = [list(pair) for pair in kept]
-    added = [_hidden(token, private) for token in parsed.get("added_tokens") or []]
-    in_vocabulary = [name for name in private if name in vocabulary({"model": parsed["model"]})]
-    whole_words = "merges" not in model or bool(model.get("ignore_merges"))
-    typed = len(kept) < len(merges) or any(whole_words or len(name) == 1 for name in in_vocabulary)
-    return Private({**parsed, "model": model, "added_tokens": added}, private, typed)
-
-
-def _pair(merge: str | Sequence[str]) -> tuple[str, str]:
-    first, second = merge.split(" ", 1) if isinstance(merge, str) else merge
-    return first, second
-
-
-def _hidden(token: dict[str, Any], private: Mapping[str, str]) -> dict[str, Any]:
-    if token["content"] not in private:
-        return token
-    return {**token, "content": private[token["content"]], "special": True, "normalized": False, "single_word": False}
+    added = [{**token, "content": private[token["content"]], "special": True, "normalized": False, "single_word": False}
+             if token["content"] in private else token for token in parsed.get("added_tokens") or []]
+    return Private({**parsed, "model": model, "added_tokens": added}, private)

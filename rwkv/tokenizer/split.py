@@ -58,7 +58,7 @@ def pieces(chunks: Iterable[str], split: SafeSplit) -> Iterator[str]:
 
 
 def _splits_safely(tokenizer: Encoder, probe: str) -> bool:
-    """True if the ids of `probe` are those of its first character and its rest, or if the vocabulary does not cover it."""
+    """Whether the ids of `probe` are those of its first character and its rest, or the vocabulary does not cover it."""
     try:
         whole = tokenizer.encode(probe)
     except ValueError:                   # a char tokenizer that was made from a text without these characters

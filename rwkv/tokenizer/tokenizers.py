@@ -38,8 +38,8 @@ class Tokenizer(ABC):
 
     strips_spaces: some token includes the spaces beside it, so that a text cannot be split safely (rwkv/tokenizer/split.py).
     adds_space: the ids of a text begin with a space that it lacks, as in SentencePiece, which also marks its first word as one.
-    special: the ids of the tokens that a chat template may write, by their names. private: for the same names, what `encode`
-    takes for these tokens (rwkv/chat/rendered.py).
+    special: the ids of the tokens that a chat template may write, by their names. private: for the same names, the texts that
+    `encode` reads as these tokens (rwkv/chat/rendered.py).
     """
 
     kind: str
@@ -63,9 +63,13 @@ class Tokenizer(ABC):
     def _encode(self, text: str) -> list[int]:
         """The ids of a text that is valid Unicode."""
 
+    @property
     @abstractmethod
+    def _bytes(self) -> list[bytes]:
+        """The bytes of each token, where tokens are bytes; none for special tokens."""
+
     def _new_decoder(self) -> Decoder:
-        """A decoder at the beginning of a text."""
+        return BytesDecoder(self._bytes)
 
     def decoder(self, after: Sequence[int] = ()) -> Decoder:
         """A new incremental decoder, of a text that goes on after these ids: together they give decode(all ids)."""
@@ -85,15 +89,14 @@ class Tokenizer(ABC):
             raise error.after(before) from None
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """encode() of each text."""
         return [self.encode(text) for text in texts]
 
     def encode_within(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text where it goes on within another one: as encode_batch, and no space is added."""
+        """The ids of each text where it goes on within another one: no space is added."""
         return self.encode_batch(texts)
 
     def encode_after(self, text: str, before: Sequence[int]) -> list[int]:
-        """The ids of a text that follows the ids `before`: one that begins anew, unless they end within another."""
+        """The ids of a text that follows the ids `before`. It begins anew unless these end within another text."""
         within = before and before[-1] not in self.special.values()
         return self.encode_within([text])[0] if within else self.encode(text)
 
@@ -113,7 +116,7 @@ class Tokenizer(ABC):
         return self.decoder(after).decode(ids)
 
     def decode_start(self, ids: Sequence[int]) -> str:
-        """The text of `ids` that other ids follow: without U+FFFD for a last character that these may complete."""
+        """The text of `ids` that other ids follow: without U+FFFD for an incomplete last character."""
         return "".join(map(self.decoder().push, ids))
 
     def names(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
@@ -121,9 +124,8 @@ class Tokenizer(ABC):
         return self._new_decoder().names(tokens, before)
 
     def tokens_as_bytes(self) -> list[bytes]:
-        """What each token adds to a text, nothing for special tokens. Raises UserError where that depends on other tokens."""
-        table = self._bytes              # type: ignore[attr-defined]
-        return list(table)
+        """The bytes that each token adds to a text. Raises UserError where these depend on other tokens."""
+        return self._bytes
 
     def starting(self, texts: Iterable[str]) -> set[int]:
         """The special tokens with whose names the `texts` begin, white space aside."""
@@ -137,11 +139,11 @@ class Tokenizer(ABC):
 
     @property
     def data_key(self) -> str:
-        """Equal where the ids of the same documents are equal, and of what stands between them."""
+        """Equal where the same documents, and the separators between them, have the same ids."""
         return self.hash
 
     def end_line(self) -> str | None:
-        """A line for people that says what ends a text, where a file could have meant something else; else None."""
+        """A line for people: which token ends a text, where that is not obvious; else None."""
         return None
 
     @staticmethod
@@ -166,12 +168,12 @@ class Tokenizer(ABC):
                   option: str = "end_of_text") -> "Tokenizer":
         """From a `tokenizers` .json or a World vocabulary's .txt file. Raises UserError if it is missing or wrong.
 
-        end_of_text, like, option: as in `named`.
+        end_of_text, like: as in `named`. option: the name of end_of_text in errors.
         """
         text = read_text(Path(path), f"the tokenizer file {path}")
         if Path(path).suffix == ".txt":
             return _without_option(WorldTokenizer(text, str(path)), end_of_text, option)
-        if (vocabulary := world_json.vocabulary_in_text(text)) is not None:
+        if (vocabulary := world_json.vocabulary_in(text)) is not None:
             return _without_option(WorldTokenizer(vocabulary, str(path)), end_of_text, option)
         return JsonTokenizer(text, str(path), end_of_text, _ends_of_same(text, like) or special.ends_by_rule, option)
 
@@ -181,7 +183,7 @@ class Tokenizer(ABC):
         """The tokenizer byte, world (from an installed package), FILE.json or FILE.txt. Raises UserError for other names.
 
         option, names: the option and its legal values, for the message. end_of_text: the text of the token of FILE.json that
-        ends a text, None: what its file says. like: a definition, which says it where it is that of the same file.
+        ends a text; None: as the file says. like: a definition, whose ends of text count if it is that of the same file.
         """
         end_option = f"{option.rpartition('tokenizer')[0]}end_of_text"
         if name == "byte":
@@ -203,9 +205,6 @@ class ByteTokenizer(Tokenizer):
                                  "remove it, or use data.tokenizer=bpe")
         return list(text.encode())
 
-    def _new_decoder(self) -> Decoder:
-        return BytesDecoder(self._bytes)
-
     @cached_property
     def _bytes(self) -> list[bytes]:
         return [b"", *(bytes([value]) for value in range(1, 256))]
@@ -225,19 +224,11 @@ class CharTokenizer(Tokenizer):
         self.vocab_size = 1 + len(self.characters)
 
     def _encode(self, text: str) -> list[int]:
-        try:
-            return [self._ids[character] for character in text]
-        except KeyError:
-            raise UserError(self._unknown(text)) from None
-
-    def _unknown(self, text: str) -> str:
-        unknown = sorted(set(text) - set(self.characters))
-        shown = ", ".join(map(repr, unknown[:10])) + (f" and {len(unknown) - 10} more" if len(unknown) > 10 else "")
-        return (f"{shown}: not among the {len(self.characters)} characters of the text that the char tokenizer was made from; "
-                "remove them, or train with data.tokenizer=byte or bpe")
-
-    def _new_decoder(self) -> Decoder:
-        return BytesDecoder(self._bytes)
+        if unknown := sorted({*text} - self._ids.keys()):
+            shown = ", ".join(map(repr, unknown[:10])) + (f" and {len(unknown) - 10} more" if len(unknown) > 10 else "")
+            raise UserError(f"{shown}: not among the {len(self.characters)} characters of the text that the char tokenizer was "
+                            "made from; remove them, or train with data.tokenizer=byte or bpe")
+        return [self._ids[character] for character in text]
 
     @cached_property
     def _bytes(self) -> list[bytes]:
@@ -275,8 +266,9 @@ class JsonTokenizer(Tokenizer):
         with _as_user_error(f"{source} is not a `tokenizers` JSON file"):
             self._library = _library(json.dumps(hidden.content, ensure_ascii=False))
         self.definition = json.dumps(parsed, sort_keys=True, ensure_ascii=False)
-        self.ends, self._by_first_rule = tuple(chosen), special.ends_by_first_rule(parsed)
-        self.private, self._typed = hidden.private, hidden.typed
+        self.ends = tuple(chosen)
+        self._by_first_rule = special.ends_by_first_rule(parsed)
+        self.private = hidden.private
         self._byte_level = (parsed.get("decoder") or {}).get("type") == "ByteLevel"
         added = parsed.get("added_tokens") or []
         self.adds_space = any(step != parsed.get(name) for name, step in _within(parsed).items())
@@ -303,14 +295,15 @@ class JsonTokenizer(Tokenizer):
 
     def _new_decoder(self) -> Decoder:
         if self._byte_level:
-            return BytesDecoder(self._bytes)
-        return TextDecoder(self._decode_shown, self.vocab_size, self._skipped)
+            return super()._new_decoder()
+        unknown = self._unknown or ""
+        hidden = self.private.get(unknown)
 
-    def _decode_shown(self, ids: list[int]) -> str:
-        """The text of ids of which none is skipped."""
-        text = self._library.decode(ids, skip_special_tokens=False)
-        hidden = self.private.get(self._unknown or "")
-        return text.replace(hidden, self._unknown or "") if hidden else text
+        def decode(ids: list[int]) -> str:
+            text = self._library.decode(ids, skip_special_tokens=False)
+            return text.replace(hidden, unknown) if hidden else text
+
+        return TextDecoder(decode, self.vocab_size, self._skipped)
 
     @cached_property
     def _bytes(self) -> list[bytes]:
@@ -334,9 +327,7 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def data_key(self) -> str:
-        """With a separator that is another than older versions', and whether these encoded typed names otherwise."""
-        same_separator = self._by_first_rule[:1] == [self.end_of_text]
-        return self.hash + ("" if same_separator else f" {self.end_of_text}") + " spelt" * self._typed
+        return f"{self.hash} {self.end_of_text}"
 
     def end_line(self) -> str | None:
         names = {index: name for name, index in self.special.items()}
@@ -383,9 +374,6 @@ class WorldTokenizer(Tokenizer):
             require_unicode(text)
         return self._vocabulary.encode_batch(list(texts))
 
-    def _new_decoder(self) -> Decoder:
-        return BytesDecoder(self._bytes)
-
     @cached_property
     def _bytes(self) -> list[bytes]:
         tokens = self._vocabulary.tokens
@@ -403,7 +391,7 @@ def _without_option(tokenizer: Tokenizer, end_of_text: str | None, option: str) 
 
 
 def _ends_of_same(text: str, like: Mapping[str, Any] | None) -> Sequence[int] | Rule | None:
-    """What the definition `like` says of the ends of text where it is that of the file with this text; else None."""
+    """The ends of text in the definition `like`, if it is that of the file with this text; else None."""
     if not like or like.get("kind") != "json":
         return None
     try:
@@ -414,7 +402,7 @@ def _ends_of_same(text: str, like: Mapping[str, Any] | None) -> Sequence[int] | 
 
 
 def _parsed(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """The content of a file, and its vocabulary. Raises UserError, in the library's words, for one without the parts of it."""
+    """The content of a file, and its vocabulary. Raises UserError, in the library's words, where parts are missing."""
     with _as_user_error(f"{source} is not a `tokenizers` JSON file"):
         try:
             parsed = json.loads(text)
@@ -426,9 +414,9 @@ def _parsed(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _within(parsed: dict[str, Any]) -> dict[str, Any]:
-    """The first steps of a file for texts that go on within others: none adds a space before a text.
+    """The first steps of a file for texts that go on within others: without those that add a space before a text.
 
-    Behind a step that cuts a text, such a step is for each word.
+    After a step that cuts a text, such a step acts on each word, and stays.
     """
     cut = parsed.get("pre_tokenizer")
     if cut is not None and cut["type"] == "Sequence":
@@ -450,7 +438,7 @@ def _without_space(step: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _encode_each(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The fast call leaves out each token's place in the text, which takes twice the time and many times the memory."""
+    """By the library's fast call, without the places of tokens, which take twice the time and many times the memory."""
     for text in texts:
         require_unicode(text)
     with _as_user_error("the tokenizer cannot encode the text"):

@@ -12,7 +12,8 @@ import logging
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import cached_property
 from importlib import metadata
 from pathlib import Path
@@ -52,7 +53,11 @@ class Vocabulary:
                     raise _wrong_line(line, found, f"line {number} of {source}")
                 continue
             tokens[found[0]] = found[1]
-        _require_bytes(set(tokens.values()), source)
+        found_tokens = {*tokens.values()}
+        missing = [value for value in range(256) if bytes([value]) not in found_tokens]
+        if missing:
+            raise UserError(f"{source} is not a World vocabulary: it lacks {len(missing)} of the 256 single bytes, "
+                            f"{missing[0]:#04x} first; is it truncated?")
         return cls([tokens.get(index, b"") for index in range(1 + max(tokens))])
 
     def to_text(self) -> str:
@@ -60,7 +65,6 @@ class Vocabulary:
         return "".join(f"{index} {_literal(token)} {len(token)}\n" for index, token in enumerate(self.tokens) if token)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text."""
         if len(text) <= SHORT or self._library is None:
             return self._match(text.encode())
         ids: list[int] = self._library.encode(text)
@@ -74,7 +78,6 @@ class Vocabulary:
         return ids
 
     def _match(self, data: bytes) -> list[int]:
-        """The id of the longest token at each place."""
         ids: list[int] = []
         at = 0
         while at < len(data):
@@ -93,28 +96,27 @@ class Vocabulary:
         except ImportError:
             logging.getLogger(__name__).warning(SLOW)
             return None
-        with tempfile.TemporaryDirectory() as folder:    # the library takes a path, and escapes are safest as all hexadecimal
+        lines = []
+        for index, token in enumerate(self.tokens):
+            if token:                    # every byte in hexadecimal, which needs no other escape
+                escaped = token.hex(" ").replace(" ", "\\x")
+                lines.append(f"{index} b'\\x{escaped}' {len(token)}\n")
+        with tempfile.TemporaryDirectory() as folder:    # the library takes a path
             path = Path(folder) / "vocabulary.txt"
-            path.write_text("".join(_hexadecimal_lines(self.tokens)), encoding="utf-8")
+            path.write_text("".join(lines), encoding="utf-8")
             return WorldTokenizer(str(path))
 
 
 def installed() -> Path:
     """The vocabulary's file in an installed package, which is not imported. Raises UserError if there is none."""
     for package in PACKAGES:
-        for path in _files(package):
-            if path.name == f"{NAME}.txt" and path.is_file():
-                return path
+        with suppress(metadata.PackageNotFoundError):
+            for file in metadata.files(package) or []:
+                path = Path(str(file.locate()))
+                if path.name == f"{NAME}.txt" and path.is_file():
+                    return path
     raise UserError(f"the World vocabulary needs {NAME}.txt, and no installed package contains it: give the file's path "
                     f"instead of world, or, with a Python before 3.14, pip install {PYRWKV}")
-
-
-def _files(package: str) -> list[Path]:
-    """The files of an installed package; none if it is not installed."""
-    try:
-        return [Path(str(file.locate())) for file in metadata.files(package) or []]
-    except metadata.PackageNotFoundError:
-        return []
 
 
 def _parse_line(line: str) -> tuple[int, bytes] | None:
@@ -122,19 +124,17 @@ def _parse_line(line: str) -> tuple[int, bytes] | None:
     plain = PLAIN(line)                  # much faster than to evaluate it
     try:
         if plain:
-            index, token, length = plain[1], (plain[2] or plain[3]).encode(), plain[4]
+            index = plain[1]
+            token = (plain[2] or plain[3]).encode()
+            length = plain[4]
         else:
             index, rest = line.strip().split(" ", 1)
             literal, length = rest.rsplit(" ", 1)
-            token = _evaluated(literal)
+            value = ast.literal_eval(literal.strip())
+            token = value if isinstance(value, bytes) else value.encode()
         return (int(index), token) if len(token) == int(length) > 0 else None
     except (ValueError, SyntaxError, AttributeError, RecursionError, MemoryError):
         return None
-
-
-def _evaluated(literal: str) -> bytes:
-    value = ast.literal_eval(literal.strip())
-    return value if isinstance(value, bytes) else value.encode()
 
 
 def _wrong_line(line: str, found: tuple[int, bytes] | None, where: str) -> UserError:
@@ -144,13 +144,6 @@ def _wrong_line(line: str, found: tuple[int, bytes] | None, where: str) -> UserE
     if not 1 <= found[0] <= LAST_ID:
         return UserError(f"{where} has the id {found[0]}: ids of a World vocabulary are 1 to {LAST_ID}")
     return UserError(f"{where} has the id {found[0]}, which an earlier line already has")
-
-
-def _require_bytes(tokens: set[bytes], source: str) -> None:
-    missing = [value for value in range(256) if bytes([value]) not in tokens]
-    if missing:
-        raise UserError(f"{source} is not a World vocabulary: it lacks {len(missing)} of the 256 single bytes, "
-                        f"{missing[0]:#04x} first; is it truncated?")
 
 
 def _lengths_by_prefix(tokens: dict[bytes, int]) -> dict[bytes, tuple[int, ...]]:
@@ -167,11 +160,3 @@ def _literal(token: bytes) -> str:
         return ascii(token.decode())
     except UnicodeDecodeError:
         return repr(token)
-
-
-def _hexadecimal_lines(tokens: list[bytes]) -> Iterator[str]:
-    """The lines of a vocabulary file, with every byte written in hexadecimal."""
-    for index, token in enumerate(tokens):
-        if token:
-            escaped = token.hex(" ").replace(" ", "\\x")
-            yield f"{index} b'\\x{escaped}' {len(token)}\n"

@@ -11,7 +11,6 @@ Source: rwkv-rs/transformers-rwkv, models/rwkv7/convert_rwkv7_world_tokenizer_to
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Any
 
 from rwkv.tokenizer.decoders import BYTE_OF, token_bytes
@@ -23,12 +22,15 @@ PIECE = re.compile(r"\\(.)|(\|)|([^\\|]+)", re.DOTALL)
 CHARACTER_OF = {value: character for character, value in BYTE_OF.items()}
 
 
-def vocabulary_in(parsed: Any) -> str | None:
-    """The text of a World vocabulary's file out of the content of a tokenizer.json; None where it is of another kind."""
+def vocabulary_in(text: str) -> str | None:
+    """The text of a World vocabulary's file out of that of a tokenizer.json; None where that is of another kind, or damaged."""
+    if '"WordLevel"' not in text:        # so that other files are not parsed twice
+        return None
     try:
-        tokens = _alternatives(parsed) if _has_parts(parsed) else None
-        ids = {} if tokens is None else _ids(parsed["model"]["vocab"], tokens)
-    except (LookupError, TypeError, AttributeError):
+        parsed = json.loads(text)
+        tokens = _alternatives(parsed) if _has_parts(parsed) else []
+        ids = {parsed["model"]["vocab"][token]: token_bytes(token) for token in tokens}
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
     if not tokens or len(ids) != len(tokens) or not all(1 <= index <= LAST_ID for index in ids):
         return None
@@ -37,18 +39,7 @@ def vocabulary_in(parsed: Any) -> str | None:
     return Vocabulary([ids.get(index, b"") for index in range(1 + max(ids))]).to_text()
 
 
-def vocabulary_in_text(text: str) -> str | None:
-    """The same for the text of a tokenizer.json; None also where it is no JSON."""
-    if '"WordLevel"' not in text:        # so that other files are not read twice
-        return None
-    try:
-        return vocabulary_in(json.loads(text))
-    except (ValueError, RecursionError):
-        return None
-
-
 def to_json(text: str) -> str:
-    """The tokenizer.json of a World vocabulary, from the text of its file."""
     tokens = Vocabulary.parse(text, "the tokenizer's definition").tokens
     written = {index: "".join(CHARACTER_OF[value] for value in token) for index, token in enumerate(tokens) if token}
     by_length = sorted(written.items(), key=lambda item: (-len(item[1]), item[0]))
@@ -77,11 +68,13 @@ def _has_parts(parsed: Any) -> bool:
             and all(token["id"] == 0 for token in added))
 
 
-def _alternatives(parsed: Any) -> list[str] | None:
-    """The tokens in the expression, unescaped; None where they do not stand from the longest to the shortest."""
+def _alternatives(parsed: Any) -> list[str]:
+    """The tokens in the expression, unescaped; none where they do not stand from the longest to the shortest."""
     expression: str = parsed["pre_tokenizer"]["pretokenizers"][1]["pattern"]["Regex"]
     inner = expression.removeprefix("(?:").removesuffix(")") if expression.startswith("(?:") else expression
-    tokens, token, at = [], "", 0
+    tokens = []
+    token = ""
+    at = 0
     while match := PIECE.match(inner, at):
         escaped, bar, plain = match.groups()
         at = match.end()
@@ -89,15 +82,10 @@ def _alternatives(parsed: Any) -> list[str] | None:
             tokens.append(token)
             token = ""
         elif (escaped and escaped.isalnum()) or (plain and SPECIAL.search(plain)):        # no literal characters
-            return None
+            return []
         else:
             token += escaped or plain
     tokens.append(token)
     lengths = [len(token) for token in tokens]
     ordered = at == len(inner) and all(lengths) and lengths == sorted(lengths, reverse=True)
-    return tokens if ordered and all(character in BYTE_OF for token in tokens for character in token) else None
-
-
-def _ids(vocab: Mapping[str, int], tokens: list[str]) -> dict[int, bytes]:
-    """The bytes of each token by its id. Raises LookupError where the vocabulary lacks one."""
-    return {vocab[token]: token_bytes(token) for token in tokens}
+    return tokens if ordered and all(character in BYTE_OF for token in tokens for character in token) else []

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
 from rwkv.errors import CheckpointError, UserError
-from rwkv.pretrained import RWKV, template_of
+from rwkv.pretrained import RWKV, template_choice
 from rwkv.tokenizer import world_json
 from rwkv.tokenizer.tokenizers import Tokenizer, WorldTokenizer
 from rwkv.tools import convert
@@ -212,7 +212,7 @@ def test_a_tokenizer_json_of_the_world_vocabulary_is_world(tmp_path: Path) -> No
 def test_reserved_ids_beyond_the_vocabulary_are_no_tokens() -> None:
     parsed = json.loads(changed())
     parsed["model"]["vocab"]["\ue000rwkv_reserved_65530"] = 65530
-    assert world_json.vocabulary_in(parsed) == WORLD.to_dict()["vocabulary"]
+    assert world_json.vocabulary_in(json.dumps(parsed)) == WORLD.to_dict()["vocabulary"]
 
 
 def split_by(expression: str) -> str:
@@ -231,8 +231,8 @@ EXPRESSION = json.loads(changed())["pre_tokenizer"]["pretokenizers"][1]["pattern
     changed(pre_tokenizer=None), "[]", '{"WordLevel": ', '"WordLevel"'])
 def test_another_rule_or_vocabulary_is_not_world(text: str) -> None:
     """Shorter tokens first, an empty one, classes of characters, tokens without an id, more special tokens."""
-    assert world_json.vocabulary_in_text(changed()) is not None
-    assert world_json.vocabulary_in_text(text) is None
+    assert world_json.vocabulary_in(changed()) is not None
+    assert world_json.vocabulary_in(text) is None
 
 
 # The chat template
@@ -241,7 +241,7 @@ def test_another_rule_or_vocabulary_is_not_world(text: str) -> None:
 def test_the_directorys_chat_template_is_the_default(tmp_path: Path) -> None:
     folder = tmp_path / "RWKV7-G1k-1.5B"
     theirs(folder, model_of())
-    assert template_of(read_checkpoint(folder)) == "g1"
+    assert template_choice(read_checkpoint(folder)).template == "g1"
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert template_of(read_checkpoint(folder)) == str(folder / "chat_template.jinja")
-    assert template_of(read_checkpoint(folder), "world") == "world"
+    assert template_choice(read_checkpoint(folder)).template == str(folder / "chat_template.jinja")
+    assert template_choice(read_checkpoint(folder), "world").template == "world"

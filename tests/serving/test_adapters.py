@@ -150,9 +150,9 @@ def test_a_state_belongs_to_the_model_that_has_read_it_also_after_a_restart(serv
         again = api.post("/states", content=content, headers={"content-type": "application/octet-stream"}).json()
         assert (again["model"], go_on(api, "lora", again["id"])) == ("lora", texts["lora"])
     later = start("checkpoint=" + str(folder / "base.safetensors"), f"adapters=quiet={folder}/calm,lora={folder}/lora",
-                  f"states_dir={folder}/kept", "api_key=one")
+                  f"adapters=twin={folder}/wild,wild={folder}/wild", f"states_dir={folder}/kept", "api_key=one")
     with client(later) as api:
-        for name, now in (("base", "base"), ("calm", "quiet"), ("lora", "lora")):
+        for name, now in (("base", "base"), ("calm", "quiet"), ("lora", "lora"), ("wild", "wild")):
             assert go_on(api, now, made[name]["id"]) == texts[name]
         for name in ("wild", "read"):
             refused(api.post("/completions", json={"model": "base", "prompt": "a", "state": made[name]["id"]}), "state")

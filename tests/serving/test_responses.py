@@ -242,6 +242,20 @@ def test_responses_and_their_states_survive_a_restart_in_bounded_memory(start: C
         assert sum(path.stat().st_size for path in (tmp_path / "kept").glob("resp_*.json")) <= 2**20
 
 
+def test_a_response_whose_state_is_lost_goes_on_at_the_second_try(start: Callable[..., Running], tmp_path: Path) -> None:
+    server = start("states_mib=0", f"states_dir={tmp_path}/kept")
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as api:
+        first = api.post("/responses", json={"input": "hi", "max_output_tokens": 5}).json()
+        wait_until(lambda: len(list((tmp_path / "kept").glob("state_*.safetensors"))) == 1)
+        next((tmp_path / "kept").glob("state_*.safetensors")).unlink()
+        body = {"input": "a", "previous_response_id": first["id"], "max_output_tokens": 5}
+        lost = api.post("/responses", json=body)
+        assert (lost.status_code, lost.json()["error"]["param"]) == (503, "previous_response_id")
+        assert "retry-after" in lost.headers
+        again = api.post("/responses", json=body).json()
+        assert again["usage"]["input_tokens"] > first["usage"]["total_tokens"]
+
+
 WRONG: list[tuple[str, Any]] = [
     *[("input", value) for value in ([], 3, {}, [3], [{}], [{"role": "nobody", "content": "x"}], [{"role": "user"}],
                                      [{"role": "user", "content": 3}], [{"role": "user", "content": [{"type": "input_image"}]}],

@@ -50,6 +50,8 @@ ROWS = [
     ["\"", "time_of_day\",", " \"arguments\": {\"city\": null", "}}\n</tool_call>  "],
 ]
 WRITTEN = ["".join(row[1:]) for row in ROWS]
+STRICT: Any = {"type": "function", "function": {"name": "weather", "strict": True, "parameters": {
+    "type": "object", "properties": {"city": {"enum": ["Bergen"]}}, "required": ["city"], "additionalProperties": False}}}
 
 
 @contextmanager
@@ -97,6 +99,8 @@ def streamed(client: "openai.OpenAI", question: str, **options: Any) -> tuple[st
     ("4", {}, WRITTEN[3], []),
     ("5", {}, None, [("weather", {"city": "Ys"})]),
     ("1", {"tool_choice": "auto"}, "Let me see.", [("weather", {"city": "Oslo"})]),
+    ("1", {"tools": [STRICT]}, "Let me see.More.", [("weather", {"city": "Bergen"})]),     # where the model says More
+    ("3", {"tools": [STRICT]}, WRITTEN[2], []),
     ("1", {"tool_choice": "none"}, WRITTEN[0], []),
     ("1", {"tool_choice": WEATHER}, None, [("weather", {"city": "Bergen"})]),
     # after a name the form of a call is written in the tokenizer's own tokens, after the last of which the model says Bergen

@@ -14,7 +14,7 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from rwkv.checkpoint.files import describe, read_checkpoint
 from rwkv.config import OptimConfig
 from rwkv.errors import UserError
-from rwkv.pretrained import template_choice, template_line, template_of, tokenizer_of
+from rwkv.pretrained import template_choice, template_line, tokenizer_of
 from rwkv.tokenizer.tokenizers import END_OF_TEXT, ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
 from rwkv.training.task import LanguageModel
 
@@ -326,9 +326,10 @@ def test_a_checkpoint_s_own_tokenizer_is_used_and_another_refused(tmp_path: Path
 def test_the_chat_template_is_the_one_named_or_that_of_the_run_or_the_file_s(tmp_path: Path) -> None:
     small_model("conv1d", 256).save_pretrained(tmp_path / "rwkv7-g1.pth")
     checkpoint = read_checkpoint(tmp_path / "rwkv7-g1.pth")
-    assert template_of(checkpoint) == "g1"
+    assert template_choice(checkpoint).template == "g1"
     checkpoint.run = {"data": {"template": "chatml.jinja"}}
-    assert (template_of(checkpoint), template_of(checkpoint, "world")) == ("chatml.jinja", "world")
+    chosen = (template_choice(checkpoint).template, template_choice(checkpoint, "world").template)
+    assert chosen == ("chatml.jinja", "world")
 
 
 @pytest.mark.parametrize(("vocab_size", "suggested"), [(50277, "20B_tokenizer.json"), (256, "FILE.json")])

@@ -25,7 +25,6 @@ BYTES_SHOWN = 16                         # in the message about a file of no kno
 
 
 def names() -> list[str]:
-    """The name of every format: its module's name."""
     return [module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_")]
 
 

@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 
 from rwkv.checkpoint.formats._gguf_types import block_of
 from rwkv.errors import CheckpointError
-from rwkv.io.gguf import Cursor
+from rwkv.io.gguf import Cursor, header_of
 
-ALIGNMENT_KEY, ALIGNMENT = "general.alignment", 32
+ALIGNMENT_KEY = "general.alignment"
+ALIGNMENT = 32
 MOST_DIMENSIONS = 4
 
 
@@ -31,22 +32,19 @@ class Described(NamedTuple):
 
 def read_header(path: Path, data: memoryview) -> tuple[dict[str, Any], list[Described]]:
     """The metadata and the tensors of the file whose bytes are `data`. Raises CheckpointError."""
-    cursor = Cursor(path, data)
-    metadata, n_tensors = cursor.metadata()
-    return metadata, _tensors(path, cursor, n_tensors, metadata.get(ALIGNMENT_KEY, ALIGNMENT))
-
-
-def _tensors(path: Path, cursor: Cursor, count: int, alignment: Any) -> list[Described]:
+    metadata, n_tensors, end = header_of(path)
+    alignment = metadata.get(ALIGNMENT_KEY, ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
         raise CheckpointError(f"{path} has {ALIGNMENT_KEY} {alignment!r}, expected a power of two from 8: the file is damaged")
-    described = [_tensor(path, cursor) for _ in range(count)]
+    cursor = Cursor(path, data, end)
+    described = [_tensor(path, cursor) for _ in range(n_tensors)]
     start = -(-cursor.at // alignment) * alignment
     placed = [tensor._replace(start=start + tensor.start, end=start + tensor.end) for tensor in described]
     for tensor in placed:
         if tensor.start % alignment or tensor.end > len(cursor.data):
             raise CheckpointError(f"{path} has {len(cursor.data)} bytes, and {tensor.name} {tensor.shape} is said to be in "
                                   f"bytes {tensor.start} to {tensor.end}: it is truncated or damaged; copy it again")
-    return placed
+    return metadata, placed
 
 
 def _tensor(path: Path, cursor: Cursor) -> Described:

@@ -21,7 +21,10 @@ from rwkv.tokenizer.world import Vocabulary
 
 GGML = "tokenizer.ggml."
 JSON = "tokenizer.huggingface.json"
-NORMAL, CONTROL, USER_DEFINED, UNUSED = 1, 3, 4, 5         # token_type
+NORMAL = 1                               # a token_type, as the next three
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
 WORLD_START = "<s>"                      # the text of id 0 of the World vocabulary in GGUF, where it is no token's
 PRE_TOKENIZER = "gpt-2"
 ENDS = tuple(f"{GGML}{name}_token_id" for name in ("eos", "eot", "eom"))
@@ -39,15 +42,18 @@ def metadata_of(outgoing: Outgoing) -> dict[str, Any]:
     if definition is None:
         return {f"{GGML}model": NO_MODEL[0]}
     if definition["kind"] == "world":
-        tokens, types = _world_tokens(definition["vocabulary"])
+        vocabulary = Vocabulary.parse(definition["vocabulary"], "the tokenizer's definition").tokens
+        tokens = [repr(token)[2:-1] or f"[PAD{index}]" for index, token in enumerate(vocabulary)]
+        tokens[0] = WORLD_START
+        types = [CONTROL, *(NORMAL if token else UNUSED for token in vocabulary[1:])]
         own: dict[str, Any] = {f"{GGML}model": "rwkv"}
         ends = [0]
     elif definition["kind"] == "json":
         parsed = json.loads(definition["definition"])
         tokens, types = _bpe_tokens(parsed)
         ends = special.ends_of(definition) or [0]
-        own = {f"{GGML}model": "gpt2", f"{GGML}pre": PRE_TOKENIZER, f"{GGML}merges": _merges(parsed),
-               JSON: definition["definition"]}
+        merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in parsed["model"]["merges"]]
+        own = {f"{GGML}model": "gpt2", f"{GGML}pre": PRE_TOKENIZER, f"{GGML}merges": merges, JSON: definition["definition"]}
     else:
         raise UserError(f"GGUF has no place for the tokenizer {definition['kind']}: it holds the World vocabulary or a "
                         "byte-level BPE, as data.tokenizer=world or bpe; choose another format")
@@ -57,18 +63,15 @@ def metadata_of(outgoing: Outgoing) -> dict[str, Any]:
             **dict(zip(ENDS, ends, strict=False)), f"{GGML}add_bos_token": False}
 
 
-def _world_tokens(vocabulary: str) -> tuple[list[str], list[int]]:
-    tokens = Vocabulary.parse(vocabulary, "the tokenizer's definition").tokens
-    texts = [repr(token)[2:-1] or f"[PAD{index}]" for index, token in enumerate(tokens)]
-    texts[0] = WORLD_START
-    return texts, [CONTROL, *(NORMAL if token else UNUSED for token in tokens[1:])]
-
-
 def _bpe_tokens(parsed: dict[str, Any]) -> tuple[list[str], list[int]]:
     """Texts and types. Raises UserError where the file splits text in a way that GGUF cannot state."""
-    model, added = parsed["model"], parsed.get("added_tokens") or []
+    model = parsed["model"]
+    added = parsed.get("added_tokens") or []
     unlike = [name for name, value in PLAIN_BPE.items() if (model.get(name) or None) != (value or None)]
-    parts = {"a normalizer": parsed.get("normalizer"), "another pre_tokenizer": _unlike_byte_level(parsed.get("pre_tokenizer")),
+    cut = parsed.get("pre_tokenizer") or {}
+    other_cut = any(cut.get(name, True) != value for name, value in BYTE_LEVEL.items()
+                    if name != "trim_offsets")           # which changes no id
+    parts = {"a normalizer": parsed.get("normalizer"), "another pre_tokenizer": other_cut,
              "another decoder": (parsed.get("decoder") or {}).get("type") != "ByteLevel",
              "another model": unlike and f"{unlike[0]} {model.get(unlike[0])!r}",
              "added tokens that take in spaces": any(token.get(name) for token in added for name in PLAIN_ADDED)}
@@ -83,15 +86,6 @@ def _bpe_tokens(parsed: dict[str, Any]) -> tuple[list[str], list[int]]:
             [types.get(index, NORMAL) if index in names else UNUSED for index in ids])
 
 
-def _unlike_byte_level(pre_tokenizer: Any) -> bool:
-    wanted = {name: value for name, value in BYTE_LEVEL.items() if name != "trim_offsets"}      # which changes no id
-    return not isinstance(pre_tokenizer, dict) or any(pre_tokenizer.get(name, True) != value for name, value in wanted.items())
-
-
-def _merges(parsed: dict[str, Any]) -> list[str]:
-    return [merge if isinstance(merge, str) else " ".join(merge) for merge in parsed["model"]["merges"]]
-
-
 def tokenizer_in(path: Path, metadata: dict[str, Any]) -> dict[str, Any] | None:
     """The tokenizer's definition, None where the file has none. Raises CheckpointError for one that we do not have."""
     kind = metadata.get(f"{GGML}model", NO_MODEL[0])
@@ -102,26 +96,19 @@ def tokenizer_in(path: Path, metadata: dict[str, Any]) -> dict[str, Any] | None:
     if kind != "gpt2":
         raise CheckpointError(f"{path} holds a tokenizer of the kind {kind!r}, expected rwkv (the World vocabulary) or gpt2 "
                               "(byte-level BPE): convert the model's original files instead")
+    ends = [metadata[key] for key in ENDS if isinstance(metadata.get(key), int)]
     if isinstance(metadata.get(JSON), str):
-        return _with_ends(metadata[JSON], metadata)
+        return special.definition_with_ends(metadata[JSON], [ends])
     if metadata.get(f"{GGML}pre") != PRE_TOKENIZER:
         raise CheckpointError(f"{path} holds a byte-level BPE that splits text as {metadata.get(f'{GGML}pre')!r} does, "
                               f"expected {PRE_TOKENIZER!r}: convert the model's original files instead")
-    return _with_ends(json.dumps(_bpe_in(path, *_tokens(path, metadata), metadata.get(f"{GGML}merges"))), metadata)
-
-
-def _with_ends(definition: str, metadata: dict[str, Any]) -> dict[str, Any]:
-    """The tokenizer's definition with what the metadata say that ends a text, or else its own rule."""
-    try:
-        parsed = json.loads(definition)
-        ends = special.stated_ends(parsed, [metadata[key] for key in ENDS if isinstance(metadata.get(key), int)])
-        return special.definition(definition, ends or special.ends_by_rule(parsed), special.ends_by_first_rule(parsed))
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):         # the tokenizer says what is wrong
-        return {"kind": "json", "definition": definition}
+    content = _bpe_in(path, *_tokens(path, metadata), metadata.get(f"{GGML}merges"))
+    return special.definition_with_ends(json.dumps(content), [ends])
 
 
 def _tokens(path: Path, metadata: dict[str, Any]) -> tuple[list[str], list[int]]:
-    tokens, types = metadata.get(f"{GGML}tokens"), metadata.get(f"{GGML}token_type")
+    tokens = metadata.get(f"{GGML}tokens")
+    types = metadata.get(f"{GGML}token_type")
     if not _list_of(str, tokens) or not _list_of(int, types) or len(tokens) != len(types):      # type: ignore[arg-type]
         raise CheckpointError(f"{path} has no {GGML}tokens with as many {GGML}token_type: the file is damaged")
     return tokens, types         # type: ignore[return-value]
@@ -143,11 +130,11 @@ def _world_in(path: Path, texts: list[str], types: list[int]) -> str:
 
 def _bytes_of(text: str) -> bytes:
     """The bytes whose repr is b"text". Raises ValueError."""
-    return re.sub(rb"\\(x..|.)", lambda match: _unescaped(match[1]), text.encode("ascii"), flags=re.DOTALL)
+    def unescaped(found: re.Match[bytes]) -> bytes:
+        escape = found[1]
+        return bytes([int(escape[1:], 16)]) if len(escape) == 3 else ESCAPES.get(escape, escape)
 
-
-def _unescaped(escape: bytes) -> bytes:
-    return bytes([int(escape[1:], 16)]) if len(escape) == 3 else ESCAPES.get(escape, escape)
+    return re.sub(rb"\\(x..|.)", unescaped, text.encode("ascii"), flags=re.DOTALL)
 
 
 def _bpe_in(path: Path, texts: list[str], types: list[int], merges: Any) -> dict[str, Any]:

@@ -32,7 +32,7 @@ class Block(NamedTuple):
 
 PLAIN = {0: Block("F32", 1, 4), 1: Block("F16", 1, 2), 30: Block("BF16", 1, 2), 8: Block("Q8_0", Q8_0_VALUES, 34)}
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}          # as they lie in the file
-BLOCKS_A_ROW = 32                        # the package takes 16 rows at a time, which should be enough to do and fit the cache
+BLOCKS_A_ROW = 32                        # the package takes 16 rows at a time, which should be enough work and fit the cache
 
 
 def package(purpose: str) -> ModuleType:
@@ -45,10 +45,7 @@ def package(purpose: str) -> ModuleType:
 
 
 def block_of(number: int, where: str) -> Block:
-    """The type of this number. where: the tensor, for the message.
-
-    Raises CheckpointError for a type that cannot be read, which says whether that is for want of the package.
-    """
+    """The type of this number. where: the tensor, for the message. Raises CheckpointError for a type that cannot be read."""
     if number in PLAIN:
         return PLAIN[number]
     try:
@@ -87,15 +84,14 @@ def _name(number: int) -> str:
 
 def dequantised(type_: str, bytes_: Tensor) -> Tensor:
     """The values, in float32, of the blocks in mapped bytes, whose pages are then released."""
-    values = _from_q8_0(bytes_) if type_ == "Q8_0" else _by_package(type_, bytes_)
+    if type_ == "Q8_0":
+        blocks = bytes_.view(-1, 2 + Q8_0_VALUES)
+        scale = blocks[:, :2].contiguous().view(torch.float16)
+        values = (blocks[:, 2:].contiguous().view(torch.int8) * scale.float()).flatten()
+    else:
+        values = _by_package(type_, bytes_)
     release(bytes_)
     return values
-
-
-def _from_q8_0(bytes_: Tensor) -> Tensor:
-    blocks = bytes_.view(-1, 2 + Q8_0_VALUES)
-    scale = blocks[:, :2].contiguous().view(torch.float16)
-    return (blocks[:, 2:].contiguous().view(torch.int8) * scale.float()).flatten()
 
 
 def _by_package(type_: str, bytes_: Tensor) -> Tensor:

@@ -53,8 +53,12 @@ def joined(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, 
               if f"{name}.scale" in tensors or not tensor.dtype.is_floating_point}
     ends = {name + end for name in packed for end in PARTS}
     readers = {name: _reader(name, parts) for name, parts in packed.items()}
-    whole = {name: _unpacked(tensors[name], readers[name]) for name in packed}
-    return {name: tensor for name, tensor in tensors.items() if name not in ends} | whole, readers
+    whole = {name: tensor for name, tensor in tensors.items() if name not in ends}
+    for name, read in readers.items():
+        N, G, _ = tensors[name].shape
+        whole[name] = Stored(name, tensors[name].source, (N, G * GROUP), torch.float32,
+                             lambda read=read: read().dense())           # type: ignore[misc]
+    return whole, readers
 
 
 def _reader(name: str, parts: list[Stored | None]) -> Callable[[], Int4]:
@@ -68,8 +72,3 @@ def _reader(name: str, parts: list[Stored | None]) -> Callable[[], Int4]:
                               f"(N,G,{GROUP // 2}) in torch.uint8 with {name}.scale and {name}.shift (N,G) in bfloat16: other "
                               "quantised weights are not read")
     return lambda: Int4.of_groups((weight.get(), scale.get(), shift.get()), groups[1] * GROUP)
-
-
-def _unpacked(weight: Stored, read: Callable[[], Int4]) -> Stored:
-    N, G, _ = weight.shape
-    return Stored(weight.name, weight.source, (N, G * GROUP), torch.float32, lambda: read().dense())

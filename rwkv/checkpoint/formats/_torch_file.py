@@ -5,6 +5,7 @@ the storages, each at a multiple of 64 bytes so that it can be mapped; version a
 torch/serialization.py and caffe2/serialize/inline_container.cc.
 """
 
+import io
 import math
 import pickle
 import struct
@@ -23,9 +24,12 @@ from rwkv.checkpoint.formats import first_bytes
 from rwkv.checkpoint.stored import Stored, raw
 from rwkv.errors import CheckpointError
 
-ZIP, PICKLES = b"PK", tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5))
-ALIGNMENT, PADDING_ID = 64, 0x4246       # an extra field named FB fills up to the next multiple
-LOCAL_HEADER, FIELD_HEADER = 30, 4       # bytes of zip's local file header and of an extra field's, before what varies
+ZIP = b"PK"
+PICKLES = tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5))
+ALIGNMENT = 64
+PADDING_ID = 0x4246                      # "FB", an extra field that fills up to the next multiple of ALIGNMENT
+LOCAL_HEADER = 30                        # bytes of zip's local file header before its name
+FIELD_HEADER = 4                         # bytes of an extra field's header
 EPOCH = (1980, 1, 1, 0, 0, 0)            # zip's earliest date: the same weights give the same file
 READ_BYTES = 1 << 20                     # at once, for a checksum
 STORAGES = {torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage}
@@ -80,17 +84,10 @@ def save(file: BinaryIO, content: Any) -> None:
 
 def pickled(content: Any) -> tuple[bytes, list[Stored]]:
     """The bytes of data.pkl, and the tensors whose data it refers to by number."""
-    buffer = bytearray()
-    pickler = _Pickler(_Appender(buffer), protocol=2)
+    buffer = io.BytesIO()
+    pickler = _Pickler(buffer, protocol=2)
     pickler.dump(content)
-    return bytes(buffer), pickler.tensors
-
-
-class _Appender:
-    """A file for the pickler that grows a bytearray."""
-
-    def __init__(self, buffer: bytearray) -> None:
-        self.write = buffer.extend
+    return buffer.getvalue(), pickler.tensors
 
 
 class _Storage:
@@ -111,20 +108,15 @@ class _Pickler(pickle.Pickler):
         if not isinstance(item, _Storage):
             return None
         self.tensors.append(item.tensor)
-        kind, elements = STORAGES[item.tensor.dtype], math.prod(item.tensor.shape)
+        kind = STORAGES[item.tensor.dtype]
+        elements = math.prod(item.tensor.shape)
         return ("storage", kind, str(len(self.tensors) - 1), "cpu", elements)
 
     def reducer_override(self, item: Any) -> Any:
         if not isinstance(item, Stored):
             return NotImplemented
-        return _utils._rebuild_tensor_v2, (_Storage(item), 0, item.shape, _strides(item.shape), False, OrderedDict())
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1]
-    for size in reversed(shape[1:]):
-        strides.insert(0, strides[0] * size)
-    return tuple(strides[:len(shape)])
+        strides = torch.empty(item.shape, device="meta").stride()
+        return _utils._rebuild_tensor_v2, (_Storage(item), 0, item.shape, strides, False, OrderedDict())
 
 
 def _add_bytes(archive: zipfile.ZipFile, name: str, data: bytes) -> None:
@@ -155,21 +147,17 @@ def _check_zip(path: Path) -> None:
             for entry in archive.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
                     raise zipfile.BadZipFile(f"{entry.filename} is compressed")
-                _read_through(archive, entry)
+                if entry.CRC:            # torch can be configured to write none, which is a 0
+                    with archive.open(entry) as file:
+                        while file.read(READ_BYTES):             # at the end zipfile compares the checksum
+                            pass
     except Exception as error:           # zipfile raises many kinds for damaged files
         raise CheckpointError(f"{path} cannot be read as a checkpoint: it is truncated or damaged ({error}); copy or download "
                               "it again") from error
 
 
-def _read_through(archive: zipfile.ZipFile, entry: zipfile.ZipInfo) -> None:
-    """Reads to the end, where zipfile compares the checksum; torch can be configured to write none, which is a 0."""
-    with archive.open(entry) as file:
-        while entry.CRC and file.read(READ_BYTES):
-            pass
-
-
 def _plain(tensor: Tensor) -> bool:
-    """Whether it is dense, in memory, and no larger than its storage: with a stride of 0 a few bytes claim to be terabytes."""
+    """Whether it is dense, in memory, and no larger than its storage: with strides of 0 a few bytes could claim terabytes."""
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
         return False
     return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()

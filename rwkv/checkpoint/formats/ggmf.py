@@ -28,8 +28,10 @@ from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 
 SUFFIXES = (".bin", ".ggmf")
-MAGIC, VERSIONS = 0x67676D66, (100, 101)
-HEADER, TENSOR = struct.Struct("<6I"), struct.Struct("<3I")
+MAGIC = 0x67676D66
+VERSIONS = (100, 101)
+HEADER = struct.Struct("<6I")
+TENSOR = struct.Struct("<3I")
 DTYPES = (torch.float32, torch.float16)
 BLOCK_TYPES = {2: "Q4_0", 3: "Q4_1", 4: "Q4_1_O", 5: "Q4_2", 6: "Q4_3", 7: "Q5_0", 8: "Q5_1", 9: "Q8_0"}
 LONGEST_KEY = 256
@@ -70,10 +72,12 @@ def write(path: Path, outgoing: Outgoing) -> None:
 
 
 def _write(file: BinaryIO, outgoing: Outgoing) -> None:
-    config, dtype = outgoing.config, outgoing.tensors["emb.weight"].dtype
+    config = outgoing.config
+    dtype = outgoing.tensors["emb.weight"].dtype
     file.write(HEADER.pack(MAGIC, VERSIONS[-1], outgoing.vocab_size, config.n_embd, config.n_layer, DTYPES.index(dtype)))
     for tensor in generation_of(config).laid_out(outgoing.tensors, "ggmf").values():
-        shape, key = _squeezed(tensor), tensor.name.encode()
+        shape = tensor.shape[-1:] if ".time_" in tensor.name else tensor.shape           # RWKV-4's [1,1,C] are [C]
+        key = tensor.name.encode()
         file.write(TENSOR.pack(len(shape), len(key), DTYPES.index(tensor.dtype)))
         file.write(struct.pack(f"<{len(shape)}I", *reversed(shape)) + key)
         is_decay = tensor.name.endswith(DECAY)
@@ -102,11 +106,6 @@ def raw_decay(stored: Tensor) -> Tensor:
     return candidate.gather(0, distance.argmin(0, keepdim=True))[0]
 
 
-def _squeezed(tensor: Stored) -> tuple[int, ...]:
-    """The shape to write: RWKV-4's time_mix_* [1,1,C] are [C]."""
-    return tensor.shape[-1:] if ".time_" in tensor.name else tensor.shape
-
-
 def _header(path: Path, file: BinaryIO) -> dict[str, int]:
     magic, version, n_vocab, n_embd, n_layer, dtype = HEADER.unpack(_read(path, file, HEADER.size))
     assert magic == MAGIC
@@ -125,7 +124,8 @@ def _tensor(path: Path, file: BinaryIO, bytes_: Tensor) -> Stored:
                               f"dimensions, a name of {key_length} bytes): the file is damaged")
     shape = struct.unpack(f"<{dim_count}I", _read(path, file, 4 * dim_count))[::-1]
     name = _read(path, file, key_length).decode("utf-8", "backslashreplace")
-    dtype, start = _dtype(path, dtype_index, name), file.tell()
+    dtype = _dtype(path, dtype_index, name)
+    start = file.tell()
     end = start + math.prod(shape) * dtype.itemsize
     if end > len(bytes_) or end == start:
         raise CheckpointError(f"{path} has {len(bytes_) - start} bytes left where {name} {shape} needs {end - start}: it is "

@@ -12,7 +12,7 @@ Sources: llama.cpp, conversion/rwkv.py, src/llama-quant.cpp, src/models/rwkv7.cp
 
 import json
 import re
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any, BinaryIO
@@ -21,9 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rwkv.checkpoint.content import ENTRY, Content, Outgoing, plain_entry
+from rwkv.checkpoint.content import ENTRY, Content, Outgoing, entry_in
 from rwkv.checkpoint.formats import _gguf_tokenizer, first_bytes
-from rwkv.checkpoint.formats._gguf_header import Described, read_header
+from rwkv.checkpoint.formats._gguf_header import read_header
 from rwkv.checkpoint.formats._gguf_types import DTYPES, dequantised, package
 from rwkv.checkpoint.generations import generation_of, generations
 from rwkv.checkpoint.stored import DTYPES as DTYPES_BY_NAME
@@ -39,10 +39,12 @@ FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32,                       # general.fi
               "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q8_0": 7}
 QUANTIZATION_VERSION = 2
 BLOCK = 32
-HEAD, HEAD_TYPE = "output.weight", "Q8_0"
+HEAD = "output.weight"
+HEAD_TYPE = "Q8_0"
 STEPS = {"Q4_0": 8, "Q4_1": 1, "Q5_0": 16, "Q5_1": 1, "Q8_0": 127}          # times float16's largest: what a block can hold
 CONTEXT_LENGTH = 1 << 20
-SPLIT_NUMBER, SPLIT_TENSORS = "split.no", "split.tensors.count"
+SPLIT_NUMBER = "split.no"
+SPLIT_TENSORS = "split.tensors.count"
 LAYER_NORM_EPSILON = 1e-5
 
 
@@ -70,31 +72,28 @@ def read(path: Path) -> Content:
         raise CheckpointError(f"{parts[0]} and its other parts hold {len(tensors)} tensors, and the first one says {stated}: "
                               "they do not belong together")
     tokenizer = _gguf_tokenizer.tokenizer_in(parts[0], metadata)
-    return Content(path, tensors, _entry(parts[0], metadata), _declared(parts[0], metadata), tokenizer)
+    return Content(path, tensors, entry_in(parts[0], metadata), _declared(parts[0], metadata), tokenizer)
 
 
 def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
-    """The metadata of one file, and its tensors."""
     bytes_ = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
     metadata, described = read_header(path, bytes_.numpy().data)
     tensors: dict[str, Stored] = {}
     for each in described:
         if each.name in tensors:
             raise CheckpointError(f"{path} holds the tensor {each.name} twice: the file is damaged")
-        tensors[each.name] = _stored(path, each, bytes_[each.start:each.end])
+        part = bytes_[each.start:each.end]
+        if dtype := DTYPES.get(each.type):
+            stored = Stored(each.name, str(path), each.shape, dtype, partial(part.view, dtype), mapped=True)
+        else:
+            stored = Stored(each.name, str(path), each.shape, torch.float32, partial(dequantised, each.type, part),
+                            blocks=each.type)
+        tensors[each.name] = stored
     return metadata, tensors
 
 
-def _stored(path: Path, described: Described, bytes_: Tensor) -> Stored:
-    if described.type in DTYPES:
-        dtype = DTYPES[described.type]
-        return Stored(described.name, str(path), described.shape, dtype, lambda: bytes_.view(dtype), mapped=True)
-    return Stored(described.name, str(path), described.shape, torch.float32, lambda: dequantised(described.type, bytes_),
-                  blocks=described.type)
-
-
 def _declared(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
-    """The sizes that the metadata state. Raises CheckpointError for a file of another architecture."""
+    """The sizes in the metadata. Raises CheckpointError for another architecture."""
     architecture = metadata.get("general.architecture")
     known = {module.GGUF_ARCHITECTURE: module for module in generations() if module.GGUF_ARCHITECTURE}
     if not isinstance(architecture, str) or architecture not in known:
@@ -110,19 +109,8 @@ def _declared(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
     return declared | ({"vocab_size": len(tokens)} if isinstance(tokens, list) else {})
 
 
-def _entry(path: Path, metadata: dict[str, Any]) -> dict[str, Any] | None:
-    """Our entry, which has no tokenizer of its own here."""
-    if ENTRY not in metadata:
-        return None
-    try:
-        return plain_entry(path, json.loads(metadata[ENTRY]))
-    except (TypeError, json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} has a {ENTRY} entry in its metadata that is not JSON ({error}): the file is "
-                              "damaged") from error
-
-
 def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
-    """The dtype of a tensor of this group: vectors are float32; blocks are made of what the tensor has."""
+    """The dtype of a tensor of this group: vectors are float32; blocks are made from the tensor's own dtype."""
     if group == "vector":
         return torch.float32
     return tensor.dtype if dtype is None or dtype in QUANTISED else DTYPES_BY_NAME[dtype]
@@ -154,10 +142,10 @@ def _typed(generation: ModuleType, tensor: Stored, quantised: str | None) -> tup
 
 
 def _metadata(generation: ModuleType, outgoing: Outgoing, tensors: dict[str, tuple[Stored, str]]) -> dict[str, Any]:
-    """head_count is required by llama.cpp and means nothing."""
     architecture = generation.GGUF_ARCHITECTURE
     most = outgoing.quantised.upper() if outgoing.quantised else tensors[HEAD][1]
-    sizes = {"context_length": CONTEXT_LENGTH, "vocab_size": outgoing.vocab_size, "attention.head_count": 0,
+    sizes = {"context_length": CONTEXT_LENGTH, "vocab_size": outgoing.vocab_size,
+             "attention.head_count": 0,                          # llama.cpp requires it and ignores it
              "attention.layer_norm_epsilon": LAYER_NORM_EPSILON, **generation.gguf_sizes(outgoing.config)}
     general = {"general.file_type": FILE_TYPES[most], "general.quantization_version": QUANTIZATION_VERSION}
     return {**general, **{f"{architecture}.{key}": value for key, value in sizes.items()},
@@ -166,28 +154,24 @@ def _metadata(generation: ModuleType, outgoing: Outgoing, tensors: dict[str, tup
 
 def _write(package: Any, file: BinaryIO, architecture: str, metadata: dict[str, Any],
            tensors: dict[str, tuple[Stored, str]]) -> None:
-    """Through the package's writer, one tensor in memory at a time."""
+    """By the package's writer, with one tensor in memory at a time."""
     writer = package.GGUFWriter(None, architecture)
+    adders = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
+              list: writer.add_array}
     for key, value in metadata.items():
-        _adder(writer, value)(key, value)
+        adders[type(value)](key, value)
     for name, (tensor, type_) in tensors.items():
         kind = package.GGMLQuantizationType[type_]
         elements, nbytes = package.GGML_QUANT_SIZES[kind]
         writer.add_tensor_info(name, tensor.shape, np.dtype(np.float32), tensor.count // elements * nbytes, raw_dtype=kind)
-    writer.fout, writer.state = [file], package.WriterState.EMPTY
+    writer.fout = [file]
+    writer.state = package.WriterState.EMPTY
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
     for tensor, type_ in tensors.values():
         tensor.pass_on(lambda data, type_=type_, tensor=tensor: writer.write_tensor_data(      # type: ignore[misc]
             _blocks(package, tensor, data, type_) if type_ in STEPS else np.frombuffer(raw(data), np.uint8)))
-
-
-def _adder(writer: Any, value: Any) -> Callable[[str, Any], None]:
-    """The writer's method for values of this type."""
-    adders = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
-              list: writer.add_array}
-    return adders[type(value)]
 
 
 def _blocks(package: Any, tensor: Stored, data: Tensor, type_: str) -> Any:

@@ -5,9 +5,9 @@ Tensors have transformers' names. RWKV-7's directories are in fla's form, which 
 transformers' branch for RWKV-7, where the World vocabulary is a tokenizer.json too (rwkv/tokenizer/world_json.py). rwkv7-hf's
 (model_type rwkv7_native) have fla's tensors.
 
-What ends a text with a tokenizer.json stands in the first of generation_config.json, config.json, tokenizer_config.json and
-special_tokens_map.json that names a token of it which can; where none does, the rule of rwkv/tokenizer/special.py holds. The
-World vocabulary ends texts with id 0 whatever they say.
+With a tokenizer.json the ends of text are in the first of generation_config.json, config.json, tokenizer_config.json and
+special_tokens_map.json that names a token which can end a text; if none does, the rule of rwkv/tokenizer/special.py holds. The
+World vocabulary ends texts with id 0, whatever these files say.
 
 Source: huggingface/transformers, models/rwkv/modeling_rwkv.py and configuration_rwkv.py, generation/configuration_utils.py
 (eos_token_id: an id or a list of ids) and the branch's models/rwkv7; flash-linear-attention, fla/models/rwkv7;
@@ -24,18 +24,22 @@ from typing import Any
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import _torch_file, pth, safetensors
 from rwkv.checkpoint.generations import generation_of, generations, supported
-from rwkv.checkpoint.stored import Stored
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file, write_folder
 from rwkv.tokenizer import special, world_json
 
 SUFFIXES = ("",)
-CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS = "config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors"
-GENERATION_CONFIG, SPECIAL_TOKENS = "generation_config.json", "special_tokens_map.json"
+CONFIG = "config.json"
+TOKENIZER = "tokenizer.json"
+TOKENIZER_CONFIG = "tokenizer_config.json"
+WEIGHTS = "model.safetensors"
+GENERATION_CONFIG = "generation_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
 WORLD = "rwkv_vocab_v20230424.txt"
 OURS = (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WORLD)
 FORMS = ("fla", "official")
-WHOLE, INDICES = (WEIGHTS, "pytorch_model.bin"), ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+WHOLE = (WEIGHTS, "pytorch_model.bin")
+INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 def recognises(path: Path) -> bool:
@@ -45,15 +49,15 @@ def recognises(path: Path) -> bool:
 def read(path: Path) -> Content:
     config, generation = _config(path / CONFIG)
     content = _weights(path)
-    for name, value, expected in _other_constants(config, generation):
-        raise CheckpointError(f"{path / CONFIG} has {name} {value}, expected {expected}: with another, its norms have another "
-                              "epsilon than this program's")
+    for name, expected in generation.HUGGING_FACE_CONSTANTS.items():
+        if config.get(name) not in (None, expected):
+            raise CheckpointError(f"{path / CONFIG} has {name} {config[name]}, expected {expected}: its norms have another "
+                                  "epsilon than this program's")
     for name, feature in generation.HUGGING_FACE_FEATURES.items():
         if config.get(name):
             raise CheckpointError(f"{path / CONFIG} has {name} {json.dumps(config[name])[:60]}: the model uses {feature}, "
                                   "which this program does not have")
-    sizes = generation.HUGGING_FACE_SIZES
-    declared = _declared(path / CONFIG, config, sizes)
+    declared = _declared(path / CONFIG, config, generation.HUGGING_FACE_SIZES)
     length = declared.pop("ctx_len", None)
     if isinstance(length, int) and length > 0:
         declared["ctx_len"] = length
@@ -110,47 +114,32 @@ def _write(folder: Path, outgoing: Outgoing) -> None:
 
 
 def _texts(outgoing: Outgoing) -> dict[str, str]:
-    texts = {CONFIG: json.dumps(_described(outgoing), indent=2) + "\n"}
+    """The text of each file beside the weights."""
     tokenizer = outgoing.entry.get("tokenizer") or {}
-    if tokenizer.get("kind") == "json" and isinstance(tokenizer.get("definition"), str):
+    in_json = tokenizer.get("kind") == "json" and isinstance(tokenizer.get("definition"), str)
+    ends = (special.ends_of(tokenizer) if in_json else []) or [0]
+    ids = {"bos_token_id": ends[0], "eos_token_id": ends if len(ends) > 1 else ends[0]}
+    dtype = outgoing.tensors["emb.weight"].dtype
+    form = {} if outgoing.form is None else {"form": outgoing.form}
+    config = {**generation_of(outgoing.config).hugging_face_config(outgoing.config, outgoing.vocab_size, dtype, **form), **ids,
+              "tie_word_embeddings": False, "use_cache": True, "torch_dtype": str(dtype).removeprefix("torch.")}
+    texts = {CONFIG: json.dumps(config, indent=2) + "\n"}
+    if in_json:
         texts[TOKENIZER] = tokenizer["definition"]
         parsed = json.loads(tokenizer["definition"])
-        first = _ends(outgoing)[0]
-        end = next((name for name, index in special.vocabulary(parsed).items() if index == first), None)
+        end = next((name for name, index in special.vocabulary(parsed).items() if index == ends[0]), None)
         names = {} if end is None else {"bos_token": end, "eos_token": end}
         texts[TOKENIZER_CONFIG] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}, indent=2) + "\n"
     if tokenizer.get("kind") == "world" and outgoing.form == "official":
         texts[TOKENIZER] = world_json.to_json(tokenizer["vocabulary"])
-        ends = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), world_json.END)
-        texts[TOKENIZER_CONFIG] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **ends,
+        names = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), world_json.END)
+        texts[TOKENIZER_CONFIG] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names,
                                               "split_special_tokens": True}, indent=2) + "\n"
     elif tokenizer.get("kind") == "world":
         texts[WORLD] = tokenizer["vocabulary"]
     if outgoing.form == "official":
-        ends = _ids_of_ends(outgoing)
-        texts[GENERATION_CONFIG] = json.dumps({**ends, "pad_token_id": ends["bos_token_id"]}, indent=2) + "\n"
+        texts[GENERATION_CONFIG] = json.dumps({**ids, "pad_token_id": ends[0]}, indent=2) + "\n"
     return texts
-
-
-def _ends(outgoing: Outgoing) -> list[int]:
-    """The ids that end a text."""
-    tokenizer = outgoing.entry.get("tokenizer") or {}
-    known = tokenizer.get("kind") == "json" and isinstance(tokenizer.get("definition"), str)
-    return (special.ends_of(tokenizer) if known else []) or [0]
-
-
-def _described(outgoing: Outgoing) -> dict[str, Any]:
-    dtype, generation = outgoing.tensors["emb.weight"].dtype, generation_of(outgoing.config)
-    form = {} if outgoing.form is None else {"form": outgoing.form}
-    return {**generation.hugging_face_config(outgoing.config, outgoing.vocab_size, dtype, **form),
-            **_ids_of_ends(outgoing), "tie_word_embeddings": False,
-            "use_cache": True,
-            "torch_dtype": str(dtype).removeprefix("torch.")}
-
-
-def _ids_of_ends(outgoing: Outgoing) -> dict[str, Any]:
-    ends = _ends(outgoing)
-    return {"bos_token_id": ends[0], "eos_token_id": ends if len(ends) > 1 else ends[0]}
 
 
 def _require_ours(path: Path) -> None:
@@ -163,7 +152,6 @@ def _require_ours(path: Path) -> None:
 
 
 def _config(path: Path) -> tuple[dict[str, Any], ModuleType]:
-    """What config.json says, and the generation of its model_type."""
     config = _json(path)
     kind = config.get("model_type")
     generation = next((module for module in generations()
@@ -174,14 +162,6 @@ def _config(path: Path) -> tuple[dict[str, Any], ModuleType]:
         raise CheckpointError(f"{path.parent} is {version} checkpoint (config.json has model_type {kind!r}, expected {known}): "
                               f"this program runs {supported()}")
     return config, generation
-
-
-def _other_constants(config: dict[str, Any], generation: ModuleType) -> Iterator[tuple[str, Any, Any]]:
-    """Name, value and expected value of each number in config.json that gives a norm another epsilon than the generation's."""
-    for name, expected in generation.HUGGING_FACE_CONSTANTS.items():
-        value = config.get(name)
-        if value is not None and value != expected:
-            yield name, value, expected
 
 
 def _weights(path: Path) -> Content:
@@ -200,46 +180,32 @@ def _read_file(path: Path) -> Content:
 
 
 def _shards(index: Path) -> Content:
-    """The tensors from the files that the index names for them."""
     places = _json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) and Path(file).name == file for file in places.values()):
         raise CheckpointError(f"{index} has no weight_map from tensors to files beside it: the file is damaged")
-    shards = {file: _shard(index, file) for file in sorted(set(places.values()))}
-    return Content(index.parent, {name: _tensor(index, shards[file], name) for name, file in places.items()})
-
-
-def _shard(index: Path, file: str) -> Content:
-    if not (index.parent / file).is_file():
-        raise CheckpointError(f"{index.parent} lacks the shard {file}, which {index.name} names: is the download incomplete?")
-    return _read_file(index.parent / file)
-
-
-def _tensor(index: Path, shard: Content, name: str) -> Stored:
-    if name not in shard.tensors:
-        raise CheckpointError(f"{shard.path} lacks the tensor {name}, which {index.name} says is there: do the files belong "
-                              "together?")
-    return shard.tensors[name]
+    shards: dict[str, Content] = {}
+    for file in sorted({*places.values()}):
+        if not (index.parent / file).is_file():
+            raise CheckpointError(f"{index.parent} lacks the shard {file}, which {index.name} names: is the download "
+                                  "incomplete?")
+        shards[file] = _read_file(index.parent / file)
+    for name, file in places.items():
+        if name not in shards[file].tensors:
+            raise CheckpointError(f"{shards[file].path} lacks the tensor {name}, which {index.name} says is there: do the "
+                                  "files belong together?")
+    return Content(index.parent, {name: shards[file].tensors[name] for name, file in places.items()})
 
 
 def _tokenizer(folder: Path) -> dict[str, Any] | None:
     if (folder / TOKENIZER).is_file():
-        return _json_tokenizer(folder)
+        text = _text(folder / TOKENIZER)
+        stated = [*_stated_ends(folder)]
+        if (vocabulary := world_json.vocabulary_in(text)) is not None:
+            return {"kind": "world", "vocabulary": vocabulary}
+        return special.definition_with_ends(text, stated)
     if (folder / WORLD).is_file():
         return {"kind": "world", "vocabulary": _text(folder / WORLD)}
     return None
-
-
-def _json_tokenizer(folder: Path) -> dict[str, Any]:
-    """Raises CheckpointError where one of the files beside it is damaged."""
-    text, stated = _text(folder / TOKENIZER), [*_stated_ends(folder)]
-    if (vocabulary := world_json.vocabulary_in_text(text)) is not None:
-        return {"kind": "world", "vocabulary": vocabulary}
-    try:
-        parsed = json.loads(text)
-        ends: list[int] = next(filter(None, (special.stated_ends(parsed, each) for each in stated)), [])
-        return special.definition(text, ends or special.ends_by_rule(parsed), special.ends_by_first_rule(parsed))
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):         # the tokenizer says what is wrong
-        return {"kind": "json", "definition": text}
 
 
 def _stated_ends(folder: Path) -> Iterator[list[int | str]]:

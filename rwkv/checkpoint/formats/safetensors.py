@@ -15,7 +15,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from rwkv.checkpoint.content import ENTRY, Content, Outgoing, plain_entry
+from rwkv.checkpoint.content import ENTRY, Content, Outgoing, entry_in
 from rwkv.checkpoint.formats import _int4, first_bytes
 from rwkv.checkpoint.stored import Stored, raw
 from rwkv.errors import CheckpointError
@@ -42,7 +42,7 @@ def read(path: Path) -> Content:
         raise CheckpointError(f"{path} cannot be read as .safetensors: it is truncated or damaged ({error}); copy or download "
                               "it again") from error
     tensors, packed = _int4.joined(tensors)
-    return Content(path, tensors, _entry(path, metadata), packed=packed)
+    return Content(path, tensors, entry_in(path, metadata), packed=packed)
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
@@ -57,7 +57,8 @@ def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str,
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | metadata}
     end = 0
     for tensor in ordered:
-        start, end = end, end + tensor.nbytes
+        start = end
+        end = end + tensor.nbytes
         header[tensor.name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
@@ -68,7 +69,8 @@ def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str,
 
 def _stored(path: Path, file: Any, name: str) -> Stored:
     part = file.get_slice(name)
-    shape, dtype = tuple(part.get_shape()), part.get_dtype()
+    shape = tuple(part.get_shape())
+    dtype = part.get_dtype()
     if dtype not in DTYPES:
         raise CheckpointError(f"{path}: {name} is {dtype}, expected one of {', '.join(DTYPES)}: quantised weights are not read")
     return Stored(name, str(path), shape, DTYPES[dtype], _reader(path, file, name), mapped=True)
@@ -82,13 +84,3 @@ def _reader(path: Path, file: Any, name: str) -> Callable[[], Tensor]:
             raise CheckpointError(f"{path}: {name} cannot be read: the file is damaged ({error})") from error
 
     return tensor
-
-
-def _entry(path: Path, metadata: dict[str, str]) -> dict[str, Any] | None:
-    if ENTRY not in metadata:
-        return None
-    try:
-        return plain_entry(path, json.loads(metadata[ENTRY]))
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise CheckpointError(f"{path} has a {ENTRY} entry in its metadata that is not JSON ({error}): the file is "
-                              "damaged") from error
