@@ -1,0 +1,95 @@
+"""Memory of full, LoRA and state tuning, with frozen weights in four dtypes: what the plan says and what one step takes.
+
+    python -m benchmarks.tuning_memory --out FOLDER [--shapes 0.1b] [--ways full lora state] [--bases float32 int4]
+
+The weights are random, in bfloat16 and in the shapes of the released RWKV-7 models; the text is conversations of random words.
+Each run is train.py's, a process of its own: printed are the figure in its plan, and the peak of the memory that it had until
+its end, by the kernel's account of that process (Linux).
+"""
+
+import itertools
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks._main import run_program
+from benchmarks.tuning import ROOT, conversation, third_word, words, write
+from kernels.arguments import Parser, at_least, path_of
+from kernels.bench.results import check_folder
+
+SHAPES, WAYS = ("0.1b", "0.4b", "1.5b"), ("full", "lora", "state")
+BASES = ("float32", "bfloat16", "int8", "int4")          # of frozen weights
+VOCABULARY = 65536
+OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.tokenizer=world", "data.cache_dir=cache",
+           "trainer=cpu", "trainer.precision=32-true", "trainer.max_steps=1", "trainer.log_every=1", "trainer.sample_every=0",
+           "trainer.sample_tokens=0", "data.val_fraction=0.01", "trainer.keep_last=1", "logger=csv",
+           "trainer.val_tokens=100")
+# In a process of its own: what has been in this one's memory would count as the peak of its children.
+RANDOM_WEIGHTS = """
+import sys, torch, yaml
+from rwkv.config import ModelConfig
+from rwkv.model.rwkv7 import shapes
+config = ModelConfig(**yaml.safe_load(open(sys.argv[1])))
+torch.save({name: torch.empty(shape, dtype=torch.bfloat16).normal_(0, 0.02)
+            for name, shape in shapes(config, int(sys.argv[2])).items()}, sys.argv[3])
+"""
+
+
+def write_weights(shape: str, path: Path) -> None:
+    config = ROOT / "configs" / "model" / f"rwkv7_{shape}.yaml"
+    subprocess.run([sys.executable, "-c", RANDOM_WEIGHTS, str(config), str(VOCABULARY), str(path)], check=True,
+                   env=os.environ | {"PYTHONPATH": str(ROOT)})
+
+
+def run(folder: Path, *options: str) -> tuple[float, float, float]:
+    """(the plan's figure, the peak), in GB, and the seconds of the processors."""
+    process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *OPTIONS, *options], cwd=folder, text=True,
+                               stderr=subprocess.PIPE)
+    assert process.stderr is not None
+    said = process.stderr.read()
+    _, status, used = os.wait4(process.pid, 0)
+    if status:
+        raise SystemExit(said)
+    return gigabytes(said), 1024 * used.ru_maxrss / 1e9, used.ru_utime + used.ru_stime
+
+
+def gigabytes(said: str) -> float:
+    found = re.search(r"about ([\d.,]+) (GB|MB) for each process", said)
+    assert found, said
+    return float(found[1].replace(",", "")) * (1 if found[2] == "GB" else 1e-3)
+
+
+def main() -> None:
+    parser = Parser("benchmarks.tuning_memory", (__doc__ or "").split(":")[0])
+    parser.add_argument("--out", type=path_of, required=True, metavar="FOLDER", help="a folder, where the weights stay")
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES[:1]))
+    parser.add_argument("--ways", nargs="+", choices=WAYS, default=list(WAYS))
+    parser.add_argument("--bases", nargs="+", choices=BASES, default=list(BASES))
+    parser.add_argument("--ctx-len", type=at_least(1), default=512, metavar="T")
+    parser.add_argument("--batch-size", type=at_least(1), default=8, metavar="B")
+    parser.add_argument("--options", nargs="*", default=[], help="more of train.py's")
+    options = parser.parse_args()
+    folder = options.out.resolve()
+    check_folder(folder)
+    write(folder / "talks.jsonl", (conversation(*pair) for pair in third_word(words(500, 1), 2000, random.Random(0))))
+    for shape in options.shapes:
+        weights = folder / f"{shape}.pth"
+        if not weights.exists():
+            write_weights(shape, weights)
+        for way, base in itertools.product(options.ways, options.bases):
+            if way == "full" and base != "float32":
+                continue
+            planned, peak, seconds = run(folder, f"init_from={weights}", f"tune={way}", f"tune.base={base}",
+                                         f"model.ctx_len={options.ctx_len}", f"data.batch_size={options.batch_size}",
+                                         f"out_dir={shape}-{way}-{base}", *options.options)
+            print(json.dumps({"shape": shape, "way": way, "base": base, "ctx_len": options.ctx_len,
+                              "batch_size": options.batch_size, "planned_gb": round(planned, 2), "peak_gb": round(peak, 2),
+                              "planned_over_peak": round(planned / peak, 2), "processor_s": round(seconds, 1)}), flush=True)
+
+
+if __name__ == "__main__":
+    run_program(main)
