@@ -151,22 +151,29 @@ def _grad_x(grads: Tensors, mus: Sequence[Tensor], first: Tensor | None = None) 
     return grad_x, grad_before[:, 0]
 
 
-def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors) -> tuple[tuple[Tensor | None, ...], Tensors]:
-    """The tensors that mix_backward reads, and the mixes in dtype."""
+def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, shares: Tensors,
+        of_before: bool = False) -> tuple[tuple[Tensor | None, ...], Tensors]:
+    """The tensors that mix_backward reads, and the mixes in dtype.
+
+    shares: the mus, or, of_before, 1 - mu for each.
+    """
     if fused_c.takes(x, dtype=dtype):
-        return fused_c.mix(dtype, x, last_x, mus)
-    x, mus = x.to(dtype), cast(dtype, mus)
+        return fused_c.mix(dtype, x, last_x, shares, of_before)
+    x, shares = x.to(dtype), cast(dtype, shares)
     before = _before(x, last_x)
-    return (x, last_x, *mus), _mixes(before, x - before, mus)
+    mixes = _mixes(x, before - x, shares) if of_before else _mixes(before, x - before, shares)
+    return (x, last_x, *shares), mixes
 
 
-def mix_backward(kept: Sequence[Any], grads: Tensors) -> tuple[Tensor | None, ...]:
-    """The gradients of x, last_x and each mu from those of the mixes."""
-    x, last_x, *mus = kept
+def mix_backward(kept: Sequence[Any], grads: Tensors, of_before: bool = False) -> tuple[Tensor | None, ...]:
+    """The gradients of x, last_x and each share from those of the mixes."""
+    x, last_x, *shares = kept
     if fused_c.takes(x, dtype=grads[0].dtype):
-        return fused_c.mix_backward(kept, grads)
-    grad_x, grad_last_x = _grad_x(grads, mus)
-    return grad_x, None if last_x is None else grad_last_x, *_grad_mus(x - _before(x, last_x), grads)
+        return fused_c.mix_backward(kept, grads, of_before)
+    before = _before(x, last_x)
+    grad_x, grad_last_x = _grad_x(grads, [1 - share for share in shares] if of_before else shares)
+    grad_shares = _grad_mus(before - x if of_before else x - before, grads)
+    return grad_x, None if last_x is None else grad_last_x, *grad_shares
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -197,4 +204,5 @@ def gate_backward(grad: Tensor, gate: Tensor, x: Tensor) -> tuple[Tensor, Tensor
 
 
 def cast(dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensors:
-    return tuple(tensor.to(dtype) for tensor in tensors)
+    """The tensors in dtype; looking first is cheaper than a conversion that finds nothing to do."""
+    return tuple(tensor if tensor.dtype == dtype else tensor.to(dtype) for tensor in tensors)

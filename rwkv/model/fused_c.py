@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
+from kernels.operator import contiguous
 
 MIXES = {(torch.float32, torch.float32): "float32", (torch.bfloat16, torch.bfloat16): "bfloat16",
          (torch.float32, torch.bfloat16): "autocast"}    # by the dtypes of x and of its mixes
@@ -28,34 +29,37 @@ def takes(*tensors: Tensor, dtype: torch.dtype | None = None) -> bool:
             and all(tensor.dtype == first.dtype for tensor in tensors))
 
 
-def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors) -> tuple[tuple[Tensor | None, ...], Tensors]:
-    """As fused.mix; what it keeps is x, last_x and the mus."""
-    x, mus = x.contiguous(), tuple(map(_float32, mus))
+def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, shares: Tensors,
+        of_before: bool) -> tuple[tuple[Tensor | None, ...], Tensors]:
+    """As fused.mix; what it keeps is x, last_x and the shares."""
+    x, shares = x.contiguous(), tuple(map(_float32, shares))
     last_x = None if last_x is None else _float32(last_x)
-    mixes = tuple(torch.empty_like(x, dtype=dtype) for _ in mus)
-    _run_mixes("forward", x, last_x, mus, mixes, None, None, None)
-    return (x, last_x, *mus), mixes
+    mixes = tuple(torch.empty_like(x, dtype=dtype) for _ in shares)
+    _run_mixes("forward", x, last_x, shares, of_before, mixes, None, None, None, None)
+    return (x, last_x, *shares), mixes
 
 
-def mix_backward(kept: Sequence[Tensor | None], grads: Tensors) -> tuple[Tensor | None, ...]:
+def mix_backward(kept: Sequence[Tensor | None], grads: Tensors, of_before: bool) -> tuple[Tensor | None, ...]:
     """As fused.mix_backward, with None for the gradient of last_x where there was none."""
     x, last_x, *others = kept
-    mus = tuple(mu for mu in others if mu is not None)
+    shares = tuple(share for share in others if share is not None)
     assert x is not None
+    n, C = len(shares), x.shape[-1]
     grad_x = torch.empty_like(x)
     grad_last_x = None if last_x is None else torch.empty_like(last_x)
-    grad_mus = x.new_empty(_tasks(x), len(mus), x.shape[-1], dtype=torch.float32)
-    _run_mixes("backward", x, last_x, mus, tuple(grad.contiguous() for grad in grads), grad_x, grad_last_x, grad_mus)
-    return grad_x, grad_last_x, *(grad.view(1, 1, -1) for grad in _total(grad_mus))
+    of_tasks, grad_shares = _sums(x, n + 1), x.new_empty(n, 1, 1, C, dtype=torch.float32)
+    _run_mixes("backward", x, last_x, shares, of_before, tuple(grad.contiguous() for grad in grads), grad_x, grad_last_x,
+               of_tasks, grad_shares)
+    return grad_x, grad_last_x, *grad_shares.unbind()
 
 
-def _run_mixes(direction: str, x: Tensor, last_x: Tensor | None, mus: Tensors, mixes: Tensors,
+def _run_mixes(direction: str, x: Tensor, last_x: Tensor | None, shares: Tensors, of_before: bool, mixes: Tensors,
                *of_backward: Tensor | None) -> None:
     """Calls the C function with its struct call."""
     _, T, C = x.shape
-    unused = [None] * (MOST_MIXES - len(mus))
-    native.run(f"mixes_{direction}_{MIXES[x.dtype, mixes[0].dtype]}", _threads(x), x.numel() // C, T, C, len(mus), x, last_x,
-               *mus, *unused, *mixes, *unused, *of_backward)
+    unused = [None] * (MOST_MIXES - len(shares))
+    native.run(f"mixes_{direction}_{MIXES[x.dtype, mixes[0].dtype]}", _threads(x), x.numel() // C, T, C, len(shares), of_before,
+               x, last_x, *shares, *unused, *mixes, *unused, *of_backward)
 
 
 def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
@@ -75,25 +79,27 @@ def gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vect
     new_k, a, b = torch.empty_like(k), torch.empty_like(k), torch.empty_like(k)
     new_v = v if v_first is None else torch.empty_like(v)
     _run_rwkv7("gates_forward", k, N, k, v, v_first, *_three(z), *_five(vectors), inverse,
-               log_w, new_k, new_v, a, b, *[None] * 7)
+               log_w, new_k, new_v, a, b, *[None] * 10)
     return log_w, new_k, new_v, a, b, inverse
 
 
 def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors, inverse: Tensor,
-                   grads: Tensors) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors, Tensors]:
-    """From the gradients of log_w, k, v, a and b those of (k, v, v_first), of z, and of the vectors (C,)."""
-    grad_k, grad_z = torch.empty_like(k), tuple(torch.empty_like(part) for part in z)
-    grad_v, grad_first = (grads[2], None) if v_first is None else (torch.empty_like(v), torch.empty_like(v))
-    sums = k.new_empty(_tasks(k), 5, k.shape[-1], dtype=torch.float32)
+                   grads: Tensors, more: tuple[Tensor | None, Tensor | None],
+                   ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors, Tensors]:
+    """From the gradients of log_w, k, v, a and b, and more of k and v, those of (k, v, v_first), of z, and of vectors (C,)."""
+    grad_k, grad_v, grad_z = torch.empty_like(k), torch.empty_like(v), tuple(torch.empty_like(part) for part in z)
+    grad_first = None if v_first is None else torch.empty_like(v)
+    grad_vectors = _vectors(k, 5)
     _run_rwkv7("gates_backward", k, N, k, v, v_first, *_three(z), *_five(vectors), inverse,
-               *(grad.contiguous() for grad in grads), grad_k, grad_v, grad_first, *_three(grad_z), sums)
-    return (grad_k, grad_v, grad_first), grad_z, _total(sums)[:len(vectors)]
+               *(grad.contiguous() for grad in grads), *more, grad_k, grad_v, grad_first, *_three(grad_z), _sums(k, 5),
+               grad_vectors)
+    return (grad_k, grad_v, grad_first), grad_z, grad_vectors.unbind()[:len(vectors)]
 
 
 def gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int, vectors: Tensors) -> Tensor:
     """(GroupNorm(y) + (sum over the head of r k r_k) v) g of rwkv7_fused.output, from vectors r_k, weight and bias."""
     out = torch.empty_like(r)
-    _run_rwkv7("output_forward", r, N, y, r, k, v, g, *map(_float32, vectors), out, *[None] * 6)
+    _run_rwkv7("output_forward", r, N, y, r, k, v, g, *map(_float32, vectors), out, *[None] * 7)
     return out
 
 
@@ -101,9 +107,10 @@ def gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int
                    grad: Tensor) -> tuple[Tensors, Tensors]:
     """From the gradient of what gated returns those of y, r, k, v and g, and of the vectors (C,)."""
     grads = tuple(torch.empty_like(tensor) for tensor in (y, r, k, v, g))
-    sums = r.new_empty(_tasks(r), 3, r.shape[-1], dtype=torch.float32)
-    _run_rwkv7("output_backward", r, N, y, r, k, v, g, *map(_float32, vectors), grad.contiguous(), *grads, sums)
-    return grads, _total(sums)
+    grad_vectors = _vectors(r, 3)
+    _run_rwkv7("output_backward", r, N, y, r, k, v, g, *map(_float32, vectors), grad.contiguous(), *grads, _sums(r, 3),
+               grad_vectors)
+    return grads, grad_vectors.unbind()
 
 
 def _run_rwkv7(name: str, x: Tensor, N: int, *tensors: Tensor | None) -> None:
@@ -120,9 +127,14 @@ def _five(vectors: Tensors) -> tuple[Tensor | None, ...]:
     return *map(_float32, vectors), *[None] * (5 - len(vectors))
 
 
-def _total(of_tasks: Tensor) -> Tensors:
-    """The sums (C,) of vectors over all tasks, of (tasks,n,C), which float64 rounds once."""
-    return of_tasks.sum(0, dtype=torch.float64).float().unbind()
+def _sums(x: Tensor, n: int) -> Tensor:
+    """What tasks add up of n vectors, (tasks,n,C); undefined."""
+    return x.new_empty(_tasks(x), n, x.shape[-1], dtype=torch.float32)
+
+
+def _vectors(x: Tensor, n: int) -> Tensor:
+    """n vectors (C,), undefined."""
+    return x.new_empty(n, x.shape[-1], dtype=torch.float32)
 
 
 def _tasks(x: Tensor) -> int:
@@ -135,4 +147,4 @@ def _threads(x: Tensor) -> int:
 
 def _float32(tensor: Tensor) -> Tensor:
     """As C reads vectors and states."""
-    return tensor.to(torch.float32).contiguous()
+    return contiguous(tensor, torch.float32)

@@ -264,17 +264,14 @@ class TimeMix(nn.Module):
 
     def _fused_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None,
                    v_first: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The same in four autograd steps and the operator."""
-        of_v = "" if v_first is None else "v"
-        first, second = ([getattr(self, f"{name}{part}") for name in f"wag{of_v}"] for part in "12")
-        biases = [getattr(self, f"{name}0") for name in f"wa{of_v}"]
-        weights = self.receptance.weight, self.key.weight, self.value.weight
-        r, k, v, *hidden = rwkv7_fused.mixed_products(x, last_x, self._mixes(), weights, tuple(first))
-        gates = rwkv7_fused.gates(k, v, v_first, tuple(hidden), self.N, (self.k_k, self.k_a, *biases), tuple(second))
-        y, after = self._wkv(r, gates.log_w, gates.k, gates.v, gates.a, gates.b, before)
-        out = rwkv7_fused.output(y, r, gates.k, gates.v, gates.g, self.r_k, self.ln_x.weight, self.ln_x.bias,
-                                 self.output.weight)
-        return out, after, v if v_first is None else v_first
+        """By the formulas in two autograd steps and the operator."""
+        made = rwkv7_fused.inputs(x, last_x, v_first, self.N, self._inputs())
+        y, after = self._operator(made.r, made.log_w, made.k, made.v, made.a, made.b, before)
+        out = rwkv7_fused.output(y, made.output_r, made.output_k, made.output_v, made.output_g, self.r_k, self.ln_x.weight,
+                                 self.ln_x.bias, self.output.weight)
+        v_first = made.v_first if v_first is None else v_first
+        assert v_first is not None
+        return out, after, v_first
 
     def _frugal_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
                     packing: Packing | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -308,6 +305,12 @@ class TimeMix(nn.Module):
         """The operator's state before the first token, for B rows; None for zeros."""
         return None if self.time_state is None else self.time_state.repeat(B, 1, 1, 1)
 
+    def _inputs(self) -> rwkv7_fused.Parameters:
+        """What the operator's inputs are made with."""
+        weights = {name: getattr(self, name).weight for name in ("receptance", "key", "value")}
+        vectors: dict[str, Any] = {name: self._parameters.get(name) for name in rwkv7_fused.Parameters._fields}
+        return rwkv7_fused.Parameters(**vectors | weights)
+
     def _mixes(self) -> tuple[Tensor, ...]:
         return tuple(getattr(self, f"x_{name}") for name in MIXES)
 
@@ -317,13 +320,18 @@ class TimeMix(nn.Module):
 
     def _wkv(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, before: Tensor | None,
              packing: Packing | None = None) -> tuple[Tensor, Tensor | None]:
-        """The operator on (B,T,C) each, and its single step where that is all: y (B,T,H,N)."""
+        """The operator on (B,T,C) each: y (B,T,H,N)."""
         r, log_w, k, v, a, b = (self._heads(tensor) for tensor in (r, log_w, k, v, a, b))
         if packing is not None:
             def of_texts(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
                 return self.wkv(r, log_w, k, v, a, b, self._initial(len(r)))[0]
 
             return packing.each_text(of_texts, r, log_w, k, v, a, b), None
+        return self._operator(r, log_w, k, v, a, b, before)
+
+    def _operator(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+                  before: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """The operator on (B,T,H,N) each, or its single step where that is all."""
         if r.shape[1] == 1 and before is not None and not torch.is_grad_enabled():
             y, after = self.wkv.step(r[:, 0], log_w[:, 0], k[:, 0], v[:, 0], a[:, 0], b[:, 0], before)
             return y.unsqueeze(1), after

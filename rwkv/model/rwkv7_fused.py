@@ -1,11 +1,15 @@
 """The fused form of RWKV-7's time and channel mixing: autograd functions with gradients of their own (see fused.py).
 
-    time:     mixed_products -> gates -> the operator wkv7 -> output
+    time:     inputs -> the operator wkv7 -> output
     channel:  channel_mixing
+
+Where the large products are those of other layers, gates and gated are what stands between them.
 
 B rows, T steps, C channels in H heads of N, d the ranks of the low-rank gates. Formulas: rwkv7.py.
 """
 
+from collections.abc import Iterable
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -30,8 +34,55 @@ FASTEST_LOG_W = -0.6065306597126334      # of the decay: -e^-0.5
 LEAST_NORM = 1e-12                       # of kk, as in torch.nn.functional.normalize
 
 
+class Parameters(NamedTuple):
+    """What `inputs` trains; in layer 0 v1, v0 and v2 are None."""
+
+    x_r: Tensor                          # (1,1,C), as all x_n
+    x_w: Tensor
+    x_k: Tensor
+    x_v: Tensor
+    x_a: Tensor
+    x_g: Tensor
+    receptance: Tensor                   # (C,C), as the next two
+    key: Tensor
+    value: Tensor
+    w1: Tensor                           # (C,d), as the next three
+    a1: Tensor
+    g1: Tensor
+    v1: Tensor | None
+    k_k: Tensor                          # (1,1,C), as the next four
+    k_a: Tensor
+    w0: Tensor
+    a0: Tensor
+    v0: Tensor | None
+    w2: Tensor                           # (d,C), as the next three
+    a2: Tensor
+    g2: Tensor
+    v2: Tensor | None
+
+
+class Inputs(NamedTuple):
+    """What time mixing hands on: to the operator r, log_w (float32 or wider), k, v, a = -kk, b = kk * rate, each (B,T,H,N); to
+    the output r, k, v and g, each (B,T,C); and to the next layers v_first, of layer 0 alone.
+
+    r, k and v are there twice, so that their gradients come back apart and are added where they are read.
+    """
+
+    r: Tensor
+    log_w: Tensor
+    k: Tensor
+    v: Tensor
+    a: Tensor
+    b: Tensor
+    output_r: Tensor
+    output_k: Tensor
+    output_v: Tensor
+    output_g: Tensor
+    v_first: Tensor | None
+
+
 class Gates(NamedTuple):
-    """What time mixing hands on: log_w (float32 or wider), k, v, a = -kk, b = kk * rate and g, each (B,T,C)."""
+    """log_w (float32 or wider), k, v, a = -kk, b = kk * rate and g, each (B,T,C)."""
 
     log_w: Tensor
     k: Tensor
@@ -41,13 +92,9 @@ class Gates(NamedTuple):
     g: Tensor
 
 
-def mixed_products(x: Tensor, last_x: Tensor | None, x_rwkvag: Tensors, weights: Tensors, low_rank: Tensors) -> Tensors:
-    """R m_r, K m_k, V m_v, m_w w1, m_a a1, m_g g1 and, where there is a v1, m_v v1, with m_n = x_t + (x_{t-1} - x_t) x_n.
-
-    x (B,T,C), and last_x (B,C) before its first step, None for zeros. weights: R, K, V (C,C). low_rank: w1, a1, g1[, v1] (C,d).
-    """
-    products: Tensors = _MixedProducts.apply(product_dtype(x), len(low_rank), x, last_x, *x_rwkvag, *weights, *low_rank)
-    return products
+def inputs(x: Tensor, last_x: Tensor | None, v_first: Tensor | None, N: int, parameters: Parameters) -> Inputs:
+    """x (B,T,C), and last_x (B,C) before its first step, None for zeros; v_first (B,T,C), None in layer 0."""
+    return Inputs(*_Inputs.apply(product_dtype(x), N, x, last_x, v_first, *parameters))
 
 
 def gates(k: Tensor, v: Tensor, v_first: Tensor | None, hidden: Tensors, N: int, vectors: Tensors, matrices: Tensors) -> Gates:
@@ -81,65 +128,119 @@ def channel_mixing(x: Tensor, last_x: Tensor | None, x_k: Tensor, key: Tensor, v
     return mixed
 
 
-class _MixedProducts(torch.autograd.Function):
+class _Inputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, n_low_rank: int, x: Tensor, last_x: Tensor | None, *others: Tensor) -> Tensors:
-        mus, matrices = [1 - x_n for x_n in others[:6]], cast(dtype, others[6:])
-        kept, (r, w, k, v, a, g) = mix(dtype, x, last_x, tuple(mus))
-        ctx.save_for_backward(r, w, k, v, a, g, *matrices, *kept)
-        ctx.n_matrices = len(matrices)
-        square, low_rank = matrices[:3], matrices[3:]
-        return *map(linear, (r, k, v), square), *(m @ matrix for m, matrix in zip((w, a, g, v), low_rank, strict=False))
+    def forward(ctx: Any, dtype: torch.dtype, N: int, x: Tensor, last_x: Tensor | None, v_first: Tensor | None,
+                *parameters: Tensor | None) -> tuple[Tensor | None, ...]:
+        p = Parameters(*parameters)      # type: ignore[arg-type]
+        squares = cast(dtype, (p.receptance, p.key, p.value))
+        downs = cast(dtype, _given(p.w1, p.a1, p.g1, p.v1))
+        kept, mixes = mix(dtype, x, last_x, p[:6], of_before=True)
+        m_r, m_w, m_k, m_v, m_a, m_g = mixes
+        r, k, v = map(linear, (m_r, m_k, m_v), squares)
+        hidden = tuple(m @ down for m, down in zip((m_w, m_a, m_g, m_v), downs, strict=False))
+        vectors = _given(p.k_k, p.k_a, p.w0, p.a0, p.v0)
+        made, kept_of_gates = _make_gates(k, v, v_first, hidden, N, vectors, _given(p.w2, p.a2, p.g2, p.v2))
+        ctx.N, ctx.sizes = N, _save(ctx, mixes, kept, squares, downs, *kept_of_gates)
+        of_operator = (_by_head(tensor, N) for tensor in (r, *made[:5]))
+        return *of_operator, r, made.k.detach(), made.v.detach(), made.g, v.detach() if v_first is None else None
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        r, w, k, v, a, g, *rest = ctx.saved_tensors
-        (R, K, V, *low_rank), kept = rest[:ctx.n_matrices], rest[ctx.n_matrices:]
-        (grad_r, grad_R), (grad_k, grad_K), (grad_v, grad_V) = map(product_backward, grads[:3], (r, k, v), (R, K, V))
-        found = [(grad @ matrix.T, m.flatten(0, 1).T @ grad.flatten(0, 1))
-                 for grad, m, matrix in zip(grads[3:], (w, a, g, v), low_rank, strict=False)]
-        (grad_w, _), (grad_a, _), (grad_g, _) = found[:3]
-        for of_v, _ in found[3:]:
-            grad_v += of_v
-        grad_x, grad_last_x, *grad_mus = mix_backward(kept, (grad_r, grad_w, grad_k, grad_v, grad_a, grad_g))
-        return (None, None, grad_x, grad_last_x, *(-grad for grad in grad_mus if grad is not None), grad_R, grad_K, grad_V,
-                *(grad for _, grad in found))
+        mixes, kept, squares, downs, *kept_of_gates = _saved(ctx)
+        grad = Inputs(*grads)
+        of_gates = Gates(log_w=grad.log_w.flatten(2), k=grad.k.flatten(2), v=grad.v.flatten(2), a=grad.a.flatten(2),
+                         b=grad.b.flatten(2), g=grad.output_g)
+        made = _make_gates_backward(KeptOfGates(*kept_of_gates), ctx.N, of_gates, (grad.output_k, grad.output_v))
+        grad_r, grad_v = grad.r.flatten(2) + grad.output_r, made.v
+        if grad.v_first is not None:
+            grad_v = grad_v + grad.v_first
+        m_r, m_w, m_k, m_v, m_a, m_g = mixes
+        (grad_m_r, grad_R), (grad_m_k, grad_K), (grad_m_v, grad_V) = map(
+            product_backward, (grad_r, made.k, grad_v), (m_r, m_k, m_v), squares)
+        (grad_m_w, grad_w1), (grad_m_a, grad_a1), (grad_m_g, grad_g1), *of_v = map(
+            _row_product_backward, made.hidden, (m_w, m_a, m_g, m_v), downs)
+        for of_gate, _ in of_v:
+            grad_m_v += of_gate
+        grad_x, grad_last_x, *grad_x_n = mix_backward(kept, (grad_m_r, grad_m_w, grad_m_k, grad_m_v, grad_m_a, grad_m_g),
+                                                      of_before=True)
+        grads_of: dict[str, Any] = dict(zip(("x_r", "x_w", "x_k", "x_v", "x_a", "x_g"), grad_x_n, strict=True))
+        grads_of |= {"receptance": grad_R, "key": grad_K, "value": grad_V, "w1": grad_w1, "a1": grad_a1, "g1": grad_g1}
+        grads_of |= dict(zip(("k_k", "k_a", "w0", "a0", "v0"), made.vectors, strict=False))      # in layer 0 there is no v0
+        grads_of |= dict(zip(("w2", "a2", "g2", "v2"), made.matrices, strict=False))
+        grads_of |= dict(zip(("v1",), (grad for _, grad in of_v), strict=False))
+        return None, None, grad_x, grad_last_x, made.v_first, *map(grads_of.get, Parameters._fields)
 
 
 class _Gates(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, N: int, k: Tensor, v: Tensor, v_first: Tensor | None, n: int, *others: Tensor) -> Tensors:
-        hidden, vectors, matrices = others[:n], others[n:2 * n + 1], cast(k.dtype, others[2 * n + 1:])
-        tanh, sigmoid = torch.tanh(hidden[0]), torch.sigmoid(hidden[2])
-        inputs = (tanh, hidden[1], *hidden[3:])
-        w2, a2, g2, *v2 = matrices
-        z = tuple(x @ matrix for x, matrix in zip(inputs, (w2, a2, *v2), strict=True))
-        *of_operator, inverse = _gates(k, v, v_first, z, N, vectors)
-        ctx.N, ctx.n = N, n
-        ctx.save_for_backward(k, v, v_first, inverse, sigmoid, *inputs, *z, *vectors, *matrices)
-        return *of_operator, sigmoid @ g2
+        hidden, vectors, matrices = others[:n], others[n:2 * n + 1], others[2 * n + 1:]
+        made, kept = _make_gates(k, v, v_first, hidden, N, vectors, matrices)
+        ctx.N, ctx.sizes = N, _save(ctx, *kept)
+        return made
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        k, v, v_first, inverse, sigmoid, *rest = ctx.saved_tensors
-        n = ctx.n - 1                    # all gates but g
-        inputs, z, vectors, (w2, a2, g2, *v2) = rest[:n], rest[n:2 * n], rest[2 * n:3 * n + 2], rest[3 * n + 2:]
-        of_inputs, grad_z, grad_vectors = _gates_backward(k, v, v_first, tuple(z), ctx.N, tuple(vectors), inverse, grads[:5])
-        (grad_tanh, grad_w2), (grad_hidden_a, grad_a2), *of_v = [
-            _row_product_backward(*parts) for parts in zip(grad_z, inputs, (w2, a2, *v2), strict=True)]
-        grad_sigmoid, grad_g2 = _row_product_backward(grads[5], sigmoid, g2)
-        grad_hidden_w = torch.ops.aten.tanh_backward(grad_tanh, inputs[0])
-        grad_hidden_g = torch.ops.aten.sigmoid_backward(grad_sigmoid, sigmoid)
-        grad_hidden = grad_hidden_w, grad_hidden_a, grad_hidden_g, *(grad for grad, _ in of_v)
-        grad_matrices = grad_w2, grad_a2, grad_g2, *(grad for _, grad in of_v)
-        return None, *of_inputs, None, *grad_hidden, *(grad.view(1, 1, -1) for grad in grad_vectors), *grad_matrices
+        made = _make_gates_backward(KeptOfGates(*_saved(ctx)), ctx.N, Gates(*grads), (None, None))
+        return None, made.k, made.v, made.v_first, None, *made.hidden, *made.vectors, *made.matrices
+
+
+class KeptOfGates(NamedTuple):
+    tokens: tuple[Tensor | None, ...]    # k, v, v_first, and 1 / |k k_k|
+    sigmoid: Tensors                     # of m_g g1
+    up: Tensors                          # what w2, a2[ and v2] multiply: tanh(m_w w1), m_a a1[, m_v v1]
+    z: Tensors                           # their products
+    vectors: Tensors                     # k_k, k_a, w0, a0[, v0]
+    matrices: Tensors                    # w2, a2, g2[, v2]
+
+
+class GradsOfGates(NamedTuple):
+    k: Tensor
+    v: Tensor
+    v_first: Tensor | None
+    hidden: Tensors                      # of w, a, g[, v], as matrices
+    vectors: Tensors                     # of k_k, k_a, w0, a0[, v0], (1,1,C) each
+    matrices: Tensors
+
+
+def _make_gates(k: Tensor, v: Tensor, v_first: Tensor | None, hidden: Tensors, N: int, vectors: Tensors,
+                matrices: Tensors) -> tuple[Gates, KeptOfGates]:
+    """`gates`, and what its backward pass reads."""
+    w2, a2, g2, *v2 = matrices = cast(k.dtype, matrices)
+    tanh, hidden_a, sigmoid, *hidden_v = torch.tanh(hidden[0]), hidden[1], torch.sigmoid(hidden[2]), *hidden[3:]
+    up = tanh, hidden_a, *hidden_v
+    z = tuple(part @ matrix for part, matrix in zip(up, (w2, a2, *v2), strict=True))
+    log_w, new_k, new_v, a, b, inverse = _gates(k, v, v_first, z, N, vectors)
+    kept = KeptOfGates((k, v, v_first, inverse), (sigmoid,), up, z, vectors, matrices)
+    return Gates(log_w, new_k, new_v, a, b, sigmoid @ g2), kept
+
+
+def _make_gates_backward(kept: KeptOfGates, N: int, grads: Gates, more: tuple[Tensor | None, Tensor | None]) -> GradsOfGates:
+    """more: what is added to the gradients of k and v."""
+    k, v, v_first, inverse = kept.tokens
+    assert k is not None
+    assert v is not None
+    assert inverse is not None
+    (grad_k, grad_v, grad_first), grad_z, grad_vectors = _gates_backward(k, v, v_first, kept.z, N, kept.vectors, inverse,
+                                                                         grads[:5], more)
+    w2, a2, g2, *v2 = kept.matrices
+    (tanh, *_), (sigmoid,) = kept.up, kept.sigmoid
+    (grad_tanh, grad_w2), (grad_hidden_a, grad_a2), *of_v = map(_row_product_backward, grad_z, kept.up, (w2, a2, *v2))
+    grad_sigmoid, grad_g2 = _row_product_backward(grads.g, sigmoid, g2)
+    grad_hidden_w = torch.ops.aten.tanh_backward(grad_tanh, tanh)
+    grad_hidden_g = torch.ops.aten.sigmoid_backward(grad_sigmoid, sigmoid)
+    grad_hidden = grad_hidden_w, grad_hidden_a, grad_hidden_g, *(grad for grad, _ in of_v)
+    grad_matrices = grad_w2, grad_a2, grad_g2, *(grad for _, grad in of_v)
+    return GradsOfGates(grad_k, grad_v, grad_first, grad_hidden, tuple(grad.view(1, 1, -1) for grad in grad_vectors),
+                        grad_matrices)
 
 
 def _gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors) -> Tensors:
     """(log_w, k, v, a, b, 1 / |k k_k|) from z = (tanh(m_w w1) w2, (m_a a1) a2[, (m_v v1) v2]) and k_k, k_a, w0, a0[, v0]."""
-    if fused_c.takes(k, v, *z):
+    if fused_c.takes(k, v, *z, *_given(v_first)):
         return fused_c.gates(k, v, v_first, z, N, vectors)
     decay, rate, factor = _decay_rate_factor(z, vectors)
     keys = _by_head(k * vectors[0].to(k.dtype), N)
@@ -150,11 +251,16 @@ def _gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vec
 
 
 def _gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors, inverse: Tensor,
-                    grads: Tensors) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors, Tensors]:
-    """From the gradients of log_w, k, v, a and b those of (k, v, v_first), of z, and of the vectors (C,)."""
-    if fused_c.takes(k, v, *z):
-        return fused_c.gates_backward(k, v, v_first, z, N, vectors, inverse, grads)
+                    grads: Tensors, more: tuple[Tensor | None, Tensor | None] = (None, None),
+                    ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors, Tensors]:
+    """From the gradients of log_w, k, v, a and b those of (k, v, v_first), of z, and of the vectors (C,).
+
+    more: what is added to the gradients of k and v.
+    """
+    if fused_c.takes(k, v, *z, *_given(v_first)):
+        return fused_c.gates_backward(k, v, v_first, z, N, vectors, inverse, grads, more)
     grad_log_w, grad_k, grad_v, grad_a, grad_b = grads
+    grad_k, grad_v = (grad if other is None else grad + other for grad, other in zip((grad_k, grad_v), more, strict=True))
     k_k, k_a = cast(k.dtype, vectors[:2])
     decay, rate, factor = _decay_rate_factor(z, vectors)
     grad_zw = torch.ops.aten.sigmoid_backward(grad_log_w * FASTEST_LOG_W, decay)
@@ -266,7 +372,7 @@ def _read(y: Tensor, r: Tensor, k: Tensor, v: Tensor, vectors: Tensors) -> Tenso
 class _ChannelMixing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, x_k: Tensor, *weights: Tensor) -> Tensor:
-        kept, (mixed,) = mix(dtype, x, last_x, (1 - x_k,))
+        kept, (mixed,) = mix(dtype, x, last_x, (x_k,), of_before=True)
         key, value = weights = cast(dtype, weights)
         k = linear(mixed, key)
         hidden = squared_relu(k)
@@ -279,9 +385,25 @@ class _ChannelMixing(torch.autograd.Function):
         mixed, k, hidden, key, value, *kept = ctx.saved_tensors
         grad_hidden, grad_value = product_backward(grad, hidden, value)
         grad_mixed, grad_key = product_backward(squared_relu_backward(grad_hidden, k), mixed, key)
-        grad_x, grad_last_x, grad_mu = mix_backward(kept, (grad_mixed,))
-        assert grad_mu is not None
-        return None, grad_x, grad_last_x, -grad_mu, grad_key, grad_value
+        grad_x, grad_last_x, grad_x_k = mix_backward(kept, (grad_mixed,), of_before=True)
+        return None, grad_x, grad_last_x, grad_x_k, grad_key, grad_value
+
+
+def _save(ctx: Any, *groups: Iterable[Tensor | None]) -> list[int]:
+    """Saves groups of tensors for the backward pass; the number of each, for _saved."""
+    lists = [tuple(group) for group in groups]
+    ctx.save_for_backward(*chain(*lists))
+    return [len(group) for group in lists]
+
+
+def _saved(ctx: Any) -> list[tuple[Any, ...]]:
+    """The groups that _save has saved."""
+    tensors = iter(ctx.saved_tensors)
+    return [tuple(next(tensors) for _ in range(size)) for size in ctx.sizes]
+
+
+def _given(*tensors: Tensor | None) -> Tensors:
+    return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 def _by_head(tensor: Tensor, N: int) -> Tensor:

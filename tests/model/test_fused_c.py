@@ -1,5 +1,6 @@
 """The C forms beside the PyTorch forms in float64: every level of instructions, any shape, the same bits for any threads."""
 
+import itertools
 from collections.abc import Callable
 
 import pytest
@@ -22,22 +23,22 @@ def tensors(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
-def mixing(n: int) -> Function:
+def mixing(n: int, of_before: bool = False) -> Function:
     """The mixes, and all gradients."""
     def mixed(x: Tensor, last_x: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
-        kept, mixes = fused.mix(others[-1].dtype, x, last_x, others[:n])
-        return *mixes, *fused.mix_backward(kept, tuple(grad.clone() for grad in others[n:]))
+        kept, mixes = fused.mix(others[-1].dtype, x, last_x, others[:n], of_before)
+        return *mixes, *fused.mix_backward(kept, tuple(grad.clone() for grad in others[n:]), of_before)
 
     return mixed
 
 
-def gating(N: int, n: int) -> Function:
-    """The gates of n low-rank products, and all gradients. v_first is given with three."""
+def gating(N: int, n: int, n_more: int) -> Function:
+    """The gates of n low-rank products, and all gradients. v_first is given with three; n_more: of k and v, 0 or 2."""
     def gated(k: Tensor, v: Tensor, v_first: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
-        z, vectors, grads = others[:n], others[n:2 * n + 2], others[2 * n + 2:]
-        first = v_first if n == 3 else None
+        z, vectors, grads, more = others[:n], others[n:2 * n + 2], others[2 * n + 2:2 * n + 7], others[2 * n + 7:]
+        first, more = v_first if n == 3 else None, more[:n_more] or (None, None)
         *found, inverse = rwkv7_fused._gates(k, v, first, z, N, vectors)
-        of_inputs, of_z, of_vectors = rwkv7_fused._gates_backward(k, v, first, z, N, vectors, inverse, grads)
+        of_inputs, of_z, of_vectors = rwkv7_fused._gates_backward(k, v, first, z, N, vectors, inverse, grads, more)
         return *found, *of_inputs, *of_z, *of_vectors
 
     return gated
@@ -58,11 +59,12 @@ def cases(dtype: torch.dtype, B: int, T: int, H: int, N: int) -> dict[str, tuple
     wide, C = torch.float32, H * N
     x, row, vector = (B, T, C), (B, C), (1, 1, C)
     found: dict[str, tuple[Function, list[Tensor]]] = {
-        f"{n} mixes": (mixing(n), [*tensors(dtype, x, row), *tensors(wide, *[vector] * n), *tensors(dtype, *[x] * n)])
-        for n in (1, 2, 3, 6)}
-    for n in (2, 3):
-        found[f"{n} gates"] = gating(N, n), [*tensors(dtype, *[x] * (3 + n)), *tensors(wide, *[vector] * (n + 2), x),
-                                             *tensors(dtype, *[x] * 4)]
+        f"{n} mixes of {of}": (mixing(n, of == "before"), [*tensors(dtype, x, row), *tensors(wide, *[vector] * n),
+                                                           *tensors(dtype, *[x] * n)])
+        for n, of in ((1, "before"), (2, "x"), (3, "x"), (6, "before"))}
+    for n, n_more in itertools.product((2, 3), (0, 2)):
+        found[f"{n} gates, {n_more} more gradients"] = gating(N, n, n_more), [
+            *tensors(dtype, *[x] * (3 + n)), *tensors(wide, *[vector] * (n + 2), x), *tensors(dtype, *[x] * 6)]
     found["output"] = reading, [*tensors(dtype, (B, T, H, N), x, x, x, x), *tensors(wide, (H, N), (C,), (C,)),
                                 *tensors(dtype, x)]
     found["squared ReLU"] = squaring, tensors(dtype, x, x)

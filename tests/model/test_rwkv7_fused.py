@@ -1,6 +1,7 @@
 """The fused parts of an RWKV-7 block are what the plain formulas compute, in value and in every gradient."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,12 +9,14 @@ from torch import Tensor
 from torch.nn.functional import group_norm, linear, normalize
 
 from rwkv.model import rwkv7_fused
+from rwkv.model.rwkv7_fused import Parameters
 
 B, T, H, N, D = 2, 5, 2, 3, 4
 C, F = H * N, 7
 X, ROW, VECTOR, SQUARE = (B, T, C), (B, C), (1, 1, C), (C, C)
 DOWN, UP, HIDDEN = (C, D), (D, C), (B, T, D)
 Tensors = tuple[Tensor, ...]
+Function = Callable[..., Tensor | Tensors]
 
 
 def mixes(x: Tensor, last_x: Tensor, *x_n: Tensor) -> list[Tensor]:
@@ -21,13 +24,39 @@ def mixes(x: Tensor, last_x: Tensor, *x_n: Tensor) -> list[Tensor]:
     return [x + change * mu for mu in x_n]
 
 
-def plain_products(x: Tensor, last_x: Tensor, *others: Tensor) -> Tensors:
-    (r, w, k, v, a, g), (R, K, V, w1, a1, g1, *v1) = mixes(x, last_x, *others[:6]), others[6:]
-    return linear(r, R), linear(k, K), linear(v, V), w @ w1, a @ a1, g @ g1, *(v @ matrix for matrix in v1)
+def plain_inputs(x: Tensor, last_x: Tensor, v_first: Tensor | None, p: Parameters) -> Tensors:
+    m_r, m_w, m_k, m_v, m_a, m_g = mixes(x, last_x, *p[:6])
+    r, k, v = linear(m_r, p.receptance), linear(m_k, p.key), linear(m_v, p.value)
+    hidden, vectors, matrices = [m_w @ p.w1, m_a @ p.a1, m_g @ p.g1], [p.k_k, p.k_a, p.w0, p.a0], [p.w2, p.a2, p.g2]
+    if v_first is None:
+        log_w, new_k, _, a, b, g = plain_gates_of_layer_0(k, v, *hidden, *vectors, *matrices)
+        return r, log_w, new_k, v, a, b, r, new_k, v, g, v
+    log_w, k, v, a, b, g = plain_gates(k, v, v_first, *hidden, m_v @ p.v1, *vectors, p.v0, *matrices, p.v2)
+    return r, log_w, k, v, a, b, r, k, v, g
 
 
-def products(x: Tensor, last_x: Tensor, *others: Tensor) -> Tensors:
-    return rwkv7_fused.mixed_products(x, last_x, others[:6], others[6:9], others[9:])
+def plain_with_heads(*inputs: Any) -> Tensors:
+    tensors = plain_inputs(*inputs)
+    return *(tensor.unflatten(-1, (H, N)) for tensor in tensors[:6]), *tensors[6:]
+
+
+def inputs_of(function: Callable[..., Tensors]) -> Function:
+    """Of layer 1: x, last_x, v_first and all parameters."""
+    return lambda x, last_x, v_first, *others: function(x, last_x, v_first, Parameters(*others))
+
+
+def inputs_of_layer_0(function: Callable[..., Tensors]) -> Function:
+    """The same without v_first and the parameters of its gate."""
+    def found(x: Tensor, last_x: Tensor, *others: Tensor) -> Tensors:
+        given = iter(others)
+        return function(x, last_x, None, Parameters(*(None if name in ("v0", "v1", "v2") else next(given)       # type: ignore
+                                                      for name in Parameters._fields)))
+
+    return found
+
+
+def fused_inputs(x: Tensor, last_x: Tensor, v_first: Tensor | None, parameters: Parameters) -> Tensors:
+    return rwkv7_fused._given(*rwkv7_fused.inputs(x, last_x, v_first, N, parameters))
 
 
 def plain_gates(k: Tensor, v: Tensor, v_first: Tensor, w: Tensor, a: Tensor, g: Tensor, m_v: Tensor, k_k: Tensor, k_a: Tensor,
@@ -66,14 +95,15 @@ def plain_channel_mixing(x: Tensor, last_x: Tensor, x_k: Tensor, key: Tensor, va
 
 
 CASES = {
-    "products": (products, plain_products, (X, ROW, *[VECTOR] * 6, *[SQUARE] * 3, *[DOWN] * 4)),
-    "products of layer 0": (products, plain_products, (X, ROW, *[VECTOR] * 6, *[SQUARE] * 3, *[DOWN] * 3)),
+    "inputs": (inputs_of(fused_inputs), inputs_of(plain_with_heads),
+               (X, ROW, X, *[VECTOR] * 6, *[SQUARE] * 3, *[DOWN] * 4, *[VECTOR] * 5, *[UP] * 4)),
+    "inputs of layer 0": (inputs_of_layer_0(fused_inputs), inputs_of_layer_0(plain_with_heads),
+                          (X, ROW, *[VECTOR] * 6, *[SQUARE] * 3, *[DOWN] * 3, *[VECTOR] * 4, *[UP] * 3)),
     "gates": (gates, plain_gates, (X, X, X, *[HIDDEN] * 4, *[VECTOR] * 5, *[UP] * 4)),
     "gates of layer 0": (gates_of_layer_0, plain_gates_of_layer_0, (X, X, *[HIDDEN] * 3, *[VECTOR] * 4, *[UP] * 3)),
     "output": (rwkv7_fused.output, plain_output, ((B, T, H, N), X, X, X, X, (H, N), (C,), (C,), SQUARE)),
     "channel mixing": (rwkv7_fused.channel_mixing, plain_channel_mixing, (X, ROW, VECTOR, (F, C), (C, F))),
 }
-Function = Callable[..., Tensor | Tensors]
 Case = tuple[Function, Function, tuple[tuple[int, ...], ...]]
 each_case = pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 
@@ -145,10 +175,11 @@ def test_a_direction_in_half_precision_has_norm_1_or_0(dtype: torch.dtype) -> No
 
 
 def test_autocast_computes_in_its_dtype_and_log_w_in_float32() -> None:
-    inputs = random(CASES["products"][2], torch.float32)
+    inputs = random(CASES["inputs"][2], torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
-        found, plain = products(*inputs), plain_products(*inputs)
-        assert all(tensor.dtype == torch.bfloat16 for tensor in found)
+        inputs[2] = inputs[2].bfloat16()                 # v_first, which is v of layer 0
+        found, plain = CASES["inputs"][0](*inputs), CASES["inputs"][1](*inputs)
+        assert [tensor.dtype for tensor in found] == [torch.bfloat16, torch.float32, *[torch.bfloat16] * 8]
         for mine, theirs in zip(found, plain, strict=True):
             torch.testing.assert_close(mine.float(), theirs.float(), rtol=0.05, atol=0.1)
         half = [tensor.bfloat16() if i < 7 else tensor for i, tensor in enumerate(random(CASES["gates"][2], torch.float32))]

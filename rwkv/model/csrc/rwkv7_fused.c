@@ -15,12 +15,13 @@
 
 #include "../../../kernels/native/csrc/threads.h"
 #include "../../../kernels/native/csrc/vectors.h"
+#include "totals.h"
 
 enum { ROWS = 32 };
 
 static const float FASTEST_LOG_W = -0.6065306597126334f, LEAST_NORM = 1e-12f, EPS = 64e-5f;
 
-// The arguments of a call, as rwkv7_native.py lists them. All of v_first, zv and v0 are null in layer 0.
+// The arguments of a call, as fused_c.py lists them. All of v_first, zv and v0 are null in layer 0.
 struct gates_call {
     int64_t rows, H, N;
     const void *k, *v, *v_first, *zw, *za, *zv;
@@ -28,8 +29,9 @@ struct gates_call {
     float *inverse;                      // (rows,H): 1 / |k k_k|
     float *log_w;                        // in backward its gradient, as those of the next line
     void *new_k, *new_v, *a, *b;
-    void *g_k, *g_v, *g_v_first, *g_zw, *g_za, *g_zv;    // of backward alone, as below
-    float *g_vectors;                    // (tasks,5,C): of k_k, k_a, w0, a0, v0
+    const void *more_k, *more_v;         // of backward alone, as all below: what is added to the gradients of new k and v, or null
+    void *g_k, *g_v, *g_v_first, *g_zw, *g_za, *g_zv;
+    float *of_tasks, *g_vectors;         // (tasks,5,C), (5,C): of k_k, k_a, w0, a0, v0
 };
 
 struct output_call {
@@ -38,7 +40,7 @@ struct output_call {
     const float *r_k, *weight, *bias;
     void *gated;                         // in backward its gradient
     void *g_y, *g_r, *g_k, *g_v, *g_g;   // of backward alone, as below
-    float *g_vectors;                    // (tasks,3,C): of r_k, weight, bias
+    float *of_tasks, *g_vectors;         // (tasks,3,C), (3,C): of r_k, weight, bias
 };
 
 // Part of a head: its first number in (rows,C) and in (C), and how many of its lanes there are.
@@ -94,6 +96,11 @@ INLINE void gates_forward(enum form form, const struct gates_call *call, int64_t
     }
 }
 
+// Of the gradient of new k or v, in two parts where the second is given.
+INLINE floats sum_at(enum form form, const void *p, const void *more, const struct part *part) {
+    return more ? get(form, p, part) + get(form, more, part) : get(form, p, part);
+}
+
 INLINE void gates_backward(enum form form, const struct gates_call *call, int64_t row, int64_t head, float *g_vectors) {
     int64_t N = call->N, C = call->H * N, c = head * N, i = row * C + c;
     float inverse = call->inverse[row * call->H + head];
@@ -109,7 +116,7 @@ INLINE void gates_backward(enum form form, const struct gates_call *call, int64_
         struct gates gates = gates_of(form, call, &part);
         floats kk = gates.q * inverse, g_b = get(form, call->b, &part);
         floats g_kk = fused(g_b, gates.rate, -get(form, call->a, &part)), g_q = less(kk, same(along), g_kk) * inverse;
-        floats g_new_k = get(form, call->new_k, &part), k_g = gates.k * g_new_k;
+        floats g_new_k = sum_at(form, call->new_k, call->more_k, &part), k_g = gates.k * g_new_k;
         floats g_rate = fused(g_b, kk, k_g * vector(call->k_a, &part));
         floats g_za = g_rate * gates.rate * (1.0f - gates.rate);
         floats g_zw = get(FLOAT32, call->log_w, &part) * FASTEST_LOG_W * gates.decay * (1.0f - gates.decay);
@@ -120,8 +127,12 @@ INLINE void gates_backward(enum form form, const struct gates_call *call, int64_
         add(g_vectors + C, &part, k_g * (gates.rate - 1.0f));
         add(g_vectors + 2 * C, &part, g_zw);
         add(g_vectors + 3 * C, &part, g_za);
-        if (!call->v_first) continue;
-        floats gate = gate_of(form, call, &part), g_new_v = get(form, call->new_v, &part), g_first = g_new_v * gate;
+        floats g_new_v = sum_at(form, call->new_v, call->more_v, &part);
+        if (!call->v_first) {
+            set(form, call->g_v, &part, g_new_v);
+            continue;
+        }
+        floats gate = gate_of(form, call, &part), g_first = g_new_v * gate;
         floats change = get(form, call->v_first, &part) - get(form, call->v, &part);
         floats g_zv = g_first * change * (1.0f - gate);
         set(form, call->g_v_first, &part, g_first);
@@ -203,13 +214,17 @@ INLINE void output_backward(enum form form, const struct output_call *call, int6
         int64_t size = n_vectors * call->H * call->N;                                                                             \
         for (int64_t task; (task = next_task(tasks)) * ROWS < call->rows;) {                                                      \
             int64_t first = task * ROWS, end = first + ROWS < call->rows ? first + ROWS : call->rows;                             \
-            float *g_vectors = n_vectors ? call->g_vectors + task * size : 0;                                                     \
+            float *g_vectors = n_vectors ? call->of_tasks + task * size : 0;                                                     \
             if (n_vectors) memset(g_vectors, 0, (size_t)size * sizeof(float));                                                    \
             for (int64_t row = first; row < end; row++)                                                                           \
                 for (int64_t h = 0; h < call->H; h++) work;                                                                       \
         }                                                                                                                         \
     }                                                                                                                             \
-    ENTRY(rwkv7_##name)(const struct call_type *call, int64_t threads) { share(name##_tasks, call, threads); }
+    ENTRY(rwkv7_##name)(const struct call_type *call, int64_t threads) {                                                          \
+        int64_t tasks = (call->rows + ROWS - 1) / ROWS, size = n_vectors * call->H * call->N;                                     \
+        share(name##_tasks, call, threads);                                                                                       \
+        if (n_vectors) total(call->g_vectors, call->of_tasks, tasks, size, size);                                                 \
+    }
 
 BOTH(float32, FLOAT32)
 BOTH(bfloat16, BFLOAT16)
