@@ -15,16 +15,17 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from forked import ROOT, Forked
 from programs import PROGRAMS
 
 from rwkv import cli
 
-ROOT = Path(__file__).parent.parent
 TEXT = "".join(f"line {number}: the quick brown fox — {number * number % 97}\n" for number in range(200))
 SMALL = ("debug=fast", "data=text", "data.path=text.txt", "data.val_fraction=0.1", "data.cache_dir=cache", "trainer=cpu")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
 OWN = ("/timemix/run/out_dir", "/timemix/run/resume")    # what two runs of the same training differ in
 KILLED = -signal.SIGKILL
+Process = subprocess.Popen[str] | Forked
 
 
 class Done(NamedTuple):
@@ -39,6 +40,13 @@ def start(folder: Path, program: str, *arguments: str, apart: bool = False, **en
                             env=ENVIRONMENT | environment,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8",
                             start_new_session=apart)
+
+
+def forked(folder: Path, *arguments: str, **environment: str) -> Process:
+    """train.py in a process of its own that need not wait for imports, where there are such processes."""
+    if sys.platform == "win32":
+        return start(folder, "train", *arguments, **environment)
+    return Forked(folder, "train", arguments, ENVIRONMENT | environment)
 
 
 def done_here(folder: Path, program: str, *arguments: str) -> Done:
@@ -58,7 +66,7 @@ def done_here(folder: Path, program: str, *arguments: str) -> Done:
     return Done(status, output.getvalue(), error.getvalue())
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 240) -> Done:
+def finish(process: Process, timeout_s: float = 240) -> Done:
     output, error = process.communicate(timeout=timeout_s)
     return Done(process.returncode, output, error)
 
@@ -89,7 +97,7 @@ def killed_and_continued(folder: Path, arguments: tuple[str, ...], out_dir: str,
     return finish(start(folder, "train", *arguments, f"out_dir={out_dir}", "resume=auto"))
 
 
-def kill_after(process: subprocess.Popen[str], run: Path, step: int, seconds: float) -> None:
+def kill_after(process: Process, run: Path, step: int, seconds: float) -> None:
     wait_for(process, run, step)
     time.sleep(seconds)
     process.kill()
@@ -97,7 +105,7 @@ def kill_after(process: subprocess.Popen[str], run: Path, step: int, seconds: fl
     assert done.status == KILLED, done.error
 
 
-def wait_for(process: subprocess.Popen[str], run: Path, step: int) -> None:
+def wait_for(process: Process, run: Path, step: int) -> None:
     deadline = time.monotonic() + 240
     while process.poll() is None and steps_done(run) < step and time.monotonic() < deadline:
         time.sleep(0.005)

@@ -231,8 +231,8 @@ def test_wandb_has_the_report_of_a_sweep_too(folder: Path, sweep: Done) -> None:
 
 def test_accumulation_bf16_and_a_char_vocabulary_train(folder: Path) -> None:
     kernel = "taichi_v3" if why_not("timex", "taichi_v3") is None else "conv1d"
-    done = finish(start(folder, "train", *SMALL, f"kernel={kernel}", "data.tokenizer=char", "trainer.precision=bf16-mixed",
-                        "trainer.accumulate=2", "trainer.malloc=default", "trainer.val_every=4", "logger=csv", "out_dir=char"))
+    done = done_here(folder, "train", *SMALL, f"kernel={kernel}", "data.tokenizer=char", "trainer.precision=bf16-mixed",
+                     "trainer.accumulate=2", "trainer.malloc=default", "trainer.val_every=4", "logger=csv", "out_dir=char")
     assert done.status == 0, done.error
     assert "5 steps of 256 tokens: 1,280 tokens" in done.error
     assert "bf16-mixed" in done.error

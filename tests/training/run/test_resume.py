@@ -31,7 +31,8 @@ from training_runs import (
     damage,
     done_here,
     finish,
-    killed_and_continued,
+    forked,
+    kill_after,
     losses,
     same,
     start,
@@ -76,7 +77,8 @@ def whole(folder: Path) -> Path:
 
 @pytest.mark.programs
 def test_a_run_that_was_killed_is_the_run_that_was_not(folder: Path, whole: Path) -> None:
-    done = killed_and_continued(folder, RUN, "killed", kills=1, steps=STEPS, seed=5)
+    kill_after(forked(folder, *RUN, "out_dir=killed"), folder / "killed", STEPS // 3, 0.1)
+    done = done_here(folder, "train", "resume=auto", "out_dir=killed")
     assert done.status == 0, done.error
     assert "continued from" in done.error
     assert_same_training(folder / "killed", whole)

@@ -15,7 +15,7 @@ from files import SIZES
 from models import small_model
 from programs import Run, one_sentence
 from safetensors.torch import load_file
-from training_runs import assert_same_training, content, done_here, kill_after, losses, same, start
+from training_runs import assert_same_training, content, done_here, forked, kill_after, losses, same
 
 from rwkv.chat.templates import chat_template
 from rwkv.config import DataConfig, TuneConfig
@@ -213,7 +213,7 @@ def test_a_step_in_passes_is_the_same_step(folder: Path, run: Run, method: str) 
 def test_a_killed_run_continues_to_the_bit(folder: Path, method: str) -> None:
     arguments = (*OPTIONS[:-1], f"tune={method}", "trainer.max_steps=30", "trainer.val_every=10", "trainer.checkpoint_every=5")
     assert done_here(folder, "train", *arguments, BASE, "out_dir=whole").status == 0
-    kill_after(start(folder, "train", *arguments, BASE, "out_dir=killed"), folder / "killed", 8, 0.05)
+    kill_after(forked(folder, *arguments, BASE, "out_dir=killed"), folder / "killed", 8, 0.05)
     done = done_here(folder, "train", *arguments, "resume=auto", "out_dir=killed")
     assert done.status == 0, done.error
     assert "continued from" in done.error
