@@ -61,6 +61,10 @@ def pytest_collection() -> Iterator[None]:
         gc.enable()
 
 
+def pytest_unconfigure() -> None:
+    gc.unfreeze()                        # else libraries report what the interpreter's end does not free
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the tests of an implementation that cannot run here the first is kept, which is skipped with the reason.
 

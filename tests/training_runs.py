@@ -42,11 +42,9 @@ def start(folder: Path, program: str, *arguments: str, apart: bool = False, **en
                             start_new_session=apart)
 
 
-def forked(folder: Path, *arguments: str, **environment: str) -> Process:
-    """train.py in a process of its own that need not wait for imports, where there are such processes."""
-    if sys.platform == "win32":
-        return start(folder, "train", *arguments, **environment)
-    return Forked(folder, "train", arguments, ENVIRONMENT | environment)
+def forked(folder: Path, *arguments: str, largest: int | None = None, **environment: str) -> Process:
+    """train.py in a process of its own that need not wait for imports. largest: the most bytes of a file."""
+    return Forked(folder, arguments, ENVIRONMENT | environment, largest)
 
 
 def done_here(folder: Path, program: str, *arguments: str) -> Done:

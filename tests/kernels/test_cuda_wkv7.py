@@ -100,14 +100,9 @@ def test_properties(wkv7: WKV7, test: Callable[[WKV7, str], None]) -> None:
 @pytest.mark.parametrize("test", [
     conformance.test_causality, conformance.test_strided_inputs,
     conformance.test_inputs_are_left_as_they_were_and_are_not_the_outputs,
-    conformance.test_an_expanded_gradient], ids=lambda test: test.__name__)
+    conformance.test_inputs_inside_a_larger_buffer, conformance.test_an_expanded_gradient], ids=lambda test: test.__name__)
 def test_conforms(wkv7: WKV7, test: Callable[[tuple[object, WKV7], str], None]) -> None:
     test((OF, wkv7), "cpu")
-
-
-def test_inputs_inside_a_larger_buffer(wkv7: WKV7) -> None:
-    """At an address that no float4 load takes."""
-    conformance.test_inputs_inside_a_larger_buffer((OF, wkv7), 1, "cpu")
 
 
 def test_a_scale_that_changes_along_time(wkv7: WKV7) -> None:

@@ -3,6 +3,7 @@
 import importlib.util
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -60,39 +61,33 @@ def test_padding_inside_wkv() -> None:
     torch.testing.assert_close(y, WKV4("reference")(*inputs)[0])
 
 
-def test_t_max_is_refused_with_a_sentence() -> None:
+def test_what_an_implementation_does_not_take_is_refused_with_a_sentence() -> None:
+    """Too many steps, a dtype that it does not compute in, and a place in a quotient, where its error is unsound."""
     with stub(**recording([]), T_max=8) as name:
         TimeX(name)(*cases.inputs(2, 3, 8))
-        with pytest.raises(ValueError, match=f"{name} takes T up to 8, got T = 9: use another implementation"):
-            TimeX(name)(*cases.inputs(2, 3, 9))
-
-
-def test_what_is_unsound_in_a_quotient_is_refused_with_a_sentence() -> None:
-    with stub(**recording([]), wkv=False) as name, pytest.raises(ValueError, match="cannot be used inside WKV: its error"):
-        WKV4("timex", timex=name)
-
-
-def test_float64_is_refused_by_what_computes_in_float32() -> None:
-    with stub(**recording([])) as name:
-        with pytest.raises(ValueError, match=f"{name} does not compute in float64: cast to float32"):
-            TimeX(name)(*cases.inputs(2, 3, 4, dtype=torch.float64))
-        with pytest.raises(ValueError, match=f"{name} does not compute in float64"):
-            WKV4("timex", timex=name)(*(torch.zeros(3, dtype=torch.float64),) * 2, *(torch.zeros(1, 2, 3),) * 2)
-
-
-def test_float64_beside_float32_is_not_rounded_in_silence() -> None:
+        refused(lambda: TimeX(name)(*cases.inputs(2, 3, 9)), f"{name} takes T up to 8")
+        refused(lambda: TimeX(name)(*cases.inputs(2, 3, 4, dtype=torch.float64)), f"{name} does not compute in float64")
+        wide = torch.zeros(3, dtype=torch.float64)
+        refused(lambda: WKV4("timex", timex=name)(wide, wide, *(torch.zeros(1, 2, 3),) * 2), "float64")
+    with stub(**recording([]), wkv=False) as name:
+        refused(lambda: WKV4("timex", timex=name), name)
     wide, narrow = (torch.zeros(1, 2, 3, 4, dtype=dtype) for dtype in (torch.float64, torch.float32))
-    with pytest.raises(ValueError, match="cast all inputs"):
-        WKV7("reference")(narrow, *(wide,) * 5)
-    with pytest.raises(ValueError, match="cast all inputs"):
-        WKV4("reference")(*(wide[0, 0, 0],) * 2, narrow[0], wide[0])
+    refused(lambda: WKV7("reference")(narrow, *(wide,) * 5), "cast all inputs")
+    refused(lambda: WKV4("reference")(*(wide[0, 0, 0],) * 2, narrow[0], wide[0]), "cast all inputs")
+
+
+def refused(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError) as error:                     # noqa: PT011  of every kind
+        call()
+    assert said in str(error.value)
 
 
 def test_what_computes_in_float64_is_named() -> None:
     """Of the same operator: softmax has no conv1d."""
-    with stub("softmax") as narrow, pytest.raises(ValueError, match=rf"{narrow} .* float64: .*\bformula\b") as error:
+    with stub("softmax") as narrow, pytest.raises(ValueError, match=narrow) as error:
         Softmax(narrow)(torch.zeros(2, 3, dtype=torch.float64))
     named = str(error.value).rpartition("use one of ")[2].split(", ")
+    assert "formula" in named
     for name in named:
         assert Softmax(name)(torch.zeros(2, 3, dtype=torch.float64)).dtype == torch.float64
 
@@ -101,7 +96,7 @@ def test_a_missing_package_is_named_with_its_remedy() -> None:
     with stub(packages=("no_such_package",)) as name:
         assert registry.why_not("timex", name) == (
             f"{name} needs the package no_such_package, which is not installed (pip install no_such_package)")
-        with pytest.raises(KernelUnavailable, match=r"no_such_package.*; on cpu there are: conv1d, .*formula"):
+        with pytest.raises(KernelUnavailable, match="no_such_package"):
             TimeX(name)(*cases.inputs(2, 3, 4))
 
 
@@ -116,13 +111,8 @@ def test_a_missing_extra_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatc
             f"{name} needs the package cuda.core, which is not installed (pip install '.[cuda]')")
 
 
-def test_a_device_comes_before_a_package_that_would_not_help() -> None:
+def test_another_device_is_named_before_a_package_that_would_not_help() -> None:
     with stub(packages=("no_such_package",), devices=("cuda",)) as name:
-        assert registry.why_not("timex", name, "cpu") == f"{name} runs on cuda, not on cpu"
-
-
-def test_another_device_is_named() -> None:
-    with stub(devices=("cuda",)) as name:
         assert registry.why_not("timex", name, "cpu") == f"{name} runs on cuda, not on cpu"
 
 
@@ -162,11 +152,6 @@ def test_an_operator_is_a_folder_that_says_what_is_measured(monkeypatch: pytest.
         assert registry.operators() == ("done",)
     finally:
         registry.operators.cache_clear()
-
-
-def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown timex implementation 'nonsense'; there are: conv1d, .*formula"):
-        TimeX("nonsense")
 
 
 @pytest.mark.programs

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 from torch import distributed, multiprocessing
-from training_runs import SMALL, TEXT, Done, assert_same_training, done_here, finish, losses, start, wait_for
+from training_runs import SMALL, TEXT, Done, assert_same_training, done_here, finish, forked, losses, start, wait_for
 
 from rwkv import distributed as processes
 
 pytestmark = pytest.mark.programs
-RUN = (*SMALL, "logger=csv", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=50",
-       "trainer.val_every=30", "trainer.checkpoint_every=25", "trainer.accumulate=2")
+RUN = (*SMALL, "logger=csv", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=20",
+       "trainer.val_every=12", "trainer.checkpoint_every=12", "trainer.accumulate=2")
 TWO = ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -29,12 +29,12 @@ def one(folder: Path) -> Done:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Done:
-    return finish(start(folder, "train", *RUN, *TWO, "out_dir=two"))
+    return finish(forked(folder, *RUN, *TWO, "out_dir=two"))
 
 
 def test_two_processes_have_the_losses_of_one(folder: Path, one: Done, two: Done) -> None:
     assert (one.status, two.status) == (0, 0), one.error + two.error
-    for name, steps in (("train/loss", list(range(1, 51))), ("val/loss", [30, 50])):
+    for name, steps in (("train/loss", list(range(1, 21))), ("val/loss", [12, 20])):
         assert list(losses(folder / "two", name)) == steps
         assert losses(folder / "two", name) == pytest.approx(losses(folder / "one", name), abs=1e-5)
 

@@ -155,7 +155,7 @@ def test_generation_needs_the_checkpoint_alone(folder: Path, whole: Done, tmp_pa
 
 def test_steps_over_a_part_of_their_batches_are_refused() -> None:
     assert TrainerConfig(overfit_batches=4, accumulate=2)
-    with pytest.raises(UserError, match=r"multiple of trainer\.accumulate"):
+    with pytest.raises(UserError):
         TrainerConfig(overfit_batches=3, accumulate=2)
 
 

@@ -58,7 +58,7 @@ def evaluated(run: Run, checkpoint: str, path: str | Path) -> dict[str, float]:
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("options", [("tune=lora", "tune.dropout=0.5"), ("tune=state", "tune.guard=guard.txt"),
+@pytest.mark.parametrize("options", [("tune=lora", "tune.dropout=0.5", "tune.guard=guard.txt"),
                                      ("tune=full", "trainer.accumulate=2")])
 def test_losses_are_those_of_the_evaluation_before_and_after(run: Run, options: tuple[str, ...]) -> None:
     found = tuned(run, *options)
@@ -108,7 +108,7 @@ def test_measuring_changes_nothing_in_training(run: Run) -> None:
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.soak), "full"])
 def test_a_continued_run_keeps_what_was_measured_before(run: Run, method: str) -> None:
     """To the bit, also where the file of it is lost and, in full tuning, the base is gone."""
     whole = tuned(run, f"tune={method}", *KILLED)
@@ -174,7 +174,7 @@ def test_a_run_that_goes_on_with_its_training_is_not_compared_unless_asked(run: 
     assert "guard/loss" in json.loads(Path("tuned/tuned.json").read_text())["after"]
 
 
-@pytest.mark.programs
+@pytest.mark.soak
 def test_a_run_begun_before_there_was_a_general_text_is_continued_as_it_was(run: Run) -> None:
     tuned(run, "tune=lora", *KILLED)
     as_after_a_kill()
