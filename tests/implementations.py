@@ -26,8 +26,11 @@ def kernels(operator: str) -> list[Any]:
 
 def compiled_in_soak(parameters: list[Any], *more: str) -> list[Any]:
     """The parameters; those that torch.compile makes, or of more kinds, take seconds to be made, and wait for make soak."""
-    return [pytest.param(*each.values, id=each.id, marks=[*each.marks, *[pytest.mark.soak] * is_compiled(each, more)])
-            for each in parameters]
+    return [one for each in parameters for one in (in_soak(each) if is_compiled(each, more) else [each])]
+
+
+def in_soak(*parameters: Any) -> list[Any]:
+    return [pytest.param(*each.values, id=each.id, marks=[*each.marks, pytest.mark.soak]) for each in parameters]
 
 
 def is_compiled(parameter: Any, kinds: tuple[str, ...]) -> bool:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from implementations import compiled_in_soak, implementation
+from implementations import compiled_in_soak, implementation, in_soak
 from torch import Tensor
 
 from kernels import compare
@@ -313,7 +313,8 @@ def test_every_operator_has_an_adapter() -> None:
     assert set(operators()) <= set(ADAPTERS)
 
 
-@pytest.mark.parametrize("case", CASES, indirect=True)
+@pytest.mark.parametrize("case", [one for each in CASES for one in (in_soak(each) if "compile_scan" in each.id else [each])],
+                         indirect=True)
 def test_results_at_every_shape(case: tuple[Any, Any], device: str) -> None:
     """Outputs and gradients, in the operator's first dtype."""
     of, operator = case

@@ -12,6 +12,7 @@ import test_conformance as conformance
 import test_timex as properties
 import torch
 from cuda_host import ORDERS, Host, LaunchError, on_the_cpu
+from implementations import in_soak
 
 from kernels.backends.cuda import Source
 from kernels.registry import names
@@ -26,7 +27,7 @@ N = 32
 OF = conformance.ADAPTERS["timex"]
 
 
-@pytest.fixture(params=CUDA)
+@pytest.fixture(params=[*in_soak(*map(pytest.param, CUDA[:-1])), CUDA[-1]])         # the last is the one for use
 def timex(request: pytest.FixtureRequest, host: Host) -> Iterator[TimeX]:
     with on_the_cpu(host, "shuffled"):
         yield TimeX(request.param)
