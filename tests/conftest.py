@@ -112,6 +112,18 @@ def without_fbgemm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     matvec_for.cache_clear()
 
 
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import torch
+
+    from kernels.registry import why_not
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    why_not.cache_clear()
+    yield
+    why_not.cache_clear()
+
+
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> str:
     return request.config.getoption("--device")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -16,7 +16,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from models import small_model
 from omegaconf import OmegaConf
-from programs import PROGRAMS, Run, one_sentence
+from programs import PROGRAMS, Run, composed, one_sentence
 
 from benchmarks.tables import SHAPES
 from kernels import arguments as program_arguments
@@ -35,13 +35,6 @@ from rwkv.training.run.directory import as_plain
 CHOICES = [(path.parent.name, path.stem) for path in sorted(cli.CONFIGS.glob("*/*.yaml"))]
 
 
-def compose(program: str, *arguments: str) -> Any:
-    schema = PROGRAMS[program][1]
-    line = cli.split(list(arguments), schema)
-    cli.check(line, schema)
-    return cli.compose(line, schema, program)
-
-
 # Composition
 
 
@@ -49,7 +42,7 @@ def compose(program: str, *arguments: str) -> Any:
 @pytest.mark.parametrize(("group", "name"), CHOICES)
 def test_every_choice_composes_to_the_schema(group: str, name: str) -> None:
     program = "generate" if group == "sampling" else "train"
-    config = compose(program, f"{group}={name}")
+    config = composed(program, f"{group}={name}")
     assert isinstance(config, PROGRAMS[program][1])
     if group in ("kernel", "data", "optim", "logger"):
         assert getattr(config, group).name == name
@@ -58,11 +51,11 @@ def test_every_choice_composes_to_the_schema(group: str, name: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["auto", *selectable("wkv4")])
 def test_every_kernel_can_be_chosen(name: str) -> None:
-    assert compose("generate", f"kernel={name}").kernel.name == name
+    assert composed("generate", f"kernel={name}").kernel.name == name
 
 
 def test_a_name_that_a_kernel_had_before_is_taken_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    config = compose("train", "kernel=taichi_v4", "model=rwkv7_tiny")
+    config = composed("train", "kernel=taichi_v4", "model=rwkv7_tiny")
     wkv = operator_for(config.model, config.kernel.name, "cpu", torch.float32)
     assert wkv.name == "c_v0"
     told = capsys.readouterr().err
@@ -75,32 +68,32 @@ def test_the_defaults_are_those_of_the_dataclasses() -> None:
     """A default is written down once, and what a YAML file repeats is the same; stdlib alone has its own split and sample."""
     defaults = as_plain(TrainConfig())
     defaults["data"] |= {"val_fraction": 0.05, "sample_prompt": "    def __init__(self"}
-    assert as_plain(compose("train")) == defaults
-    assert compose("generate") == GenerateConfig()
-    assert compose("evaluate") == EvaluateConfig()
+    assert as_plain(composed("train")) == defaults
+    assert composed("generate") == GenerateConfig()
+    assert composed("evaluate") == EvaluateConfig()
 
 
 def test_the_readme_says_how_large_the_experiment_s_model_is() -> None:
-    config = compose("train", "experiment=shakespeare_char", "data.path=FILE").model
+    config = composed("train", "experiment=shakespeare_char", "data.path=FILE").model
     model = RWKV(config, 66, select("wkv4", "reference"))                # tiny Shakespeare's 65 characters, and the end of text
     weights = sum(parameter.numel() for parameter in model.parameters())
     assert f"The model has {config.n_layer} layers, {config.n_embd} wide, and {weights / 1e6:.2f} M weights" in SHAPES
 
 
 def test_the_last_rate_follows_the_first() -> None:
-    assert compose("train").optim.last_lr == 1.5e-4
-    assert compose("train", "optim.lr=1e-4").optim.last_lr == 5e-6
-    assert compose("train", "optim.lr=1e-4", "optim.min_lr=1e-5").optim.last_lr == 1e-5
+    assert composed("train").optim.last_lr == 1.5e-4
+    assert composed("train", "optim.lr=1e-4").optim.last_lr == 5e-6
+    assert composed("train", "optim.lr=1e-4", "optim.min_lr=1e-5").optim.last_lr == 1e-5
 
 
 def test_a_single_option_wins_over_an_experiment_and_debug() -> None:
-    config = compose("train", "debug=fast", "model.n_layer=5", "trainer.max_steps=7")
+    config = composed("train", "debug=fast", "model.n_layer=5", "trainer.max_steps=7")
     assert (config.model.n_layer, config.model.n_embd, config.trainer.max_steps) == (5, 64, 7)
 
 
 @pytest.mark.parametrize(("name", "steps"), [("fast", 5), ("overfit", 200)])
 def test_a_debugs_steps_win_over_an_experiments_tokens(name: str, steps: int) -> None:
-    config = compose("train", "experiment=rwkv7_minipile", f"debug={name}", "data.path=minipile")
+    config = composed("train", "experiment=rwkv7_minipile", f"debug={name}", "data.path=minipile")
     assert with_max_steps(config, []).trainer.max_steps == steps
 
 
@@ -145,7 +138,7 @@ def test_every_free_text_of_every_program_is_taken_as_it_is(text: str) -> None:
         keys = [key for name, key in TEXTS if name == program]
         line = cli.split([f"{key}={text}" for key in keys], schema)
         assert (line.overrides, list(line.verbatim)) == ([], keys)
-    config = compose("train", f"data.field={text}", f"data.split={text}", f"+logger.project={text}", "data=hf")
+    config = composed("train", f"data.field={text}", f"data.split={text}", f"+logger.project={text}", "data=hf")
     assert (config.data.field, config.data.split, config.logger.project) == (text,) * 3
     swept = cli.jobs(cli.split([f"data.field={text}", "seed=0,1"], TrainConfig), TrainConfig, "train")
     assert [job.config.data.field for job in swept] == [text, text]
@@ -184,16 +177,16 @@ def test_an_experiment_sets_what_its_groups_do_too() -> None:
 
 
 def test_a_path_may_begin_at_the_home_folder() -> None:
-    config = compose("train", "data.path=~/books", "data.cache_dir=a/~/b", "data.sample_prompt=~/books", "out_dir=~/runs")
+    config = composed("train", "data.path=~/books", "data.cache_dir=a/~/b", "data.sample_prompt=~/books", "out_dir=~/runs")
     assert (config.data.path, config.out_dir) == (str(Path.home() / "books"), str(Path.home() / "runs"))
     assert (config.data.cache_dir, config.data.sample_prompt) == ("a/~/b", "~/books")
 
 
 def test_null_is_no_path_and_no_name_but_a_text() -> None:
-    config = compose("train", "out_dir=null", "logger.run_name=null", "data.sample_prompt=null")
+    config = composed("train", "out_dir=null", "logger.run_name=null", "data.sample_prompt=null")
     assert (config.out_dir, config.logger.run_name, config.data.sample_prompt) == (None, None, "null")
-    assert compose("generate", "prompt=null").prompt == "null"
-    assert compose("evaluate", "start=null").start == "null"
+    assert composed("generate", "prompt=null").prompt == "null"
+    assert composed("evaluate", "start=null").start == "null"
 
 
 # What is wrong is said in one sentence
@@ -428,7 +421,7 @@ def test_a_path_begins_at_home_in_every_program(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "x").touch()
     expected = tmp_path / "x" if text == "~/x" else tmp_path
-    assert compose("generate", f"checkpoint={text}").checkpoint == str(expected)
+    assert composed("generate", f"checkpoint={text}").checkpoint == str(expected)
     assert program_arguments.existing(text) == expected
     options = convert._parser().parse_args(["in", "out", f"--tokenizer={text}"])
     assert options.tokenizer == str(expected)

@@ -24,6 +24,7 @@ TEXT = "".join(f"line {number}: the quick brown fox — {number * number % 97}\n
 SMALL = ("debug=fast", "data=text", "data.path=text.txt", "data.val_fraction=0.1", "data.cache_dir=cache", "trainer=cpu")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
 OWN = ("/timemix/run/out_dir", "/timemix/run/resume")    # what two runs of the same training differ in
+OF_PROBE = (*OWN, "/timemix/run/trainer/probe")
 KILLED = -signal.SIGKILL
 Process = subprocess.Popen[str] | Forked
 
@@ -109,12 +110,12 @@ def wait_for(process: Process, run: Path, step: int) -> None:
         time.sleep(0.005)
 
 
-def assert_same_training(run: Path, other: Path) -> None:
+def assert_same_training(run: Path, other: Path, own: tuple[str, ...] = OWN) -> None:
     """Every checkpoint equal to the bit: weights, optimiser, schedule, random state, place in the data; and the curves."""
     for name in sorted({path.name for folder in (run, other) for path in (folder / "checkpoints").iterdir()}):
         one, two = (content(folder / "checkpoints" / name) for folder in (run, other))
         assert one.keys() == two.keys()
-        assert not {key for key in one if key not in OWN and not same(one[key], two[key])}
+        assert not {key for key in one if key not in own and not same(one[key], two[key])}
     for name in ("train/loss", "val/loss", "val/bpb", "lr", "grad_norm"):
         assert losses(run, name) == losses(other, name)
     assert (run / "samples.jsonl").read_bytes() == (other / "samples.jsonl").read_bytes()

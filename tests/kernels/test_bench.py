@@ -427,9 +427,7 @@ def test_gpu_check_collects_every_part(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert checked("--only", "goo", good="")[0] == 2, "no such part"
 
 
-def test_gpu_check_without_a_gpu_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                 capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_gpu_check_without_a_gpu_is_one_sentence(without_gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main([str(tmp_path / "out")]) == 2
     assert capsys.readouterr().out.count("\n") == 1
     assert not (tmp_path / "out").exists()

@@ -155,13 +155,8 @@ def test_a_kernel_that_cannot_run_lists_those_that_do(with_stubs: None) -> None:
 
 
 @pytest.mark.parametrize("name", ["auto", "conv1d", "torch_scan"])
-def test_a_missing_gpu_is_one_sentence(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    registry.why_not.cache_clear()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    try:
-        with pytest.raises(KernelUnavailable) as error:
-            select.select("wkv4", name, "cuda")
-    finally:
-        registry.why_not.cache_clear()
+def test_a_missing_gpu_is_one_sentence(without_gpu: None, name: str) -> None:
+    with pytest.raises(KernelUnavailable) as error:
+        select.select("wkv4", name, "cuda")
     assert str(error.value) == error.value.reason
     assert "\n" not in error.value.reason

@@ -13,7 +13,7 @@ from models import small_model, tokens
 from parity.exchange import PYTHON, in_peers_environment
 from programs import Run, one_sentence
 from safetensors.torch import load_file
-from training_runs import assert_same_training, finish, kill_after, killed_and_continued, losses, start
+from training_runs import OF_PROBE, assert_same_training, finish, kill_after, killed_and_continued, losses, start
 
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import DataConfig, ModelConfig, TrainConfig, TrainerConfig, TuneConfig
@@ -100,14 +100,12 @@ def test_the_probe_measures_y_alone_where_nothing_before_the_operator_is_trained
 
 
 @pytest.mark.programs
-def test_the_probe_leaves_the_random_numbers_of_dropout_to_training(folder: Path, run: Run,
-                                                                   monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("training_runs.OWN", ("/timemix/run/out_dir", "/timemix/run/trainer/probe"))
+def test_the_probe_leaves_the_random_numbers_of_dropout_to_training(folder: Path, run: Run) -> None:
     for probe in ("true", "false"):
         status, _, error = run("train", *OPTIONS, "init_from=base7.safetensors", "tune=lora", "tune.dropout=0.3",
                                "trainer.max_steps=3", f"trainer.probe={probe}", f"out_dir={probe}")
         assert status == 0, error
-    assert_same_training(Path("true"), Path("false"))
+    assert_same_training(Path("true"), Path("false"), OF_PROBE)
 
 
 @pytest.fixture
