@@ -18,16 +18,14 @@ from models import small_model
 from omegaconf import OmegaConf
 from programs import PROGRAMS, Run, composed, one_sentence
 
-from benchmarks.tables import SHAPES
 from kernels import arguments as program_arguments
 from kernels.registry import KernelUnavailable, UnknownKernel
-from kernels.select import select, selectable
+from kernels.select import selectable
 from rwkv import cli
 from rwkv.cli.help import WIDTH
 from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig, free_text, options
 from rwkv.errors import UserError
 from rwkv.model.operators import operator_for
-from rwkv.pretrained import RWKV
 from rwkv.tools import convert
 from rwkv.training.length import with_max_steps
 from rwkv.training.run.directory import as_plain
@@ -71,13 +69,6 @@ def test_the_defaults_are_those_of_the_dataclasses() -> None:
     assert as_plain(composed("train")) == defaults
     assert composed("generate") == GenerateConfig()
     assert composed("evaluate") == EvaluateConfig()
-
-
-def test_the_readme_says_how_large_the_experiment_s_model_is() -> None:
-    config = composed("train", "experiment=shakespeare_char", "data.path=FILE").model
-    model = RWKV(config, 66, select("wkv4", "reference"))                # tiny Shakespeare's 65 characters, and the end of text
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    assert f"The model has {config.n_layer} layers, {config.n_embd} wide, and {weights / 1e6:.2f} M weights" in SHAPES
 
 
 def test_the_last_rate_follows_the_first() -> None:

@@ -316,12 +316,6 @@ def test_the_listing_names_everything_and_fits_the_screen(capsys: pytest.Capture
     assert max(map(len, out.splitlines())) < 128
 
 
-def test_the_listing_says_why_not_here() -> None:
-    with stub(packages=("no_such_package",)) as name:
-        assert listing.here("timex", name, ["cpu"]) == "no"
-        assert "no_such_package" in registry.why_not("timex", name)
-
-
 def test_every_implementation_has_an_idea_of_its_own() -> None:
     """A rung may have the same idea in each back end."""
     ideas = {(op, name): listing.idea(op, name) for op in registry.operators() for name in registry.names(op)}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import distributed, multiprocessing
-from training_runs import SMALL, TEXT, Done, assert_same_training, done_here, finish, forked, losses, start, wait_for
+from training_runs import SMALL, TEXT, Done, assert_same_training, done_here, finish, losses, start, wait_for
 
 from rwkv import distributed as processes
 
@@ -29,7 +29,7 @@ def one(folder: Path) -> Done:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Done:
-    return finish(forked(folder, *RUN, *TWO, "out_dir=two"))
+    return finish(start(folder, "train", *RUN, *TWO, "out_dir=two"))
 
 
 def test_two_processes_have_the_losses_of_one(folder: Path, one: Done, two: Done) -> None:
@@ -52,7 +52,7 @@ def test_two_processes_come_to_the_end(folder: Path, two: Done) -> None:
 def test_two_processes_speak_with_one_voice(one: Done, two: Done) -> None:
     def first_words(text: str) -> Counter[str]:
         """But the progress, and what one process says before it knows that it is alone."""
-        lines = [line for line in text.splitlines() if line.strip() and "step/s" not in line]
+        lines = [line for line in text.splitlines() if line.strip() and "%|" not in line]
         return Counter(line.split()[0] for line in lines if not line.startswith("loading"))
 
     assert first_words(one.error) == first_words(two.error)

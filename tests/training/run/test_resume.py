@@ -31,8 +31,6 @@ from training_runs import (
     kill_after,
     losses,
     same,
-    start,
-    wait_for,
 )
 
 from kernels.select import select
@@ -78,23 +76,6 @@ def test_a_run_killed_before_its_first_checkpoint_begins_again(folder: Path, who
     assert (run.out_dir, run.resume_from, run.resume_step) == (tmp_path, None, None)
     assert (run.config.trainer.accumulate, run.config.trainer.max_steps, run.config.data.path) == (2, 7, "text.txt")
     assert open_run(TrainConfig(resume="auto", out_dir=str(tmp_path / "none"))).config.trainer.accumulate == 1
-
-
-@pytest.mark.soak
-def test_ctrl_c_in_the_middle_of_validation_repeats_it(folder: Path) -> None:
-    """Sent to the whole group of processes, loaders included, as a terminal does."""
-    slow = (*RUN, "trainer.max_steps=6", "trainer.val_every=3", "data.val_fraction=0.8", "data.batch_size=1")
-    process = start(folder, "train", *slow, "out_dir=stopped", apart=True)
-    wait_for(process, folder / "stopped", 3)
-    os.killpg(process.pid, signal.SIGINT)
-    done = finish(process)
-    assert done.status == 130, done.error
-    assert "stopped at step 3; continue with" in done.error
-    assert "Traceback" not in done.error
-    assert not losses(folder / "stopped", "val/loss")
-    done = finish(start(folder, "train", "resume=auto", "out_dir=stopped"))
-    assert done.status == 0, done.error
-    assert (list(losses(folder / "stopped")), list(losses(folder / "stopped", "val/loss"))) == ([1, 2, 3, 4, 5, 6], [3, 6])
 
 
 # Options given at a resume

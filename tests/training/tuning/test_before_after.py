@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from files import SIZES
+from files import SIZES, byte_model
 from models import small_model
 from programs import Run, one_sentence
 from training_runs import OWN, content, losses, rows, same
 
-from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
+from rwkv.tokenizer.tokenizers import CharTokenizer
 from rwkv.training.tuning.guard import __file__ as GUARD
 
 OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.batch_size=2", "data.cache_dir=cache", "trainer=cpu", "logger=csv",
@@ -26,8 +26,7 @@ KILLED = "trainer.max_steps=6", "trainer.val_every=3", "trainer.checkpoint_every
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """With base7.safetensors, talks.jsonl, whose first line is the validation split, and held_out.jsonl, that line alone."""
-    small_model(generation="rwkv7", vocab_size=256, **SIZES["rwkv7"]).save_pretrained(tmp_path / "base7.safetensors",
-                                                                                      ByteTokenizer())
+    byte_model(tmp_path / "base7.safetensors")
     talks = [json.dumps({"prompt": f"{number} and one?", "completion": str(number + 1)}) for number in range(9)]
     (tmp_path / "talks.jsonl").write_text("\n".join(talks))
     (tmp_path / "held_out.jsonl").write_text(talks[0])

@@ -11,7 +11,7 @@ from statistics import fmean
 import numpy as np
 import pytest
 import torch
-from files import SIZES
+from files import SIZES, byte_model
 from models import small_model
 from programs import Run, one_sentence
 from safetensors.torch import load_file
@@ -45,8 +45,7 @@ LENGTHS = ((2, 3), (1, 1), (10, 4), (5, 9))
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """With base7.safetensors and pairs.jsonl."""
-    small_model(generation="rwkv7", vocab_size=256, **SIZES["rwkv7"]).save_pretrained(
-        tmp_path / "base7.safetensors", ByteTokenizer())
+    byte_model(tmp_path / "base7.safetensors")
     pairs = [{"prompt": f"{n} and one?", "chosen": f"{n + 1}", "rejected": f"it is {n + 1}" + "!" * (n % 5)} for n in range(24)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     monkeypatch.chdir(tmp_path)
