@@ -8,8 +8,6 @@ from stubs import stub
 from kernels import registry, select
 from kernels.bench.results import committed, read
 from kernels.registry import KernelUnavailable, UnknownKernel
-from kernels.softmax import Softmax
-from kernels.timex import TimeX
 from kernels.wkv4 import WKV4, cases
 
 NOISE = 1.1              # two kernels this close to each other are equally fast
@@ -41,12 +39,6 @@ def test_a_selected_kernel_is_that_kernel(name: str) -> None:
     assert wkv.name == name
     inputs = cases.inputs(2, 9, 3)
     torch.testing.assert_close(wkv(*inputs)[0], WKV4("reference")(*inputs)[0])
-
-
-def test_one_name_of_several_operators() -> None:
-    assert isinstance(select.select("timex", "conv1d"), TimeX)
-    assert isinstance(select.select("softmax", "formula"), Softmax)
-    assert isinstance(select.select("wkv4", "formula"), WKV4)
 
 
 def test_a_convolution_that_is_unsound_in_a_quotient_is_refused(with_stubs: None) -> None:
