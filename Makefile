@@ -12,7 +12,7 @@ OUT ?= gpu-check
 BENCH := $(BIN)/python -m kernels.bench
 RESULTS := benchmarks/results
 GENERATION := $(BIN)/python -m benchmarks.generation --peers $(PEERS)/bin/python $(if $(RWKV_CPP),--rwkv-cpp $(RWKV_CPP))
-PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile
+PARALLEL ?= -n auto --maxprocesses 8 --dist loadfile --no-loadscope-reorder
 MAIN := conv1d,taichi_v3,reference,torch_scan,taichi_scan,c_v0
 
 .PHONY: llama-server bench-peers train test quick soak lint bench peers parity files native gpu-check clean

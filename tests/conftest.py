@@ -4,9 +4,12 @@
 more threads than cores wait for each other most of the time.
 """
 
+import gc
 import importlib.util
 import os
 import signal
+import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +23,10 @@ if TYPE_CHECKING:
 
 if hasattr(signal, "SIGHUP"):            # under nohup it is ignored, by the processes that tests start, too
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+# Each of the many processes would compile every module again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # Deterministic mode, which poisoned_memory needs, refuses cuBLAS without this; read when cuBLAS starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -43,10 +50,26 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--neox", metavar="FILE", help="GPT-NeoX's 20B_tokenizer.json, for the test of its ids")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Collecting makes hundreds of thousands of objects that stay: the garbage collector is not to go through them again."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
+def pytest_unconfigure() -> None:
+    gc.unfreeze()                        # else libraries report what the interpreter's end does not free
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Of the tests of an implementation that cannot run here the first is kept, which is skipped with the reason.
 
     Those of an implementation that a compiler makes, for seconds, torch's or another package's, get the mark `compiles`.
+    Files with many tests that take seconds come first, so that no process is left with one of them at the end.
     """
     from kernels.registry import load, why_not
 
@@ -63,7 +86,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             unavailable.add(mark.args)
             item.add_marker(pytest.mark.skip(reason=reason))
         chosen.append(item)
-    items[:] = chosen
+    slow = Counter(item.path for item in chosen if {"programs", "compiles"} & {mark.name for mark in item.iter_markers()})
+    items[:] = sorted(chosen, key=lambda item: -slow[item.path])
     config.hook.pytest_deselected(items=left_out)
 
 
@@ -86,6 +110,18 @@ def without_fbgemm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.undo()
     why_not.cache_clear()
     matvec_for.cache_clear()
+
+
+@pytest.fixture
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    import torch
+
+    from kernels.registry import why_not
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    why_not.cache_clear()
+    yield
+    why_not.cache_clear()
 
 
 @pytest.fixture(scope="session")

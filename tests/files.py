@@ -6,12 +6,14 @@ from pathlib import Path
 
 import pytest
 import torch
+from models import small_model
 from torch import Tensor
 
 from rwkv.checkpoint.files import Weights, read_checkpoint
 from rwkv.config import GENERATIONS
 from rwkv.errors import CheckpointError
 from rwkv.pretrained import RWKV
+from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 NAMES = {"pth": "model.pth", "ckpt": "model.ckpt", "safetensors": "model.safetensors", "huggingface": "model",
          "ggmf": "model.bin", "gguf": "model.gguf"}
@@ -19,6 +21,12 @@ HELD = [(generation, format) for generation in GENERATIONS for format in NAMES i
 OFFICIAL = ("pth", "ckpt", "safetensors")        # formats with every tensor of the official files
 SIZES: dict[str, dict[str, int]] = {"rwkv4": {}, "rwkv7": {"n_embd": 128, "head_size": 64}}      # that every format takes
 each_held = pytest.mark.parametrize(("generation", "format"), HELD)
+
+
+def byte_model(path: Path, generation: str = "rwkv7", seed: int = 0) -> None:
+    """A file of a model of bytes, of a size that every format takes, with its tokenizer."""
+    model = small_model(generation=generation, vocab_size=256, seed=seed, **SIZES[generation])
+    model.save_pretrained(path, ByteTokenizer())
 
 
 def same_tensors(one: Weights, other: Weights) -> bool:

@@ -24,11 +24,14 @@ def kernels(operator: str) -> list[Any]:
     return [implementation(operator, name) for name in selectable(operator)]
 
 
-def compiled_in_soak(parameters: list[Any]) -> list[Any]:
-    """The parameters; those that torch.compile makes take seconds to be made, and wait for make soak."""
-    return [pytest.param(*each.values, id=each.id, marks=[*each.marks, *([pytest.mark.soak] if is_compiled(each) else [])])
-            for each in parameters]
+def compiled_in_soak(parameters: list[Any], *more: str) -> list[Any]:
+    """The parameters; those that torch.compile makes, or of more kinds, take seconds to be made, and wait for make soak."""
+    return [one for each in parameters for one in (in_soak(each) if is_compiled(each, more) else [each])]
 
 
-def is_compiled(parameter: Any) -> bool:
-    return any("torch_compile" in str(value) for value in parameter.values)
+def in_soak(*parameters: Any) -> list[Any]:
+    return [pytest.param(*each.values, id=each.id, marks=[*each.marks, pytest.mark.soak]) for each in parameters]
+
+
+def is_compiled(parameter: Any, kinds: tuple[str, ...]) -> bool:
+    return any(kind in str(value) for value in parameter.values for kind in ("torch_compile", *kinds))

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -13,6 +14,14 @@ from rwkv.tools import evaluate
 PROGRAMS = {"train": (train.train, TrainConfig), "generate": (generate.generate, GenerateConfig),
             "evaluate": (evaluate.main, EvaluateConfig), "chat": (chat.chat, ChatConfig), "serve": (serve.serve, ServeConfig)}
 Run = Callable[..., tuple[int, str, str]]
+
+
+def composed(program: str, *arguments: str) -> Any:
+    """The configuration that a program has with these arguments."""
+    schema = PROGRAMS[program][1]
+    line = cli.split(list(arguments), schema)
+    cli.check(line, schema)
+    return cli.compose(line, schema, program)
 
 
 def caller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:

@@ -32,3 +32,11 @@ def stub(op: str = "timex", forward: Callable[..., Any] | None = None, backward:
         yield name
     registry.load.cache_clear()
     registry.why_not.cache_clear()
+
+
+@contextmanager
+def selectable_stub(op: str, forward: Callable[..., Any], backward: Callable[..., Any]) -> Iterator[str]:
+    """A stub that kernels/select.py finds too."""
+    with stub(op, forward, backward) as name, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("kernels.select.names", registry.names)
+        yield name

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import pytest
 import torch
@@ -16,30 +16,21 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from models import small_model
 from omegaconf import OmegaConf
-from programs import PROGRAMS, Run, one_sentence
+from programs import PROGRAMS, Run, composed, one_sentence
 
-from benchmarks.tables import SHAPES
 from kernels import arguments as program_arguments
 from kernels.registry import KernelUnavailable, UnknownKernel
-from kernels.select import select, selectable
+from kernels.select import selectable
 from rwkv import cli
 from rwkv.cli.help import WIDTH
 from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig, free_text, options
 from rwkv.errors import UserError
 from rwkv.model.operators import operator_for
-from rwkv.pretrained import RWKV
 from rwkv.tools import convert
 from rwkv.training.length import with_max_steps
 from rwkv.training.run.directory import as_plain
 
 CHOICES = [(path.parent.name, path.stem) for path in sorted(cli.CONFIGS.glob("*/*.yaml"))]
-
-
-def compose(program: str, *arguments: str) -> Any:
-    schema = PROGRAMS[program][1]
-    line = cli.split(list(arguments), schema)
-    cli.check(line, schema)
-    return cli.compose(line, schema, program)
 
 
 # Composition
@@ -49,7 +40,7 @@ def compose(program: str, *arguments: str) -> Any:
 @pytest.mark.parametrize(("group", "name"), CHOICES)
 def test_every_choice_composes_to_the_schema(group: str, name: str) -> None:
     program = "generate" if group == "sampling" else "train"
-    config = compose(program, f"{group}={name}")
+    config = composed(program, f"{group}={name}")
     assert isinstance(config, PROGRAMS[program][1])
     if group in ("kernel", "data", "optim", "logger"):
         assert getattr(config, group).name == name
@@ -58,11 +49,11 @@ def test_every_choice_composes_to_the_schema(group: str, name: str) -> None:
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["auto", *selectable("wkv4")])
 def test_every_kernel_can_be_chosen(name: str) -> None:
-    assert compose("generate", f"kernel={name}").kernel.name == name
+    assert composed("generate", f"kernel={name}").kernel.name == name
 
 
 def test_a_name_that_a_kernel_had_before_is_taken_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    config = compose("train", "kernel=taichi_v4", "model=rwkv7_tiny")
+    config = composed("train", "kernel=taichi_v4", "model=rwkv7_tiny")
     wkv = operator_for(config.model, config.kernel.name, "cpu", torch.float32)
     assert wkv.name == "c_v0"
     told = capsys.readouterr().err
@@ -75,66 +66,25 @@ def test_the_defaults_are_those_of_the_dataclasses() -> None:
     """A default is written down once, and what a YAML file repeats is the same; stdlib alone has its own split and sample."""
     defaults = as_plain(TrainConfig())
     defaults["data"] |= {"val_fraction": 0.05, "sample_prompt": "    def __init__(self"}
-    assert as_plain(compose("train")) == defaults
-    assert compose("generate") == GenerateConfig()
-    assert compose("evaluate") == EvaluateConfig()
-
-
-def test_the_recipe_of_the_log_is_the_experiment() -> None:
-    config = compose("train", "experiment=shakespeare_char", "data.path=FILE", "optim.lr=1e-3")
-    assert (config.model.n_layer, config.model.n_embd, config.model.ctx_len, config.data.batch_size) == (4, 128, 64, 12)
-    assert (config.data.name, config.data.tokenizer, config.data.path) == ("text", "char", "FILE")
-    assert (config.trainer.max_steps, config.optim.lr) == (2000, 1e-3)
-
-
-def test_the_readme_says_how_large_the_experiment_s_model_is() -> None:
-    config = compose("train", "experiment=shakespeare_char", "data.path=FILE").model
-    model = RWKV(config, 66, select("wkv4", "reference"))                # tiny Shakespeare's 65 characters, and the end of text
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    assert f"The model has {config.n_layer} layers, {config.n_embd} wide, and {weights / 1e6:.2f} M weights" in SHAPES
-
-
-def test_rwkv_lm_s_recipe_is_the_experiment() -> None:
-    config = compose("train", "experiment=rwkv4_original", "data.path=enwik8")
-    optim, trainer = config.optim, config.trainer
-    assert (config.model.n_layer, config.model.n_embd, config.model.ctx_len, config.data.batch_size) == (6, 512, 1024, 12)
-    assert (config.data.name, config.data.tokenizer) == ("text", "char")
-    assert (optim.name, optim.schedule, optim.warmup_steps) == ("adam", "exponential", 0)
-    assert (optim.lr, optim.min_lr, list(optim.betas), optim.eps) == (8e-4, 1e-5, [0.9, 0.99], 1e-8)
-    assert (optim.time_mix_lr_scale, optim.time_decay_lr_scale, optim.time_first_lr_scale) == (1, 2, 3)
-    assert (optim.weight_decay, optim.grad_clip, optim.l2_wrap) == (0, 1, 1e-4)
-    assert (trainer.max_steps, trainer.val_every) == (5 * 833, 833)
+    assert as_plain(composed("train")) == defaults
+    assert composed("generate") == GenerateConfig()
+    assert composed("evaluate") == EvaluateConfig()
 
 
 def test_the_last_rate_follows_the_first() -> None:
-    assert compose("train").optim.last_lr == 1.5e-4
-    assert compose("train", "optim.lr=1e-4").optim.last_lr == 5e-6
-    assert compose("train", "optim.lr=1e-4", "optim.min_lr=1e-5").optim.last_lr == 1e-5
-
-
-def test_rwkv_7_s_recipe_is_the_experiment() -> None:
-    """RWKV-LM, RWKV-v7/train_temp: demo-training-run.sh, and the curve of its README, of all steps."""
-    config = compose("train", "experiment=rwkv7_minipile", "data.path=minipile")
-    model, optim, trainer = config.model, config.optim, config.trainer
-    assert (model.generation, model.n_layer, model.n_embd, model.ctx_len, config.data.batch_size) == ("rwkv7", 12, 768, 512, 16)
-    assert (config.data.name, config.data.tokenizer) == ("binidx", "world")
-    assert (optim.name, optim.schedule, optim.warmup_steps) == ("adamw", "cosine", 10)
-    assert (optim.lr, optim.min_lr, list(optim.betas), optim.eps) == (6e-4, 6e-5, [0.9, 0.99], 1e-18)
-    assert (optim.time_decay_lr_scale, optim.weight_decay, optim.grad_clip, optim.l2_wrap) == (2, 1e-3, 1, 1e-4)
-    assert (trainer.max_tokens, trainer.precision, trainer.log_every) == (1_498_226_207, "bf16-mixed", 1)
-    assert config.logger.published_steps * config.data.batch_size == 40320
-    assert config.logger.published_losses == [4.875856, 4.028621, 3.801625, 3.663070, 3.578974, 3.510906, 3.462345, 3.412196,
-                                              3.376724, 3.336911, 3.313411, 3.295895]
+    assert composed("train").optim.last_lr == 1.5e-4
+    assert composed("train", "optim.lr=1e-4").optim.last_lr == 5e-6
+    assert composed("train", "optim.lr=1e-4", "optim.min_lr=1e-5").optim.last_lr == 1e-5
 
 
 def test_a_single_option_wins_over_an_experiment_and_debug() -> None:
-    config = compose("train", "debug=fast", "model.n_layer=5", "trainer.max_steps=7")
+    config = composed("train", "debug=fast", "model.n_layer=5", "trainer.max_steps=7")
     assert (config.model.n_layer, config.model.n_embd, config.trainer.max_steps) == (5, 64, 7)
 
 
 @pytest.mark.parametrize(("name", "steps"), [("fast", 5), ("overfit", 200)])
 def test_a_debugs_steps_win_over_an_experiments_tokens(name: str, steps: int) -> None:
-    config = compose("train", "experiment=rwkv7_minipile", f"debug={name}", "data.path=minipile")
+    config = composed("train", "experiment=rwkv7_minipile", f"debug={name}", "data.path=minipile")
     assert with_max_steps(config, []).trainer.max_steps == steps
 
 
@@ -179,17 +129,10 @@ def test_every_free_text_of_every_program_is_taken_as_it_is(text: str) -> None:
         keys = [key for name, key in TEXTS if name == program]
         line = cli.split([f"{key}={text}" for key in keys], schema)
         assert (line.overrides, list(line.verbatim)) == ([], keys)
-    config = compose("train", f"data.field={text}", f"data.split={text}", f"+logger.project={text}", "data=hf")
+    config = composed("train", f"data.field={text}", f"data.split={text}", f"+logger.project={text}", "data=hf")
     assert (config.data.field, config.data.split, config.logger.project) == (text,) * 3
     swept = cli.jobs(cli.split([f"data.field={text}", "seed=0,1"], TrainConfig), TrainConfig, "train")
     assert [job.config.data.field for job in swept] == [text, text]
-
-
-def test_cfg_job_shows_free_texts_too(run: Run) -> None:
-    status, output, error = run("train", "--cfg", "job", "data.path=a b,c", "logger.project=内容", "optim.betas=[0.5,0.6]")
-    assert status == 0, error
-    shown = yaml.safe_load(output)
-    assert (shown["data"]["path"], shown["logger"]["project"], shown["optim"]["betas"]) == ("a b,c", "内容", [0.5, 0.6])
 
 
 @pytest.mark.programs
@@ -224,24 +167,17 @@ def test_an_experiment_sets_what_its_groups_do_too() -> None:
     assert not [key for key in cli.split(["experiment=kernel_ablation"], TrainConfig).chosen if key.startswith("hydra")]
 
 
-@pytest.mark.parametrize("key", ["data.path", "out_dir", "data.tokenizer", "logger.run_name"])
-def test_paths_and_names_are_free_text_too(key: str) -> None:
-    config = compose("train", f"{key}=a,b=${{c}} 'd'")
-    *parents, last = key.split(".")
-    assert getattr(getattr(config, parents[0]) if parents else config, last) == "a,b=${c} 'd'"
-
-
 def test_a_path_may_begin_at_the_home_folder() -> None:
-    config = compose("train", "data.path=~/books", "data.cache_dir=a/~/b", "data.sample_prompt=~/books", "out_dir=~/runs")
+    config = composed("train", "data.path=~/books", "data.cache_dir=a/~/b", "data.sample_prompt=~/books", "out_dir=~/runs")
     assert (config.data.path, config.out_dir) == (str(Path.home() / "books"), str(Path.home() / "runs"))
     assert (config.data.cache_dir, config.data.sample_prompt) == ("a/~/b", "~/books")
 
 
 def test_null_is_no_path_and_no_name_but_a_text() -> None:
-    config = compose("train", "out_dir=null", "logger.run_name=null", "data.sample_prompt=null")
+    config = composed("train", "out_dir=null", "logger.run_name=null", "data.sample_prompt=null")
     assert (config.out_dir, config.logger.run_name, config.data.sample_prompt) == (None, None, "null")
-    assert compose("generate", "prompt=null").prompt == "null"
-    assert compose("evaluate", "start=null").start == "null"
+    assert composed("generate", "prompt=null").prompt == "null"
+    assert composed("evaluate", "start=null").start == "null"
 
 
 # What is wrong is said in one sentence
@@ -249,19 +185,14 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
 
 @pytest.mark.parametrize(("argument", "said"), [
     ("kernel=nonsense", "'nonsense'; there are: auto, c_v0, conv1d, "),
-    ("kernel.name=nonsense", "'nonsense'; there are: auto, c_v0, conv1d, "),
     ("kernel=conv1d,nonsense", "'nonsense'; there are: auto, c_v0, conv1d, "),
     ("kernel=fft", "fft"),
     ("model=huge", "'huge'; there are: 169m, 1b5, 3b, 430m, 7b, rwkv7_"),
-    ("model=null", "'null'; there are: 169m"),
     ("experiment=nope", "'nope'; there are: kernel_ablation, rwkv4_original"),
     ("model.generation=rwkv5", "rwkv4, rwkv7; got 'rwkv5'"),
     ("model.head_size=32", "model.head_size is an option of rwkv7"),
-    ("model.gate_low_rank_dim=8", "model.gate_low_rank_dim is an option of rwkv7"),
     ("model.n_layer=two", "model.n_layer is a whole number, as 1000; got two"),
-    ("model.n_layer=1.5", "model.n_layer is a whole number, as 1000; got 1.5"),
     ("model.n_layer=1000000", "model.n_layer is at most 10000"),
-    ("data.vocab_size=1000000000", "data.vocab_size is at most"),
     ("trainer.max_steps=1e3", "trainer.max_steps is a whole number"),
     ("plan=maybe", "plan is true or false; got maybe"),
     ("tune.modules=att.key", "tune.modules is a list"),
@@ -270,27 +201,19 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
     ("data.template=world", "data.template is for data=chat"),
     ("model.n_layer=0", "model.n_layer"),
     ("optim.lr=abc", "optim.lr is a number; got abc"),
-    ("optim.lr=null", "optim.lr"),
     ("optim.min_lr=1e-2", "optim.min_lr"),
     ("optim.lr=${nothing}", "nothing"),
-    ("optim.betas=0.9", "optim.betas"),
     ("optim.betas=[0.9]", "optim.betas"),
     ("optim.betas=[0.9,1.5]", "optim.betas"),
     ("optim.name=sgd", "adamw, adam, muon, normuon; got 'sgd'"),
     ("optim.time_decay_lr_scale=-1", "optim.time_decay_lr_scale"),
-    ("optim.weight_decay=inf", "optim.weight_decay"),
     ("trainer.max_tokens=0", "trainer.max_tokens"),
-    ("trainer.max_tokens=inf", "trainer.max_tokens"),
     ("trainer.max_steps=1,2x", "trainer.max_steps"),
     ("trainer.max_steps=(3", "cannot read"),
     ("trainer.precision=16", "32-true, bf16-mixed, fp16-mixed, auto; got '16'"),
     ("data.val_fraction=2", "data.val_fraction"),
-    ("seed=-1", "seed"),
     ("seed=4294967296", "seed"),
     ("seed=1,2", "-m"),
-    ("seed=三", "seed is a whole number"),
-    ("optim.schedule=余弦", "optim.schedule is one of cosine, linear"),
-    ("tune.modules=[内容]", "tune.modules is a list"),
     ("model=内容", "'内容'; there are: 169m"),
     ("data.field=", "data.field is empty"),
     ("logger.project=null", "logger.project cannot be null"),
@@ -302,11 +225,9 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
     ("modle=small", "did you mean model?"), ("kernel=taichi_v33", "did you mean taichi_v3?"),
     ("nonsense=1", "nonsense; --help"),
     ("+model.nonsense=1", "model.nonsense"),
-    ("++nonsense=1", "nonsense"),
     ("kernel", "'kernel'"),
     ("--seed=1", "--seed=1; options are written without dashes: seed=1"),
     ("--plan", "--plan; options are written without dashes: plan="),
-    ("--m", "--m"),
     ("--max_steps", "trainer.max_steps=VALUE"), ("--batch-size=4", "data.batch_size=4"), ("--kernel=conv1d", ": kernel=conv1d"),
     ("max_steps", "trainer.max_steps=VALUE"), ("book.txt", "data=text data.path=book.txt"),
     ("trainer=gpu", "trainer=gpu"),
@@ -353,7 +274,7 @@ def test_an_answer_needs_no_heavy_import(program: str, argument: str, status: in
 
 
 @pytest.mark.parametrize(("name", "content", "said"), [
-    ("absent.txt", None, "cannot read data.path=absent.txt: No such file"),
+    ("", None, "data=text needs data.path"), ("absent.txt", None, "cannot read data.path=absent.txt: No such file"),
     ("empty.txt", b"", "data.path=empty.txt is empty"),
     ("latin.txt", "é".encode("latin1") * 999, "data.path=latin.txt is not UTF-8: its byte 0 is 0xe9"),
     ("short.txt", b"just a few words", "the training text is shorter than one context"),
@@ -361,12 +282,9 @@ def test_an_answer_needs_no_heavy_import(program: str, argument: str, status: in
 def test_a_wrong_data_file_is_one_sentence(run: Run, name: str, content: bytes | None, said: str) -> None:
     if content is not None:
         Path(name).write_bytes(content)
-    one_sentence(run("train", "data=text", f"data.path={name}", "data.cache_dir=cache", "data.tokenizer=byte"), said)
+    path = [f"data.path={name}"] if name else []
+    one_sentence(run("train", "data=text", *path, "data.cache_dir=cache", "data.tokenizer=byte"), said)
     assert not Path("runs").exists()
-
-
-def test_text_without_a_file_says_what_is_missing(run: Run) -> None:
-    one_sentence(run("train", "data=text"), "data=text needs data.path: a text file in UTF-8")
 
 
 def test_a_directory_that_exists_is_not_overwritten(run: Run) -> None:
@@ -378,16 +296,13 @@ def test_a_directory_that_exists_is_not_overwritten(run: Run) -> None:
     one_sentence(run("train", "out_dir=mine/thesis.txt"), "out_dir mine/thesis.txt is a file")
 
 
-@pytest.mark.parametrize("argument", ["resume=nowhere", "resume=nowhere.ckpt"])
-def test_nothing_to_resume_is_one_sentence(run: Run, argument: str) -> None:
-    one_sentence(run("train", argument), "nothing to resume from")
-
-
-def test_a_foreign_file_to_resume_from_is_one_sentence(run: Run) -> None:
+def test_what_cannot_be_resumed_is_one_sentence(run: Run) -> None:
+    for name in ("nowhere", "nowhere.ckpt"):
+        one_sentence(run("train", f"resume={name}"), "nothing to resume from")
     Path("foreign.ckpt").write_text("hello")
-    one_sentence(run("train", "resume=foreign.ckpt"), "foreign.ckpt cannot be read as a checkpoint")
     small_model().save_pretrained("weights.pth")
-    one_sentence(run("train", "resume=weights.pth"), "weights.pth")
+    for name in ("foreign.ckpt", "weights.pth"):
+        one_sentence(run("train", f"resume={name}"), name)
 
 
 @pytest.mark.programs
@@ -404,7 +319,7 @@ def test_a_reader_that_goes_away_ends_a_program_quietly(command: tuple[str, ...]
 
 def test_a_bug_keeps_its_stack_trace(tmp_path: Path) -> None:
     """A ValueError of the program itself is no user's mistake; a UserError is one wherever the package is installed."""
-    with pytest.raises(ValueError, match="Expecting value"), cli.exit_on_user_error():
+    with pytest.raises(json.JSONDecodeError), cli.exit_on_user_error():
         json.loads("x")
     (tmp_path / "site-packages").mkdir()
     installed = tmp_path / "site-packages" / "installed.py"
@@ -478,18 +393,17 @@ def test_every_option_has_a_help(schema: type) -> None:
 
 @pytest.mark.parametrize("flags", [("--cfg", "job"), ("-c", "job")])
 def test_the_whole_configuration_as_yaml(run: Run, flags: tuple[str, ...]) -> None:
-    status, output, _ = run("train", *flags, "seed=7")
-    assert status == 0
-    assert yaml.safe_load(output)["seed"] == 7
+    status, output, error = run("train", *flags, "seed=7", "data.path=a b,c", "logger.project=内容", "optim.betas=[0.5,0.6]")
+    assert status == 0, error
+    shown = yaml.safe_load(output)
+    assert (shown["seed"], shown["data"]["path"], shown["logger"]["project"]) == (7, "a b,c", "内容")
+    assert shown["optim"]["betas"] == [0.5, 0.6]
 
 
-@pytest.mark.parametrize(("option", "said"), [
-    ("api_key=", "api_key is empty"), ("host=", "host is empty"), ("cors=", "cors is empty"),
-    ("host=null", "host cannot be null"), ("checkpoint=null", "checkpoint cannot be null")])
-def test_an_address_or_a_key_that_is_empty_is_refused(option: str, said: str) -> None:
+@pytest.mark.parametrize("option", ["api_key=", "host=", "cors=", "host=null", "checkpoint=null"])
+def test_an_address_or_a_key_that_is_empty_is_refused(run: Run, option: str) -> None:
     """An empty key would open the server to whoever sends an empty one."""
-    with pytest.raises(UserError, match=said):
-        compose("serve", option)
+    one_sentence(run("serve", option), option.partition("=")[0])
 
 
 @pytest.mark.parametrize("text", ["~/x", "~"])
@@ -498,7 +412,7 @@ def test_a_path_begins_at_home_in_every_program(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setenv("HOME", str(tmp_path))
     (tmp_path / "x").touch()
     expected = tmp_path / "x" if text == "~/x" else tmp_path
-    assert compose("generate", f"checkpoint={text}").checkpoint == str(expected)
+    assert composed("generate", f"checkpoint={text}").checkpoint == str(expected)
     assert program_arguments.existing(text) == expected
     options = convert._parser().parse_args(["in", "out", f"--tokenizer={text}"])
     assert options.tokenizer == str(expected)

@@ -19,14 +19,12 @@ from typing import NamedTuple
 import binidx_files
 import numpy as np
 import pytest
-from files import SIZES
+from files import SIZES, byte_model
 from models import small_model
 from serving_runs import Running, serving
 from test_docs import PAGES, ROOT, commands, python_blocks
 from tokenizer_files import sentencepiece_bpe
 from training_runs import ENVIRONMENT
-
-from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 pytestmark = pytest.mark.soak
 SHOWN_PORT = "http://127.0.0.1:8000"
@@ -128,10 +126,6 @@ def tokens(path: Path) -> None:
 def world_model(path: Path) -> None:
     path.parent.mkdir(exist_ok=True)
     small_model(generation="rwkv7", vocab_size=65536, **SIZES["rwkv7"]).save_pretrained(path)
-
-
-def byte_model(path: Path) -> None:
-    small_model(generation="rwkv7", vocab_size=256, **SIZES["rwkv7"]).save_pretrained(path, ByteTokenizer())
 
 
 def other_model(path: Path) -> None:

@@ -8,13 +8,12 @@ import pickle
 import re
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from every_option import OTHER_OPTIONS
 from models import small_model
-from programs import PROGRAMS, Run, one_sentence
+from programs import Run, composed, one_sentence
 
 from kernels.draw import Filters
 from kernels.draw import __file__ as draw_file
@@ -27,13 +26,6 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer
 NAMES = [item.name for item in fields(Sampling)]
 SAMPLERS = ("generate", "chat", "serve")
 BYTES = ByteTokenizer()
-
-
-def composed(program: str, *arguments: str) -> Any:
-    schema = PROGRAMS[program][1]
-    line = cli.split(list(arguments), schema)
-    cli.check(line, schema)
-    return cli.compose(line, schema, program)
 
 
 def on_the_command_line(name: str) -> str:
@@ -132,19 +124,6 @@ def test_a_preset_sets_what_its_file_says_and_given_options_override_it(program:
     said = cli.preset("sampling", preset)
     assert config.sampling == said.pop("sampling") == preset
     assert Sampling.of(config) == Sampling(**{**said, "top_k": 7})
-
-
-def test_the_presets_of_g1_are_those_of_its_author() -> None:
-    assert Sampling.of(composed("chat", "sampling=g1_think")) == Sampling(
-        0.96, 32, 0.76, presence_penalty=1.0, frequency_penalty=0.1, penalty_decay=0.988)
-    assert Sampling.of(composed("serve", "sampling=g1_fake")) == Sampling(1.0, 32, 0.28)
-    assert Sampling.of(composed("generate", "sampling=greedy")).temperature == 0
-
-
-def test_each_program_has_the_defaults_that_it_had() -> None:
-    assert Sampling.of(composed("generate")) == Sampling()
-    assert Sampling.of(composed("chat")) == Sampling(1.0, top_p=0.3)
-    assert Sampling.of(composed("serve")) == Sampling(1.0, top_p=1.0)
 
 
 def test_a_preset_that_there_is_not_is_one_sentence(run: Run) -> None:

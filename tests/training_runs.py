@@ -15,16 +15,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from forked import ROOT, Forked
 from programs import PROGRAMS
 
 from rwkv import cli
 
-ROOT = Path(__file__).parent.parent
 TEXT = "".join(f"line {number}: the quick brown fox — {number * number % 97}\n" for number in range(200))
 SMALL = ("debug=fast", "data=text", "data.path=text.txt", "data.val_fraction=0.1", "data.cache_dir=cache", "trainer=cpu")
 ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1", "WANDB_MODE": "offline"}
 OWN = ("/timemix/run/out_dir", "/timemix/run/resume")    # what two runs of the same training differ in
+OF_PROBE = (*OWN, "/timemix/run/trainer/probe")
 KILLED = -signal.SIGKILL
+Process = subprocess.Popen[str] | Forked
 
 
 class Done(NamedTuple):
@@ -39,6 +41,11 @@ def start(folder: Path, program: str, *arguments: str, apart: bool = False, **en
                             env=ENVIRONMENT | environment,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8",
                             start_new_session=apart)
+
+
+def forked(folder: Path, *arguments: str, largest: int | None = None, **environment: str) -> Process:
+    """train.py in a process of its own that need not wait for imports. largest: the most bytes of a file."""
+    return Forked(folder, arguments, ENVIRONMENT | environment, largest)
 
 
 def done_here(folder: Path, program: str, *arguments: str) -> Done:
@@ -58,7 +65,7 @@ def done_here(folder: Path, program: str, *arguments: str) -> Done:
     return Done(status, output.getvalue(), error.getvalue())
 
 
-def finish(process: subprocess.Popen[str], timeout_s: float = 240) -> Done:
+def finish(process: Process, timeout_s: float = 240) -> Done:
     output, error = process.communicate(timeout=timeout_s)
     return Done(process.returncode, output, error)
 
@@ -89,7 +96,7 @@ def killed_and_continued(folder: Path, arguments: tuple[str, ...], out_dir: str,
     return finish(start(folder, "train", *arguments, f"out_dir={out_dir}", "resume=auto"))
 
 
-def kill_after(process: subprocess.Popen[str], run: Path, step: int, seconds: float) -> None:
+def kill_after(process: Process, run: Path, step: int, seconds: float) -> None:
     wait_for(process, run, step)
     time.sleep(seconds)
     process.kill()
@@ -97,18 +104,18 @@ def kill_after(process: subprocess.Popen[str], run: Path, step: int, seconds: fl
     assert done.status == KILLED, done.error
 
 
-def wait_for(process: subprocess.Popen[str], run: Path, step: int) -> None:
+def wait_for(process: Process, run: Path, step: int) -> None:
     deadline = time.monotonic() + 240
     while process.poll() is None and steps_done(run) < step and time.monotonic() < deadline:
         time.sleep(0.005)
 
 
-def assert_same_training(run: Path, other: Path) -> None:
+def assert_same_training(run: Path, other: Path, own: tuple[str, ...] = OWN) -> None:
     """Every checkpoint equal to the bit: weights, optimiser, schedule, random state, place in the data; and the curves."""
     for name in sorted({path.name for folder in (run, other) for path in (folder / "checkpoints").iterdir()}):
         one, two = (content(folder / "checkpoints" / name) for folder in (run, other))
         assert one.keys() == two.keys()
-        assert not {key for key in one if key not in OWN and not same(one[key], two[key])}
+        assert not {key for key in one if key not in own and not same(one[key], two[key])}
     for name in ("train/loss", "val/loss", "val/bpb", "lr", "grad_norm"):
         assert losses(run, name) == losses(other, name)
     assert (run / "samples.jsonl").read_bytes() == (other / "samples.jsonl").read_bytes()

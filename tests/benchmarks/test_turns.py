@@ -76,23 +76,6 @@ def test_a_text_that_is_none_is_one_sentence(content: bytes, tmp_path: Path) -> 
         _main.read_text(tmp_path / "text")
 
 
-def test_the_table_shows_a_negative_share_as_it_was_measured() -> None:
-    one = {"tok_per_sec": 1500.0, "of_matmuls": 0.9, "ms": {"step": 1358.0}, "around_a_step": -0.0216}
-    report = {"machine": {"commit": "c"}, "float32": one}
-    assert "| -2.2% |" in tables.training(report)
-
-
-def test_the_rows_in_float32_stand_first() -> None:
-    """nanoGPT computes in float32 on a CPU."""
-    one = {"val_loss": 1.5, "ms": 40.0, "fast_ms": 30.0, "nanogpt_ms": 50.0, "nanogpt_fast_ms": 40.0}
-    report = {"machine": {"commit": "c"}, "shakespeare": dict.fromkeys(sorted(training.VARIANTS), one)}
-    lines = [line for line in tables.training(report).splitlines() if "1.5000" in line]
-    names = [line.split(" | ")[0].removeprefix("| ") for line in lines]
-    same = [options for options in map(training.VARIANTS.get, names) if "trainer.precision=32-true" in options]
-    assert list(map(training.VARIANTS.get, names))[:len(same)] == same
-    assert same
-
-
 def test_the_page_holds_the_committed_results(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """docs/benchmarks.md is what python -m benchmarks.tables writes."""
     page = tmp_path / "benchmarks.md"

@@ -13,7 +13,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from stubs import stub
+from stubs import selectable_stub, stub
 
 from kernels import __main__ as listing
 from kernels import registry
@@ -35,10 +35,10 @@ ROOT = hardware.ROOT
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(timing, "MAX_ROUNDS", 2)
-    monkeypatch.setattr(hardware, "MATMUL_N", {"cpu": 64})
-    monkeypatch.setattr(hardware, "COPY_BYTES", {"cpu": 2**16})
-    monkeypatch.setattr(__main__, "keep_large_blocks", lambda: True)      # it would hold for the rest of the process
+    for module, name, value in ((timing, "MAX_ROUNDS", 2), (hardware, "MATMUL_N", {"cpu": 64}),
+                                (hardware, "COPY_BYTES", {"cpu": 2**16}),
+                                (__main__, "keep_large_blocks", lambda: True)):      # else for the rest of the process
+        monkeypatch.setattr(module, name, value)
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[int, str, dict]:
@@ -114,8 +114,7 @@ def test_a_kernel_of_wkv7_that_mixes_up_rows_of_the_batch_is_not_timed(capsys: p
         y, state = wkv7_reference.forward(*inputs)
         return y.roll(1, 0), state
 
-    with stub("wkv7", forward, wkv7_reference.backward) as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kernels.select.names", registry.names)
+    with selectable_stub("wkv7", forward, wkv7_reference.backward) as name:
         code, _, report = run(capsys, "wkv7", "--shape", "2,12,8,5", "--only", name)
     assert code == 1
     assert "y" in report["shapes"][0]["wrong"][name]
@@ -141,8 +140,7 @@ def test_backward_is_timed_alone() -> None:
         calls.append("backward")
         return reference.backward(*inputs)
 
-    with stub("wkv4", forward, backward) as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kernels.select.names", registry.names)
+    with selectable_stub("wkv4", forward, backward) as name:
         first, second = WKVCase(2, 3, 5, "cpu").passes(name)
         for part in (first, second, second):
             part.run()
@@ -212,8 +210,7 @@ def test_a_wrong_gradient_is_not_timed(capsys: pytest.CaptureFixture[str]) -> No
     def backward(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         return tuple(grad * 1.001 for grad in reference.backward(*inputs))
 
-    with stub("wkv4", reference.forward, backward) as name, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("kernels.select.names", registry.names)
+    with selectable_stub("wkv4", reference.forward, backward) as name:
         code, _, report = run(capsys, "wkv4", "--shape", "2,9,16", "--only", name)
     assert code == 1
     assert "grad k" in report["shapes"][0]["wrong"][name]
@@ -253,13 +250,8 @@ def test_a_wrong_option_is_refused_before_anything_is_measured(
         args: str, named: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(tmp_path)
     Path("FILE").write_text("not a folder")
-    monkeypatch.setattr(__main__, "measure", lambda *_: pytest.fail("it was measured"))
-    with pytest.raises(SystemExit) as status:
-        __main__.main(args.split())
-    assert status.value.code == 2
-    error = capsys.readouterr().err
+    error = refused(args.split(), monkeypatch, capsys)
     assert named in error
-    assert error.count("\n") == 1
 
 
 @pytest.mark.skipif(hardware.free_bytes("cpu") is None, reason="this system does not tell its free memory")
@@ -267,12 +259,17 @@ def test_a_wrong_option_is_refused_before_anything_is_measured(
 @pytest.mark.parametrize("option", ["--shape", "--sweep"])
 def test_what_does_not_fit_into_memory_is_refused_before_anything_is_measured(
         op: str, option: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(__main__, "measure", lambda *_: pytest.fail("it was measured"))
     sizes = ["100000"] * len(case_of(op).AXES) if option == "--shape" else [str(10**13)]
+    refused([op, option, ",".join(sizes)], monkeypatch, capsys)
+
+
+def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    monkeypatch.setattr(__main__, "measure", lambda *_: pytest.fail("it was measured"))
     with pytest.raises(SystemExit) as status:
-        __main__.main([op, option, ",".join(sizes)])
-    assert status.value.code == 2
-    assert capsys.readouterr().err.count("\n") == 1
+        __main__.main(arguments)
+    error = capsys.readouterr().err
+    assert (status.value.code, error.count("\n")) == (2, 1)
+    return error
 
 
 @pytest.mark.parametrize("program", [tables.main, lambda files: plot.main(["figures", *files])], ids=["tables", "plot"])
@@ -316,12 +313,6 @@ def test_the_listing_names_everything_and_fits_the_screen(capsys: pytest.Capture
     out = capsys.readouterr().out
     assert all(f"  {name} " in out for op in registry.operators() for name in registry.names(op))
     assert max(map(len, out.splitlines())) < 128
-
-
-def test_the_listing_says_why_not_here() -> None:
-    with stub(packages=("no_such_package",)) as name:
-        assert listing.here("timex", name, ["cpu"]) == "no"
-        assert "no_such_package" in registry.why_not("timex", name)
 
 
 def test_every_implementation_has_an_idea_of_its_own() -> None:
@@ -405,32 +396,29 @@ def test_names_beside_curves_do_not_overlap(heights: list[float]) -> None:
 # gpu_check
 
 
-def part(name: str, code: str, limit_s: float = 60) -> gpu_check.Part:
-    return gpu_check.Part(name, [sys.executable, "-c", code], limit_s)
-
-
 @pytest.mark.thorough
 def test_gpu_check_collects_every_part(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    some = [part("good", "print('fine')"), part("bad-one", "print(1); raise SystemExit(3)"),
-            part("slow", "import time; time.sleep(60)", 1)]
-    monkeypatch.setattr(gpu_check, "parts", lambda *args: iter(some))
-    assert gpu_check.main([str(tmp_path), "--device", "cpu"]) == 1
-    summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["ok"] is False
-    assert [(part["part"], part["ok"]) for part in summary["parts"]] == [("good", True), ("bad-one", False), ("slow", False)]
-    assert summary["parts"][0]["output"] == ["fine"]
+    found: list[gpu_check.Part] = []
+    monkeypatch.setattr(gpu_check, "parts", lambda *args: iter(found))
+
+    def checked(*more: str, **codes: str) -> tuple[int, dict[str, bool]]:
+        found[:] = [gpu_check.Part(name, [sys.executable, "-c", code], 1 if "sleep" in code else 60)
+                    for name, code in codes.items()]
+        status = gpu_check.main([str(tmp_path), "--device", "cpu", *more])
+        summary = json.loads((tmp_path / "summary.json").read_text())
+        assert summary["ok"] == all(part["ok"] for part in summary["parts"])
+        return status, {part["part"]: part["ok"] for part in summary["parts"]}
+
+    fails = "raise SystemExit(3)"
+    assert checked(good="print('fine')", bad=fails, slow="import time; time.sleep(60)") == (
+        1, {"good": True, "bad": False, "slow": False})
     assert "=== good: " in (tmp_path / "log.txt").read_text()
-    monkeypatch.setattr(gpu_check, "parts", lambda *args: iter([part("good", "raise SystemExit(3)"), part("bad-one", ""),
-                                                               part("slow", "")]))
-    assert gpu_check.main([str(tmp_path), "--device", "cpu", "--only", "bad,slow"]) == 0, "good is as it was before"
-    assert json.loads((tmp_path / "summary.json").read_text())["ok"] is True
-    monkeypatch.setattr(gpu_check, "parts", lambda *args: iter([part("good", "")]))
-    assert gpu_check.main([str(tmp_path), "--device", "cpu", "--only", "goo"]) == 2, "no such part"
+    everything = {"good": True, "bad": True, "slow": True}
+    assert checked("--only", "bad,slow", good=fails, bad="", slow="") == (0, everything), "good is as it was before"
+    assert checked("--only", "goo", good="")[0] == 2, "no such part"
 
 
-def test_gpu_check_without_a_gpu_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path,
-                                                 capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_gpu_check_without_a_gpu_is_one_sentence(without_gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert gpu_check.main([str(tmp_path / "out")]) == 2
     assert capsys.readouterr().out.count("\n") == 1
     assert not (tmp_path / "out").exists()
@@ -449,6 +437,8 @@ def test_gpu_check_has_a_part_for_everything(tmp_path: Path) -> None:
 USE = """
 from kernels import __main__ as listing
 from kernels.bench import __main__ as bench, tables
+from kernels.machine import hardware
+hardware.MATMUL_N = {"cpu": 64}
 listing.main()
 for op in ("timex", "wkv4"):
     file = f"benchmarks/results/{op}-cpu.json"
@@ -463,7 +453,7 @@ def test_a_new_kernel_is_one_file(tmp_path: Path) -> None:
 
     The conformance tests and kernel= take their names from the same registry.
     """
-    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
     formula_py = (ROOT / "kernels" / "timex" / "formula.py").read_text(encoding="utf-8")
     kernel = '"""The formula again, as an example."""\n\n' + formula_py[formula_py.index("import torch"):]
     (tmp_path / "kernels" / "timex" / "dummy_v0.py").write_text(kernel, encoding="utf-8")

@@ -2,11 +2,9 @@
 
 For sm_80, and by nvcc, in make soak."""
 
-import contextlib
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -84,12 +82,13 @@ def test_nvcc_agrees(source: Source, tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_a_cubin_is_compiled_once(source: Source, cache: Path, nvrtc: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cubin_is_compiled_once(source: Source, cache: Path, nvrtc: str) -> None:
     cubin = cuda._cubin.__wrapped__(source, "sm_80")
     assert cubin.startswith(b"\x7fELF")
-    monkeypatch.setattr(cuda, "compile_cubin", None)            # calling it now would raise
+    (path,) = cache.iterdir()
+    written = path.stat().st_mtime_ns
     assert cuda._cubin.__wrapped__(source, "sm_80") == cubin
-    assert [path.suffix for path in cache.iterdir()] == [".cubin"]
+    assert [(path.suffix, path.stat().st_mtime_ns) for path in cache.iterdir()] == [(".cubin", written)]
 
 
 def test_an_incomplete_cubin_is_compiled_again(source: Source, cache: Path, nvrtc: str) -> None:
@@ -124,33 +123,21 @@ def test_the_key_depends_on_all_that_a_cubin_depends_on(source: Source, nvrtc: s
     assert len(set(keys)) == len(keys)
 
 
-def test_a_mistake_in_a_source_is_shown(source: Source, nvrtc: str) -> None:
+def test_what_cannot_be_compiled_is_shown(source: Source, nvrtc: str) -> None:
+    with pytest.raises(KernelUnavailable, match=r"(?s)small\.cu for sm_30: .*gpu-architecture"):
+        compile_cubin(source, "sm_30")
     source.path.write_text('extern "C" __global__ void broken(float* x) { x[0] = y; }')
-    with pytest.raises(KernelUnavailable, match=r'(?s)could not compile small.cu for sm_80: .*identifier "y" is undefined'):
+    with pytest.raises(KernelUnavailable, match=r'(?s)small\.cu for sm_80: .*identifier "y" is undefined'):
         compile_cubin(source, "sm_80")
 
 
-def test_an_unknown_device_is_named(source: Source, nvrtc: str) -> None:
-    with pytest.raises(KernelUnavailable, match=r"(?s)NVRTC could not compile small.cu for sm_30: .*gpu-architecture"):
-        compile_cubin(source, "sm_30")
-
-
-def test_what_a_launch_hands_over(source: Source, nvrtc: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of it but the driver: the stream, the sizes, and the arguments in the types that a kernel's parameters have."""
-    import cuda.core
-
-    calls: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(cuda.core, "launch", lambda *args: calls.append(args))
-    monkeypatch.setattr(cuda.core, "Device", lambda index: contextlib.nullcontext)
-    monkeypatch.setattr(contextlib.nullcontext, "set_current", lambda: None, raising=False)
-    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: "the stream")
-    monkeypatch.setattr("kernels.backends.cuda._kernel", lambda source, name, device, shared: f"{name}, {shared}")
+def test_what_a_launch_hands_over(nvrtc: str) -> None:
+    """The sizes, and the arguments in the types that a kernel's parameters have."""
     x = torch.zeros(3)
-    source.launch("second", 5, (32, 2), x, 7, 0.5, shared=64)
-    ((stream, config, kernel, *args),) = calls
-    assert (stream, kernel, args) == ("the stream", "second, 64", [x.data_ptr(), 7, 0.5])
+    args = [*map(cuda._argument, (x, 7, 0.5))]
+    assert args == [x.data_ptr(), 7, 0.5]
     assert [type(arg) for arg in args] == [int, np.int32, np.float32]
+    config = cuda._config(5, (32, 2), 64)
     assert (config.grid, config.block, config.shmem_size) == ((5, 1, 1), (32, 2, 1), 64)
     with pytest.raises(OverflowError):
-        source.launch("second", 5, 32, x, 2**31, 0.5)
+        cuda._argument(2**31)

@@ -35,23 +35,18 @@ def test_output_state_and_gradients(scan: WKV4, shape: tuple[int, int, int], spr
     assert max(found.values()) <= ALLOWED[spread], found
 
 
-@pytest.mark.parametrize("of", ["y", "state"])
-def test_gradients_of_each_output_alone(scan: WKV4, of: str) -> None:
-    properties.test_gradients_of_each_output_alone(scan, of, "cpu")
-
-
-@pytest.mark.parametrize("first", [0.0, -200.0])
-def test_the_first_step_is_its_own_v(scan: WKV4, first: float) -> None:
-    properties.test_the_first_step_is_its_own_v(scan, first, "cpu")
-
-
-@pytest.mark.parametrize("test", [
-    properties.test_finite_at_extreme_parameters, properties.test_y_lies_between_the_smallest_and_the_largest_v,
-    properties.test_range_of_the_convolution_form, properties.test_whole_is_chunks_is_steps,
-    properties.test_a_k_of_minus_infinity_weighs_nothing,
-    properties.test_one_state_has_many_forms], ids=lambda test: test.__name__)
-def test_properties(scan: WKV4, test: Callable[[WKV4, str], None]) -> None:
-    test(scan, "cpu")
+@pytest.mark.parametrize(("test", "arguments"), [
+    (properties.test_finite_at_extreme_parameters, ()), (properties.test_y_lies_between_the_smallest_and_the_largest_v, ()),
+    (properties.test_range_of_the_convolution_form, ()), (properties.test_whole_is_chunks_is_steps, ()),
+    (properties.test_a_k_of_minus_infinity_weighs_nothing, ()), (properties.test_one_state_has_many_forms, ()),
+    (properties.test_finite_at_any_spread, ("+-1e7",)),
+    *((properties.test_gradients_of_each_output_alone, (of,)) for of in ("y", "state")),
+    *((properties.test_the_first_step_is_its_own_v, (first,)) for first in (0.0, -200.0)),
+    *((properties.test_what_is_not_finite_shows_from_its_step_on, (where, value)) for where in "kv"
+      for value in (math.nan, math.inf)),
+], ids=lambda value: getattr(value, "__name__", str(value)))
+def test_properties(scan: WKV4, test: Callable[..., None], arguments: tuple[object, ...]) -> None:
+    test(scan, *arguments, "cpu")
 
 
 @pytest.mark.parametrize("test", [
@@ -59,16 +54,6 @@ def test_properties(scan: WKV4, test: Callable[[WKV4, str], None]) -> None:
     conformance.test_dtypes_are_those_of_the_inputs], ids=lambda test: test.__name__)
 def test_conforms(scan: WKV4, test: Callable[[tuple[object, WKV4], str], None]) -> None:
     test((conformance.ADAPTERS["wkv4"], scan), "cpu")
-
-
-@pytest.mark.parametrize("where", ["k", "v"])
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_what_is_not_finite_shows_from_its_step_on(scan: WKV4, where: str, value: float) -> None:
-    properties.test_what_is_not_finite_shows_from_its_step_on(scan, where, value, "cpu")
-
-
-def test_finite_at_any_spread(scan: WKV4) -> None:
-    properties.test_finite_at_any_spread(scan, "+-1e7", "cpu")
 
 
 def test_half_precision(scan: WKV4) -> None:

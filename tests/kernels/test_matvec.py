@@ -1,5 +1,7 @@
 """Every implementation of matvec in every form, its independence of the number of rows, and the packed forms themselves."""
 
+from itertools import product
+
 import pytest
 import torch
 from implementations import implementations
@@ -46,9 +48,8 @@ def test_several_products_at_once_are_the_same_to_the_bit(matvec: MatVec) -> Non
             assert torch.equal(y, matvec(rows, packed))
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_that_is_not_finite_gives_no_finite_number(matvec: MatVec, bad: float) -> None:
-    for form in forms_of(matvec):
+def test_a_row_that_is_not_finite_gives_no_finite_number(matvec: MatVec) -> None:
+    for form, bad in product(forms_of(matvec), (float("nan"), float("inf"), -float("inf"))):
         x, packed = cases.inputs(3, 20, 768, form=form)
         x[1, 700] = bad
         assert matvec(x, packed).isfinite().sum(1).tolist() == [20, 0, 20], form
@@ -56,7 +57,7 @@ def test_a_row_that_is_not_finite_gives_no_finite_number(matvec: MatVec, bad: fl
 
 def test_a_form_that_an_implementation_lacks_is_one_sentence() -> None:
     x, packed = cases.inputs(2, 3, 64, "int4")
-    with pytest.raises(ValueError, match="torch_linear has no product in int4"):
+    with pytest.raises(ValueError, match="int4"):
         MatVec("torch_linear")(x, packed)
 
 
@@ -145,26 +146,23 @@ def test_a_sum_of_nothing_is_0(matvec: MatVec) -> None:
 
 @pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 @pytest.mark.parametrize("level", native.levels())
-@pytest.mark.parametrize("shape", [(5, 32), (7, 37), (300, 1000), (3, 8), (0, 32), (5, 0)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_c_packs_as_pytorch_does(level: str, shape: tuple[int, int], dtype: torch.dtype,
-                                 monkeypatch: pytest.MonkeyPatch) -> None:
+def test_c_packs_as_pytorch_does(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native, "level", lambda: level)
-    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    weight[:1] = 0.0
-    for symmetric in (False, True):
-        expected = _packing.int4_in_torch(weight.float(), symmetric)
-        assert all(map(torch.equal, _packing.int4(weight, symmetric), expected))
-    assert all(map(torch.equal, _packing.int8(weight), _packing.int8_in_torch(weight.float())))
+    for dtype, shape in product((torch.float32, torch.bfloat16, torch.float16),
+                                ((5, 32), (7, 37), (300, 1000), (3, 8), (0, 32), (5, 0))):
+        weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+        weight[:1] = 0.0
+        for symmetric in (False, True):
+            expected = _packing.int4_in_torch(weight.float(), symmetric)
+            assert all(map(torch.equal, _packing.int4(weight, symmetric), expected)), (dtype, shape)
+        assert all(map(torch.equal, _packing.int8(weight), _packing.int8_in_torch(weight.float()))), (dtype, shape)
 
 
 @pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
-@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-@pytest.mark.parametrize("place", [0, 36])
-def test_what_is_not_finite_stays_so_in_c(bad: float, place: int) -> None:
-    weight = torch.randn(3, 37)
-    weight[1, place] = bad
-    for form in (Int8, Int4):
+def test_what_is_not_finite_stays_so_in_c() -> None:
+    for bad, place, form in product((float("nan"), float("inf"), -float("inf")), (0, 36), (Int8, Int4)):
+        weight = torch.randn(3, 37)
+        weight[1, place] = bad
         finite = form.of(weight).dense().isfinite()
         assert not finite[1, place]
         assert finite[[0, 2]].all()

@@ -311,10 +311,10 @@ def emulated(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
 
 @pytest.fixture
 def on_arm(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> Emulated:
-    monkeypatch.setattr(native, "run", emulated)
-    monkeypatch.setattr(native, "why_not", lambda: None)
-    monkeypatch.setattr(native, "threads_for", lambda tasks: min(tasks, 3))
-    monkeypatch.setattr(quantized, "multiplies", lambda dtype: False)
+    for module, name, ours in ((native, "run", emulated), (native, "why_not", lambda: None),
+                               (native, "threads_for", lambda tasks: min(tasks, 3)),
+                               (quantized, "multiplies", lambda dtype: False)):
+        monkeypatch.setattr(module, name, ours)
     return emulated
 
 

@@ -16,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from implementations import implementation, implementations
+from implementations import implementation, implementations, in_soak
 from torch import Tensor
 from torch.utils.data import DataLoader
 
@@ -192,7 +192,7 @@ def loaded(transform: Callable[[Tensor], Tensor], method: str) -> Iterator[tuple
 
 @pytest.mark.programs
 @pytest.mark.parametrize(("kernel", "method"), [("torch_strips", "fork"),
-                                                implementation("pad", "taichi_v0", "taichi_v0", "spawn")])
+                                                *in_soak(implementation("pad", "taichi_v0", "taichi_v0", "spawn"))])
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_workers_of_a_data_loader(kernel: str, method: str) -> None:
     """A fork, Linux' own way until Python 3.14, with the default kernel; and Taichi, started anew by each worker."""

@@ -1,8 +1,7 @@
 """What an implementation declares is what TimeX does about it: padding, cropping, casting, or one sentence of refusal."""
 
 import importlib.util
-import subprocess
-import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from stubs import stub
 from torch import Tensor
 
-from kernels import registry
+from kernels import registry, timex
 from kernels.compare import errors, misses
 from kernels.registry import KernelUnavailable
 from kernels.softmax import Softmax
@@ -60,39 +59,33 @@ def test_padding_inside_wkv() -> None:
     torch.testing.assert_close(y, WKV4("reference")(*inputs)[0])
 
 
-def test_t_max_is_refused_with_a_sentence() -> None:
+def test_what_an_implementation_does_not_take_is_refused_with_a_sentence() -> None:
+    """Too many steps, a dtype that it does not compute in, and a place in a quotient, where its error is unsound."""
     with stub(**recording([]), T_max=8) as name:
         TimeX(name)(*cases.inputs(2, 3, 8))
-        with pytest.raises(ValueError, match=f"{name} takes T up to 8, got T = 9: use another implementation"):
-            TimeX(name)(*cases.inputs(2, 3, 9))
-
-
-def test_what_is_unsound_in_a_quotient_is_refused_with_a_sentence() -> None:
-    with stub(**recording([]), wkv=False) as name, pytest.raises(ValueError, match="cannot be used inside WKV: its error"):
-        WKV4("timex", timex=name)
-
-
-def test_float64_is_refused_by_what_computes_in_float32() -> None:
-    with stub(**recording([])) as name:
-        with pytest.raises(ValueError, match=f"{name} does not compute in float64: cast to float32"):
-            TimeX(name)(*cases.inputs(2, 3, 4, dtype=torch.float64))
-        with pytest.raises(ValueError, match=f"{name} does not compute in float64"):
-            WKV4("timex", timex=name)(*(torch.zeros(3, dtype=torch.float64),) * 2, *(torch.zeros(1, 2, 3),) * 2)
-
-
-def test_float64_beside_float32_is_not_rounded_in_silence() -> None:
+        refused(lambda: TimeX(name)(*cases.inputs(2, 3, 9)), f"{name} takes T up to 8")
+        refused(lambda: TimeX(name)(*cases.inputs(2, 3, 4, dtype=torch.float64)), f"{name} does not compute in float64")
+        wide = torch.zeros(3, dtype=torch.float64)
+        refused(lambda: WKV4("timex", timex=name)(wide, wide, *(torch.zeros(1, 2, 3),) * 2), "float64")
+    with stub(**recording([]), wkv=False) as name:
+        refused(lambda: WKV4("timex", timex=name), name)
     wide, narrow = (torch.zeros(1, 2, 3, 4, dtype=dtype) for dtype in (torch.float64, torch.float32))
-    with pytest.raises(ValueError, match="cast all inputs"):
-        WKV7("reference")(narrow, *(wide,) * 5)
-    with pytest.raises(ValueError, match="cast all inputs"):
-        WKV4("reference")(*(wide[0, 0, 0],) * 2, narrow[0], wide[0])
+    refused(lambda: WKV7("reference")(narrow, *(wide,) * 5), "cast all inputs")
+    refused(lambda: WKV4("reference")(*(wide[0, 0, 0],) * 2, narrow[0], wide[0]), "cast all inputs")
+
+
+def refused(call: Callable[[], object], said: str) -> None:
+    with pytest.raises(ValueError) as error:                     # noqa: PT011  of every kind
+        call()
+    assert said in str(error.value)
 
 
 def test_what_computes_in_float64_is_named() -> None:
     """Of the same operator: softmax has no conv1d."""
-    with stub("softmax") as narrow, pytest.raises(ValueError, match=rf"{narrow} .* float64: .*\bformula\b") as error:
+    with stub("softmax") as narrow, pytest.raises(ValueError, match=narrow) as error:
         Softmax(narrow)(torch.zeros(2, 3, dtype=torch.float64))
     named = str(error.value).rpartition("use one of ")[2].split(", ")
+    assert "formula" in named
     for name in named:
         assert Softmax(name)(torch.zeros(2, 3, dtype=torch.float64)).dtype == torch.float64
 
@@ -101,7 +94,7 @@ def test_a_missing_package_is_named_with_its_remedy() -> None:
     with stub(packages=("no_such_package",)) as name:
         assert registry.why_not("timex", name) == (
             f"{name} needs the package no_such_package, which is not installed (pip install no_such_package)")
-        with pytest.raises(KernelUnavailable, match=r"no_such_package.*; on cpu there are: conv1d, .*formula"):
+        with pytest.raises(KernelUnavailable, match="no_such_package"):
             TimeX(name)(*cases.inputs(2, 3, 4))
 
 
@@ -116,33 +109,24 @@ def test_a_missing_extra_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatc
             f"{name} needs the package cuda.core, which is not installed (pip install '.[cuda]')")
 
 
-def test_a_device_comes_before_a_package_that_would_not_help() -> None:
+def test_another_device_is_named_before_a_package_that_would_not_help() -> None:
     with stub(packages=("no_such_package",), devices=("cuda",)) as name:
         assert registry.why_not("timex", name, "cpu") == f"{name} runs on cuda, not on cpu"
 
 
-def test_another_device_is_named() -> None:
-    with stub(devices=("cuda",)) as name:
-        assert registry.why_not("timex", name, "cpu") == f"{name} runs on cuda, not on cpu"
-
-
-def test_a_device_that_is_not_there_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_a_device_that_is_not_there_is_named(without_gpu: None) -> None:
     with stub(devices=("cuda",)) as name:
         assert registry.why_not("timex", name, "cuda") == f"{name} on cuda needs a CUDA device, and torch sees none"
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     with stub(compiled=True) as name:
-        monkeypatch.setattr(registry.shutil, "which", lambda compiler: f"/bin/{compiler}")
-        assert registry.why_not("timex", name) is None
-        registry.why_not.cache_clear()
-        monkeypatch.setattr(registry.shutil, "which", lambda compiler: None)
-        monkeypatch.setattr(registry, "COMPILERS", {})
-        assert "needs a C++ compiler, which torch.compile calls, and there is no g++" in registry.why_not("timex", name)
-        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)        # with Triton missing, that comes first
-        monkeypatch.setattr(registry, "_installed", lambda package: package != "triton")
-        assert registry.why_not("timex", name, "cuda").startswith(f"{name} needs the package triton, which is not installed")
+        for found in ("/bin/g++", None):
+            monkeypatch.setattr(registry.shutil, "which", lambda compiler, found=found: found)
+            monkeypatch.setattr(registry, "COMPILERS", {})
+            registry.why_not.cache_clear()
+            reason = registry.why_not("timex", name)
+            assert reason is None if found else "there is no g++" in str(reason)
 
 
 def test_a_torch_that_does_not_script_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -164,19 +148,11 @@ def test_an_operator_is_a_folder_that_says_what_is_measured(monkeypatch: pytest.
         registry.operators.cache_clear()
 
 
-def test_an_unknown_name_lists_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"unknown timex implementation 'nonsense'; there are: conv1d, .*formula"):
-        TimeX("nonsense")
-
-
-@pytest.mark.programs
-def test_an_error_inside_an_implementation_is_not_taken_for_a_missing_package(tmp_path: Path) -> None:
+def test_an_error_inside_an_implementation_is_not_taken_for_a_missing_package(tmp_path: Path,
+                                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     """Only ModuleNotFoundError means that something is not installed; anything else must surface."""
     (tmp_path / "broken.py").write_text("import torch\nfrom torch import no_such_name\n")
-    code = ("import kernels.timex, kernels.registry as registry\n"
-            f"kernels.timex.__path__.append({str(tmp_path)!r})\n"
-            "registry.names = lambda op: ('broken',)\n"
-            "registry.load('timex', 'broken')\n")
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False,
-                          cwd=Path(__file__).parent.parent.parent)
-    assert done.stderr.splitlines()[-1].startswith("ImportError: cannot import name 'no_such_name'"), done.stderr
+    monkeypatch.setattr(timex, "__path__", [str(tmp_path)])
+    monkeypatch.setattr(registry, "names", lambda op: ("broken",))
+    with pytest.raises(ImportError, match="no_such_name"):
+        registry.load("timex", "broken")

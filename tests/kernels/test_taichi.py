@@ -38,9 +38,10 @@ def softmax(before: str = "", **variables: str) -> str:
 
 
 @pytest.mark.parametrize("variables", [
-    {"TI_DEFAULT_FP": "64"}, {"TI_DEFAULT_FP": "f64", "TI_DEFAULT_IP": "64", "TI_CPU_MAX_NUM_THREADS": "many"},
-    {"TI_ARCH": "none", "TI_LOG_LEVEL": "loud", "TI_ENABLE_TORCH": "0"}, {"TI_DEBUG": "1", "TI_OFFLINE_CACHE": "perhaps"},
-    {"TI_KERNEL_PROFILER": "1", "TI_FAST_MATH": "0", "TI_REAL_MATRIX_SCALARIZE": "1", "TI_UNKNOWN": "1"}], ids=str)
+    {"TI_DEFAULT_FP": "64", "TI_ARCH": "none", "TI_LOG_LEVEL": "loud", "TI_ENABLE_TORCH": "0", "TI_OFFLINE_CACHE": "perhaps",
+     "TI_DEFAULT_IP": "64", "TI_CPU_MAX_NUM_THREADS": "many", "TI_DEBUG": "1", "TI_UNKNOWN": "1"},
+    pytest.param({"TI_DEFAULT_FP": "f64", "TI_KERNEL_PROFILER": "1", "TI_FAST_MATH": "0", "TI_REAL_MATRIX_SCALARIZE": "1"},
+                 marks=pytest.mark.soak)], ids=str)
 def test_taichis_variables_change_nothing(variables: dict[str, str]) -> None:
     assert softmax(**variables) == ""
 
@@ -57,8 +58,9 @@ def folder_with_a_file(path: Path) -> None:
     (path / "file").touch()
 
 
-@pytest.mark.parametrize("make", [folder_with_a_file, lambda path: path.symlink_to("/no/such/file"), os.mkfifo],
-                         ids=["folder", "dangling", "fifo"])
+@pytest.mark.parametrize("make", [
+    pytest.param(folder_with_a_file, id="folder", marks=pytest.mark.soak), pytest.param(os.mkfifo, id="fifo"),
+    pytest.param(lambda path: path.symlink_to("/no/such/file"), id="dangling", marks=pytest.mark.soak)])
 def test_a_cache_whose_list_is_no_file_is_not_used(tmp_path: Path, make: Callable[[Path], None]) -> None:
     """Taichi would abort, or wait for ever."""
     make(tmp_path / "ticache.tcb")
@@ -77,6 +79,8 @@ def test_the_cache_lies_where_taichis_variable_says(tmp_path: Path) -> None:
     assert not (tmp_path / "none").exists()
 
 
-def test_a_taichi_of_other_numbers_is_refused() -> None:
-    start = "import taichi as ti\nti.init(arch=ti.cpu, default_fp=ti.f64, log_level=ti.ERROR, offline_cache=False)"
+@pytest.mark.parametrize("other", [pytest.param("default_fp=ti.f64", marks=pytest.mark.soak), "default_ip=ti.i64"])
+def test_a_taichi_of_other_numbers_is_refused(other: str) -> None:
+    """That somebody else started: compiling for 64-bit integers would abort the process."""
+    start = f"import taichi as ti\nti.init(arch=ti.cpu, {other}, log_level=ti.ERROR, offline_cache=False)"
     assert softmax(start).splitlines()[-1] == "refused"

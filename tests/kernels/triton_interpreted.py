@@ -34,11 +34,10 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     blocks of C = 5, several chunks of T = 20, and several of these for a program.
     """
     monkeypatch.setattr("kernels.operator.check", lambda *args: None)
-    monkeypatch.setattr(registry.load("wkv4", "triton_scan"), "CHANNELS", 4)
-    monkeypatch.setattr(registry.load("wkv4", "triton_scan"), "STEPS", 4)
-    monkeypatch.setattr(registry.load("wkv7", "triton_v0"), "CHUNK", 4)
-    monkeypatch.setattr(registry.load("wkv7", "triton_v0"), "SHARE", 4)
-    monkeypatch.setattr(registry.load("wkv7", "triton_v0"), "PROGRAMS", 2)
+    for module, sizes in ((registry.load("wkv4", "triton_scan"), {"CHANNELS": 4, "STEPS": 4}),
+                          (registry.load("wkv7", "triton_v0"), {"CHUNK": 4, "SHARE": 4, "PROGRAMS": 2})):
+        for name, size in sizes.items():
+            monkeypatch.setattr(module, name, size)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 11), (5, 2, 129), (1, 1, 300), (17, 2, 70), (70, 2, 65)], ids=str)
@@ -185,8 +184,8 @@ def test_wkv7_without_gradients() -> None:
 def softmax(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Softmax:
     """Rows in one piece, or in blocks of 16."""
     if request.param == "blocks":
-        monkeypatch.setattr(registry.load("softmax", "triton_v0"), "LONGEST", 0)
-        monkeypatch.setattr(registry.load("softmax", "triton_v0"), "BLOCK", 16)
+        for name, size in {"LONGEST": 0, "BLOCK": 16}.items():
+            monkeypatch.setattr(registry.load("softmax", "triton_v0"), name, size)
     return Softmax("triton_v0")
 
 

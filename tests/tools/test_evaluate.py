@@ -367,15 +367,6 @@ def test_conversations_are_known_and_rendered_as_the_checkpoint_says(run: Run) -
         result = json.loads(output)
         assert (status, result["task"], result["tokens"]) == (0, "answers", len(answer) + 1)
         assert error.count("chat template: ") == 1
-
-
-@pytest.mark.programs
-def test_the_program_evaluates_conversations(run: Run) -> None:
-    small_model(generation="rwkv7", vocab_size=256).save_pretrained("talker.safetensors", ByteTokenizer())
-    Path("talks.jsonl").write_text(json.dumps({"prompt": "a", "completion": "b"}))
-    options = "checkpoint=talker.safetensors", "data.path=talks.jsonl", "device=cpu"
-    status, output, _ = run("evaluate", *options, "data.template=world")
-    result = json.loads(output)
-    assert (status, result["task"], result["conversations"], result["tokens"]) == (0, "answers", 1, len(" b\n\n") + 1)
     Path("talks.jsonl").write_text('{"prompt": "a"}')
-    one_sentence(run("evaluate", *options, "data.template=world"), "talks.jsonl, line 1: a conversation has messages")
+    one_sentence(run("evaluate", "checkpoint=other.safetensors", "data.path=talks.jsonl", "device=cpu", "data.template=world"),
+                 "talks.jsonl, line 1")

@@ -16,8 +16,8 @@ from training_runs import SMALL, TEXT, Done, assert_same_training, done_here, fi
 from rwkv import distributed as processes
 
 pytestmark = pytest.mark.programs
-RUN = (*SMALL, "logger=csv", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=50",
-       "trainer.val_every=30", "trainer.checkpoint_every=25", "trainer.accumulate=2")
+RUN = (*SMALL, "logger=csv", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=20",
+       "trainer.val_every=12", "trainer.checkpoint_every=12", "trainer.accumulate=2")
 TWO = ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -34,7 +34,7 @@ def two(folder: Path) -> Done:
 
 def test_two_processes_have_the_losses_of_one(folder: Path, one: Done, two: Done) -> None:
     assert (one.status, two.status) == (0, 0), one.error + two.error
-    for name, steps in (("train/loss", list(range(1, 51))), ("val/loss", [30, 50])):
+    for name, steps in (("train/loss", list(range(1, 21))), ("val/loss", [12, 20])):
         assert list(losses(folder / "two", name)) == steps
         assert losses(folder / "two", name) == pytest.approx(losses(folder / "one", name), abs=1e-5)
 
@@ -52,7 +52,7 @@ def test_two_processes_come_to_the_end(folder: Path, two: Done) -> None:
 def test_two_processes_speak_with_one_voice(one: Done, two: Done) -> None:
     def first_words(text: str) -> Counter[str]:
         """But the progress, and what one process says before it knows that it is alone."""
-        lines = [line for line in text.splitlines() if line.strip() and "step/s" not in line]
+        lines = [line for line in text.splitlines() if line.strip() and "%|" not in line]
         return Counter(line.split()[0] for line in lines if not line.startswith("loading"))
 
     assert first_words(one.error) == first_words(two.error)

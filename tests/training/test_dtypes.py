@@ -117,8 +117,9 @@ def test_benchmarks_leave_bfloat16_out_unless_it_is_named(without_bfloat16: None
     step_profile.main([*steps, "--precision", "bf16-mixed"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"][0]["precision"] == "bf16-mixed"
     measured: list[str] = []
-    monkeypatch.setattr(training, "throughput", lambda generation, precision, scratch: measured.append(precision))
-    monkeypatch.setattr(training, "_middle_of_three", lambda *names: None)
+    for name, put in (("throughput", lambda generation, precision, scratch: measured.append(precision)),
+                      ("_middle_of_three", lambda *names: None)):
+        monkeypatch.setattr(training, name, put)
     training.main([])
     assert measured == ["32-true", "32-true"]
     training.main(["--only", "bfloat16"])

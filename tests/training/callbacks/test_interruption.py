@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from training_runs import SMALL, assert_same_training, done_here, finish, losses, start, wait_for
+from training_runs import SMALL, assert_same_training, done_here, finish, forked, losses, wait_for
 
 from rwkv.checkpoint.files import read_checkpoint
 
@@ -39,7 +39,7 @@ def test_a_run_that_is_asked_to_stop_goes_on_to_the_bit(folder: Path, whole: Pat
                                                         environment: dict[str, str]) -> None:
     """Before its first checkpoint. A terminal that closes sends SIGHUP twice: the kernel, and the shell."""
     run = folder / f"{name}, stopped"
-    process = start(folder, "train", *RUN, f"out_dir={run.name}", **environment)
+    process = forked(folder, *RUN, f"out_dir={run.name}", **environment)
     wait_for(process, run, 5)
     for _ in range(2):
         process.send_signal(getattr(signal, name))
@@ -59,7 +59,7 @@ def test_a_run_that_is_asked_to_stop_goes_on_to_the_bit(folder: Path, whole: Pat
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_a_sigterm_to_all_processes_of_a_job_costs_nothing(folder: Path, whole: Path) -> None:
     """As systemd and SLURM send it, to the workers that load data too."""
-    process = start(folder, "train", *RUN, "data.num_workers=2", "out_dir=all")
+    process = forked(folder, *RUN, "data.num_workers=2", "out_dir=all")
     wait_for(process, folder / "all", 5)
     workers = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
     for pid in (*workers, process.pid):
@@ -67,7 +67,7 @@ def test_a_sigterm_to_all_processes_of_a_job_costs_nothing(folder: Path, whole: 
     stopped = finish(process)
     assert (len(workers), stopped.status) == (2, 130), stopped.error
     assert not [pid for pid in workers if Path(f"/proc/{pid}").exists()]
-    done = finish(start(folder, "train", "resume=auto", "out_dir=all"))
+    done = done_here(folder, "train", "resume=auto", "out_dir=all")
     assert done.status == 0, done.error
     assert losses(folder / "all") == losses(whole)
 
@@ -117,7 +117,7 @@ def test_the_best_checkpoint_is_continued_where_it_is_the_only_one(folder: Path,
     """Of a run that was killed after its first validation."""
     validating = (*RUN, "trainer.val_every=25", "trainer.max_steps=40")
     assert done_here(folder, "train", *validating, f"out_dir={tmp_path}/whole").status == 0
-    process = start(folder, "train", *validating, f"out_dir={tmp_path}/killed")
+    process = forked(folder, *validating, f"out_dir={tmp_path}/killed")
     wait_for(process, tmp_path / "killed", 27)
     process.kill()
     finish(process)
@@ -131,7 +131,7 @@ def test_the_best_checkpoint_is_continued_where_it_is_the_only_one(folder: Path,
 def test_a_stop_that_cannot_be_saved_is_said_and_loses_nothing_that_was(folder: Path, tmp_path: Path) -> None:
     """The checkpoints' folder is a file: whoever the user is, it cannot be written into."""
     run = tmp_path / "run"
-    process = start(folder, "train", *RUN, "trainer.max_steps=100000", f"out_dir={run}")
+    process = forked(folder, *RUN, "trainer.max_steps=100000", f"out_dir={run}")
     wait_for(process, run, 5)
     (run / "checkpoints").write_text("in the way")
     process.send_signal(signal.SIGUSR1)

@@ -76,10 +76,10 @@ def test_a_continued_run_has_the_samples_of_one_that_was_not_stopped(tmp_path: P
 
 def test_a_run_is_not_continued_with_damaged_files(tmp_path: Path) -> None:
     (tmp_path / "samples.jsonl").write_text('{"step\n{"step": 1, "prompt": "", "text": "a"}\n', encoding="utf-8")
-    with pytest.raises(UserError, match=r"samples\.jsonl"):
+    with pytest.raises(UserError):
         Samples(TrainConfig(), ByteTokenizer(), tmp_path, 2, lambda seconds: None)
     (tmp_path / "metrics.csv").write_text("step,train/loss\nnan,1\n2,1\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"metrics\.csv"):
+    with pytest.raises(UserError):
         MetricsFile(tmp_path / "metrics.csv", "conv1d", resumed_at=2)
 
 
@@ -91,10 +91,9 @@ def test_how_often() -> None:
     assert sample_every(TrainerConfig(val_every=7)) == 7
     assert sample_every(TrainerConfig(val_every=7, sample_every=3)) == 3
     assert sample_every(TrainerConfig(sample_every=0)) == sample_every(TrainerConfig(strategy="fsdp")) == 0
-    with pytest.raises(ValueError, match=r"trainer\.sample_every"):
-        TrainerConfig(sample_every=-1)
-    with pytest.raises(ValueError, match=r"trainer\.grad_norms"):
-        TrainerConfig(strategy="fsdp", grad_norms=True)
+    for wrong in ({"sample_every": -1}, {"strategy": "fsdp", "grad_norms": True}):
+        with pytest.raises(UserError):
+            TrainerConfig(**wrong)
 
 
 # metrics.csv
@@ -124,14 +123,6 @@ def test_gradient_norms_are_those_of_each_part() -> None:
         part = model.get_submodule(name.removeprefix("grad_norm/"))
         flat = torch.cat([parameter.grad.flatten() for parameter in part.parameters()])
         assert norm == pytest.approx(flat.norm().item(), rel=1e-5)
-
-
-def test_peak_memory_is_at_least_what_is_used_now() -> None:
-    status = Path("/proc/self/status")
-    if not status.is_file():
-        pytest.skip("/proc is Linux's")
-    used = int(status.read_text().partition("VmRSS:")[2].split()[0]) / 1024
-    assert used <= peak_memory_mib(CPU) < 100 * used
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux's")

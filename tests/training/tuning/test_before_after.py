@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from files import SIZES
+from files import SIZES, byte_model
 from models import small_model
 from programs import Run, one_sentence
 from training_runs import OWN, content, losses, rows, same
 
-from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
+from rwkv.tokenizer.tokenizers import CharTokenizer
 from rwkv.training.tuning.guard import __file__ as GUARD
 
 OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.batch_size=2", "data.cache_dir=cache", "trainer=cpu", "logger=csv",
@@ -26,8 +26,7 @@ KILLED = "trainer.max_steps=6", "trainer.val_every=3", "trainer.checkpoint_every
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """With base7.safetensors, talks.jsonl, whose first line is the validation split, and held_out.jsonl, that line alone."""
-    small_model(generation="rwkv7", vocab_size=256, **SIZES["rwkv7"]).save_pretrained(tmp_path / "base7.safetensors",
-                                                                                      ByteTokenizer())
+    byte_model(tmp_path / "base7.safetensors")
     talks = [json.dumps({"prompt": f"{number} and one?", "completion": str(number + 1)}) for number in range(9)]
     (tmp_path / "talks.jsonl").write_text("\n".join(talks))
     (tmp_path / "held_out.jsonl").write_text(talks[0])
@@ -58,7 +57,7 @@ def evaluated(run: Run, checkpoint: str, path: str | Path) -> dict[str, float]:
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("options", [("tune=lora", "tune.dropout=0.5"), ("tune=state", "tune.guard=guard.txt"),
+@pytest.mark.parametrize("options", [("tune=lora", "tune.dropout=0.5", "tune.guard=guard.txt"),
                                      ("tune=full", "trainer.accumulate=2")])
 def test_losses_are_those_of_the_evaluation_before_and_after(run: Run, options: tuple[str, ...]) -> None:
     found = tuned(run, *options)
@@ -108,7 +107,7 @@ def test_measuring_changes_nothing_in_training(run: Run) -> None:
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("method", ["lora", "full"])
+@pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.soak), "full"])
 def test_a_continued_run_keeps_what_was_measured_before(run: Run, method: str) -> None:
     """To the bit, also where the file of it is lost and, in full tuning, the base is gone."""
     whole = tuned(run, f"tune={method}", *KILLED)
@@ -174,7 +173,7 @@ def test_a_run_that_goes_on_with_its_training_is_not_compared_unless_asked(run: 
     assert "guard/loss" in json.loads(Path("tuned/tuned.json").read_text())["after"]
 
 
-@pytest.mark.programs
+@pytest.mark.soak
 def test_a_run_begun_before_there_was_a_general_text_is_continued_as_it_was(run: Run) -> None:
     tuned(run, "tune=lora", *KILLED)
     as_after_a_kill()

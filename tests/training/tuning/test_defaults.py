@@ -5,12 +5,10 @@ from pathlib import Path
 
 import pytest
 import yaml
-from files import SIZES
-from models import small_model
+from files import byte_model
 
 from rwkv import cli
 from rwkv.config import OptimConfig, TrainConfig, TuneConfig
-from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.training.run.directory import as_plain
 from rwkv.training.run.opening import open_run
 from rwkv.training.tuning.defaults import DEFAULTS, with_tuning_defaults
@@ -18,8 +16,7 @@ from rwkv.training.tuning.defaults import DEFAULTS, with_tuning_defaults
 
 @pytest.fixture
 def base(tmp_path: Path) -> str:
-    small_model(generation="rwkv7", vocab_size=256, **SIZES["rwkv7"]).save_pretrained(tmp_path / "base.safetensors",
-                                                                                     ByteTokenizer())
+    byte_model(tmp_path / "base.safetensors")
     return str(tmp_path / "base.safetensors")
 
 

@@ -96,7 +96,7 @@ def test_a_released_model_gives_its_tokenizer_template_and_length(tmp_path: Path
     sized, checkpoint, tokenizer = open_init_checkpoint(config, [])
     assert (sized.data.template, tokenizer.kind, checkpoint.config.ctx_len) == ("g1", "world", 25600)
     assert sized.model.ctx_len == config.model.ctx_len
-    with pytest.raises(CheckpointError, match=r"data\.tokenizer=bpe"):
+    with pytest.raises(CheckpointError):
         open_init_checkpoint(config, ["data.tokenizer"])
 
 

@@ -11,11 +11,11 @@ from statistics import fmean
 import numpy as np
 import pytest
 import torch
-from files import SIZES
+from files import SIZES, byte_model
 from models import small_model
 from programs import Run, one_sentence
 from safetensors.torch import load_file
-from training_runs import assert_same_training, content, done_here, kill_after, losses, same, start
+from training_runs import assert_same_training, content, done_here, forked, kill_after, losses, same
 
 from rwkv.chat.templates import chat_template
 from rwkv.config import DataConfig, TuneConfig
@@ -33,8 +33,9 @@ from rwkv.training.tuning.preferences import Preferences, answers, without_tunin
 BASE = "init_from=base7.safetensors"
 OPTIONS = ("data=chat", "data.path=pairs.jsonl", "data.batch_size=2", "data.cache_dir=cache", "trainer=cpu", "logger=csv",
            "model.ctx_len=128", "optim.lr=1e-2", "optim.warmup_steps=0", "trainer.sample_tokens=4", "trainer.log_every=1",
-           "trainer.malloc=default", "tune.objective=dpo", BASE)
+           "trainer.malloc=default", "tune.guard=null", "tune.objective=dpo", BASE)
 METHODS = ("lora", "state", "full")
+FULL = ["full", *(pytest.param(name, marks=pytest.mark.soak) for name in ("lora", "state"))]      # which has most of its own
 PEER = os.environ.get("TRL_PYTHON", "")
 VALUES = ((-3.0, -5.5), (-2.0, -1.0), (-40.0, -7.25), (0.0, -100.0))     # log p of the chosen and the rejected answers
 REFERENCES = ((-3.5, -5.0), (-2.0, -1.5), (-30.0, -9.0), (-1.0, -2.0))
@@ -44,8 +45,7 @@ LENGTHS = ((2, 3), (1, 1), (10, 4), (5, 9))
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """With base7.safetensors and pairs.jsonl."""
-    small_model(generation="rwkv7", vocab_size=256, **SIZES["rwkv7"]).save_pretrained(
-        tmp_path / "base7.safetensors", ByteTokenizer())
+    byte_model(tmp_path / "base7.safetensors")
     pairs = [{"prompt": f"{n} and one?", "chosen": f"{n + 1}", "rejected": f"it is {n + 1}" + "!" * (n % 5)} for n in range(24)]
     (tmp_path / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
     monkeypatch.chdir(tmp_path)
@@ -195,7 +195,7 @@ def test_a_run_begins_at_its_reference_and_then_prefers_the_chosen_answers(folde
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", FULL)
 def test_a_step_in_passes_is_the_same_step(folder: Path, run: Run, method: str) -> None:
     """Each pair has the same weight, whatever the number of pairs in its pass."""
     found = {}
@@ -209,11 +209,11 @@ def test_a_step_in_passes_is_the_same_step(folder: Path, run: Run, method: str) 
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("method", ["full", *(pytest.param(name, marks=pytest.mark.soak) for name in ("lora", "state"))])
+@pytest.mark.parametrize("method", FULL)
 def test_a_killed_run_continues_to_the_bit(folder: Path, method: str) -> None:
     arguments = (*OPTIONS[:-1], f"tune={method}", "trainer.max_steps=30", "trainer.val_every=10", "trainer.checkpoint_every=5")
     assert done_here(folder, "train", *arguments, BASE, "out_dir=whole").status == 0
-    kill_after(start(folder, "train", *arguments, BASE, "out_dir=killed"), folder / "killed", 8, 0.05)
+    kill_after(forked(folder, *arguments, BASE, "out_dir=killed"), folder / "killed", 8, 0.05)
     done = done_here(folder, "train", *arguments, "resume=auto", "out_dir=killed")
     assert done.status == 0, done.error
     assert "continued from" in done.error

@@ -1,0 +1,76 @@
+"""train.py in a process that is forked from one which has imported torch and Lightning and started nothing: it begins at once.
+
+It has a number, signals and an end of its own, and does not wait seconds for imports. multiprocessing starts the first process
+when it is asked for. Each process imports this file, which imports nothing that takes time.
+"""
+
+import multiprocessing.context
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+METHOD = "forkserver"                    # of multiprocessing
+
+
+def preloaded() -> multiprocessing.context.BaseContext:
+    """Of METHOD, whose processes are forked from one that has imported what training needs."""
+    context = multiprocessing.get_context(METHOD)
+    context.set_forkserver_preload(["rwkv.training.fit"])
+    return context
+
+
+class Forked:
+    """What a test uses of a subprocess.Popen."""
+
+    def __init__(self, folder: Path, arguments: tuple[str, ...], environment: dict[str, str], largest: int | None) -> None:
+        """largest: the most bytes that a file may have, as on a disk that is full."""
+        self._said = [folder / f".{name}-{os.urandom(4).hex()}" for name in ("output", "error")]
+        self._process = preloaded().Process(target=_work, args=(folder, arguments, environment, largest, self._said))
+        self._process.start()
+
+    @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
+    def returncode(self) -> int | None:
+        return self._process.exitcode
+
+    def poll(self) -> int | None:
+        return self._process.exitcode
+
+    def send_signal(self, number: int) -> None:
+        os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self._process.kill()
+
+    def communicate(self, timeout: float) -> tuple[str, str]:
+        self._process.join(timeout)
+        assert self.returncode is not None, "it takes too long"
+        output, error = (path.read_text(encoding="utf-8") for path in self._said)
+        for path in self._said:
+            path.unlink()
+        return output, error
+
+
+def _work(folder: Path, arguments: tuple[str, ...], environment: dict[str, str], largest: int | None, said: list[Path]) -> None:
+    import resource
+
+    import torch
+
+    if largest is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest, largest))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    for number, path in enumerate(said, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    multiprocessing.set_start_method(None, force=True)           # the system's own, for what it starts
+    os.chdir(folder)
+    os.environ.update(environment)
+    torch.set_num_threads(1)
+    sys.argv = [str(ROOT / "train.py"), *arguments]
+    runpy.run_path(sys.argv[0], run_name="__main__")
