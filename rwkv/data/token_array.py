@@ -36,7 +36,7 @@ class DocumentOffsets(NamedTuple):
 
 
 class TokenArray:
-    """Ids of consecutive parts. Pickles as the names of its files, which another process then maps itself."""
+    """Ids of consecutive parts. A pickle holds the names of the files, which another process then maps itself."""
 
     def __init__(self, parts: Sequence[Part], offsets: DocumentOffsets) -> None:
         self.parts = [part for part in parts if part.length]

@@ -16,13 +16,13 @@ from rwkv.io.cache import read_json, write_json
 from rwkv.io.utf8 import not_utf8
 
 SETTLED = 2_000_000_000                  # ns: two changes of a file closer together than this may have the same time
-BLOCK = 1 << 20                          # bytes read at a time for hashing alone
+BLOCK = 1 << 20                          # bytes read at a time for hashing
 SLASH = rf"[/{re.escape(os.sep)}]"
 ANY_DEPTH = re.compile(rf"(?:^|(?<={SLASH}))\*\*(?:{SLASH}+|$)")       # ** between slashes
 
 
 class Content(NamedTuple):
-    """Of a file. characters: 0 if it was not read as text."""
+    """characters: 0 if the file was not read as text."""
 
     sha256: str
     characters: int
@@ -45,7 +45,7 @@ def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
 
 
 def chunks(path: Path, seen: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
-    """The text of a file in chunks; `seen` is called with its bytes. option: which names the file, in errors.
+    """The text of a file in chunks; `seen` is called with its bytes. option: the one that names the file, for errors.
 
     Raises UserError if it cannot be read or is not UTF-8.
     """
@@ -57,12 +57,12 @@ def chunks(path: Path, seen: Callable[[bytes], object] = len, option: str = "dat
             read = file.read(CHUNK)
             seen(read)
             beginning = beginning or read
-            data, more = rest + read, bool(read)
+            data = rest + read
+            more = bool(read)
             try:
                 text, used = codecs.utf_8_decode(data, "strict", not more)
             except UnicodeDecodeError as error:
-                place, value = before + error.start, data[error.start]
-                raise UserError(not_utf8(f"{option}={path}", place, value, beginning)) from None
+                raise UserError(not_utf8(f"{option}={path}", before + error.start, data[error.start], beginning)) from None
             if text:
                 yield text
             rest = data[used:]
@@ -78,9 +78,9 @@ def open_file(path: Path, option: str = "data.path") -> Any:
 
 
 def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Content]:
-    """The Content of each file, cached. A file is read again if its size or time of change differs from the cached one.
+    """The Content of each file, cached. A file is read again if its size or time of change differs from the cached one, or if
+    it was changed within two seconds before it was read, since a second change may have the same time.
 
-    So is a file that was changed within two seconds before it was read, since a second change may have the same time.
     text: the files must be UTF-8; raises UserError if one is not.
     """
     cached = cache / f"contents-{sha256([str(text), *(str(path.absolute()) for path in paths)])[:16]}.json"
@@ -89,6 +89,12 @@ def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Con
     if entries != known:
         write_json(cached, entries)
     return [Content(entry["sha256"], entry["characters"]) for entry in entries.values()]
+
+
+def names_and_hashes(found: Sequence[tuple[str, Path]], cache: Path, text: bool = False) -> list[str]:
+    """The name and the hash of each file in turn, which identify a source."""
+    read = contents([path for _, path in found], cache, text)
+    return [part for (name, _), content in zip(found, read, strict=True) for part in (name, content.sha256)]
 
 
 def stamp(path: Path) -> list[int]:
@@ -138,7 +144,8 @@ def _glob(pattern: str) -> Iterator[Path]:
 def _folders(top: Path) -> Iterator[Path]:
     """`top` and the folders below it that are not hidden, each once: by its own name if possible, else by that of a link."""
     entered: set[Path] = set()
-    waiting, links = [top], list[Path]()
+    waiting = [top]
+    links: list[Path] = []
     while waiting or links:
         folder = (waiting or links).pop()
         if folder.resolve() not in entered:

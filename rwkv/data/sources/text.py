@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rwkv.config import DataConfig
-from rwkv.data.sources.files import chunks, contents, matching
+from rwkv.data.sources.files import chunks, contents, matching, names_and_hashes
 from rwkv.data.sources.source import Document, Source, count_reaching, rank, sha256, validation_begins
 from rwkv.errors import UserError
 
@@ -43,11 +43,9 @@ def _several(found: list[tuple[str, Path]], config: DataConfig, cache: Path) -> 
         for group, val in ((paths[count:], False), (paths[:count], True)):
             yield from (Document(chunks(path), val, str(path)) for path in group)
 
-    read = contents(paths, cache, text=True)
-    names = (part for (name, _), content in zip(found, read, strict=True) for part in (name, content.sha256))
     about = f"{len(found)} files of {config.path}, {count} of them for validation"
     bounds = (sum(sizes[count:]) + len(found) - count, sum(sizes[:count]) + count)
-    return Source(documents, about, sha256(names), sum(sizes), bounds)
+    return Source(documents, about, sha256(names_and_hashes(found, cache, text=True)), sum(sizes), bounds)
 
 
 def _between(path: Path, start: int, stop: int) -> Iterator[str]:
