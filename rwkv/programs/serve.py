@@ -58,7 +58,7 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
 
 
 def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
-    """The model and what is said of it, in the engine's process, which alone imports torch.
+    """The model and the lines of its plan, in the engine's process, the only one that imports torch.
 
     given: the keys that the user set.
     """
@@ -79,7 +79,8 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
     adapters = read_adapters(config, opened)
     model = opened.model()
     n = n_parameters(model.config, model.vocab_size)
-    weights, row = n * BITS[config.dtype] // 8, state_nbytes(model.config) + 4 * model.vocab_size
+    weights = n * BITS[config.dtype] // 8
+    row = state_nbytes(model.config) + 4 * model.vocab_size
     if why_not(model) is None:
         weights += sum(tensor.nbytes for tensor in step_of(model).own)
     loaded = {}
@@ -104,7 +105,7 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
 
 
 def _sampling_lines(chosen: Mapping[Think, Chosen]) -> list[str]:
-    """What is said of the options of sampling: a line for all answers, and for each way to begin that has others."""
+    """The options of sampling: a line for all answers, and one for each way to begin that has others."""
     usual = chosen[False]
     lines = [f"{usual}; a request may say otherwise"]
     for think, each in chosen.items():
@@ -120,7 +121,7 @@ def _adapter_line(adapter: "Adapter") -> str:
 
 
 def _kept(config: ServeConfig, size: int) -> str:
-    """What is said of the states that clients keep, each of this size in bytes."""
+    """A line on the states that clients keep, each of this size in bytes."""
     if config.states_mib * MIB < size and not config.states_dir:
         return f"clients can keep none: one takes {size / MIB:.3g} MiB, and states_mib={config.states_mib}"
     held = f"clients can keep {config.states_mib:,} MiB of them in memory, {config.states_mib * MIB // size:,}"
