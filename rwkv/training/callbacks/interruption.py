@@ -17,9 +17,9 @@ class Interrupted(Exception):
 
 
 class StopCleanly(Callback):
-    """The first signal ends training after the current step, with a checkpoint; then Ctrl-C ends it at once.
+    """The first signal ends training after the current step, with a checkpoint; Ctrl-C after it ends training at once.
 
-    During validation it ends there, with a checkpoint from before the validation, which the continued run repeats.
+    A signal during validation ends it there, with a checkpoint from before the validation, which the continued run repeats.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
@@ -52,5 +52,5 @@ class StopCleanly(Callback):
 
 
 def _announce_stop(number: int) -> None:
-    with suppress(RuntimeError):         # of a signal that comes while something else is being written to standard error
+    with suppress(RuntimeError):         # standard error is being written when the signal comes
         log(f"\n{signal.Signals(number).name}: stopping after this step (Ctrl-C stops at once) ...")
