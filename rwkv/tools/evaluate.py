@@ -99,13 +99,14 @@ def evaluate(task: str, texts: Sequence[Scored], config: EvaluateConfig, model: 
     """task: last_word or answers."""
     started = time.perf_counter()
     total = Score()
-    with _bar(len(texts), "conversation" if task == "answers" else "text") as bar:
+    answers = task == "answers"
+    with _bar(len(texts), "conversation" if answers else "text") as bar:
         for score in score_texts(model, texts, config.batch_size, config.chunk_len):
             total += score
-            loss = f"loss {total.nats / total.tokens:.4f}"
-            _advance(bar, score.texts, loss if task == "answers" else f"accuracy {total.right / total.texts:.3f}")
+            mean = f"loss {total.nats / total.tokens:.4f}" if answers else f"accuracy {total.right / total.texts:.3f}"
+            _advance(bar, score.texts, mean)
     _require_finite(total.nats)
-    numbers = total.of_answers() if task == "answers" else total.of_words()
+    numbers = total.of_answers() if answers else total.of_words()
     return {"task": task, **numbers, "seconds": time.perf_counter() - started}
 
 
