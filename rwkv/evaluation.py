@@ -103,24 +103,16 @@ class Scored(NamedTuple):
         return cls([*context, *ending], [False] * len(context) + [True] * len(ending), lost)
 
 
-def read_text(path: Path, option: str = "data.path") -> Iterator[str]:
-    """Yields the text of a file in pieces. option: the one that names the file, for errors.
+def count_tokens(tokenizer: Tokenizer, path: Path, option: str = "data.path") -> tuple[int, Lost]:
+    """The number of tokens that score_text will predict, at least 1, and the part of the text that the tokenizer loses.
 
-    Raises UserError if it cannot be read or, with the place, is not UTF-8.
+    option: the one that names the file, for errors.
     """
     _require_file(path, option)
-    return chunks(path, option=option)
-
-
-def count_tokens(tokenizer: Tokenizer, path: Path, option: str = "data.path") -> tuple[int, Lost]:
-    """The number of tokens that score_text will predict, and the part of the text that the tokenizer loses.
-
-    Raises UserError if there are none, or as `read_text` does.
-    """
     counter = LossCounter(tokenizer)
     tokens = 0
     lost = NOTHING
-    for text, ids in tokenizer.encode_pieces(read_text(path, option)):
+    for text, ids in tokenizer.encode_pieces(chunks(path, option=option)):
         tokens += len(ids)
         lost += counter.count([text], [ids])
     if not tokens:
@@ -137,7 +129,7 @@ def score_text(model: Model, tokenizer: Tokenizer, path: Path, start: Sequence[i
     """
     state = None
     before = list(start)
-    for ids in _regrouped(tokenizer.encode_stream(read_text(path)), chunk_len):
+    for ids in _regrouped(tokenizer.encode_stream(chunks(path)), chunk_len):
         tokens = torch.tensor([before + ids], device=model.emb.weight.device)        # (1,T+1)
         with torch.no_grad():
             hidden, state = model.hidden(tokens[:, :-1], state)                      # (1,T,C)
@@ -147,7 +139,7 @@ def score_text(model: Model, tokenizer: Tokenizer, path: Path, start: Sequence[i
 
 
 def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> list[Scored]:
-    """The last words of a file of lines {"text": ...}. Raises UserError with the number of the first line that is wrong."""
+    """The last words of a file of lines {"text": ...}. Raises UserError with the number of the first wrong line."""
     _require_file(path)
     counter = LossCounter(tokenizer)
     with open_file(path) as file:
@@ -167,10 +159,7 @@ def holds_answers(path: Path) -> bool:
 
 
 def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> list[Scored]:
-    """The conversations of a file, as data=chat reads them, with their answers to predict.
-
-    Raises UserError with the number of the first line that is wrong.
-    """
+    """The conversations of a file, as data=chat reads them, with their answers to predict."""
     _require_file(path)
     template = for_tokenizer(template, tokenizer)
     counter = LossCounter(tokenizer)

@@ -221,8 +221,7 @@ def check_override(override: str, schema: type) -> None:
     key = key.lstrip("+")
     if key.startswith(("~", "hydra.", "hydra/")):
         return
-    of_program = _of_program(schema)
-    if key in ("kernel", "kernel.name") or (key in of_program and (CONFIGS / key).is_dir()):
+    if key == "kernel.name" or key in _groups(schema):
         for choice in value.split(","):
             _check_choice(key.removesuffix(".name"), choice.strip())
     elif key not in options(schema):
@@ -231,15 +230,14 @@ def check_override(override: str, schema: type) -> None:
         raise UserError(f"unknown option {key}; {hint}")
 
 
-def _of_program(schema: type) -> set[str]:
-    """The options of `schema` without a dot, its groups among them."""
-    return {item.name for item in fields(schema)}.union(OPTIONAL)
+def _groups(schema: type) -> list[str]:
+    names = sorted({item.name for item in fields(schema)}.union(OPTIONAL))
+    return [name for name in names if name == "kernel" or (CONFIGS / name).is_dir()]
 
 
 def _names(schema: type) -> list[str]:
     """All names of options and groups."""
-    groups = (name for name in _of_program(schema) if name == "kernel" or (CONFIGS / name).is_dir())
-    return [*options(schema), *sorted(groups)]
+    return [*options(schema), *_groups(schema)]
 
 
 def _meant(name: str, schema: type) -> str:

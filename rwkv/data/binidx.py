@@ -8,8 +8,8 @@ megatron/core/datasets/indexed_dataset.py; BlinkDL/RWKV-LM, RWKV-v5/src/binidx.p
 RWKV-LM puts end_of_text at the end of each document, our own shards put it at the beginning. Here a document begins at the
 end_of_text before it, if there is one, so that except for the first document the ids are the same.
 
-The first run scans all ids, to refuse those outside the vocabulary. It caches the smallest and largest id, a checksum and the
-places of documents, valid while the size and time of both files do not change. The ids are never copied.
+The first run scans all ids, to refuse ids outside the vocabulary. The result is cached while the size and time of both files do
+not change. The ids are never copied.
 """
 
 import hashlib
@@ -74,8 +74,6 @@ def files(path: str) -> tuple[Path, Path]:
 def read(path: str, tokenizer: Tokenizer, val_fraction: float, cache: Path) -> Tokens:
     """The tokens of both splits. The last documents with val_fraction of the ids are for validation; of a single document, its
     end.
-
-    Raises UserError if a file is missing or damaged, if the two do not match, or if an id is outside the vocabulary.
     """
     bin_file, idx_file = files(path)
     entry, starts = _checked(bin_file, idx_file, tokenizer, cache)

@@ -4,16 +4,13 @@
     row 1   [ conversation 5 ................................. ] padding
 
 The pieces of a conversation are encoded apart, as a prompt and its answer are when it is continued (rwkv/chat/rendered.py);
-end_of_text follows, unless the chat template has written it. Each id predicts the next one; ids that are not learnt are no
-targets. end_of_text after an answer is learnt: a tuned model stops. No end_of_text stands before a conversation, as none
-stands before a prompt.
+end_of_text follows, unless the chat template has written it. It is learnt after an answer, so that a tuned model stops. None
+stands before a conversation, as none stands before a prompt.
 
 Rows are filled by best fit, the longest conversations first. A conversation that is longer than a row is cut at its end;
-trainer.tbptt reads conversations whole, from the beginning of a segment (rwkv/data/documents.py), and so does its validation
-if one is longer than a row.
+trainer.tbptt reads conversations whole (rwkv/data/documents.py), and so does its validation if one is longer than a row.
 
-The ids are tokenised once, into cache/chat-KEY: ids, a byte for each that says whether it is learnt, and the beginnings of
-conversations.
+cache/chat-KEY has the ids, a byte for each that says whether it is learnt, and the beginnings of conversations.
 """
 
 import zlib
@@ -33,6 +30,7 @@ from torch.utils.data import Dataset
 
 from rwkv.chat.rendered import encode, encode_each, for_tokenizer, shown, written
 from rwkv.config import DataConfig
+from rwkv.data.shards import SPLITS, crc32, dtype_of
 from rwkv.data.sources.chat import Conversation, conversations, template_of
 from rwkv.data.sources.source import sha256
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
@@ -45,7 +43,6 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 VERSION = 4                              # of the files in the cache
 AT_ONCE = 1000                           # conversations given to the tokenizer at a time
-SPLITS = ("train", "val")
 
 
 class Tokenised(NamedTuple):
@@ -103,7 +100,8 @@ def tokenise(config: DataConfig, identity: Sequence[str], tokenizer: Tokenizer, 
     kind = ["pairs"] if pairs else []
     folder = cache / f"chat-{sha256([*identity, tokenizer.data_key, str(VERSION), *kind])[:16]}"
     manifest = read_json(folder / "manifest.json")
-    if not manifest or not all(_checksum(folder / name) == crc32 for name, crc32 in manifest["files"].items()):
+    found = {name: crc32(folder / name) for name in manifest["files"] if (folder / name).is_file()} if manifest else {}
+    if not manifest or found != manifest["files"]:
         manifest = _make(config, tokenizer, folder, pairs)
     train, val = (_tokenised(folder, manifest, split)._replace(paired=pairs) for split in SPLITS)
     return train, val, manifest["gzip_bpb"]
@@ -112,7 +110,7 @@ def tokenise(config: DataConfig, identity: Sequence[str], tokenizer: Tokenizer, 
 def _make(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs: bool) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     counter = LossCounter(tokenizer)
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    dtype = dtype_of(tokenizer)
     ids: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     learnt: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     sizes: dict[str, dict[str, int]] = {split: {"bytes": 0, "learnt_bytes": 0} for split in SPLITS}
@@ -149,7 +147,7 @@ def _make(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs: bool) -
     names = [f"{split}{ending}" for split in SPLITS for ending in (".ids", ".learnt", "-starts.npy")]
     manifest = {"dtype": dtype.name, "splits": sizes, "left_out": left_out,
                 "gzip_bpb": 8 * packed / max(sizes["val"]["learnt_bytes"], 1),
-                "files": {name: _checksum(folder / name) for name in names},
+                "files": {name: crc32(folder / name) for name in names},
                 "lost": {split: [asdict(one) for one in lost[split]] for split in SPLITS}}
     write_json(folder / "manifest.json", manifest)
     return manifest
@@ -173,10 +171,6 @@ def _name_wrong(batch: list[Conversation], tokenizer: Tokenizer) -> None:
             encode(tokenizer, ["".join(text for text, _ in conversation.parts)])
         except ValueError as error:
             raise UserError(f"{conversation.where}: {error}") from None
-
-
-def _checksum(path: Path) -> int | None:
-    return zlib.crc32(path.read_bytes()) if path.is_file() else None
 
 
 def _tokenised(folder: Path, manifest: dict[str, Any], split: str) -> Tokenised:
@@ -261,7 +255,7 @@ class ConversationRows(Dataset[Packed]):
         return len(self._rows)
 
     def __getitems__(self, rows: Rows | list[int]) -> Packed:
-        """The batch. Missing inputs are 0, missing targets IGNORED; the padding is a text of its own."""
+        """The batch. The padding is a text of its own."""
         numbers, weight = rows if isinstance(rows, Rows) else (rows, 1.0)
         x = np.zeros((len(numbers), self.ctx_len), np.int64)
         y = np.full_like(x, IGNORED)
@@ -305,7 +299,6 @@ class WholeConversations(Dataset[Whole]):
         return len(self._order)
 
     def __getitems__(self, numbers: list[int]) -> Whole:
-        """The batch. Missing inputs are 0, missing targets IGNORED."""
         texts = [slice(self._bounds[text], self._bounds[text + 1]) for text in self._order[numbers]]
         x = np.zeros((len(texts), max(text.stop - text.start for text in texts) - 1), np.int64)
         y = np.full_like(x, IGNORED)
@@ -335,8 +328,6 @@ class RowSampler(ShuffleSampler):
 
 
 class RowIterator(ShuffleIterator):
-    """One pass over a RowSampler."""
-
     sampler: RowSampler
 
     def __next__(self) -> Rows:                                  # type: ignore[override]

@@ -3,10 +3,9 @@
     stream 0   [ document 3 ............ | 3 ............... | 3 ... padding ]    a segment belongs to one document,
     stream 1   [ document 0 ... padding  ][ document 7 ..... | 7 ............ ]   and at [ the state is emptied
 
-B rows of a batch, T = ctx_len. There is one stream for each row of an optimiser step: with trainer.accumulate=A a step is A
-batches of `batch_size` streams each, and is the same as the step of one batch A times as large. Documents come in a seeded
-permutation, then in the next one, without end; a stream that has read its document to the end takes the next of this order.
-The order depends only on the seed, the number of streams and ctx_len: not on K, processes or workers.
+B rows of a batch, T = ctx_len. There is one stream for each row of an optimiser step: with trainer.accumulate=A, a step is A
+batches of `batch_size` streams each. Documents come in a seeded permutation, then in the next one, without end; a stream that
+has read its document takes the next one. The order depends only on the seed, the number of streams and ctx_len.
 
 A document longer than one stream's share of all segments is divided into several chunks of whole segments, each read from an
 empty state: otherwise all streams would read the same place of a text that is a single file. The ids of a document are
@@ -36,8 +35,7 @@ from rwkv.model.loss import IGNORED
 class Segments(NamedTuple):
     """A batch: x, y (B,K,T) int64; starts_document (B,K) bool: the state is emptied before this segment.
 
-    part: the number of this batch within its accumulated step. weight: the factor of the batch's mean loss, such that the mean
-    over the processes and batches of a step is the mean over all its targets. tokens: the number of tokens that all
+    part: the number of this batch within its accumulated step. weight: as in Packed. tokens: the number of tokens that all
     processes read in this batch, without padding.
     """
 
@@ -136,7 +134,6 @@ class SegmentDataset(Dataset[Segments]):
     learnt: TokenArray | None = None
 
     def __getitems__(self, plan: BatchPlan) -> Segments:
-        """The batch. Missing inputs are 0, missing targets IGNORED."""
         x = np.zeros((len(plan.rows), len(plan.rows[0]), self.ctx_len), np.int64)
         y = np.full_like(x, IGNORED)
         for row, segments in enumerate(plan.rows):

@@ -2,13 +2,11 @@
 
 B = batch_size, T = ctx_len. Window i of N tokens is tokens[i*T : i*T + T+1]: x (B,T) is its first T tokens, y (B,T) its last T,
 so no two windows predict the same token. Training reads all whole windows in a seeded permutation, then in the next one,
-without end: every token but the first is predicted once per epoch, except the last ones, fewer than T. From the second epoch on
-the window grid is shifted by a seeded offset, and the last window wraps around to the first token, so that a token is
-predicted after another context in each epoch.
-The order of the steps is the same for any number of workers and of processes (each has every world-th window of a common
-batch), and it can continue from any step. Validation reads all windows in order and the rest as a last one, filled up with
-IGNORED targets. With trainer.tbptt, training reads documents instead: rwkv/data/documents.py. Conversations are packed into
-rows: rwkv/data/conversations.py, and pairs of answers too: rwkv/data/pairs.py.
+without end: every token except the first and fewer than T last ones is predicted once per epoch. From the second epoch on the
+grid is shifted by a seeded offset and wraps around, so that a token is predicted after another context in each epoch.
+The order is the same for any number of workers and processes (each has every world-th window of a common batch), and continues
+from any step. Validation reads all windows in order and the rest as a last one, filled up with IGNORED targets. Documents for
+trainer.tbptt: documents.py. Conversations: conversations.py. Pairs of answers: pairs.py.
 """
 
 import os
@@ -36,8 +34,7 @@ class DataModule(LightningDataModule):
     """A corpus as Lightning's loaders. To Lightning, one epoch is the whole run: trainer.max_steps steps.
 
     config.batch_size: rows of a batch in this process. tbptt: segments of each document stream in a training step; 0 for
-    windows. Checkpoints that are saved during fit, in any hook of training or validation, contain the loader's position; after
-    fit Lightning has discarded it.
+    windows. Checkpoints that are saved during fit contain the loader's position; after fit Lightning has discarded it.
     """
 
     def __init__(self, corpus: Corpus, config: DataConfig, ctx_len: int, seed: int, tbptt: int = 0) -> None:
@@ -52,19 +49,24 @@ class DataModule(LightningDataModule):
         """Batches (x, y), each (B,T), or Packed, Pairs or Segments. The loader's state_dict is its position."""
         data: Any
         sampler: Any
-        layout = self._layout()
+        trainer = self.trainer
+        layout = StepLayout(self.config.batch_size)
+        batches = 0                      # of the whole run; without a trainer or a number of steps, of one epoch
+        if trainer is not None:
+            layout = StepLayout(layout.rows, trainer.accumulate_grad_batches, trainer.global_rank, trainer.world_size)
+            batches = max(0, trainer.max_steps) * trainer.accumulate_grad_batches
         if self.tbptt:
             chunks = chunks_of(self.corpus, self.ctx_len, layout.streams)
             data = SegmentDataset(self.corpus.train, self.ctx_len, self.corpus.learnt)
-            batches = self._batches() or -(-int(chunks.segments.sum()) // (layout.streams * self.tbptt))
+            batches = batches or -(-int(chunks.segments.sum()) // (layout.streams * self.tbptt))
             sampler = SegmentSampler(chunks, self.tbptt, layout, batches, self.seed)
         elif self.corpus.conversations:
             data = rows_of(self.corpus.conversations[0], self.ctx_len)
-            batches = self._batches() or -(-len(data) // layout.rows)
+            batches = batches or -(-len(data) // layout.rows)
             sampler = RowSampler(data.counts, layout.rows, batches, self.seed, layout.rank, layout.world, layout.parts)
         else:
             data = Windows(self.corpus.train, self.ctx_len, seed=self.seed)
-            batches = self._batches() or -(-len(data) // layout.rows)
+            batches = batches or -(-len(data) // layout.rows)
             sampler = ShuffleSampler(len(data), layout.rows, batches, self.seed, layout.rank, layout.world)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
@@ -91,17 +93,6 @@ class DataModule(LightningDataModule):
         if state_dict["sha256"] != self.corpus.sha256:
             raise UserError(f"the data have changed since the run began: their SHA-256 was {state_dict['sha256'][:12]} and is "
                             f"{self.corpus.sha256[:12]}; restore them to resume, or begin a new run with init_from=")
-
-    def _batches(self) -> int:
-        """The batches of the whole run; 0, for one epoch, without a trainer or a number of steps."""
-        trainer = self.trainer
-        return 0 if trainer is None or trainer.max_steps < 0 else trainer.max_steps * trainer.accumulate_grad_batches
-
-    def _layout(self) -> StepLayout:
-        trainer = self.trainer
-        if trainer is None:
-            return StepLayout(self.config.batch_size)
-        return StepLayout(self.config.batch_size, trainer.accumulate_grad_batches, trainer.global_rank, trainer.world_size)
 
 
 def _unchanged(batch: Any) -> Any:

@@ -18,10 +18,9 @@ from rwkv.errors import UserError
 
 
 class Pairs(NamedTuple):
-    """A batch of P pairs: x, y, starts (B,T) as in Packed.
+    """A batch of P pairs: x, y, starts (B,T) and weight as in Packed.
 
-    weight: the factor of the mean over the batch's pairs, such that the mean over the processes and batches of a step is the
-    mean over all its pairs. answers (B,T) int64: 2p in the text with pair p's chosen answer, 2p+1 in the text with its rejected
+    answers (B,T) int64: 2p in the text with pair p's chosen answer, 2p+1 in the text with its rejected
     answer, -1 in the padding. numbers (P,) int64: of the pairs in their split.
     """
 

@@ -4,9 +4,9 @@
     corpus.tokenizer, corpus.train, corpus.val, corpus.sizes
 
 A split is end_of_text, document, end_of_text, document, ...: with one before each document, every token of text is predicted
-exactly once. Runs may share a cache_dir and start at the same time. The .bin files of data=binidx are read in place.
+exactly once. Runs may share a cache_dir and start at the same time.
 
-The data alone determine the validation split; the rest is for training (f = val_fraction):
+The validation split depends only on the data (f = val_fraction):
 - stdlib, and several text files: whole files, in a random order that depends only on their names, up to f of all bytes;
 - a single text file: the last f of its characters;
 - jsonl, chat and hf: the first document and one of every 1/f that follow; of a single document, its last part;
@@ -123,8 +123,7 @@ class Corpus:
 def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None, pairs: bool = False) -> Corpus:
     """The data that `config` names, tokenised now or read from config.cache_dir.
 
-    tokenizer: replaces the one that `config` names. pairs: data=chat reads pairs of answers, and needs a tokenizer. Raises
-    UserError if the data cannot be read, tokenised or written, or if a split is shorter than one context, ctx_len + 1 tokens.
+    tokenizer: replaces the one that `config` names. pairs: data=chat reads pairs of answers, and needs a tokenizer.
     """
     cache = Path(config.cache_dir)
     if config.name == "chat":

@@ -6,12 +6,11 @@
                      train-starts.npy  val-...  places where documents begin
 
 KEY is a hash of the content, the split and the tokenizer. A shard is SHARD characters of documents in the source's order, so
-its content depends on the data alone: not on the number of workers, nor on where an earlier run was interrupted. Files are
-written atomically, and a later run keeps the finished ones: the .json of each shard lets an interrupted run resume, and the
-manifest lets a later run start with one look at each file. If two runs start at once, a lock makes the second one wait.
+its content depends only on the data: not on the number of workers or on interruptions. Files are written atomically, and a
+later run keeps the finished ones, by the .json of each shard or by the manifest. A lock makes a second run at once wait.
 
 Workers are threads: most of the time is spent in the tokenizers' libraries, which release Python's lock and use all cores even
-for one shard. The tokenizers byte and char are Python and use one core, which is as fast.
+for one shard. The tokenizers byte and char are Python and use one core.
 """
 
 import os
@@ -48,10 +47,7 @@ SHOWN_AFTER = 2.0                        # seconds before the progress bar appea
 
 
 class Piece(NamedTuple):
-    """A document, or a part of one. where: the name of its file for errors. before: characters of `where` before this text.
-
-    starts_document: it is the first piece of its document. weight: bytes of the source that it counts for in the progress bar.
-    """
+    """A document, or a part of one, whose first piece starts_document. The other fields are as in Document."""
 
     text: str
     val: bool
@@ -74,8 +70,7 @@ def cache_key(identity: Sequence[str], tokenizer: Tokenizer) -> str:
 def tokenise(source: Source, tokenizer: Tokenizer, folder: Path, workers: int = 0) -> dict[str, Any]:
     """Makes the missing and damaged files of `folder` and returns its manifest.
 
-    workers: shards tokenised at a time; 0 for one per core, at most MAX_WORKERS. Raises UserError if a text cannot be read or
-    encoded, or a file cannot be written.
+    workers: shards tokenised at a time; 0 for one per core, at most MAX_WORKERS.
     """
     manifest = read_manifest(folder)
     if manifest is None:
@@ -111,7 +106,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
         return None
     for name, entry in manifest["files"].items():
         path = folder / name
-        if not path.is_file() or not (unchanged(path, entry) or _crc32(path) == entry["crc32"]):     # the size and time may do
+        if not path.is_file() or not (unchanged(path, entry) or crc32(path) == entry["crc32"]):
             return None
     return manifest
 
@@ -173,7 +168,7 @@ def _locked(folder: Path) -> AcquireReturnProxy:
 def _make(source: Source, tokenizer: Tokenizer, counter: LossCounter, folder: Path, workers: int) -> dict[str, Any]:
     for leftover in folder.glob(".*"):   # temporary files of a process that was killed
         leftover.unlink()
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    dtype = dtype_of(tokenizer)
     shards = _make_shards(source, tokenizer, counter, folder, dtype, workers)
     documents = {split: _write_starts(folder, shards, split, dtype, tokenizer.end_of_text) for split in SPLITS}
     names = [_ids_file(number, split) for number, shard in enumerate(shards) for split in SPLITS if shard[split]["tokens"]]
@@ -247,19 +242,14 @@ def _shard(shard: Shard, tokenizer: Tokenizer, counter: LossCounter, folder: Pat
            dtype: np.dtype) -> tuple[dict[str, Any], int]:
     """The shard's entry, and its weight in the progress bar. Its files are made if they are missing or damaged."""
     path = folder / f"{shard.number:05}.json"
-    entry = _read_entry(path, folder, shard.number)
-    if entry is None:
+    entry = read_json(path)
+    files = {split: folder / _ids_file(shard.number, split) for split in SPLITS}
+    made = {split: file for split, file in files.items() if entry and entry[split]["tokens"]}
+    if entry is None or not all(file.is_file() and crc32(file) == entry[split]["crc32"] for split, file in made.items()):
         entry = {split: _write_split([piece for piece in shard.pieces if piece.val == (split == "val")], tokenizer, counter,
-                                     dtype, folder / _ids_file(shard.number, split)) for split in SPLITS}
+                                     dtype, files[split]) for split in SPLITS}
         write_json(path, entry)
     return entry, sum(piece.weight for piece in shard.pieces)
-
-
-def _read_entry(path: Path, folder: Path, number: int) -> dict[str, Any] | None:
-    """The entry of a finished shard; None if it or one of the shard's files is missing or damaged."""
-    entry = read_json(path)
-    files = [(folder / _ids_file(number, split), entry[split]) for split in SPLITS if entry[split]["tokens"]] if entry else []
-    return entry if all(file.is_file() and _crc32(file) == about["crc32"] for file, about in files) else None
 
 
 def _write_split(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter, dtype: np.dtype, path: Path) -> dict[str, int]:
@@ -302,16 +292,21 @@ def _gzip_bpb(source: Source) -> float:
 
 def _entry(path: Path) -> dict[str, Any]:
     now = time.time_ns()                 # before the file is read: `unchanged` compares it with the file's time of change
-    crc32 = _crc32(path)
-    return {"stamp": stamp(path), "time": now, "crc32": crc32}
+    checksum = crc32(path)
+    return {"stamp": stamp(path), "time": now, "crc32": checksum}
 
 
-def _crc32(path: Path) -> int:
-    crc32 = 0
+def crc32(path: Path) -> int:
+    found = 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
-            crc32 = zlib.crc32(block, crc32)
-    return crc32
+            found = zlib.crc32(block, found)
+    return found
+
+
+def dtype_of(tokenizer: Tokenizer) -> np.dtype:
+    """The smallest dtype of files that holds all ids."""
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
 
 
 def _ids_file(number: int, split: str) -> str:

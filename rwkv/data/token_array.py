@@ -47,11 +47,6 @@ class TokenArray:
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenArray, (self.parts, self._offsets)
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TokenArray) and (self.parts, self._offsets) == (other.parts, other._offsets)
-
-    __hash__ = None                      # type: ignore[assignment]
-
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
 

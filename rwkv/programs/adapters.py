@@ -41,6 +41,12 @@ class Adapter:
         """The number of tokens before its texts; None for a state file, which does not say."""
         return 0 if self.context is None else None
 
+    @property
+    def about(self) -> str:
+        if self.merged is not None:
+            return f"LoRA of {self.path}, merged into weights of its own; its texts are a batch of their own"
+        return f"state of {self.path}, before each text; in one batch with the checkpoint's texts"
+
     def load(self, opened: OpenCheckpoint, base: Model) -> tuple[Model, PrefillResult | None]:
         """The model of its texts, and the context before them, None for an empty one."""
         if self.merged is not None:

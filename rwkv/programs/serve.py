@@ -44,7 +44,6 @@ from rwkv.programs.sampling import Chosen, SamplingChoice
 from rwkv.serving.log import say
 
 if TYPE_CHECKING:
-    from rwkv.programs.adapters import Adapter
     from rwkv.serving.worker import Loaded
 
 
@@ -96,7 +95,7 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
             *([("decoding", decoding.partition(": ")[2])] if decoding else []),
             ("chat", f"template {template_line(opened.checkpoint, choice)}"),
             *(("sampling", line) for line in _sampling_lines(chosen)),
-            *(("adapter", _adapter_line(adapter)) for adapter in adapters),
+            *(("adapter", f"{adapter.name}: {adapter.about}") for adapter in adapters),
             ("memory", f"weights about {weights * (1 + copies) / MIB:,.0f} MiB; at most {config.max_rows} texts of "
                        f"{row / MIB:.2f} MiB each, and {config.cache_mib:,} MiB of prefixes"),
             ("states", _kept(config, row))]
@@ -112,12 +111,6 @@ def _sampling_lines(chosen: Mapping[Think, Chosen]) -> list[str]:
         if each != usual:
             lines.append(f"with think={str(think).lower()}: {each}")
     return lines
-
-
-def _adapter_line(adapter: "Adapter") -> str:
-    if adapter.merged is not None:
-        return f"{adapter.name}: LoRA of {adapter.path}, merged into weights of its own; its texts are a batch of their own"
-    return f"{adapter.name}: state of {adapter.path}, before each text; in one batch with the checkpoint's texts"
 
 
 def _kept(config: ServeConfig, size: int) -> str:

@@ -95,7 +95,7 @@ def compare(runs: list[Run], reference: str | None = None) -> Comparison:
         config = flat(run.config)
         labels[run.name] = ", ".join([run.kernel, *(f"{key}={config[key]}" for key in options if key in config)])
     reference = _reference(runs, reference)
-    differences = {run.name: _difference(run, _counterpart(run, runs, labels, reference)) for run in runs}
+    differences = {run.name: _difference(run, runs, labels, reference) for run in runs}
     kernels = [Kernel(label, [run for run in runs if labels[run.name] == label], [])
                for label in dict.fromkeys(labels.values())]
     for kernel in kernels:
@@ -176,17 +176,14 @@ def _reference(runs: list[Run], given: str | None) -> str | None:
     return given or next(iter(preferred + trained), None)
 
 
-def _counterpart(run: Run, runs: list[Run], labels: dict[str, str], reference: str | None) -> Run | None:
-    """The reference's run with the same seed and the same other options."""
+def _difference(run: Run, runs: list[Run], labels: dict[str, str], reference: str | None) -> Curve:
+    """The distance to the loss of the reference's run with the same seed and the same other options; {} without one."""
     options = labels[run.name].removeprefix(run.kernel)
-    return next((other for other in runs if other.kernel == reference and other.seed == run.seed
-                 and labels[other.name].removeprefix(other.kernel) == options), None)
-
-
-def _difference(run: Run, other: Run | None) -> Curve:
-    if other is None or other is run:
+    counterpart = next((other for other in runs if other.kernel == reference and other.seed == run.seed
+                        and labels[other.name].removeprefix(other.kernel) == options), run)
+    if counterpart is run:
         return {}
-    theirs = other.curve("train/loss")
+    theirs = counterpart.curve("train/loss")
     return {step: abs(loss - theirs[step]) for step, loss in run.curve("train/loss").items() if step in theirs}
 
 

@@ -203,8 +203,12 @@ def _plots(comparison: Comparison) -> list[str]:
                      logarithmic=True),
              _times(comparison),
              _curves(comparison, "Tokens per second", "tokens per second", _column("tok_per_sec"), statistics.fmean)]
-    shown = [figure for figure in drawn if figure]
-    return ["<h2>Curves</h2>", _legend(comparison), f'<div class="plots">{"".join(shown)}</div>'] if shown else []
+    if not any(drawn):
+        return []
+    names = [f"<span>{svg.swatch(colour)}{escape(kernel.label)}</span>" for colour, kernel in enumerate(comparison.kernels)
+             if any(kernel.numbers)]
+    legend = f'<div class="legend">{"".join(names)}</div>' if len(names) > 1 else ""
+    return ["<h2>Curves</h2>", legend, f'<div class="plots">{"".join(drawn)}</div>']
 
 
 def _figure(caption: str, figure: str, note: str = "") -> str:
@@ -256,12 +260,6 @@ def _times(comparison: Comparison) -> str:
             if kernel.median("step_ms") is not None]
     legend = " ".join(f'<span><span class="box b{place}"></span>{escape(name)}</span>' for place, (_, name) in enumerate(PARTS))
     return _figure(f"Time of a step: {legend}", svg.bars("time of a step", units.time, rows))
-
-
-def _legend(comparison: Comparison) -> str:
-    names = [f"<span>{svg.swatch(colour)}{escape(kernel.label)}</span>" for colour, kernel in enumerate(comparison.kernels)
-             if any(kernel.numbers)]
-    return f'<div class="legend">{"".join(names)}</div>' if len(names) > 1 else ""
 
 
 def _samples(comparison: Comparison) -> list[str]:

@@ -30,7 +30,7 @@ def changes(runs: Sequence[Run]) -> list[str]:
             if any(f"{subject}/{measure}" in run.tuned.get(when, {}) for measure in MEASURES for when in WHEN)]
     measures = MEASURES | ({"loss": "loss"} if any(map(_learns_pairs, tuned)) else {})
     columns = [*([Column("run", lambda row: text(row[0].name), words=True)] if several else []),
-               Column("text", lambda row: text(_subject(*row)), words=True)]
+               Column("text", _subject, words=True)]
     for measure, words in measures.items():
         columns += [*(Column(f"{words}, {when}", partial(_loss, measure, when)) for when in WHEN),
                     Column(f"{words}, change", partial(_change, measure))]
@@ -69,10 +69,10 @@ def _learns_pairs(run: Run) -> bool:
     return f"val/{REWARDS[0]}" in run.tuned.get("before", {})
 
 
-def _subject(run: Run, subject: str) -> str:
-    """The name of the text, and for pairs of answers the unit of its loss."""
+def _subject(row: tuple[Run, str]) -> str:
+    run, subject = row
     named = f"{SUBJECTS[subject]} ({run.tuned.get('guard')})" if subject == "guard" else SUBJECTS[subject]
-    return named + (UNITS_OF_PAIRS[subject] if _learns_pairs(run) else "")
+    return text(named + (UNITS_OF_PAIRS[subject] if _learns_pairs(run) else ""))
 
 
 def _loss(measure: str, when: str, row: tuple[Run, str]) -> str:

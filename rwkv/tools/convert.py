@@ -40,12 +40,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 def convert(source: Path, target: Path, dtype: str | None = None, format: str | None = None,
             tokenizer: str | None = None, end_of_text: str | None = None, form: str | None = None) -> None:
-    """Writes the checkpoint at `source` to `target`; dtype None keeps each tensor's, format None takes that of the suffix.
+    """Writes the checkpoint at `source` to `target`. dtype: None keeps each tensor's. format: None takes the suffix's.
 
     tokenizer: the name of the one to write with the weights, as in Tokenizer.named; None: the one that `source` has, if any.
     end_of_text: the text of the token of a .json tokenizer that ends a text; None: as in `source`, or else in the file. form:
-    of a Hugging Face directory of RWKV-7, fla or official. Raises UserError if `source` cannot be read, or `target` cannot be
-    written in that format and dtype.
+    of a Hugging Face directory of RWKV-7, fla or official.
     """
     module = formats.load(format) if format else formats.by_suffix(target)
     name = module.__name__.rpartition(".")[2]

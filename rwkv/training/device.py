@@ -27,10 +27,7 @@ def device_for(accelerator: str) -> torch.device:
 
 
 def process_count(options: TrainerConfig, batch_size: int) -> int:
-    """The number of processes to start on this machine, for a run that torchrun has not started.
-
-    Raises UserError if there cannot be that many, or if they cannot work together.
-    """
+    """The number of processes to start on this machine. Raises UserError if there cannot be so many."""
     if options.strategy == "single":
         return 1
     if options.num_nodes > 1:
@@ -48,10 +45,7 @@ def process_count(options: TrainerConfig, batch_size: int) -> int:
 
 
 def share(batch_size: int, strategy: str, num_nodes: int) -> int:
-    """This process's share of the rows that all processes read together.
-
-    Raises UserError if the rows cannot be shared equally, or if the processes cannot work together.
-    """
+    """This process's share of the rows that all processes read together. Raises UserError if it is not a whole number."""
     count = world_size()
     if count > 1 and strategy == "single":
         raise UserError("torchrun started several processes, and trainer=single trains in one: use trainer=ddp or trainer=fsdp")

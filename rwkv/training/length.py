@@ -40,10 +40,8 @@ def with_steps_of_epochs(config: TrainConfig, data: Corpus) -> TrainConfig:
 
 
 def with_max_steps(config: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """The configuration with one length, and with max_steps computed from trainer.max_tokens if that is the one.
-
-    A length that the user gives replaces the one of an experiment or of a resumed run. Raises UserError if the command line
-    gives two.
+    """The configuration with one length, and with max_steps computed from trainer.max_tokens if that is the one. A given length
+    replaces the one of an experiment or of a resumed run.
     """
     own = [key for key in LENGTHS if key in given and getattr(config.trainer, key.removeprefix("trainer.")) is not None]
     if len(own) > 1:

@@ -184,9 +184,10 @@ def _training(run: Run, device: torch.device, task: LanguageModel, data: Corpus)
     if trainer.strategy != "fsdp":
         duration = in_words((training + validation) * _seconds_per_step(task, config, device))
 
-    yield "training", (_length(trainer, steps)
-                       + f" of {config.tokens_per_step:,} tokens: {steps * config.tokens_per_step:,} tokens, {duration}"
-                       + ("" if trainer.epochs else f"; {_part_read(steps / per_epoch)}"))
+    passes = steps / per_epoch
+    part = f"{passes:.1f} epochs" if passes >= 1 else f"{100 * passes:.2g} % of the training data"
+    yield "training", (f"{_length(trainer, steps)} of {config.tokens_per_step:,} tokens: {steps * config.tokens_per_step:,} "
+                       f"tokens, {duration}" + ("" if trainer.epochs else f"; {part}"))
     yield from _wrong_length(config, trainer.max_steps / per_epoch, bool(data.conversations))
     time_share = validation / max(training + validation, 1e-9)
     yield from _validation(trainer.val_tokens, data.sizes.val_tokens, validations, time_share)
@@ -211,10 +212,6 @@ def _wrong_length(config: TrainConfig, epochs: float, conversations: bool) -> It
     if config.init_from is not None and steps <= rising:
         yield "WARNING", (f"little is learnt: the learning rate rises over optim.warmup_steps={rising} steps, and the run has "
                           f"{steps}; take more data, a smaller data.batch_size, or a lower optim.warmup_steps")
-
-
-def _part_read(epochs: float) -> str:
-    return f"{epochs:.1f} epochs" if epochs >= 1 else f"{100 * epochs:.2g} % of the training data"
 
 
 def in_words(seconds: float) -> str:

@@ -26,20 +26,16 @@ from rwkv.training.run.directory import Run
 
 
 def kernel_for(model: ModelConfig, kernel: str, device: torch.device, precision: str) -> tuple[Any, str]:
-    """The operator, and its name; for kernel=auto the name includes the reason for the choice.
-
-    Raises as rwkv.model.operators.operator_for does.
-    """
+    """The operator, and its name; for kernel=auto the name includes the reason for the choice."""
     dtype = dtype_for(precision)
     wkv = operator_for(model, kernel, device, dtype)
     return wkv, why_auto(generation(model).OPERATOR, device, dtype) if kernel == AUTO else wkv.name
 
 
 def data_for(run: Run, device: torch.device) -> Corpus:
-    """The run's data, which the first process tokenises for all.
+    """The run's data, which the first process tokenises for all. Raises UserError if the model or its checkpoints do not fit.
 
-    Raises UserError if the model or its checkpoints do not fit, and as rwkv.data.prepare.prepare does. The size of a vocabulary
-    that is made from the data is unknown before, so capacity is checked twice: for the smallest vocabulary, and for its own.
+    A vocabulary made from the data has an unknown size before: capacity is checked for the smallest one, and again.
     """
     config = run.config
     smallest = run.tokenizer.vocab_size if run.tokenizer else 1
@@ -51,7 +47,7 @@ def data_for(run: Run, device: torch.device) -> Corpus:
 
 def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: Any,
               tune: TuneConfig | None = None) -> Model:
-    """The model to train. config: its sizes, as in init_checkpoint except for ctx_len. tune: None trains all weights."""
+    """config: the sizes, as in init_checkpoint except for ctx_len. tune: None trains all weights."""
     if init_checkpoint is None:
         return Model(config, tokenizer.vocab_size, wkv).init_weights()
     if tune is None or tune.method == "full":

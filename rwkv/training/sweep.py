@@ -85,9 +85,6 @@ class Sweep:
         content = {"order_seed": ORDER_SEED, "runs": [asdict(entry) for entry in self.entries]}
         write_file(self.folder / reading.SWEEP, lambda file: file.write(json.dumps(content, indent=1).encode()))
 
-    def to_do(self) -> list[Entry]:
-        return sorted((entry for entry in self.entries if entry.status != FINISHED), key=lambda entry: entry.order)
-
     def count(self, status: str) -> int:
         return sum(entry.status == status for entry in self.entries)
 
@@ -111,9 +108,8 @@ class Stop(StopRequest):
 
 
 def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
-    """Trains all unfinished runs and writes the report. Raises UserError when the directory belongs to something else.
-
-    Exit status: 0, 1 if a run failed, 2 if no kernel can run here, 130 after Ctrl-C.
+    """Trains all unfinished runs and writes the report. Exit status: 0, 1 if a run failed, 2 if no kernel can run here, 130
+    after Ctrl-C.
     """
     sweep = opened(line, jobs_of)
     lock = RunLock()
@@ -132,7 +128,7 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
 
 def train_all(sweep: Sweep) -> bool:
     """Trains the unfinished runs one after the other. Returns whether a signal stopped it."""
-    to_do = sweep.to_do()
+    to_do = sorted((entry for entry in sweep.entries if entry.status != FINISHED), key=lambda entry: entry.order)
     log(labelled("sweep", f"{sweep.folder}: {len(sweep.entries)} runs, {len(to_do)} to do, in an order shuffled with seed "
                  f"{ORDER_SEED}", sys.stderr))
     with Stop() as stop:
@@ -313,9 +309,8 @@ def conclude(sweep: Sweep) -> None:
     log(f"report     {written}")
     if sweep.count(STOPPED) + sweep.count(WAITING) + sweep.count(FAILED):
         log(f"continue with: python train.py -m resume=auto {quote(f'out_dir={sweep.folder}')}")
-    config = next(iter(sweep.configs.values()))
     if sweep.count(FINISHED):
-        log_report(config.logger, sweep.folder, *report.table(sweep.folder))
+        log_report(next(iter(sweep.configs.values())).logger, sweep.folder, *report.table(sweep.folder))
 
 
 def status_of(sweep: Sweep, stopped: bool) -> int:

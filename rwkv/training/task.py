@@ -56,10 +56,7 @@ class LanguageModel(lightning.LightningModule):
         self.grad_norm: Tensor | None = None     # of the last step, before clipping; None if gradients are not clipped
         self.preferences: Any = None     # Preferences, for an objective of pairs
         self.rewards = torch.zeros(len(REWARDS))         # of this process's batches of a step, weighted
-        self._nats = 0.0                 # sums of a validation
-        self._tokens = 0
-        self._rewards = torch.zeros(len(REWARDS))
-        self._own: tuple[Tensor, Tensor] | Packed | Whole | Pairs | None = None       # this process's batch of the next round
+        self.on_validation_epoch_start()
 
     def training_step(self, batch: tuple[Tensor, Tensor] | Packed | Segments | Pairs, batch_idx: int) -> Tensor:
         if isinstance(batch, Pairs):
@@ -100,10 +97,10 @@ class LanguageModel(lightning.LightningModule):
         return head_loss(hidden.flatten(0, 1), self.model.head.weight, y.flatten(), optim.l2_wrap, optim.confidence_penalty)
 
     def on_validation_epoch_start(self) -> None:
-        self._nats = 0.0
+        self._nats = 0.0                 # sums of a validation
         self._tokens = 0
         self._rewards = torch.zeros(len(REWARDS))
-        self._own = None
+        self._own: tuple[Tensor, Tensor] | Packed | Whole | Pairs | None = None       # this process's batch of the next round
 
     def validation_step(self, batch: tuple[Tensor, Tensor] | Packed | Whole | Pairs, batch_idx: int) -> None:
         """Each of n processes computes every n-th batch, all at the same time, and the sums are added up at the end.

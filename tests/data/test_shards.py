@@ -179,7 +179,8 @@ def test_cached_data_are_not_made_again(library: DataConfig, monkeypatch: pytest
     for made in ("rwkv.data.shards._shard", "rwkv.data.shards._gzip_bpb", "rwkv.tokenizer.tokenizers.JsonTokenizer.train"):
         monkeypatch.setattr(made, None)
     second = prepare(library, 16)
-    assert (second.sizes, second.tokenizer.hash, second.train) == (first.sizes, first.tokenizer.hash, first.train)
+    assert (second.sizes, second.tokenizer.hash) == (first.sizes, first.tokenizer.hash)
+    assert second.train[:].tolist() == first.train[:].tolist()
 
 
 def test_files_unchanged_for_a_while_are_not_read_again(library: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:

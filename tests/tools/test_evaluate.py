@@ -24,7 +24,6 @@ from rwkv.evaluation import (
     count_tokens,
     read_answers,
     read_last_words,
-    read_text,
     score_text,
     score_texts,
 )
@@ -308,7 +307,7 @@ def test_a_text_shorter_than_two_tokens_is_predicted_from_the_end_of_text(run: R
 def test_a_character_may_be_cut_by_every_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     monkeypatch.setattr(files, "CHUNK", 1)
-    assert "".join(read_text(tmp_path / "text.txt")) == TEXT
+    assert "".join(files.chunks(tmp_path / "text.txt")) == TEXT
 
 
 def hears_ctrl_c() -> None:

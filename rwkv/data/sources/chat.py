@@ -65,7 +65,6 @@ class Conversation(NamedTuple):
 
 
 def source(config: DataConfig, cache: Path) -> Source:
-    """Raises UserError if there is no file; reading raises it, with the file and the line, for other entries."""
     named, others = _files(str(config.path))
     template = template_of(config)
 
@@ -100,7 +99,7 @@ def template_of(config: DataConfig) -> ChatTemplate:
 
 
 def conversations(config: DataConfig, template: ChatTemplate | None = None, pairs: bool = False) -> Iterator[Conversation]:
-    """All conversations in the order of the files. Raises UserError as `source` says, and where fewer than two are learnt.
+    """All conversations in the order of the files. Raises UserError for a wrong entry, and if fewer than two are learnt.
 
     template: replaces the one that `config` names. pairs: each entry is a pair and gives two conversations, with the chosen and
     then with the rejected answer; both are in one split, and both are learnt or neither.
@@ -146,10 +145,7 @@ def parts_of(entry: dict[str, Any], where: str, template: ChatTemplate) -> list[
 
 
 def parts_of_pair(entry: dict[str, Any], where: str, template: ChatTemplate) -> tuple[list[Part], list[Part]]:
-    """The rendered conversations with the chosen and with the rejected answer; only the answers are learnt.
-
-    Raises UserError with `where` if the entry is no pair.
-    """
+    """The rendered conversations with the chosen and with the rejected answer; only the answers are learnt."""
     try:
         chosen, rejected = _pair(entry)
         tools = _tools(entry)

@@ -29,10 +29,9 @@ class Content(NamedTuple):
 
 
 def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
-    """(name, file) of the file `path`, of the files in a folder with one of the endings, or of those that match a pattern.
+    """(name, file) of the file `path`, of the files in a folder with one of the endings, or of the files that match a pattern.
 
-    Sorted by name, which is relative to the folder. A file that has several names through links is listed once. Raises
-    UserError if there is no file.
+    Sorted by name, which is relative to the folder. A file that has several names through links is listed once.
     """
     if Path(path).is_file():
         return [(Path(path).name, Path(path))]
@@ -40,7 +39,9 @@ def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
     files = _each_once(file for pattern in patterns for file in _glob(pattern) if file.is_file())
     if not files:
         raise UserError(_no_files(path, endings))
-    root = _folder_of(path)
+    root = Path(path)                    # the folder, or the part of a pattern before its first wildcard
+    while glob.has_magic(str(root)) and not root.exists():
+        root = root.parent
     return [(file.relative_to(root).as_posix(), file) for file in files]
 
 
@@ -162,14 +163,6 @@ def _each_once(files: Iterable[Path]) -> list[Path]:
     for file in sorted(set(files), key=lambda file: (file.is_symlink(), file)):
         named.setdefault(file.resolve(), file)
     return sorted(named.values())
-
-
-def _folder_of(path: str) -> Path:
-    """The folder itself, or the part of a pattern before its first wildcard."""
-    plain = Path(path)
-    while glob.has_magic(str(plain)) and not plain.exists():
-        plain = plain.parent
-    return plain
 
 
 def _no_files(path: str, endings: Sequence[str]) -> str:

@@ -14,10 +14,6 @@ ROWS = 256                               # read at once
 
 
 def source(config: DataConfig, cache: Path) -> Source:
-    """Raises UserError if the dataset cannot be loaded or has no column data.field of strings.
-
-    The first document and one of every 1/val_fraction are for validation.
-    """
     dataset = _load(str(config.path), config.split)
     texts = [name for name, kind in dataset.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
     if not len(dataset):
@@ -39,22 +35,20 @@ def _load(path: str, split: str) -> Any:
         import datasets
     except ImportError:
         raise UserError("data=hf needs the library `datasets`: pip install '.[hf]'") from None
+    suffix = Path(path).suffix
     try:
-        found = _open(datasets, path, split)
+        if (Path(path) / "state.json").exists() or (Path(path) / "dataset_dict.json").exists():
+            found = datasets.load_from_disk(path)
+        elif suffix in FORMATS:
+            found = datasets.load_dataset(FORMATS[suffix], data_files={split: path}, split=split)
+        else:
+            found = datasets.load_dataset(path, split=split)
     except Exception as error:           # errors of all its sources: files, the network, ...
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"cannot load data.path={path} with the library `datasets`: {reason}") from None
     if isinstance(found, dict) and split not in found:
         raise UserError(f"data.path={path} has no split {split!r}; it has {', '.join(found)}: choose with data.split=NAME")
     return found[split] if isinstance(found, dict) else found
-
-
-def _open(datasets: Any, path: str, split: str) -> Any:
-    if (Path(path) / "state.json").exists() or (Path(path) / "dataset_dict.json").exists():
-        return datasets.load_from_disk(path)
-    if Path(path).suffix in FORMATS:
-        return datasets.load_dataset(FORMATS[Path(path).suffix], data_files={split: path}, split=split)
-    return datasets.load_dataset(path, split=split)
 
 
 def _texts(dataset: Any, config: DataConfig) -> Iterator[tuple[str, str, int | None]]:

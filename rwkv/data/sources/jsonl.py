@@ -26,10 +26,6 @@ OTHER_FILES = {b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file", b"PK\3\4":
 
 
 def source(config: DataConfig, cache: Path) -> Source:
-    """Raises UserError if there is no file; reading raises it for a line that is no such object. Blank lines are skipped.
-
-    The first document and one of every 1/val_fraction are for validation.
-    """
     found = files(str(config.path))
     paths = [path for _, path in found]
 
@@ -51,10 +47,7 @@ def files(path: str, endings: Sequence[str] = ENDINGS) -> list[tuple[str, Path]]
 
 
 def entries(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
-    """(object, where, bytes of the file read for it) of each line that is not blank, or of each entry of a JSON list.
-
-    Raises UserError for anything else.
-    """
+    """(object, where, bytes of the file read for it) of each line that is not blank, or of each entry of a JSON list."""
     beginning = _beginning(path)
     kind = next((kind for magic, kind in OTHER_FILES.items() if beginning.startswith(magic)), None)
     if kind:

@@ -20,7 +20,6 @@ class Text(NamedTuple):
 
 
 def source(config: DataConfig) -> Source:
-    """Raises UserError if this Python has no source files."""
     text = read_stdlib(Path(sysconfig.get_path("stdlib")), config.val_fraction)
     about = (f"{len(text.train) + len(text.val)} .py files of this Python's standard library, "
              f"{len(text.val)} of them for validation")

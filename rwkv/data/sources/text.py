@@ -10,7 +10,6 @@ from rwkv.errors import UserError
 
 
 def source(config: DataConfig, cache: Path) -> Source:
-    """Raises UserError if data.path matches no file, or only empty ones."""
     found = [(name, path) for name, path in matching(str(config.path), (".txt",)) if path.stat().st_size]
     if not found:
         raise UserError(f"data.path={config.path} is empty: give a text in UTF-8")
@@ -20,7 +19,6 @@ def source(config: DataConfig, cache: Path) -> Source:
 
 
 def _one(path: Path, val_fraction: float, cache: Path) -> Source:
-    """The last val_fraction of the characters is for validation. The source's sha256 is that of the file."""
     ((digest, characters),) = contents([path], cache, text=True)
     cut = validation_begins(characters, val_fraction, f"data.path={path}")
 
@@ -34,7 +32,6 @@ def _one(path: Path, val_fraction: float, cache: Path) -> Source:
 
 
 def _several(found: list[tuple[str, Path]], config: DataConfig, cache: Path) -> Source:
-    """The first files, in a random order that depends only on their names, are for validation."""
     paths = [path for _, path in found]
     sizes = [path.stat().st_size for path in paths]
     count = count_reaching(config.val_fraction, sizes)

@@ -79,8 +79,7 @@ class Checkpoints(Callback):
     def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._saved = (trainer.global_step, False)       # saved again only if the run repeats this step's validation
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
-                           batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return

@@ -37,8 +37,7 @@ class Divergence(Callback):
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._lr = trainer.optimizers[0].param_groups[0]["lr"]
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
-                           batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._loss = self._loss + outputs["loss"].detach()
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return

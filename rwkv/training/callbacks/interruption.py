@@ -26,22 +26,21 @@ class StopCleanly(Callback):
         self.checkpoints = checkpoints
         self._stop = StopRequest(on_signal=_announce_stop)
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_train_start(self, *_: Any) -> None:
         self._stop.install()
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
-                           batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         between_steps = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if between_steps and not self.checkpoints.validation_follows(trainer):
             self._stop_if_requested(trainer)
 
-    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_validation_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._stop_if_requested(trainer)
 
     def on_validation_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._stop_if_requested(trainer)
 
-    def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+    def teardown(self, *_: Any) -> None:
         self._stop.restore()
 
     def _stop_if_requested(self, trainer: lightning.Trainer) -> None:

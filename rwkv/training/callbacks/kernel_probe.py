@@ -8,9 +8,8 @@ The machine is always recorded. trainer.probe=true adds:
   model begins with matrices of zero, so that before it all gradients that reach the operator are zero. If no weight before the
   operator is trained, as in the first layers of some tuned models, only its output is measured.
 
-The probe does not change training by a bit: the operator is wrapped during sampled steps only, clocks only read the time, and
-errors are measured in an extra pass over half of a batch (so that it takes less memory than a step). Its gradients are dropped,
-and the random generators are restored after it (tune.dropout draws from them).
+The probe does not change training by a bit. Errors are measured in an extra pass over half of a batch, which takes less memory
+than a step; its gradients are dropped, and the random generators are restored after it (tune.dropout draws from them).
 """
 
 import importlib
@@ -185,8 +184,7 @@ class Probe(Callback):
             "finished": False}
         self._write()
 
-    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any,
-                             batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if rank() > 0 or self._disabled:
             return
         self._batch = batch
@@ -196,12 +194,13 @@ class Probe(Callback):
             self.measured["errors"]["start"] = measure_errors(trainer, pl_module, batch)
             self._write()
             self._exclude(time.perf_counter() - start)
-        if batch_idx % self.options.accumulate == 0 and self._is_sampled(step):
+        timed = step - self._first_step - self._warm_up()
+        is_sampled = timed >= 0 and timed % max(1, self._max_steps // SAMPLES) == 0
+        if batch_idx % self.options.accumulate == 0 and is_sampled:
             self._sample = Sample(step, pl_module.device.type)
             self._wrapped = Wrapped(pl_module, self._sample.wrap)
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any,
-                           batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._sample is not None and (batch_idx + 1) % self.options.accumulate == 0:
             self._sample.end()
             self._samples.append(self._sample)
@@ -231,10 +230,6 @@ class Probe(Callback):
             self._wrapped.restore()
         self._wrapped = None
         self._sample = None
-
-    def _is_sampled(self, step: int) -> bool:
-        timed = step - self._first_step - self._warm_up()
-        return timed >= 0 and timed % max(1, self._max_steps // SAMPLES) == 0
 
     def _warm_up(self) -> int:
         return min(WARM_UP, self._max_steps // 5)

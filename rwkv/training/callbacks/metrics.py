@@ -53,8 +53,7 @@ class Metrics(Callback):
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._start_interval()
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
-                           batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         tokens = batch[0].numel() * world_size()
         self._interval_tokens += tokens
         self._interval_counted += getattr(batch, "tokens", tokens)

@@ -52,8 +52,7 @@ class Samples(Callback):
         if rank() == 0:
             write_file(self.path, lambda file: file.writelines(map(_line, self._rows)))
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
-                           batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return

@@ -68,10 +68,7 @@ def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
 
 
 def create(run: Run, resolved: dict[str, Any]) -> None:
-    """Makes the directory, writes the resolved configuration into it and points runs/latest to it.
-
-    Raises UserError if the directory cannot be made, or if another process has begun a run in it.
-    """
+    """Makes the directory, writes the resolved configuration into it and points runs/latest to it."""
     try:
         run.out_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:

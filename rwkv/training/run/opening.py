@@ -21,9 +21,6 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
     """A new run, or the one that `resume` names. Nothing is written yet.
 
     given: the keys that the user set on the command line. chosen: the options that the groups among these keys set.
-    Raises UserError if the new run's directory is not empty, if a given key has no effect or is for another generation of
-    models, if there is nothing to resume, if another process trains that run, if a FIXED option differs from the run's, and if
-    a given key differs from the checkpoint that `init_from` names.
     """
     if config.resume is not None and config.init_from is not None:
         raise UserError("resume= continues a run, and init_from= begins one with the weights of another: give one of them")
