@@ -18,33 +18,39 @@ from rwkv.errors import UserError
 
 SCALED = ("time_mix", "time_decay", "time_first")        # SCALED_lr_scale are the factors on learning rates
 GENERATIONS = tuple(sorted(path.stem for path in (Path(__file__).parent / "model").glob("rwkv*.py") if path.stem[4:].isdigit()))
-ORTHOGONAL = ("muon", "normuon")                         # optimisers that treat the blocks' matrices apart
+ORTHOGONAL = ("muon", "normuon")                         # optimisers with an update of their own for the blocks' matrices
 LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # each says how long to train
-MIB = 2**20                              # bytes, of options that end so
-BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}     # of a weight of a matrix, with its share of the scales
-DTYPES = tuple(BITS)                     # that a model computes in, and of frozen matrices
+MIB = 2**20                              # bytes; the unit of options whose names end in _mib
+BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}     # of a weight in a matrix; int4: with its share of the scales
+DTYPES = tuple(BITS)
 PREFERENCES = ("dpo", "ipo")             # objectives that learn from pairs of answers
 LIKELIHOOD = ("tune.objective", "likelihood")
 NEXT_PAIR = re.compile(r",(?=[^,=/\\]+=)")              # a comma before NAME=, and no other one: paths may have commas
 THINK = ("false", "true", "fake")        # how answers begin: rwkv/chat/thoughts.py
-PATH, NAME, TEXT = "path", "name", "text"                # free text, which is taken verbatim from the command line
-GRAMMAR = "grammar"                                      # of Hydra, in which all other options are written
+PATH = "path"                            # the kinds of free text, which is taken verbatim from the command line
+NAME = "name"
+TEXT = "text"
+GRAMMAR = "grammar"                      # of Hydra, in which all other options are written
 
 
 def option(default: Any, help: str, *, one_of: Collection[str] | None = None, least: float | None = None,
            most: float = math.inf, above: float | None = None, below: float = math.inf, verbatim: str | None = None,
-           filled: bool = False, only: str | None = None, needs: tuple[str, ...] = (), heading: str | None = None,
-           **more: Any) -> Any:
+           filled: bool = False, needs: tuple[str, ...] = (), heading: str | None = None, or_zero: bool = False,
+           served: tuple[float, float] | None = None, typed: Any = None, read: Callable[[Any], Any] | None = None) -> Any:
     """A dataclass field for one option.
 
     default: the value, or a function that makes it, as list. help: its text in --help. heading: the title there of this option
-    and of those after it. one_of, least, most, above and below: the allowed values, beside None; least: a finite number of that
-    size. verbatim: PATH (~/ is the home folder), NAME, TEXT (null is a text) or GRAMMAR; None for the rule of `free_text`.
-    filled: no text may be empty. only: the generation of models that has the option, None for all. needs: an option by its
-    dotted key, and the values of it with which alone this one has an effect. more: further metadata.
+    and of those after it. one_of, least, most, above and below: the allowed values, beside None; with least, a number must be
+    finite. verbatim: PATH (~/ is the home folder), NAME, TEXT (null is a text) or GRAMMAR; None for the rule of `free_text`.
+    filled: no text may be empty. needs: the dotted key of another option, and the values of it for which this option has an
+    effect.
+
+    For Sampling: or_zero: 0 is allowed too. served: the range in requests, if OpenAI's differs. typed: the type on the command
+    line, if it differs from the field's; read: the function from one to the other.
     """
     metadata = {"help": help, "heading": heading, "one_of": one_of, "least": least, "most": most, "above": above,
-                "below": below, "verbatim": verbatim, "filled": filled, "only": only, "needs": needs, **more}
+                "below": below, "verbatim": verbatim, "filled": filled, "needs": needs, "or_zero": or_zero, "served": served,
+                "typed": typed, "read": read}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -64,7 +70,7 @@ def options(schema: type, prefix: str = "") -> dict[str, Field]:
 def free_text(item: Field) -> str | None:
     """PATH, NAME or TEXT for an option whose value is free text, taken as it stands; None for one in Hydra's grammar.
 
-    A text is free where its option does not say otherwise and has no list of choices.
+    A text without a list of choices is free, unless its option says otherwise.
     """
     stated: str | None = item.metadata["verbatim"]
     if stated is None and item.type in (str, str | None, list[str]) and not item.metadata["one_of"]:
@@ -75,7 +81,8 @@ def free_text(item: Field) -> str | None:
 def check_options(config: Any, group: str = "") -> None:
     """Raises UserError for the first value of `config` that its option does not allow. group: the prefix of names, "model."."""
     for item in fields(config):
-        value, limits = getattr(config, item.name), item.metadata
+        value = getattr(config, item.name)
+        limits = item.metadata
         if value is None or not limits:
             continue
         if limits["filled"] and "" in (value if isinstance(value, list) else [value]):
@@ -89,14 +96,6 @@ def check_options(config: Any, group: str = "") -> None:
             _between(group + item.name, value, limits["above"], limits["below"])
 
 
-def require_options_of(generation: str, config: Any, group: str) -> None:
-    """Raises UserError for the first option of `config` that another generation of models has, unless it is at its default."""
-    for item in fields(config):
-        if item.metadata["only"] not in (None, generation) and getattr(config, item.name) != item.default:
-            raise UserError(f"{group}{item.name} is an option of {item.metadata['only']}, and the model is {generation}: leave "
-                            "it out, or take another model=")
-
-
 def require_effect(config: Any, given: Iterable[str]) -> None:
     """Raises UserError for the first of the `given` keys that changes nothing in this configuration."""
     known = options(type(config))
@@ -105,9 +104,9 @@ def require_effect(config: Any, given: Iterable[str]) -> None:
         if not needs:
             continue
         needed, *allowed = needs
-        group, name = needed.split(".")
-        value = getattr(getattr(config, group), name)
+        value = operator.attrgetter(needed)(config)
         if value not in allowed:
+            group, name = needed.split(".")
             shown = group if name in ("name", "method") else needed          # these two are set by their group
             raise UserError(f"{key} is for {shown}={' or '.join(allowed)}, and has no effect with {shown}={value}: leave it "
                             f"out, or give {shown}={allowed[0]}")
@@ -120,31 +119,30 @@ class KernelConfig:
 
 @dataclass
 class ModelConfig:
-    """The widths of a model; rwkv/model/GENERATION.py says which it has, and what null means."""
+    """The widths of a model. rwkv/model/GENERATION.py says what null means, and lists the options of one generation."""
 
     generation: str = option("rwkv4", "architecture, set by model=", one_of=GENERATIONS, heading="Model")
     n_layer: int = option(4, "number of blocks", least=1, most=10_000)
     n_embd: int = option(192, "width in channels", least=1)
-    n_att: int | None = option(None, "width inside time mixing; null: n_embd (rwkv4)", least=1, only="rwkv4")
+    n_att: int | None = option(None, "width inside time mixing; null: n_embd (rwkv4)", least=1)
     n_ffn: int | None = option(None, "width inside channel mixing; null: 4 n_embd", least=1)
-    head_size: int = option(64, "width of a head (rwkv7)", least=1, only="rwkv7")
+    head_size: int = option(64, "width of a head (rwkv7)", least=1)
     decay_low_rank_dim: int | None = option(None, "rank of the decay, w1 and w2; null: as RWKV-LM has it for n_embd (rwkv7)",
-                                            least=1, only="rwkv7")
-    a_low_rank_dim: int | None = option(None, "rank of a1 and a2 (rwkv7)", least=1, only="rwkv7")
-    v_low_rank_dim: int | None = option(None, "rank of v1 and v2 (rwkv7)", least=1, only="rwkv7")
-    gate_low_rank_dim: int | None = option(None, "rank of the gate, g1 and g2 (rwkv7)", least=1, only="rwkv7")
+                                            least=1)
+    a_low_rank_dim: int | None = option(None, "rank of a1 and a2 (rwkv7)", least=1)
+    v_low_rank_dim: int | None = option(None, "rank of v1 and v2 (rwkv7)", least=1)
+    gate_low_rank_dim: int | None = option(None, "rank of the gate, g1 and g2 (rwkv7)", least=1)
     deep_embed_dim: int | None = option(None, "width of DeepEmbed's matrix of each token, 32 in RWKV-7a; null: none (rwkv7)",
-                                        least=1, only="rwkv7")
+                                        least=1)
     ctx_len: int = option(128, "tokens in a training window", least=1)
 
     def __post_init__(self) -> None:
         check_options(self, "model.")
-        require_options_of(self.generation, self, "model.")
 
 
 @dataclass
 class DataConfig:
-    """What val_fraction means for each kind of data: rwkv/data/prepare.py."""
+    """rwkv/data/prepare.py says how val_fraction divides each kind of data."""
 
     name: str = option("stdlib", "set by data=", one_of=("stdlib", "text", "jsonl", "chat", "binidx", "hf"),
                        heading="Data")
@@ -156,7 +154,7 @@ class DataConfig:
     think: str = option("false", "how answers begin that are learnt: true: those with thoughts after the prompt that asks for "
                         "thoughts; fake: the last one after an empty thought; false: as a conversation has them",
                         one_of=THINK, needs=("data.name", "chat"))
-    preview: bool = option(False, "true: show two conversations, with what is learnt marked, and train nothing",
+    preview: bool = option(False, "true: show two conversations, with learnt text marked, and train nothing",
                            needs=("data.name", "chat"))
     split: str = option("train", "split of a Hugging Face data set", filled=True, needs=("data.name", "hf"))
     tokenizer: str = option("bpe", "byte, char, bpe (made from the text), world, FILE.json or FILE.txt", verbatim=PATH)
@@ -192,12 +190,12 @@ class OptimConfig:
                               needs=("optim.name", *ORTHOGONAL))
     matrix_momentum: float = option(0.95, "momentum of the blocks' matrices under muon and normuon",
                                     needs=("optim.name", *ORTHOGONAL))
-    time_mix_lr_scale: float = option(1.0, "factor on the rate of time_mix_* (rwkv4)", least=0, only="rwkv4")
+    time_mix_lr_scale: float = option(1.0, "factor on the rate of time_mix_* (rwkv4)", least=0)
     time_decay_lr_scale: float = option(2.0, "factor on the rate of the decays: rwkv4's time_decay, rwkv7's w0", least=0)
-    time_first_lr_scale: float = option(3.0, "factor on the rate of time_first (rwkv4)", least=0, only="rwkv4")
+    time_first_lr_scale: float = option(3.0, "factor on the rate of time_first (rwkv4)", least=0)
     betas: tuple[float, float] = option((0.9, 0.99), "decay rates of Adam's two moments")
     eps: float = option(1e-8, "Adam's epsilon", least=0)
-    weight_decay: float = option(0.0, "weight decay, of matrices alone", least=0)
+    weight_decay: float = option(0.0, "weight decay of matrices", least=0)
     grad_clip: float = option(1.0, "largest norm of the whole gradient; 0: no clipping", least=0)
     l2_wrap: float = option(1e-4, "penalty on each position's largest logit, as in RWKV-LM; 0: none", least=0, needs=LIKELIHOOD)
     confidence_penalty: float = option(0.0, "weight of a penalty on predictions of low entropy", least=0, needs=LIKELIHOOD)
@@ -216,7 +214,7 @@ class OptimConfig:
 
     @property
     def last_lr(self) -> float:
-        """The learning rate of the last step. A twentieth of lr is rounded, so that that of 3e-3 is exactly 1.5e-4."""
+        """The learning rate of the last step. Rounding makes a twentieth of 3e-3 exactly 1.5e-4."""
         return float(f"{self.lr / 20:.6g}") if self.min_lr is None else self.min_lr
 
 
@@ -293,7 +291,7 @@ ENGLISH = "english"                      # the text of tune.guard that comes wit
 
 @dataclass
 class TuneConfig:
-    """What is trained of the weights that init_from= gives. LoRA: Hu et al. 2021 (arXiv 2106.09685): W + alpha / rank B A."""
+    """The trained part of the weights of init_from=. LoRA: Hu et al. 2021 (arXiv 2106.09685): W + alpha / rank B A."""
 
     method: str = option("full", "set by tune=", one_of=("full", "lora", "state"), heading="Tuning")
     rank: int = option(16, "rank of each adapter (lora)", least=1, needs=LORA)
@@ -325,7 +323,7 @@ class TuneConfig:
 
     @property
     def prefers(self) -> bool:
-        """Whether pairs of answers are learnt from."""
+        """Whether the objective learns from pairs of answers."""
         return self.objective in PREFERENCES
 
 
@@ -347,7 +345,6 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         whole_number("seed", self.seed, most=2**32 - 1)          # the largest that NumPy's generator takes
-        require_options_of(self.model.generation, self.optim, "optim.")
         if self.trainer.strategy == "fsdp" and self.tune.method != "full":
             raise UserError("trainer=fsdp divides weights that are trained, and most are frozen here: use trainer=ddp")
         if self.tune.prefers:
@@ -376,7 +373,8 @@ class TrainConfig:
         return self.data.batch_size * self.model.ctx_len * segments * self.trainer.accumulate
 
 
-SMALL, LARGE = 1e-30, 1e30               # limits of options of sampling, so that logits stay within float32
+SMALL = 1e-30                            # limits of options of sampling, so that logits stay within float32
+LARGE = 1e30
 ORDERS = ("hf", "rwkv")
 
 
@@ -393,7 +391,7 @@ def _biases(texts: Iterable[str]) -> dict[int, float]:
 
 
 def _texts_and_ids(texts: Iterable[str]) -> list[str | int]:
-    """The texts, and for one that is a list of numbers in brackets these numbers."""
+    """The texts; one that is a list of numbers in brackets becomes these numbers."""
     found: list[str | int] = []
     for text in texts:
         ids = re.fullmatch(r"\[\s*(\d+(?:\s*,\s*\d+)*)\s*\]", text, re.ASCII)
@@ -401,55 +399,43 @@ def _texts_and_ids(texts: Iterable[str]) -> list[str | int]:
     return found
 
 
-def sampling_option(default: Any, help: str, *, served: tuple[float, float] | None = None, typed: Any = None,
-                    read: Callable[[Any], Any] | None = None, or_zero: bool = False, **more: Any) -> Any:
-    """A field of Sampling; `option` has the other arguments.
-
-    served: the range in requests, where it is not the option's own: OpenAI's. typed: the type on the command line, where it is
-    another one; read: what makes the field's value of that. or_zero: 0 is allowed too.
-    """
-    return option(default, help, served=served, typed=typed, read=read, or_zero=or_zero, **more)
-
-
 @dataclass(frozen=True)
 class Sampling:
-    """How tokens are chosen: what the command line, requests, the engine and kernels/draw take.
+    """The options of sampling, for the command line, requests, the engine and kernels/draw.
 
-    Each option is stated here alone. Those of generate.py, chat.py and serve.py and the fields of requests derive from it.
-    Raises UserError for a value out of range or of another type; integers may be NumPy's or torch's.
+    The options of generate.py, chat.py and serve.py and the fields of requests derive from these. Raises UserError for a value
+    out of range or of another type; integers may be NumPy's or torch's.
 
     The penalties (rwkv/generation/sampling.py has the formula): repetition_penalty (CTRL, arXiv 1909.05858) is for tokens of
-    the prompt and of the text that is written; presence_penalty and frequency_penalty (OpenAI's API) are for those of the text
-    alone, so that each answer of a conversation begins without, and so does a text that goes on from a saved state.
+    the prompt and of the text that is written; presence_penalty and frequency_penalty (OpenAI's API) are for tokens of the text
+    only, so that each answer of a conversation begins without penalties, and so does a text that continues a saved state.
     penalty_decay multiplies the counts of frequency_penalty before each new token is counted, as in the demos of RWKV's author.
     no_penalty: ids of tokens that no penalty changes, and texts, which stand for the tokens that they are encoded as.
     Tokens in `banned` are never drawn.
     """
 
-    temperature: float = sampling_option(0.8, "temperature; 0: always the likeliest token", least=SMALL, most=LARGE,
-                                         or_zero=True, served=(0, 2))
-    top_k: int = sampling_option(0, "choose among that many likeliest tokens; 0: all", least=0, served=(0, 2**31 - 1))
-    top_p: float = sampling_option(0.95, "choose among the likeliest tokens of that total probability; 1: all", least=SMALL,
-                                   most=1, served=(0, 1))
-    min_p: float = sampling_option(0.0, "lowest probability, as a fraction of the highest; 0: any", least=0, most=1)
-    repetition_penalty: float = sampling_option(1.0, "divides positive logits of tokens in the prompt or the text, multiplies "
-                                                "negative ones; 1: off", least=SMALL, most=LARGE, served=(0.01, 100))
-    presence_penalty: float = sampling_option(0.0, "subtracted from the logit of each token in the text so far; 0: off",
-                                              least=-LARGE, most=LARGE, served=(-2, 2))
-    frequency_penalty: float = sampling_option(0.0, "subtracted for each time that the token is in the text so far; 0: off",
-                                               least=-LARGE, most=LARGE, served=(-2, 2))
-    penalty_decay: float = sampling_option(1.0, "factor on the counts of frequency_penalty at each step, so that they fade; 1: "
-                                           "they stay", least=0, most=1)
-    no_penalty: tuple[int | str, ...] = sampling_option(tuple, "text whose tokens have no penalty, or the tokens' ids as "
-                                                        "[ID,...]; may be given several times", typed=list[str],
-                                                        read=_texts_and_ids, verbatim=TEXT)
-    logit_bias: Mapping[int, float] = sampling_option(dict, "ID:X adds X to a token's logit; may be given several times",
-                                                      typed=list[str], read=_biases, least=-LARGE, most=LARGE,
-                                                      served=(-100, 100))
-    banned: tuple[int, ...] = sampling_option(tuple, "[ID,...]: tokens never chosen; [0]: a text ends at max_new_tokens alone",
-                                              typed=list[int])
-    order: str = sampling_option("hf", "hf: top_p, top_k and min_p act after the temperature, as in Hugging Face; rwkv: before "
-                                 "it, as in ChatRWKV", one_of=ORDERS)
+    temperature: float = option(0.8, "temperature; 0: always the likeliest token", least=SMALL, most=LARGE, or_zero=True,
+                                served=(0, 2))
+    top_k: int = option(0, "choose among that many likeliest tokens; 0: all", least=0, served=(0, 2**31 - 1))
+    top_p: float = option(0.95, "choose among the likeliest tokens of that total probability; 1: all", least=SMALL, most=1,
+                          served=(0, 1))
+    min_p: float = option(0.0, "lowest probability, as a fraction of the highest; 0: any", least=0, most=1)
+    repetition_penalty: float = option(1.0, "divides positive logits of tokens in the prompt or the text, multiplies negative "
+                                       "ones; 1: off", least=SMALL, most=LARGE, served=(0.01, 100))
+    presence_penalty: float = option(0.0, "subtracted from the logit of each token in the text so far; 0: off",
+                                     least=-LARGE, most=LARGE, served=(-2, 2))
+    frequency_penalty: float = option(0.0, "subtracted for each time that the token is in the text so far; 0: off",
+                                      least=-LARGE, most=LARGE, served=(-2, 2))
+    penalty_decay: float = option(1.0, "factor on the counts of frequency_penalty at each step, so that they fade; 1: they "
+                                  "stay", least=0, most=1)
+    no_penalty: tuple[int | str, ...] = option(tuple, "text whose tokens have no penalty, or the tokens' ids as [ID,...]; may "
+                                               "be given several times", typed=list[str], read=_texts_and_ids, verbatim=TEXT)
+    logit_bias: Mapping[int, float] = option(dict, "ID:X adds X to a token's logit; may be given several times",
+                                             typed=list[str], read=_biases, least=-LARGE, most=LARGE, served=(-100, 100))
+    banned: tuple[int, ...] = option(tuple, "[ID,...]: tokens never chosen; [0]: only max_new_tokens ends a text",
+                                     typed=list[int])
+    order: str = option("hf", "hf: top_p, top_k and min_p act after the temperature, as in Hugging Face; rwkv: before it, as "
+                        "in ChatRWKV", one_of=ORDERS)
 
     def __post_init__(self) -> None:
         for item in fields(self):
@@ -462,7 +448,7 @@ class Sampling:
 
     @staticmethod
     def _check(item: Field, value: Any) -> None:
-        """Raises UserError where the value is not in the option's range, or has another type."""
+        """Raises UserError for a value of another type or out of the option's range."""
         limits = item.metadata
         if limits["one_of"]:
             _one_of(item.name, value, limits["one_of"])
@@ -505,7 +491,6 @@ class Sampling:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether a penalty is on."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     def check_ids(self, vocab_size: int) -> None:
@@ -513,9 +498,9 @@ class Sampling:
         for name in ("logit_bias", "banned", "no_penalty"):
             for token in getattr(self, name):
                 if isinstance(token, int) and not 0 <= token < vocab_size:
-                    raise UserError(f"{name} is of token ids from 0 to {vocab_size - 1}; got {token}")
+                    raise UserError(f"{name} takes token ids from 0 to {vocab_size - 1}; got {token}")
         if len({*self.banned}) >= vocab_size:
-            raise UserError(f"banned is of fewer tokens than the vocabulary has, {vocab_size}; got all")
+            raise UserError(f"banned has all {vocab_size} tokens of the vocabulary: leave at least one out")
 
     def ids_without_penalty(self, tokenizer: Any) -> tuple[int, ...]:
         """The ids of no_penalty, in order. Raises UserError for a text that the tokenizer cannot encode."""
@@ -527,7 +512,7 @@ class Sampling:
         return tuple(sorted({entry for entry in self.no_penalty if isinstance(entry, int)}.union(*encoded)))
 
     def __str__(self) -> str:
-        """The temperature, top_p, and what is not at its default: temperature 0.8, top_p 0.95, order rwkv."""
+        """The temperature, top_p, and the options that are not at their default: temperature 0.8, top_p 0.95, order rwkv."""
         shown = []
         for item in fields(self):
             value = getattr(self, item.name)
@@ -555,7 +540,7 @@ Config = TypeVar("Config")
 
 
 def with_sampling(config: type[Config]) -> type[Config]:
-    """The class, not a dataclass yet, with a field for each option of Sampling behind its field `sampling`."""
+    """Adds a field for each option of Sampling behind the field `sampling` of a class that becomes a dataclass."""
     annotations: dict[str, Any] = {}
     for name, kind in config.__annotations__.items():
         annotations[name] = kind
@@ -571,7 +556,7 @@ def with_sampling(config: type[Config]) -> type[Config]:
 
 @dataclass
 class SavedModelConfig:
-    """What generate.py, chat.py, serve.py and rwkv.tools.evaluate begin with."""
+    """The first options of generate.py, chat.py, serve.py and rwkv.tools.evaluate."""
 
     checkpoint: str = option("runs/latest", "a file, a Hugging Face directory, or a run's directory", heading="Model",
                              verbatim=PATH)
@@ -586,7 +571,7 @@ class SavedModelConfig:
 @dataclass
 @with_sampling
 class GenerateConfig(SavedModelConfig):
-    """rwkv/generation/output.py checks what depends on several options."""
+    """rwkv/generation/output.py checks combinations of options."""
 
     prompt: str | None = option(None, "text to continue; -: standard input", heading="Texts", verbatim=TEXT)
     prompts: str | None = option(None, 'file with a prompt on each line, or .jsonl with {"prompt": "..."} on each line',
@@ -595,7 +580,7 @@ class GenerateConfig(SavedModelConfig):
                                verbatim=PATH)
     num_samples: int = option(1, "texts for each prompt", least=1)
     seed: int = option(0, "seed of the first text of a prompt; the next has the next seed", least=0)
-    batch_size: int = option(16, "batch size: texts at a time; a text depends on its prompt, its seed and the options alone",
+    batch_size: int = option(16, "batch size: texts at a time; a text does not depend on it",
                              least=1)
     max_new_tokens: int = option(200, "largest number of tokens in a text", least=0)
     stop: list[str] = option(list, "text that ends a sample and is not shown; may be given several times")
@@ -694,14 +679,14 @@ class ServeConfig(SavedModelConfig):
         given = self.api_key or []       # a file of options may have one key, or null
         self.api_key = [key for key in ([given] if isinstance(given, str) else given) if key != "null"]
         check_options(self)
-        _ = self.adapter_paths           # which refuses what it cannot read
+        _ = self.adapter_paths           # raises UserError for other forms than NAME=PATH
         if self.port > 65535:
             raise UserError(f"port is from 0 to 65535; got {self.port}")
         Sampling.of(self)
 
     @property
     def adapter_paths(self) -> dict[str, str]:
-        """The path of each adapter by its name. Raises UserError for what is no NAME=PATH, and for a name that comes twice."""
+        """The path of each adapter by its name. Raises UserError for another form, and for a name given twice."""
         found: dict[str, str] = {}
         for pair in (pair for given in self.adapters for pair in NEXT_PAIR.split(given)):
             name, _, path = pair.partition("=")
@@ -741,13 +726,13 @@ def _texts_or_whole_numbers(name: str, values: Any) -> tuple[int | str, ...]:
 
 
 def strings(name: str, values: Iterable[str]) -> tuple[str, ...]:
-    """`values`, which are strings. Raises UserError, with the option's name, for anything else, a single string included."""
+    """`values` as a tuple. Raises UserError, with the option's name, unless it is a list of strings."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
         raise UserError(f"{name} is a list of strings; got one {type(values).__name__}: put it into a list")
     values = tuple(values)
     for value in values:
         if not isinstance(value, str):
-            raise UserError(f"{name} holds strings alone; got {value!r}")
+            raise UserError(f"{name} is a list of strings; one of them is {value!r}")
     return values
 
 

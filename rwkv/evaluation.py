@@ -6,7 +6,7 @@ byte count every byte of the file. Neither the file nor its tokens are in memory
 Where the tokenizer loses too much of the text (rwkv/tokenizer/lost.py), no number per byte or per word is given.
 
 A last word is the text after the last space. It is right if each of its tokens is the most likely one after the context and
-the word's tokens before it, and if they tell the whole word; the perplexity over words is exp of the mean negative
+the word's tokens before it, and if the tokens encode the whole word; the perplexity over words is exp of the mean negative
 log-likelihood of a word. Sources: LAMBADA, Paperno et al. 2016 (arXiv:1606.06031); EleutherAI/lm-evaluation-harness,
 lm_eval/tasks/lambada (split, accuracy, perplexity); BlinkDL/ChatRWKV, v2/benchmark.py (the word is encoded apart from its
 context; each text begins with a newline: start="\\n").
@@ -43,7 +43,7 @@ MAX_LOGITS = 1 << 22                     # computed at a time: 16 MiB in float32
 class TextScore:
     """A text of `tokens` predicted tokens and `bytes` of UTF-8; `nats` is the sum of their negative log-likelihoods.
 
-    lost: what the tokenizer loses of the text.
+    lost: the part of the text that the tokenizer loses.
     """
 
     tokens: int
@@ -59,44 +59,30 @@ class TextScore:
 
 
 @dataclass(frozen=True)
-class WordScore:
-    """`words` last words, `right` of them predicted; `nats` is the sum of their negative log-likelihoods.
+class Score:
+    """Sums over `texts` last words or conversations, with `tokens` predicted tokens.
 
-    lost: what the tokenizer loses of the words.
+    right: texts whose predicted tokens are all right. nats: of negative log-likelihoods. lost: the part of the predicted text
+    that the tokenizer loses.
     """
 
-    words: int
-    right: int
-    nats: float
+    texts: int = 0
+    tokens: int = 0
+    right: int = 0
+    nats: float = 0.0
     lost: Lost = NOTHING
 
-    def __add__(self, other: "WordScore") -> "WordScore":
-        return WordScore(self.words + other.words, self.right + other.right, self.nats + other.nats, self.lost + other.lost)
+    def __add__(self, other: "Score") -> "Score":
+        return Score(self.texts + other.texts, self.tokens + other.tokens, self.right + other.right, self.nats + other.nats,
+                     self.lost + other.lost)
 
-    def as_dict(self) -> dict[str, float | int | None]:
-        perplexity = None if self.lost.too_much else _exp(self.nats / self.words)
-        return {"words": self.words, "accuracy": self.right / self.words, "perplexity": perplexity, **_counts(self.lost)}
+    def of_words(self) -> dict[str, float | int | None]:
+        perplexity = None if self.lost.too_much else _exp(self.nats / self.texts)
+        return {"words": self.texts, "accuracy": self.right / self.texts, "perplexity": perplexity, **_counts(self.lost)}
 
-
-@dataclass(frozen=True)
-class AnswerScore:
-    """`conversations` with `tokens` of answers, their ends included; `nats` is the sum of their negative log-likelihoods.
-
-    lost: what the tokenizer loses of the answers.
-    """
-
-    conversations: int
-    tokens: int
-    nats: float
-    lost: Lost = NOTHING
-
-    def __add__(self, other: "AnswerScore") -> "AnswerScore":
-        return AnswerScore(self.conversations + other.conversations, self.tokens + other.tokens, self.nats + other.nats,
-                           self.lost + other.lost)
-
-    def as_dict(self) -> dict[str, float | int | None]:
+    def of_answers(self) -> dict[str, float | int | None]:
         loss = self.nats / self.tokens
-        return {"conversations": self.conversations, "tokens": self.tokens, "loss": loss, "perplexity": _exp(loss),
+        return {"conversations": self.texts, "tokens": self.tokens, "loss": loss, "perplexity": _exp(loss),
                 **_counts(self.lost)}
 
 
@@ -105,43 +91,28 @@ def _counts(lost: Lost) -> dict[str, int]:
 
 
 class Scored(NamedTuple):
-    """The ids of a text, and for each whether it is to be predicted; the first is not. lost: of the text that is predicted."""
+    """The ids of a text, and for each whether it is to be predicted; the first is not. lost: of the predicted text."""
 
     ids: list[int]
     counts: list[bool]
     lost: Lost = NOTHING
 
-
-@dataclass(frozen=True)
-class LastWord:
-    """The ids of a context, at least one, and of the word to predict after it. lost: what the tokenizer loses of the word."""
-
-    context: list[int]
-    word: list[int]
-    lost: Lost = NOTHING
-
-    def scored(self) -> Scored:
-        return Scored(self.context + self.word, [False] * len(self.context) + [True] * len(self.word), self.lost)
-
-
-def read_text(path: Path, option: str = "data.path") -> Iterator[str]:
-    """Yields the text of a file in pieces. option: which names the file, in errors.
-
-    Raises UserError where it cannot be read or, with the place, is not UTF-8.
-    """
-    _require_file(path, option)
-    return chunks(path, option=option)
+    @classmethod
+    def ending(cls, context: list[int], ending: list[int], lost: Lost = NOTHING) -> "Scored":
+        """An ending that is predicted after a context of at least one id."""
+        return cls([*context, *ending], [False] * len(context) + [True] * len(ending), lost)
 
 
 def count_tokens(tokenizer: Tokenizer, path: Path, option: str = "data.path") -> tuple[int, Lost]:
-    """The number of tokens that score_text will predict, and what the tokenizer loses of the text.
+    """The number of tokens that score_text will predict, at least 1, and the part of the text that the tokenizer loses.
 
-    Raises UserError where there are none, or as `read_text` does.
+    option: the one that names the file, for errors.
     """
+    _require_file(path, option)
     counter = LossCounter(tokenizer)
     tokens = 0
     lost = NOTHING
-    for text, ids in tokenizer.encode_pieces(read_text(path, option)):
+    for text, ids in tokenizer.encode_pieces(chunks(path, option=option)):
         tokens += len(ids)
         lost += counter.count([text], [ids])
     if not tokens:
@@ -158,7 +129,7 @@ def score_text(model: Model, tokenizer: Tokenizer, path: Path, start: Sequence[i
     """
     state = None
     before = list(start)
-    for ids in _regrouped(tokenizer.encode_stream(read_text(path)), chunk_len):
+    for ids in _regrouped(tokenizer.encode_stream(chunks(path)), chunk_len):
         tokens = torch.tensor([before + ids], device=model.emb.weight.device)        # (1,T+1)
         with torch.no_grad():
             hidden, state = model.hidden(tokens[:, :-1], state)                      # (1,T,C)
@@ -167,8 +138,8 @@ def score_text(model: Model, tokenizer: Tokenizer, path: Path, start: Sequence[i
         before = ids[-1:]
 
 
-def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> list[LastWord]:
-    """The last words of a file of lines {"text": ...}. Raises UserError with the number of the first line that is wrong."""
+def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> list[Scored]:
+    """The last words of a file of lines {"text": ...}. Raises UserError with the number of the first wrong line."""
     _require_file(path)
     counter = LossCounter(tokenizer)
     with open_file(path) as file:
@@ -179,18 +150,8 @@ def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> l
     return words
 
 
-def score_last_words(model: Model, words: Sequence[LastWord], batch_size: int, chunk_len: int) -> Iterator[WordScore]:
-    """Yields the score of each batch; texts of similar length are in one batch."""
-    ordered = sorted(words, key=lambda word: len(word.context) + len(word.word))
-    for first in range(0, len(ordered), batch_size):
-        batch = ordered[first:first + batch_size]
-        nats, right = score_batch(model, [word.scored() for word in batch], chunk_len)
-        whole = torch.tensor([word.lost.bytes == 0 for word in batch])
-        yield WordScore(len(nats), int((right & whole).sum()), nats.sum().item(), sum((word.lost for word in batch), NOTHING))
-
-
 def holds_answers(path: Path) -> bool:
-    """Whether read_answers is for this file; not where its first line is wrong, which read_last_words says."""
+    """Whether the file has conversations. Its first line may be wrong: read_last_words reports that."""
     _require_file(path)
     with suppress(UserError):
         return path.suffix == ".jsonl" and holds_conversations(path)
@@ -198,10 +159,7 @@ def holds_answers(path: Path) -> bool:
 
 
 def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> list[Scored]:
-    """The conversations of a file, as data=chat reads them, with the answers to be predicted.
-
-    Raises UserError with the number of the first line that is wrong.
-    """
+    """The conversations of a file, as data=chat reads them, with their answers to predict."""
     _require_file(path)
     template = for_tokenizer(template, tokenizer)
     counter = LossCounter(tokenizer)
@@ -227,14 +185,15 @@ def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> li
     return found
 
 
-def score_answers(model: Model, conversations: Sequence[Scored], batch_size: int, chunk_len: int) -> Iterator[AnswerScore]:
-    """Yields the score of each batch; conversations of similar length are in one batch."""
-    ordered = sorted(conversations, key=lambda conversation: len(conversation.ids))
+def score_texts(model: Model, texts: Sequence[Scored], batch_size: int, chunk_len: int) -> Iterator[Score]:
+    """Yields the score of each batch; texts of similar length are in one batch. A text that the tokenizer cuts is not right."""
+    ordered = sorted(texts, key=lambda text: len(text.ids))
     for first in range(0, len(ordered), batch_size):
         batch = ordered[first:first + batch_size]
-        nats, _ = score_batch(model, batch, chunk_len)
-        yield AnswerScore(len(batch), sum(sum(conversation.counts) for conversation in batch), nats.sum().item(),
-                          sum((conversation.lost for conversation in batch), NOTHING))
+        nats, right = score_batch(model, batch, chunk_len)
+        whole = torch.tensor([text.lost.bytes == 0 for text in batch])
+        yield Score(len(batch), sum(sum(text.counts) for text in batch), int((right & whole).sum()), nats.sum().item(),
+                    sum((text.lost for text in batch), NOTHING))
 
 
 def score_targets(model: Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
@@ -242,7 +201,8 @@ def score_targets(model: Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor
 
     The logits are computed for a part of the rows at a time.
     """
-    nats, right = [], []
+    nats = []
+    right = []
     rows = max(1, MAX_LOGITS // model.vocab_size)
     for some_hidden, some_targets in zip(hidden.split(rows), targets.split(rows), strict=True):
         logits = model.head(some_hidden).float()                                     # (rows,V)
@@ -254,14 +214,14 @@ def score_targets(model: Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor
 @torch.no_grad()
 def score_together(model: Model, context: Sequence[int], endings: Sequence[Sequence[int]], chunk_len: int,
                    batch_size: int) -> tuple[Tensor, Tensor]:
-    """The nats of each of the endings (N,) of one context, which is read once, and whether all of it is right (N,)."""
+    """The nats of each ending (N,) after one context, which is read once, and whether all its tokens are right (N,)."""
     before = None
     for first in range(0, len(context) - 1, chunk_len):
         part = torch.tensor([context[first:min(first + chunk_len, len(context) - 1)]], device=model.emb.weight.device)
         _, before = model.hidden(part, before)
     found = []
     for first in range(0, len(endings), batch_size):
-        texts = [Scored([context[-1], *ending], [False] + [True] * len(ending)) for ending in endings[first:first + batch_size]]
+        texts = [Scored.ending([context[-1]], [*ending]) for ending in endings[first:first + batch_size]]
         state = None if before is None else before.rows([0] * len(texts))
         found.append(score_batch(model, texts, chunk_len, state))
     nats, right = zip(*found, strict=True)
@@ -270,10 +230,10 @@ def score_together(model: Model, context: Sequence[int], endings: Sequence[Seque
 
 @torch.no_grad()
 def score_batch(model: Model, texts: Sequence[Scored], chunk_len: int, state: State | None = None) -> tuple[Tensor, Tensor]:
-    """The nats of what counts in each text (B,), and whether all of it is right (B,). A pass reads at most chunk_len positions.
+    """The nats of the predicted tokens of each text (B,), and whether all are right (B,).
 
-    state: after what precedes each text; None for nothing. Rows are padded on the right, which changes nothing before it: the
-    model is causal.
+    chunk_len: the most tokens of a row that a pass reads. state: of each row before its text; None for empty. Rows are padded
+    on the right, which does not affect earlier positions: the model is causal.
     """
     device = model.emb.weight.device
     tokens, counts = _padded(texts)
@@ -302,15 +262,16 @@ def _padded(texts: Sequence[Scored]) -> tuple[Tensor, Tensor]:
     return tokens, counts
 
 
-def _last_word(tokenizer: Tokenizer, counter: LossCounter, line: bytes, where: str, start: Sequence[int]) -> LastWord:
+def _last_word(tokenizer: Tokenizer, counter: LossCounter, line: bytes, where: str, start: Sequence[int]) -> Scored:
     context, _, word = text_of(parse(line, where), "text", where).rstrip().rpartition(" ")
     if not context.strip():
         raise UserError(f"{where} has no word before its last one: nothing to predict it from")
     try:
-        before, whole = tokenizer.encode(context), tokenizer.encode(f"{context} {word}")
+        before = tokenizer.encode(context)
+        whole = tokenizer.encode(f"{context} {word}")
         goes_on = whole[:len(before)] == before          # else a token spans the two, or the vocabulary reads them as one
         ids = whole[len(before):] if goes_on else tokenizer.encode(f" {word}")
-        return LastWord([*start, *before], ids, counter.count([f" {word}"], [ids]))
+        return Scored.ending([*start, *before], ids, counter.count([f" {word}"], [ids]))
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None
 
@@ -334,5 +295,5 @@ def _require_file(path: Path, option: str = "data.path") -> None:
 
 
 def _exp(value: float) -> float | None:
-    """exp(value), or None where that is beyond a float's range, because JSON has no infinity."""
+    """exp(value); None beyond a float's range, because JSON has no infinity."""
     return math.exp(value) if value < 700 else None

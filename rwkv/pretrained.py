@@ -1,5 +1,6 @@
 """The public model, RWKV: Model with from_pretrained and save_pretrained. The tokenizer and chat template of a checkpoint."""
 
+import sys
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -138,6 +139,11 @@ class OpenCheckpoint(NamedTuple):
         assumed = f"{self.assumed}, for the file carries none and its vocabulary is as large as that of the World models"
         texts = [*([("tokenizer", assumed)] if self.assumed else []), *([("texts", f"end with {end}")] if end else [])]
         return texts + [("weights", line) for line in second_rounding(self.checkpoint, self.dtype)]
+
+    def print_notes(self) -> None:
+        """Prints the warning and the notes on standard error."""
+        for word, note in [*([("WARNING", self.slow)] if self.slow else []), *self.notes]:
+            print(f"{word}: {note}", file=sys.stderr)
 
     def model(self) -> RWKV:
         return RWKV.from_checkpoint(self.checkpoint, self.wkv, self.device, self.dtype)

@@ -1,4 +1,4 @@
-"""The command line of train, generate and evaluate: arguments are checked, Hydra composes, and a user's error is one sentence.
+"""The command line of the programs: arguments are checked, Hydra composes, and a user's error is one sentence.
 
 The options are the dataclasses of rwkv/config.py; configs/NAME.yaml and the files of its groups compose them, and the group
 `kernel` has a choice for each implementation of any generation's operator. Free text and paths (prompt=, data.path=, ...) never
@@ -12,6 +12,7 @@ import atexit
 import io
 import itertools
 import json
+import operator
 import os
 import re
 import sys
@@ -40,16 +41,21 @@ CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.par
 TIME_MIXING = [name for name in operators() if name.startswith("wkv")]      # one for each generation
 KERNELS = tuple(sorted({"auto"}.union(*map(all_names, TIME_MIXING))))       # a model takes those of its operator
 FORMER_KERNELS = tuple(name for op in TIME_MIXING for name in RENAMED.get(op, ()))
-OPTIONAL = ("experiment", "debug")       # groups with null as a choice
+OPTIONAL = ("experiment", "debug")       # groups with null as a choice, the default
+NO_CHOICE = tuple(f"{group}=null" for group in OPTIONAL)         # the default, which Hydra refuses as an override
 GLOBAL = "# @package _global_"           # in a choice's file: it sets options beside the group, and not inside it
 SHOW_JOB = (["--cfg", "job"], ["-c", "job"])
 HELP_FLAGS = ("--help", "-h")
 SWEEP_FLAGS = ("-m", "--multirun")
 VALUED_FLAGS = ("--cfg", "-c", "--package", "-p", "--info", "-i")         # Hydra's: the next argument is their value
 FLAGS = (*HELP_FLAGS, *SWEEP_FLAGS, *VALUED_FLAGS, "--resolve")
-READER_GONE, USER_ERROR, INTERRUPTED = 1, 2, 130         # exit statuses
+READER_GONE = 1                          # exit statuses
+USER_ERROR = 2
+INTERRUPTED = 130
+CANNOT_BE_NULL = "{0} cannot be null: give a value, or leave {0}= out"
+NUMBERS = "a list of numbers, as [0.9,0.99]"
 EXPECTED = {bool: "true or false", int: "a whole number, as 1000", float: "a number", list: "a list, as [A,B]",
-            tuple: "a list of numbers, as [0.9,0.99]"}
+            list[float]: NUMBERS, tuple: NUMBERS}
 
 
 @dataclass(frozen=True)
@@ -88,10 +94,10 @@ def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str
         sweep: Callable[[CommandLine, Jobs], None] | None = None, several: bool = True) -> None:
     """Composes configs/CONFIG_NAME.yaml with sys.argv into a `schema` and calls task(config, command line).
 
-    about: the first part of --help. sweep: called for -m instead of `task`, with the command line and a function that makes the
-    jobs of one; without it Hydra runs the jobs. several: False where -m makes no sense. A user's mistake, here or in the task,
-    ends the process with one sentence on standard error and exit status 2. A reader of standard error that goes away does not
-    end the process; one of standard output ends it quietly.
+    about: the first part of --help; None for the docstring of the task's file. sweep: called for -m instead of `task`, with the
+    command line and a function that makes its jobs; without it Hydra runs them. several: False refuses -m. A user's mistake,
+    here or in the task, ends the process with one sentence on standard error and exit status 2. If the reader of standard error
+    goes away, the process continues; if the reader of standard output does, it ends quietly.
     """
     with redirect_stderr(unread(sys.stderr)), exit_on_user_error():
         line = split(sys.argv[1:], schema)
@@ -99,12 +105,11 @@ def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str
             print(help_page(line, schema, config_name, about or _docstring(task)), flush=True)
             return
         check(line, schema)
-        if not several and any(flag in SWEEP_FLAGS for flag in line.flags):
+        several_values = any(flag in SWEEP_FLAGS for flag in line.flags)
+        if several_values and not several:
             raise UserError("-m runs a program once for each of several values, and this one goes on until it is ended: leave "
                             "-m out")
-        if any(flag in SWEEP_FLAGS for flag in line.flags):
-            _say_what_is_not_split(line, schema)
-        _say_what_is_no_line_end(line, schema)
+        _hint(line, schema, several_values)
         if sweep and line.flags and all(flag in SWEEP_FLAGS for flag in line.flags):
             sweep(line, partial(jobs, schema=schema, config_name=config_name))
         elif line.flags:
@@ -120,7 +125,7 @@ def exit_on_user_error() -> Iterator[None]:
     """Shows a user's mistake as its sentence, with exit status 2. Any other error is a bug and keeps its traceback.
 
     Arguments that are not UTF-8 are such a mistake. The signals of rwkv/io/signals.py end the block as Ctrl-C does, with exit
-    status 130, and change nothing after it. What the encoding of standard output lacks is shown as ?.
+    status 130, and are ignored after it. Characters that the encoding of standard output lacks are shown as ?.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
@@ -134,7 +139,7 @@ def exit_on_user_error() -> Iterator[None]:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    except BrokenPipeError:              # whoever read standard output has seen enough, as in: train.py --help | head
+    except BrokenPipeError:              # the reader of standard output has seen enough, as in: train.py --help | head
         abandon(sys.stdout)
         sys.exit(READER_GONE)
     except (UserError, UnknownKernel, KernelUnavailable) as error:
@@ -149,7 +154,7 @@ def exit_on_user_error() -> Iterator[None]:
 
 
 def _require_utf8(arguments: list[str]) -> None:
-    """Python keeps other bytes as halves of surrogate pairs, which no file of a run can hold."""
+    """Raises UserError for other bytes. Python keeps them as halves of surrogate pairs, which no file of a run can hold."""
     for argument in arguments:
         try:
             argument.encode()
@@ -160,21 +165,19 @@ def _require_utf8(arguments: list[str]) -> None:
 
 
 def _docstring(task: Callable[..., None]) -> str:
-    """That of the task's file, read from it: python -OO leaves docstrings out."""
+    """The docstring of the task's file, read from it, since python -OO leaves docstrings out."""
     return ast.get_docstring(ast.parse(Path(task.__code__.co_filename).read_text(encoding="utf-8"))) or ""
 
 
-def _say_what_is_not_split(line: CommandLine, schema: type) -> None:
+def _hint(line: CommandLine, schema: type, several_values: bool) -> None:
+    """Prints hints on verbatim values that may be mistakes: A,B with -m; \\n, which a shell's quotes keep as two characters."""
     for key, value in line.verbatim.items():
-        if "," in value and free_text(options(schema)[key]) != PATH and isinstance(value, str):
+        if free_text(options(schema)[key]) == PATH:
+            continue
+        if several_values and isinstance(value, str) and "," in value:
             print(f"{key}={value} is one value, also with -m: names and texts are taken verbatim", file=sys.stderr)
-
-
-def _say_what_is_no_line_end(line: CommandLine, schema: type) -> None:
-    """A hint for stop='\\n': a shell's quotes leave a backslash and an n, which is what a text of code may mean as well."""
-    for key, value in line.verbatim.items():
         values = value if isinstance(value, list) else [value]
-        if free_text(options(schema)[key]) != PATH and any("\\n" in text and "\n" not in text for text in values):
+        if any("\\n" in text and "\n" not in text for text in values):
             print(f"{key}: \\n is taken verbatim, as a backslash and an n; a line end is written {key}=$'\\n' in bash and zsh",
                   file=sys.stderr)
 
@@ -182,7 +185,8 @@ def _say_what_is_no_line_end(line: CommandLine, schema: type) -> None:
 def split(arguments: list[str], schema: type) -> CommandLine:
     """Sorts the arguments into overrides, values of verbatim options of `schema`, and flags."""
     line = CommandLine([], {}, [])
-    known, rest = options(schema), iter(arguments)
+    known = options(schema)
+    rest = iter(arguments)
     for argument in rest:
         key, equals, value = argument.partition("=")
         key = key.lstrip("+")
@@ -191,10 +195,10 @@ def split(arguments: list[str], schema: type) -> CommandLine:
             line.verbatim[key] = [*line.verbatim.get(key, []), value]
         elif kind:
             line.verbatim[key] = from_home(value) if kind == PATH else value
-        elif not argument.startswith("-"):
-            line.overrides.append(argument)
-        else:
+        elif argument.startswith("-"):
             line.flags.extend([argument, *itertools.islice(rest, argument in VALUED_FLAGS)])
+        elif argument not in NO_CHOICE:
+            line.overrides.append(argument)
     return line
 
 
@@ -217,8 +221,7 @@ def check_override(override: str, schema: type) -> None:
     key = key.lstrip("+")
     if key.startswith(("~", "hydra.", "hydra/")):
         return
-    of_program = _of_program(schema)
-    if key in ("kernel", "kernel.name") or (key in of_program and (CONFIGS / key).is_dir()):
+    if key == "kernel.name" or key in _groups(schema):
         for choice in value.split(","):
             _check_choice(key.removesuffix(".name"), choice.strip())
     elif key not in options(schema):
@@ -227,25 +230,24 @@ def check_override(override: str, schema: type) -> None:
         raise UserError(f"unknown option {key}; {hint}")
 
 
-def _of_program(schema: type) -> set[str]:
-    """The options of `schema` without a dot, its groups among them."""
-    return {item.name for item in fields(schema)}.union(OPTIONAL)
+def _groups(schema: type) -> list[str]:
+    names = sorted({item.name for item in fields(schema)}.union(OPTIONAL))
+    return [name for name in names if name == "kernel" or (CONFIGS / name).is_dir()]
 
 
 def _names(schema: type) -> list[str]:
-    """All that can stand before an equals sign."""
-    groups = (name for name in _of_program(schema) if name == "kernel" or (CONFIGS / name).is_dir())
-    return [*options(schema), *sorted(groups)]
+    """All names of options and groups."""
+    return [*options(schema), *_groups(schema)]
 
 
 def _meant(name: str, schema: type) -> str:
-    """The one option that `name` may stand for, as trainer.max_steps for max-steps; `name` itself where there are others."""
+    """The only option that a wrong name may mean, as trainer.max_steps for max-steps; else `name` itself."""
     close = [] if name in _names(schema) else close_to(name, _names(schema))
     return close[0] if len(close) == 1 else name
 
 
 def _example(word: str, schema: type) -> str:
-    """An option as it is written, for who wrote a word alone: with that word, where it is one's name or may be a path."""
+    """An example of an option for a word without "=": the option of that name, or one that takes it as a path."""
     meant = _meant(word, schema)
     if meant in _names(schema):
         return f"{meant}=VALUE"
@@ -255,9 +257,7 @@ def _example(word: str, schema: type) -> str:
 
 
 def close_to(key: str, known: list[str]) -> list[str]:
-    """The names that a wrong key may mean, at most three: the same last part in other groups, or the same but for letters,
-    with groups or without them.
-    """
+    """At most three names that a wrong key may mean: with the same last part in another group, or with similar spelling."""
     last = key.rpartition(".")[2]
     same = [option for option in known if option.rpartition(".")[2] == last]
     if same:
@@ -271,7 +271,7 @@ def close_to(key: str, known: list[str]) -> list[str]:
 
 
 def choices(group: str) -> list[str]:
-    """The names that can be given to `group`, such as kernel, model or data, without null."""
+    """The names of a group's choices, without null."""
     return list(KERNELS) if group == "kernel" else sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
 
 
@@ -285,14 +285,14 @@ def _check_choice(group: str, choice: str) -> None:
 
 
 def preset(group: str, choice: str) -> dict[str, Any]:
-    """The options that a choice sets, by name. Raises UserError for a choice that there is not."""
+    """The options that a choice sets, by name. Raises UserError for an unknown choice."""
     _check_choice(group, choice)
     found: dict[str, Any] = yaml.safe_load((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))
     return found
 
 
 def _set_by(group: str, choice: str) -> list[str]:
-    """The dotted keys that a group's choice sets; none for an override that chooses no group, and for null."""
+    """The dotted keys that a group's choice sets; none for null, and for an option that is no group."""
     if group == "kernel":
         return ["kernel.name"]
     file = CONFIGS / group / f"{choice}.yaml"
@@ -333,7 +333,7 @@ def compose(line: CommandLine, schema: type, config_name: str) -> Any:
 
 
 def jobs(line: CommandLine, schema: type, config_name: str) -> list[Job]:
-    """Every combination of the options with several values, and of the sweep of an experiment (hydra.sweeper.params).
+    """A job for each combination of the options with several values, and of an experiment's sweep (hydra.sweeper.params).
 
     Raises UserError as check and compose do.
     """
@@ -351,31 +351,27 @@ def jobs(line: CommandLine, schema: type, config_name: str) -> list[Job]:
 def _hydra(schema: type, config_name: str) -> Iterator[None]:
     """Hydra with our schema, kernels and folder of configurations."""
     import hydra
-
-    _restore_asserts_of_the_parser()
-    _register(schema, config_name)
-    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        yield
-
-
-def _register(schema: type, config_name: str) -> None:
     from hydra.core.config_store import ConfigStore
 
+    _restore_asserts_of_the_parser()
     store = ConfigStore.instance()
     store.store(name=f"{config_name}_schema", node=schema)
     for name in (*KERNELS, *FORMER_KERNELS):
         store.store(group="kernel", name=name, node={"name": name})
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        yield
 
 
 def _run_by_hydra(task: Callable[[Any, CommandLine], None], schema: type, config_name: str, line: CommandLine) -> None:
     """Hydra's own flags, and -m for a program without sweeps. --cfg job shows the verbatim values too, which Hydra lacks."""
     import hydra
 
-    with _hydra(schema, config_name):                            # for the sentences: Hydra shows its errors in many lines
+    with _hydra(schema, config_name):                            # finds errors first: Hydra would show them in many lines
         for overrides, _ in _combinations(line.overrides, schema):
             _compose(config_name, schema, overrides, line.verbatim)
     if line.flags in SHOW_JOB:
-        print(_as_yaml(compose(line, schema, config_name)), end="", flush=True)
+        plain = json.loads(json.dumps(asdict(compose(line, schema, config_name))))       # tuples as lists
+        print(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), end="", flush=True)
         return
 
     def job(composed: Any) -> None:
@@ -389,7 +385,7 @@ def _run_by_hydra(task: Callable[[Any, CommandLine], None], schema: type, config
 
 
 def _params(config_name: str, schema: type, line: CommandLine) -> list[str]:
-    """The sweep of the configuration, as overrides, but for the keys on the command line."""
+    """The sweep of the configuration, as overrides, without the keys that the command line sets."""
     import hydra
     from omegaconf import OmegaConf
 
@@ -400,13 +396,13 @@ def _params(config_name: str, schema: type, line: CommandLine) -> list[str]:
 
 
 def _combinations(overrides: list[str], schema: type) -> list[tuple[list[str], dict[str, str]]]:
-    """The product over all overrides with several values: for each job its overrides, and the options that the sweep set."""
+    """Each job of the product over all overrides with several values: its overrides, and the options that the sweep sets."""
     parsed = [_parsed(override, schema) for override in overrides]
     alternatives: list[list[tuple[str, dict[str, str]]]] = [
         [(f"{item.key_or_group}={value}", {str(item.key_or_group): value}) for value in item.sweep_string_iterator()]
         if item.is_sweep_override() else [(text, {})] for text, item in zip(overrides, parsed, strict=True)]
-    return [([text for text, _ in job], {key: value for _, swept in job for key, value in swept.items()})
-            for job in itertools.product(*alternatives)]
+    return [([text for text, _ in job if text not in NO_CHOICE],
+             {key: value for _, swept in job for key, value in swept.items()}) for job in itertools.product(*alternatives)]
 
 
 def _parsed(override: str, schema: type) -> Any:
@@ -422,47 +418,37 @@ def _parsed(override: str, schema: type) -> Any:
 
 
 def _compose(config_name: str, schema: type, overrides: list[str], verbatim: dict[str, str | list[str]]) -> Any:
-    """The schema's object, inside _hydra."""
     import hydra
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        composed = hydra.compose(config_name, overrides)
-    except HydraException as error:
-        if isinstance(error.__cause__, OmegaConfBaseException):
-            raise UserError(_wrong_type(error.__cause__, schema, overrides)) from None
-        raise UserError(_first_line(error)) from None
-    try:
-        return build(composed, verbatim)
-    except OmegaConfBaseException as error:
-        raise UserError(_wrong_type(error, schema, overrides)) from None
+        return build(hydra.compose(config_name, overrides), verbatim)
+    except (HydraException, OmegaConfBaseException) as error:
+        wrong = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+        is_type = isinstance(wrong, OmegaConfBaseException)
+        raise UserError(_wrong_type(wrong, schema, overrides) if is_type else _first_line(error)) from None
 
 
 def _wrong_type(error: Any, schema: type, overrides: list[str]) -> str:
     """The sentence about a value that OmegaConf has refused, by the option's type."""
-    key = str(error.full_key)
+    key = str(error.full_key).partition("[")[0]          # without the place in a list
     given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     expected = _expected(key, schema)
-    if expected is None or key not in given:
-        return f"{key}: {_first_line(error)}"
-    return f"{key} is {expected}; got {given[key]}"
+    if expected and key in given:
+        return f"{key} is {expected}; got {given[key]}"
+    return CANNOT_BE_NULL.format(key) if given.get(key) == "null" else f"{key}: {_first_line(error)}"
 
 
 def _expected(key: str, schema: type) -> str | None:
-    """What the option's value is, in words; None where nothing shorter than its help says it."""
+    """The values that the option takes, in words; None where only its help describes them."""
     item = options(schema).get(key)
     if item is None:
         return None
     if item.metadata["one_of"]:
         return f"one of {', '.join(item.metadata['one_of'])}"
     kind: Any = get_args(item.type)[0] if isinstance(item.type, UnionType) else item.type        # int | None
-    return EXPECTED.get(get_origin(kind) or kind)
-
-
-def _as_yaml(config: Any) -> str:
-    plain = json.loads(json.dumps(asdict(config)))       # tuples as lists
-    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    return EXPECTED.get(kind) or EXPECTED.get(get_origin(kind))
 
 
 def _restore_asserts_of_the_parser() -> None:
@@ -477,26 +463,24 @@ def _restore_asserts_of_the_parser() -> None:
 
 
 def build(composed: Any, given: dict[str, str | list[str]]) -> Any:
-    """The schema's object with the verbatim values `given`. `null` is None, as in YAML, but in a text."""
+    """The schema's object with the verbatim values `given`, where `null` means None, except in a TEXT."""
     from omegaconf import OmegaConf
 
     config = OmegaConf.to_object(composed)
     known = options(type(config))
-    changed = {}
+    changed = []
     for key, value in given.items():
-        *parents, last = key.split(".")
-        target = config
-        for parent in parents:
-            target = getattr(target, parent)
+        group, _, name = key.rpartition(".")
+        target = operator.attrgetter(group)(config) if group else config
         is_null = value == "null" and free_text(known[key]) != TEXT
         if is_null and type(None) not in get_args(known[key].type):
-            raise UserError(f"{key} cannot be null: give a value, or leave {key}= out")
-        setattr(target, last, None if is_null else value)
-        changed[id(target)] = target
-    for target in changed.values():
+            raise UserError(CANNOT_BE_NULL.format(key))
+        setattr(target, name, None if is_null else value)
+        changed.append(target)
+    for target in changed:
         getattr(target, "__post_init__", lambda: None)()         # its checks have not seen these values yet
     return config
 
 
-def _first_line(error: BaseException | None) -> str:
-    return str(error).strip().splitlines()[0] if error is not None else ""
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

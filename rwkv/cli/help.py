@@ -3,10 +3,12 @@
 import textwrap
 from collections.abc import Iterable, Mapping
 from dataclasses import Field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-WIDTH, COLUMN = 80, 30                   # of the page, and where the texts beside names begin
+WIDTH = 80                               # of the page
+COLUMN = 30                              # where the texts beside names begin
 
 
 def page(about: str, kernels: Iterable[str], choices: Mapping[str, Mapping[str, str]], options: Mapping[str, Field],
@@ -18,7 +20,7 @@ def page(about: str, kernels: Iterable[str], choices: Mapping[str, Mapping[str, 
         if item.metadata["heading"] not in (None, heading):
             heading = item.metadata["heading"]
             lines += ["", heading]
-        lines += _entry(key, f"{item.metadata['help']}{_shown(_value(config, key))}")
+        lines += _entry(key, f"{item.metadata['help']}{_shown(attrgetter(key)(config))}")
     lines += ["", "Choices, GROUP=NAME:"]
     for group, described in choices.items():
         for name, text in described.items():
@@ -38,12 +40,6 @@ def _entry(name: str, text: str) -> list[str]:
     head = f"  {name}  ".ljust(COLUMN)
     wrapped = textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * COLUMN, break_long_words=False)
     return wrapped or [head.rstrip()]
-
-
-def _value(config: Any, key: str) -> Any:
-    for name in key.split("."):
-        config = getattr(config, name)
-    return config
 
 
 def _shown(value: Any) -> str:

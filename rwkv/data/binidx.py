@@ -1,22 +1,21 @@
-"""The token files of Megatron and RWKV-LM, read in place: NAME.bin, ids end to end, and NAME.idx, where documents begin.
+"""The token files of Megatron and RWKV-LM, read in place: NAME.bin, ids end to end, and NAME.idx, the places of documents.
 
 The .idx, little-endian: 9 bytes "MMIDIDX" and two of zero; version 1 (8 bytes); the type of the ids (1 byte); the numbers of
 sequences S and of document entries D (8 bytes each); lengths of the sequences in ids (S int32); their places in the .bin in
 bytes (S int64); the first sequence of each document, and S at the end (D int64). Sources: NVIDIA/Megatron-LM,
 megatron/core/datasets/indexed_dataset.py; BlinkDL/RWKV-LM, RWKV-v5/src/binidx.py.
 
-RWKV-LM puts end_of_text at the end of each document, our own shards put it at the beginning. Except for the first document the
-ids are the same: here a document begins at the end_of_text before it, if there is one.
+RWKV-LM puts end_of_text at the end of each document, our own shards put it at the beginning. Here a document begins at the
+end_of_text before it, if there is one, so that except for the first document the ids are the same.
 
-The first run scans all ids, to refuse those outside the vocabulary. It caches the smallest and largest id, a checksum and the
-places of documents, valid while the size and time of both files do not change. The ids are never copied.
+The first run scans all ids, to refuse ids outside the vocabulary. The result is cached while the size and time of both files do
+not change. The ids are never copied.
 """
 
 import hashlib
 import sys
 import time
 import zlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -73,9 +72,8 @@ def files(path: str) -> tuple[Path, Path]:
 
 
 def read(path: str, tokenizer: Tokenizer, val_fraction: float, cache: Path) -> Tokens:
-    """The tokens of both splits. The last documents with val_fraction of the ids are for validation; of one document, its end.
-
-    Raises UserError if a file is missing or damaged, if the two do not match, or if an id is outside the vocabulary.
+    """The tokens of both splits. The last documents with val_fraction of the ids are for validation; of a single document, its
+    end.
     """
     bin_file, idx_file = files(path)
     entry, starts = _checked(bin_file, idx_file, tokenizer, cache)
@@ -93,25 +91,21 @@ def read(path: str, tokenizer: Tokenizer, val_fraction: float, cache: Path) -> T
 
 def read_index(path: Path) -> Index:
     """Raises UserError for another kind of file, or a truncated one."""
-    data, size = _header(path)
+    with open_file(path) as file:
+        data = file.read(HEADER)
+    if data[:9] != MAGIC or len(data) < HEADER:
+        raise UserError(f"{path} is not the index of a .bin file: it does not begin with MMIDIDX and a header")
     version, code, sequences, documents = (int.from_bytes(data[start:stop], "little")
                                            for start, stop in ((9, 17), (17, 18), (18, 26), (26, 34)))
     if version != 1 or code not in DTYPES:
         raise UserError(f"{path} has version {version} and ids of type {code}: supported are version 1 and the types "
                         f"{', '.join(map(str, DTYPES))} (uint8, int32, int64, uint16)")
     wanted = HEADER + 12 * sequences + 8 * documents
+    size = path.stat().st_size
     if size not in (wanted, wanted + sequences):             # Megatron may add a byte per sequence, its mode
         raise UserError(f"{path} has {size} bytes, and {sequences} sequences in {documents} entries need {wanted}: "
                         "it is truncated or damaged")
     return _read_tables(path, DTYPES[code], sequences, documents)
-
-
-def _header(path: Path) -> tuple[bytes, int]:
-    with open_file(path) as file:
-        data = file.read(HEADER)
-    if data[:9] != MAGIC or len(data) < HEADER:
-        raise UserError(f"{path} is not the index of a .bin file: it does not begin with MMIDIDX and a header")
-    return data, path.stat().st_size
 
 
 def _read_tables(path: Path, dtype: str, sequences: int, documents: int) -> Index:
@@ -131,42 +125,33 @@ def _read_tables(path: Path, dtype: str, sequences: int, documents: int) -> Inde
 def _checked(bin_file: Path, idx_file: Path, tokenizer: Tokenizer, cache: Path) -> tuple[dict[str, Any], Path]:
     """The result of the scan, and the file with the places of documents: from the cache if nothing has changed."""
     key = sha256([str(bin_file.absolute()), str(tokenizer.end_of_text)])[:16]
-    cached, starts = cache / f"binidx-{key}.json", cache / f"binidx-{key}-starts.npy"
-    entry = _read_cached(cached, bin_file, idx_file, starts)
-    return entry or _check(bin_file, idx_file, tokenizer, cached, starts), starts
-
-
-def _read_cached(cached: Path, bin_file: Path, idx_file: Path, starts: Path) -> dict[str, Any] | None:
-    """The cached result of the scan; None if it is missing or damaged, or if a file has changed."""
+    cached = cache / f"binidx-{key}.json"
+    starts = cache / f"binidx-{key}-starts.npy"
     entry = read_json(cached)
     valid = entry and starts.is_file() and zlib.crc32(starts.read_bytes()) == entry["starts"] and all(
         unchanged(file, {"stamp": entry[name], "time": entry["time"]}) for name, file in (("bin", bin_file), ("idx", idx_file)))
-    return entry if valid else None
+    return entry if entry and valid else _check(bin_file, idx_file, tokenizer, cached, starts), starts
 
 
 def _check(bin_file: Path, idx_file: Path, tokenizer: Tokenizer, cached: Path, starts: Path) -> dict[str, Any]:
-    now, stamps = time.time_ns(), {"bin": stamp(bin_file), "idx": stamp(idx_file)}
+    entry = {"time": time.time_ns(), "bin": stamp(bin_file), "idx": stamp(idx_file)}
     index = read_index(idx_file)
     ids = _require_ids(bin_file, index)
-    found = _scan(ids)
+    scanned = _scan(ids)
     write(starts, lambda file: np.save(file, _document_places(ids, index.starts, tokenizer.end_of_text)))
-    digest = _sha256(idx_file, found.pop("crc32"))
-    entry = {**stamps, "time": now, "dtype": index.dtype, "tokens": index.tokens, **found, "sha256": digest,
-             "starts": zlib.crc32(starts.read_bytes())}
+    with open_file(idx_file) as file:
+        digest = hashlib.file_digest(file, "sha256")
+    digest.update(scanned.pop("crc32").to_bytes(4, "little"))
+    entry |= {"dtype": index.dtype, "tokens": index.tokens, **scanned, "sha256": digest.hexdigest(),
+              "starts": zlib.crc32(starts.read_bytes())}
     write_json(cached, entry)
     return entry
 
 
-def _sha256(idx_file: Path, crc32: int) -> str:
-    with open_file(idx_file) as file:
-        digest = hashlib.file_digest(file, "sha256")
-    digest.update(crc32.to_bytes(4, "little"))
-    return digest.hexdigest()
-
-
 def _require_ids(path: Path, index: Index) -> np.ndarray:
     """The .bin file, memory-mapped. Raises UserError if its size is not the one that follows from the index."""
-    wanted, size = index.tokens * np.dtype(index.dtype).itemsize, path.stat().st_size
+    wanted = index.tokens * np.dtype(index.dtype).itemsize
+    size = path.stat().st_size
     if size != wanted:
         raise UserError(f"{path} has {size} bytes, and by its .idx file it should have {wanted}: the two files do not match")
     if not index.tokens:
@@ -178,18 +163,14 @@ def _scan(ids: np.ndarray) -> dict[str, int]:
     """The smallest and the largest id, and the CRC-32 of all."""
     smallest = largest = int(ids[0])
     crc32 = 0
-    for block in _blocks(ids):
-        smallest = min(smallest, int(block.min()))
-        largest = max(largest, int(block.max()))
-        crc32 = zlib.crc32(block.data, crc32)
-    return {"smallest": smallest, "largest": largest, "crc32": crc32}
-
-
-def _blocks(ids: np.ndarray) -> Iterator[np.ndarray]:
     with tqdm(total=len(ids), desc="checking ids", unit="", unit_scale=True, delay=2, file=sys.stderr, leave=False) as bar:
         for start in range(0, len(ids), BLOCK):
-            yield ids[start:start + BLOCK]
+            block = ids[start:start + BLOCK]
+            smallest = min(smallest, int(block.min()))
+            largest = max(largest, int(block.max()))
+            crc32 = zlib.crc32(block.data, crc32)
             bar.update(BLOCK)
+    return {"smallest": smallest, "largest": largest, "crc32": crc32}
 
 
 def _document_places(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray:

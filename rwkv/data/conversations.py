@@ -1,18 +1,16 @@
-"""The data of data=chat: conversations, of which a model learns the assistant's answers alone, packed into rows.
+"""The data of data=chat: conversations, packed into rows. A model learns only the assistant's answers.
 
     row 0   [ conversation 3 ....... ][ conversation 0 .. ][ conversation 8 ]   T = ctx_len positions; at [ the state is emptied
     row 1   [ conversation 5 ................................. ] padding
 
-A conversation's ids are those of its pieces, each encoded apart, as a prompt and its answer are when it is continued
-(rwkv/chat/rendered.py); then end_of_text, unless the chat template has written it. Each id predicts the next one; what is
-not learnt is no target. end_of_text after an answer is learnt: a tuned model stops. No end_of_text stands before a
-conversation, as none stands before a prompt.
+The pieces of a conversation are encoded apart, as a prompt and its answer are when it is continued (rwkv/chat/rendered.py);
+end_of_text follows, unless the chat template has written it. It is learnt after an answer, so that a tuned model stops. None
+stands before a conversation, as none stands before a prompt.
 
 Rows are filled by best fit, the longest conversations first. A conversation that is longer than a row is cut at its end;
-trainer.tbptt reads conversations whole, from the beginning of a segment (rwkv/data/documents.py); its validation reads them
-whole too where one is longer than a row.
+trainer.tbptt reads conversations whole (rwkv/data/documents.py), and so does its validation if one is longer than a row.
 
-The ids are tokenised once, into cache/chat-KEY: ids, whether each is learnt (one byte), and where conversations begin.
+cache/chat-KEY has the ids, a byte for each that says whether it is learnt, and the beginnings of conversations.
 """
 
 import zlib
@@ -32,6 +30,7 @@ from torch.utils.data import Dataset
 
 from rwkv.chat.rendered import encode, encode_each, for_tokenizer, shown, written
 from rwkv.config import DataConfig
+from rwkv.data.shards import SPLITS, crc32, dtype_of
 from rwkv.data.sources.chat import Conversation, conversations, template_of
 from rwkv.data.sources.source import sha256
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
@@ -42,17 +41,16 @@ from rwkv.model.loss import IGNORED
 from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-VERSION = 3                              # of the files in the cache
+VERSION = 4                              # of the files in the cache
 AT_ONCE = 1000                           # conversations given to the tokenizer at a time
-SPLITS = ("train", "val")
 
 
 class Tokenised(NamedTuple):
-    """The ids of a split and, for each, 1 where a model learns it. bytes: of its text; learnt_bytes: of what is learnt.
+    """The ids of a split and, for each, 1 if a model learns it. bytes: of its text; learnt_bytes: of the learnt text.
 
-    left_out: the conversations that are in neither split, because none of their answers is learnt.
-    lost: what the tokenizer has lost of its text; learnt_lost: of what is learnt. paired: texts 2i and 2i+1 are a pair, with
-    its chosen and with its rejected answer (rwkv/data/pairs.py).
+    left_out: the conversations that are in neither split, because none of their answers is learnt. lost: the part of the text
+    that the tokenizer has lost; learnt_lost: of the learnt text. paired: texts 2i and 2i+1 are a pair, with its chosen and with
+    its rejected answer (rwkv/data/pairs.py).
     """
 
     tokens: TokenArray
@@ -101,23 +99,24 @@ def tokenise(config: DataConfig, identity: Sequence[str], tokenizer: Tokenizer, 
     """
     kind = ["pairs"] if pairs else []
     folder = cache / f"chat-{sha256([*identity, tokenizer.data_key, str(VERSION), *kind])[:16]}"
-    counter = LossCounter(tokenizer)
     manifest = read_json(folder / "manifest.json")
-    intact = manifest and all(_checksum(folder / name) == crc32 for name, crc32 in manifest["files"].items())
-    if not intact or not (counter.never or "lost" in manifest):      # an earlier version did not count what is lost
-        manifest = _make(config, tokenizer, counter, folder, pairs)
+    found = {name: crc32(folder / name) for name in manifest["files"] if (folder / name).is_file()} if manifest else {}
+    if not manifest or found != manifest["files"]:
+        manifest = _make(config, tokenizer, folder, pairs)
     train, val = (_tokenised(folder, manifest, split)._replace(paired=pairs) for split in SPLITS)
     return train, val, manifest["gzip_bpb"]
 
 
-def _make(config: DataConfig, tokenizer: Tokenizer, counter: LossCounter, folder: Path, pairs: bool) -> dict[str, Any]:
+def _make(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs: bool) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    counter = LossCounter(tokenizer)
+    dtype = dtype_of(tokenizer)
     ids: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     learnt: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     sizes: dict[str, dict[str, int]] = {split: {"bytes": 0, "learnt_bytes": 0} for split in SPLITS}
-    lost = {split: [NOTHING, NOTHING] for split in SPLITS}         # of what is not learnt, and of what is
-    packer, packed = zlib.compressobj(9, wbits=31), 0
+    lost = {split: [NOTHING, NOTHING] for split in SPLITS}         # of the text that is not learnt, and of the learnt text
+    packer = zlib.compressobj(9, wbits=31)
+    packed = 0
     left_out = 0
     for conversation, of_parts in _encoded(config, tokenizer, pairs):
         if not conversation.learnt:
@@ -148,7 +147,7 @@ def _make(config: DataConfig, tokenizer: Tokenizer, counter: LossCounter, folder
     names = [f"{split}{ending}" for split in SPLITS for ending in (".ids", ".learnt", "-starts.npy")]
     manifest = {"dtype": dtype.name, "splits": sizes, "left_out": left_out,
                 "gzip_bpb": 8 * packed / max(sizes["val"]["learnt_bytes"], 1),
-                "files": {name: _checksum(folder / name) for name in names},
+                "files": {name: crc32(folder / name) for name in names},
                 "lost": {split: [asdict(one) for one in lost[split]] for split in SPLITS}}
     write_json(folder / "manifest.json", manifest)
     return manifest
@@ -174,22 +173,18 @@ def _name_wrong(batch: list[Conversation], tokenizer: Tokenizer) -> None:
             raise UserError(f"{conversation.where}: {error}") from None
 
 
-def _checksum(path: Path) -> int | None:
-    return zlib.crc32(path.read_bytes()) if path.is_file() else None
-
-
 def _tokenised(folder: Path, manifest: dict[str, Any], split: str) -> Tokenised:
     sizes = manifest["splits"][split]
     offsets = DocumentOffsets(folder / f"{split}-starts.npy", 0, sizes["conversations"], 0)
     tokens, learnt = (TokenArray([Part(folder / f"{split}{ending}", dtype, 0, sizes["tokens"])], offsets)
                       for ending, dtype in ((".ids", manifest["dtype"]), (".learnt", "uint8")))
-    other, learnt_lost = (Lost(**one) for one in manifest["lost"][split]) if "lost" in manifest else (NOTHING, NOTHING)
+    other, learnt_lost = (Lost(**one) for one in manifest["lost"][split])
     return Tokenised(tokens, learnt, sizes["bytes"], sizes["learnt_bytes"], other + learnt_lost, learnt_lost,
                      manifest["left_out"])
 
 
 def marked(split: Tokenised, tokenizer: Tokenizer) -> Iterator[str]:
-    """Each conversation as it is tokenised, with what is learnt in [[ ]] and end_of_text written out."""
+    """Each conversation as it is tokenised, with learnt text in [[ ]] and end_of_text written out."""
     for begin, end in pairwise(split.tokens.bounds.tolist()):
         pairs = zip(split.learnt[begin:end].tolist(), split.tokens[begin:end].tolist(), strict=True)
         pieces = []
@@ -239,9 +234,11 @@ class ConversationRows(Dataset[Packed]):
     """
 
     def __init__(self, tokens: TokenArray, learnt: TokenArray, ctx_len: int) -> None:
-        self.tokens, self.learnt, self.ctx_len = tokens, learnt, ctx_len
+        self.tokens = tokens
+        self.learnt = learnt
+        self.ctx_len = ctx_len
         self._bounds = tokens.bounds
-        lengths = np.diff(self._bounds) - 1                      # the last id, end_of_text, is a target alone
+        lengths = np.diff(self._bounds) - 1                      # the last id, end_of_text, is only a target
         self.cut = longer_than(tokens, ctx_len)
         self._lengths = np.minimum(lengths, ctx_len)
         self._rows = packed_rows(self._lengths.tolist(), ctx_len)
@@ -258,7 +255,7 @@ class ConversationRows(Dataset[Packed]):
         return len(self._rows)
 
     def __getitems__(self, rows: Rows | list[int]) -> Packed:
-        """The batch. Missing inputs are 0, missing targets IGNORED; the padding is a text of its own."""
+        """The batch. The padding is a text of its own."""
         numbers, weight = rows if isinstance(rows, Rows) else (rows, 1.0)
         x = np.zeros((len(numbers), self.ctx_len), np.int64)
         y = np.full_like(x, IGNORED)
@@ -266,8 +263,10 @@ class ConversationRows(Dataset[Packed]):
         for row, number in enumerate(numbers):
             column = 0
             for text in self._rows[number % len(self)]:
-                begin, length = int(self._bounds[text]), int(self._lengths[text])
-                columns, targets = slice(column, column + length), slice(begin + 1, begin + length + 1)
+                begin = int(self._bounds[text])
+                length = int(self._lengths[text])
+                columns = slice(column, column + length)
+                targets = slice(begin + 1, begin + length + 1)
                 starts[row, column] = True
                 x[row, columns] = self.tokens[begin:begin + length]
                 y[row, columns] = np.where(self.learnt[targets], self.tokens[targets].astype(np.int64), IGNORED)
@@ -280,7 +279,6 @@ class ConversationRows(Dataset[Packed]):
         return 1 - float(self._lengths.sum()) / (len(self) * self.ctx_len)
 
     def describe(self) -> str:
-        """One line for people."""
         cut = (f"; {self.cut:,} longer than model.ctx_len={self.ctx_len} are cut there (trainer.tbptt reads them whole)"
                if self.cut else "")
         return (f"{len(self._lengths):,} conversations in {len(self):,} rows, {100 * self.padding():.1f} % of positions padding"
@@ -291,7 +289,9 @@ class WholeConversations(Dataset[Whole]):
     """The conversations of a split, the longest first, so that those of a batch are of similar length. None is cut."""
 
     def __init__(self, tokens: TokenArray, learnt: TokenArray, ctx_len: int) -> None:
-        self.tokens, self.learnt, self.ctx_len = tokens, learnt, ctx_len
+        self.tokens = tokens
+        self.learnt = learnt
+        self.ctx_len = ctx_len
         self._bounds = tokens.bounds
         self._order = np.argsort(-np.diff(self._bounds), kind="stable")
 
@@ -299,12 +299,12 @@ class WholeConversations(Dataset[Whole]):
         return len(self._order)
 
     def __getitems__(self, numbers: list[int]) -> Whole:
-        """The batch. Missing inputs are 0, missing targets IGNORED."""
         texts = [slice(self._bounds[text], self._bounds[text + 1]) for text in self._order[numbers]]
         x = np.zeros((len(texts), max(text.stop - text.start for text in texts) - 1), np.int64)
         y = np.full_like(x, IGNORED)
         for row, text in enumerate(texts):
-            ids, learnt = self.tokens[text], self.learnt[text]
+            ids = self.tokens[text]
+            learnt = self.learnt[text]
             x[row, :len(ids) - 1] = ids[:-1]
             y[row, :len(ids) - 1] = np.where(learnt[1:], ids[1:].astype(np.int64), IGNORED)
         return Whole(torch.from_numpy(x), torch.from_numpy(y), self.ctx_len)
@@ -316,29 +316,26 @@ def longer_than(tokens: TokenArray, ctx_len: int) -> int:
 
 
 class RowSampler(ShuffleSampler):
-    """As ShuffleSampler, with the weight of each batch. parts: batches of an optimiser step; counts: targets of each row."""
+    """A ShuffleSampler with the weight of each batch. parts: batches of an optimiser step; counts: targets of each row."""
 
     def __init__(self, counts: np.ndarray, batch_size: int, batches: int, seed: int, rank: int, world: int, parts: int) -> None:
         super().__init__(len(counts), batch_size, batches, seed, rank, world)
-        self.counts, self.parts = counts, parts
+        self.counts = counts
+        self.parts = parts
 
     def __iter__(self) -> "RowIterator":
         return RowIterator(self)
 
 
 class RowIterator(ShuffleIterator):
-    """One pass over a RowSampler."""
-
     sampler: RowSampler
 
     def __next__(self) -> Rows:                                  # type: ignore[override]
         sampler = self.sampler
         common = sampler.batch_size * sampler.world
         first = self.drawn // (common * sampler.parts) * common * sampler.parts
-        in_step = sum(self._targets(position) for position in range(first, first + common * sampler.parts))
+        in_step = sum(int(sampler.counts[self._order[position]])
+                      for position in range(first, first + common * sampler.parts))
         numbers = super().__next__()
         own = sum(int(sampler.counts[number % sampler.size]) for number in numbers)
         return Rows(numbers, own * sampler.parts * sampler.world / max(1, in_step))
-
-    def _targets(self, position: int) -> int:
-        return int(self.sampler.counts[self._order[position]])

@@ -3,20 +3,20 @@
     stream 0   [ document 3 ............ | 3 ............... | 3 ... padding ]    a segment belongs to one document,
     stream 1   [ document 0 ... padding  ][ document 7 ..... | 7 ............ ]   and at [ the state is emptied
 
-B rows of a batch, T = ctx_len. There is one stream for each row of an optimiser step: with trainer.accumulate=A a step is A
-batches of `batch_size` streams each, and is the same as the step of one batch A times as large. Documents come in a seeded
-permutation, then in the next one, without end; a stream that has read its document to the end takes the next of this order.
-The order depends only on the seed, the number of streams and ctx_len: not on K, processes or workers.
+B rows of a batch, T = ctx_len. There is one stream for each row of an optimiser step: with trainer.accumulate=A, a step is A
+batches of `batch_size` streams each. Documents come in a seeded permutation, then in the next one, without end; a stream that
+has read its document takes the next one. The order depends only on the seed, the number of streams and ctx_len.
 
 A document longer than one stream's share of all segments is divided into several chunks of whole segments, each read from an
 empty state: otherwise all streams would read the same place of a text that is a single file. The ids of a document are
-end_of_text and its text; each predicts the next one, the last the end_of_text that follows. So every token but the first of all
-is predicted once an epoch. In a corpus (binidx) without end_of_text between documents, their first tokens are not predicted.
-Of conversations (rwkv/data/conversations.py) only what is learnt is predicted, and none is divided: an answer needs what was
-said before.
+end_of_text and its text; each predicts the next one, the last the end_of_text that follows. So every token except the very
+first is predicted once an epoch. In a corpus (binidx) without end_of_text between documents, their first tokens are not
+predicted. Of conversations (rwkv/data/conversations.py) only learnt tokens are predicted, and none is divided: an answer needs
+the messages before it.
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, Sampler
 
-from rwkv.config import TrainConfig
 from rwkv.data.conversations import longer_than
 from rwkv.data.prepare import Corpus
 from rwkv.data.token_array import TokenArray
@@ -36,8 +35,7 @@ from rwkv.model.loss import IGNORED
 class Segments(NamedTuple):
     """A batch: x, y (B,K,T) int64; starts_document (B,K) bool: the state is emptied before this segment.
 
-    part: the number of this batch within its accumulated step. weight: the factor of the batch's mean loss, such that the mean
-    over the processes and batches of a step is the mean over all its targets. tokens: the number of tokens that all
+    part: the number of this batch within its accumulated step. weight: as in Packed. tokens: the number of tokens that all
     processes read in this batch, without padding.
     """
 
@@ -52,7 +50,7 @@ class Segments(NamedTuple):
 class Segment(NamedTuple):
     """The place of a segment: `inputs` ids from `start` on, of which the first `targets` predict the next id.
 
-    counted: the number of targets that count: all of them, but in conversations.
+    counted: the number of targets that count: all of them, except in conversations.
     """
 
     start: int
@@ -79,14 +77,17 @@ class DocumentChunks:
 
     def __init__(self, tokens: TokenArray, end_of_text: int, ctx_len: int, streams: int,
                  learnt: TokenArray | None = None) -> None:
-        self.tokens, self.end_of_text, self.ctx_len = tokens, end_of_text, ctx_len
+        self.tokens = tokens
+        self.end_of_text = end_of_text
+        self.ctx_len = ctx_len
         bounds = np.unique(np.concatenate([[0], tokens.starts, [len(tokens)]]))
         self.documents = len(bounds) - 1
         segments = -(-np.diff(bounds) // ctx_len)
-        counts, length = _divided(segments, streams)
-        self.were_divided = learnt is not None and bool((counts > 1).any())      # conversations, in runs begun before
-        if learnt is not None:
-            counts, length = np.ones_like(segments), segments
+        if learnt is None:
+            counts, length = _divided(segments, streams)
+        else:
+            counts = np.ones_like(segments)
+            length = segments
         document = np.repeat(np.arange(self.documents), counts)                                # (P,), of each chunk
         nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)         # (P,), within its document
         self._starts = bounds[document] + nth * length[document] * ctx_len
@@ -99,17 +100,15 @@ class DocumentChunks:
         return len(self.segments)
 
     def segment(self, chunk: int, number: int) -> Segment:
-        """Segment `number` of a chunk."""
-        start, end = int(self._starts[chunk]) + number * self.ctx_len, int(self._ends[chunk])
+        start = int(self._starts[chunk]) + number * self.ctx_len
+        end = int(self._ends[chunk])
         stop = min(start + self.ctx_len, end)
-        all_predict = stop < end or not self._ends_document[chunk] or self._is_end_of_text(end)
+        end_of_text_follows = self.tokens[end:end + 1].tolist() == [self.end_of_text]
+        all_predict = stop < end or not self._ends_document[chunk] or end_of_text_follows
         targets = stop - start - (not all_predict)
         before = self._learnt_before
         counted = targets if before is None else int(before[start + 1 + targets] - before[start + 1])
         return Segment(start, stop - start, targets, number == 0, counted)
-
-    def _is_end_of_text(self, place: int) -> bool:
-        return self.tokens[place:place + 1].tolist() == [self.end_of_text]
 
     def padding(self) -> float:
         """The fraction of the positions in all segments that hold no token."""
@@ -126,14 +125,15 @@ def _divided(segments: np.ndarray, streams: int) -> tuple[np.ndarray, np.ndarray
     return -(-segments // length), length
 
 
+@dataclass(eq=False)
 class SegmentDataset(Dataset[Segments]):
     """Reads the tokens of a BatchPlan. learnt: as in DocumentChunks."""
 
-    def __init__(self, tokens: TokenArray, ctx_len: int, learnt: TokenArray | None = None) -> None:
-        self.tokens, self.ctx_len, self.learnt = tokens, ctx_len, learnt
+    tokens: TokenArray
+    ctx_len: int
+    learnt: TokenArray | None = None
 
     def __getitems__(self, plan: BatchPlan) -> Segments:
-        """The batch. Missing inputs are 0, missing targets IGNORED."""
         x = np.zeros((len(plan.rows), len(plan.rows[0]), self.ctx_len), np.int64)
         y = np.full_like(x, IGNORED)
         for row, segments in enumerate(plan.rows):
@@ -158,7 +158,6 @@ class StepLayout(NamedTuple):
 
     @property
     def streams(self) -> int:
-        """The number of streams of all processes."""
         return self.rows * self.parts * self.world
 
     def own(self, part: int) -> range:
@@ -170,11 +169,15 @@ class StepLayout(NamedTuple):
         return range(part * self.rows * self.world, (part + 1) * self.rows * self.world)
 
 
+@dataclass(eq=False)
 class SegmentSampler(Sampler[BatchPlan]):
     """`batches` plans of this process's batches, with K segments of each stream."""
 
-    def __init__(self, chunks: DocumentChunks, K: int, layout: StepLayout, batches: int, seed: int) -> None:
-        self.chunks, self.K, self.layout, self.batches, self.seed = chunks, K, layout, batches, seed
+    chunks: DocumentChunks
+    K: int
+    layout: StepLayout
+    batches: int
+    seed: int
 
     def __len__(self) -> int:
         return self.batches
@@ -184,11 +187,14 @@ class SegmentSampler(Sampler[BatchPlan]):
 
 
 class StreamPositions:
-    """The position of each stream: its chunk and the segments left in it. assigned: the number of chunks given out so far."""
+    """The position of each stream: its chunk and the segments left in it. assigned: the number of chunks assigned so far."""
 
     def __init__(self, chunks: DocumentChunks, streams: int, seed: int) -> None:
-        self.chunks, self.order = chunks, Permutations(len(chunks), seed)
-        self.assigned, self.chunk, self.left = 0, [0] * streams, [0] * streams
+        self.chunks = chunks
+        self.order = Permutations(len(chunks), seed)
+        self.assigned = 0
+        self.chunk = [0] * streams
+        self.left = [0] * streams
 
     def step(self, K: int) -> list[list[Segment]]:
         """The next K segments of each stream. All streams advance together, so the assignment does not depend on K."""
@@ -200,22 +206,26 @@ class StreamPositions:
             self.chunk[stream] = self.order[self.assigned]
             self.left[stream] = int(self.chunks.segments[self.chunk[stream]])
             self.assigned += 1
-        chunk, left = self.chunk[stream], self.left[stream]
+        chunk = self.chunk[stream]
+        number = int(self.chunks.segments[chunk]) - self.left[stream]
         self.left[stream] -= 1
-        return self.chunks.segment(chunk, int(self.chunks.segments[chunk]) - left)
+        return self.chunks.segment(chunk, number)
 
     def state_dict(self) -> dict[str, Any]:
         return {"dealt": self.assigned, "piece": [*self.chunk], "left": [*self.left]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.assigned, self.chunk, self.left = state["dealt"], [*state["piece"]], [*state["left"]]
+        self.assigned = state["dealt"]
+        self.chunk = [*state["piece"]]
+        self.left = [*state["left"]]
 
 
 class SegmentIterator(Iterator[BatchPlan]):
     """One pass over a SegmentSampler. A whole step is planned at once, since the weights need its number of targets."""
 
     def __init__(self, sampler: SegmentSampler) -> None:
-        self.sampler, self._batches = sampler, 0
+        self.sampler = sampler
+        self._batches = 0
         self._positions = StreamPositions(sampler.chunks, sampler.layout.streams, sampler.seed)
         self._before: dict[str, Any] = {}        # the positions at the beginning of the current step
         self._step: list[list[Segment]] = []     # K segments of every stream
@@ -244,17 +254,15 @@ class SegmentIterator(Iterator[BatchPlan]):
         """Between two batches of a step, the positions are those at its beginning."""
         between_steps = self._batches % self.sampler.layout.parts == 0
         lanes = self._positions.state_dict() if between_steps else self._before
-        return {"batches": self._batches, "lanes": lanes} | ({"whole": True} if self.sampler.chunks.were_divided else {})
+        return {"batches": self._batches, "lanes": lanes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises UserError if the run had another number of streams, or none, or divided conversations."""
-        before, now = len(state["lanes"]["left"]) if "lanes" in state else 0, self.sampler.layout.streams
+        """Raises UserError if the run had another number of streams, or none."""
+        before = len(state["lanes"]["left"]) if "lanes" in state else 0
+        now = self.sampler.layout.streams
         if before != now:
             raise UserError(f"the run was begun with {before or 'no'} document streams, and data.batch_size times "
                             f"trainer.accumulate is {now}: with trainer.tbptt, a run continues with the same number")
-        if self.sampler.chunks.were_divided and not state.get("whole"):
-            raise UserError("the run was begun with conversations divided into chunks, without what was said before an answer; "
-                            "now they are read whole: begin a new run with init_from=")
         self._batches = state["batches"]
         self._positions.load_state_dict(state["lanes"])
         if self._batches % self.sampler.layout.parts:
@@ -265,21 +273,15 @@ def _targets(rows: list[list[Segment]]) -> int:
     return sum(segment.counted for row in rows for segment in row)
 
 
-def chunks_of(config: TrainConfig, corpus: Corpus) -> DocumentChunks:
-    """The training documents of a run in chunks."""
-    return DocumentChunks(corpus.train, corpus.tokenizer.end_of_text, config.model.ctx_len, _streams(config), corpus.learnt)
+def chunks_of(corpus: Corpus, ctx_len: int, streams: int) -> DocumentChunks:
+    return DocumentChunks(corpus.train, corpus.tokenizer.end_of_text, ctx_len, streams, corpus.learnt)
 
 
-def describe(config: TrainConfig, corpus: Corpus) -> str:
-    """One line for people: the segments of a step, and how much of them is padding."""
-    chunks = chunks_of(config, corpus)
+def describe(corpus: Corpus, ctx_len: int, streams: int, K: int) -> str:
+    """A line of the plan: the K segments of each stream in a step, and the padding among all segments."""
+    chunks = chunks_of(corpus, ctx_len, streams)
     divided = f", divided into {len(chunks):,} chunks" if len(chunks) > chunks.documents else ""
-    longer = longer_than(corpus.val, config.model.ctx_len) if corpus.conversations else 0
+    longer = longer_than(corpus.val, ctx_len) if corpus.conversations else 0
     validation = f"; validation reads conversations whole, {longer:,} of them longer than model.ctx_len" if longer else ""
-    return (f"{_streams(config):,} document streams, {config.trainer.tbptt} segments of each in a step; {chunks.documents:,} "
-            f"documents{divided}, {chunks.segments.sum():,} segments, {100 * chunks.padding():.1f} % of positions padding"
-            f"{validation}")
-
-
-def _streams(config: TrainConfig) -> int:
-    return config.data.batch_size * config.trainer.accumulate
+    return (f"{streams:,} document streams, {K} segments of each in a step; {chunks.documents:,} documents{divided}, "
+            f"{chunks.segments.sum():,} segments, {100 * chunks.padding():.1f} % of positions padding{validation}")

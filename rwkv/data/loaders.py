@@ -2,13 +2,11 @@
 
 B = batch_size, T = ctx_len. Window i of N tokens is tokens[i*T : i*T + T+1]: x (B,T) is its first T tokens, y (B,T) its last T,
 so no two windows predict the same token. Training reads all whole windows in a seeded permutation, then in the next one,
-without end: every token but the first is predicted once per epoch, except the last ones, fewer than T. From the second epoch on
-the window grid is shifted by a seeded offset, and the last window wraps around to the first token, so that a token is
-predicted after another context in each epoch.
-The order of the steps is the same for any number of workers and of processes (each has every world-th window of a common
-batch), and it can continue from any step. Validation reads all windows in order and the rest as a last one, filled up with
-IGNORED targets. With trainer.tbptt, training reads documents instead: rwkv/data/documents.py. Conversations are packed into
-rows: rwkv/data/conversations.py, and pairs of answers too: rwkv/data/pairs.py.
+without end: every token except the first and fewer than T last ones is predicted once per epoch. From the second epoch on the
+grid is shifted by a seeded offset and wraps around, so that a token is predicted after another context in each epoch.
+The order is the same for any number of workers and processes (each has every world-th window of a common batch), and continues
+from any step. Validation reads all windows in order and the rest as a last one, filled up with IGNORED targets. Documents for
+trainer.tbptt: documents.py. Conversations: conversations.py. Pairs of answers: pairs.py.
 """
 
 import os
@@ -23,8 +21,8 @@ from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rwkv.config import DataConfig
-from rwkv.data.conversations import ConversationRows, RowSampler, WholeConversations, longer_than
-from rwkv.data.documents import DocumentChunks, SegmentDataset, SegmentSampler, StepLayout
+from rwkv.data.conversations import RowSampler, WholeConversations, longer_than
+from rwkv.data.documents import SegmentDataset, SegmentSampler, StepLayout, chunks_of
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.data.windows import ShuffleSampler, Windows
@@ -36,19 +34,40 @@ class DataModule(LightningDataModule):
     """A corpus as Lightning's loaders. To Lightning, one epoch is the whole run: trainer.max_steps steps.
 
     config.batch_size: rows of a batch in this process. tbptt: segments of each document stream in a training step; 0 for
-    windows. Checkpoints that are saved during fit, in any hook of training or validation, contain the loader's position; after
-    fit Lightning has discarded it.
+    windows. Checkpoints that are saved during fit contain the loader's position; after fit Lightning has discarded it.
     """
 
     def __init__(self, corpus: Corpus, config: DataConfig, ctx_len: int, seed: int, tbptt: int = 0) -> None:
         super().__init__()
-        self.corpus, self.config, self.ctx_len, self.seed, self.tbptt = corpus, config, ctx_len, seed, tbptt
+        self.corpus = corpus
+        self.config = config
+        self.ctx_len = ctx_len
+        self.seed = seed
+        self.tbptt = tbptt
 
     def train_dataloader(self) -> StatefulDataLoader:
         """Batches (x, y), each (B,T), or Packed, Pairs or Segments. The loader's state_dict is its position."""
         data: Any
         sampler: Any
-        data, sampler = self._segments() if self.tbptt else self._rows() if self.corpus.conversations else self._windows()
+        trainer = self.trainer
+        layout = StepLayout(self.config.batch_size)
+        batches = 0                      # of the whole run; without a trainer or a number of steps, of one epoch
+        if trainer is not None:
+            layout = StepLayout(layout.rows, trainer.accumulate_grad_batches, trainer.global_rank, trainer.world_size)
+            batches = max(0, trainer.max_steps) * trainer.accumulate_grad_batches
+        if self.tbptt:
+            chunks = chunks_of(self.corpus, self.ctx_len, layout.streams)
+            data = SegmentDataset(self.corpus.train, self.ctx_len, self.corpus.learnt)
+            batches = batches or -(-int(chunks.segments.sum()) // (layout.streams * self.tbptt))
+            sampler = SegmentSampler(chunks, self.tbptt, layout, batches, self.seed)
+        elif self.corpus.conversations:
+            data = rows_of(self.corpus.conversations[0], self.ctx_len)
+            batches = batches or -(-len(data) // layout.rows)
+            sampler = RowSampler(data.counts, layout.rows, batches, self.seed, layout.rank, layout.world, layout.parts)
+        else:
+            data = Windows(self.corpus.train, self.ctx_len, seed=self.seed)
+            batches = batches or -(-len(data) // layout.rows)
+            sampler = ShuffleSampler(len(data), layout.rows, batches, self.seed, layout.rank, layout.world)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
             return StatefulDataLoader(data, batch_sampler=sampler, collate_fn=_unchanged, num_workers=self.config.num_workers,
@@ -67,7 +86,6 @@ class DataModule(LightningDataModule):
         return DataLoader(windows, self.config.batch_size, collate_fn=_unchanged, generator=_own_generator(self.seed))
 
     def state_dict(self) -> dict[str, str]:
-        """The identity of the data, for checkpoints."""
         return {"sha256": self.corpus.sha256}
 
     def load_state_dict(self, state_dict: dict[str, str]) -> None:
@@ -76,44 +94,15 @@ class DataModule(LightningDataModule):
             raise UserError(f"the data have changed since the run began: their SHA-256 was {state_dict['sha256'][:12]} and is "
                             f"{self.corpus.sha256[:12]}; restore them to resume, or begin a new run with init_from=")
 
-    def _windows(self) -> tuple[Windows, ShuffleSampler]:
-        windows, layout = Windows(self.corpus.train, self.ctx_len, seed=self.seed), self._layout()
-        batches = self._batches() or -(-len(windows) // layout.rows)
-        return windows, ShuffleSampler(len(windows), layout.rows, batches, self.seed, layout.rank, layout.world)
-
-    def _rows(self) -> tuple[ConversationRows, RowSampler]:
-        assert self.corpus.conversations is not None
-        rows, layout = rows_of(self.corpus.conversations[0], self.ctx_len), self._layout()
-        batches = self._batches() or -(-len(rows) // layout.rows)
-        return rows, RowSampler(rows.counts, layout.rows, batches, self.seed, layout.rank, layout.world, layout.parts)
-
-    def _segments(self) -> tuple[SegmentDataset, SegmentSampler]:
-        tokens, layout = self.corpus.train, self._layout()
-        learnt = self.corpus.learnt
-        chunks = DocumentChunks(tokens, self.corpus.tokenizer.end_of_text, self.ctx_len, layout.streams, learnt)
-        batches = self._batches() or -(-int(chunks.segments.sum()) // (layout.streams * self.tbptt))
-        return SegmentDataset(tokens, self.ctx_len, learnt), SegmentSampler(chunks, self.tbptt, layout, batches, self.seed)
-
-    def _batches(self) -> int:
-        """The batches of the whole run; 0 without a trainer or a number of steps: then one epoch is read."""
-        trainer = self.trainer
-        return 0 if trainer is None or trainer.max_steps < 0 else trainer.max_steps * trainer.accumulate_grad_batches
-
-    def _layout(self) -> StepLayout:
-        trainer, rows = self.trainer, self.config.batch_size
-        if trainer is None:
-            return StepLayout(rows)
-        return StepLayout(rows, trainer.accumulate_grad_batches, trainer.global_rank, trainer.world_size)
-
 
 def _unchanged(batch: Any) -> Any:
     return batch
 
 
 def _ignore_interrupts(worker: int) -> None:
-    """Keeps signals that ask for a stop from a worker: training ends its workers itself, after it has saved a checkpoint.
+    """Makes a worker ignore signals that ask for a stop: training ends its workers itself, after it has saved a checkpoint.
 
-    They come to every process of a job that systemd or SLURM ends, and the terminal's Ctrl-C to the process group.
+    systemd and SLURM send such signals to every process of a job, and the terminal sends Ctrl-C to the process group.
     """
     if hasattr(os, "setpgrp"):
         os.setpgrp()
@@ -126,12 +115,12 @@ def _ignore_interrupts(worker: int) -> None:
 
 
 def _end_for(parent: int) -> None:
-    """Ends this process at a SIGTERM from its parent alone."""
+    """Ends this process at a SIGTERM from its parent, and ignores others."""
     while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
         pass
     os._exit(0)
 
 
 def _own_generator(seed: int) -> torch.Generator:
-    """The generator from which a loader draws its workers' seed, so that it leaves the global random state alone."""
+    """A generator for the seed of a loader's workers, which otherwise comes from the global random state."""
     return torch.Generator().manual_seed(seed)

@@ -2,8 +2,8 @@
 
     row 0   [ chosen 3 .... ][ rejected 3 .. ][ chosen 0 ][ rejected 0 ]   T = ctx_len positions; at [ the state is emptied
 
-So a batch has both texts of each of its pairs, and the order of the data can be continued from any step as that of other
-rows. A pair that is longer than a row is left out: a cut answer has another probability.
+So a batch has both texts of each of its pairs, and the order of the data continues from any step as for other rows. A pair
+that is longer than a row is left out: a cut answer has another probability.
 """
 
 from typing import NamedTuple
@@ -18,11 +18,10 @@ from rwkv.errors import UserError
 
 
 class Pairs(NamedTuple):
-    """A batch of P pairs: x, y, starts (B,T) as in Packed.
+    """A batch of P pairs: x, y, starts (B,T) and weight as in Packed.
 
-    weight: the factor of the mean over the batch's pairs, such that the mean over the processes and batches of a step is the
-    mean over all its pairs. answers (B,T) int64: 2p in the text with pair p's chosen answer, 2p+1 in that with its rejected
-    one, -1 in the padding. numbers (P,) int64: of the pairs in their split.
+    answers (B,T) int64: 2p in the text with pair p's chosen answer, 2p+1 in the text with its rejected
+    answer, -1 in the padding. numbers (P,) int64: of the pairs in their split.
     """
 
     x: Tensor
@@ -37,11 +36,14 @@ class PairRows(ConversationRows):
     """The rows of a split of pairs. counts (rows,): the pairs of each row. left_out: the number of pairs longer than a row."""
 
     def __init__(self, tokens: TokenArray, learnt: TokenArray, ctx_len: int) -> None:
-        self.tokens, self.learnt, self.ctx_len = tokens, learnt, ctx_len
+        self.tokens = tokens
+        self.learnt = learnt
+        self.ctx_len = ctx_len
         self._bounds = tokens.bounds
-        self._lengths = np.diff(self._bounds) - 1                # the last id, end_of_text, is a target alone
+        self._lengths = np.diff(self._bounds) - 1                # the last id, end_of_text, is only a target
         of_pairs = self._lengths.reshape(-1, 2).sum(1)
-        self.n_pairs, self.longest = len(of_pairs), int(of_pairs.max(initial=0))
+        self.n_pairs = len(of_pairs)
+        self.longest = int(of_pairs.max(initial=0))
         kept = np.flatnonzero(of_pairs <= ctx_len)
         self.left_out = len(of_pairs) - len(kept)
         if not len(kept):
@@ -76,5 +78,4 @@ class PairRows(ConversationRows):
 
 
 def rows_of(split: Tokenised, ctx_len: int) -> ConversationRows:
-    """The rows of a split of conversations or of pairs."""
     return (PairRows if split.paired else ConversationRows)(split.tokens, split.learnt, ctx_len)

@@ -4,9 +4,9 @@
     corpus.tokenizer, corpus.train, corpus.val, corpus.sizes
 
 A split is end_of_text, document, end_of_text, document, ...: with one before each document, every token of text is predicted
-exactly once. Runs may share a cache_dir and start at the same time. The .bin files of data=binidx are read in place.
+exactly once. Runs may share a cache_dir and start at the same time.
 
-The data alone determine the validation split; the rest is for training (f = val_fraction):
+The validation split depends only on the data (f = val_fraction):
 - stdlib, and several text files: whole files, in a random order that depends only on their names, up to f of all bytes;
 - a single text file: the last f of its characters;
 - jsonl, chat and hf: the first document and one of every 1/f that follow; of a single document, its last part;
@@ -40,10 +40,10 @@ FROM_TEXT = ("bpe", "char")              # tokenizers that are made from the dat
 
 @dataclass(frozen=True)
 class Sizes:
-    """Sizes of both splits. Tokens include end_of_text; bytes are those of the text in UTF-8, without it.
+    """Sizes of both splits. Tokens include end_of_text; bytes are of the text in UTF-8, without end_of_text.
 
-    gzip_bpb: bits per byte of `gzip -9` on the first 16 MB of the validation split, to compare with the model's.
-    train_lost, val_lost: what the tokenizer has lost of the text; nothing is known of data=binidx.
+    gzip_bpb: bits per byte of `gzip -9` on the first 16 MB of the validation split, for comparison with the model.
+    train_lost, val_lost: the text that the tokenizer has lost; unknown for data=binidx.
     """
 
     train_tokens: int
@@ -59,8 +59,8 @@ class Sizes:
 class Corpus:
     """Tokenised data. source: one line about its origin, for people. sha256: of the text's content, order and names.
 
-    conversations: of data=chat, the training and the validation split with what is learnt of them.
-    unknown: of data=binidx, the share of the validation ids that are the unknown token; None where the tokenizer loses nothing.
+    conversations: for data=chat, the training and the validation split.
+    unknown: for data=binidx, the share of the validation ids that are the unknown token; None if the tokenizer loses nothing.
     """
 
     tokenizer: Tokenizer
@@ -74,16 +74,15 @@ class Corpus:
 
     @property
     def val_lost(self) -> float:
-        """The lost share of the validation text; of conversations, of the answers; of data=binidx, the share of unknown ids."""
+        """The lost share of the validation text; of its answers for conversations; the share of unknown ids for data=binidx."""
         lost = self.conversations[1].learnt_lost if self.conversations else self.sizes.val_lost
         return lost.share if self.unknown is None else self.unknown
 
     @property
     def val_bytes_per_token(self) -> float | None:
-        """Bytes of the validation text per predicted token; of conversations, bytes of the answers per token learnt.
+        """Bytes of the validation text per predicted token; for conversations, bytes of the answers per learnt token.
 
-        None where more of them is lost than WITHHELD: bits per byte would not be those of the text. None for pairs, whose
-        loss is not one of tokens.
+        None if a larger share than WITHHELD is lost, and for pairs, whose loss is not per token.
         """
         if self.val_lost > WITHHELD or (self.conversations and self.conversations[1].paired):
             return None
@@ -94,7 +93,7 @@ class Corpus:
 
     @property
     def learnt(self) -> TokenArray | None:
-        """For each training token whether it counts as a target; None where all do."""
+        """For each training token whether it counts as a target; None if all do."""
         return self.conversations[0].learnt if self.conversations else None
 
     @property
@@ -103,7 +102,7 @@ class Corpus:
         return self.sizes.val_bytes / max(self.sizes.train_bytes + self.sizes.val_bytes, 1)
 
     def describe_lost(self) -> str | None:
-        """A sentence on what the tokenizer loses of the text, and whether val/bpb is given; None if it loses nothing."""
+        """A sentence on the text that the tokenizer loses, and whether val/bpb is given; None if it loses nothing."""
         if self.unknown is not None:
             withheld = f"; val/bpb is not given above {percent(WITHHELD)}" if self.unknown else ""
             return ("what the tokenizer loses of the text is not known, since the ids were made elsewhere: "
@@ -115,7 +114,6 @@ class Corpus:
         return "; ".join([*found, withheld]) if found else None
 
     def describe(self) -> str:
-        """One line for people."""
         size = self.sizes.train_bytes + self.sizes.val_bytes
         written = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
         return (f"{self.source}: {self.sizes.train_tokens:,} training and {self.sizes.val_tokens:,} validation "
@@ -125,8 +123,7 @@ class Corpus:
 def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None, pairs: bool = False) -> Corpus:
     """The data that `config` names, tokenised now or read from config.cache_dir.
 
-    tokenizer: replaces the one that `config` names. pairs: data=chat reads pairs of answers, and needs a tokenizer. Raises
-    UserError if the data cannot be read, tokenised or written, or if a split is shorter than one context, ctx_len + 1 tokens.
+    tokenizer: replaces the one that `config` names. pairs: data=chat reads pairs of answers, and needs a tokenizer.
     """
     cache = Path(config.cache_dir)
     if config.name == "chat":
@@ -135,7 +132,7 @@ def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None
 
 
 def _from_conversations(config: DataConfig, tokenizer: Tokenizer | None, cache: Path, pairs: bool) -> Corpus:
-    """Conversations need not fill a context: several are packed into one."""
+    """Conversations may be shorter than a context: several are packed into one."""
     source = open_source(config, cache)
     identity = [config.name, str(config.val_fraction), source.sha256]
     tokenizer = tokenizer or _tokenizer(config, source, sha256(identity)[:16], cache)

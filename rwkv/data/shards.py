@@ -6,12 +6,11 @@
                      train-starts.npy  val-...  places where documents begin
 
 KEY is a hash of the content, the split and the tokenizer. A shard is SHARD characters of documents in the source's order, so
-its content depends on the data alone: not on the number of workers, nor on where an earlier run was interrupted. Files are
-written atomically, and a later run keeps the finished ones: the .json of each shard lets an interrupted run resume, and the
-manifest lets a later run start with one look at each file. If two runs start at once, a lock makes the second one wait.
+its content depends only on the data: not on the number of workers or on interruptions. Files are written atomically, and a
+later run keeps the finished ones, by the .json of each shard or by the manifest. A lock makes a second run at once wait.
 
 Workers are threads: most of the time is spent in the tokenizers' libraries, which release Python's lock and use all cores even
-for one shard. The tokenizers byte and char are Python and use one core, which is as fast.
+for one shard. The tokenizers byte and char are Python and use one core.
 """
 
 import os
@@ -43,15 +42,12 @@ SHARD = 1 << 23                          # characters of a shard
 MAX_WORKERS = 4                          # default number of shards tokenised at a time: more take memory, but no more cores
 GZIP_BYTES = 16_000_000                  # of validation text compressed with gzip -9; the last document is compressed whole
 SPLITS = ("train", "val")
-VERSION = 1                              # of the layout, and of the rules by which texts are split
+VERSION = 2                              # of the layout, and of the rules by which texts are split
 SHOWN_AFTER = 2.0                        # seconds before the progress bar appears
 
 
 class Piece(NamedTuple):
-    """A document, or a part of one. where: the name of its file for errors. before: characters of `where` before this text.
-
-    starts_document: it is the first piece of its document. weight: bytes of the source that it advances the progress bar by.
-    """
+    """A document, or a part of one, whose first piece starts_document. The other fields are as in Document."""
 
     text: str
     val: bool
@@ -74,20 +70,17 @@ def cache_key(identity: Sequence[str], tokenizer: Tokenizer) -> str:
 def tokenise(source: Source, tokenizer: Tokenizer, folder: Path, workers: int = 0) -> dict[str, Any]:
     """Makes the missing and damaged files of `folder` and returns its manifest.
 
-    workers: shards tokenised at a time; 0 for one per core, at most MAX_WORKERS. Raises UserError if a text cannot be read or
-    encoded, or a file cannot be written.
+    workers: shards tokenised at a time; 0 for one per core, at most MAX_WORKERS.
     """
-    counter = LossCounter(tokenizer)
-    manifest = _finished(folder, counter)
+    manifest = read_manifest(folder)
     if manifest is None:
         with _locked(folder):
             workers = workers or min(os.cpu_count() or 1, MAX_WORKERS)
-            manifest = _finished(folder, counter) or _make(source, tokenizer, counter, folder, workers)
+            manifest = read_manifest(folder) or _make(source, tokenizer, LossCounter(tokenizer), folder, workers)
     return manifest
 
 
 def token_array(folder: Path, manifest: dict[str, Any], split: str) -> TokenArray:
-    """All tokens of a split."""
     parts = [Part(folder / _ids_file(number, split), manifest["dtype"], 0, shard[split]["tokens"])
              for number, shard in enumerate(manifest["shards"])]
     return TokenArray(parts, DocumentOffsets(folder / f"{split}-starts.npy", 0, manifest["documents"][split], 0))
@@ -100,23 +93,10 @@ def text_bytes(manifest: dict[str, Any]) -> tuple[int, int]:
 
 
 def lost(manifest: dict[str, Any]) -> tuple[Lost, Lost]:
-    """What the tokenizer has lost of (training, validation)."""
-    train, val = (sum((Lost(entry.get("lost", 0), entry["bytes"], entry.get("unknown", 0))
+    """The text that the tokenizer has lost of (training, validation)."""
+    train, val = (sum((Lost(entry["lost"], entry["bytes"], entry["unknown"])
                        for entry in (shard[split] for shard in manifest["shards"])), NOTHING) for split in SPLITS)
     return train, val
-
-
-def _finished(folder: Path, counter: LossCounter) -> dict[str, Any] | None:
-    """The manifest; None where the shards are not all made, or need a count of what the tokenizer loses and have none."""
-    manifest = read_manifest(folder)
-    if manifest is None or counter.never or all(_is_counted(shard) for shard in manifest["shards"]):
-        return manifest
-    print(f"{folder} is of an earlier version, which did not count what the tokenizer loses: counting it", file=sys.stderr)
-    return None
-
-
-def _is_counted(shard: dict[str, Any]) -> bool:
-    return all("lost" in shard[split] for split in SPLITS)
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
@@ -124,12 +104,16 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
     manifest = read_json(folder / "manifest.json")
     if not manifest or manifest["version"] != VERSION:
         return None
-    return manifest if all(_intact(folder / name, entry) for name, entry in manifest["files"].items()) else None
+    for name, entry in manifest["files"].items():
+        path = folder / name
+        if not path.is_file() or not (unchanged(path, entry) or crc32(path) == entry["crc32"]):
+            return None
+    return manifest
 
 
 def encode(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter,
            dtype: np.dtype) -> Iterator[tuple[np.ndarray, Lost]]:
-    """The ids of each batch of pieces, with end_of_text before each document, and what is lost of its text."""
+    """The ids of each batch of pieces, with end_of_text before each document, and the part of its text that is lost."""
     for batch in _batches(parts):
         found = []
         encoded = _encode_batch(batch, tokenizer)
@@ -167,11 +151,6 @@ def _batches(parts: Sequence[Piece]) -> Iterator[list[Piece]]:
         yield batch
 
 
-def _intact(path: Path, entry: dict[str, Any]) -> bool:
-    """True if a file is unchanged by its size and time, where these are conclusive, or else by its checksum."""
-    return path.is_file() and (unchanged(path, entry) or _crc32(path) == entry["crc32"])
-
-
 def _locked(folder: Path) -> AcquireReturnProxy:
     """The lock of the folder. The system releases it when the process ends, even by a crash."""
     try:
@@ -189,7 +168,7 @@ def _locked(folder: Path) -> AcquireReturnProxy:
 def _make(source: Source, tokenizer: Tokenizer, counter: LossCounter, folder: Path, workers: int) -> dict[str, Any]:
     for leftover in folder.glob(".*"):   # temporary files of a process that was killed
         leftover.unlink()
-    dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
+    dtype = dtype_of(tokenizer)
     shards = _make_shards(source, tokenizer, counter, folder, dtype, workers)
     documents = {split: _write_starts(folder, shards, split, dtype, tokenizer.end_of_text) for split in SPLITS}
     names = [_ids_file(number, split) for number, shard in enumerate(shards) for split in SPLITS if shard[split]["tokens"]]
@@ -250,7 +229,8 @@ def shards_of(source: Source, split: SafeSplit) -> Iterator[Shard]:
 
 def _pieces(source: Source, split: SafeSplit) -> Iterator[Piece]:
     for document in source.documents():
-        weight, before = document.weight, document.before
+        weight = document.weight
+        before = document.before
         for number, text in enumerate(pieces(document.chunks, split)):
             size = len(text.encode()) if weight is None else weight
             yield Piece(text, document.val, number == 0, document.where, size, before)
@@ -260,26 +240,16 @@ def _pieces(source: Source, split: SafeSplit) -> Iterator[Piece]:
 
 def _shard(shard: Shard, tokenizer: Tokenizer, counter: LossCounter, folder: Path,
            dtype: np.dtype) -> tuple[dict[str, Any], int]:
-    """The shard's entry, and its weight in the progress bar. Its files are made if they are missing or damaged.
-
-    Those of an earlier version are made again to count what is lost, unless the text tells that it is nothing.
-    """
-    weight, path = sum(piece.weight for piece in shard.pieces), folder / f"{shard.number:05}.json"
-    entry = _read_entry(path, folder, shard.number)
-    if entry is None or not (_is_counted(entry) or all(counter.keeps(piece.text) for piece in shard.pieces)):
-        entry = {split: _write_split([piece for piece in shard.pieces if piece.val == (split == "val")], tokenizer, counter,
-                                     dtype, folder / _ids_file(shard.number, split)) for split in SPLITS}
-        write_json(path, entry)
-    for split in SPLITS:
-        entry[split].setdefault("lost", 0)
-    return entry, weight
-
-
-def _read_entry(path: Path, folder: Path, number: int) -> dict[str, Any] | None:
-    """The entry of a finished shard; None if it or one of the shard's files is missing or damaged."""
+    """The shard's entry, and its weight in the progress bar. Its files are made if they are missing or damaged."""
+    path = folder / f"{shard.number:05}.json"
     entry = read_json(path)
-    files = [(folder / _ids_file(number, split), entry[split]) for split in SPLITS if entry[split]["tokens"]] if entry else []
-    return entry if all(file.is_file() and _crc32(file) == about["crc32"] for file, about in files) else None
+    files = {split: folder / _ids_file(shard.number, split) for split in SPLITS}
+    made = {split: file for split, file in files.items() if entry and entry[split]["tokens"]}
+    if entry is None or not all(file.is_file() and crc32(file) == entry[split]["crc32"] for split, file in made.items()):
+        entry = {split: _write_split([piece for piece in shard.pieces if piece.val == (split == "val")], tokenizer, counter,
+                                     dtype, files[split]) for split in SPLITS}
+        write_json(path, entry)
+    return entry, sum(piece.weight for piece in shard.pieces)
 
 
 def _write_split(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter, dtype: np.dtype, path: Path) -> dict[str, int]:
@@ -322,16 +292,21 @@ def _gzip_bpb(source: Source) -> float:
 
 def _entry(path: Path) -> dict[str, Any]:
     now = time.time_ns()                 # before the file is read: `unchanged` compares it with the file's time of change
-    crc32 = _crc32(path)
-    return {"stamp": stamp(path), "time": now, "crc32": crc32}
+    checksum = crc32(path)
+    return {"stamp": stamp(path), "time": now, "crc32": checksum}
 
 
-def _crc32(path: Path) -> int:
-    crc32 = 0
+def crc32(path: Path) -> int:
+    found = 0
     with path.open("rb") as file:
         while block := file.read(1 << 20):
-            crc32 = zlib.crc32(block, crc32)
-    return crc32
+            found = zlib.crc32(block, found)
+    return found
+
+
+def dtype_of(tokenizer: Tokenizer) -> np.dtype:
+    """The smallest dtype of files that holds all ids."""
+    return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
 
 
 def _ids_file(number: int, split: str) -> str:

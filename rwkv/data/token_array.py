@@ -36,7 +36,7 @@ class DocumentOffsets(NamedTuple):
 
 
 class TokenArray:
-    """Ids of consecutive parts. Pickles as the names of its files, which another process then maps itself."""
+    """Ids of consecutive parts. A pickle holds the names of the files, which another process then maps itself."""
 
     def __init__(self, parts: Sequence[Part], offsets: DocumentOffsets) -> None:
         self.parts = [part for part in parts if part.length]
@@ -46,11 +46,6 @@ class TokenArray:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenArray, (self.parts, self._offsets)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, TokenArray) and (self.parts, self._offsets) == (other.parts, other._offsets)
-
-    __hash__ = None                      # type: ignore[assignment]
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0

@@ -1,4 +1,4 @@
-"""The part of the validation split that is read with trainer.val_tokens: its first tokens, with their own bytes and gzip -9."""
+"""The first trainer.val_tokens of the validation split, with their own bytes and gzip -9."""
 
 import zlib
 from dataclasses import replace
@@ -7,15 +7,13 @@ from operator import itemgetter
 
 from rwkv.data.conversations import Tokenised
 from rwkv.data.prepare import Corpus
-from rwkv.data.token_array import TokenArray
-from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def with_part(corpus: Corpus, val_tokens: int | None, reach: int) -> Corpus:
-    """The corpus, for validation with the first `val_tokens` predicted tokens of its split; as it is for None or a short split.
+    """The corpus with the first `val_tokens` predicted tokens of its validation split; unchanged for None or a short split.
 
-    Of conversations it has the fewest whole ones that hold so many tokens, and an answer that begins within `reach` tokens,
-    which are those that validation reads of each. What the tokenizer loses stays that of the whole split.
+    For conversations, the fewest whole ones that hold so many tokens, and an answer that begins within the `reach` tokens that
+    validation reads of each. The lost shares stay those of the whole split.
     """
     if val_tokens is None or val_tokens + 1 >= len(corpus.val):
         return corpus
@@ -26,8 +24,11 @@ def with_part(corpus: Corpus, val_tokens: int | None, reach: int) -> Corpus:
             corpus.sizes, val_tokens=len(val), val_bytes=max(len(text), 1), gzip_bpb=_gzip_bpb(text)))
     train, whole = corpus.conversations
     end = _end_of_conversations(whole, val_tokens, reach)
-    tokens, learnt = whole.tokens.first(end), whole.learnt.first(end)
-    answers = _answers(tokens, learnt, corpus.tokenizer).encode()
+    tokens = whole.tokens.first(end)
+    learnt = whole.learnt.first(end)
+    flagged = zip(learnt[:].tolist(), tokens[:].tolist(), strict=True)
+    answers = "".join(corpus.tokenizer.decode(token for _, token in run)
+                      for is_learnt, run in groupby(flagged, itemgetter(0)) if is_learnt).encode()
     part = whole._replace(tokens=tokens, learnt=learnt, bytes=len(corpus.tokenizer.decode(tokens[:].tolist()).encode()),
                           learnt_bytes=max(len(answers), 1))
     return replace(corpus, val=tokens, conversations=(train, part), sizes=replace(
@@ -35,7 +36,7 @@ def with_part(corpus: Corpus, val_tokens: int | None, reach: int) -> Corpus:
 
 
 def _end_of_conversations(split: Tokenised, val_tokens: int, reach: int) -> int:
-    """The place after the conversations that are read."""
+    """The place after the last conversation that is read."""
     bounds = split.tokens.bounds[::2 if split.paired else 1].tolist()
     has_answer = False
     for begin, end in pairwise(bounds):
@@ -46,12 +47,6 @@ def _end_of_conversations(split: Tokenised, val_tokens: int, reach: int) -> int:
         if has_answer and end >= val_tokens:
             break
     return end
-
-
-def _answers(tokens: TokenArray, learnt: TokenArray, tokenizer: Tokenizer) -> str:
-    """The text of what is learnt."""
-    pairs = zip(learnt[:].tolist(), tokens[:].tolist(), strict=True)
-    return "".join(tokenizer.decode(token for _, token in run) for is_learnt, run in groupby(pairs, itemgetter(0)) if is_learnt)
 
 
 def _gzip_bpb(text: bytes) -> float:

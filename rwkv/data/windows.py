@@ -4,6 +4,7 @@ Each epoch is one permutation of the windows, and the order can be continued fro
 """
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
@@ -20,13 +21,16 @@ class Permutations:
     """A seeded permutation of the numbers below `size`, then the next one, without end: order[position] for any position."""
 
     def __init__(self, size: int, seed: int) -> None:
-        self.size, self.seed = size, seed
-        self._epoch, self._order = -1, np.empty(0, np.int64)
+        self.size = size
+        self.seed = seed
+        self._epoch = -1
+        self._order = np.empty(0, np.int64)
 
     def __getitem__(self, position: int) -> int:
         epoch, offset = divmod(position, self.size)
         if epoch != self._epoch:
-            self._epoch, self._order = epoch, np.random.default_rng((self.seed, epoch)).permutation(self.size)
+            self._epoch = epoch
+            self._order = np.random.default_rng((self.seed, epoch)).permutation(self.size)
         return int(self._order[offset])
 
 
@@ -36,14 +40,17 @@ def window_offset(ctx_len: int, seed: int, epoch: int) -> int:
     return int(np.random.default_rng((seed, epoch, ctx_len)).integers(ctx_len)) if epoch else 0
 
 
+@dataclass(eq=False)
 class Windows(Dataset[tuple[Tensor, Tensor]]):
     """The windows of a TokenArray. Numbers from len(self) on are windows of later epochs, whose grids are shifted.
 
     partial: the tokens after the last whole window make a shorter window, and there is one epoch. seed: for the shifts.
     """
 
-    def __init__(self, tokens: TokenArray, ctx_len: int, partial: bool = False, seed: int = 0) -> None:
-        self.tokens, self.ctx_len, self.partial, self.seed = tokens, ctx_len, partial, seed
+    tokens: TokenArray
+    ctx_len: int
+    partial: bool = False
+    seed: int = 0
 
     def __len__(self) -> int:
         """Windows in an epoch."""
@@ -51,7 +58,6 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return -(-predicted // self.ctx_len) if self.partial else predicted // self.ctx_len
 
     def __getitem__(self, number: int) -> tuple[Tensor, Tensor]:
-        """One window: x (T,), y (T,)."""
         x, y = self.__getitems__([number])
         return x[0], y[0]
 
@@ -78,15 +84,19 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return [slice(start, min(stop, end) + 1), *wrapped]
 
 
+@dataclass(eq=False)
 class ShuffleSampler(Sampler[list[int]]):
     """`batches` batches of window numbers. Each epoch is a new permutation of its own `size` numbers.
 
     The process `rank` of `world` has every world-th number of the common order.
     """
 
-    def __init__(self, size: int, batch_size: int, batches: int, seed: int, rank: int = 0, world: int = 1) -> None:
-        self.size, self.batch_size, self.batches, self.seed = size, batch_size, batches, seed
-        self.rank, self.world = rank, world
+    size: int
+    batch_size: int
+    batches: int
+    seed: int
+    rank: int = 0
+    world: int = 1
 
     def __len__(self) -> int:
         return self.batches
@@ -99,7 +109,8 @@ class ShuffleIterator(Iterator[list[int]]):
     """One pass over a ShuffleSampler. drawn: the numbers that all processes together have taken so far."""
 
     def __init__(self, sampler: ShuffleSampler) -> None:
-        self.sampler, self.drawn = sampler, 0
+        self.sampler = sampler
+        self.drawn = 0
         self._order = Permutations(sampler.size, sampler.seed)
 
     def __next__(self) -> list[int]:

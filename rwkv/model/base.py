@@ -35,6 +35,7 @@ class Generation(Protocol):
     NAME: str                            # what people call it
     OPERATOR: str                        # the folder of kernels/ that mixes time
     KEPT_FLOAT32: tuple[str, ...]        # ends of names of parameters that stay float32 in half precision
+    OPTIONS: tuple[str, ...]             # ModelConfig's options that not every generation has
     LR_SCALES: dict[str, str]            # what names of parameters begin with: the option of optim that scales their rate
     UNUSED: tuple[str, ...]              # tensors of its files that nothing reads, and some files lack
     LEARNS_STATE: bool                   # whether a state before the first token can be trained (tune=state)

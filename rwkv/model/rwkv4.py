@@ -26,6 +26,7 @@ from rwkv.model.packing import Packing
 
 NAME = "RWKV-4"
 OPERATOR = "wkv4"                        # the folder of kernels/ that mixes time
+OPTIONS: tuple[str, ...] = ("n_att",)    # of ModelConfig
 LR_SCALES = {name: f"{name}_lr_scale" for name in ("time_mix", "time_decay", "time_first")}
 UNUSED: tuple[str, ...] = ()             # tensors of its files that nothing reads
 LEARNS_STATE = False

@@ -43,6 +43,8 @@ from rwkv.model.packing import Packing
 NAME = "RWKV-7"
 OPERATOR = "wkv7"                        # the folder of kernels/ that mixes time
 KEPT_FLOAT32: tuple[str, ...] = ("w0",)                   # in half precision too: a decay rounded to bfloat16 is another decay
+OPTIONS: tuple[str, ...] = (             # of ModelConfig
+    "head_size", "decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim", "deep_embed_dim")
 LR_SCALES = {"w0": "time_decay_lr_scale"}        # the names of parameters that begin so, and the option with their factor
 MIXES = "rwkvag"
 LOW_RANK = "wavg"

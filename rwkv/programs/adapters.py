@@ -1,7 +1,7 @@
-"""adapters=NAME=PATH: what tune=state and tune=lora have trained, served beside the checkpoint that they belong to.
+"""adapters=NAME=PATH: tuned states and LoRA adapters, served beside the checkpoint that they belong to.
 
-A tuned state is where texts begin, so that its rows are in one batch with those of the checkpoint. A LoRA adapter is merged
-into weights of its own when the server starts, and its rows are a batch of their own.
+Texts begin from a tuned state, and their rows are in one batch with the checkpoint's. A LoRA adapter is merged into weights of
+its own when the server starts, and its rows are a batch of their own.
 """
 
 import hashlib
@@ -24,9 +24,9 @@ from rwkv.pretrained import RWKV, OpenCheckpoint
 
 @dataclass(frozen=True)
 class Adapter:
-    """One that has been read and checked, before any weights are loaded. digest: of what was trained.
+    """An adapter that has been read and checked, before any weights are loaded. digest: of the trained values.
 
-    context: a state file's. state: a run's learnt one, of one row. merged: the checkpoint with a LoRA adapter.
+    context: of a state file. state: learnt by a run, one row. merged: the checkpoint with a LoRA adapter.
     """
 
     name: str
@@ -38,11 +38,17 @@ class Adapter:
 
     @property
     def tokens(self) -> int | None:
-        """Those that its texts follow; None for a state file, which does not say."""
+        """The number of tokens before its texts; None for a state file, which does not say."""
         return 0 if self.context is None else None
 
+    @property
+    def about(self) -> str:
+        if self.merged is not None:
+            return f"LoRA of {self.path}, merged into weights of its own; its texts are a batch of their own"
+        return f"state of {self.path}, before each text; in one batch with the checkpoint's texts"
+
     def load(self, opened: OpenCheckpoint, base: Model) -> tuple[Model, PrefillResult | None]:
-        """The model of its texts, and what they follow, None for nothing."""
+        """The model of its texts, and the context before them, None for an empty one."""
         if self.merged is not None:
             return RWKV.from_checkpoint(self.merged, opened.wkv, opened.device, opened.dtype), None
         if self.context is not None:
@@ -55,7 +61,7 @@ class Adapter:
 
 
 def read_adapters(config: ServeConfig, opened: OpenCheckpoint) -> list[Adapter]:
-    """Raises UserError where one is missing, damaged or of other weights, and where merged weights do not fit into memory."""
+    """Raises UserError if one is missing, damaged or of other weights, and if merged weights do not fit into memory."""
     if not config.adapter_paths:
         return []
     base = opened.checkpoint
@@ -69,7 +75,7 @@ def read_adapters(config: ServeConfig, opened: OpenCheckpoint) -> list[Adapter]:
 
 
 def require_room(weights: int, n_merged: int, available: int | None) -> None:
-    """Raises UserError where the checkpoint's weights and those of n LoRA adapters, of this size in bytes each, do not fit."""
+    """Raises UserError if the checkpoint and n_merged copies of it, `weights` bytes each, do not fit."""
     needed = weights * (1 + n_merged)
     if available is not None and needed > available:
         raise UserError(f"adapters has {n_merged} of tune=lora, each merged into weights of its own: with the checkpoint's "

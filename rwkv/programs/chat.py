@@ -19,8 +19,8 @@ Commands:
   /quit               ends; so does Ctrl-D
 
 Ctrl-C stops the answer and not the program. Esc and then Enter begins a new
-line. The state is carried: each turn reads its new words alone. The template and
-the kind of file decide how the model is spoken to; a line says which they are.
+line. The state is carried: each turn reads only its new words. A line at the start
+says which chat template and which options of sampling are used, and why.
 Thoughts are dim in a terminal, and between <think> and </think> elsewhere.
 """
 
@@ -43,6 +43,8 @@ from rwkv.io.garbage import uncollected
 from rwkv.io.utf8 import decode
 from rwkv.programs.sampling import OF_SAMPLING, SamplingChoice, preset
 
+DIM = "\033[2m"                          # for a terminal
+NORMAL = "\033[0m"
 SETTINGS = (*OF_SAMPLING, "sampling", "max_new_tokens", "think", "seed")     # of /set
 
 
@@ -50,8 +52,10 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
     allocator.keep_large_blocks()
     _say(f"loading {config.checkpoint}")
     session = Terminal(*_open(config, line))
-    typed, failed = sys.stdin.isatty(), False
-    for text in _typed() if typed else _piped():
+    typed = sys.stdin.isatty()
+    turns = _typed() if typed else (decode(line, "standard input").strip() for line in sys.stdin.buffer)
+    failed = False
+    for text in turns:
         if text in ("/quit", "/exit"):
             break
         if text and not session.turn(text):
@@ -62,7 +66,7 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
 
 @uncollected()
 def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoice]:
-    """The conversation, and what chooses its options of sampling. Raises UserError as the parts of it do."""
+    """The conversation, and the choice of its options of sampling."""
     from rwkv.chat.templates import chat_template
     from rwkv.generation.conversation import Chat
     from rwkv.generation.states import load_context
@@ -73,10 +77,7 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoic
     choice = template_choice(opened.checkpoint, config.template)
     template = chat_template(choice.template)
     think = think_of(config.think)
-    if opened.slow:
-        print(f"WARNING: {opened.slow}", file=sys.stderr)
-    for word, note in opened.notes:
-        print(f"{word}: {note}", file=sys.stderr)
+    opened.print_notes()
     template.answer_start(think)          # refused before the model is loaded
     sampling = SamplingChoice(config, line.keys, opened.checkpoint.path, opened.checkpoint.run, template)
     chosen = sampling.for_answers(think)
@@ -94,9 +95,9 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoic
 
 
 class Terminal:
-    """One conversation on standard output; what is not the model's stands on standard error.
+    """A conversation: the model's texts on standard output, everything else on standard error.
 
-    sampling: what chooses the options of sampling anew where answers begin in another way; None: they stay.
+    sampling: chooses the options of sampling when /think changes how answers begin; None keeps them.
     """
 
     def __init__(self, talk: Any, sampling: SamplingChoice | None = None) -> None:
@@ -104,12 +105,12 @@ class Terminal:
         self._sampling = sampling
         self._set_options: dict[str, Any] = {}           # of sampling, by /set
         self._commands: dict[str, Callable[[str], None]] = {
-            "reset": lambda _: self.talk.reset(), "undo": lambda _: self.talk.undo(), "system": self._system,
+            "reset": lambda _: self.talk.reset(), "undo": lambda _: self.talk.undo(), "system": self.talk.reset,
             "retry": lambda _: self._show(self.talk.retry()), "save": self._save, "load": self._load, "think": self._think,
             "set": self._set, "stats": self._stats}
 
     def turn(self, text: str) -> bool:
-        """A command or a turn of the user. A mistake is one sentence on standard error, and False comes back."""
+        """A command or a turn of the user. Returns False for a mistake, after a sentence on standard error."""
         try:
             if text.startswith("/"):
                 name, _, rest = text[1:].partition(" ")
@@ -147,9 +148,6 @@ class Terminal:
         self._set(f"think={text or str(self.talk.think is not True).lower()}")
         _say(f"think={str(self.talk.think).lower()}")
 
-    def _system(self, text: str) -> None:
-        self.talk.reset(text)
-
     def _save(self, path: str) -> None:
         if not path:
             raise UserError("/save needs the name of a file")
@@ -180,11 +178,13 @@ class Terminal:
             self._sampling = None
             _say(f"sampling {value}: {self.talk.sampling}")
         elif name in OF_SAMPLING:
-            option = {name: _of_sampling(name, value)}
+            how = next(item.metadata for item in fields(Sampling) if item.name == name)
+            of_texts = how["typed"] == list[str]         # /set gives one text
+            option = {name: how["read"]([value] if value else []) if of_texts else _from_yaml(name, value)}
             self.talk.sampling = replace(self.talk.sampling, **option)
             self._set_options |= option
         elif name == "think":
-            think = think_of(ChatConfig(think=_from_yaml(name, value)).think)            # which checks it, as below
+            think = think_of(ChatConfig(think=_from_yaml(name, value)).think)            # ChatConfig checks it, as below
             self.talk.template.answer_start(think)
             self.talk.think = think
             self._choose_sampling()
@@ -196,11 +196,12 @@ class Terminal:
             setattr(self.talk, name, number)
 
     def _choose_sampling(self) -> None:
-        """Options of sampling for the answers to come. What /set has changed stays."""
+        """Chooses the options of sampling for the next answers. Options that /set has changed stay."""
         if self._sampling is None:
             return
         chosen = self._sampling.for_answers(self.talk.think)
-        before, self.talk.sampling = self.talk.sampling, replace(chosen.sampling, **self._set_options)
+        before = self.talk.sampling
+        self.talk.sampling = replace(chosen.sampling, **self._set_options)
         if self.talk.sampling != before:
             _say(f"sampling {chosen._replace(sampling=self.talk.sampling)}")
 
@@ -212,14 +213,13 @@ class Terminal:
 
 
 class _Answer:
-    """Shows an answer as it comes. in_thoughts: so far there are thoughts alone."""
+    """Shows an answer as it comes. in_thoughts: so far there are only thoughts."""
 
     def __init__(self, template: Any, think: Think) -> None:
         self._parser = ThoughtParser(template.answer_start(think), template.thinks)
-        dim, normal = "\033[2m", "\033[0m"
         terminal = sys.stdout.isatty()
-        self._marks = (dim, f"{normal}\n") if terminal else ("<think>\n", "\n</think>\n")
-        self._cut = normal if terminal else ""           # after thoughts that have no end
+        self._marks = (DIM, f"{NORMAL}\n") if terminal else ("<think>\n", "\n</think>\n")
+        self._cut = NORMAL if terminal else ""           # after thoughts that have no end
         self.in_thoughts = False
 
     def show(self, piece: str, last: bool = False) -> None:
@@ -234,14 +234,6 @@ class _Answer:
         print(f"{before}{thoughts}{after}{text}", end="", flush=True)
 
 
-def _of_sampling(name: str, text: str) -> Any:
-    """The value of an option of sampling, from a text as on the command line; several values of a list are not for /set."""
-    how = next(item.metadata for item in fields(Sampling) if item.name == name)
-    if how["typed"] == list[str]:
-        return how["read"]([text] if text else [])
-    return _from_yaml(name, text)
-
-
 def _from_yaml(name: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
@@ -253,13 +245,8 @@ def _say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def _piped() -> Iterator[str]:
-    for line in sys.stdin.buffer:
-        yield decode(line, "standard input").strip()
-
-
 def _typed() -> Iterator[str]:
-    """Turns from the terminal, with history and editing. Raises UserError where prompt_toolkit is missing."""
+    """Turns from the terminal, with history and editing. Raises UserError if prompt_toolkit is missing."""
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.key_binding import KeyBindings

@@ -33,11 +33,11 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     from rwkv.model.decoding.c_step import decoding_line
 
     files = config.out or config.save_state
-    output = unread(sys.stdout) if files else sys.stdout         # the files are to be whole, whoever reads
+    output = unread(sys.stdout) if files else sys.stdout         # the files become whole even if nobody reads the output
     with redirect_stdout(output):
         try:
             whole = run_generation(model, tokenizer, config, prompts, context, chosen.sampling)
-        except BrokenPipeError:          # whoever read standard output has seen enough, as in: generate.py | head
+        except BrokenPipeError:          # the reader of standard output has seen enough, as in: generate.py | head
             abandon(sys.stdout)
             return
     print(f"sampling {chosen}", file=sys.stderr)
@@ -51,10 +51,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
 
 @uncollected()
 def _open(config: GenerateConfig, line: cli.CommandLine) -> tuple[Any, Any, list[str], Any, Chosen]:
-    """The model, the tokenizer, the prompts, what was read before them, and the options of sampling.
-
-    Raises UserError as the parts of it do.
-    """
+    """The model, the tokenizer, the prompts, the context before them, and the options of sampling."""
     print(f"loading {config.checkpoint}", file=sys.stderr, flush=True)
     from rwkv.generation.output import check_config, prompts_from
     from rwkv.generation.states import load_context
@@ -63,10 +60,7 @@ def _open(config: GenerateConfig, line: cli.CommandLine) -> tuple[Any, Any, list
     check_config(config)
     prompts = prompts_from(config)
     opened = open_checkpoint(config)
-    if opened.slow:
-        print(f"WARNING: {opened.slow}", file=sys.stderr)
-    for word, note in opened.notes:
-        print(f"{word}: {note}", file=sys.stderr)
+    opened.print_notes()
     chosen = SamplingChoice(config, line.keys, opened.checkpoint.path, opened.checkpoint.run).for_answers()
     model = opened.model()
     context = load_context(config.state, model, opened.tokenizer) if config.state else None

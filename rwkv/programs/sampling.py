@@ -1,11 +1,11 @@
-"""How tokens are chosen where the user does not say it. The first of these that says something counts:
+"""Chooses the options of sampling that the user does not give. The first of these sources that has some is used:
 
     the user             sampling=NAME
-    the file             generation_config.json of a directory, general.sampling of a GGUF file; what it leaves out is off
+    the file             generation_config.json of a directory, general.sampling of a GGUF file; options that it lacks are off
     the kind of model    of G1 models, what their author recommends for answers that begin with thoughts, or with an empty one
     the program          its own preset
 
-An option that the user gives changes this option alone.
+An option that the user gives overrides this one option.
 """
 
 from collections.abc import Collection, Mapping
@@ -28,7 +28,7 @@ OF_G1_FORM = ("g1", "flower")            # chat templates
 
 
 class Chosen(NamedTuple):
-    """name: a preset, or the file that states the options. why: for people; "" where the user has named the preset."""
+    """name: a preset, or the file that states the options. why: for people; "" if the user has named the preset."""
 
     sampling: Sampling
     name: str
@@ -41,7 +41,7 @@ class Chosen(NamedTuple):
 class SamplingChoice:
     """Chooses the options for one checkpoint.
 
-    config: of a program with options of sampling. given: the keys that the user set. path, run: of the checkpoint, and the
+    config: of a program with options of sampling. given: the keys that the user set. path: of the checkpoint. run: the
     configuration of the run that made it. template: its chat template; None for a program without one.
     """
 
@@ -55,7 +55,7 @@ class SamplingChoice:
         self._template = template
 
     def for_answers(self, think: Think = False) -> Chosen:
-        """The options for answers that begin so. Raises UserError for a file that states what is no option of sampling."""
+        """The options for answers that begin so. Raises UserError for a file with an option that Sampling refuses."""
         if self._named:
             return Chosen(self._own, self._preset)
         chosen = self._of_file() or self._of_kind(think) or Chosen(self._own, self._preset, "the program's default")
@@ -80,7 +80,7 @@ class SamplingChoice:
             return None
         try:
             start = self._template.answer_start(think)
-        except UserError:                # there are no such answers
+        except UserError:                # the template has no such answers
             return None
         begun: Think = "fake" if "</think" in start else bool(start)
         kind = kind_of(*self._names)
@@ -93,6 +93,6 @@ class SamplingChoice:
 
 
 def preset(name: str) -> Sampling:
-    """That of configs/sampling. Raises UserError for a name that there is not."""
+    """A preset of configs/sampling. Raises UserError for an unknown name."""
     stated = cli.preset("sampling", name)
     return Sampling(**{option: stated[option] for option in OF_SAMPLING if option in stated})

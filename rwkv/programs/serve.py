@@ -45,7 +45,6 @@ from rwkv.programs.sampling import Chosen, SamplingChoice
 from rwkv.serving.log import say
 
 if TYPE_CHECKING:
-    from rwkv.programs.adapters import Adapter
     from rwkv.serving.worker import Loaded
 
 
@@ -59,14 +58,14 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
 
 
 def run_engine(connection: Connection, config: ServeConfig, given: Collection[str]) -> None:
-    """What the engine's process does, which alone imports torch."""
+    """The body of the engine's process, the only one that imports torch."""
     from rwkv.serving import worker
 
     worker.main(connection, config, partial(load, given=given))
 
 
 def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
-    """The model and what is said of it. given: the keys that the user set."""
+    """The model and the lines of its plan. given: the keys that the user set."""
     import torch
 
     from rwkv.chat.templates import chat_template
@@ -84,7 +83,8 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
     adapters = read_adapters(config, opened)
     model = opened.model()
     n = n_parameters(model.config, model.vocab_size)
-    weights, row = n * BITS[config.dtype] // 8, state_nbytes(model.config) + 4 * model.vocab_size
+    weights = n * BITS[config.dtype] // 8
+    row = state_nbytes(model.config) + 4 * model.vocab_size
     if why_not(model) is None:
         weights += sum(tensor.nbytes for tensor in step_of(model).own)
     loaded = {}
@@ -100,7 +100,7 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
             *([("decoding", decoding.partition(": ")[2])] if decoding else []),
             ("chat", f"template {template_line(opened.checkpoint, choice)}"),
             *(("sampling", line) for line in _sampling_lines(chosen)),
-            *(("adapter", _adapter_line(adapter)) for adapter in adapters),
+            *(("adapter", f"{adapter.name}: {adapter.about}") for adapter in adapters),
             ("memory", f"weights about {weights * (1 + copies) / MIB:,.0f} MiB; at most {config.max_rows} texts of "
                        f"{row / MIB:.2f} MiB each, and {config.cache_mib:,} MiB of prefixes"),
             ("states", _kept(config, row))]
@@ -109,7 +109,7 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
 
 
 def _sampling_lines(chosen: Mapping[Think, Chosen]) -> list[str]:
-    """What is said of the options of sampling: a line for all answers, and for each way to begin that has others."""
+    """The options of sampling: a line for all answers, and one for each way to begin that has others."""
     usual = chosen[False]
     lines = [f"{usual}; a request may say otherwise"]
     for think, each in chosen.items():
@@ -118,14 +118,8 @@ def _sampling_lines(chosen: Mapping[Think, Chosen]) -> list[str]:
     return lines
 
 
-def _adapter_line(adapter: "Adapter") -> str:
-    if adapter.merged is not None:
-        return f"{adapter.name}: LoRA of {adapter.path}, merged into weights of its own; its texts are a batch of their own"
-    return f"{adapter.name}: state of {adapter.path}, before each text; in one batch with the checkpoint's texts"
-
-
 def _kept(config: ServeConfig, size: int) -> str:
-    """What is said of the states that clients keep, each of this size in bytes."""
+    """A line on the states that clients keep, each of this size in bytes."""
     if config.states_mib * MIB < size and not config.states_dir:
         return f"clients can keep none: one takes {size / MIB:.3g} MiB, and states_mib={config.states_mib}"
     held = f"clients can keep {config.states_mib:,} MiB of them in memory, {config.states_mib * MIB // size:,}"

@@ -14,14 +14,15 @@ from rwkv.report.reading import is_finished, read
 
 __all__ = ["is_finished", "table", "write"]
 
-PAGE, TABLE = "report.html", "report.csv"
+PAGE = "report.html"
+TABLE = "report.csv"
 
 
 def write(folder: Path, reference: str | None = None) -> Path:
     """Writes the report on the runs in `folder` and returns the path of its page.
 
-    reference: the kernel that the others are compared with; None for the rule in numbers.py. Raises UserError when there is
-    no run in `folder`, and for a reference that is not among its kernels.
+    reference: the kernel that the others are compared with; None for the rule in numbers.py. Raises UserError if there is no
+    run in `folder`, and for a reference that is not among its kernels.
     """
     comparison = compare(read(folder), reference)
     write_file(folder / TABLE, lambda file: file.write(as_csv(comparison).encode()))

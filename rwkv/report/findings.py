@@ -8,43 +8,36 @@ from rwkv.report.reading import Run
 
 MAX_DISTANCE = {"32-true": 1e-3}         # nats in the first EARLY steps; a hundred times the effect of rounding
 MAX_DISTANCE_HALF = 0.1                  # in the other precisions
-BAD, NOTE, GOOD = "bad", "note", "good"
+BAD = "bad"
+NOTE = "note"
+GOOD = "good"
 
 
 class Finding(NamedTuple):
-    """kind: bad, note or good."""
-
-    kind: str
+    kind: str                            # BAD, NOTE or GOOD
     text: str
 
 
 def findings(comparison: Comparison) -> list[Finding]:
     """All findings; at the end a good one on the kernels that compute the same, if nothing else differs."""
-    differing = [*_options(comparison), *_machines(comparison)]
-    found = [*differing, *_damaged(comparison), *_lost(comparison)]
+    differing = [Finding(BAD, f"Not only the kernel and the seed differ: {key} is {_by_value(values)}.")
+                 for key, values in comparison.options.items()]
+    differing += [Finding(BAD, f"The runs were not all made on the same machine with the same versions: {key} is "
+                               f"{_by_value(values)}.") for key, values in comparison.machines.items()]
+    damaged = [Finding(BAD, f"{run.name}: {problem}.") for run in comparison.runs for problem in run.damaged]
+    found = [*differing, *damaged, *_lost(comparison)]
     same = []
     for kernel in comparison.kernels:
-        wrong = [*_errors(kernel, comparison.results), *_distances(kernel, comparison.reference)]
+        wrong = _distances(kernel, comparison.reference)
+        errors = [sentence for result in comparison.results if (sentence := _largest_error(kernel, result))]
+        if errors:
+            wrong.insert(0, Finding(BAD, f"{kernel.label} is wrong: the error of {'; of '.join(errors)}"))
         found += [*wrong, *_unfinished(kernel)]
         if not wrong and any(kernel.numbers):
             same.append(kernel)
     if comparison.reference and not differing and len(same) > 1:
         found.append(_good(comparison, same))
     return found
-
-
-def _options(comparison: Comparison) -> list[Finding]:
-    return [Finding(BAD, f"Not only the kernel and the seed differ: {key} is {_by_value(values)}.")
-            for key, values in comparison.options.items()]
-
-
-def _machines(comparison: Comparison) -> list[Finding]:
-    return [Finding(BAD, f"The runs were not all made on the same machine with the same versions: {key} is "
-                         f"{_by_value(values)}.") for key, values in comparison.machines.items()]
-
-
-def _damaged(comparison: Comparison) -> list[Finding]:
-    return [Finding(BAD, f"{run.name}: {problem}.") for run in comparison.runs for problem in run.damaged]
 
 
 def _lost(comparison: Comparison) -> list[Finding]:
@@ -65,14 +58,8 @@ def _by_value(values: dict[str, list[str]]) -> str:
     return "; ".join(f"{value} in {runs[0] if len(runs) == 1 else f'{len(runs)} runs'}" for value, runs in values.items())
 
 
-def _errors(kernel: Kernel, results: list[str]) -> list[Finding]:
-    """One finding for all results of a kernel whose error is too large."""
-    wrong = [sentence for result in results if (sentence := _largest_error(kernel, result))]
-    return [Finding(BAD, f"{kernel.label} is wrong: the error of {'; of '.join(wrong)}")] if wrong else []
-
-
 def _largest_error(kernel: Kernel, result: str) -> str | None:
-    """The largest error of a result among those that exceed the tolerance; None where none does."""
+    """The largest error of a result that exceeds the tolerance, in words; None if none does."""
     wrong: list[tuple[float, str, Run]] = []
     for run, numbers in zip(kernel.runs, kernel.numbers, strict=True):
         for when in WHEN:
@@ -111,7 +98,7 @@ def _unfinished(kernel: Kernel) -> list[Finding]:
 
 
 def _good(comparison: Comparison, same: list[Kernel]) -> Finding:
-    """What was compared and is the same. Nothing is said of a kernel whose runs have no counterpart with the same seed."""
+    """The agreement of the kernels `same`, without those whose runs have no counterpart with the same seed."""
     compared = [kernel for kernel in same if kernel.values("difference_early")]
     said = "Only the kernel and the seed differ"
     if compared:

@@ -1,4 +1,4 @@
-"""The numbers of a report: those of each run, statistics over the runs of a kernel, differences between losses.
+"""The numbers of a report: of each run, statistics over the runs of a kernel, differences between losses.
 
 Throughput and times are medians over a run, after its warm-up. A kernel's number is the median over its runs (its seeds), with
 the minimum and the maximum. The reference is `reference` or `formula` if one was trained, otherwise the first trained kernel
@@ -39,7 +39,7 @@ class Kernel:
     numbers: list[Numbers]               # of each run
 
     def finished(self) -> "Kernel":
-        """The same with the finished runs alone, over which statistics are taken."""
+        """The same with only the finished runs, over which statistics are taken."""
         kept = [(run, numbers) for run, numbers in zip(self.runs, self.numbers, strict=True) if run.status == "finished"]
         return Kernel(self.label, [run for run, _ in kept], [numbers for _, numbers in kept])
 
@@ -60,9 +60,9 @@ class Kernel:
 class Comparison:
     """All runs, by kernel in the order of the command line.
 
-    reference: the name of a kernel, None with nothing to compare. results: the operator's results whose errors were
-    measured. differences: by the run's name, |train/loss - the reference's| by step. options: those that differ besides kernel
-    and seed, each with the runs of every value; machines: the same for machine, versions and commit.
+    reference: the name of a kernel; None with nothing to compare. results: the operator's results whose errors were measured.
+    differences: by the run's name, |train/loss - the reference's| by step. options: the options besides kernel and seed that
+    differ, each with the runs of every value; machines: the same for machine, versions and commit.
     """
 
     kernels: list[Kernel]
@@ -76,14 +76,26 @@ class Comparison:
     def runs(self) -> list[Run]:
         return [run for kernel in self.kernels for run in kernel.runs]
 
+    @property
+    def is_single(self) -> bool:
+        return len(self.runs) == 1
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The options of the first run that has them, by dotted key."""
+        return next((flat(run.config) for run in self.runs if run.config), {})
+
 
 def compare(runs: list[Run], reference: str | None = None) -> Comparison:
     """Groups the runs by kernel and compares each with the reference. Raises UserError for a reference that was not trained."""
     options = differing({run.name: flat(run.config) for run in runs if run.config}, MAY_DIFFER)
     machines = differing({run.name: run.machine for run in runs if run.machine}, ("date",))
-    labels = {run.name: _label(run, options) for run in runs}
+    labels = {}
+    for run in runs:
+        config = flat(run.config)
+        labels[run.name] = ", ".join([run.kernel, *(f"{key}={config[key]}" for key in options if key in config)])
     reference = _reference(runs, reference)
-    differences = {run.name: _difference(run, _counterpart(run, runs, labels, reference)) for run in runs}
+    differences = {run.name: _difference(run, runs, labels, reference) for run in runs}
     kernels = [Kernel(label, [run for run in runs if labels[run.name] == label], [])
                for label in dict.fromkeys(labels.values())]
     for kernel in kernels:
@@ -119,7 +131,7 @@ def learns_pairs(run: Run) -> bool:
 
 
 def unit_of_loss(runs: Iterable[Run]) -> tuple[str, str]:
-    """What a loss is in, and what it is the mean over."""
+    """The unit of a loss, and the items over which it is a mean."""
     return ("objective", "pair") if any(map(learns_pairs, runs)) else ("nats", "token")
 
 
@@ -164,23 +176,15 @@ def _reference(runs: list[Run], given: str | None) -> str | None:
     return given or next(iter(preferred + trained), None)
 
 
-def _counterpart(run: Run, runs: list[Run], labels: dict[str, str], reference: str | None) -> Run | None:
-    """The reference's run with the same seed and the same other options."""
+def _difference(run: Run, runs: list[Run], labels: dict[str, str], reference: str | None) -> Curve:
+    """The distance to the loss of the reference's run with the same seed and the same other options; {} without one."""
     options = labels[run.name].removeprefix(run.kernel)
-    return next((other for other in runs if other.kernel == reference and other.seed == run.seed
-                 and labels[other.name].removeprefix(other.kernel) == options), None)
-
-
-def _difference(run: Run, other: Run | None) -> Curve:
-    if other is None or other is run:
+    counterpart = next((other for other in runs if other.kernel == reference and other.seed == run.seed
+                        and labels[other.name].removeprefix(other.kernel) == options), run)
+    if counterpart is run:
         return {}
-    ours, theirs = run.curve("train/loss"), other.curve("train/loss")
-    return {step: abs(ours[step] - theirs[step]) for step in ours if step in theirs}
-
-
-def _label(run: Run, options: Mapping[str, Any]) -> str:
-    config = flat(run.config)
-    return ", ".join([run.kernel, *(f"{key}={config[key]}" for key in options if key in config)])
+    theirs = counterpart.curve("train/loss")
+    return {step: abs(loss - theirs[step]) for step, loss in run.curve("train/loss").items() if step in theirs}
 
 
 def differing(settings: Mapping[str, Mapping[str, Any]], ignored: Iterable[str]) -> dict[str, dict[str, list[str]]]:
@@ -267,8 +271,14 @@ def columns(results: Iterable[str]) -> dict[str, str]:
 
 
 def rows(comparison: Comparison) -> list[dict[str, object]]:
-    """The rows of report.csv: of each kernel its runs and then its statistics."""
-    return [row for kernel in comparison.kernels for row in (*_runs(kernel), *_statistics(kernel))]
+    """The rows of report.csv: for each kernel its runs and then its statistics."""
+    found: list[dict[str, object]] = []
+    for kernel in comparison.kernels:
+        found += [{"level": "run", "statistic": "value", "kernel": kernel.label, "seed": run.seed, "run": run.name,
+                   "status": run.status, "reason": run.reason or "", "runs": 1, "order": run.order or "", **numbers}
+                  for run, numbers in zip(kernel.runs, kernel.numbers, strict=True)]
+        found += _statistics(kernel)
+    return found
 
 
 def as_csv(comparison: Comparison) -> str:
@@ -277,12 +287,6 @@ def as_csv(comparison: Comparison) -> str:
     writer.writeheader()
     writer.writerows(rows(comparison))
     return text.getvalue()
-
-
-def _runs(kernel: Kernel) -> list[dict[str, object]]:
-    return [{"level": "run", "statistic": "value", "kernel": kernel.label, "seed": run.seed, "run": run.name,
-             "status": run.status, "reason": run.reason or "", "runs": 1, "order": run.order or "", **numbers}
-            for run, numbers in zip(kernel.runs, kernel.numbers, strict=True)]
 
 
 def _statistics(kernel: Kernel) -> list[dict[str, object]]:

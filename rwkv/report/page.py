@@ -12,12 +12,12 @@ from typing import Any
 
 from rwkv.report import svg, tuned, units
 from rwkv.report.findings import BAD, NOTE, Finding
-from rwkv.report.numbers import EARLY, REWARDS, WHEN, Comparison, Kernel, column, columns, flat, learns_pairs, unit_of_loss
+from rwkv.report.numbers import EARLY, REWARDS, WHEN, Comparison, Kernel, column, columns, learns_pairs, unit_of_loss
 from rwkv.report.reading import Curve, Run
 from rwkv.report.table import Column, cell, table, text
 from rwkv.report.verdict import speed_ratio, verdict
 
-LABELS = {BAD: "Look:", NOTE: "Note:"}
+LABELS = {BAD: "<b>Look:</b>", NOTE: "<b>Note:</b>"}
 PARTS = (("forward_ms", "WKV forward"), ("backward_ms", "WKV backward"), ("rest_ms", "the rest"))        # of a step
 MACHINE = ("cpu", "gpu", "threads", "system", "python", "torch", "taichi", "triton", "cuda-core", "cuda", "numpy",
            "commit", "date")
@@ -31,8 +31,9 @@ OF_RUN = (("steps", "steps", units.count), ("val/loss", "val_loss", "{:.4f}".for
 
 
 def render(folder: Path, comparison: Comparison, findings: Sequence[Finding]) -> str:
-    title = f"{'Run' if _is_single(comparison) else 'Ablation'} {folder.resolve().name}"
-    body = [f"<h1>{escape(title)}</h1>", _lead(comparison), *_verdict(comparison), *map(_finding, findings),
+    title = f"{'Run' if comparison.is_single else 'Ablation'} {folder.resolve().name}"
+    sentences = [f'<p class="verdict">{escape(sentence)}</p>' for sentence in verdict(comparison)]
+    body = [f"<h1>{escape(title)}</h1>", _lead(comparison), *sentences, *map(_finding, findings),
             *tuned.changes(comparison.runs), *tuned.answers(comparison.runs), *_summary(comparison),
             *_preferences(comparison), *_plots(comparison), *_published(comparison), *_errors(comparison), *_runs(comparison),
             *_samples(comparison), *_setting(comparison), _method(comparison)]
@@ -42,16 +43,12 @@ def render(folder: Path, comparison: Comparison, findings: Sequence[Finding]) ->
             + "\n".join(body) + "\n</body></html>\n")
 
 
-def _is_single(comparison: Comparison) -> bool:
-    return len(comparison.runs) == 1
-
-
 def _lead(comparison: Comparison) -> str:
-    config = next((flat(run.config) for run in comparison.runs if run.config), {})
+    config = comparison.config
     settings = ", ".join(f"{key} {config[key]}" for key in SETTINGS if key in config)
     if config.get("trainer.val_tokens") is not None:
         settings += f"; validation of the first {config['trainer.val_tokens']} tokens of its split"
-    if _is_single(comparison):
+    if comparison.is_single:
         subject = f"{comparison.runs[0].kernel}, seed {comparison.runs[0].seed}"
     else:
         seeds = len({run.seed for run in comparison.runs})
@@ -63,42 +60,41 @@ def _lead(comparison: Comparison) -> str:
     return f'<p>{escape(subject)}.</p><p class="quiet">{escape(settings)}</p>'
 
 
-def _verdict(comparison: Comparison) -> list[str]:
-    return [f'<p class="verdict">{escape(sentence)}</p>' for sentence in verdict(comparison)]
-
-
 def _finding(finding: Finding) -> str:
-    label = LABELS.get(finding.kind)
-    return f'<div class="finding {finding.kind}">{f"<b>{label}</b>" if label else ""}{escape(finding.text)}</div>'
+    label = LABELS.get(finding.kind, "")
+    return f'<div class="finding {finding.kind}">{label}{escape(finding.text)}</div>'
 
 
 def _summary(comparison: Comparison) -> list[str]:
     loss = f"val/loss, {unit_of_loss(comparison.runs)[0]}"
     compared = comparison.reference is not None
-    columns = [Column("kernel", lambda kernel: _name(kernel, len(comparison.runs) > 1)),
+    ratio = Column(f"x {comparison.reference}",
+                   lambda kernel: cell(speed_ratio(_shown(kernel), comparison) or None, "{:.2f}".format))
+    columns = [Column("kernel", _counted if len(comparison.runs) > 1 else lambda kernel: cell(kernel.label)),
                _measured(loss, "val_loss", "{:.4f}".format),
                *([Column("difference", lambda kernel: _difference(_shown(kernel)))] if compared else []),
                _measured("tokens/s", "tok_per_sec", units.count),
-               *([Column(f"x {comparison.reference}", lambda kernel: _ratio(kernel, comparison))] if compared else []),
+               *([ratio] if compared else []),
                *(_measured(name, key, units.time) for key, name in (("step_ms", "step"), *PARTS)),
                _measured("memory", "peak_mib", units.memory)]
     return ["<h2>Summary</h2>", table(columns, comparison.kernels, instead=_why_nothing)]
 
 
-def _name(kernel: Kernel, several: bool) -> str:
-    counted = f"<small>{len(kernel.finished().runs)} of {len(kernel.runs)} finished</small>" if several else ""
-    return f"<td>{escape(kernel.label)}{counted}</td>"
+def _counted(kernel: Kernel) -> str:
+    """The name, and below it the number of finished runs."""
+    finished = f"{len(kernel.finished().runs)} of {len(kernel.runs)} finished"
+    return f"<td>{escape(kernel.label)}<small>{finished}</small></td>"
 
 
 def _why_nothing(kernel: Kernel) -> str | None:
-    """What the row of a kernel without numbers says."""
+    """The reason or the status of a kernel without numbers, for its row."""
     if any(kernel.numbers):
         return None
     return next((run.reason for run in kernel.runs if run.reason), None) or kernel.status()
 
 
 def _shown(kernel: Kernel) -> Kernel:
-    """The finished runs of a kernel, or all where none is finished."""
+    """The finished runs of a kernel, or all if none is finished."""
     finished = kernel.finished()
     return finished if finished.runs else kernel
 
@@ -116,10 +112,6 @@ def _measured(header: str, name: str, form: Callable[[float], str]) -> Column:
         return f"<td>{form(statistics.median(values))}{between}</td>"
 
     return Column(header, median)
-
-
-def _ratio(kernel: Kernel, comparison: Comparison) -> str:
-    return cell(speed_ratio(_shown(kernel), comparison) or None, "{:.2f}".format)
 
 
 def _preferences(comparison: Comparison) -> list[str]:
@@ -141,7 +133,8 @@ def _preferences(comparison: Comparison) -> list[str]:
 
 def _difference(kernel: Kernel) -> str:
     """The largest difference of any run, and below it the largest within the first steps."""
-    largest, early = kernel.values("difference"), kernel.values("difference_early")
+    largest = kernel.values("difference")
+    early = kernel.values("difference_early")
     if not largest or not early:
         return ""
     return f"<td>{units.tiny(max(largest))}<small>{units.tiny(max(early))} in {EARLY} steps</small></td>"
@@ -187,7 +180,7 @@ def _ranges(run: Run) -> str:
 
 
 def _runs(comparison: Comparison) -> list[str]:
-    if _is_single(comparison):
+    if comparison.is_single:
         return []
     rows = [row for kernel in comparison.kernels for row in zip(kernel.runs, kernel.numbers, strict=True)]
     columns = [Column("run", lambda row: cell(row[0].name)), Column("order", lambda row: cell(row[0].order or "")),
@@ -201,16 +194,21 @@ def _runs(comparison: Comparison) -> list[str]:
 def _plots(comparison: Comparison) -> list[str]:
     """The figures, each left out where nothing was measured."""
     unit = " per ".join(unit_of_loss(comparison.runs))
-    drawn = [_curves(comparison, f"Training loss, {unit}", "training loss", _column("train/loss"), _mean),
+    drawn = [_curves(comparison, f"Training loss, {unit}", "training loss", _column("train/loss"), statistics.fmean),
              _curves(comparison, f"Distance of each loss to that of {comparison.reference} with the same seed, nats",
                      "difference of the losses", lambda run: comparison.differences.get(run.name, {}), logarithmic=True),
-             _curves(comparison, f"Validation loss, {unit}", "validation loss", _column("val/loss"), _mean, marked=True),
+             _curves(comparison, f"Validation loss, {unit}", "validation loss", _column("val/loss"), statistics.fmean,
+                     marked=True),
              _curves(comparison, "Norm of the gradients, before clipping", "gradient norm", _column("grad_norm"),
                      logarithmic=True),
-             _figure(f"Time of a step: {_boxes()}", _times(comparison)),
-             _curves(comparison, "Tokens per second", "tokens per second", _column("tok_per_sec"), _mean)]
-    shown = [figure for figure in drawn if figure]
-    return ["<h2>Curves</h2>", _legend(comparison), f'<div class="plots">{"".join(shown)}</div>'] if shown else []
+             _times(comparison),
+             _curves(comparison, "Tokens per second", "tokens per second", _column("tok_per_sec"), statistics.fmean)]
+    if not any(drawn):
+        return []
+    names = [f"<span>{svg.swatch(colour)}{escape(kernel.label)}</span>" for colour, kernel in enumerate(comparison.kernels)
+             if any(kernel.numbers)]
+    legend = f'<div class="legend">{"".join(names)}</div>' if len(names) > 1 else ""
+    return ["<h2>Curves</h2>", legend, f'<div class="plots">{"".join(drawn)}</div>']
 
 
 def _figure(caption: str, figure: str, note: str = "") -> str:
@@ -232,7 +230,7 @@ def _curves(comparison: Comparison, caption: str, title: str, curve: Callable[[R
 
 
 def _published(comparison: Comparison) -> list[str]:
-    """Each run's mean training losses beside those of the published run that its recipe is of, as far as it has come."""
+    """The mean training losses of each run so far, beside those of the published run whose recipe it has."""
     rows = [row for run in comparison.runs for row in _published_rows(run)]
     columns = [Column(header, lambda row, place=place: cell(row[place]))      # type: ignore[misc]
                for place, header in enumerate(("run", "steps", "published", "this run", "difference"))]
@@ -243,7 +241,8 @@ def _published_rows(run: Run) -> Iterator[tuple[str, ...]]:
     losses = run.curve("train/loss")
     all_published, every = run.published
     for number, published in enumerate(all_published):
-        first, last = number * every, (number + 1) * every
+        first = number * every
+        last = first + every
         within = [loss for step, loss in losses.items() if first < step <= last]
         if not within or last > max(losses):
             break
@@ -252,33 +251,19 @@ def _published_rows(run: Run) -> Iterator[tuple[str, ...]]:
 
 
 def _column(name: str) -> Callable[[Run], Curve]:
-    """The curve of a run; nothing where it has one point, which would be a figure of one dot."""
+    """The curve of a run; empty for a single point, which would be a figure of one dot."""
     return lambda run: run.curve(name) if len(run.curve(name)) > 1 else {}
-
-
-def _mean(values: Iterable[float]) -> float:
-    return statistics.fmean(values)
 
 
 def _times(comparison: Comparison) -> str:
     rows = [(kernel.label, [(name, kernel.median(key) or 0.0) for key, name in PARTS]) for kernel in comparison.kernels
             if kernel.median("step_ms") is not None]
-    return svg.bars("time of a step", units.time, rows)
-
-
-def _boxes() -> str:
-    """The legend of the parts of a step."""
-    return " ".join(f'<span><span class="box b{place}"></span>{escape(name)}</span>' for place, (_, name) in enumerate(PARTS))
-
-
-def _legend(comparison: Comparison) -> str:
-    names = [f"<span>{svg.swatch(colour)}{escape(kernel.label)}</span>" for colour, kernel in enumerate(comparison.kernels)
-             if any(kernel.numbers)]
-    return f'<div class="legend">{"".join(names)}</div>' if len(names) > 1 else ""
+    legend = " ".join(f'<span><span class="box b{place}"></span>{escape(name)}</span>' for place, (_, name) in enumerate(PARTS))
+    return _figure(f"Time of a step: {legend}", svg.bars("time of a step", units.time, rows))
 
 
 def _samples(comparison: Comparison) -> list[str]:
-    if not _is_single(comparison) or not comparison.runs[0].samples:
+    if not comparison.is_single or not comparison.runs[0].samples:
         return []
     samples = comparison.runs[0].samples
     shown = samples if len(samples) <= SAMPLES_SHOWN else [samples[0], *samples[1 - SAMPLES_SHOWN:]]
@@ -289,11 +274,10 @@ def _samples(comparison: Comparison) -> list[str]:
 
 def _setting(comparison: Comparison) -> list[str]:
     measured = next((run for run in comparison.runs if run.machine), None)
-    config = next((flat(run.config) for run in comparison.runs if run.config), {})
     machine = {key: measured.machine[key] for key in MACHINE if key in measured.machine} if measured else {}
     return ["<h2>Machine and versions</h2>", _pairs(machine) if machine else '<p class="quiet">not recorded</p>',
-            f"<details><summary>Options of {'the run' if _is_single(comparison) else 'the first run'}</summary>{_pairs(config)}"
-            "</details>"]
+            f"<details><summary>Options of {'the run' if comparison.is_single else 'the first run'}</summary>"
+            f"{_pairs(comparison.config)}</details>"]
 
 
 def _pairs(values: dict[str, Any]) -> str:
@@ -304,7 +288,7 @@ def _method(comparison: Comparison) -> str:
     probed = next((run.measured for run in comparison.runs if run.measured.get("steps")), {})
     warm_up = probed.get("warm_up", 0)
     sentences = [f"Throughput is the median of the logged steps{f' after the first {warm_up}' if warm_up else ''}."]
-    if not _is_single(comparison):
+    if not comparison.is_single:
         sentences.insert(0, "Numbers are medians over the runs of a kernel, with the minimum and the maximum below.")
     if probed:
         sentences.append(f"Times are medians of {len(probed['steps'])} sampled steps of each run after the same warm-up; a "

@@ -7,6 +7,7 @@ metrics.csv and samples.jsonl with the same functions; for it, damage is an erro
 import csv
 import json
 import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,11 @@ import yaml
 from rwkv.errors import UserError
 from rwkv.io.json_lines import parse
 
-CONFIG, METRICS, KERNEL, SAMPLES, SWEEP = "config.yaml", "metrics.csv", "kernel.json", "samples.jsonl", "sweep.json"
+CONFIG = "config.yaml"
+METRICS = "metrics.csv"
+KERNEL = "kernel.json"
+SAMPLES = "samples.jsonl"
+SWEEP = "sweep.json"
 TUNED = "tuned.json"                     # of a run with init_from=
 Curve = dict[int, float]                 # by step
 Damaged = list[str]                      # a sentence for each part of a file that cannot be read
@@ -38,8 +43,8 @@ OF_SWEEP = [{"name": str, "status": str, "reason": (str, type(None)), "order": (
 @dataclass
 class Run:
     """One run. order: its place in the shuffled order of a sweep, from 1. metrics: by column. samples: lines of
-    samples.jsonl. measured: the content of kernel.json (rwkv/training/callbacks/kernel_probe.py). tuned: of tuned.json
-    (before_after.py there). damaged: what was left out, and why.
+    samples.jsonl. measured: the content of kernel.json (rwkv/training/callbacks/kernel_probe.py). tuned: the content of
+    tuned.json (rwkv/training/tuning/before_after.py).
     """
 
     name: str
@@ -60,33 +65,31 @@ class Run:
 
     @property
     def published(self) -> tuple[list[float], int]:
-        """The mean losses of the published run that this one's recipe is of, and the steps that each is the mean of."""
+        """The mean losses of the published run whose recipe this run has, and the number of steps of each mean."""
         logger = self.config.get("logger", {})
-        losses, steps = logger.get("published_losses"), logger.get("published_steps")
+        losses = logger.get("published_losses")
+        steps = logger.get("published_steps")
         return (losses, steps) if losses and _fits(losses, [NUMBER]) and _fits(steps, int) else ([], 0)
 
     @property
     def machine(self) -> dict[str, Any]:
         """Processor, versions and commit, as kernels/machine/hardware.py describes them."""
-        machine: dict[str, Any] = self.measured.get("machine", {})
-        return machine
+        return dict(self.measured.get("machine", {}))
 
     def layers(self, when: str) -> list[dict[str, Any]]:
         """The operator's errors and input ranges in each layer, measured at the "start" or the "end"."""
-        layers: list[dict[str, Any]] = self.measured.get("errors", {}).get(when, {}).get("layers", [])
-        return layers
+        return list(self.measured.get("errors", {}).get(when, {}).get("layers", []))
 
     def allowed(self, when: str) -> dict[str, float]:
         """The largest err_ratio that the tests allow, by result."""
-        tolerance: dict[str, float] = self.measured.get("errors", {}).get(when, {}).get("allowed", {})
-        return tolerance
+        return dict(self.measured.get("errors", {}).get(when, {}).get("allowed", {}))
 
 
 def read(folder: Path) -> list[Run]:
-    """The run in a run's directory, or all runs in that of a sweep or in any folder of runs. Raises UserError for none."""
+    """The run in a run's directory, or all runs in a sweep's directory or another folder of runs. Raises UserError for none."""
     if (folder / CONFIG).is_file():
         return [_run(folder, folder.name)]
-    entries = _json(folder / SWEEP, []).get("runs", [])
+    entries = read_mapping(folder / SWEEP, json.loads, []).get("runs", [])
     if not _fits(entries, OF_SWEEP):
         raise UserError(f"{folder / SWEEP} is damaged: expected a list of runs, each with {', '.join(OF_SWEEP[0])}; remove "
                         "the file for a report of all runs in the folder")
@@ -99,7 +102,7 @@ def read(folder: Path) -> list[Run]:
 
 def is_finished(folder: Path) -> bool:
     """Whether the run in `folder` was trained to its last step, and validated after it."""
-    return _json(folder / KERNEL, []).get("finished") is True
+    return read_mapping(folder / KERNEL, json.loads, []).get("finished") is True
 
 
 def read_metrics(path: Path, damaged: Damaged | None = None) -> list[dict[str, str]]:
@@ -115,7 +118,7 @@ def read_metrics(path: Path, damaged: Damaged | None = None) -> list[dict[str, s
             rows.extend(csv.DictReader(file))
         except csv.Error as error:
             _note(path, f"cannot be read after its row {len(rows)}: {error}", damaged)
-    with_step = [row for row in rows if _whole_number(row.get("step")) is not None]
+    with_step = [row for row in rows if re.fullmatch(r"\s*-?\d+\s*", row.get("step") or "")]
     if len(with_step) < len(rows):
         _note(path, f"has {len(rows) - len(with_step)} rows without the number of a step", damaged)
     return with_step
@@ -157,17 +160,17 @@ def _of_sweep(folder: Path, entry: dict[str, Any]) -> Run:
 
 def _run(folder: Path, name: str) -> Run:
     damaged: Damaged = []
-    config = _fitting(_mapping(folder / CONFIG, yaml.safe_load, damaged), OF_CONFIG, CONFIG, damaged)
-    measured = _fitting(_json(folder / KERNEL, damaged), OF_MEASURED, KERNEL, damaged)
+    config = _fitting(read_mapping(folder / CONFIG, yaml.safe_load, damaged), OF_CONFIG, CONFIG, damaged)
+    measured = _fitting(read_mapping(folder / KERNEL, json.loads, damaged), OF_MEASURED, KERNEL, damaged)
     return Run(name, kernel=config.get("kernel", {}).get("name", ""), seed=config.get("seed", 0),
                status="finished" if measured.get("finished") else "not finished",
                config=config, metrics=_curves(read_metrics(folder / METRICS, damaged)), measured=measured,
                samples=read_samples(folder / SAMPLES, damaged),
-               tuned=_fitting(_json(folder / TUNED, damaged), OF_TUNED, TUNED, damaged), damaged=damaged)
+               tuned=_fitting(read_mapping(folder / TUNED, json.loads, damaged), OF_TUNED, TUNED, damaged), damaged=damaged)
 
 
 def _curves(rows: list[dict[str, str]]) -> dict[str, Curve]:
-    """The columns of numbers. Of a row that a kill cut short, the complete part counts."""
+    """The columns of numbers; a row that a kill cut short gives its complete part."""
     curves: dict[str, Curve] = {}
     for row in rows:
         for name, text in row.items():
@@ -175,13 +178,6 @@ def _curves(rows: list[dict[str, str]]) -> dict[str, Curve]:
             if name and name != "step" and value is not None:
                 curves.setdefault(name, {})[int(row["step"])] = value
     return curves
-
-
-def _whole_number(text: Any) -> int | None:
-    try:
-        return int(text)
-    except (TypeError, ValueError):
-        return None
 
 
 def _number(text: Any) -> float | None:
@@ -192,12 +188,8 @@ def _number(text: Any) -> float | None:
     return None if math.isinf(value) else value
 
 
-def _json(path: Path, damaged: Damaged) -> dict[str, Any]:
-    return _mapping(path, json.loads, damaged)
-
-
-def _mapping(path: Path, parse_text: Callable[[str], Any], damaged: Damaged) -> dict[str, Any]:
-    """The mapping in a file; {} for a missing file."""
+def read_mapping(path: Path, parse_text: Callable[[str], Any], damaged: Damaged) -> dict[str, Any]:
+    """The mapping in a file; {} for a missing file, and for a damaged one, which is added to `damaged`."""
     if not path.is_file():
         return {}
     try:
@@ -212,7 +204,7 @@ def _mapping(path: Path, parse_text: Callable[[str], Any], damaged: Damaged) -> 
 
 
 def _fitting(found: dict[str, Any], structure: dict[str, Any], name: str, damaged: Damaged) -> dict[str, Any]:
-    """The mapping without the values that lack the structure which the report relies on."""
+    """The mapping without the values of another structure than the report needs."""
     wrong = [key for key, expected in structure.items() if key in found and not _fits(found[key], expected)]
     damaged += [f"{name}: the value of {key} is not one that training writes; it is left out" for key in wrong]
     return {key: value for key, value in found.items() if key not in wrong}

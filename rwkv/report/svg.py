@@ -10,15 +10,21 @@ from html import escape
 
 import numpy as np
 
-WIDTH, HEIGHT = 480, 300
-LEFT, RIGHT, TOP, BOTTOM = 54, 12, 10, 40
+WIDTH = 480
+HEIGHT = 300
+LEFT = 54                                # margins around the axes
+RIGHT = 12
+TOP = 10
+BOTTOM = 40
 SMALLEST = 1e-300                        # smaller values are not drawn on a logarithmic axis
 MOST_POINTS = 400                        # of a line; neighbours of a longer line are merged into one point
 COLOURS = 10                             # in the style sheet
 DASHES = ("", "6 3", "2 3")
 SAME = 1.5                               # the largest distance of lines that the eye takes for one, a line's width
-SHARE = 9                                # length of each one's dashes where lines lie on one another
-BAR, GAP, NAMES = 18, 10, 110            # height of a bar, space between two, width of their names
+SHARE = 9                                # length of each line's dashes where lines lie on one another
+BAR = 18                                 # height of a bar
+GAP = 10                                 # space between two bars
+NAMES = 110                              # width of their names
 HOLLOW = ' class="ring"'                 # a dot around another
 
 Point = tuple[float, float]
@@ -62,7 +68,7 @@ def lines(title: str, x_name: str, y_name: str, drawn: Sequence[Line], logarithm
     if not placed:
         return ""
     dashes = {id(line): (place, len(group)) for group in _groups(placed) for place, line in enumerate(group)}
-    drawn_lines = [_line(one.line, one.places, *dashes[id(one.line)]) for one in placed]
+    drawn_lines = [_line(line, places, *dashes[id(line)]) for line, places in placed]
     return _figure(title, HEIGHT, [*_grid(*_axes(drawn, logarithmic), x_name, y_name), *drawn_lines])
 
 
@@ -122,14 +128,6 @@ def _grid(x: Axis, y: Axis, x_name: str, y_name: str) -> list[str]:
             f'<text transform="translate(12 {middle:.0f}) rotate(-90)" class="middle">{escape(y_name)}</text>']
 
 
-@dataclass(frozen=True)
-class Placed:
-    """A line whose points are places in the figure, from left to right."""
-
-    line: Line
-    places: list[Point]
-
-
 def _axes(drawn: Sequence[Line], logarithmic: bool) -> tuple[Axis, Axis]:
     points = [point for line in drawn for point in _drawable(line, logarithmic)]
     xs = [x for x, _ in points]
@@ -138,25 +136,25 @@ def _axes(drawn: Sequence[Line], logarithmic: bool) -> tuple[Axis, Axis]:
             Axis(*_bounds(min(ys), max(ys), logarithmic), HEIGHT - BOTTOM, TOP, logarithmic))
 
 
-def _placed(drawn: Sequence[Line], logarithmic: bool) -> list[Placed]:
-    """The lines that have something to draw."""
+def _placed(drawn: Sequence[Line], logarithmic: bool) -> list[tuple[Line, list[Point]]]:
+    """The lines that have something to draw, with their places in the figure from left to right."""
     kept = [(line, points) for line in drawn if (points := _drawable(line, logarithmic))]
     if not kept:
         return []
     x, y = _axes(drawn, logarithmic)
-    return [Placed(line, [(x(step), y(value)) for step, value in points]) for line, points in kept]
+    return [(line, [(x(step), y(value)) for step, value in points]) for line, points in kept]
 
 
-def _groups(placed: Sequence[Placed]) -> list[list[Line]]:
-    """The lines, those together that lie within SAME of the first of their group wherever both are drawn."""
-    groups: list[list[Placed]] = []
-    for one in placed:
-        group = next((group for group in groups if _lie_on(one.places, group[0].places)), None)
+def _groups(placed: Sequence[tuple[Line, list[Point]]]) -> list[list[Line]]:
+    """The lines in groups. Each lies within SAME of the first line of its group wherever both are drawn."""
+    groups: list[tuple[list[Point], list[Line]]] = []
+    for line, places in placed:
+        group = next((lines for first, lines in groups if _lie_on(places, first)), None)
         if group is None:
-            groups.append([one])
+            groups.append((places, [line]))
         else:
-            group.append(one)
-    return [[one.line for one in group] for group in groups]
+            group.append(line)
+    return [lines for _, lines in groups]
 
 
 def _lie_on(one: list[Point], other: list[Point]) -> bool:
@@ -168,7 +166,7 @@ def _lie_on(one: list[Point], other: list[Point]) -> bool:
 
 
 def _line(line: Line, places: Sequence[Point], turn: int, sharing: int) -> str:
-    """turn: which of the lines that lie on one another this is, and `sharing` how many they are."""
+    """sharing: the number of lines that lie on one another; turn: the number of this one among them."""
     dots = ""
     if line.marked or len(places) == 1:
         dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{3 + turn}"{HOLLOW if turn else ""}/>' for x, y in places)
@@ -195,8 +193,9 @@ def _drawable(line: Line, logarithmic: bool) -> list[Point]:
 
 def _bounds(low: float, high: float, logarithmic: bool) -> tuple[float, float]:
     if logarithmic:
-        low, high = 10.0 ** math.floor(math.log10(low)), 10.0 ** math.ceil(math.log10(high))
-        return (low, high) if high > low else (low, 10 * low)
+        lowest = 10.0 ** math.floor(math.log10(low))
+        highest = 10.0 ** math.ceil(math.log10(high))
+        return lowest, highest if highest > lowest else 10 * lowest
     low, high = _apart(low, high)
     return low - 0.03 * (high - low), high + 0.03 * (high - low)
 
@@ -209,7 +208,8 @@ def _apart(low: float, high: float) -> tuple[float, float]:
 
 
 def _decades(low: float, high: float) -> list[float]:
-    first, last = round(math.log10(low)), round(math.log10(high))
+    first = round(math.log10(low))
+    last = round(math.log10(high))
     return [10.0 ** exponent for exponent in range(first, last + 1, max(1, -(-(last - first) // 7)))]
 
 

@@ -1,4 +1,4 @@
-"""A table of a report: each column says its header and how a row's cell is made."""
+"""A table of a report: each column has a header and a function that makes a row's cell."""
 
 from collections.abc import Callable, Sequence
 from html import escape
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Column(NamedTuple):
-    """cell: HTML of a row, a <td> or "" for none. words: of words instead of numbers."""
+    """cell: HTML of a row, a <td> or "" for none. words: words instead of numbers."""
 
     header: str
     cell: Callable[[Any], str]
@@ -15,7 +15,7 @@ class Column(NamedTuple):
 
 def table(columns: Sequence[Column], rows: Sequence[Any], style: str = "",
           instead: Callable[[Any], str | None] = lambda row: None) -> str:
-    """The columns in which some row has a cell. instead: words in place of a row's cells after the first, or None."""
+    """A table of the columns that some row has a cell in. instead: words in place of a row's cells after the first, or None."""
     words = [instead(row) for row in rows]
     cells = [[column.cell(row) for column in columns] if said is None else [columns[0].cell(row)]
              for row, said in zip(rows, words, strict=True)]
@@ -34,7 +34,6 @@ def table(columns: Sequence[Column], rows: Sequence[Any], style: str = "",
 
 
 def text(said: object) -> str:
-    """A cell of words."""
     return "" if said is None else f'<td class="text">{escape(str(said))}</td>'
 
 

@@ -1,4 +1,4 @@
-"""The part of a report on what tuning did: what was tuned of what, what it gained and lost, and answers before and after."""
+"""The part of a report on tuning: the trained values, losses before and after, and answers before and after."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -19,7 +19,7 @@ STYLE = """
 
 
 def changes(runs: Sequence[Run]) -> list[str]:
-    """A heading, a sentence on each tuned run, and the table of losses before and after; nothing where no run was tuned."""
+    """A heading, a sentence on each tuned run, and the table of losses before and after; nothing if no run was tuned."""
     tuned = [run for run in runs if run.tuned.get("before")]
     if not tuned:
         return []
@@ -30,7 +30,7 @@ def changes(runs: Sequence[Run]) -> list[str]:
             if any(f"{subject}/{measure}" in run.tuned.get(when, {}) for measure in MEASURES for when in WHEN)]
     measures = MEASURES | ({"loss": "loss"} if any(map(_learns_pairs, tuned)) else {})
     columns = [*([Column("run", lambda row: text(row[0].name), words=True)] if several else []),
-               Column("text", lambda row: text(_subject(*row)), words=True)]
+               Column("text", _subject, words=True)]
     for measure, words in measures.items():
         columns += [*(Column(f"{words}, {when}", partial(_loss, measure, when)) for when in WHEN),
                     Column(f"{words}, change", partial(_change, measure))]
@@ -38,7 +38,7 @@ def changes(runs: Sequence[Run]) -> list[str]:
 
 
 def answers(runs: Sequence[Run]) -> list[str]:
-    """Held-out prompts of a single run, each with what follows it in the data and with the model's answers, side by side."""
+    """Held-out prompts of a single run, each beside its answer in the data and the model's answers."""
     samples = runs[0].tuned.get("samples", []) if len(runs) == 1 else []
     headers = {"prompt": "prompt", "reference": "in the data", **{when: f"model, {when}" for when in WHEN}}
     columns = [Column(header, lambda sample, name=name: text(sample.get(name)), words=True)      # type: ignore[misc]
@@ -51,7 +51,7 @@ def answers(runs: Sequence[Run]) -> list[str]:
 
 
 def what_was_tuned(run: Run) -> str:
-    """A sentence: what was trained, how many values, of which file, and the dtype of what is frozen."""
+    """A sentence: the kind and number of trained values, the file of the weights, and the dtype of the frozen ones."""
     tuned = run.tuned["tuned"]
     values = f"{tuned['trained']:,} values"
     if tuned["method"] == "full":
@@ -65,14 +65,14 @@ def what_was_tuned(run: Run) -> str:
 
 
 def _learns_pairs(run: Run) -> bool:
-    """As numbers.learns_pairs, without metrics.csv."""
+    """The same as numbers.learns_pairs, without metrics.csv."""
     return f"val/{REWARDS[0]}" in run.tuned.get("before", {})
 
 
-def _subject(run: Run, subject: str) -> str:
-    """What was read, and of pairs of answers the unit of its loss."""
+def _subject(row: tuple[Run, str]) -> str:
+    run, subject = row
     named = f"{SUBJECTS[subject]} ({run.tuned.get('guard')})" if subject == "guard" else SUBJECTS[subject]
-    return named + (UNITS_OF_PAIRS[subject] if _learns_pairs(run) else "")
+    return text(named + (UNITS_OF_PAIRS[subject] if _learns_pairs(run) else ""))
 
 
 def _loss(measure: str, when: str, row: tuple[Run, str]) -> str:

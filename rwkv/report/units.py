@@ -1,7 +1,7 @@
 """Numbers of a report as people read them: three significant digits, in the unit that keeps them short."""
 
+# The least milliseconds that are written in a unit, and its milliseconds
 TIMES = ((120_000.0, 60_000.0, "min"), (999.5, 1_000.0, "s"), (0.9995, 1.0, "ms"), (0.0, 1e-3, "µs"))
-"""The least milliseconds that are written in a unit, and its milliseconds."""
 
 
 def time(ms: float) -> str:

@@ -1,4 +1,4 @@
-"""What a sweep was made to learn, in sentences: which kernel is the fastest, by how much, and how sure that is."""
+"""The result of a sweep in sentences: the fastest kernel, by how much, and how certain that is."""
 
 import math
 
@@ -12,7 +12,7 @@ LOSS = "val_loss"
 def verdict(comparison: Comparison) -> list[str]:
     """Sentences on the finished runs; none for a single kernel or without measurements.
 
-    Of runs that differ in more than kernel and seed, the loss is what they were made for, and it comes first.
+    If runs differ in more than kernel and seed, the sentence on the loss comes first: they were made for it.
     """
     if len(comparison.kernels) < 2:
         return []
@@ -36,12 +36,12 @@ def _fastest(comparison: Comparison) -> str:
 
 
 def _certainty(best: Kernel, others: list[Kernel]) -> str:
-    """Whether the order would be another with other runs, as far as the spread over the seeds shows."""
+    """How certain the order is, by the spread over the seeds."""
     if min(len(kernel.values(SPEED)) for kernel in (best, *others)) < 2:
         return "With one run of a kernel nothing says how much its speed varies."
     close = [kernel.label for kernel in others if max(kernel.values(SPEED)) >= min(best.values(SPEED))]
     if close:
-        return f"Its runs are not apart from those of {_listed(close)}, which may be as fast."
+        return f"Its speeds overlap with those of {' and '.join(close)}, which may be as fast."
     return "Its slowest run is faster than every run of the others."
 
 
@@ -70,6 +70,3 @@ def speed_ratio(kernel: Kernel, comparison: Comparison) -> float | None:
     reference_speed = reference.finished().median(SPEED) if reference else None
     return speed / reference_speed if speed and reference_speed else None
 
-
-def _listed(names: list[str]) -> str:
-    return " and ".join(part for part in (", ".join(names[:-1]), names[-1]) if part)

@@ -16,7 +16,7 @@ from kernels.machine import threads
 from rwkv.cli import exit_on_user_error
 
 FOLDERS = (Path(__file__).parent.parent / "programs", Path(__file__).parent)
-PROGRAM = 'if __name__ == "__main__":'     # what a file that can be run has
+PROGRAM = 'if __name__ == "__main__":'     # a line of files that can be run
 COMMANDS = {path.stem: f"rwkv.{folder.name}.{path.stem}" for folder in FOLDERS for path in sorted(folder.glob("[a-z]*.py"))
             if PROGRAM in path.read_text(encoding="utf-8")}
 COMMANDS |= {"kernels": "kernels.__main__", "bench": "kernels.bench.__main__"}
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _first_sentence(module: str) -> str:
-    """Of the module's docstring, which is read without importing it, and without the command in it."""
+    """The first sentence of a module's docstring, read without importing it, and without the command in it."""
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None

@@ -1,9 +1,9 @@
 """A checkpoint as a model of EleutherAI's lm-evaluation-harness.
 
-A context that several continuations share, as in multiple choice, is read once. There is no longest context: what the harness
-splits into windows for other models is read whole here.
-Source: EleutherAI/lm-evaluation-harness, lm_eval/api/model.py (what a model offers) and lm_eval/models/huggingface.py (ids of a
-text before the first one, defaults of generation).
+A context that several continuations share, as in multiple choice, is read once. There is no longest context: texts that the
+harness splits into windows for other models are read whole here.
+Source: EleutherAI/lm-evaluation-harness, lm_eval/api/model.py (the methods of a model) and lm_eval/models/huggingface.py (the
+id before a text, defaults of generation).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,20 +24,20 @@ from rwkv.generation.engine import generate_batch
 from rwkv.pretrained import RWKV, tokenizer_of
 from rwkv.tokenizer.lost import LossCounter
 
-MAX_NEW_TOKENS = 256                     # where a task does not say: the harness's default
+MAX_NEW_TOKENS = 256                     # the harness's default
 Pair = tuple[Any, list[int], list[int]]  # the texts, the ids of the context and of the continuation
 
 
 class Timemix(TemplateLM):
-    """Log-likelihoods are in nats; batch_size is the number of rows of a pass, chunk_len the tokens that one reads at most."""
+    """Log-likelihoods are in nats. batch_size: rows of a pass; chunk_len: the most tokens of a pass."""
 
     def __init__(self, checkpoint: str = "runs/latest", tokenizer: str | None = None, kernel: str = "auto",
                  dtype: str = "float32", chunk_len: int = 512, batch_size: int | str | None = None, device: str | None = None,
                  max_batch_size: int | None = None, end_of_text: str | None = None) -> None:
         super().__init__()
         self._device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        checkpoint, tokenizer = from_home(checkpoint), tokenizer and from_home(tokenizer)
-        self._tokenizer = tokenizer_of(read_checkpoint(checkpoint), tokenizer, end_of_text)
+        checkpoint = from_home(checkpoint)
+        self._tokenizer = tokenizer_of(read_checkpoint(checkpoint), tokenizer and from_home(tokenizer), end_of_text)
         self._model = RWKV.from_pretrained(checkpoint, kernel, str(self._device), dtype)
         self._chunk_len = int(chunk_len)
         self._rows = _rows(batch_size)
@@ -61,7 +61,7 @@ class Timemix(TemplateLM):
         found: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(requests), desc="loglikelihood", disable=disable_tqdm) as bar:
             for batch in _batches(alone, lambda index: len(requests[index][1]) + len(requests[index][2]), self._rows):
-                scored = [_scored(*requests[index][1:]) for index in batch]
+                scored = [Scored.ending(*requests[index][1:]) for index in batch]
                 found |= zip(batch, _results(*score_batch(self._model, scored, self._chunk_len)), strict=True)
                 bar.update(len(batch))
             for shared, indices in by_context.items():
@@ -83,7 +83,7 @@ class Timemix(TemplateLM):
         found: list[float] = [0.0] * len(pairs)
         with tqdm(total=len(pairs), desc="loglikelihood_rolling", disable=disable_tqdm) as bar:
             for batch in _batches(range(len(pairs)), lambda index: len(pairs[index][2]), self._rows):
-                nats, _ = score_batch(self._model, [_scored(*pairs[index][1:]) for index in batch], self._chunk_len)
+                nats, _ = score_batch(self._model, [Scored.ending(*pairs[index][1:]) for index in batch], self._chunk_len)
                 for index, value in zip(batch, nats.tolist(), strict=True):
                     found[index] = -value
                 bar.update(len(batch))
@@ -122,10 +122,6 @@ def _rows(batch_size: int | str | None) -> int:
     return int(text)
 
 
-def _scored(context: list[int], continuation: list[int]) -> Scored:
-    return Scored(context + continuation, [False] * len(context) + [True] * len(continuation))
-
-
 def _results(nats: torch.Tensor, right: torch.Tensor) -> Iterator[tuple[float, bool]]:
     return zip((-nats).tolist(), right.tolist(), strict=True)
 
@@ -137,7 +133,7 @@ def _batches(indices: Iterable[int], length: Any, rows: int) -> Iterator[list[in
 
 
 def _generation(given: dict[str, Any]) -> dict[str, Any]:
-    """generate_batch's options for those of a task: greedy unless it samples."""
+    """generate_batch's options from a task's: greedy unless it samples."""
     until = given.get("until") or []
     stop = [until] if isinstance(until, str) else list(until)
     options = {"max_new_tokens": given.get("max_gen_toks", MAX_NEW_TOKENS), "stop": [text for text in stop if text]}

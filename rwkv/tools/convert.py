@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from kernels.arguments import from_home, path_of
 from rwkv.checkpoint import formats
-from rwkv.checkpoint.files import Checkpoint, read_checkpoint, write_checkpoint
+from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
 from rwkv.checkpoint.formats.huggingface import FORMS
 from rwkv.checkpoint.stored import DTYPES
 from rwkv.cli import exit_on_user_error
@@ -40,12 +40,11 @@ def main(arguments: list[str] | None = None) -> None:
 
 def convert(source: Path, target: Path, dtype: str | None = None, format: str | None = None,
             tokenizer: str | None = None, end_of_text: str | None = None, form: str | None = None) -> None:
-    """Writes the checkpoint at `source` to `target`; dtype None keeps each tensor's, format None takes that of the suffix.
+    """Writes the checkpoint at `source` to `target`. dtype: None keeps each tensor's. format: None takes the suffix's.
 
-    tokenizer: the name of one to write with the weights, as in Tokenizer.named; None: the one that `source` has, if any.
-    end_of_text: the text of the token of its .json file that ends a text; None: as `source` has it, or else the file.
-    form: of a Hugging Face directory of RWKV-7, fla or official. Raises UserError where `source` cannot be read, or `target`
-    cannot be written in that format and dtype.
+    tokenizer: the name of the one to write with the weights, as in Tokenizer.named; None: the one that `source` has, if any.
+    end_of_text: the text of the token of a .json tokenizer that ends a text; None: as in `source`, or else in the file. form:
+    of a Hugging Face directory of RWKV-7, fla or official.
     """
     module = formats.load(format) if format else formats.by_suffix(target)
     name = module.__name__.rpartition(".")[2]
@@ -53,9 +52,12 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     if tokenizer is not None or end_of_text is not None:
         chosen = tokenizer_of(checkpoint, tokenizer, end_of_text)
         checkpoint = replace(checkpoint, tokenizer=chosen.to_dict(), tokenizer_hash=chosen.hash)
-    _log(f"{checkpoint.path}: {_description(checkpoint)}")
-    if end := _end_line(checkpoint):
-        _log(f"texts end with {end}")
+    config = checkpoint.config
+    _log(f"{checkpoint.path}: {generation(config).NAME}, {config.n_layer} layers, {config.n_embd} wide, "
+         f"{n_parameters(config, checkpoint.vocab_size):,} parameters, vocabulary {checkpoint.vocab_size}")
+    with suppress(UserError):            # of a tokenizer whose end of text is open
+        if checkpoint.tokenizer and (end := tokenizer_of(checkpoint).end_line()):
+            _log(f"texts end with {end}")
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True, file=sys.stderr) as bar:
         def progress(count: int, total: int) -> None:
             bar.total = total
@@ -65,20 +67,6 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     _log(f"written: {target} ({name})")
     if checkpoint.tokenizer and name in WITHOUT_TOKENIZER:
         _log(f"the tokenizer is not in {target}: the format {name} cannot hold one")
-
-
-def _end_line(checkpoint: Checkpoint) -> str | None:
-    """What ends a text with the checkpoint's tokenizer; None where it has none, or where that is open."""
-    with suppress(UserError):
-        return tokenizer_of(checkpoint).end_line() if checkpoint.tokenizer else None
-    return None
-
-
-def _description(checkpoint: Checkpoint) -> str:
-    config = checkpoint.config
-    weights = n_parameters(config, checkpoint.vocab_size)
-    return (f"{generation(config).NAME}, {config.n_layer} layers, {config.n_embd} wide, {weights:,} parameters, "
-            f"vocabulary {checkpoint.vocab_size}")
 
 
 def _parser() -> argparse.ArgumentParser:

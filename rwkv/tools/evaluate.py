@@ -1,4 +1,4 @@
-"""How well a checkpoint predicts a file: its loss, or the accuracy of last words.
+"""Measures how well a checkpoint predicts a file: its loss, or the accuracy of last words.
 
   python -m rwkv.tools.evaluate data.path=FILE.txt
   python -m rwkv.tools.evaluate checkpoint=FILE.pth data.path=FILE.txt
@@ -7,7 +7,7 @@
 
 FILE.jsonl, lines of {"text": ...}: accuracy and perplexity of the last word
 of each, as in LAMBADA. FILE.jsonl, conversations as for data=chat of train.py:
-loss and perplexity of the answers alone, by the checkpoint's chat template
+loss and perplexity of the answers, by the checkpoint's chat template
 unless data.template= names another. Any other file: loss in nats per token,
 perplexity per token and bits per byte of its text, with the state carried
 along. Where the tokenizer loses more than 1 % of the text,
@@ -20,28 +20,26 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from rwkv import cli
-from rwkv.chat.template import ChatTemplate
 from rwkv.chat.templates import chat_template
 from rwkv.config import EvaluateConfig
 from rwkv.errors import UserError
 from rwkv.evaluation import (
-    AnswerScore,
+    Score,
+    Scored,
     TextScore,
-    WordScore,
     count_tokens,
     holds_answers,
     read_answers,
     read_last_words,
-    score_answers,
-    score_last_words,
     score_text,
+    score_texts,
 )
 from rwkv.io.output_file import require_writable
 from rwkv.model.base import Model
@@ -54,41 +52,38 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     path, out = _files(config)
     opened = open_checkpoint(config)
     tokenizer = opened.tokenizer
-    if opened.slow:
-        print(f"WARNING: {opened.slow}", file=sys.stderr)
-    for word, note in opened.notes:
-        print(f"{word}: {note}", file=sys.stderr)
+    opened.print_notes()
     start = tokenizer.encode(config.start) if config.start else [tokenizer.end_of_text]
 
+    # All texts are tokenised before the model is loaded, so that errors in the file are found first
     if config.data.template or holds_answers(path):
         choice = template_choice(opened.checkpoint, config.data.template)
-        template = chat_template(choice.template)
-
-        def load() -> Model:
-            print(f"chat template: {template_line(opened.checkpoint, choice)}", file=sys.stderr)
-            return opened.model()
-
-        score = evaluate_answers(path, tokenizer, template, config.batch_size, config.chunk_len, load)
+        answers = read_answers(tokenizer, path, chat_template(choice.template))
+        _say_lost(sum((answer.lost for answer in answers), NOTHING), "the answers")
+        print(f"chat template: {template_line(opened.checkpoint, choice)}", file=sys.stderr)
+        score = evaluate("answers", answers, config, opened.model())
     elif path.suffix == ".jsonl":
-        score = evaluate_last_words(path, tokenizer, start, config.batch_size, config.chunk_len, opened.model)
+        words = read_last_words(tokenizer, path, start)
+        _say_lost(sum((word.lost for word in words), NOTHING), "the last words")
+        score = evaluate("last_word", words, config, opened.model())
     else:
-        score = evaluate_text(path, tokenizer, start, config.chunk_len, opened.model)
+        tokens, lost = count_tokens(tokenizer, path)
+        _say_lost(lost, "the text")
+        score = evaluate_text(path, tokenizer, start, config.chunk_len, tokens, lost, opened.model())
     result = {"data": str(path), "checkpoint": str(opened.checkpoint.path), "tokenizer": tokenizer.kind,
               "tokenizer_hash": tokenizer.hash, "kernel": opened.wkv.name, "device": opened.device,
               "dtype": config.dtype, **score}
     text = json.dumps(result, allow_nan=False) + "\n"
     print(text, end="", flush=True)
     if out:
-        _write(out, text)
+        try:
+            out.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"cannot write out={out}: {error.strerror}; the result is only on standard output") from error
 
 
-def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_len: int,
-                  load: Callable[[], Model]) -> dict[str, Any]:
-    """Tokenises the whole file once before it loads the model, so that errors in the file are found first."""
-    tokens, lost = count_tokens(tokenizer, path)
-    _say_lost(lost, "the text")
-    size = path.stat().st_size
-    model = load()
+def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_len: int, tokens: int, lost: Lost,
+                  model: Model) -> dict[str, Any]:
     started = time.perf_counter()
     nats = 0.0
     with _bar(tokens, "token") as bar:
@@ -96,50 +91,34 @@ def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_
             nats += pass_nats
             _advance(bar, count, f"loss {nats / (bar.n + count):.4f}")
     _require_finite(nats)
-    return {"task": "text", **TextScore(tokens, size, nats, lost).as_dict(), "seconds": time.perf_counter() - started}
+    score = TextScore(tokens, path.stat().st_size, nats, lost)
+    return {"task": "text", **score.as_dict(), "seconds": time.perf_counter() - started}
 
 
-def evaluate_last_words(path: Path, tokenizer: Tokenizer, start: Sequence[int], batch_size: int, chunk_len: int,
-                        load: Callable[[], Model]) -> dict[str, Any]:
-    """Tokenises all texts before it loads the model, so that errors in the file are found first."""
-    words = read_last_words(tokenizer, path, start)
-    _say_lost(sum((word.lost for word in words), NOTHING), "the last words")
-    model = load()
+def evaluate(task: str, texts: Sequence[Scored], config: EvaluateConfig, model: Model) -> dict[str, Any]:
+    """task: last_word or answers."""
     started = time.perf_counter()
-    total = WordScore(0, 0, 0.0)
-    with _bar(len(words), "text") as bar:
-        for score in score_last_words(model, words, batch_size, chunk_len):
+    total = Score()
+    answers = task == "answers"
+    with _bar(len(texts), "conversation" if answers else "text") as bar:
+        for score in score_texts(model, texts, config.batch_size, config.chunk_len):
             total += score
-            _advance(bar, score.words, f"accuracy {total.right / total.words:.3f}")
+            mean = f"loss {total.nats / total.tokens:.4f}" if answers else f"accuracy {total.right / total.texts:.3f}"
+            _advance(bar, score.texts, mean)
     _require_finite(total.nats)
-    return {"task": "last_word", **total.as_dict(), "seconds": time.perf_counter() - started}
-
-
-def evaluate_answers(path: Path, tokenizer: Tokenizer, template: ChatTemplate, batch_size: int, chunk_len: int,
-                     load: Callable[[], Model]) -> dict[str, Any]:
-    """Tokenises all conversations before it loads the model, so that errors in the file are found first."""
-    conversations = read_answers(tokenizer, path, template)
-    _say_lost(sum((conversation.lost for conversation in conversations), NOTHING), "the answers")
-    model = load()
-    started = time.perf_counter()
-    total = AnswerScore(0, 0, 0.0)
-    with _bar(len(conversations), "conversation") as bar:
-        for score in score_answers(model, conversations, batch_size, chunk_len):
-            total += score
-            _advance(bar, score.conversations, f"loss {total.nats / total.tokens:.4f}")
-    _require_finite(total.nats)
-    return {"task": "answers", **total.as_dict(), "seconds": time.perf_counter() - started}
+    numbers = total.of_answers() if answers else total.of_words()
+    return {"task": task, **numbers, "seconds": time.perf_counter() - started}
 
 
 def _say_lost(lost: Lost, text: str) -> None:
     if lost.bytes:
         given = (f"since that is more than {percent(WITHHELD)}, no number per byte or per word is given" if lost.too_much else
-                 "what is lost counts as predicted")
+                 "lost text counts as predicted")
         print(f"WARNING: {lost.describe(text)}; {given}", file=sys.stderr)
 
 
 def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:
-    """The paths of data.path= and out=. Raises UserError where no data is given, or `out` cannot be written."""
+    """The paths of data.path= and out=. Raises UserError if no data is given, or `out` cannot be written."""
     if not config.data.path:
         raise UserError("there is nothing to evaluate on: give data.path=FILE, a text in UTF-8, or FILE.jsonl with lines of "
                         '{"text": "..."}')
@@ -147,15 +126,8 @@ def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:
     return Path(config.data.path), Path(config.out) if config.out else None
 
 
-def _write(out: Path, text: str) -> None:
-    try:
-        out.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"cannot write out={out}: {error.strerror}; the result is on standard output alone") from error
-
-
 def _bar(total: int, unit: str) -> tqdm:
-    """A progress bar on standard error; where that is no terminal, a line every half minute."""
+    """A progress bar on standard error; outside a terminal, a line every half minute."""
     interval = 0.2 if sys.stderr.isatty() else 30.0
     return tqdm(total=total, unit=unit, mininterval=interval, maxinterval=2 * interval, dynamic_ncols=True, file=sys.stderr)
 

@@ -14,29 +14,27 @@ from rwkv.distributed import world_size
 from rwkv.errors import UserError
 
 AUTO = "auto"
-N, CALLS = 512, 5                        # rows of a square matrix product, and how often it is timed
+N = 512                                  # rows of the square matrices whose product is timed
+CALLS = 5                                # timed products
 FASTER = 1.3                             # the speed-up that pays for converting to bfloat16 and back
 
 
 def device_for(accelerator: str) -> torch.device:
-    """The device that trainer.accelerator=auto|cpu|gpu means here. Raises UserError for gpu if torch finds none."""
+    """The device of trainer.accelerator=auto|cpu|gpu on this machine. Raises UserError for gpu if torch finds none."""
     if accelerator == "gpu" and not torch.cuda.is_available():
         raise UserError("trainer=gpu needs a CUDA device, and torch finds none: use trainer=cpu")
     return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def process_count(options: TrainerConfig, batch_size: int) -> int:
-    """The number of processes to start on this machine, for a run that torchrun has not started.
-
-    Raises UserError if there cannot be that many, or if they cannot work together.
-    """
+    """The number of processes to start on this machine. Raises UserError if there cannot be so many."""
     if options.strategy == "single":
         return 1
     if options.num_nodes > 1:
         raise UserError("several machines need torchrun, with the same command on each: torchrun --nnodes=N "
                         "--nproc-per-node=M --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py trainer.num_nodes=N ...")
     gpus = torch.cuda.device_count() if device_for(options.accelerator).type == "cuda" else 0
-    _require_gpus(options, gpus)
+    _require_gpus(options.strategy, gpus)
     count = options.devices or gpus
     if count == 0:
         raise UserError(f"trainer={options.strategy} on a CPU needs the number of processes: trainer.devices=2")
@@ -46,36 +44,33 @@ def process_count(options: TrainerConfig, batch_size: int) -> int:
     return count
 
 
-def share(options: TrainerConfig, batch_size: int) -> int:
-    """This process's share of the rows that all processes read together.
-
-    Raises UserError if the rows cannot be shared equally, or if the processes cannot work together.
-    """
+def share(batch_size: int, strategy: str, num_nodes: int) -> int:
+    """This process's share of the rows that all processes read together. Raises UserError if it is not a whole number."""
     count = world_size()
-    if count > 1 and options.strategy == "single":
+    if count > 1 and strategy == "single":
         raise UserError("torchrun started several processes, and trainer=single trains in one: use trainer=ddp or trainer=fsdp")
-    if count % options.num_nodes:
-        raise UserError(f"trainer.num_nodes={options.num_nodes} machines cannot have {count} processes, as many each")
-    _require_gpus(options, torch.cuda.device_count())
+    if count % num_nodes:
+        raise UserError(f"trainer.num_nodes={num_nodes} machines cannot have {count} processes, as many each")
+    _require_gpus(strategy, torch.cuda.device_count())
     _require_multiple(batch_size, count)
     return batch_size // count
 
 
-def _require_gpus(options: TrainerConfig, gpus: int) -> None:
-    if options.strategy == "fsdp" and not gpus:
+def _require_gpus(strategy: str, gpus: int) -> None:
+    if strategy == "fsdp" and not gpus:
         raise UserError("trainer=fsdp needs CUDA devices, and there are none: use trainer=ddp, which runs on CPUs too")
 
 
 def _require_multiple(batch_size: int, count: int) -> None:
     if batch_size % count:
-        raise UserError(f"data.batch_size={batch_size} is what all processes read together: it must be a multiple of {count}")
+        raise UserError(f"data.batch_size={batch_size} are the rows of all processes together: give a multiple of {count}")
 
 
-def resolved_precision(options: TrainerConfig) -> str:
-    """trainer.precision, and what auto means on the run's device. Raises UserError as device_for does."""
-    if options.precision != AUTO:
-        return options.precision
-    return "bf16-mixed" if bfloat16_is_faster(device_for(options.accelerator)) else "32-true"
+def resolved_precision(precision: str, accelerator: str) -> str:
+    """The precision, with auto resolved for the accelerator. Raises UserError as device_for does."""
+    if precision != AUTO:
+        return precision
+    return "bf16-mixed" if bfloat16_is_faster(device_for(accelerator)) else "32-true"
 
 
 def bfloat16_is_faster(device: torch.device) -> bool:

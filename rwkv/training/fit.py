@@ -1,4 +1,4 @@
-"""One training run, from its configuration to its report: what rwkv/programs/train.py starts, in each of its processes."""
+"""One training run, from its configuration to its report. rwkv/programs/train.py calls `main` in each of its processes."""
 
 import sys
 from dataclasses import replace
@@ -11,6 +11,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from kernels.machine.allocator import return_large_blocks
 from rwkv import cli, distributed
+from rwkv.checkpoint.files import describe
 from rwkv.checkpoint.tuned import identity
 from rwkv.config import TrainConfig
 from rwkv.data.conversations import marked
@@ -31,13 +32,13 @@ from rwkv.training.run.opening import open_run
 from rwkv.training.run.resume import require_unfinished
 from rwkv.training.setup import data_for, kernel_for, new_model
 from rwkv.training.task import LanguageModel
-from rwkv.training.trainer import build_trainer, leave_report, prepare_blocks, say_compared, say_result, show_sample
+from rwkv.training.trainer import build_trainer, leave_report, prepare_blocks, say_result, show_sample
 from rwkv.training.tuning.preferences import REFERENCE, Preferences, read_reference, write_reference
 from rwkv.training.tuning.tuned import write_tuned
 
 
 def show_conversations(data: Corpus) -> None:
-    """Ends the program with two training conversations on standard output, as the model reads them: learnt text in [[ ]]."""
+    """Prints two training conversations as the model reads them, with learnt text in [[ ]], and ends the program."""
     if data.conversations is None:
         raise UserError("data.preview shows conversations, which are the data of data=chat")
     if distributed.rank() == 0:
@@ -59,7 +60,7 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
 
 
 def fit(trainer: lightning.Trainer, task: LanguageModel, loaders: DataModule, run: Run) -> None:
-    """Lightning's fit. Raises KeyboardInterrupt as it comes, for which Lightning exits with status 1."""
+    """Lightning's fit, but KeyboardInterrupt is raised, for which Lightning would exit with status 1."""
     try:
         trainer.fit(task, loaders, ckpt_path=run.resume_from, weights_only=True)
     except SystemExit as ended:
@@ -71,7 +72,8 @@ def fit(trainer: lightning.Trainer, task: LanguageModel, loaders: DataModule, ru
 def preferences_of(run: Run, task: LanguageModel, data: Corpus, device: torch.device) -> Preferences:
     """The objective of pairs. With tune=full, rank 0 computes the reference before the first step, and all processes read it.
     """
-    config, path = run.config, run.out_dir / REFERENCE
+    config = run.config
+    path = run.out_dir / REFERENCE
     if config.tune.method != "full":
         return Preferences(config.tune)
     if run.resume_from is None:
@@ -82,13 +84,15 @@ def preferences_of(run: Run, task: LanguageModel, data: Corpus, device: torch.de
 
 
 def train(run: Run) -> None:
-    config, device = run.config, device_for(run.config.trainer.accelerator)
-    # Lightning takes it from the variables of a batch system, set or inherited
+    config = run.config
+    trainer_options = config.trainer
+    device = device_for(trainer_options.accelerator)
+    # Lightning would take the rank from the variables of a batch system, which may be inherited
     rank_zero_only.rank = distributed.rank()     # type: ignore[attr-defined]
-    if config.trainer.malloc == "small":
-        return_large_blocks()            # before the model is built, and the plan times it
-    batches = replace(config.data, batch_size=share(config.trainer, config.data.batch_size))
-    wkv, kernel = kernel_for(config, device)
+    if trainer_options.malloc == "small":
+        return_large_blocks()            # before the model is built and timed
+    rows = share(config.data.batch_size, trainer_options.strategy, trainer_options.num_nodes)
+    wkv, kernel = kernel_for(config.model, config.kernel.name, device, trainer_options.precision)
     distributed.broadcast_from_rank0(lambda: require(config.logger))
     data = data_for(run, device)
     if config.data.preview:
@@ -104,7 +108,7 @@ def train(run: Run) -> None:
                            config.trainer)
     task = LanguageModel(model, config.optim, config.trainer.max_steps, validated.val_bytes_per_token, validated.val_lost)
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
-    task.describe(resolved, data.tokenizer)
+    task.entry = describe(resolved, model.vocab_size, data.tokenizer)
     if config.tune.method != "full" and run.init_checkpoint is not None:
         task.entry["base"] = identity(run.init_checkpoint)
     announce_training(run, device, task, data)
@@ -114,6 +118,7 @@ def train(run: Run) -> None:
         task.preferences = preferences_of(run, task, validated, device)
     logs = loggers(config.logger, run.out_dir, resolved, run.resume_step)
     trainer = build_trainer(run, device, logs, validated)
+    batches = replace(config.data, batch_size=rows)
     loaders = DataModule(validated, batches, config.model.ctx_len, config.seed, config.trainer.tbptt)
     continue_with = f"continue with: python train.py resume=auto {quote(f'out_dir={run.out_dir}')}"
     try:
@@ -130,7 +135,6 @@ def train(run: Run) -> None:
     if distributed.rank() == 0:
         for path in write_tuned(task.model, data.tokenizer, config, run.out_dir):
             log(f"tuned: {path}")
-    say_result(trainer.callback_metrics, validated, validated_part(config, data))
-    say_compared(trainer)
+    say_result(trainer, validated, validated_part(config.trainer.val_tokens, data.sizes.val_tokens))
     leave_report(run.out_dir)
     show_sample(task, data.tokenizer, config, run.out_dir)

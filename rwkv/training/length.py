@@ -1,8 +1,7 @@
-"""How long a run trains: trainer.max_steps, or what trainer.max_tokens and trainer.epochs are in steps.
+"""The length of a run in steps: trainer.max_steps, or from trainer.max_tokens or trainer.epochs.
 
-What epochs are in steps is found once the data are known. A pass is over all windows, over all rows of conversations, or over
-all segments of trainer.tbptt's streams. A step may begin in one pass and end in the next; the last step is the first that has
-read all of the last pass.
+Epochs become steps once the data are known. A pass is over all windows, over all rows of conversations, or over all segments
+of trainer.tbptt's streams. A step may begin in one pass and end in the next; with the last step the last pass is complete.
 """
 
 from collections.abc import Collection
@@ -16,23 +15,23 @@ from rwkv.data.prepare import Corpus
 from rwkv.data.windows import Windows
 from rwkv.errors import UserError
 
-ROUNDING = 1e-9                          # of epochs times steps, of which both may be fractions
-CHAT_EPOCHS = 2.0                        # of a new run on conversations for which nothing says how long to train
-MANY = 4                                 # epochs of conversations: from more on, answers are learnt by heart
+ROUNDING = 1e-9                          # error of epochs times steps, both of which may be fractions
+CHAT_EPOCHS = 2.0                        # of a new run on conversations that is given no length
+MANY = 4                                 # epochs of conversations after which answers are learnt by heart
 
 
 def steps_per_epoch(config: TrainConfig, data: Corpus) -> float:
-    """The optimiser steps of one pass over the training split: a fraction where the last step has room for more."""
+    """The optimiser steps of one pass over the training split; fractional if its rows do not fill the last step."""
     rows = config.data.batch_size * config.trainer.accumulate
     if config.trainer.tbptt:
-        return int(documents.chunks_of(config, data).segments.sum()) / (rows * config.trainer.tbptt)
+        return int(documents.chunks_of(data, config.model.ctx_len, rows).segments.sum()) / (rows * config.trainer.tbptt)
     if data.conversations:
         return len(rows_of(data.conversations[0], config.model.ctx_len)) / rows
     return len(Windows(data.train, config.model.ctx_len)) / rows
 
 
 def with_steps_of_epochs(config: TrainConfig, data: Corpus) -> TrainConfig:
-    """The configuration with the fewest max_steps that read trainer.epochs; itself where they are not given."""
+    """The configuration with the fewest max_steps that read trainer.epochs; unchanged if that is not given."""
     epochs = config.trainer.epochs
     if epochs is None:
         return config
@@ -41,10 +40,8 @@ def with_steps_of_epochs(config: TrainConfig, data: Corpus) -> TrainConfig:
 
 
 def with_max_steps(config: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """The configuration with the fewest max_steps that read trainer.max_tokens, if these or nothing else is given.
-
-    The length that is given replaces those of an experiment or of a resumed run. Raises UserError if the command line gives
-    two.
+    """The configuration with one length, and with max_steps computed from trainer.max_tokens if that is the one. A given length
+    replaces the one of an experiment or of a resumed run.
     """
     own = [key for key in LENGTHS if key in given and getattr(config.trainer, key.removeprefix("trainer.")) is not None]
     if len(own) > 1:
@@ -59,7 +56,7 @@ def with_max_steps(config: TrainConfig, given: Collection[str]) -> TrainConfig:
 
 
 def with_default_length(config: TrainConfig, chosen: Collection[str]) -> TrainConfig:
-    """A new run's configuration: on conversations CHAT_EPOCHS, if the user and the chosen groups give no length."""
+    """A new run's configuration: CHAT_EPOCHS on conversations, if neither the user nor a chosen group gives a length."""
     if config.data.name != "chat" or not set(LENGTHS).isdisjoint(chosen):
         return config
     return replace(config, trainer=replace(config.trainer, epochs=CHAT_EPOCHS))

@@ -1,5 +1,5 @@
-"""Loggers of metrics: metrics.csv in the run's directory, and W&B, online if the user is logged in, otherwise offline; or any
-logger of Lightning that logger._target_ names.
+"""Loggers of metrics: metrics.csv in the run's directory, and W&B or the logger of Lightning that logger._target_ names. W&B is
+online if the user is logged in, otherwise offline.
 """
 
 import csv
@@ -30,7 +30,7 @@ SAMPLES_SHOWN = 100                      # the latest ones: W&B uploads the whol
 
 
 def require(config: LoggerConfig) -> None:
-    """Raises UserError when the logger's package cannot be imported, or refuses a name. Called before anything long."""
+    """Raises UserError if the logger's package cannot be imported or refuses a name. Called before long work."""
     if config._target_ is not None:
         _named(config)
         return
@@ -48,7 +48,7 @@ def require(config: LoggerConfig) -> None:
 
 
 def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at: int | None = None) -> list[Logger]:
-    """The loggers that the options choose; none in other processes than rank 0.
+    """The loggers that the options choose; none in processes other than rank 0.
 
     run: the resolved configuration, which W&B shows and filters by. resumed_at: the step of the checkpoint that the run
     continues from.
@@ -67,7 +67,7 @@ def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at
         return [file]
     mode = _mode()
     if mode == "disabled":
-        print("W&B: disabled in its own settings (WANDB_MODE or `wandb disabled`); the metrics are in metrics.csv alone",
+        print("W&B: disabled in its own settings (WANDB_MODE or `wandb disabled`); the metrics are only in metrics.csv",
               file=sys.stderr)
         return [file]
     return [file, _wandb(config, out_dir, run, mode)]
@@ -94,7 +94,7 @@ def norm_names(n_layer: int) -> tuple[str, ...]:
 
 
 def log_samples(loggers: Iterable[Logger], rows: Sequence[Mapping[str, Any]], step: int) -> None:
-    """Logs samples as a table, with the loggers that have tables. rows: step, prompt and text of each."""
+    """Logs samples as a table in the loggers that have tables. rows: step, prompt and text of each."""
     table = [[row[name] for name in SAMPLE_COLUMNS] for row in rows[-SAMPLES_SHOWN:]]
     for logger in loggers:
         if hasattr(logger, "log_table"):
@@ -102,10 +102,7 @@ def log_samples(loggers: Iterable[Logger], rows: Sequence[Mapping[str, Any]], st
 
 
 def log_report(config: LoggerConfig, sweep: Path, rows: Sequence[Mapping[str, Any]], files: Iterable[Path]) -> None:
-    """Logs a sweep's report as a W&B run in the group of its runs: the rows as a table, and the files as an artifact.
-
-    Other loggers have no place for it.
-    """
+    """Logs a sweep's report as a W&B run in the group of its runs: the rows as a table, and the files as an artifact."""
     if config.name != "wandb":
         return
     import wandb
@@ -114,7 +111,7 @@ def log_report(config: LoggerConfig, sweep: Path, rows: Sequence[Mapping[str, An
     if mode == "disabled":
         return
     group = config.group or sweep.name
-    columns: list[str | int] = list(dict.fromkeys(name for row in rows for name in row))
+    columns: list[str | int] = [*dict.fromkeys(name for row in rows for name in row)]
     with wandb.init(project=config.project, group=group, name=f"{group}-report", job_type="report", dir=sweep,
                     settings=wandb.Settings(silent=True, mode=mode)) as run:
         table = [[row.get(str(name)) if row.get(str(name)) != "" else None for name in columns] for row in rows]
@@ -132,14 +129,14 @@ class MetricsFile(Logger):
     """metrics.csv: one row for each step with metrics.
 
     A resumed run drops the rows of the steps after its checkpoint; it keeps the columns, and adds new ones after them. Every
-    row names the kernel, since a resumed run may use another. more: the columns after those of every run.
+    row names the kernel, since a resumed run may use another. more: columns beside the ones that every run has.
     """
 
     def __init__(self, path: Path, kernel: str, more: Sequence[str] = (), resumed_at: int | None = None) -> None:
         super().__init__()
         self.path = path
         self.kernel = kernel
-        kept = []                        # rows of earlier steps, without a last row that a kill cut short
+        kept = []                        # rows up to the checkpoint, without a last row that a kill cut short
         if resumed_at is not None:
             kept = [row for row in read_metrics(path) if None not in row.values() and int(row["step"]) <= resumed_at]
         self.columns = list(dict.fromkeys([*(kept[0] if kept else ()), "step", *COLUMNS, "kernel", *more]))
@@ -183,12 +180,16 @@ def _wandb(config: LoggerConfig, out_dir: Path, run: dict[str, Any], mode: Mode)
         save_dir=out_dir, config=run, settings=wandb.Settings(silent=True, mode=mode))
     folder = Path(logger.experiment.dir).parent
     if mode == "offline" and not (out_dir.parent / SWEEP).is_file():      # a sweep says it once, at its end
-        print(f"W&B: offline; {_how_to_upload(folder, earlier_id)}", file=sys.stderr)
+        how = f"`wandb sync {quote(str(folder))}` uploads this run"
+        if earlier_id is not None:
+            how = (f"each part of a continued run is a folder of its own; `wandb sync --id {earlier_id} "
+                   f"{quote(str(folder.parent))}/*run-*` uploads them into one run")
+        print(f"W&B: offline; {how}", file=sys.stderr)
     return logger
 
 
 def _mode() -> Mode:
-    """The mode of the user's own W&B settings, or offline when nobody is logged in."""
+    """The mode of the user's own W&B settings; offline if nobody is logged in."""
     import wandb
 
     settings = wandb.setup(wandb.Settings(silent=True)).settings
@@ -201,13 +202,6 @@ def _id_of(out_dir: Path) -> str | None:
     """The id of the last W&B run in a run's directory, from the name of its file, run-ID.wandb; None for none."""
     files = sorted((out_dir / "wandb").glob("*run-*-*/run-*.wandb"))
     return files[-1].stem.removeprefix("run-") if files else None
-
-
-def _how_to_upload(folder: Path, earlier_id: str | None) -> str:
-    if earlier_id is None:
-        return f"`wandb sync {quote(str(folder))}` uploads this run"
-    return (f"each part of a continued run is a folder of its own; `wandb sync --id {earlier_id} "
-            f"{quote(str(folder.parent))}/*run-*` uploads them into one run")
 
 
 def _how_to_upload_all(sweep: Path) -> str:

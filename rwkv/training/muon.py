@@ -52,7 +52,6 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
-        """One step, as torch's optimisers take it."""
         loss = self._adamw.step(closure)
         for group in self.param_groups:
             if group["orthogonal"]:
@@ -92,9 +91,9 @@ class Muon(torch.optim.Optimizer):
         _update(matrices, steps, means, self.row_beta, group["lr"], group["weight_decay"])
 
     def _stacked_state(self, matrices: list[Tensor], name: str, initial: Callable[[Tensor], Tensor]) -> Tensor:
-        """The state `name` of all matrices in one tensor, of which each matrix's own state is a view.
+        """The state `name` of all matrices in one tensor; each matrix's own state is a view of it.
 
-        The stack is made anew if other matrices have a gradient, or if the state has been replaced, as by load_state_dict.
+        The stack is made anew if other matrices have a gradient, or if load_state_dict has replaced the state.
         """
         key = name, matrices[0].shape
         states = [self.state[matrix].get(name) for matrix in matrices]
@@ -162,7 +161,7 @@ def _normuon_scale(steps: Tensor, means: Tensor, beta: float) -> Tensor:
 
 
 def _by_shape(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The matrices that have a gradient, in lists of equal shape."""
+    """The matrices with a gradient, in lists of equal shape."""
     shapes: dict[torch.Size, list[Tensor]] = {}
     for matrix in matrices:
         if matrix.grad is not None:

@@ -17,7 +17,7 @@ OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 
 
 def parameter_groups(model: Model, optim: OptimConfig) -> list[dict[str, Any]]:
-    """The optimiser's groups, each of one learning rate and one weight decay; vectors and low-rank matrices have none.
+    """The optimiser's groups, each of one learning rate and one weight decay. Vectors and low-rank matrices do not decay.
 
     muon and normuon update the blocks' matrices except the gates, which learn as well with AdamW at a lower cost.
     """

@@ -1,7 +1,7 @@
-"""What a run will do and need, printed before it begins; plan=true ends the program there.
+"""The plan of a run, printed before it begins: what it does, needs and takes. plan=true ends the program there.
 
 Sizes come from formulas (rwkv/training/memory.py) and are printed before the model is built. The duration comes from two timed
-training steps of it, which change nothing.
+training steps of the model, which change nothing.
 """
 
 import sys
@@ -14,9 +14,8 @@ from kernels.machine import threads
 from kernels.machine.cpu import matrix_dtype, why_slow
 from kernels.machine.memory import resident_memory
 from rwkv.chat.names import Choice, choose_template
-from rwkv.config import ORTHOGONAL, TrainConfig
+from rwkv.config import ORTHOGONAL, TrainConfig, TrainerConfig, TuneConfig
 from rwkv.data import documents
-from rwkv.data.conversations import ConversationRows
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
@@ -40,10 +39,9 @@ from rwkv.training.tuning import defaults, guard
 
 TIMED_STEPS = 2                          # after one that warms up
 EXCESS = 0.1                             # warn if validation has more of the text than data.val_fraction plus this
-MUCH = 1 / 3                             # of the time: more for validation is said
+MUCH = 1 / 3                             # fraction of the time from which on the time of validation is printed
 FORWARD = 1 / 3                          # forward pass as a fraction of a training step
-UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # a duration is given in the first of which it has two
-SECONDS = 60                             # below which it is given in whole seconds
+UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # a duration of at least two of a unit is given in it
 
 
 def announce_needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> None:
@@ -53,16 +51,14 @@ def announce_needs(run: Run, kernel: str, device: torch.device, data: Corpus) ->
     if run.config.resume is not None and run.resume_from is None:
         log(_why_from_the_start(run))
     _show(_needs(run, kernel, device, data))
+    timed = "" if run.config.trainer.strategy == "fsdp" else ", and timing its first steps"
+    _show([("building", f"the model{timed}")])
 
 
 def announce_training(run: Run, device: torch.device, task: LanguageModel, data: Corpus) -> None:
     """Prints how long the run will take; with plan=true the program ends here."""
     if rank() == 0:
-        _show([("training", _training(run.config, run.resume_step or 0, device, task, data)),
-               *_many_epochs(run.config, data),
-               *_warm_up_alone(run.config),
-               *_validation(run.config, run.resume_step or 0, data),
-               ("run", f"{run.out_dir}" + (f", continued from {run.resume_from}" if run.resume_from else ""))])
+        _show(_training(run, device, task, data))
     if run.config.plan:
         sys.exit(0)
 
@@ -95,9 +91,10 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
     if end := data.tokenizer.end_line():
         yield "texts", f"end with {end}"
     if config.trainer.tbptt:
-        yield "streams", documents.describe(config, data)
+        streams = config.data.batch_size * config.trainer.accumulate
+        yield "streams", documents.describe(data, config.model.ctx_len, streams, config.trainer.tbptt)
     elif data.conversations:
-        yield "rows", _rows(config, data).describe()
+        yield "rows", rows_of(data.conversations[0], config.model.ctx_len).describe()
     if data.conversations:
         yield "chat", f"template {_template(run)}"
     yield "model", (f"{generation(config.model).NAME}, {config.model.n_layer} layers, {config.model.n_embd} wide, "
@@ -108,43 +105,37 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
         yield "tuning", (f"{config.tune.method}: {n_trained(config, V):,} trained values beside frozen weights in "
                          f"{config.tune.base}")
     if config.tune.prefers:
-        yield "objective", _objective(config)
+        yield "objective", _objective(config.tune)
     if run.tuning_defaults:
         yield "rate", defaults.describe(config, run.tuning_defaults)
     if guard.is_compared(config):
         yield "guard", guard.describe(config)
     for line in run.saved_memory:
         yield "memory", line
-    yield "blocks", _blocks(config, bool(data.conversations))
+    yield "blocks", _blocks(config.trainer.compile, config.tune.method, bool(data.conversations))
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"{', '.join([f'threads per process {torch.get_num_threads()}', *threads.settings()])}")
     if slow := why_slow(dtype_for(config.trainer.precision), device):
         yield "WARNING", f"trainer.precision={config.trainer.precision}: {slow}; leave it out, or take auto"
     if config.optim.name in ORTHOGONAL:
-        yield "optimiser", _orthogonal(config.optim.name, device)
+        dtype = matrix_dtype(device)
+        why = "" if dtype == torch.bfloat16 else ": this CPU has no instructions for products of bfloat16"
+        yield "optimiser", f"{config.optim.name}, with directions computed in {str(dtype).removeprefix('torch.')}{why}"
     yield from _memory(config, V, device, programs)
     yield "disk", (f"{readable(checkpoint_bytes(config, V))} for {n_checkpoints(config.trainer.keep_last)} checkpoints; "
                    f"{readable(free_disk(run.out_dir))} is free")
 
 
-def _orthogonal(name: str, device: torch.device) -> str:
-    dtype = matrix_dtype(device)
-    why = "" if dtype == torch.bfloat16 else ": this CPU has no instructions for products of bfloat16"
-    return f"{name}, with directions computed in {str(dtype).removeprefix('torch.')}{why}"
-
-
 def _template(run: Run) -> str:
-    """The chat template of the conversations, and what it was chosen by."""
-    given, base = run.config.data.template, run.init_checkpoint
+    """The chat template of the conversations, and the reason for it."""
+    given = run.config.data.template
     choice = Choice("world", "that of a new model")
-    if base is not None:
-        choice = choose_template(None, str(run.config.init_from), base.run)
+    if run.init_checkpoint is not None:
+        choice = choose_template(None, str(run.config.init_from), run.init_checkpoint.run)
     return f"{choice.template} ({choice.why})" if given in (None, choice.template) else str(given)
 
 
-def _objective(config: TrainConfig) -> str:
-    """What is learnt from pairs of answers, and where the reference comes from."""
-    tune = config.tune
+def _objective(tune: TuneConfig) -> str:
     smoothed = f", tune.label_smoothing={tune.label_smoothing:g}" if tune.objective == "dpo" else ""
     reference = ("computed once before the first step" if tune.method == "full" else
                  f"from a pass of its own in each step, without what tune={tune.method} trains")
@@ -152,18 +143,20 @@ def _objective(config: TrainConfig) -> str:
             f"of the model of init_from= are {reference}")
 
 
-def _blocks(config: TrainConfig, conversations: bool) -> str:
-    """Which of its forms a block trains in; fused.can_fuse chooses it."""
-    if config.trainer.compile:
+def _blocks(compiled: bool, method: str, conversations: bool) -> str:
+    """The form in which blocks train; fused.can_fuse chooses it. method: tune.method."""
+    if compiled:
         return "plain formulas: trainer.compile=true fuses them"
-    reasons = {f"tune={config.tune.method} freezes weights": config.tune.method != "full",
-               "rows of conversations are read text by text": conversations}
-    why = next((reason for reason, holds in reasons.items() if holds), None)
-    return "fused, with gradients of their own" + ("" if why is None else f", and what is between the products twice: {why}")
+    why = ""
+    if method != "full":
+        why = f"tune={method} freezes weights"
+    elif conversations:
+        why = "rows of conversations are read text by text"
+    return "fused, with gradients of their own" + (f", and what is between the products twice: {why}" if why else "")
 
 
 def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs: int) -> Iterator[tuple[str, str]]:
-    """The memory of one process. `programs`: the bytes that it uses by now, its program and libraries; 0 on a GPU."""
+    """The memory of one process. programs: the bytes that its program and libraries use already; 0 on a GPU."""
     need = estimate(config, vocab_size, world_size())
     checkpointing = config.trainer.activation_checkpointing
     other = estimate(with_options(config, activation_checkpointing=not checkpointing), vocab_size, world_size())
@@ -178,86 +171,80 @@ def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs
                f"trainer.activation_checkpointing={str(not checkpointing).lower()}")
 
 
-def _training(config: TrainConfig, first_step: int, device: torch.device, task: LanguageModel, data: Corpus) -> str:
-    steps = config.trainer.max_steps - first_step
-    tokens = steps * config.tokens_per_step
-    passes = steps / steps_per_epoch(config, data)
-    read = f"{passes:.1f} epochs" if passes >= 1 else f"{100 * passes:.2g} % of the training data"
-    said = f"of {config.tokens_per_step:,} tokens: {tokens:,} tokens, {_duration(config, steps, device, task, data)}"
-    if not config.trainer.epochs:
-        return f"{steps:,} steps {said}; {read}"
-    whole = f"{config.trainer.epochs:g} epochs = {config.trainer.max_steps:,} steps"
-    return f"{whole}, of which {steps:,} are left, {said}" if first_step else f"{whole} {said}"
+def _training(run: Run, device: torch.device, task: LanguageModel, data: Corpus) -> Iterator[tuple[str, str]]:
+    config = run.config
+    trainer = config.trainer
+    first_step = run.resume_step or 0
+    steps = trainer.max_steps - first_step
+    per_epoch = steps_per_epoch(config, data)
+    read = min(data.sizes.val_tokens, trainer.val_tokens or data.sizes.val_tokens)
+    validations = -(-steps // trainer.val_every) + (guard.is_compared(config) and not first_step)    # one before training
+    training, validation = equivalent_steps(config, steps, read * validations)
+    duration = "duration unknown (not timed under fsdp)"         # one process may have no room for a whole model
+    if trainer.strategy != "fsdp":
+        duration = in_words((training + validation) * _seconds_per_step(task, config, device))
+
+    passes = steps / per_epoch
+    part = f"{passes:.1f} epochs" if passes >= 1 else f"{100 * passes:.2g} % of the training data"
+    yield "training", (f"{_length(trainer, steps)} of {config.tokens_per_step:,} tokens: {steps * config.tokens_per_step:,} "
+                       f"tokens, {duration}" + ("" if trainer.epochs else f"; {part}"))
+    yield from _wrong_length(config, trainer.max_steps / per_epoch, bool(data.conversations))
+    time_share = validation / max(training + validation, 1e-9)
+    yield from _validation(trainer.val_tokens, data.sizes.val_tokens, validations, time_share)
+    yield "run", f"{run.out_dir}" + (f", continued from {run.resume_from}" if run.resume_from else "")
 
 
-def _many_epochs(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
-    """A line where the answers of conversations are read so often that they are learnt by heart."""
-    epochs = config.trainer.max_steps / steps_per_epoch(config, data)
-    if data.conversations and epochs > MANY and not config.trainer.overfit_batches:
+def _length(trainer: TrainerConfig, steps: int) -> str:
+    """The steps to come, and the epochs that they are counted by."""
+    if not trainer.epochs:
+        return f"{steps:,} steps"
+    whole = f"{trainer.epochs:g} epochs = {trainer.max_steps:,} steps"
+    return whole if steps == trainer.max_steps else f"{whole}, of which {steps:,} are left,"
+
+
+def _wrong_length(config: TrainConfig, epochs: float, conversations: bool) -> Iterator[tuple[str, str]]:
+    """Warnings: answers are read so often that they are learnt by heart; the learning rate still rises at the end."""
+    steps = config.trainer.max_steps
+    rising = config.optim.warmup_steps
+    if conversations and epochs > MANY and not config.trainer.overfit_batches:
         yield "WARNING", (f"every conversation is read {epochs:,.1f} times, and beyond {MANY} times a model learns answers by "
                           "heart: take trainer.epochs=2, or more conversations")
-
-
-def _warm_up_alone(config: TrainConfig) -> Iterator[tuple[str, str]]:
-    """A line where tuning ends before its learning rate has risen, as it does on a few conversations."""
-    steps, rising = config.trainer.max_steps, config.optim.warmup_steps
     if config.init_from is not None and steps <= rising:
         yield "WARNING", (f"little is learnt: the learning rate rises over optim.warmup_steps={rising} steps, and the run has "
                           f"{steps}; take more data, a smaller data.batch_size, or a lower optim.warmup_steps")
 
 
-def _rows(config: TrainConfig, data: Corpus) -> ConversationRows:
-    assert data.conversations is not None
-    return rows_of(data.conversations[0], config.model.ctx_len)
-
-
-def _duration(config: TrainConfig, steps: int, device: torch.device, task: LanguageModel, data: Corpus) -> str:
-    """The time of all steps and validations. Under fsdp it is not measured: one process may have no room for a whole model."""
-    if config.trainer.strategy == "fsdp":
-        return "duration unknown (not timed under fsdp)"
-    seconds = _seconds_per_step(task, config, device) * sum(_equivalent_steps(config, steps, data))
-    if seconds < SECONDS:
+def in_words(seconds: float) -> str:
+    """A duration: about 40 s, about 1.5 minutes."""
+    if seconds < 60:
         return f"about {max(1, round(seconds))} s"
     name, unit = next(((name, unit) for name, unit in UNITS if seconds >= 2 * unit), UNITS[-1])
     return f"about {seconds / unit:.1f} {name}"
 
 
-def _equivalent_steps(config: TrainConfig, steps: int, data: Corpus) -> tuple[float, float]:
-    """The time of all steps and that of all validations, in training steps of one pass."""
+def equivalent_steps(config: TrainConfig, steps: int, validated_tokens: int) -> tuple[float, float]:
+    """The times of training and of all validations, in training steps of one pass."""
     recomputed = 1 - 1 / max(1, config.trainer.tbptt)        # the fraction of segments whose forward pass runs twice
     reference = config.tune.prefers and config.tune.method != "full"             # a forward pass more
-    validation = FORWARD * (1 + reference) * _validated_tokens(config, data) / config.tokens_per_step
-    return steps * (1 + FORWARD * recomputed + FORWARD * reference), validation * _validations(config, steps)
+    validation = FORWARD * (1 + reference) * validated_tokens / config.tokens_per_step
+    return steps * (1 + FORWARD * recomputed + FORWARD * reference), validation
 
 
-def _validations(config: TrainConfig, steps: int) -> int:
-    first = guard.is_compared(config) and steps == config.trainer.max_steps      # before training
-    return -(-steps // config.trainer.val_every) + first
+def validated_part(val_tokens: int | None, whole: int) -> str | None:
+    """The part of the validation split's tokens that trainer.val_tokens chooses, in words; None for all of them."""
+    if val_tokens is None or val_tokens >= whole:
+        return None
+    return f"the first {val_tokens:,} of {whole:,} tokens (trainer.val_tokens)"
 
 
-def _validated_tokens(config: TrainConfig, data: Corpus) -> int:
-    """What one validation reads."""
-    return min(data.sizes.val_tokens, config.trainer.val_tokens or data.sizes.val_tokens)
-
-
-def validated_part(config: TrainConfig, data: Corpus) -> str | None:
-    """Which part of the validation split trainer.val_tokens chooses, in words; None for all of it."""
-    read, whole = _validated_tokens(config, data), data.sizes.val_tokens
-    return f"the first {read:,} of {whole:,} tokens (trainer.val_tokens)" if read < whole else None
-
-
-def _validation(config: TrainConfig, first_step: int, data: Corpus) -> Iterator[tuple[str, str]]:
-    """A line where validation is of a part, or takes more than MUCH of the time."""
-    steps = config.trainer.max_steps - first_step
-    training, validation = _equivalent_steps(config, steps, data)
-    share = validation / max(training + validation, 1e-9)
-    part = validated_part(config, data)
-    if part is None and share <= MUCH:
+def _validation(val_tokens: int | None, whole: int, times: int, time_share: float) -> Iterator[tuple[str, str]]:
+    """A line if validation reads a part, or takes more than MUCH of the time."""
+    part = validated_part(val_tokens, whole)
+    if part is None and time_share <= MUCH:
         return
-    count = _validations(config, steps)
-    line = f"{count:,} time{'s' * (count != 1)} {part or f'all {data.sizes.val_tokens:,} tokens'}"
-    if share > MUCH:
-        line += f", {100 * share:.0f} % of the time; less with a lower trainer.val_tokens or a higher trainer.val_every"
+    line = f"{times:,} time{'s' * (times != 1)} {part or f'all {whole:,} tokens'}"
+    if time_share > MUCH:
+        line += f", {100 * time_share:.0f} % of the time; less with a lower trainer.val_tokens or a higher trainer.val_every"
     yield "validation", line
 
 

@@ -1,7 +1,7 @@
-"""What train.py builds before it trains, in this order:
+"""Builds the parts of a run before it trains, in this order:
 
     kernel_for    the operator that kernel= names, on this device and in this precision
-    data_for      the tokenised data, once it is known that the model fits
+    data_for      the tokenised data, after a check that the model fits
     new_model     the model, with initial weights or those of the file that init_from= names
 """
 
@@ -13,7 +13,7 @@ from kernels.machine.allocator import give_back_free_blocks
 from kernels.select import AUTO, why_auto
 from rwkv import distributed
 from rwkv.checkpoint.files import Checkpoint
-from rwkv.config import ModelConfig, TrainConfig, TuneConfig
+from rwkv.config import ModelConfig, TuneConfig
 from rwkv.data.prepare import Corpus, prepare
 from rwkv.model.base import MATRICES, Model, generation
 from rwkv.model.lora import add_adapters
@@ -25,22 +25,17 @@ from rwkv.training.memory import require_capacity
 from rwkv.training.run.directory import Run
 
 
-def kernel_for(config: TrainConfig, device: torch.device) -> tuple[Any, str]:
-    """The operator and its name, which for kernel=auto has the reason for the choice.
-
-    Raises as rwkv.model.operators.operator_for does.
-    """
-    dtype = dtype_for(config.trainer.precision)
-    wkv = operator_for(config.model, config.kernel.name, device, dtype)
-    auto = config.kernel.name == AUTO
-    return wkv, why_auto(generation(config.model).OPERATOR, device, dtype) if auto else wkv.name
+def kernel_for(model: ModelConfig, kernel: str, device: torch.device, precision: str) -> tuple[Any, str]:
+    """The operator, and its name; for kernel=auto the name includes the reason for the choice."""
+    dtype = dtype_for(precision)
+    wkv = operator_for(model, kernel, device, dtype)
+    return wkv, why_auto(generation(model).OPERATOR, device, dtype) if kernel == AUTO else wkv.name
 
 
 def data_for(run: Run, device: torch.device) -> Corpus:
-    """The run's data, tokenised by the first process for all of them.
+    """The run's data, which the first process tokenises for all. Raises UserError if the model or its checkpoints do not fit.
 
-    Raises UserError if the model or its checkpoints do not fit, and as rwkv.data.prepare.prepare does. A vocabulary that is
-    made from the data has an unknown size, so capacity is checked before, for the smallest one, and again after.
+    A vocabulary made from the data has an unknown size before: capacity is checked for the smallest one, and again.
     """
     config = run.config
     smallest = run.tokenizer.vocab_size if run.tokenizer else 1
@@ -52,10 +47,7 @@ def data_for(run: Run, device: torch.device) -> Corpus:
 
 def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: Any,
               tune: TuneConfig | None = None) -> Model:
-    """The model to train. config: its sizes, which those of init_checkpoint equal but for ctx_len.
-
-    tune: what is trained; None for all weights.
-    """
+    """config: the sizes, as in init_checkpoint except for ctx_len. tune: None trains all weights."""
     if init_checkpoint is None:
         return Model(config, tokenizer.vocab_size, wkv).init_weights()
     if tune is None or tune.method == "full":
@@ -70,10 +62,10 @@ def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer
 
 
 def _frozen(config: ModelConfig, wkv: Any, checkpoint: Checkpoint, base: str) -> Model:
-    """The frozen model with its blocks' matrices in `base`. What a conversion needed is given back before the next one.
+    """The frozen model with its blocks' matrices in `base`. Each conversion returns its memory before the next one.
 
-    The embedding stays in bfloat16 where the file has it so, which changes nothing, and in any other base than float32. So
-    does the head, but not beside a base of float32, for which it would be converted at each step.
+    An embedding that the file has in bfloat16 stays so, with the same results. So does the head, except with base=float32, for
+    which it would be converted at each step.
     """
     group = generation(config).group
     as_in_file = {name for name in checkpoint.weights.stored if group(name) in MATRICES}

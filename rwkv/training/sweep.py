@@ -6,8 +6,8 @@
     DIR/logs/NAME.reason.txt  the error that ended it, if one did (sweep_child.py)
     DIR/report.html           the report on all runs, and report.csv (rwkv/report/)
 
-The runs are trained in an order shuffled with ORDER_SEED, so that a slow hour of the machine does not hit one kernel alone. A
-kernel that cannot run here and a run that fails are lines of the report; the other runs are trained all the same. Ctrl-C is
+The runs are trained in an order shuffled with ORDER_SEED, so that a slow hour of the machine does not hit only one kernel. A
+kernel that cannot run here and a run that fails are lines of the report; the other runs are trained nevertheless. Ctrl-C is
 passed on to the current run, which saves. `python train.py -m resume=auto out_dir=DIR` keeps the finished runs and continues
 each of the others from its last checkpoint; further options add runs.
 """
@@ -32,7 +32,7 @@ from rwkv.config import TrainConfig
 from rwkv.distributed import log
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
-from rwkv.io.lines import labelled
+from rwkv.io.lines import broken, labelled
 from rwkv.io.signals import STOPPING, StopRequest
 from rwkv.report import reading
 from rwkv.training import sweep_child
@@ -40,16 +40,22 @@ from rwkv.training.device import device_for
 from rwkv.training.loggers import log_report
 from rwkv.training.run.directory import CONFIG_FILE, new_folder, require_unused
 from rwkv.training.run.lock import RunLock
+from rwkv.training.run.opening import require_own_options
 from rwkv.training.setup import kernel_for
 
 CHILD = Path(sweep_child.__file__)       # the program that trains one run
 LOGS = "logs"
 ORDER_SEED = 0
-FINISHED, FAILED, UNAVAILABLE, STOPPED, WAITING = "finished", "failed", "unavailable", "stopped", "waiting"
+FINISHED = "finished"
+FAILED = "failed"
+UNAVAILABLE = "unavailable"
+STOPPED = "stopped"
+WAITING = "waiting"
 RESUME = "-m resume=auto"
 SWEEP_OPTIONS = ("out_dir", "resume")    # these are the sweep's; each run gets its own
 UNSUPPORTED = ("hydra/launcher", "hydra.launcher", "hydra/sweeper")
-SOME_FAILED, NONE_RAN = 1, 2             # exit status
+SOME_FAILED = 1                          # exit statuses
+NONE_RAN = 2
 
 
 @dataclass
@@ -79,9 +85,6 @@ class Sweep:
         content = {"order_seed": ORDER_SEED, "runs": [asdict(entry) for entry in self.entries]}
         write_file(self.folder / reading.SWEEP, lambda file: file.write(json.dumps(content, indent=1).encode()))
 
-    def to_do(self) -> list[Entry]:
-        return sorted((entry for entry in self.entries if entry.status != FINISHED), key=lambda entry: entry.order)
-
     def count(self, status: str) -> int:
         return sum(entry.status == status for entry in self.entries)
 
@@ -105,9 +108,8 @@ class Stop(StopRequest):
 
 
 def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
-    """Trains all unfinished runs and writes the report. Raises UserError when the directory belongs to something else.
-
-    Exit status: 0, 1 if a run failed, 2 if no kernel can run here, 130 after Ctrl-C.
+    """Trains all unfinished runs and writes the report. Exit status: 0, 1 if a run failed, 2 if no kernel can run here, 130
+    after Ctrl-C.
     """
     sweep = opened(line, jobs_of)
     lock = RunLock()
@@ -126,7 +128,7 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
 
 def train_all(sweep: Sweep) -> bool:
     """Trains the unfinished runs one after the other. Returns whether a signal stopped it."""
-    to_do = sweep.to_do()
+    to_do = sorted((entry for entry in sweep.entries if entry.status != FINISHED), key=lambda entry: entry.order)
     log(labelled("sweep", f"{sweep.folder}: {len(sweep.entries)} runs, {len(to_do)} to do, in an order shuffled with seed "
                  f"{ORDER_SEED}", sys.stderr))
     with Stop() as stop:
@@ -141,7 +143,10 @@ def train_all(sweep: Sweep) -> bool:
 
 def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     """A new sweep, or the one that `resume` continues, with the runs that the command line adds."""
-    _refuse_hydra_sweeps(line)
+    unsupported = [key for key in line.keys if key.startswith(UNSUPPORTED)]
+    if unsupported:
+        raise UserError(f"{unsupported[0]} has no effect here: each run of a sweep is a process of its own, one after the "
+                        "other; leave it out")
     own = {key: value for key, value in line.verbatim.items() if key in SWEEP_OPTIONS}
     rest = cli.CommandLine(line.overrides, {key: value for key, value in line.verbatim.items() if key not in own}, [])
     folder = Path(str(own.get("out_dir") or new_folder("sweep_")))
@@ -163,15 +168,8 @@ def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     return sweep
 
 
-def _refuse_hydra_sweeps(line: cli.CommandLine) -> None:
-    unsupported = [key for key in line.keys if key.startswith(UNSUPPORTED)]
-    if unsupported:
-        raise UserError(f"{unsupported[0]} has no effect here: each run of a sweep is a process of its own, one after the "
-                        "other; leave it out")
-
-
 def read(folder: Path) -> list[Entry]:
-    """The entries in a sweep's directory; none where it has no sweep.json. A run may have finished after it was written."""
+    """The entries of DIR/sweep.json; none without that file. A run may have finished after it was written."""
     if not (folder / reading.SWEEP).is_file():
         return []
     entries = [Entry(**entry) for entry in json.loads((folder / reading.SWEEP).read_text(encoding="utf-8"))["runs"]]
@@ -206,10 +204,11 @@ def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
 
 
 def _require_possible(config: TrainConfig) -> None:
-    """Raises UnknownKernel for a kernel of another generation, and UserError for a missing file: the run would fail anywhere.
-
-    A kernel that only this machine cannot run is accepted: the sweep says so when its turn comes.
+    """Raises UserError or UnknownKernel for a run that would fail anywhere: it has a kernel or an option of another generation,
+    or a missing file. A kernel that only this machine cannot run is accepted: the sweep says so when its turn comes.
     """
+    if config.init_from is None:
+        require_own_options(config)
     with suppress(KernelUnavailable):
         _require_kernel(config)
     path = config.data.path
@@ -218,14 +217,14 @@ def _require_possible(config: TrainConfig) -> None:
 
 
 def _require_kernel(config: TrainConfig) -> None:
-    """Raises as kernel_for does, for the generation of the file if the run begins with one, and as read_checkpoint does."""
+    """Raises as kernel_for does. The generation is that of init_from's file; reading it raises as read_checkpoint does."""
     if config.init_from is not None:
         config = replace(config, model=read_checkpoint(config.init_from).config)
-    kernel_for(config, device_for(config.trainer.accelerator))
+    kernel_for(config.model, config.kernel.name, device_for(config.trainer.accelerator), config.trainer.precision)
 
 
 def name_of(job: cli.Job) -> str:
-    """The run's name and that of its directory, in which other characters than letters, digits and .,=+- become _."""
+    """The run's name, also of its directory; characters other than letters, digits and .,=+- become _."""
     text = ",".join(f"{key}={value}" for key, value in job.swept.items())
     return re.sub(r"[^\w.,=+-]", "_", text) or f"kernel={job.config.kernel.name}"
 
@@ -234,7 +233,7 @@ def train(sweep: Sweep, entry: Entry, stop: Stop) -> None:
     """Trains one run in a process of its own, and stores its status in the entry."""
     config = sweep.configs[entry.name]
     try:
-        with suppress(CheckpointError):  # a begun run needs the file no more, and another one says so itself
+        with suppress(CheckpointError):  # a begun run needs the file no more; a new one reports the error itself
             _require_kernel(config)
     except (KernelUnavailable, UnknownKernel) as error:
         entry.status = UNAVAILABLE
@@ -242,7 +241,11 @@ def train(sweep: Sweep, entry: Entry, stop: Stop) -> None:
         log(f"cannot run here: {error}")
         return
     start = time.monotonic()
-    status = _train_in_child(sweep, entry, stop)
+    log_file = sweep.folder / LOGS / f"{entry.name}.txt"
+    reason_file = sweep.folder / LOGS / f"{entry.name}.reason.txt"
+    log_file.parent.mkdir(exist_ok=True)
+    reason_file.unlink(missing_ok=True)
+    status = run_process([sys.executable, str(CHILD), str(reason_file), *options_of(sweep, entry)], log_file, stop)
     entry.seconds = time.monotonic() - start
     entry.reason = None
     if status == 0:
@@ -251,7 +254,7 @@ def train(sweep: Sweep, entry: Entry, stop: Stop) -> None:
         entry.status = STOPPED
     else:
         entry.status = FAILED
-        entry.reason = reason_of(status, _reason_file(sweep, entry), _log_file(sweep, entry))
+        entry.reason = reason_of(status, reason_file, log_file)
         log(f"failed: {entry.reason}")
 
 
@@ -262,29 +265,17 @@ def options_of(sweep: Sweep, entry: Entry) -> list[str]:
     begun = (folder / CONFIG_FILE).is_file()
     arguments = [argument for argument in entry.arguments if not (begun and argument.startswith("init_from="))]
     given = {argument.partition("=")[0] for argument in arguments}
-    ours = {"out_dir": str(folder), "logger.group": sweep.folder.name, "logger.run_name": _run_name(entry, config),
+    others = [f"{key}={value}" for key, value in entry.swept.items() if key not in ("kernel", "seed")]
+    run_name = "-".join([config.kernel.name, f"seed{config.seed}", *others])
+    ours = {"out_dir": str(folder), "logger.group": sweep.folder.name, "logger.run_name": run_name,
             "trainer.probe": "true"} | ({"resume": "auto"} if begun else {})
     return [*arguments, *(f"{key}={value}" for key, value in ours.items() if key not in given)]
-
-
-def _run_name(entry: Entry, config: TrainConfig) -> str:
-    others = [f"{key}={value}" for key, value in entry.swept.items() if key not in ("kernel", "seed")]
-    return "-".join([config.kernel.name, f"seed{config.seed}", *others])
-
-
-def _train_in_child(sweep: Sweep, entry: Entry, stop: Stop) -> int:
-    """Trains one run in a child process. Returns its exit status; its standard error is shown, and kept in the log."""
-    reason_file = _reason_file(sweep, entry)
-    reason_file.parent.mkdir(exist_ok=True)
-    reason_file.unlink(missing_ok=True)
-    command = [sys.executable, str(CHILD), str(reason_file), *options_of(sweep, entry)]
-    return run_process(command, _log_file(sweep, entry), stop)
 
 
 def run_process(command: list[str], log_file: Path, stop: Stop) -> int:
     """Runs a command in a session of its own. Returns its exit status; its standard error is shown, and kept in log_file.
 
-    So is its standard output in a terminal, where its texts would otherwise come before lines of the same moment.
+    In a terminal its standard output is too, so that its texts and lines keep their order.
     """
     both = sys.stdout.isatty()
     with log_file.open("w", encoding="utf-8") as file, subprocess.Popen(
@@ -292,22 +283,14 @@ def run_process(command: list[str], log_file: Path, stop: Stop) -> int:
             encoding="utf-8", errors="replace", start_new_session=True) as process:
         stop.watch(process)
         for line in process.stdout or process.stderr or ():
-            sys.stderr.write(line)
+            print(broken(line.rstrip("\n"), sys.stderr), file=sys.stderr)
             file.write(line)
     stop.process = None
     return process.returncode
 
 
-def _reason_file(sweep: Sweep, entry: Entry) -> Path:
-    return sweep.folder / LOGS / f"{entry.name}.reason.txt"
-
-
-def _log_file(sweep: Sweep, entry: Entry) -> Path:
-    return sweep.folder / LOGS / f"{entry.name}.txt"
-
-
 def reason_of(status: int, reason_file: Path, log_file: Path) -> str:
-    """Why a run failed: the signal that ended it, the error that it has written to reason_file, or the log's last line."""
+    """Why a run failed: the signal that ended it, the error that it wrote to reason_file, or the last line of its log."""
     if status < 0:
         return f"ended by {signal.Signals(-status).name}" + (": out of memory?" if status == -signal.SIGKILL else "")
     if reason_file.is_file():
@@ -326,13 +309,11 @@ def conclude(sweep: Sweep) -> None:
     log(f"report     {written}")
     if sweep.count(STOPPED) + sweep.count(WAITING) + sweep.count(FAILED):
         log(f"continue with: python train.py -m resume=auto {quote(f'out_dir={sweep.folder}')}")
-    config = next(iter(sweep.configs.values()))
     if sweep.count(FINISHED):
-        log_report(config.logger, sweep.folder, *report.table(sweep.folder))
+        log_report(next(iter(sweep.configs.values())).logger, sweep.folder, *report.table(sweep.folder))
 
 
 def status_of(sweep: Sweep, stopped: bool) -> int:
-    """The exit status."""
     if stopped or sweep.count(STOPPED):
         return cli.INTERRUPTED
     if sweep.count(FAILED):

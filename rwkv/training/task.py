@@ -1,8 +1,8 @@
 """The LightningModule: training and validation steps, metrics, optimiser, gradient clipping, and its part of a checkpoint.
 
 Metrics: train/loss and val/loss in nats per token; val/bpb, bits per byte of the validation text, unless the tokenizer loses
-too much of it (rwkv/tokenizer/lost.py); val/lost, the share that it loses, if it loses any. Validation reads the whole split,
-or the part of trainer.val_tokens: in windows, each from the empty state, or conversations, packed into rows or whole. With
+too much of it (rwkv/tokenizer/lost.py); val/lost, the share that it loses, if it loses any. Validation reads the whole split
+or its first trainer.val_tokens, as windows, each from the empty state, or as conversations, packed into rows or whole. With
 tune.objective=dpo and ipo the losses are means over pairs of answers, and rewards are logged (tuning/preferences.py).
 """
 
@@ -15,7 +15,6 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 
 from rwkv.checkpoint.content import ENTRY
-from rwkv.checkpoint.files import describe
 from rwkv.config import OptimConfig
 from rwkv.data.conversations import Packed, Whole
 from rwkv.data.documents import Segments
@@ -50,24 +49,17 @@ class LanguageModel(lightning.LightningModule):
         self.max_steps = max_steps
         self.val_bytes_per_token = val_bytes_per_token
         self.val_lost = val_lost
-        self.entry: dict[str, Any] = {}
+        self.entry: dict[str, Any] = {}  # of every checkpoint beside the weights: the run and the tokenizer
         self.carried = Carried()
         self.tuned = not all(parameter.requires_grad for parameter in model.parameters())
         self.strict_loading = not self.tuned     # a checkpoint lacks the frozen weights
         self.grad_norm: Tensor | None = None     # of the last step, before clipping; None if gradients are not clipped
-        self.preferences: Any = None     # Preferences: the objective, where it is one of pairs
+        self.preferences: Any = None     # Preferences, for an objective of pairs
         self.rewards = torch.zeros(len(REWARDS))         # of this process's batches of a step, weighted
-        self._nats, self._tokens = 0.0, 0
-        self._rewards = torch.zeros(len(REWARDS))        # sums over the validation's pairs
-        self._own: tuple[Tensor, Tensor] | Packed | Whole | Pairs | None = None       # this process's batch of the next round
-
-    def describe(self, run: dict[str, Any], tokenizer: Tokenizer) -> None:
-        """Sets the entry that every checkpoint carries beside the weights, so that generate.py needs nothing else."""
-        self.entry = describe(run, self.model.vocab_size, tokenizer)
+        self.on_validation_epoch_start()
 
     def training_step(self, batch: tuple[Tensor, Tensor] | Packed | Segments | Pairs, batch_idx: int) -> Tensor:
         if isinstance(batch, Pairs):
-            assert self.preferences is not None
             loss, rewards = self.preferences.loss(self.model, batch, "train")
             parts = self.trainer.accumulate_grad_batches
             before = self.rewards if batch_idx % parts else torch.zeros_like(rewards)
@@ -80,18 +72,18 @@ class LanguageModel(lightning.LightningModule):
         return self.loss(*batch)
 
     def loss(self, x: Tensor, y: Tensor, starts: Tensor | None = None) -> Tensor:
-        """starts (B,T) bool: where a text begins in rows of several; None for windows."""
+        """starts (B,T) bool: where a text begins in rows with several texts; None for windows."""
         return self._head_loss(self.model.forward_features(x, starts), y)
 
     def loss_of_segments(self, batch: Segments) -> Tensor:
-        """The batch's loss, weighted: its mean over a step's processes and batches is that over all targets that count."""
+        """The batch's weighted loss, whose mean over a step's processes and batches is the mean over all targets that count."""
         hidden, state = hidden_of_segments(self.model, batch.x, batch.starts_document,
                                            self.carried.before(batch.part, self.model, len(batch.x)))
         self.carried.after(batch.part, state)
         return batch.weight * self._head_loss(hidden, batch.y)
 
     def loss_of_whole(self, batch: Whole) -> Tensor:
-        """The mean loss of whole conversations, each read from the empty state; memory is that of one slice."""
+        """The mean loss of whole conversations, each read from the empty state, in the memory of one slice."""
         state = self.model.empty_state(len(batch.x))
         nats = torch.zeros((), device=batch.x.device)
         for x, y in zip(batch.x.split(batch.T, 1), batch.y.split(batch.T, 1), strict=True):
@@ -100,44 +92,39 @@ class LanguageModel(lightning.LightningModule):
         return nats / (batch.y != IGNORED).sum().clamp(min=1)
 
     def _head_loss(self, hidden: Tensor, y: Tensor) -> Tensor:
-        """l2_wrap and confidence_penalty change the gradient alone, not the value."""
+        """l2_wrap and confidence_penalty change the gradient and not the value."""
         optim = self.optim
         return head_loss(hidden.flatten(0, 1), self.model.head.weight, y.flatten(), optim.l2_wrap, optim.confidence_penalty)
 
     def on_validation_epoch_start(self) -> None:
-        self._nats, self._tokens, self._own = 0.0, 0, None
+        self._nats = 0.0                 # sums of a validation
+        self._tokens = 0
         self._rewards = torch.zeros(len(REWARDS))
+        self._own: tuple[Tensor, Tensor] | Packed | Whole | Pairs | None = None       # this process's batch of the next round
 
     def validation_step(self, batch: tuple[Tensor, Tensor] | Packed | Whole | Pairs, batch_idx: int) -> None:
         """Each of n processes computes every n-th batch, all at the same time, and the sums are added up at the end.
 
         With trainer=fsdp each forward pass gathers the weights from all processes. So if the last round has fewer batches
-        than processes, those without one compute the last batch too, and do not count it.
+        than processes, the processes without one compute the last batch too, and do not count it.
         """
-        turn, last = batch_idx % world_size(), batch_idx + 1 == self.trainer.num_val_batches[0]
+        turn = batch_idx % world_size()
         if turn == rank():
             self._own = batch
-        if turn + 1 < world_size() and not last:
+        if turn + 1 < world_size() and batch_idx + 1 < self.trainer.num_val_batches[0]:
             return
         read = self._own or batch
+        rewards = torch.zeros(len(REWARDS))
         if isinstance(read, Pairs):
-            self._validate_pairs(read)
-            return
-        loss = (self.loss_of_whole(read) if isinstance(read, Whole) else self.loss(*read[:3])).item()
+            loss, rewards = self.preferences.loss(self.model, read, "val")
+            count = len(read.numbers)
+        else:
+            loss = self.loss_of_whole(read) if isinstance(read, Whole) else self.loss(*read[:3])
+            count = int((read[1] != IGNORED).sum())
         if self._own is not None:
-            n_tokens = int((self._own[1] != IGNORED).sum())
-            self._nats += loss * n_tokens
-            self._tokens += n_tokens
-        self._own = None
-
-    def _validate_pairs(self, batch: Pairs) -> None:
-        assert self.preferences is not None
-        loss, rewards = self.preferences.loss(self.model, batch, "val")
-        if self._own is not None:
-            n_pairs = len(batch.numbers)
-            self._nats += loss.item() * n_pairs
-            self._tokens += n_pairs
-            self._rewards += rewards.cpu() * n_pairs
+            self._nats += loss.item() * count
+            self._tokens += count
+            self._rewards += rewards.cpu() * count
         self._own = None
 
     def on_validation_epoch_end(self) -> None:
@@ -146,7 +133,7 @@ class LanguageModel(lightning.LightningModule):
             self.log(name, value)
 
     def validation_metrics(self) -> dict[str, float]:
-        """Of the batches since on_validation_epoch_start, in all processes."""
+        """The metrics of the batches since on_validation_epoch_start, in all processes."""
         nats, tokens = all_sum(self._nats, self._tokens)
         loss = nats / max(tokens, 1)
         metrics = {"val/loss": loss}
@@ -169,7 +156,8 @@ class LanguageModel(lightning.LightningModule):
 
     def on_train_start(self) -> None:
         """Replaces the optimiser options that Lightning has loaded from the checkpoint by those of this run."""
-        optimizer, schedule = self.trainer.optimizers[0], self.trainer.lr_scheduler_configs[0].scheduler
+        optimizer = self.trainer.optimizers[0]
+        schedule = self.trainer.lr_scheduler_configs[0].scheduler
         assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
         configured = parameter_groups(self.model, self.optim)
         schedule.base_lrs = [options["lr"] for options in configured]
@@ -181,7 +169,7 @@ class LanguageModel(lightning.LightningModule):
     def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: float | None = None,
                                     gradient_clip_algorithm: str | None = None) -> None:
         """Clips by the total norm. Lightning's own clipping refuses a fused optimiser in mixed precision, because of a loss
-        scaling that bf16 does not have. With fp16's the optimiser is not fused, and the gradients are unscaled here.
+        scaling that bf16 does not have. With fp16 the optimiser is not fused, and the gradients are unscaled here.
         """
         if gradient_clip_val and isinstance(self.trainer.strategy, FSDPStrategy):
             sharded = cast("FullyShardedDataParallel", self.trainer.strategy.model)
@@ -194,7 +182,7 @@ class LanguageModel(lightning.LightningModule):
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[ENTRY] = self.entry
-        if self.tuned:                   # what is frozen is in the file of init_from=
+        if self.tuned:                   # the frozen weights are in the file of init_from=
             checkpoint["state_dict"] = {name: parameter.detach() for name, parameter in self.named_parameters()
                                         if parameter.requires_grad}
         carried = self.carried.state_dict()
@@ -202,7 +190,7 @@ class LanguageModel(lightning.LightningModule):
             checkpoint[CARRIED] = carried
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Raises UserError if the checkpoint's tokenizer is another one, so that its ids mean other text."""
+        """Raises UserError if the checkpoint's tokenizer differs, so that its ids mean other text."""
         before = checkpoint.get(ENTRY, {}).get("tokenizer")
         if self.entry and before and before != self.entry["tokenizer"]:
             was, now = (Tokenizer.from_dict(description) for description in (before, self.entry["tokenizer"]))

@@ -5,8 +5,8 @@ first of a document or of a part of one. The K states and outputs are kept, but 
 segments but the last are recomputed in the backward pass. Source: gradient checkpointing over time, arXiv 1606.03401, with K
 equal segments.
 
-In half precision each segment converts the weights anew. With autocast's one cached copy the gradients of K segments would
-accumulate in half precision, with errors in the matrices 1.2 times as large for 16 segments and 1.5 times for 64.
+In half precision each segment converts the weights anew. With autocast's one cached copy, the gradients of K segments would
+accumulate in half precision, and the errors in the matrices would be 1.2 times as large for 16 segments and 1.5 times for 64.
 """
 
 from typing import Any
@@ -24,30 +24,24 @@ def hidden_of_segments(model: Model, x: Tensor, opens: Tensor, state: State) -> 
     K = x.shape[1]
     empty = model.empty_state(len(x))
     outputs = []
-    with _without_cast_cache(x.device.type):
+    device = x.device.type
+    without_cached_casts = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device),
+                                          cache_enabled=False)
+    with without_cached_casts:
         for k in range(K):
             state = state.where(opens[:, k], empty)
-            hidden, state = model.hidden(x[:, k], state) if k == K - 1 else _recomputed_hidden(model, x[:, k], state)
+            if k == K - 1:
+                hidden, state = model.hidden(x[:, k], state)
+            else:
+                hidden, state = checkpoint(model.hidden, x[:, k], state, use_reentrant=False, preserve_rng_state=False)
             outputs.append(hidden)
     return torch.cat(outputs, 1), state
-
-
-def _without_cast_cache(device_type: str) -> torch.autocast:
-    """Autocast as it is set for this type of device, but without its cache of converted weights."""
-    return torch.autocast(device_type, torch.get_autocast_dtype(device_type), torch.is_autocast_enabled(device_type),
-                          cache_enabled=False)
-
-
-def _recomputed_hidden(model: Model, tokens: Tensor, state: State) -> tuple[Tensor, State]:
-    """model.hidden under activation checkpointing."""
-    result: tuple[Tensor, State] = checkpoint(model.hidden, tokens, state, use_reentrant=False, preserve_rng_state=False)
-    return result
 
 
 class Carried:
     """The states of this process's document streams between two steps: a State for each batch that a step accumulates.
 
-    A checkpoint holds those of all processes, in the order of the streams, as plain tensors (L,streams,.) on the CPU.
+    A checkpoint holds the states of all processes, in the order of the streams, as plain tensors (L,streams,.) on the CPU.
     """
 
     def __init__(self) -> None:
@@ -55,9 +49,12 @@ class Carried:
         self._loaded: dict[str, Tensor] = {}
 
     def before(self, part: int, model: Model, B: int) -> State:
-        """The state before batch `part` of a step, of B rows."""
+        """The state of this process's B rows before batch `part` of a step."""
         if part not in self._parts and self._loaded:
-            return _share(model.generation.State(**self._loaded), part, B).to(model.emb.weight.device)
+            common = B * world_size()    # the rows of all processes' batches
+            own = slice(part * common + rank(), (part + 1) * common, world_size())
+            state: State = model.generation.State(**self._loaded).rows(own)
+            return state.to(model.emb.weight.device)
         return self._parts.get(part) or model.empty_state(B)
 
     def after(self, part: int, state: State) -> None:
@@ -74,10 +71,5 @@ class Carried:
         return kind.cat(parts).named()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._parts, self._loaded = {}, state_dict
-
-
-def _share(state: State, part: int, B: int) -> State:
-    """This process's B rows of batch `part`, from the states of all streams."""
-    common = B * world_size()
-    return state.rows(slice(part * common + rank(), (part + 1) * common, world_size()))
+        self._parts = {}
+        self._loaded = state_dict

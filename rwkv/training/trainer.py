@@ -6,7 +6,7 @@ After training: the result, the report and a sample.
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import partial
 from pathlib import Path
@@ -49,16 +49,18 @@ from rwkv.training.tuning.guard import is_compared
 
 UNHELPFUL = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not have many workers", ".*sync_dist=True",
              "The .grad attribute of a Tensor that is not a leaf", ".*should not be instantiated",
-             ".*srun. command is available")                     # warnings of libraries
+             ".*srun. command is available")                     # warnings of libraries that users cannot act on
 
 
 def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: Corpus) -> lightning.Trainer:
     """A Trainer that counts optimiser steps, validates every val_every steps and after the last one, and stops cleanly.
 
-    data: for samples, and for what a tuned run is compared by. Raises UserError if the prompt of samples cannot be encoded.
+    data: for samples, and for the losses of a tuned run before and after. Raises UserError if the prompt of samples cannot be
+    encoded.
     """
     silence_libraries()
-    config, out_dir = run.config, run.out_dir
+    config = run.config
+    out_dir = run.out_dir
     options = config.trainer
     precision = precision_for(options, device)
     if options.malloc == "tuned":
@@ -85,7 +87,7 @@ def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: C
 
 
 def _validate_alone(trainer: lightning.Trainer) -> None:
-    """The rest of a run that was stopped in its last validation. Lightning's own loop skips it, as no step is left."""
+    """The last validation of a run that was stopped in it. Lightning's own loop skips it, since no step is left."""
     loop = trainer.fit_loop
     loop.setup_data()
     loop.reset()
@@ -97,7 +99,6 @@ def _validate_alone(trainer: lightning.Trainer) -> None:
 
 
 def silence_libraries() -> None:
-    """Silences third-party warnings that users of this program cannot act on."""
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     for message in UNHELPFUL:
         warnings.filterwarnings("ignore", message=message)
@@ -124,7 +125,7 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
 
 
 def _trained_model(task: LanguageModel, strategy: str, out_dir: Path) -> Model:
-    """The model in memory; with trainer=fsdp, where each process has a share of the weights, that of the last checkpoint."""
+    """The model in memory; with trainer=fsdp, which divides the weights among processes, the model of the last checkpoint."""
     if strategy != "fsdp":
         return task.model
     weights = read_checkpoint(out_dir / LAST).tensors("float32", str(task.device), mmap=True)
@@ -132,7 +133,7 @@ def _trained_model(task: LanguageModel, strategy: str, out_dir: Path) -> Model:
 
 
 def leave_report(out_dir: Path) -> None:
-    """Writes the run's report. A failure is printed, and the run does not fail with it."""
+    """Writes the run's report. A failure is printed and does not end the run."""
     if rank() > 0:
         return
     try:
@@ -141,8 +142,9 @@ def leave_report(out_dir: Path) -> None:
         log(f"no report: {error!r}")
 
 
-def say_result(metrics: Mapping[str, Any], data: Corpus, part: str | None = None) -> None:
-    """part: which tokens of the validation split were read; None for all."""
+def say_result(trainer: lightning.Trainer, data: Corpus, part: str | None = None) -> None:
+    """Prints the losses. part: the tokens of the validation split that were read, in words; None for all."""
+    metrics = trainer.callback_metrics
     if part is not None:
         log(f"validation was of {part}")
     of_pairs = data.conversations is not None and data.conversations[1].paired
@@ -153,17 +155,13 @@ def say_result(metrics: Mapping[str, Any], data: Corpus, part: str | None = None
         loss += f", val/bpb {metrics['val/bpb']:.4f} bits per byte (gzip -9 of the same text: {data.sizes.gzip_bpb:.4f})"
     lost = data.describe_lost()
     log(f"{loss}; {lost}" if lost else loss)
-
-
-def say_compared(trainer: lightning.Trainer) -> None:
-    """What a tuned run has gained and lost."""
     for callback in trainer.callbacks:          # type: ignore[attr-defined]
         if isinstance(callback, BeforeAfter) and callback.after is not None:
             log(callback.describe())
 
 
 def strategy_for(config: TrainerConfig, block: type[nn.Module]) -> dict[str, Any]:
-    """Lightning's arguments for the number of processes and how they share the work; with fsdp each `block` is a unit."""
+    """Lightning's arguments for the processes and their strategy. block: the unit that fsdp divides."""
     shared = {"devices": world_size() // config.num_nodes, "num_nodes": config.num_nodes, "use_distributed_sampler": False}
     if config.strategy == "fsdp":
         return shared | {"strategy": FSDPStrategy(auto_wrap_policy={block}, state_dict_type="full")}
@@ -171,7 +169,7 @@ def strategy_for(config: TrainerConfig, block: type[nn.Module]) -> dict[str, Any
 
 
 def environment() -> ClusterEnvironment:
-    """How the processes were started, which Lightning would otherwise guess from variables: in a batch job it takes one process
+    """The way in which the processes were started. Lightning would guess it from variables: in a batch job it takes one process
     for one of SLURM's tasks, and handles SIGUSR1 by a checkpoint of its own.
     """
     return TorchElasticEnvironment() if launched() else LightningEnvironment()
@@ -201,6 +199,6 @@ def prepare_blocks(model: Model, config: TrainerConfig) -> Model:
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled function where gradients are enabled; without them torch 2.13 cannot trace a custom autograd.Function."""
+    """The compiled function if gradients are enabled; without them torch 2.13 cannot trace a custom autograd.Function."""
     compiled = torch.compile(forward)
     return lambda *inputs: (compiled if torch.is_grad_enabled() else forward)(*inputs)

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from token_arrays import token_array_of
 from torch import Tensor
 
-from rwkv.config import DataConfig, ModelConfig, TrainConfig, TrainerConfig
+from rwkv.config import DataConfig, TrainerConfig
 from rwkv.data.documents import DocumentChunks, SegmentDataset, Segments, SegmentSampler, StepLayout, describe
 from rwkv.data.loaders import DataModule
 from rwkv.data.prepare import prepare
@@ -217,8 +217,7 @@ def test_a_run_continues_with_the_same_number_of_streams(folder: Path) -> None:
 
 
 def test_the_plan_describes_a_step(config: DataConfig) -> None:
-    options = TrainConfig(model=ModelConfig(ctx_len=64), data=config, trainer=TrainerConfig(tbptt=4, accumulate=2))
-    said = describe(options, prepare(config, 64))
+    said = describe(prepare(config, 64), 64, 2 * config.batch_size, 4)
     assert re.findall(r"\d+", said)[:2] == ["6", "4"]
     assert " 48 documents" in said
     assert "padding" in said

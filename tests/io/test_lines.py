@@ -6,7 +6,7 @@ from io import StringIO
 
 import pytest
 
-from rwkv.io.lines import COLUMN, labelled
+from rwkv.io.lines import COLUMN, broken, labelled
 
 TEXT = "4 layers, 192 wide, 2,712,576 parameters, vocabulary 2048, from " + "a_long_path/" * 8
 
@@ -23,6 +23,8 @@ def test_a_terminal_breaks_a_line_between_words_and_keeps_the_column(columns: in
     fcntl.ioctl(there, termios.TIOCSWINSZ, struct.pack("HHHH", 24, columns, 0, 0))
     with os.fdopen(there, "w") as stream:
         first, *others = labelled("model", TEXT, stream).splitlines()
+        assert broken(labelled("model", TEXT, StringIO()), stream).splitlines() == [first, *others], "as a sweep shows a run's"
+        assert broken(TEXT, stream) == TEXT, "a text of the model"
     os.close(here)
     assert first.startswith(f"{'model':{COLUMN}}4 layers")
     assert others

@@ -20,14 +20,12 @@ from rwkv.chat.templates import chat_template
 from rwkv.data.sources import files
 from rwkv.errors import UserError
 from rwkv.evaluation import (
-    LastWord,
+    Scored,
     count_tokens,
     read_answers,
     read_last_words,
-    read_text,
-    score_answers,
-    score_last_words,
     score_text,
+    score_texts,
 )
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
@@ -61,7 +59,7 @@ def test_the_last_word_goes_on_after_its_text(tmp_path: Path) -> None:
     for text in KINDS.values():
         tokenizer = JsonTokenizer(text)
         word, = read_last_words(tokenizer, tmp_path / "words.jsonl", [])
-        assert [*word.context, *word.word] == tokenizer.encode("bad fed cab")
+        assert word.ids == tokenizer.encode("bad fed cab")
 
 
 def nats(model: RWKV, before: list[int], ids: list[int]) -> list[float]:
@@ -128,7 +126,7 @@ def test_bits_per_byte_count_bytes_and_not_tokens(model: RWKV) -> None:
 
 def test_a_perplexity_beyond_every_float_is_null(run: Run) -> None:
     assert evaluation.TextScore(1, 1, 1e6).as_dict()["perplexity"] is None
-    assert evaluation.WordScore(1, 0, 1e6).as_dict()["perplexity"] is None
+    assert evaluation.Score(texts=1, nats=1e6).of_words()["perplexity"] is None
 
 
 def test_a_model_that_has_diverged_is_said(run: Run) -> None:
@@ -169,9 +167,9 @@ def score_one(model: RWKV, text: str) -> tuple[float, bool]:
 def test_last_words_are_scored_in_batches_as_alone(words_model: RWKV, batch_size: int, chunk_len: int, tmp_path: Path) -> None:
     expected = [score_one(words_model, text) for text in TEXTS]
     words = read_last_words(SPACED, write_texts(tmp_path / "texts.jsonl", TEXTS), [0])
-    scores = list(score_last_words(words_model, words, batch_size, chunk_len))
-    assert sum(score.words for score in scores) == len(TEXTS)
-    assert max(score.words for score in scores) == min(batch_size, len(TEXTS))
+    scores = list(score_texts(words_model, words, batch_size, chunk_len))
+    assert sum(score.texts for score in scores) == len(TEXTS)
+    assert max(score.texts for score in scores) == min(batch_size, len(TEXTS))
     assert sum(score.right for score in scores) == sum(right for _, right in expected)
     assert sum(score.nats for score in scores) == pytest.approx(sum(total for total, _ in expected), rel=1e-5)
 
@@ -182,8 +180,8 @@ def test_a_word_that_the_model_would_write_is_right(words_model: RWKV) -> None:
     for _ in range(3):
         likely.append(int(words_model(torch.tensor([context + likely]))[0][0, -1].argmax()))
     other = [*likely[:-1], (likely[-1] + 1) % SPACED.vocab_size]
-    words = [LastWord(context, likely), LastWord(context, other), LastWord(context, likely[:1])]
-    assert [score.right for score in score_last_words(words_model, words, 1, 100)] == [1, 1, 0]
+    words = [Scored.ending(context, ids) for ids in (likely[:1], likely, other)]
+    assert [score.right for score in score_texts(words_model, words, 1, 100)] == [1, 1, 0]
 
 
 def test_last_words_from_the_command_line(run: Run, tmp_path: Path) -> None:
@@ -309,7 +307,7 @@ def test_a_text_shorter_than_two_tokens_is_predicted_from_the_end_of_text(run: R
 def test_a_character_may_be_cut_by_every_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     monkeypatch.setattr(files, "CHUNK", 1)
-    assert "".join(read_text(tmp_path / "text.txt")) == TEXT
+    assert "".join(files.chunks(tmp_path / "text.txt")) == TEXT
 
 
 def hears_ctrl_c() -> None:
@@ -350,8 +348,8 @@ def test_answers_are_scored_alone(tmp_path: Path) -> None:
             logits = model(ids)[0][0, len(prompt) - 1:-1]
         expected += torch.nn.functional.cross_entropy(logits, ids[0, len(prompt):], reduction="sum").item()
         count += len(said)
-    found = list(score_answers(model, read_answers(tokenizer, path, chat_template("world")), 2, 5))
-    assert sum(score.conversations for score in found) == 3
+    found = list(score_texts(model, read_answers(tokenizer, path, chat_template("world")), 2, 5))
+    assert sum(score.texts for score in found) == 3
     assert sum(score.tokens for score in found) == count
     assert sum(score.nats for score in found) == pytest.approx(expected, rel=1e-5)
 

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -356,17 +355,18 @@ def test_tuning_that_ends_in_its_warm_up_is_said(init_from: str | None, steps: i
     config = configured(1, 8, 4, 10)
     config = replace(config, init_from=init_from, optim=replace(config.optim, warmup_steps=10),
                      trainer=replace(config.trainer, max_steps=steps))
-    assert bool(list(plan._warm_up_alone(config))) == said
+    assert bool(list(plan._wrong_length(config, 1.0, False))) == said
 
 
-@pytest.mark.parametrize(("seconds", "tbptt", "said"), [(0.001, 0, "1 s"), (0.9, 0, "54 s"), (1.5, 0, "1.5 minutes"),
-                                                        (60, 1, "60.0 minutes"), (60, 4, "75.0 minutes"),
-                                                        (150, 0, "2.5 hours"), (2900, 0, "2.0 days")])
-def test_a_duration_has_a_unit_of_its_size(monkeypatch: pytest.MonkeyPatch, seconds: float, tbptt: int, said: str) -> None:
-    """Of four segments all but the last go forward again, which is a third of their time."""
-    monkeypatch.setattr(plan, "_seconds_per_step", lambda *_: seconds)
-    data: Any = SimpleNamespace(sizes=SimpleNamespace(val_tokens=0))
-    assert plan._duration(configured(1, 8, 4, 10, tbptt=tbptt), 60, CPU, None, data) == f"about {said}"
+@pytest.mark.parametrize(("seconds", "said"), [(0.001, "1 s"), (0.9, "54 s"), (1.5, "1.5 minutes"), (60, "60.0 minutes"),
+                                               (150, "2.5 hours"), (2900, "2.0 days")])
+def test_a_duration_has_a_unit_of_its_size(seconds: float, said: str) -> None:
+    assert plan.in_words(60 * seconds) == f"about {said}"
+
+
+def test_segments_that_are_computed_twice_take_their_time() -> None:
+    """All but the last of four go forward again, which is a third of their time."""
+    assert [plan.equivalent_steps(configured(1, 8, 4, 10, tbptt=K), 60, 0) for K in (0, 1, 4)] == [(60, 0), (60, 0), (75, 0)]
 
 
 def test_the_estimate_leaves_nothing_behind() -> None:
@@ -384,15 +384,15 @@ def test_the_estimate_leaves_nothing_behind() -> None:
 # Validation of a part, and validation that takes long
 
 
-@pytest.mark.parametrize(("options", "said"), [
-    ({"val_every": 10}, []),                                     # 30 steps, and 3 times a third of 80 tokens' forward pass
-    ({"val_every": 1}, ["30 times", "all 120 tokens", "50 %"]),
-    ({"val_every": 1, "val_tokens": 30}, ["30 times", "the first 30 of 120 tokens"]),
-    ({"val_every": 1, "val_tokens": 999}, ["30 times", "all 120 tokens", "50 %"]),
+@pytest.mark.parametrize(("val_tokens", "time_share", "said"), [
+    (None, 0.3, []),
+    (None, 0.5, ["30 times", "all 120 tokens", "50 %"]),
+    (30, 0.2, ["30 times", "the first 30 of 120 tokens"]),
+    (999, 0.5, ["30 times", "all 120 tokens", "50 %"]),
 ])
-def test_validation_of_a_part_or_of_more_than_a_third_of_the_time_is_a_line(options: dict[str, Any], said: list[str]) -> None:
-    data: Any = SimpleNamespace(sizes=SimpleNamespace(val_tokens=120))
-    lines = list(plan._validation(configured(1, 8, 4, 10, max_steps=30, **options), 0, data))
+def test_validation_of_a_part_or_of_more_than_a_third_of_the_time_is_a_line(val_tokens: int | None, time_share: float,
+                                                                            said: list[str]) -> None:
+    lines = list(plan._validation(val_tokens, 120, 30, time_share))
     assert len(lines) == bool(said)
     assert not [part for part in said if part not in lines[0][1]]
 

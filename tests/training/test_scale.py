@@ -138,11 +138,11 @@ def test_processes_that_cannot_be_get_a_sentence(options: dict[str, object], nam
 def test_a_single_process_agrees_with_itself() -> None:
     assert (rank(), world_size(), all_gather(3), all_sum(1.5, 2), broadcast_from_rank0(lambda: 4), rank0_first(lambda: 5)) == (
         0, 1, [3], [1.5, 2.0], 4, 5)
-    assert share(TrainerConfig(), 6) == 6
+    assert share(6, "single", 1) == 6
 
 
 @pytest.mark.parametrize(("faster", "precision"), [(True, "bf16-mixed"), (False, "32-true")])
 def test_precision_auto_is_what_is_faster_here(faster: bool, precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("rwkv.training.device.bfloat16_is_faster", lambda device: faster)
-    assert resolved_precision(TrainerConfig(precision="auto")) == precision
-    assert resolved_precision(TrainerConfig(precision="fp16-mixed")) == "fp16-mixed"
+    assert resolved_precision("auto", "auto") == precision
+    assert resolved_precision("fp16-mixed", "auto") == "fp16-mixed"

@@ -4,26 +4,20 @@
     for document in source.documents():
         document.val, document.where, "".join(document.chunks)
 
-A source can be read several times, always in the same order, and is never in memory as a whole. Each kind of source is one file
-of this folder. data=binidx holds tokens, not text, and is no Source (rwkv/data/binidx.py).
+A source can be read several times, always in the same order, and is never in memory as a whole. Each kind is one file of this
+folder. data=binidx holds tokens, not text (rwkv/data/binidx.py).
 """
 
 from pathlib import Path
 
 from rwkv.config import DataConfig
 from rwkv.data.sources import chat, huggingface, jsonl, stdlib, text
-from rwkv.data.sources.source import Document, Source
-from rwkv.data.sources.stdlib import read_stdlib
+from rwkv.data.sources.source import Source
 from rwkv.errors import UserError
-
-__all__ = ["Document", "Source", "open_source", "read_stdlib"]
 
 
 def open_source(config: DataConfig, cache: Path) -> Source:
-    """The source that data.name and data.path name. cache: the folder for the hashes of its files.
-
-    Raises UserError if there is no such source, or if it is empty or cannot be read.
-    """
+    """The source that data.name and data.path name. cache: the folder for the hashes of its files."""
     if config.name == "stdlib" and config.path:
         raise UserError(f"data=stdlib takes no data.path: to train on {config.path}, give data=text as well")
     if config.name == "stdlib":

@@ -30,7 +30,7 @@ from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import think_of
 from rwkv.config import DataConfig
-from rwkv.data.sources.files import contents, matching
+from rwkv.data.sources.files import matching, names_and_hashes
 from rwkv.data.sources.jsonl import ENDINGS, entries, files
 from rwkv.data.sources.source import Document, Source, chunks_of, in_validation, sha256
 from rwkv.errors import UserError
@@ -47,6 +47,7 @@ ROLES = {"human": "user", "user": "user", "prompter": "user", "gpt": "assistant"
          "developer": "system", "tool": "tool", "function": "tool", "observation": "tool", "function_response": "tool",
          "tool_response": "tool", "ipython": "tool", "function_call": "assistant", "tool_call": "assistant"}
 CALLS = ("function_call", "tool_call")   # roles whose text is a call of a tool, or a list of calls, in JSON
+INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_content")       # of an assistant's message
 
 
 class Conversation(NamedTuple):
@@ -59,12 +60,11 @@ class Conversation(NamedTuple):
 
     @property
     def learnt(self) -> bool:
-        """Whether any of it is learnt; where it is not, the conversation belongs to neither split."""
+        """Whether any part is learnt; otherwise the conversation belongs to neither split."""
         return any(learnt for _, learnt in self.parts)
 
 
 def source(config: DataConfig, cache: Path) -> Source:
-    """Raises UserError if there is no file; reading raises it, with the file and the line, for what is no conversation."""
     named, others = _files(str(config.path))
     template = template_of(config)
 
@@ -73,15 +73,15 @@ def source(config: DataConfig, cache: Path) -> Source:
             yield Document(chunks_of("".join(text for text, _ in parts).replace(END, "")), val, where, weight)
 
     paths = [path for _, path in named]
-    names = (part for (name, _), content in zip(named, contents(paths, cache), strict=True) for part in (name, content.sha256))
     about = f"conversations of {paths[0].name if len(paths) == 1 else config.path}, template {template.name}"
     if others:
         about += f" (its {others} .json files are not read, since it has .jsonl files)"
-    return Source(documents, about, sha256([template.definition, *names]), sum(path.stat().st_size for path in paths))
+    identity = sha256([template.definition, *names_and_hashes(named, cache)])
+    return Source(documents, about, identity, sum(path.stat().st_size for path in paths))
 
 
 def _files(path: str) -> tuple[list[tuple[str, Path]], int]:
-    """(name, file) of each file, and the number of .json files in a folder that are not read, for it has JSON lines."""
+    """(name, file) of each file, and the number of .json files that are not read because their folder has JSON lines."""
     if not Path(path).is_dir():
         return files(path), 0
     found = [file.name for _, file in matching(path, (*ENDINGS, *JSON_ENDINGS))]
@@ -90,7 +90,7 @@ def _files(path: str) -> tuple[list[tuple[str, Path]], int]:
 
 
 def template_of(config: DataConfig) -> ChatTemplate:
-    """That of data.template, for answers of data.think. Raises UserError where it cannot ask for these."""
+    """The chat template of data.template, for answers of data.think. Raises UserError if it has no such answers."""
     template = chat_template(config.template or "world")
     try:
         return template.for_learning(think_of(config.think))
@@ -99,12 +99,14 @@ def template_of(config: DataConfig) -> ChatTemplate:
 
 
 def conversations(config: DataConfig, template: ChatTemplate | None = None, pairs: bool = False) -> Iterator[Conversation]:
-    """All conversations in the order of the files. Raises UserError as `source` says, and where fewer than two are learnt.
+    """All conversations in the order of the files. Raises UserError for a wrong entry, and if fewer than two are learnt.
 
     template: replaces the one that `config` names. pairs: each entry is a pair and gives two conversations, with the chosen and
     then with the rejected answer; both are in one split, and both are learnt or neither.
     """
-    template, learnt, others = template or template_of(config), 0, 0
+    template = template or template_of(config)
+    learnt = 0
+    others = 0
     splits = in_validation(config.val_fraction)
     for _, path in _files(str(config.path))[0]:
         for entry, where, weight in entries(path):
@@ -131,10 +133,7 @@ def holds_conversations(path: Path) -> bool:
 
 
 def parts_of(entry: dict[str, Any], where: str, template: ChatTemplate) -> list[Part]:
-    """The rendered conversation of an entry. None of the parts is learnt where the entry says so.
-
-    Raises UserError with `where` if it is no conversation, or has no answer.
-    """
+    """The rendered conversation of an entry. Raises UserError with `where` if it is no conversation, or has no answer."""
     try:
         messages = _messages(entry)
         parts = template.parts(messages, _tools(entry))
@@ -146,10 +145,7 @@ def parts_of(entry: dict[str, Any], where: str, template: ChatTemplate) -> list[
 
 
 def parts_of_pair(entry: dict[str, Any], where: str, template: ChatTemplate) -> tuple[list[Part], list[Part]]:
-    """The rendered conversations with the chosen and with the rejected answer, of which alone the answer is learnt.
-
-    Raises UserError with `where` if the entry is no pair.
-    """
+    """The rendered conversations with the chosen and with the rejected answer; only the answers are learnt."""
     try:
         chosen, rejected = _pair(entry)
         tools = _tools(entry)
@@ -191,7 +187,7 @@ def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 def _question(given: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages before the answers of a pair; none where the answers are whole conversations."""
+    """The messages before the answers of a pair; none if the answers are whole conversations."""
     name = next((name for name in LISTS if name in given), None)
     asked = next((asked for asked, _ in PAIRS if asked in given), None)
     if name is not None:
@@ -204,12 +200,12 @@ def _question(given: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _answer(given: dict[str, Any], field: str, question: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation that ends with an answer of a pair: the question and the answer, or the answer if it is all of it."""
+    """The conversation that ends with an answer of a pair: the question and the answer, or an answer that is whole already."""
     answer = given[field]
     messages = _one("assistant", [answer] if isinstance(answer, dict) else answer, field)
     if messages[0]["role"] == "assistant":
         if not any(message["role"] != "system" for message in question):
-            raise UserError(f"{field} has the answer alone, and there is no prompt: add one, or give whole conversations as "
+            raise UserError(f"{field} has only the answer, and there is no prompt: add one, or give whole conversations as "
                             "lists of messages")
         return [*question, *messages]
     if question and question[0]["role"] == "system" and messages[0]["role"] != "system":
@@ -218,19 +214,20 @@ def _answer(given: dict[str, Any], field: str, question: list[dict[str, Any]]) -
 
 
 def _messages(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages in OpenAI's form, with what the entry says for all of them. Raises UserError if it is no conversation."""
+    """The messages in OpenAI's form, weighted as the entry says. Raises UserError if it is no conversation."""
     given = {field: _from_json(value) if field in LISTS else value for field, value in entry.items() if value not in EMPTY}
     name = next((name for name in LISTS if name in given), None)
     pair = next((pair for pair in PAIRS if all(entry.get(field) is not None for field in pair)), None)
     if name is not None:
         messages = _turns(given[name], name)
     elif pair is not None:
-        messages = _of_pair({**given, **{field: entry[field] for field in pair}}, *pair)
+        asked, answered = pair
+        messages = [*_asked({**given, asked: entry[asked]}, asked, answered), *_one("assistant", entry[answered], answered)]
     elif empty := next((field for field in LISTS if field in entry), None):
         raise UserError(f"{empty} is {json.dumps(entry[empty])}: a conversation is a list of at least one message")
     elif all(field in given for field in ANSWERS):
         raise UserError("chosen and rejected are a pair of answers, which tune.objective=dpo learns from: give that, or rename "
-                        "chosen to completion to learn it alone")
+                        "chosen to completion to learn only it")
     else:
         raise UserError(f"a conversation has {FORMS}; there is {', '.join(entry)[:120] or 'nothing'}: rename what has another "
                         "name")
@@ -243,19 +240,15 @@ def _messages(entry: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _with_system(messages: list[dict[str, Any]], given: dict[str, Any], first: bool = False) -> list[dict[str, Any]]:
-    """With the entry's own system message. first: also before one that `messages` begin with."""
+    """Adds the entry's own system message. first: even if the messages begin with one."""
     system = given.get("system", given.get("system_prompt"))
     if system is None or (messages and messages[0]["role"] == "system" and not first):
         return messages
     return [*_one("system", system, "system"), *messages]
 
 
-def _of_pair(given: dict[str, Any], asked: str, answered: str) -> list[dict[str, Any]]:
-    return [*_asked(given, asked, answered), *_one("assistant", given[answered], answered)]
-
-
 def _asked(given: dict[str, Any], asked: str, answered: str) -> list[dict[str, Any]]:
-    """The messages before the answer, of which those of `history` are learnt."""
+    """The messages before the answer. Answers in `history` are learnt, too."""
     question = given[asked]
     more = next((field for field in ("input", "context") if field in given), None)
     if more is not None:
@@ -299,7 +292,8 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
     role_field = "from" if "from" in given and "role" not in given else "role"
     said_field = next((field for field in ("content", "value", "text") if field in given),
                       "value" if role_field == "from" else "content")
-    role, said = given.get(role_field), given.get(said_field)
+    role = given.get(role_field)
+    said = given.get(said_field)
     known = role.strip().lower() if isinstance(role, str) else ""
     if role is None:
         raise UserError(f"{where} has no role, and no from: there is {', '.join(turn)[:60] or 'nothing'}")
@@ -310,14 +304,11 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
     if known in CALLS:
         return message | {"content": "", "tool_calls": _calls(said, f"{where}.{said_field}")}
     message["tool_calls"] = _from_json(message.get("tool_calls"))
-    if not isinstance(said, (str, list)) and not (said is None and _answers_without_content(message)):
+    without_content = any(message.get(field) not in EMPTY for field in INSTEAD_OF_CONTENT)
+    answers = message["role"] == "assistant" and said is None and without_content
+    if not isinstance(said, (str, list)) and not answers:
         raise UserError(f"{where}.{said_field} is a string, or a list of texts; got {_shown(said)}")
     return message
-
-
-def _answers_without_content(message: dict[str, Any]) -> bool:
-    fields = ("tool_calls", "function_call", "refusal", "reasoning_content")
-    return message["role"] == "assistant" and any(message.get(field) not in EMPTY for field in fields)
 
 
 def _calls(said: Any, where: str) -> list[Any]:
@@ -344,7 +335,7 @@ def _tools(entry: dict[str, Any]) -> list[dict[str, Any]] | None:
 
 
 def _from_json(value: Any) -> Any:
-    """What a string of JSON says; other values, and strings that are no JSON, are returned as they are."""
+    """The value in a string of JSON; other values, and strings that are no JSON, stay as they are."""
     if not isinstance(value, str):
         return value
     try:

@@ -16,23 +16,22 @@ from rwkv.io.cache import read_json, write_json
 from rwkv.io.utf8 import not_utf8
 
 SETTLED = 2_000_000_000                  # ns: two changes of a file closer together than this may have the same time
-BLOCK = 1 << 20                          # bytes read at a time for hashing alone
+BLOCK = 1 << 20                          # bytes read at a time for hashing
 SLASH = rf"[/{re.escape(os.sep)}]"
 ANY_DEPTH = re.compile(rf"(?:^|(?<={SLASH}))\*\*(?:{SLASH}+|$)")       # ** between slashes
 
 
 class Content(NamedTuple):
-    """Of a file. characters: 0 if it was not read as text."""
+    """characters: 0 if the file was not read as text."""
 
     sha256: str
     characters: int
 
 
 def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
-    """(name, file) of the file `path`, of the files in a folder with one of the endings, or of those that match a pattern.
+    """(name, file) of the file `path`, of the files in a folder with one of the endings, or of the files that match a pattern.
 
-    Sorted by name, which is relative to the folder. A file that has several names through links is listed once. Raises
-    UserError if there is no file.
+    Sorted by name, which is relative to the folder. A file that has several names through links is listed once.
     """
     if Path(path).is_file():
         return [(Path(path).name, Path(path))]
@@ -40,12 +39,14 @@ def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
     files = _each_once(file for pattern in patterns for file in _glob(pattern) if file.is_file())
     if not files:
         raise UserError(_no_files(path, endings))
-    root = _folder_of(path)
+    root = Path(path)                    # the folder, or the part of a pattern before its first wildcard
+    while glob.has_magic(str(root)) and not root.exists():
+        root = root.parent
     return [(file.relative_to(root).as_posix(), file) for file in files]
 
 
 def chunks(path: Path, seen: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
-    """The text of a file in chunks; `seen` is called with its bytes. option: which names the file, in errors.
+    """The text of a file in chunks; `seen` is called with its bytes. option: the one that names the file, for errors.
 
     Raises UserError if it cannot be read or is not UTF-8.
     """
@@ -57,12 +58,12 @@ def chunks(path: Path, seen: Callable[[bytes], object] = len, option: str = "dat
             read = file.read(CHUNK)
             seen(read)
             beginning = beginning or read
-            data, more = rest + read, bool(read)
+            data = rest + read
+            more = bool(read)
             try:
                 text, used = codecs.utf_8_decode(data, "strict", not more)
             except UnicodeDecodeError as error:
-                place, value = before + error.start, data[error.start]
-                raise UserError(not_utf8(f"{option}={path}", place, value, beginning)) from None
+                raise UserError(not_utf8(f"{option}={path}", before + error.start, data[error.start], beginning)) from None
             if text:
                 yield text
             rest = data[used:]
@@ -78,9 +79,9 @@ def open_file(path: Path, option: str = "data.path") -> Any:
 
 
 def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Content]:
-    """The Content of each file, cached. A file is read again if its size or time of change differs from the cached one.
+    """The Content of each file, cached. A file is read again if its size or time of change differs from the cached one, or if
+    it was changed within two seconds before it was read, since a second change may have the same time.
 
-    So is a file that was changed within two seconds before it was read, since a second change may have the same time.
     text: the files must be UTF-8; raises UserError if one is not.
     """
     cached = cache / f"contents-{sha256([str(text), *(str(path.absolute()) for path in paths)])[:16]}.json"
@@ -89,6 +90,12 @@ def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Con
     if entries != known:
         write_json(cached, entries)
     return [Content(entry["sha256"], entry["characters"]) for entry in entries.values()]
+
+
+def names_and_hashes(found: Sequence[tuple[str, Path]], cache: Path, text: bool = False) -> list[str]:
+    """The name and the hash of each file in turn, which identify a source."""
+    read = contents([path for _, path in found], cache, text)
+    return [part for (name, _), content in zip(found, read, strict=True) for part in (name, content.sha256)]
 
 
 def stamp(path: Path) -> list[int]:
@@ -138,7 +145,8 @@ def _glob(pattern: str) -> Iterator[Path]:
 def _folders(top: Path) -> Iterator[Path]:
     """`top` and the folders below it that are not hidden, each once: by its own name if possible, else by that of a link."""
     entered: set[Path] = set()
-    waiting, links = [top], list[Path]()
+    waiting = [top]
+    links: list[Path] = []
     while waiting or links:
         folder = (waiting or links).pop()
         if folder.resolve() not in entered:
@@ -155,14 +163,6 @@ def _each_once(files: Iterable[Path]) -> list[Path]:
     for file in sorted(set(files), key=lambda file: (file.is_symlink(), file)):
         named.setdefault(file.resolve(), file)
     return sorted(named.values())
-
-
-def _folder_of(path: str) -> Path:
-    """The folder itself, or the part of a pattern before its first wildcard."""
-    plain = Path(path)
-    while glob.has_magic(str(plain)) and not plain.exists():
-        plain = plain.parent
-    return plain
 
 
 def _no_files(path: str, endings: Sequence[str]) -> str:

@@ -10,17 +10,17 @@ from rwkv.data.sources.source import Source, sha256, split_documents
 from rwkv.errors import UserError
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
-ROWS = 256                               # read at a time
-INSTALL = "data=hf needs the library `datasets`: pip install '.[hf]'"
+ROWS = 256                               # read at once
 
 
 def source(config: DataConfig, cache: Path) -> Source:
-    """Raises UserError if the dataset cannot be loaded or has no column data.field of strings.
-
-    The first document and one of every 1/val_fraction are for validation.
-    """
     dataset = _load(str(config.path), config.split)
-    _require_texts(dataset, config)
+    texts = [name for name, kind in dataset.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
+    if not len(dataset):
+        raise UserError(f"data.path={config.path} is empty")
+    if config.field not in texts:
+        raise UserError(f"data.path={config.path} has no column {config.field!r} of strings; it has "
+                        f"{', '.join(texts) or 'none'}: choose with data.field=NAME")
 
     def documents() -> Iterator[Any]:
         return split_documents(_texts(dataset, config), config.val_fraction, str(config.path))
@@ -34,34 +34,21 @@ def _load(path: str, split: str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise UserError(INSTALL) from None
+        raise UserError("data=hf needs the library `datasets`: pip install '.[hf]'") from None
+    suffix = Path(path).suffix
     try:
-        found = _open(datasets, path, split)
+        if (Path(path) / "state.json").exists() or (Path(path) / "dataset_dict.json").exists():
+            found = datasets.load_from_disk(path)
+        elif suffix in FORMATS:
+            found = datasets.load_dataset(FORMATS[suffix], data_files={split: path}, split=split)
+        else:
+            found = datasets.load_dataset(path, split=split)
     except Exception as error:           # errors of all its sources: files, the network, ...
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"cannot load data.path={path} with the library `datasets`: {reason}") from None
-    if isinstance(found, dict):
-        if split not in found:
-            raise UserError(f"data.path={path} has no split {split!r}; it has {', '.join(found)}: choose with data.split=NAME")
-        return found[split]
-    return found
-
-
-def _open(datasets: Any, path: str, split: str) -> Any:
-    if (Path(path) / "state.json").exists() or (Path(path) / "dataset_dict.json").exists():
-        return datasets.load_from_disk(path)
-    if Path(path).suffix in FORMATS:
-        return datasets.load_dataset(FORMATS[Path(path).suffix], data_files={split: path}, split=split)
-    return datasets.load_dataset(path, split=split)
-
-
-def _require_texts(dataset: Any, config: DataConfig) -> None:
-    if not len(dataset):
-        raise UserError(f"data.path={config.path} is empty")
-    texts = [name for name, kind in dataset.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
-    if config.field not in texts:
-        raise UserError(f"data.path={config.path} has no column {config.field!r} of strings; it has "
-                        f"{', '.join(texts) or 'none'}: choose with data.field=NAME")
+    if isinstance(found, dict) and split not in found:
+        raise UserError(f"data.path={path} has no split {split!r}; it has {', '.join(found)}: choose with data.split=NAME")
+    return found[split] if isinstance(found, dict) else found
 
 
 def _texts(dataset: Any, config: DataConfig) -> Iterator[tuple[str, str, int | None]]:
@@ -72,7 +59,7 @@ def _texts(dataset: Any, config: DataConfig) -> Iterator[tuple[str, str, int | N
 
 
 def _content(dataset: Any, config: DataConfig, cache: Path) -> list[str]:
-    """Hashes of the dataset's files; of its texts, if it is in memory or has only some rows of its files."""
+    """Hashes of the dataset's files; or of its texts, if it is in memory or has only some rows of its files."""
     files = [Path(file["filename"]) for file in dataset.cache_files]
     if files and getattr(dataset, "_indices", None) is None:
         return [content.sha256 for content in contents(files, cache)]

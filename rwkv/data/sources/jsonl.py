@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from rwkv.config import DataConfig
-from rwkv.data.sources.files import contents, matching, open_file
+from rwkv.data.sources.files import matching, names_and_hashes, open_file
 from rwkv.data.sources.source import Source, sha256, split_documents
 from rwkv.errors import UserError
 from rwkv.io.json_lines import parse, text_of
@@ -26,20 +26,16 @@ OTHER_FILES = {b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file", b"PK\3\4":
 
 
 def source(config: DataConfig, cache: Path) -> Source:
-    """Raises UserError if there is no file; reading raises it for a line that is no such object. Blank lines are skipped.
-
-    The first document and one of every 1/val_fraction are for validation.
-    """
     found = files(str(config.path))
     paths = [path for _, path in found]
 
     def documents() -> Iterator[Any]:
-        texts = (text for path in paths for text in _texts(path, config.field))
+        texts = ((_text(entry, config.field, where), where, weight) for path in paths for entry, where, weight in entries(path))
         return split_documents(texts, config.val_fraction, str(config.path))
 
-    names = (part for (name, _), content in zip(found, contents(paths, cache), strict=True) for part in (name, content.sha256))
     about = f"{paths[0].name if len(paths) == 1 else f'{len(paths)} files of {config.path}'}, field {config.field}"
-    return Source(documents, about, sha256([config.field, *names]), sum(path.stat().st_size for path in paths))
+    identity = sha256([config.field, *names_and_hashes(found, cache)])
+    return Source(documents, about, identity, sum(path.stat().st_size for path in paths))
 
 
 def files(path: str, endings: Sequence[str] = ENDINGS) -> list[tuple[str, Path]]:
@@ -51,10 +47,7 @@ def files(path: str, endings: Sequence[str] = ENDINGS) -> list[tuple[str, Path]]
 
 
 def entries(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
-    """(object, where, bytes of the file read for it) of each line that is not blank, or of each entry of a JSON list.
-
-    Raises UserError for anything else.
-    """
+    """(object, where, bytes of the file read for it) of each line that is not blank, or of each entry of a JSON list."""
     beginning = _beginning(path)
     kind = next((kind for magic, kind in OTHER_FILES.items() if beginning.startswith(magic)), None)
     if kind:
@@ -70,7 +63,8 @@ def entries(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
 def lines(path: Path) -> Iterator[tuple[bytes, str, int]]:
     """(line, where, bytes of the file read for it) of each line that is not blank."""
     with open_file(path) as raw:
-        file, before = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw, 0
+        file = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+        before = 0
         for number, line in enumerate(_lines(file, path), start=1):
             if line.strip():
                 at = raw.tell() if path.suffix == ".gz" else before + len(line)
@@ -101,12 +95,8 @@ def _beginning(path: Path) -> bytes:
         try:
             block: bytes = file.read(BLOCK)
             return block
-        except (OSError, EOFError, zlib.error):          # which _lines reports
+        except (OSError, EOFError, zlib.error):          # _lines reports it
             return b""
-
-
-def _texts(path: Path, field: str) -> Iterator[tuple[str, str, int]]:
-    return ((_text(entry, field, where), where, weight) for entry, where, weight in entries(path))
 
 
 def _lines(file: Any, path: Path) -> Iterator[bytes]:
@@ -117,13 +107,9 @@ def _lines(file: Any, path: Path) -> Iterator[bytes]:
 
 
 def _text(entry: dict[str, Any], field: str, where: str) -> str:
-    if not isinstance(entry.get(field), str):
-        raise UserError(_no_text(entry, field, where))
+    if field not in entry:
+        texts = [name for name, value in entry.items() if isinstance(value, str)]
+        raise UserError(f"{where} has no {field!r}: name the field of the text, data.field={'|'.join(texts[:5]) or 'NAME'}")
+    if not isinstance(entry[field], str):
+        raise UserError(f"{where} has no string in {field!r}, but {json.dumps(entry[field])[:60]}")
     return text_of(entry, field, where)
-
-
-def _no_text(entry: dict[str, Any], field: str, where: str) -> str:
-    if field in entry:
-        return f"{where} has no string in {field!r}, but {json.dumps(entry[field])[:60]}"
-    texts = [name for name, value in entry.items() if isinstance(value, str)]
-    return f"{where} has no {field!r}: name the field of the text, data.field={'|'.join(texts[:5]) or 'NAME'}"

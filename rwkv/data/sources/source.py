@@ -16,7 +16,7 @@ CHUNK = 1 << 16                          # characters, or bytes of a file, at a 
 class Document(NamedTuple):
     """A text in consecutive `chunks`, in one split. where: the name of its file, for errors.
 
-    weight: the bytes of the source that it advances the progress bar by; None for the bytes of its text.
+    weight: the bytes of the source that it counts for in the progress bar; None for the bytes of its text.
     before: the number of characters of `where` before it.
     """
 
@@ -72,9 +72,8 @@ def count_reaching(fraction: float, sizes: Sequence[int]) -> int:
 
 
 def in_validation(fraction: float) -> Iterator[bool]:
-    """For each of any number of documents, True if it is for validation.
-
-    The first document is, and one of every 1/fraction that follow, chosen by a hash of the number of its block.
+    """For each of any number of documents, whether it is for validation: the first one, and one of every 1/fraction that
+    follow, chosen by a hash of the number of its block.
     """
     block = picked = number = 0
     while True:
@@ -93,16 +92,13 @@ def split_documents(found: Iterable[tuple[str, str, int | None]], fraction: floa
     if not first:
         raise UserError(f"data.path={path} has no text: all its documents are empty")
     if len(first) == 1:
-        yield from _halves(first[0][0], first[0][1], fraction)
+        text, where, _ = first[0]
+        cut = validation_begins(len(text), fraction, where)
+        yield Document(chunks_of(text[:cut]), False, where)
+        yield Document(chunks_of(text[cut:]), True, where, before=cut)
     else:
         for val, (text, where, weight) in zip(in_validation(fraction), chain(first, kept), strict=False):
             yield Document(chunks_of(text), val, where, weight)
-
-
-def _halves(text: str, where: str, fraction: float) -> Iterator[Document]:
-    cut = validation_begins(len(text), fraction, where)
-    yield Document(chunks_of(text[:cut]), False, where)
-    yield Document(chunks_of(text[cut:]), True, where, before=cut)
 
 
 def validation_begins(characters: int, fraction: float, where: str) -> int:

@@ -2,8 +2,8 @@
 
 import sysconfig
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from rwkv.config import DataConfig
 from rwkv.data.sources.source import Document, Source, chunks_of, count_reaching, rank, sha256
@@ -12,8 +12,7 @@ from rwkv.errors import UserError
 SKIPPED = {"site-packages", "dist-packages", "encodings", "test", "tests", "idle_test", "__pycache__"}
 
 
-@dataclass(frozen=True)
-class Text:
+class Text(NamedTuple):
     """Documents of both splits, none empty."""
 
     train: list[str]
@@ -21,12 +20,16 @@ class Text:
 
 
 def source(config: DataConfig) -> Source:
-    """Raises UserError if this Python has no source files."""
     text = read_stdlib(Path(sysconfig.get_path("stdlib")), config.val_fraction)
     about = (f"{len(text.train) + len(text.val)} .py files of this Python's standard library, "
              f"{len(text.val)} of them for validation")
-    train, val = (sum(len(document.encode()) + 1 for document in split) for split in (text.train, text.val))
-    return Source(lambda: _documents(text), about, sha256(text.val + text.train), train + val, (train, val))
+
+    def documents() -> Iterator[Document]:
+        for split, val in ((text.train, False), (text.val, True)):
+            yield from (Document(chunks_of(document), val, "the standard library") for document in split)
+
+    n_train, n_val = (sum(len(document.encode()) + 1 for document in split) for split in (text.train, text.val))
+    return Source(documents, about, sha256(text.val + text.train), n_train + n_val, (n_train, n_val))
 
 
 def read_stdlib(root: Path, val_fraction: float) -> Text:
@@ -40,11 +43,6 @@ def read_stdlib(root: Path, val_fraction: float) -> Text:
         raise UserError(f"the standard library in {root} has no .py sources: use data=text data.path=FILE")
     count = count_reaching(val_fraction, [len(document.encode()) for document in shuffled])
     return Text(shuffled[count:], shuffled[:count])
-
-
-def _documents(text: Text) -> Iterator[Document]:
-    for split, val in ((text.train, False), (text.val, True)):
-        yield from (Document(chunks_of(document), val, "the standard library") for document in split)
 
 
 def _python_files(folder: Path) -> Iterator[Path]:

@@ -4,13 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rwkv.config import DataConfig
-from rwkv.data.sources.files import chunks, contents, matching
+from rwkv.data.sources.files import chunks, contents, matching, names_and_hashes
 from rwkv.data.sources.source import Document, Source, count_reaching, rank, sha256, validation_begins
 from rwkv.errors import UserError
 
 
 def source(config: DataConfig, cache: Path) -> Source:
-    """Raises UserError if data.path matches no file, or only empty ones."""
     found = [(name, path) for name, path in matching(str(config.path), (".txt",)) if path.stat().st_size]
     if not found:
         raise UserError(f"data.path={config.path} is empty: give a text in UTF-8")
@@ -20,7 +19,6 @@ def source(config: DataConfig, cache: Path) -> Source:
 
 
 def _one(path: Path, val_fraction: float, cache: Path) -> Source:
-    """The last val_fraction of the characters is for validation. The source's sha256 is that of the file."""
     ((digest, characters),) = contents([path], cache, text=True)
     cut = validation_begins(characters, val_fraction, f"data.path={path}")
 
@@ -34,7 +32,6 @@ def _one(path: Path, val_fraction: float, cache: Path) -> Source:
 
 
 def _several(found: list[tuple[str, Path]], config: DataConfig, cache: Path) -> Source:
-    """The first files, in a random order that depends only on their names, are for validation."""
     paths = [path for _, path in found]
     sizes = [path.stat().st_size for path in paths]
     count = count_reaching(config.val_fraction, sizes)
@@ -43,11 +40,9 @@ def _several(found: list[tuple[str, Path]], config: DataConfig, cache: Path) -> 
         for group, val in ((paths[count:], False), (paths[:count], True)):
             yield from (Document(chunks(path), val, str(path)) for path in group)
 
-    read = contents(paths, cache, text=True)
-    names = (part for (name, _), content in zip(found, read, strict=True) for part in (name, content.sha256))
     about = f"{len(found)} files of {config.path}, {count} of them for validation"
     bounds = (sum(sizes[count:]) + len(found) - count, sum(sizes[:count]) + count)
-    return Source(documents, about, sha256(names), sum(sizes), bounds)
+    return Source(documents, about, sha256(names_and_hashes(found, cache, text=True)), sum(sizes), bounds)
 
 
 def _between(path: Path, start: int, stop: int) -> Iterator[str]:

@@ -11,7 +11,9 @@ all random number generators. Checkpoints are saved in hooks of fit only: after 
 import itertools
 import math
 import random
+import re
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from shlex import quote
 from typing import Any
@@ -30,9 +32,11 @@ from rwkv.io.atomic import write_file
 from rwkv.training.callbacks.divergence import Divergence
 
 FOLDER = "checkpoints"
-LAST, BEST = Path(FOLDER) / "last.ckpt", Path(FOLDER) / "best.ckpt"
-NEXT, DAMAGED = "next.ckpt", "damaged.ckpt"
-TRAINING = "epoch_loop.batch_progress"                   # a key in the state of Lightning's fit loop, as the next
+LAST = Path(FOLDER) / "last.ckpt"
+BEST = Path(FOLDER) / "best.ckpt"
+NEXT = "next.ckpt"
+DAMAGED = "damaged.ckpt"
+TRAINING = "epoch_loop.batch_progress"                   # keys in the state of Lightning's fit loop
 VALIDATION = "epoch_loop.val_loop.batch_progress"
 
 
@@ -50,22 +54,21 @@ class VerifiedFiles(TorchCheckpointIO):
                             f"make room, and continue with resume=auto {quote(f'out_dir={path.parent.parent}')}") from None
 
 
+@dataclass(eq=False)
 class Checkpoints(Callback):
     """Saves the last and the best checkpoints. A step includes its validation: a step that has one is saved after it.
 
     every, val_every: in steps. keep: the number of last checkpoints that stay.
     """
 
-    def __init__(self, out_dir: Path, every: int, val_every: int, keep: int, divergence: Divergence) -> None:
-        self.out_dir = out_dir
-        self.every = every
-        self.val_every = val_every
-        self.keep = keep
-        self.divergence = divergence
-        self.best = math.inf
-        self._last_step = 0              # the last step that ended
-        self._validating = False
-        self._saved = (0, True)          # of last.ckpt: its step, and whether that step's validation had ended
+    out_dir: Path
+    every: int
+    val_every: int
+    keep: int
+    divergence: Divergence
+    best: float = math.inf
+    _validating: bool = False
+    _saved: tuple[int, bool] = (0, True)         # of last.ckpt: its step, and whether that step's validation had ended
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
@@ -74,14 +77,12 @@ class Checkpoints(Callback):
         self.best = state_dict["best"]
 
     def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        self._last_step = trainer.global_step
         self._saved = (trainer.global_step, False)       # saved again only if the run repeats this step's validation
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
-        if step == self._last_step:      # more batches are accumulated for this step
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        self._last_step = step
         if step >= trainer.max_steps:
             trainer.should_stop = True   # makes Lightning validate now, whatever val_every is
         elif step % self.every == 0 and not self.validation_follows(trainer):
@@ -102,31 +103,30 @@ class Checkpoints(Callback):
             self.save_last(trainer)
 
     def on_save_checkpoint(self, trainer: lightning.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Stores that an unfinished validation starts again from its first batch; Lightning would continue in its middle."""
+        """Makes an unfinished validation start again from its first batch; Lightning would continue in its middle."""
         started = int(self._validating)
         progress = {"ready": started, "started": started, "processed": 0, "completed": 0}
         checkpoint["loops"]["fit_loop"][VALIDATION] = {"total": progress, "current": dict(progress), "is_last_batch": False}
 
     def on_load_checkpoint(self, trainer: lightning.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """States whether the last batch that was read ends Lightning's epoch, which is the whole run, in the run as it is now.
+        """Says anew whether the last batch that was read ends Lightning's epoch, which is the whole run.
 
-        Where it ended a run that has been lengthened since, Lightning would begin an epoch, and read the data from the start.
+        If it ended a run that is longer now, Lightning would begin an epoch and read the data from the start.
         """
         batches = trainer.max_steps * trainer.accumulate_grad_batches
-        if isinstance(trainer.limit_train_batches, int):         # of trainer.overfit_batches
+        if isinstance(trainer.limit_train_batches, int):         # set by trainer.overfit_batches
             batches = min(batches, trainer.limit_train_batches)
         progress = checkpoint["loops"]["fit_loop"][TRAINING]
         progress["is_last_batch"] = progress["current"]["ready"] >= batches
 
     def validation_follows(self, trainer: lightning.Trainer) -> bool:
-        """Whether the step that has just ended has a validation."""
         return trainer.global_step % self.val_every == 0 or trainer.global_step >= trainer.max_steps
 
     def save_last(self, trainer: lightning.Trainer) -> None:
         """Saves last.ckpt unless it is up to date.
 
-        A checkpoint of the same step, from before its validation ended, is replaced. Otherwise the new one is first written
-        as next.ckpt, and `settle` then renames it and the older ones; after a kill in between, the resumed run does that.
+        It replaces a checkpoint of the same step from before the validation ended. Otherwise it is first written as next.ckpt,
+        and `settle` renames it and the older ones; after a kill in between, the resumed run does that.
         """
         now = (trainer.global_step, not self._validating)
         if now == self._saved:
@@ -165,22 +165,22 @@ def settle(out_dir: Path, keep: int | None = None) -> None:
     if (folder / NEXT).is_file():
         _shift(folder)
         (folder / NEXT).replace(folder / LAST.name)
-    for path in _newest_first(out_dir):
-        if keep is not None and keep <= _age(path.name) < sys.maxsize:
+    for age, path in _by_age(out_dir).items():
+        if keep is not None and age >= keep:
             path.unlink()
     for temporary in folder.glob(".*.ckpt.*"):
         temporary.unlink(missing_ok=True)
 
 
 def newest_sound(out_dir: Path) -> Checkpoint | None:
-    """The newest checkpoint that is not damaged; None where there are none. Newer, damaged ones are renamed, with a warning.
-    best.ckpt is the newest where it is the only one: of a run that ended between its validation and its first last.ckpt.
+    """The newest sound checkpoint; None if there are none. Newer, damaged ones are renamed, with a warning. best.ckpt counts if
+    it is the only one: the run ended between its validation and its first last.ckpt.
 
-    Raises UserError when all checkpoints are damaged; they keep their names, so that the next call raises it too. Raises
+    Raises UserError if all checkpoints are damaged; they keep their names, so that the next call raises it too. Raises
     UnreadableError for one that cannot be read for another reason.
     """
     damaged: list[tuple[Path, CheckpointError]] = []
-    for path in _newest_first(out_dir):
+    for path in _by_age(out_dir).values():
         try:
             sound = read_checkpoint(path)
         except UnreadableError:
@@ -188,18 +188,15 @@ def newest_sound(out_dir: Path) -> Checkpoint | None:
         except CheckpointError as error:
             damaged.append((path, error))
         else:
-            _set_aside(damaged)
+            for wrong, problem in damaged:
+                wrong.replace(wrong.with_name(DAMAGED))
+                print(f"{wrong} is damaged and now called {DAMAGED}; continuing from the one before it ({problem})",
+                      file=sys.stderr)
             return sound
     if damaged or (out_dir / FOLDER / DAMAGED).is_file():
         raise UserError(f"every checkpoint in {out_dir / FOLDER} is damaged, so the run cannot be continued: begin a new one, "
                         f"with init_from={out_dir / BEST} if that file is sound")
     return read_checkpoint(out_dir / BEST) if (out_dir / BEST).is_file() else None
-
-
-def _set_aside(damaged: list[tuple[Path, CheckpointError]]) -> None:
-    for path, error in damaged:
-        path.replace(path.with_name(DAMAGED))
-        print(f"{path} is damaged and now called {DAMAGED}; continuing from the one before it ({error})", file=sys.stderr)
 
 
 def _shift(folder: Path) -> None:
@@ -209,21 +206,18 @@ def _shift(folder: Path) -> None:
         (folder / _name(age - 1)).replace(folder / _name(age))
 
 
-def _newest_first(out_dir: Path) -> list[Path]:
-    names = [LAST.name, *sorted((path.name for path in (out_dir / FOLDER).glob("last-*.ckpt")), key=_age)]
-    return [out_dir / FOLDER / name for name in names if (out_dir / FOLDER / name).is_file()]
+def _by_age(out_dir: Path) -> dict[int, Path]:
+    """last.ckpt by 0, last-1.ckpt by 1 and so on, the newest first."""
+    found = {}
+    for path in (out_dir / FOLDER).glob("last*.ckpt"):
+        name = re.fullmatch(r"last(?:-(\d+))?\.ckpt", path.name)
+        if name:
+            found[int(name[1] or 0)] = path
+    return dict(sorted(found.items()))
 
 
 def _name(age: int) -> str:
     return f"last-{age}.ckpt" if age else LAST.name
-
-
-def _age(name: str) -> int:
-    """The number of newer checkpoints, by the name; sys.maxsize for a name that training does not give."""
-    if name == LAST.name:
-        return 0
-    number = name.removeprefix("last-").removesuffix(".ckpt")
-    return int(number) if number.isdigit() else sys.maxsize
 
 
 def _write_and_verify(checkpoint: dict[str, Any], file: Any) -> None:
@@ -240,7 +234,7 @@ def _cause(error: BaseException) -> BaseException:
 
 
 def _random_state() -> dict[str, Any]:
-    """The generators' states in plain containers, which weights_only=True can load."""
+    """The generators' states in plain containers, so that weights_only=True loads them."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, np.asarray(keys).tolist(), *rest)}
     return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})

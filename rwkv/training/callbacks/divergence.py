@@ -1,6 +1,7 @@
-"""Ends a run in all its processes when the loss or a weight is not finite, before that reaches a checkpoint."""
+"""Ends a run in all its processes before a loss or a weight that is not finite reaches a checkpoint."""
 
 import math
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,25 +20,24 @@ class Diverged(UserError):
     """The loss or a weight is not finite. The checkpoints saved before are intact."""
 
 
+@dataclass(eq=False)
 class Divergence(Callback):
     """Raises Diverged for a loss or a weight that is not finite.
 
     Losses are read every log_every steps, before a validation and before a checkpoint: reading each would wait for the GPU.
     """
 
-    def __init__(self, out_dir: Path, log_every: int) -> None:
-        self.out_dir = out_dir
-        self.log_every = log_every
-        self._lr = 0.0
-        self._loss: Any = 0.0            # of the current step; every accumulated batch adds its share
-        self._consecutive = 0            # losses that are not finite
-        self._unread: list[tuple[int, float, Tensor]] = []       # step, learning rate and loss
+    out_dir: Path
+    log_every: int
+    _lr: float = 0.0
+    _loss: Any = 0.0                     # of the current step; every accumulated batch adds its share
+    _consecutive: int = 0                # losses that are not finite
+    _unread: list[tuple[int, float, Tensor]] = field(default_factory=list)       # step, learning rate and loss
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._lr = trainer.optimizers[0].param_groups[0]["lr"]
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
-                           batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         self._loss = self._loss + outputs["loss"].detach()
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
@@ -62,7 +62,7 @@ class Divergence(Callback):
         if not self._unread:
             return
         losses = torch.stack([loss for _, _, loss in self._unread]).tolist()
-        processes = all_sum(*(not math.isfinite(loss) for loss in losses))       # how many have a loss that is not finite
+        processes = all_sum(*(not math.isfinite(loss) for loss in losses))       # number of them with a loss that is not finite
         has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
         for (step, lr, _), diverged in zip(self._unread, processes, strict=True):
             self._consecutive = self._consecutive + 1 if diverged else 0

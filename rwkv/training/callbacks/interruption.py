@@ -17,31 +17,30 @@ class Interrupted(Exception):
 
 
 class StopCleanly(Callback):
-    """The first signal ends training after the current step, with a checkpoint; then Ctrl-C ends it at once.
+    """The first signal ends training after the current step, with a checkpoint; Ctrl-C after it ends training at once.
 
-    During validation it ends there, with a checkpoint from before the validation, which the continued run repeats.
+    A signal during validation ends it there, with a checkpoint from before the validation, which the continued run repeats.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
         self.checkpoints = checkpoints
         self._stop = StopRequest(on_signal=_announce_stop)
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_train_start(self, *_: Any) -> None:
         self._stop.install()
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
-                           batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         between_steps = (batch_idx + 1) % trainer.accumulate_grad_batches == 0
         if between_steps and not self.checkpoints.validation_follows(trainer):
             self._stop_if_requested(trainer)
 
-    def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+    def on_validation_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._stop_if_requested(trainer)
 
     def on_validation_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._stop_if_requested(trainer)
 
-    def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
+    def teardown(self, *_: Any) -> None:
         self._stop.restore()
 
     def _stop_if_requested(self, trainer: lightning.Trainer) -> None:
@@ -52,5 +51,5 @@ class StopCleanly(Callback):
 
 
 def _announce_stop(number: int) -> None:
-    with suppress(RuntimeError):         # of a signal that comes while something else is being written to standard error
+    with suppress(RuntimeError):         # standard error is being written when the signal comes
         log(f"\n{signal.Signals(number).name}: stopping after this step (Ctrl-C stops at once) ...")

@@ -5,12 +5,11 @@ The machine is always recorded. trainer.probe=true adds:
   on a CPU, by CUDA events on a GPU, which are read after training;
 - errors of the operator in each layer, of its output and all gradients, against the reference in float64, on the inputs and
   the upstream gradient of a batch at the start and of the last batch after the last step. The start is the third step: a
-  model begins with matrices of zero, so that all gradients that reach the operator are zero before. Where nothing before
-  the operator is trained, as in the first layers of some tuned models, it has no gradients: only its output is measured.
+  model begins with matrices of zero, so that before it all gradients that reach the operator are zero. If no weight before the
+  operator is trained, as in the first layers of some tuned models, only its output is measured.
 
-The probe does not change training by a bit: the operator is wrapped during sampled steps only, clocks only read the time, and
-errors are measured in an extra pass over half of a batch (so that it takes less memory than a step), whose gradients are
-dropped, and after which the random generators are as before it (tune.dropout draws from them).
+The probe does not change training by a bit. Errors are measured in an extra pass over half of a batch, which takes less memory
+than a step; its gradients are dropped, and the random generators are restored after it (tune.dropout draws from them).
 """
 
 import importlib
@@ -33,69 +32,64 @@ from rwkv.config import TrainerConfig
 from rwkv.data.documents import Segments
 from rwkv.distributed import rank
 from rwkv.io.atomic import write_file
-from rwkv.report.reading import KERNEL
+from rwkv.report.reading import KERNEL, read_mapping
 
 START = 2                                # the step, from 0, at which errors are measured first
-WARM_UP, SAMPLES = 20, 100               # steps before the first timed one (a fifth of a short run); timed steps, roughly
+WARM_UP = 20                             # steps before the first timed one; a fifth of a short run
+SAMPLES = 100                            # timed steps, roughly
 Operator = Callable[..., tuple[Tensor, Any]]     # operator(inputs ..., state) -> (y, state)
 
 
-class CpuClock:
-    """mark() returns the present moment; ms(begin, end), called after training, the milliseconds between two moments."""
-
-    def mark(self) -> float:
+def mark(device: str) -> Any:
+    """The present moment: a time on a CPU, an event of the current stream on a GPU, which recording does not synchronise."""
+    if device != "cuda":
         return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
-    def ms(self, begin: float, end: float) -> float:
+
+def milliseconds(begin: Any, end: Any) -> float:
+    """The time between two moments; on a GPU called after training, since it waits for the second."""
+    if isinstance(begin, float):
         return 1000 * (end - begin)
-
-
-class CudaClock:
-    """The same with events on the current stream; recording one does not synchronise."""
-
-    def mark(self) -> torch.cuda.Event:
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def ms(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        end.synchronize()
-        return begin.elapsed_time(end)
+    end.synchronize()
+    return float(begin.elapsed_time(end))
 
 
 class Sample:
     """The times of one step: of the step itself, and of every forward and backward pass of the operator in it."""
 
-    def __init__(self, step: int, clock: CpuClock | CudaClock) -> None:
+    def __init__(self, step: int, device: str) -> None:
         self.step = step
-        self.clock = clock
+        self.device = device
         self.spans: dict[str, list[tuple[Any, Any]]] = {"ms": [], "forward_ms": [], "backward_ms": []}
-        self.begin = clock.mark()
+        self.begin = mark(device)
 
     def end(self) -> None:
-        self.spans["ms"].append((self.begin, self.clock.mark()))
+        self.spans["ms"].append((self.begin, mark(self.device)))
 
     def wrap(self, operator: Operator, layer: int) -> Operator:
         return partial(self._timed, operator)
 
     def as_row(self) -> dict[str, float]:
-        return {"step": self.step} | {name: sum(self.clock.ms(*span) for span in spans) for name, spans in self.spans.items()}
+        return {"step": self.step} | {name: sum(milliseconds(*span) for span in spans) for name, spans in self.spans.items()}
 
     def _timed(self, operator: Operator, *inputs: Any) -> tuple[Tensor, Any]:
-        begin = self.clock.mark()
+        begin = mark(self.device)
         y, state = operator(*inputs)
-        self.spans["forward_ms"].append((begin, self.clock.mark()))
+        self.spans["forward_ms"].append((begin, mark(self.device)))
         if y.grad_fn is not None:
             begins: list[Any] = []
-            y.grad_fn.register_prehook(lambda *_: begins.append(self.clock.mark()))
-            y.grad_fn.register_hook(lambda *_: self.spans["backward_ms"].append((begins.pop(), self.clock.mark())))
+            y.grad_fn.register_prehook(lambda *_: begins.append(mark(self.device)))
+            y.grad_fn.register_hook(lambda *_: self.spans["backward_ms"].append((begins.pop(), mark(self.device))))
         return y, state
 
 
 class Record:
     """One layer's operator in one pass: its inputs by name, its state and output, and the gradients of both sides.
 
-    grads: empty where the operator has no gradients.
+    grads: empty if the operator has no gradients.
     """
 
     def __init__(self, operator: Operator) -> None:
@@ -106,7 +100,6 @@ class Record:
         self.grads: tuple[Tensor, ...] = ()
 
     def __call__(self, *inputs: Any) -> tuple[Tensor, Any]:
-        """Calls the operator."""
         y, state = self.operator(*inputs)
         arguments = dict(inspect.signature(self.operator).bind(*inputs).arguments)
         self.state = arguments.pop("state", None)
@@ -127,7 +120,8 @@ class Record:
         leaves = {name: tensor.double().requires_grad_() for name, tensor in self.inputs.items()}
         with torch.enable_grad(), torch.autocast(self.y.device.type, enabled=False):
             y, _ = reference(**leaves, state=_double(self.state))
-        names, expected = ["y"], [y.detach()]
+        names = ["y"]
+        expected = [y.detach()]
         if self.grads:
             names += [f"grad {name}" for name in leaves]
             expected += torch.autograd.grad(y, list(leaves.values()), self.grad_y.double())
@@ -135,7 +129,6 @@ class Record:
                 for name, actual, right in zip(names, (self.y, *self.grads), expected, strict=True)}
 
     def ranges(self) -> dict[str, list[float]]:
-        """The minimum and maximum of each input."""
         return {name: [float(tensor.min()), float(tensor.max())] for name, tensor in self.inputs.items()}
 
 
@@ -161,7 +154,7 @@ class Wrapped:
 
 
 class Probe(Callback):
-    """Writes out_dir/kernel.json when training begins, and again when it ends or fails. With several processes, rank 0 does.
+    """Writes out_dir/kernel.json in rank 0 when training begins, and again when it ends or fails.
 
     exclude(seconds) is called with the time that each measurement of errors took.
     """
@@ -171,7 +164,7 @@ class Probe(Callback):
         self.options = options
         self.measured: dict[str, Any] = {}       # the content of kernel.json
         self._exclude = exclude
-        self._disabled = _why_disabled(options)
+        self._disabled = _why_disabled(options)  # the reason; None if the probe is on
         self._first_step = 0             # of this part of the run
         self._max_steps = 0
         self._samples: list[Sample] = []
@@ -182,7 +175,7 @@ class Probe(Callback):
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._first_step = trainer.global_step
         self._max_steps = trainer.max_steps
-        earlier = _read(self.path) if self._first_step else {}
+        earlier = read_mapping(self.path, json.loads, []) if self._first_step else {}
         self.measured = {
             "kernel": _time_mixers(pl_module)[0].wkv.name, "device": pl_module.device.type, "precision": self.options.precision,
             "machine": describe(pl_module.device.type), "probe": self._disabled or "on", "warm_up": self._warm_up(),
@@ -191,8 +184,7 @@ class Probe(Callback):
             "finished": False}
         self._write()
 
-    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any,
-                             batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: lightning.Trainer, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if rank() > 0 or self._disabled:
             return
         self._batch = batch
@@ -202,12 +194,13 @@ class Probe(Callback):
             self.measured["errors"]["start"] = measure_errors(trainer, pl_module, batch)
             self._write()
             self._exclude(time.perf_counter() - start)
-        if batch_idx % self.options.accumulate == 0 and self._is_sampled(step):
-            self._sample = Sample(step, CudaClock() if pl_module.device.type == "cuda" else CpuClock())
+        timed = step - self._first_step - self._warm_up()
+        is_sampled = timed >= 0 and timed % max(1, self._max_steps // SAMPLES) == 0
+        if batch_idx % self.options.accumulate == 0 and is_sampled:
+            self._sample = Sample(step, pl_module.device.type)
             self._wrapped = Wrapped(pl_module, self._sample.wrap)
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any, batch: Any,
-                           batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._sample is not None and (batch_idx + 1) % self.options.accumulate == 0:
             self._sample.end()
             self._samples.append(self._sample)
@@ -237,10 +230,6 @@ class Probe(Callback):
             self._wrapped.restore()
         self._wrapped = None
         self._sample = None
-
-    def _is_sampled(self, step: int) -> bool:
-        timed = step - self._first_step - self._warm_up()
-        return timed >= 0 and timed % max(1, self._max_steps // SAMPLES) == 0
 
     def _warm_up(self) -> int:
         return min(WARM_UP, self._max_steps // 5)
@@ -282,18 +271,8 @@ def _time_mixers(pl_module: lightning.LightningModule) -> list[Any]:
 
 
 def _why_disabled(options: TrainerConfig) -> str | None:
-    """The reason why nothing is measured; None when the probe is on."""
     if not options.probe:
         return "off"
     if options.compile:
         return "the operator of a compiled block cannot be measured: trainer.compile=true"
     return "the weights are sharded over processes: trainer=fsdp" if options.strategy == "fsdp" else None
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """The kernel.json of an earlier part of the run; {} when it cannot be read."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}

@@ -4,13 +4,14 @@ import statistics
 import sys
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
 from rwkv.distributed import all_sum, log, world_size
 from rwkv.model.base import Model
@@ -18,27 +19,26 @@ from rwkv.report.numbers import REWARDS
 from rwkv.training.loggers import norm_names
 
 
+@dataclass(eq=False)
 class Metrics(Callback):
-    """Logs train/loss, lr, tok_per_sec, grad_norm (before clipping) and peak_mem (MiB) every `log_every` steps.
+    """Logs train/loss, lr, tok_per_sec, grad_norm (before clipping) and peak_mem (MiB, of rank 0) every `log_every` steps.
 
-    tok_per_sec excludes the time of validation and sampling; the padding of trainer.tbptt's segments does not count as
-    tokens. With grad_norms, the norm of each part of the model is logged too. After training, the median milliseconds of the
-    logged steps are printed. Of pairs of answers, train/rewards_* are logged: means over the step's pairs. With several
-    processes, peak_mem is that of rank 0.
+    tok_per_sec excludes the time of validation and sampling, and the padding of trainer.tbptt's segments. With grad_norms, the
+    gradient norm of each part of the model is logged too, and for pairs of answers train/rewards_*, means over the step's
+    pairs. After training, the median milliseconds of the logged steps are printed.
     """
 
-    def __init__(self, log_every: int, grad_norms: bool = False) -> None:
-        self.log_every = log_every
-        self.grad_norms = grad_norms
-        self.latest: Mapping[str, Any] = {}
-        self._interval_start = 0.0       # since the last logged step, validation or sample
-        self._interval_tokens = 0        # read in this interval
-        self._interval_counted = 0       # of these, without padding
-        self._tokens_per_step = 0
-        self._ms_per_token: list[float] = []
-        self._lr = 0.0
-        self._part_norms: dict[str, float] = {}
-        self._loss: Any = 0.0            # of the current step; every accumulated batch adds its share
+    log_every: int
+    grad_norms: bool = False
+    latest: Mapping[str, Any] = field(default_factory=dict)
+    _interval_start: float = 0.0         # since the last logged step, validation or sample
+    _interval_tokens: int = 0            # read in this interval
+    _interval_counted: int = 0           # of these, without padding
+    _tokens_per_step: int = 0
+    _ms_per_token: list[float] = field(default_factory=list)
+    _lr: float = 0.0
+    _part_norms: dict[str, float] = field(default_factory=dict)
+    _loss: Any = 0.0                     # of the current step; every accumulated batch adds its share
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._start_interval()
@@ -53,8 +53,7 @@ class Metrics(Callback):
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         self._start_interval()
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, outputs: Any,
-                           batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         tokens = batch[0].numel() * world_size()
         self._interval_tokens += tokens
         self._interval_counted += getattr(batch, "tokens", tokens)
@@ -68,7 +67,7 @@ class Metrics(Callback):
         self._loss = 0.0
 
     def exclude(self, seconds: float) -> None:
-        """Excludes `seconds`, which something other than training took, from the current interval."""
+        """Excludes `seconds`, spent on other work than training, from the current interval."""
         self._interval_start += seconds
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
@@ -117,7 +116,7 @@ def peak_memory_mib(device: torch.device, root: Path = Path("/")) -> float:
 
 
 def _peak_kib(status: Path) -> int | None:
-    """VmHWM of /proc/self/status; None where there is no such file or line, as in some sandboxes."""
+    """VmHWM of /proc/self/status; None without such a file or line, as in some sandboxes."""
     try:
         lines = status.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -128,10 +127,6 @@ def _peak_kib(status: Path) -> int | None:
 def gradient_norms(model: Model) -> dict[str, float]:
     """The 2-norm of the gradients of each part, named as in loggers.norm_names. Synchronises with the device once."""
     parts = [model.emb, *model.blocks, model.ln_out, model.head]
-    norms = torch.stack([_norm(part) for part in parts])
+    norms = torch.stack([get_total_norm([parameter.grad for parameter in part.parameters() if parameter.grad is not None])
+                         for part in parts])
     return dict(zip(norm_names(len(model.blocks)), norms.tolist(), strict=True))
-
-
-def _norm(part: nn.Module) -> Tensor:
-    gradients = [parameter.grad for parameter in part.parameters() if parameter.grad is not None]
-    return torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))

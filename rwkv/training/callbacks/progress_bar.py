@@ -3,6 +3,7 @@
 import math
 import sys
 import time
+from dataclasses import dataclass
 from typing import Any
 
 import lightning
@@ -12,24 +13,24 @@ from tqdm import tqdm
 from rwkv.distributed import rank
 from rwkv.training.callbacks.metrics import Metrics
 
-FIRST_LINE, LAST_LINE = 3.0, 30.0        # seconds between two lines in a file, at first and later
+FIRST_LINE = 3.0                         # seconds between two lines in a file, at first
+LAST_LINE = 30.0                         # later
 SHOWN = ("train/loss", "val/loss", "val/bpb", "tok_per_sec")      # of the metrics
 
 
+@dataclass(eq=False)
 class ProgressBar(Callback):
-    """Progress bars on standard error, over optimiser steps and over the batches of a validation; where that is not a terminal,
+    """Progress bars on standard error, over optimiser steps and over the batches of a validation. Outside a terminal they are
     lines, at first after a few seconds and later every half minute.
     """
 
-    def __init__(self, metrics: Metrics) -> None:
-        self.metrics = metrics
-        self._bar: tqdm | None = None
-        self._validation: tqdm | None = None
+    metrics: Metrics
+    _bar: tqdm | None = None
+    _validation: tqdm | None = None
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if rank() > 0:
-            return
-        self._bar = _bar(total=trainer.max_steps, initial=trainer.global_step, unit="step")
+        if rank() == 0:
+            self._bar = _bar(total=trainer.max_steps, initial=trainer.global_step, unit="step")
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         if self._bar is not None and trainer.global_step > self._bar.n:
@@ -58,7 +59,7 @@ class ProgressBar(Callback):
     def on_train_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         if self._bar is not None:
             self._show(trainer)
-        self._close()                    # what is printed after training begins on a line of its own
+        self._close()                    # the next output begins on a line of its own
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         self._close()
@@ -84,6 +85,6 @@ def _bar(**options: Any) -> tqdm:
 
 
 def _advance(bar: tqdm, steps: float) -> None:
-    """As bar.update. Where that writes a line, the next one comes after as long a time again, and after LAST_LINE at most."""
+    """As bar.update. Outside a terminal each line doubles the time to the next one, up to LAST_LINE."""
     if bar.update(steps) and bar.mininterval >= FIRST_LINE:
         bar.mininterval = min(LAST_LINE, 2 * bar.mininterval)

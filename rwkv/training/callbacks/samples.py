@@ -27,11 +27,11 @@ Row = dict[str, Any]                     # step, prompt, text (which continues t
 
 
 class Samples(Callback):
-    """Draws a sample every sample_every(...) steps and after the last step, before that step's checkpoint is written.
+    """Draws a sample in rank 0 every sample_every(...) steps and after the last, before that step's checkpoint is written.
 
     resumed_at: the step of the checkpoint that the run continues from; samples of later steps are dropped, since the run
-    repeats these steps. exclude(seconds) is called with the time that each sample took. With several processes, rank 0
-    draws. Raises UserError when the prompt cannot be encoded.
+    repeats these steps. exclude(seconds) is called with the time that each sample took. Raises UserError if the prompt cannot
+    be encoded.
     """
 
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer, out_dir: Path, resumed_at: int | None,
@@ -43,34 +43,33 @@ class Samples(Callback):
         self.tokenizer = tokenizer
         self.path = out_dir / SAMPLES
         self._exclude = exclude
-        self._last_step = 0              # the last step that ended
         self._rows: list[Row] = []
         if resumed_at is not None:
             self._rows = [row for row in read_samples(self.path) if row["step"] <= resumed_at]
         tokenizer.encode(self.prompt)    # fails now, not after the first steps
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        self._last_step = trainer.global_step
         if rank() == 0:
             write_file(self.path, lambda file: file.writelines(map(_line, self._rows)))
 
-    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
-        if step == self._last_step:      # more batches are accumulated for this step
+        if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        self._last_step = step
         if rank() == 0 and (step % self.every == 0 or step >= trainer.max_steps):
             if pl_module.device.type == "cuda":
                 torch.cuda.synchronize(pl_module.device)         # the steps in flight are training time
             start = time.perf_counter()
             text = self._text(pl_module.model, step)
             if text is not None:
-                self._add({"step": step, "prompt": self.prompt, "text": text})
+                self._rows.append({"step": step, "prompt": self.prompt, "text": text})
+                with self.path.open("ab") as file:
+                    file.write(_line(self._rows[-1]))
                 log_samples(trainer.loggers, self._rows, step)
             self._exclude(time.perf_counter() - start)
 
     def _text(self, model: Any, step: int) -> str | None:
-        """A sample; None, with the reason on standard error, when it cannot be drawn. Training goes on."""
+        """A sample; None, with the reason on standard error, if it cannot be drawn. Training continues."""
         model.eval()
         try:
             return "".join(generate(model, self.tokenizer, self.prompt, max_new_tokens=self.length, seed=self.seed))
@@ -80,14 +79,9 @@ class Samples(Callback):
         finally:
             model.train()
 
-    def _add(self, row: Row) -> None:
-        self._rows.append(row)
-        with self.path.open("ab") as file:
-            file.write(_line(row))
-
 
 def sample_every(config: TrainerConfig) -> int:
-    """The interval in steps; 0 for never, as with fsdp, where each process has only a part of the weights."""
+    """The interval in steps; 0 for never, as with fsdp, since each process has only a part of the weights."""
     if config.strategy == "fsdp":
         return 0
     return config.val_every if config.sample_every is None else config.sample_every

@@ -1,6 +1,7 @@
 """A run's directory: config.yaml, checkpoints/, metrics.csv, ... runs/latest points to the newest run."""
 
 import itertools
+import json
 import os
 import shutil
 import sys
@@ -53,7 +54,7 @@ def new_folder(kind: str = "") -> Path:
 
 
 def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
-    """Raises UserError if the directory holds anything but a lock, or cannot be written. `resume`: what would continue it."""
+    """Raises UserError if the directory holds anything but a lock, or cannot be written. resume: the option to continue it."""
     if out_dir.exists() and not out_dir.is_dir():
         raise UserError(f"out_dir {out_dir} is a file: choose another")
     if out_dir.exists() and any(path.name != NAME for path in out_dir.iterdir()):
@@ -67,10 +68,7 @@ def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
 
 
 def create(run: Run, resolved: dict[str, Any]) -> None:
-    """Makes the directory, writes the resolved configuration into it and points runs/latest to it.
-
-    Raises UserError if the directory cannot be made, or if another process has begun a run in it.
-    """
+    """Makes the directory, writes the resolved configuration into it and points runs/latest to it."""
     try:
         run.out_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -86,8 +84,8 @@ def create(run: Run, resolved: dict[str, Any]) -> None:
 
 
 def folder_apart(run: Run) -> Path | None:
-    """Where the rows and samples go of a run that begins again because it had saved no checkpoint: out_dir/unsaved-1, or the
-    next free number. None where there is nothing to keep.
+    """The folder for the rows and samples of a run that begins again because it had saved no checkpoint: out_dir/unsaved-1, or
+    the next free number. None if there is nothing to keep.
     """
     if not run.exists or run.resume_from is not None:
         return None
@@ -98,7 +96,7 @@ def folder_apart(run: Run) -> Path | None:
 
 
 def _set_apart(out_dir: Path, folder: Path) -> None:
-    """Moves what a run writes into `folder`, with a copy of its configuration."""
+    """Moves a run's output into `folder`, with a copy of its configuration."""
     folder.mkdir()
     shutil.copy(out_dir / CONFIG_FILE, folder)
     for path in (out_dir / name for name in (METRICS, SAMPLES, KERNEL, TUNED, report.PAGE, report.TABLE, "wandb")):
@@ -108,7 +106,8 @@ def _set_apart(out_dir: Path, folder: Path) -> None:
 
 def _point_latest(out_dir: Path) -> None:
     """Makes runs/latest a symlink to out_dir, or a one-line file where links need rights. A failure is reported, not raised."""
-    latest, target = RUNS / "latest", out_dir.resolve()
+    latest = RUNS / "latest"
+    target = out_dir.resolve()
     if target.is_relative_to(RUNS.resolve()):
         target = target.relative_to(RUNS.resolve())
     try:
@@ -136,7 +135,5 @@ def _replace_link(link: Path, target: Path) -> None:
 
 def as_plain(config: TrainConfig) -> dict[str, Any]:
     """The configuration in dictionaries and lists, for YAML, checkpoints and W&B."""
-    plain = asdict(config)
-    plain["optim"]["betas"] = list(plain["optim"]["betas"])
-    plain["tune"]["modules"] = list(plain["tune"]["modules"])
+    plain: dict[str, Any] = json.loads(json.dumps(asdict(config)))         # tuples as lists
     return plain

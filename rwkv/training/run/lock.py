@@ -10,7 +10,7 @@ from filelock import FileLock, SoftFileLock, Timeout
 from rwkv.errors import UserError
 
 NAME = ".lock"
-PATIENCE = 6.0                           # seconds to wait: the data workers of a run that was killed take up to 5 to end
+PATIENCE = 6.0                           # seconds to wait: the data workers of a killed run end within 5
 
 
 class RunLock:
@@ -40,25 +40,20 @@ def _acquired(out_dir: Path) -> FileLock | None:
     lock = FileLock(out_dir / NAME, thread_local=False)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")          # the library's own, in place of _warn_unprotected's
+            warnings.simplefilter("ignore")          # _warn_unprotected replaces the library's warning
             lock.acquire(timeout=PATIENCE, poll_interval=0.05)
     except Timeout:
-        if _is_system_lock(lock):
+        if not isinstance(lock, SoftFileLock):
             raise UserError(f"another process is training the run in {out_dir}: wait until it ends or stop it, or choose "
                             "another out_dir") from None
     except OSError as error:
         _warn_unprotected(out_dir, error.strerror or "no locks")
         return None
-    if _is_system_lock(lock):
+    if not isinstance(lock, SoftFileLock):
         return lock
-    lock.release(force=True)
+    lock.release(force=True)             # the library's fallback, a file that is the lock, would outlive its process
     _warn_unprotected(out_dir, "not on this file system")
     return None
-
-
-def _is_system_lock(lock: Any) -> bool:
-    """False for the library's fallback, a file whose existence is the lock: it would outlive its process."""
-    return not isinstance(lock, SoftFileLock)
 
 
 def _warn_unprotected(out_dir: Path, reason: str) -> None:

@@ -1,10 +1,13 @@
-"""How a run is opened: a new one, or one that is resumed (rwkv/training/run/resume.py)."""
+"""Opens a new run, or one that is resumed (rwkv/training/run/resume.py)."""
 
 from collections.abc import Collection
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
-from rwkv.config import TrainConfig, require_effect
+from rwkv.config import GENERATIONS, ModelConfig, TrainConfig, require_effect
 from rwkv.errors import UserError
+from rwkv.model.base import generation
 from rwkv.training.length import with_default_length
 from rwkv.training.run.directory import Run, new_folder, require_unused
 from rwkv.training.run.resume import Request, resolved, resumed_run
@@ -18,9 +21,6 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
     """A new run, or the one that `resume` names. Nothing is written yet.
 
     given: the keys that the user set on the command line. chosen: the options that the groups among these keys set.
-    Raises UserError if the new run's directory is not empty, if a given key has no effect, if there is nothing to resume, if
-    another process trains that run, if a FIXED option differs from the run's, and if a given key differs from the checkpoint
-    that `init_from` names.
     """
     if config.resume is not None and config.init_from is not None:
         raise UserError("resume= continues a run, and init_from= begins one with the weights of another: give one of them")
@@ -33,15 +33,34 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
     out_dir = Path(config.out_dir) if config.out_dir else new_folder()
     require_unused(out_dir)
     if config.init_from is None:
+        require_own_options(config)
         _require_new_weights(config, given)
         return Run(out_dir, resolved(config, given))
     config, defaults = with_tuning_defaults(config, {*given, *chosen})
     sized, checkpoint, tokenizer = open_init_checkpoint(config, given)
+    require_own_options(sized)
     guarded = with_guard(sized, tokenizer, given)
     divided, of_passes = with_passes(resolved(guarded, given), given)
     frugal, of_memory = with_less_memory(divided, checkpoint.vocab_size, given)
     return Run(out_dir, frugal, init_checkpoint=checkpoint, tokenizer=tokenizer, tuning_defaults=defaults,
                saved_memory=tuple(line for line in (of_passes, of_memory) if line))
+
+
+def require_own_options(config: TrainConfig) -> None:
+    """Raises UserError for the first option that only other generations of models have, unless it is at its default."""
+    own = _own_options(config.model)
+    for name in GENERATIONS:
+        for key in _own_options(replace(config.model, generation=name)):
+            value = attrgetter(key)
+            if key not in own and value(config) != value(TrainConfig()):
+                raise UserError(f"{key} is an option of {name}, and the model is {config.model.generation}: leave it out, or "
+                                "take another model=")
+
+
+def _own_options(model: ModelConfig) -> list[str]:
+    """The dotted keys of the options that the model's generation has, and not every generation."""
+    module = generation(model)
+    return [*(f"model.{name}" for name in module.OPTIONS), *(f"optim.{name}" for name in module.LR_SCALES.values())]
 
 
 def _require_new_weights(config: TrainConfig, given: Collection[str]) -> None:

@@ -1,16 +1,17 @@
-"""A run that is resumed has its own configuration: options given on the command line replace its values, and those that would
-make it another run (FIXED) are refused.
+"""Resumes a run with its own configuration. Options given on the command line replace its values; those that would make it
+another run (FIXED) are refused.
 """
 
 from collections.abc import Collection
 from dataclasses import is_dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import yaml
 
 from rwkv.checkpoint.files import Checkpoint, follow, read_checkpoint
-from rwkv.config import LENGTHS, SCALED, DataConfig, TrainConfig
+from rwkv.config import LENGTHS, SCALED, TrainConfig
 from rwkv.errors import UserError
 from rwkv.report.reading import is_finished
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -29,7 +30,7 @@ FIXED = ("model", "data", "tune", "seed",    # options and groups that may not c
          "trainer.val_tokens")           # the losses are compared, for best.ckpt
 NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview")      # exceptions
 DELETED = {"optim.matrix_every": 1, "optim.matrix_iterations": 3}        # options of earlier versions: their defaults
-ADDED = {"tune.guard": None}             # what runs did that were begun before there was the option
+ADDED = {"tune.guard": None}             # options that earlier versions lacked, and the values that they acted by
 
 
 class Request(NamedTuple):
@@ -45,21 +46,16 @@ def resumed_run(request: Request) -> Run | None:
     config = request.config
     auto = config.resume == "auto"
     path = Path(config.out_dir) if auto and config.out_dir else follow(RUNS / "latest" if auto else Path(str(config.resume)))
-    lock = _held(path.resolve().parent.parent if path.is_file() else path)
+    out_dir = path.resolve().parent.parent if path.is_file() else path
+    lock = RunLock()
+    if (out_dir / CONFIG_FILE).is_file() or (out_dir / FOLDER).is_dir():
+        lock.hold(out_dir)
     try:
         run = _found(request, path, auto)
     except ValueError:
         lock.release()                   # the traceback would keep it
         raise
     return run and replace(run, exists=True, lock=lock)
-
-
-def _held(out_dir: Path) -> RunLock:
-    """A lock, held if out_dir is a run's directory."""
-    lock = RunLock()
-    if (out_dir / CONFIG_FILE).is_file() or (out_dir / FOLDER).is_dir():
-        lock.hold(out_dir)
-    return lock
 
 
 def _found(request: Request, path: Path, auto: bool) -> Run | None:
@@ -78,24 +74,27 @@ def _found(request: Request, path: Path, auto: bool) -> Run | None:
 
 
 def _continue(request: Request, out_dir: Path, checkpoint: Checkpoint) -> Run:
-    saved, step = checkpoint.run or {}, checkpoint.step
+    saved = checkpoint.run or {}
     if "trainer" not in saved or checkpoint.path.parent.name != FOLDER:
         raise UserError(f"nothing to resume from at {checkpoint.path}: it is not a checkpoint in the directory of a run")
     merged = _merged(request, out_dir, saved)
-    resumed = Run(out_dir, merged, checkpoint.path, step)
+    resumed = Run(out_dir, merged, checkpoint.path, checkpoint.step)
     if merged.trainer.epochs is None:
         require_unfinished(resumed)
     if merged.init_from is None:
-        return replace(resumed, tokenizer=_from_same_file(merged.data, checkpoint))
-    if merged.tune.method != "full":     # the checkpoint read as weights has them with what was trained
-        return replace(resumed, init_checkpoint=read_checkpoint(merged.init_from),
-                       tokenizer=Tokenizer.from_dict(checkpoint.tokenizer or {}))
-    return replace(resumed, init_checkpoint=checkpoint, tokenizer=Tokenizer.from_dict(checkpoint.tokenizer or {}))
+        if not merged.data.tokenizer.endswith(".json"):
+            return resumed
+        return replace(resumed, tokenizer=Tokenizer.named(         # with the end of text that the run began with
+            merged.data.tokenizer, "data.tokenizer", end_of_text=merged.data.end_of_text, like=checkpoint.tokenizer))
+    # with tune=lora and state, the weights that the checkpoint gives are merged with the trained values
+    weights = checkpoint if merged.tune.method == "full" else read_checkpoint(merged.init_from)
+    return replace(resumed, init_checkpoint=weights, tokenizer=Tokenizer.from_dict(checkpoint.tokenizer or {}))
 
 
 def require_unfinished(run: Run) -> None:
     """Raises UserError for a resumed run that has no step left."""
-    trainer, step = run.config.trainer, run.resume_step
+    trainer = run.config.trainer
+    step = run.resume_step
     if step is None or step < trainer.max_steps:
         return
     finished = is_finished(run.out_dir) and all(path.exists() for path in tuned_files(run.config, run.out_dir))
@@ -104,15 +103,8 @@ def require_unfinished(run: Run) -> None:
         raise UserError(f"the run in {run.out_dir} is finished at step {step}: to train on, give trainer.{more}=MORE")
 
 
-def _from_same_file(data: DataConfig, checkpoint: Checkpoint) -> Tokenizer | None:
-    """The tokenizer that data.tokenizer=FILE.json names, with the ends of text that the run began with; None for another."""
-    if not data.tokenizer.endswith(".json"):
-        return None
-    return Tokenizer.named(data.tokenizer, "data.tokenizer", end_of_text=data.end_of_text, like=checkpoint.tokenizer)
-
-
 def _restart(request: Request, out_dir: Path) -> Run:
-    """A run that ended before its first checkpoint, from step 0 and with its own configuration."""
+    """A run that ended before its first checkpoint: it begins again at step 0, with its own configuration."""
     saved = yaml.safe_load((out_dir / CONFIG_FILE).read_text(encoding="utf-8"))
     merged = _merged(request, out_dir, saved)
     if merged.init_from is None:
@@ -126,8 +118,11 @@ def _merged(request: Request, out_dir: Path, saved: dict[str, Any]) -> TrainConf
     config, given, chosen = request
     merged = _from_plain(_of_this_version(saved, out_dir))
     replacing = [*given, *_not_overruled(chosen, given, merged.init_from)]
-    for key in _options_given(config, replacing):
-        old, new = _look_up(merged, key), _look_up(config, key)
+    for key in replacing:
+        if key.startswith(("resume", "out_dir", "experiment", "debug", "hydra")) or is_dataclass(attrgetter(key)(config)):
+            continue                     # no option that replaces the run's
+        old = attrgetter(key)(merged)
+        new = attrgetter(key)(config)
         if key == "data.batch_size" and same_step(config, merged):
             continue                     # the run reads these rows in several passes
         if old != new and key not in NOT_FIXED and not {key, key.split(".")[0]}.isdisjoint(FIXED):
@@ -135,22 +130,22 @@ def _merged(request: Request, out_dir: Path, saved: dict[str, Any]) -> TrainConf
                             "that sets it; or start a new run")
         if key == "trainer.precision" and new == AUTO:
             continue                     # the run keeps the precision that it began with
-        *parents, name = key.split(".")
-        setattr(_look_up(merged, ".".join(parents)), name, new)
+        group, _, name = key.rpartition(".")
+        setattr(attrgetter(group)(merged) if group else merged, name, new)
     checked = _from_plain(as_plain(merged))
     return resolved(replace(checked, resume=config.resume, out_dir=str(out_dir)), replacing)
 
 
 def resolved(config: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """The configuration with one length, its max_steps if they are known, and the precision that precision=auto means."""
+    """The configuration with one length, its max_steps if they are known, and trainer.precision=auto resolved."""
     config = with_max_steps(config, given)
-    return replace(config, trainer=replace(config.trainer, precision=resolved_precision(config.trainer)))
+    precision = resolved_precision(config.trainer.precision, config.trainer.accelerator)
+    return replace(config, trainer=replace(config.trainer, precision=precision))
 
 
 def _of_this_version(saved: dict[str, Any], out_dir: Path) -> dict[str, Any]:
-    """A configuration with the options that its version did not have, and without those that this one has no longer.
-
-    Raises UserError if one of these is not at its default.
+    """The configuration with the ADDED options, and without the DELETED ones. Raises UserError if one of these is not at its
+    default.
     """
     current = {name: dict(value) if isinstance(value, dict) else value for name, value in saved.items()}
     for option, before in ADDED.items():
@@ -165,17 +160,9 @@ def _of_this_version(saved: dict[str, Any], out_dir: Path) -> dict[str, Any]:
     return current
 
 
-def _options_given(config: TrainConfig, given: Collection[str]) -> list[str]:
-    """The given options that replace a resumed run's, without the names of groups."""
-    options = [key for key in given if not key.startswith(("resume", "out_dir", "experiment", "debug", "hydra"))]
-    return [key for key in options if not is_dataclass(_look_up(config, key))]
-
-
 def _not_overruled(chosen: Collection[str], given: Collection[str], init_from: str | None) -> list[str]:
-    """The options that groups set, without those that were replaced when the run was new.
-
-    They are an experiment's length if the user gives another, and its sizes if init_from's file gave them. Runs begun before
-    debug= set val_tokens read the whole split, and go on doing so.
+    """The options that groups set, without those that were replaced when the run was new: the length if the user gives another,
+    the sizes if init_from's file gave them, and val_tokens, since earlier versions of debug= read the whole split.
     """
     lengthened = not set(LENGTHS).isdisjoint(given)
     kept = [option for option in chosen
@@ -201,10 +188,3 @@ def _from_plain(plain: dict[str, Any]) -> TrainConfig:
             value = group(**{option: tuple(item) if isinstance(item, list) else item for option, item in value.items()})
         values[name] = value
     return TrainConfig(**values)
-
-
-def _look_up(config: Any, key: str) -> Any:
-    """The value of a dotted key; of the empty one, the configuration itself."""
-    for part in filter(None, key.split(".")):
-        config = getattr(config, part)
-    return config
