@@ -129,7 +129,7 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
 def _template(run: Run) -> str:
     """The chat template of the conversations, and the reason for it."""
     given = run.config.data.template
-    choice = Choice("world", "that of a new model")
+    choice = Choice("world", "the default of a new model")
     if run.init_checkpoint is not None:
         choice = choose_template(None, str(run.config.init_from), run.init_checkpoint.run)
     return f"{choice.template} ({choice.why})" if given in (None, choice.template) else str(given)
@@ -152,7 +152,7 @@ def _blocks(compiled: bool, method: str, conversations: bool) -> str:
         why = f"tune={method} freezes weights"
     elif conversations:
         why = "rows of conversations are read text by text"
-    return "fused, with gradients of their own" + (f", and what is between the products twice: {why}" if why else "")
+    return "fused, with gradients of their own" + (f"; steps between the products are computed twice: {why}" if why else "")
 
 
 def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs: int) -> Iterator[tuple[str, str]]:

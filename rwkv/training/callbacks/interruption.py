@@ -40,7 +40,7 @@ class StopCleanly(Callback):
     def on_validation_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._stop_if_requested(trainer)
 
-    def teardown(self, *_: Any) -> None:
+    def teardown(self, trainer: lightning.Trainer, pl_module: Any, stage: str) -> None:
         self._stop.restore()
 
     def _stop_if_requested(self, trainer: lightning.Trainer) -> None:
