@@ -5,23 +5,40 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import group_norm, linear, normalize
 
 from kernels.wkv4 import WKV4, WKVState
-from rwkv.model import fused, rwkv4_fused
+from rwkv.model import fused, rwkv4_fused, rwkv7_fused
 from rwkv.model.fused import token_shift
 from rwkv.model.rwkv4 import ChannelMix, TimeMix
 
-B, T, C, A = 2, 5, 3, 4
-MIX = ((B, T, C), (B, C))
-MU, SQUARE, UP, DOWN = (1, 1, C), (C, C), (A, C), (C, A)
+B, T, H, N, A, D = 2, 5, 2, 3, 4, 4
+C, F = H * N, 7
+X, ROW, MU, SQUARE = (B, T, C), (B, C), (1, 1, C), (C, C)
+UP, DOWN, FROM_HIDDEN, HIDDEN = (A, C), (C, A), (D, C), (B, T, D)
+MIX = (X, ROW)
+Tensors = tuple[Tensor, ...]
+Function = Callable[..., Tensor | Tensors]
+Case = tuple[Function, Function, tuple[tuple[int, ...], ...]]
 
 
-def products(x: Tensor, last_x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+def random(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+
+
+def several(results: Tensor | Tensors) -> Tensors:
+    return results if isinstance(results, tuple) else (results,)
+
+
+# RWKV-4
+
+
+def products(x: Tensor, last_x: Tensor, *others: Tensor) -> Tensors:
     return fused.mixed_products(x, last_x, others[:len(others) // 2], others[len(others) // 2:])
 
 
-def plain_products(x: Tensor, last_x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
+def plain_products(x: Tensor, last_x: Tensor, *others: Tensor) -> Tensors:
     mus, weights = others[:len(others) // 2], others[len(others) // 2:]
     before = torch.cat((last_x.unsqueeze(1), x[:, :-1]), dim=1)
     return tuple(linear(mu * x + (1 - mu) * before, weight) for mu, weight in zip(mus, weights, strict=True))
@@ -36,57 +53,117 @@ def plain_channel_mixing(x: Tensor, last_x: Tensor, mu_k: Tensor, mu_r: Tensor, 
     return torch.sigmoid(r) * linear(torch.relu(k) ** 2, weights[2])
 
 
-CASES = {
+RWKV4: dict[str, Case] = {
     "three products": (products, plain_products, (*MIX, MU, MU, MU, UP, UP, UP)),
     "two products": (products, plain_products, (*MIX, MU, MU, UP, SQUARE)),
     "one step": (products, plain_products, ((B, 1, C), (B, C), MU, MU, UP, SQUARE)),
-    "gate": (rwkv4_fused.gated_product, lambda gate, x, weight: linear(torch.sigmoid(gate) * x, weight), (MIX[0], MIX[0], UP)),
-    "channel mixing": (channel_mixing, plain_channel_mixing, (*MIX, MU, MU, UP, SQUARE, DOWN)),
+    "gate": (rwkv4_fused.gated_product, lambda gate, x, weight: linear(torch.sigmoid(gate) * x, weight), (X, X, UP)),
+    "the channel mixing of RWKV-4": (channel_mixing, plain_channel_mixing, (*MIX, MU, MU, UP, SQUARE, DOWN)),
 }
-Function = Callable[..., Tensor | tuple[Tensor, ...]]
-Case = tuple[Function, Function, tuple[tuple[int, ...], ...]]
-SHIFTING = [case for case in CASES if case != "gate"]
 
 
-def random(shapes: tuple[tuple[int, ...], ...], dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
+# RWKV-7
 
 
-def several(results: Tensor | tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    return results if isinstance(results, tuple) else (results,)
+def mixes(x: Tensor, last_x: Tensor, *x_n: Tensor) -> list[Tensor]:
+    change = torch.cat((last_x.unsqueeze(1), x[:, :-1]), 1) - x
+    return [x + change * mu for mu in x_n]
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def plain_rwkv7_products(x: Tensor, last_x: Tensor, *others: Tensor) -> Tensors:
+    (r, w, k, v, a, g), (R, K, V, w1, a1, g1, *v1) = mixes(x, last_x, *others[:6]), others[6:]
+    return linear(r, R), linear(k, K), linear(v, V), w @ w1, a @ a1, g @ g1, *(v @ matrix for matrix in v1)
+
+
+def rwkv7_products(x: Tensor, last_x: Tensor, *others: Tensor) -> Tensors:
+    return rwkv7_fused.mixed_products(x, last_x, others[:6], others[6:9], others[9:])
+
+
+def plain_gates(k: Tensor, v: Tensor, v_first: Tensor, w: Tensor, a: Tensor, g: Tensor, m_v: Tensor, k_k: Tensor, k_a: Tensor,
+                w0: Tensor, a0: Tensor, v0: Tensor, w2: Tensor, a2: Tensor, g2: Tensor, v2: Tensor) -> Tensors:
+    log_w = -torch.exp(torch.tensor(-0.5, dtype=torch.float64)) * torch.sigmoid(w0 + torch.tanh(w) @ w2)
+    rate = torch.sigmoid(a0 + a @ a2)
+    kk = normalize((k * k_k).unflatten(-1, (H, N)), dim=-1).flatten(2)
+    v = v + (v_first - v) * torch.sigmoid(v0 + m_v @ v2)
+    return log_w, k * (1 + (rate - 1) * k_a), v, -kk, kk * rate, torch.sigmoid(g) @ g2
+
+
+def gates(k: Tensor, v: Tensor, v_first: Tensor, *others: Tensor) -> Tensors:
+    return tuple(rwkv7_fused.gates(k, v, v_first, others[:4], N, others[4:9], others[9:]))
+
+
+def plain_gates_of_layer_0(k: Tensor, v: Tensor, w: Tensor, a: Tensor, g: Tensor, k_k: Tensor, k_a: Tensor, w0: Tensor,
+                           a0: Tensor, w2: Tensor, a2: Tensor, g2: Tensor) -> Tensors:
+    zero = torch.zeros_like(v)
+    log_w, k, _, kk, b, g = plain_gates(k, v, zero, w, a, g, zero, k_k, k_a, w0, a0, zero, w2, a2, g2, zero[0, 0].diag())
+    return log_w, k, v, kk, b, g
+
+
+def gates_of_layer_0(k: Tensor, v: Tensor, *others: Tensor) -> Tensors:
+    return tuple(rwkv7_fused.gates(k, v, None, others[:3], N, others[3:7], others[7:]))
+
+
+def plain_output(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, weight: Tensor, bias: Tensor,
+                 matrix: Tensor) -> Tensor:
+    normal = group_norm(y.reshape(B * T, C), H, weight, bias, eps=64e-5).view(B, T, C)
+    share = (r.unflatten(-1, (H, N)) * k.unflatten(-1, (H, N)) * r_k).sum(-1, keepdim=True)
+    return linear((normal + (share * v.unflatten(-1, (H, N))).flatten(2)) * g, matrix)
+
+
+def plain_rwkv7_channel_mixing(x: Tensor, last_x: Tensor, x_k: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return linear(torch.relu(linear(mixes(x, last_x, x_k)[0], key)) ** 2, value)
+
+
+RWKV7: dict[str, Case] = {
+    "the products of RWKV-7": (rwkv7_products, plain_rwkv7_products, (X, ROW, *[MU] * 6, *[SQUARE] * 3, *[(C, D)] * 4)),
+    "products of layer 0": (rwkv7_products, plain_rwkv7_products, (X, ROW, *[MU] * 6, *[SQUARE] * 3, *[(C, D)] * 3)),
+    "gates": (gates, plain_gates, (X, X, X, *[HIDDEN] * 4, *[MU] * 5, *[FROM_HIDDEN] * 4)),
+    "gates of layer 0": (gates_of_layer_0, plain_gates_of_layer_0, (X, X, *[HIDDEN] * 3, *[MU] * 4, *[FROM_HIDDEN] * 3)),
+    "output": (rwkv7_fused.output, plain_output, ((B, T, H, N), X, X, X, X, (H, N), (C,), (C,), SQUARE)),
+    "the channel mixing of RWKV-7": (rwkv7_fused.channel_mixing, plain_rwkv7_channel_mixing, (X, ROW, MU, (F, C), (C, F))),
+}
+each_case = pytest.mark.parametrize("case", (RWKV4 | RWKV7).values(), ids=RWKV4 | RWKV7)
+
+
+@each_case
 def test_values_and_gradients(case: Case) -> None:
     found, plain, shapes = case
     torch.testing.assert_close(found(*random(shapes)), plain(*random(shapes)), rtol=1e-12, atol=1e-12)
-    assert torch.autograd.gradcheck(found, random(shapes))
+    grads = []
+    for function in (found, plain):
+        inputs = random(shapes)
+        outputs = several(function(*inputs))
+        total = sum((output * torch.arange(1, output.numel() + 1).view_as(output).sin()).sum() for output in outputs)
+        grads.append(torch.autograd.grad(total, inputs))
+    for mine, theirs in zip(*grads, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@each_case
 def test_a_second_derivative_is_refused(case: Case) -> None:
-    """Also where the gradient that comes in is constant."""
     found, _, shapes = case
     inputs = random(shapes)
     with pytest.raises(ValueError, match="create_graph"):
         torch.autograd.grad(sum(output.sum() for output in several(found(*inputs))), inputs, create_graph=True)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@each_case
 def test_inputs_and_incoming_gradients_are_left_alone(case: Case) -> None:
     found, _, shapes = case
     inputs = random(shapes, torch.float32)
     before = [tensor.detach().clone() for tensor in inputs]
     outputs = several(found(*inputs))
-    incoming = [torch.ones_like(output) for output in outputs]
-    torch.autograd.grad(outputs, inputs, incoming)
-    assert all(torch.equal(tensor, copy) for tensor, copy in zip(inputs, before, strict=True))
-    assert all((gradient == 1).all() for gradient in incoming)
+    grads = [torch.ones_like(output) for output in outputs]
+    for _ in range(2):
+        first = torch.autograd.grad(outputs, inputs, grads, retain_graph=True)
+    again = torch.autograd.grad(outputs, inputs, grads)
+    assert all(torch.equal(*pair) for pair in zip(inputs, before, strict=True))
+    assert all(torch.equal(grad, torch.ones_like(grad)) for grad in grads)
+    assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
 
 
 def test_an_output_without_gradient_counts_as_zero() -> None:
-    shapes = CASES["two products"][2]
+    shapes = RWKV4["two products"][2]
     inputs, plain_inputs = (random(shapes, torch.float32) for _ in range(2))
     products(*inputs)[1].sum().backward()
     plain_products(*plain_inputs)[1].sum().backward()
@@ -96,10 +173,10 @@ def test_an_output_without_gradient_counts_as_zero() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("case", SHIFTING)
+@pytest.mark.parametrize("case", [case for case in RWKV4 if case != "gate"])
 def test_under_autocast_everything_is_in_its_dtype(case: str, dtype: torch.dtype) -> None:
     """But the gradients, which are in that of the inputs."""
-    found, plain, shapes = CASES[case]
+    found, plain, shapes = RWKV4[case]
     inputs, plain_inputs = (random(shapes, torch.float32) for _ in range(2))
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         outputs = several(found(*inputs))
@@ -118,7 +195,7 @@ def test_under_autocast_everything_is_in_its_dtype(case: str, dtype: torch.dtype
 def test_a_model_in_another_dtype_computes_in_it(dtype: torch.dtype) -> None:
     """Its state is float32 all the same."""
     off = 3e-2 if dtype == torch.bfloat16 else 1e-6
-    x, last_x, *others = random(CASES["three products"][2], dtype)
+    x, last_x, *others = random(RWKV4["three products"][2], dtype)
     for found, exact in zip(products(x, last_x.float(), *others), plain_products(x, last_x, *others), strict=True):
         torch.testing.assert_close(found, exact, rtol=off, atol=off)
 
@@ -199,3 +276,39 @@ def test_the_formula_of_the_token_shift() -> None:
     torch.testing.assert_close(token_shift(x, last_x, mu, other), tuple(m * x + (1 - m) * before for m in (mu, other)))
     with torch.autocast("cpu", torch.bfloat16):
         assert {mix.dtype for mix in token_shift(x.float(), last_x, mu, other)} == {torch.bfloat16}
+
+
+# RWKV-7 alone
+
+
+def test_a_direction_of_norm_0_has_finite_gradients() -> None:
+    """k = 0: kk is 0, and its gradient is divided by the least norm, as in torch.nn.functional.normalize."""
+    inputs = random(RWKV7["gates"][2])
+    with torch.no_grad():
+        inputs[0][0, 0] = 0
+    outputs = gates(*inputs)
+    grads = torch.autograd.grad(sum(output.sum() for output in outputs), inputs)
+    assert all(output.isfinite().all() for output in outputs)
+    assert all(grad.isfinite().all() for grad in grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_a_direction_in_half_precision_has_norm_1_or_0(dtype: torch.dtype) -> None:
+    k = torch.tensor([0.0, 1e-6, 1.0], dtype=dtype).view(1, 3, 1).expand(1, 3, C).contiguous()
+    of_tokens, of_gates, vectors = torch.zeros(1, 3, C, dtype=dtype), torch.zeros(1, 3, D, dtype=dtype), torch.ones(1, 1, C)
+    found = rwkv7_fused.gates(k, of_tokens, None, (of_gates,) * 3, N, (vectors,) * 4, (torch.zeros(D, C),) * 3)
+    norms = found.a.float().unflatten(-1, (H, N)).norm(dim=-1)[0]
+    torch.testing.assert_close(norms, torch.tensor([[0.0], [1.0], [1.0]]).expand(3, H), rtol=0, atol=0.01)
+
+
+def test_autocast_computes_in_its_dtype_and_log_w_in_float32() -> None:
+    inputs = random(RWKV7["the products of RWKV-7"][2], torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found, plain = rwkv7_products(*inputs), plain_rwkv7_products(*inputs)
+        assert all(tensor.dtype == torch.bfloat16 for tensor in found)
+        for mine, theirs in zip(found, plain, strict=True):
+            torch.testing.assert_close(mine.float(), theirs.float(), rtol=0.05, atol=0.1)
+        half = [tensor.bfloat16() if i < 7 else tensor for i, tensor in enumerate(random(RWKV7["gates"][2], torch.float32))]
+        made = rwkv7_fused.gates(*half[:3], half[3:7], N, half[7:12], half[12:])
+    assert made.log_w.dtype == torch.float32
+    assert made.k.dtype == made.v.dtype == made.a.dtype == made.b.dtype == made.g.dtype == torch.bfloat16
