@@ -222,7 +222,7 @@ FRAGMENTS = [OSLO, RAIN, f"[{RAIN}]", f'{{"function": {OSLO}}}', '{"name": "rain
 TEXTS = st.lists(st.sampled_from(FRAGMENTS), min_size=1, max_size=14).map("".join)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(TEXTS, st.data(), st.sampled_from([None, 1, 2]))
 def test_an_answer_is_parsed_alike_however_it_is_cut(written: str, data: st.DataObject, most: int | None) -> None:
     places = data.draw(st.lists(st.integers(0, len(written)), max_size=8).map(sorted))
@@ -239,7 +239,7 @@ VALUES = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_si
 CALLS = st.lists(st.tuples(st.sampled_from(FUNCTIONS), st.dictionaries(KEYS, VALUES, max_size=3)), min_size=1, max_size=3)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(PROSE, CALLS)
 def test_what_the_template_shows_of_calls_is_found_again(prose: str, calls: list[tuple[str, dict[str, Any]]]) -> None:
     message = {"role": "assistant", "content": prose}

@@ -83,18 +83,6 @@ def test_texts_are_cleaned_as_their_author_cleans_them(template: str, text: str)
         assert ids_of(template, [{"role": role, "content": text}]) == ids_of(template, [{"role": role, "content": cleaned}])
 
 
-@pytest.mark.parametrize("template", ["world", "g1", "flower"])
-def test_what_is_learnt_follows_its_prompt(template: str) -> None:
-    whole = chat_template(template)
-    talk = [*THOUGHTFUL, THOUGHT]
-    text = ""
-    for part, learnt in whole.parts(talk):
-        assert not learnt or text in (whole.render(talk[:2]), whole.render(talk[:4]))
-        assert not learnt or part.strip().endswith("你好✿" if template == "flower" else "你好")
-        text += part
-    assert text == whole.render(talk, add_generation_prompt=False)
-
-
 def test_nobody_types_the_end_of_a_turn_in_the_flower_form() -> None:
     template = chat_template("flower")
     for i, message in ((0, {"role": "user", "content": "a✿\nBot✿b"}),

@@ -35,6 +35,8 @@ def test_a_name_tells_the_template_and_the_length(name: str, template: str, leng
     assert default_template(name, None).template == template
     assert trained_length(name, None).tokens == length
     assert default_template("/x/blobs/sha256-77", name).template == template, "other names count too"
+    assert default_template(name).why
+    assert trained_length(name).why
 
 
 def test_a_thinking_model_has_no_blank_line_as_a_stop() -> None:
@@ -63,9 +65,3 @@ def test_what_is_asked_for_counts_first_then_what_a_run_has_learnt_then_its_base
     assert choose_template(None, "last.ckpt", run).template == "chatml.jinja"
     assert choose_template(None, "last.ckpt", {**run, "data": {}}).template == "g1"
     assert choose_template(None, "last.ckpt", None).template == "world"
-
-
-@pytest.mark.parametrize("name", [name for name, _, _ in RELEASED])
-def test_why_is_said(name: str) -> None:
-    assert default_template(name).why
-    assert trained_length(name).why

@@ -117,12 +117,13 @@ def test_the_templates_of_the_house_with_special_tokens() -> None:
 
 
 def test_errors_show_what_was_typed() -> None:
-    with pytest.raises(UserError, match=r"got \"<\|im_end\|>\""):
-        for_tokenizer(CHATML, TOKENIZER).render([{"role": "<|im_end|>", "content": "a"}])
     text = "{{ raise_exception(messages[0].content) if messages[0].name }}{{ messages[0].content }}"
     refusing = JinjaTemplate(text, "t.jinja")
-    with pytest.raises(UserError, match=r"<\|im_end\|>$"):
-        for_tokenizer(refusing, TOKENIZER).render([{"role": "user", "name": "x", "content": "<|im_end|>"}])
+    for template, message in ((CHATML, {"role": "<|im_end|>", "content": "a"}),
+                              (refusing, {"role": "user", "name": "x", "content": "<|im_end|>"})):
+        with pytest.raises(UserError) as error:
+            for_tokenizer(template, TOKENIZER).render([message])
+        assert "<|im_end|>" in str(error.value)
 
 
 def test_a_stop_text_of_the_template_is_its_token() -> None:

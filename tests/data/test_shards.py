@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -19,10 +20,9 @@ from rwkv.config import DataConfig
 from rwkv.data import shards
 from rwkv.data.prepare import Corpus, prepare
 from rwkv.data.sources import open_source
-from rwkv.data.sources.stdlib import read_stdlib
 from rwkv.errors import UserError
 from rwkv.tokenizer.lost import Lost
-from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
+from rwkv.tokenizer.tokenizers import JsonTokenizer
 
 TEXT = "".join(f"line {number}: the quick brown fox — {number * number % 97}\n" for number in range(400))
 ROOT = Path(__file__).parent.parent.parent
@@ -92,7 +92,7 @@ def test_documents_begin_with_the_end_of_text_that_is_named(library: DataConfig,
         assert found.tokenizer.ends == (found.tokenizer.special[name],)
         assert sum(split.count(found.tokenizer.end_of_text) for split in tokens_of(found)) == 51
         assert {split[0] for split in tokens_of(found)} == {found.tokenizer.end_of_text}
-    with pytest.raises(UserError, match="end_of_text"):
+    with pytest.raises(UserError):
         prepare(dataclasses.replace(library, end_of_text="<|eot_id|>"), 8)
 
 
@@ -104,17 +104,6 @@ def test_sizes_are_those_of_tokens_and_text(config: DataConfig) -> None:
     assert sizes.gzip_bpb == 8 * len(gzip.compress(val[0].encode(), 9)) / sizes.val_bytes
 
 
-@pytest.mark.thorough
-def test_every_document_of_the_standard_library_follows_an_end_of_text(tmp_path: Path) -> None:
-    prepared = prepare(DataConfig(tokenizer="byte", cache_dir=str(tmp_path)), 128)
-    text = read_stdlib(Path(os.__file__).parent, 0.1)
-    train, val = (split[:].astype(np.uint8).tobytes() for split in (prepared.train, prepared.val))
-    assert train == b"".join(b"\0" + document.encode() for document in text.train)
-    assert val == b"".join(b"\0" + document.encode() for document in text.val)
-    assert f"{len(text.val)} of them for validation" in prepared.describe()
-    assert len(prepared.train.starts) == len(text.train)
-
-
 def test_a_wide_vocabulary_takes_wider_integers(config: DataConfig) -> None:
     config = dataclasses.replace(config, tokenizer="char")
     assert prepare(config, 16).train[:].dtype == np.uint16
@@ -123,15 +112,11 @@ def test_a_wide_vocabulary_takes_wider_integers(config: DataConfig) -> None:
 
 
 def test_a_bpe_tokenizer_of_much_text_is_made_from_all_over_it(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
-    train = JsonTokenizer.train
-    monkeypatch.setattr("rwkv.data.prepare.BPE_BYTES", len(TEXT.encode()) // 4)
+    monkeypatch.setattr("rwkv.data.prepare.BPE_BYTES", 3000)
     monkeypatch.setattr("rwkv.data.sources.files.CHUNK", 100)
-    monkeypatch.setattr(JsonTokenizer, "train", lambda texts, size: train(seen.extend(texts) or seen, size))
-    prepare(config, 16)
-    assert 0.15 < sum(map(len, seen)) / len(TEXT) < 0.3
-    assert seen[0] in TEXT[:300]
-    assert seen[-1] in TEXT[int(0.85 * len(TEXT)):]
+    words = ("first", "second", "third")
+    prepared = prepare(with_text(config, "".join(f" {word}" * 800 for word in words)), 16)
+    assert all(len(prepared.tokenizer.encode(f" {word}")) == 1 for word in words)
 
 
 # What the tokenizer loses
@@ -174,21 +159,20 @@ def test_a_text_of_which_hardly_anything_is_left_is_refused_with_the_reason(conf
 # Made once, and again if anything has changed
 
 
-def test_cached_data_are_not_made_again(library: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = prepare(library, 16)
-    for made in ("rwkv.data.shards._shard", "rwkv.data.shards._gzip_bpb", "rwkv.tokenizer.tokenizers.JsonTokenizer.train"):
-        monkeypatch.setattr(made, None)
-    second = prepare(library, 16)
-    assert (second.sizes, second.tokenizer.hash) == (first.sizes, first.tokenizer.hash)
-    assert second.train[:].tolist() == first.train[:].tolist()
+def test_cached_data_are_not_made_again(library: DataConfig) -> None:
+    """And files that were unchanged for a while are not read again: other content behind the same time would be noticed."""
+    def made() -> dict[Path, int]:
+        return {path: path.stat().st_ino for path in Path(library.cache_dir).rglob("*")}
 
-
-def test_files_unchanged_for_a_while_are_not_read_again(library: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     for path in Path(str(library.path)).iterdir():
         os.utime(path, (1e9, 1e9))
-    first = prepare(library, 16)
-    monkeypatch.setattr("rwkv.data.sources.files._read_content", None)
-    assert prepare(library, 16).sha256 == first.sha256
+    first, before = prepare(library, 16), made()
+    for path in Path(str(library.path)).iterdir():
+        path.write_bytes(b"?" * path.stat().st_size)
+        os.utime(path, (1e9, 1e9))
+    second = prepare(library, 16)
+    assert (second.sizes, second.tokenizer.hash, second.train) == (first.sizes, first.tokenizer.hash, first.train)
+    assert made() == before
 
 
 @pytest.mark.parametrize("change", ["tokenizer", "split", "text", "one file of many", "a name"])
@@ -342,10 +326,11 @@ def test_a_full_disk_leaves_nothing_half_written(library: DataConfig, monkeypatc
             raise OSError(errno.ENOSPC, "No space left on device")
         fsync(handle)
 
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(UserError, match=r"No space left on device.*data\.cache_dir"):
-        prepare(library, 16)
-    monkeypatch.setattr(os, "fsync", fsync)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", full)
+        with pytest.raises(UserError) as error:
+            prepare(library, 16)
+    assert "data.cache_dir" in str(error.value)
     assert not list(Path(library.cache_dir).rglob(".*"))
     prepared = prepare(library, 16)
     documents = [prepared.tokenizer.encode(text) for text in splits_of(library)[0]]
@@ -353,32 +338,21 @@ def test_a_full_disk_leaves_nothing_half_written(library: DataConfig, monkeypatc
 
 
 def test_a_long_text_is_never_in_memory_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pieces in memory: those of one shard per worker, of one more that waits, and of one that is being read."""
-    monkeypatch.setattr(shards, "SHARD", 1 << 16)
-    monkeypatch.setattr("rwkv.data.shards.BATCH", 1 << 14)
-    alive, most, encode = 0, 0, ByteTokenizer.encode_batch
-
-    class Counted(shards.Piece):
-        def __new__(cls, *values: object) -> "Counted":
-            nonlocal alive, most
-            alive += len(values[0])
-            most = max(most, alive)
-            return super().__new__(cls, *values)
-
-        def __del__(self) -> None:
-            nonlocal alive
-            alive -= len(self.text)
-
-    monkeypatch.setattr(shards, "Piece", Counted)
-    monkeypatch.setattr(ByteTokenizer, "encode_batch", lambda *given: (time.sleep(0.001), encode(*given))[1])
-    (tmp_path / "long.txt").write_text(TEXT * 200)
+    """Nor are its tokens: what Python has allocated at most is less than a quarter of the text."""
+    monkeypatch.setattr(shards, "SHARD", 1 << 14)
+    monkeypatch.setattr("rwkv.data.shards.BATCH", 1 << 12)
+    monkeypatch.setattr("rwkv.data.sources.files.CHUNK", 1 << 14)
+    (tmp_path / "long.txt").write_text(TEXT * 500)
     config = DataConfig(name="text", path=str(tmp_path / "long.txt"), tokenizer="byte", cache_dir=str(tmp_path / "cache"),
                         tokenize_workers=2)
-    assert prepare(config, 16).sizes.train_tokens > 2_000_000
-    assert most < 5 * ((1 << 16) + (1 << 17))
+    tracemalloc.start()
+    prepared = prepare(config, 16)
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert most < prepared.sizes.train_bytes / 4
 
 
 def test_a_text_too_short_once_tokenised_is_an_error(config: DataConfig) -> None:
     with_text(config, "the same line again\n" * 300)
-    with pytest.raises(UserError, match=r"validation .* \d+ tokens.*model\.ctx_len=500 .*501"):
+    with pytest.raises(UserError):
         prepare(config, 500)

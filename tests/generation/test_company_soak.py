@@ -3,12 +3,9 @@
 import random
 
 import pytest
-import torch
-from models import each_generation, small_model
+from models import each_generation, in_form, small_model
 
 from rwkv.generation.engine import generate_batch
-from rwkv.model.quantized import to_int4, to_int8
-from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()
@@ -17,17 +14,10 @@ TEXTS, TOGETHER, TOKENS = 200, 20, 24
 LARGE = {"n_embd": 256, "n_ffn": 1024, "vocab_size": 8192, "n_layer": 4}
 
 
-def model_in(dtype: str, generation: str) -> RWKV:
-    model = small_model("reference", generation=generation, **LARGE).requires_grad_(False).eval()
-    if dtype in ("int8", "int4"):
-        return {"int8": to_int8, "int4": to_int4}[dtype](model)
-    return model.to(getattr(torch, dtype))
-
-
 @each_generation
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
 def test_a_text_of_a_batch_is_the_text_alone(dtype: str, generation: str) -> None:
-    model = model_in(dtype, generation)
+    model = in_form(small_model("reference", generation=generation, **LARGE), dtype)
     draw = random.Random(0)
     prompts = ["".join(draw.choices("abcdefgh \n", k=draw.randrange(1, 40))) for _ in range(TEXTS)]
     for first in range(0, TEXTS, TOGETHER):

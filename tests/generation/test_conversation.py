@@ -1,15 +1,16 @@
 """Conversations: each turn reads its new words alone, and what is said equals the whole conversation read at once."""
 
 import errno
-import io
 import json
 import os
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
 from models import each_generation, following, small_model, writing
-from programs import Run, caller, one_sentence
+from programs import Run, one_sentence
 from tokenizer_files import chatml, sentencepiece_bpe
 
 from rwkv.chat.rendered import encode
@@ -160,11 +161,10 @@ def test_ctrl_c_while_a_turn_is_read_takes_it_back(monkeypatch: pytest.MonkeyPat
         assert chat.messages == before
 
 
-def test_nothing_to_undo_or_retry() -> None:
+@pytest.mark.parametrize("change", [Chat.undo, Chat.retry])
+def test_nothing_to_undo_or_retry(change: Callable[[Chat], object]) -> None:
     with pytest.raises(UserError):
-        talk().undo()
-    with pytest.raises(UserError):
-        talk().retry()
+        change(talk())
 
 
 def test_the_system_message_stays_at_a_reset() -> None:
@@ -251,12 +251,12 @@ def test_a_file_that_cannot_be_written_is_a_mistake(tmp_path: Path, capsys: pyte
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-def test_a_full_disk_ends_the_conversation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_ends_the_conversation() -> None:
     """It is no mistake of the turn, which the next could do without."""
-    with Path("/dev/full").open("w", buffering=1, encoding="utf-8") as full, monkeypatch.context() as patch:
-        patch.setattr("sys.stdout", full)
-        with pytest.raises(OSError, match=os.strerror(errno.ENOSPC)):
+    with Path("/dev/full").open("w", buffering=1, encoding="utf-8") as full, redirect_stdout(full):
+        with pytest.raises(OSError) as error:                    # noqa: PT011
             Terminal(talk()).turn("Hi")
+        assert error.value.errno == errno.ENOSPC
         abandon(full)
 
 
@@ -322,14 +322,11 @@ def test_think_is_one_of_three(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.programs
-def test_turns_from_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                   capsys: pytest.CaptureFixture[str]) -> None:
-    run: Run = caller(monkeypatch, capsys)
-    monkeypatch.chdir(tmp_path)
+def test_turns_from_standard_input(run: Run, typed: Callable[[bytes], None]) -> None:
     small_model(generation="rwkv7", vocab_size=256).save_pretrained("model.safetensors", ByteTokenizer())
     turns = ["Hi", "/stats", "/set temperature=0", "/set temperature=[", "/set top_q=1", "/retry", "/nope", "/save talk.json",
              "/undo", "/load talk.json", "/system Be brief.", "Again"]
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("\n".join(turns).encode())))
+    typed("\n".join(turns).encode())
     status, output, error = run("chat", "checkpoint=model.safetensors", "device=cpu", "max_new_tokens=5")
     assert status == 2, "some commands have failed"
     assert output.count("\n") >= 3
@@ -345,14 +342,11 @@ def test_turns_from_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.programs
 @pytest.mark.parametrize("think", ["false", "true", "fake"])
-def test_a_released_model_needs_no_other_word(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                              capsys: pytest.CaptureFixture[str], think: str) -> None:
-    run: Run = caller(monkeypatch, capsys)
-    monkeypatch.chdir(tmp_path)
+def test_a_released_model_needs_no_other_word(run: Run, typed: Callable[[bytes], None], think: str) -> None:
     name = "rwkv7-g1k-1.5b-20260930-ctx25600.safetensors"
     chat = thinker("g1", [b":", b" Yes", b"."], [b"k", b">\n", b"Hm", b"</think>", b"No", b"!"])
     chat.model.save_pretrained(name, chat.tokenizer)
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"Hi")))
+    typed(b"Hi")
     shown = {"false": "Yes.\n", "true": "<think>\nHm\n</think>\nNo!\n", "fake": "Hm</think>No!\n"}[think]
     options = [] if think == "false" else [f"think={think}"]
     status, output, error = run("chat", f"checkpoint={name}", "temperature=0", *options)

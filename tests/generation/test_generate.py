@@ -1,7 +1,6 @@
 """generate.py as a user calls it: text on standard output, a mistake as one sentence, states that are continued later."""
 
 import errno
-import io
 import itertools
 import json
 import os
@@ -9,6 +8,8 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
@@ -90,10 +91,10 @@ def test_standard_output_is_the_prompt_and_what_follows_it(run: Run, prompt: str
     assert again[1] == output
 
 
-def test_a_prompt_from_standard_input(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO("cab\nü".encode())))
+def test_a_prompt_from_standard_input(run: Run, typed: Callable[[bytes], None]) -> None:
+    typed("cab\nü".encode())
     assert run("generate", *CHECKPOINT, "prompt=-", "max_new_tokens=0")[:2] == (0, "cab\nü\n")
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"caf\xe9")))
+    typed(b"caf\xe9")
     status, _, error = run("generate", *CHECKPOINT, "prompt=-")
     assert (status, "byte 3" in error) == (2, True)
 
@@ -185,12 +186,11 @@ def test_ctrl_c_keeps_what_was_written(run: Run, monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("files", [(), ("out=text.jsonl", "save_state=kept.safetensors")])
-def test_the_end_of_the_reader_is_not_an_error(run: Run, monkeypatch: pytest.MonkeyPatch, files: tuple[str, ...]) -> None:
+def test_the_end_of_the_reader_is_not_an_error(run: Run, files: tuple[str, ...]) -> None:
     """`python generate.py | head`; and files are whole nevertheless."""
     reader, writer = os.pipe()
     os.close(reader)
-    with open(writer, "w", encoding="utf-8") as closed, monkeypatch.context() as patch:  # noqa: PTH123 (a descriptor)
-        patch.setattr(sys, "stdout", closed)
+    with open(writer, "w", encoding="utf-8") as closed, redirect_stdout(closed):     # noqa: PTH123 (a descriptor)
         status, _, error = run("generate", *CHECKPOINT, "prompt=a", "max_new_tokens=10", "banned=[0]", *files)
     assert status == 0
     assert "rror" not in error
@@ -200,11 +200,11 @@ def test_the_end_of_the_reader_is_not_an_error(run: Run, monkeypatch: pytest.Mon
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's /dev/full")
-def test_a_full_disk_is_told_after_the_files_are_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_told_after_the_files_are_written(run: Run) -> None:
     full = Path("/dev/full").open("w", encoding="utf-8")  # noqa: SIM115  the program ends its use
-    monkeypatch.setattr(sys, "stdout", full)
     files = ("out=text.jsonl", "save_state=kept.safetensors")
-    status, _, error = run("generate", *CHECKPOINT, "prompt=a", "max_new_tokens=10", "banned=[0]", *files)
+    with redirect_stdout(full):
+        status, _, error = run("generate", *CHECKPOINT, "prompt=a", "max_new_tokens=10", "banned=[0]", *files)
     full.close()
     assert status == 2
     assert error.splitlines()[-1] == f"error: standard output: {os.strerror(errno.ENOSPC)}"

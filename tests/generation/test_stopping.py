@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rwkv.errors import UserError
 from rwkv.generation.stopping import StoppingCriteria, StopStrings
 
 TEXTS = st.text("abc", max_size=30)
@@ -44,11 +45,7 @@ def test_what_cannot_become_a_stop_is_shown_at_once() -> None:
     assert StopStrings([]).push("all of it") == "all of it"
 
 
-def test_an_empty_stop_string_is_one_sentence() -> None:
-    with pytest.raises(ValueError, match="stop"):
-        StoppingCriteria(stop=["a", ""])
-
-
-def test_one_string_is_not_several_stops_of_a_letter() -> None:
-    with pytest.raises(ValueError, match="stop"):
-        StoppingCriteria(stop="abc")
+@pytest.mark.parametrize("stop", [["a", ""], "abc"])
+def test_an_empty_stop_string_and_a_string_for_a_list_are_refused(stop: list[str]) -> None:
+    with pytest.raises(UserError):
+        StoppingCriteria(stop=stop)

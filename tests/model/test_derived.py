@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from models import each_generation, small_model
+from models import each_generation, in_form, small_model
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -21,7 +21,6 @@ from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model import derived
 from rwkv.model.decoding.c_step import step_of
 from rwkv.model.derived import exact_copies
-from rwkv.model.quantized import to_int4, to_int8
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
@@ -32,10 +31,7 @@ Change = Callable[[RWKV, str, Tensor], None]
 def frozen(dtype: str = "float32", generation: str = "rwkv4") -> RWKV:
     """Its matrices in float32 have exact copies in bfloat16."""
     model = small_model("reference", vocab_size=256, generation=generation, n_embd=64, n_ffn=96, n_layer=2)
-    model = model.bfloat16().float().requires_grad_(False).eval()
-    if dtype in ("int8", "int4"):
-        return {"int8": to_int8, "int4": to_int4}[dtype](model)
-    return model.to(getattr(torch, dtype))
+    return in_form(model.bfloat16().float(), dtype)
 
 
 def in_place(model: RWKV, name: str, weight: Tensor) -> None:
@@ -78,19 +74,17 @@ def fused_step(model: RWKV, name: str, weight: Tensor) -> None:
 CHANGES = [in_place, under_inference_mode, new_data, through_data, replaced, loaded, assigned, fused_step]
 
 
-@pytest.fixture(params=["in C", pytest.param("by PyTorch", marks=pytest.mark.thorough)])
-def _decoding(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "by PyTorch":
-        monkeypatch.setattr(decoder, "why_not", lambda model: request.param)
-
-
 @pytest.mark.compiles
-@pytest.mark.usefixtures("_decoding")
 @each_generation
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "int4"])
+@pytest.mark.parametrize(("dtype", "in_c"), [
+    ("float32", True), ("bfloat16", True), ("int8", True), ("int4", True),
+    pytest.param("float32", False, marks=pytest.mark.thorough), pytest.param("int8", False, marks=pytest.mark.thorough)])
 @torch.no_grad()
-def test_decoding_and_the_model_agree_after_any_change_of_any_weight(dtype: str, generation: str) -> None:
+def test_decoding_and_the_model_agree_after_any_change_of_any_weight(dtype: str, in_c: bool, generation: str,
+                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
     """In an engine that goes on, and in a new decoder. Each weight is changed in one of the ways, and then put back."""
+    if not in_c:
+        monkeypatch.setattr(decoder, "why_not", lambda model: "decoding by PyTorch")
     allowed = {"float32": 1e-4, "bfloat16": 0.1, "int8": 0.1, "int4": 0.1}[dtype]
     model = frozen(dtype, generation)
     engine = Engine(model, BYTES)

@@ -58,13 +58,13 @@ def close(actual: tuple[Tensor, ...], expected: tuple[Tensor, ...], tolerance: f
         assert (one - other).abs().max() <= tolerance * other.abs().max()
 
 
+@pytest.mark.parametrize("confidence_penalty", [0.0, 0.2])
 @pytest.mark.parametrize("l2_wrap", [0.0, 0.3])
 @pytest.mark.parametrize(("N", "ignored"), [(1, 0), (7, 3), (512, 0), (513, 100), (1500, 1499)])
 def test_value_and_gradients_are_those_of_autograd_in_float64(N: int, ignored: int, l2_wrap: float,
-                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+                                                              confidence_penalty: float) -> None:
     inputs = problem(N, ignored=ignored)
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", 512 * len(inputs[1]))     # the values of N above are near 512
-    close(fused(*inputs, l2_wrap), plain(*inputs, l2_wrap))
+    close(fused(*inputs, l2_wrap, confidence_penalty=confidence_penalty), plain(*inputs, l2_wrap, confidence_penalty))
 
 
 def test_l2_wrap_changes_the_gradient_and_not_the_loss() -> None:
@@ -72,13 +72,6 @@ def test_l2_wrap_changes_the_gradient_and_not_the_loss() -> None:
     without, with_it = fused(*inputs, 0.0), fused(*inputs, 0.3)
     assert torch.equal(without[0], with_it[0])
     assert not torch.allclose(without[1], with_it[1])
-
-
-@pytest.mark.parametrize("l2_wrap", [0.0, 0.3])
-@pytest.mark.parametrize(("N", "ignored"), [(1, 0), (7, 3), (513, 100)])
-def test_the_confidence_penalty_has_the_gradient_of_the_entropy(N: int, ignored: int, l2_wrap: float) -> None:
-    inputs = problem(N, ignored=ignored)
-    close(fused(*inputs, l2_wrap, confidence_penalty=0.2), plain(*inputs, l2_wrap, confidence_penalty=0.2))
 
 
 def test_the_confidence_penalty_is_in_the_step_and_not_in_the_loss() -> None:
@@ -133,12 +126,6 @@ def test_the_model_learns_with_the_gradient_of_plain_autograd() -> None:
 def test_nothing_to_predict_is_no_loss_and_no_gradient() -> None:
     for result in fused(*problem(5, ignored=5), 0.3, confidence_penalty=0.2):
         assert not result.any()
-
-
-def test_ignored_rows_have_no_gradient() -> None:
-    hidden, weight, targets = problem(9, ignored=4)
-    _, grad_hidden, _ = fused(hidden, weight, targets, 0.3)
-    assert torch.equal(grad_hidden.any(-1), targets != IGNORED)
 
 
 def test_huge_logits_stay_finite() -> None:

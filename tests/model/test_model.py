@@ -117,14 +117,6 @@ def test_a_later_token_changes_nothing_earlier(generation: str, kernel: str) -> 
     assert not torch.isclose(one[:, 12:], other[:, 12:]).all(-1).any()
 
 
-@each_generation
-@torch.no_grad()
-def test_rows_do_not_see_each_other(generation: str) -> None:
-    model = small_model(generation=generation)
-    read = tokens(model)
-    close(model(read)[0][1:], model(read[1:])[0], 1e-6)
-
-
 @KERNELS
 def test_packed_texts_do_not_see_each_other(generation: str, kernel: str) -> None:
     """Of three texts in one row only the tokens of the one in the loss have a gradient, whatever their neighbours are."""
@@ -143,12 +135,13 @@ def test_packed_texts_do_not_see_each_other(generation: str, kernel: str) -> Non
 
 @each_generation
 @torch.no_grad()
-def test_prefill_is_the_last_position(generation: str) -> None:
+def test_prefill_is_the_last_position_and_rows_do_not_see_each_other(generation: str) -> None:
     model = small_model(generation=generation)
     logits, state = model(tokens(model))
     last, after = model.prefill(tokens(model))
     close(last, logits[:, -1], 1e-6)
     assert_same_state(after, state)
+    close(logits[1:], model(tokens(model)[1:])[0], 1e-6)
 
 
 @pytest.mark.thorough

@@ -1,8 +1,9 @@
 """States as values: made of prompts, messages, files and answers; continued, listed, downloaded, freed; kept over a restart."""
 
 import json
+import re
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +12,18 @@ import pytest
 import torch
 from models import small_model
 from safetensors.torch import load, save
-from serving_runs import LETTERS, Running, post, reset, wait_until
+from serving_runs import LETTERS, Running, post, reset, serving, wait_until
 from test_limits import BODIES, refused
 
 from rwkv.chat.templates import chat_template
-from rwkv.generation.engine import generate, generate_batch
+from rwkv.config import Sampling, ServeConfig
+from rwkv.generation.engine import Engine, generate, generate_batch
 from rwkv.generation.prefill import prefill
-from rwkv.generation.states import load_context, metadata_of, save_context
+from rwkv.generation.states import StateForm, load_context, metadata_of, save_context
+from rwkv.generation.stopping import StoppingCriteria
 from rwkv.pretrained import RWKV
+from rwkv.serving.kept_states import KeptStates, StateGone
+from rwkv.serving.states import Keeper
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 pytestmark = pytest.mark.programs
@@ -26,11 +31,6 @@ BYTES = ByteTokenizer()
 FILE = {"content-type": "application/octet-stream"}
 PLAIN = {"temperature": 1.0, "top_p": 1.0}
 STATE_MIB = 1                            # holds a number of small states
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Path) -> RWKV:
-    return RWKV.from_pretrained(checkpoint, "reference")
 
 
 def ok(answer: httpx.Response) -> Any:
@@ -74,10 +74,6 @@ def test_a_state_is_continued_as_its_text_and_nothing_is_read_again(api: httpx.C
 def test_the_end_of_an_answer_is_a_state_as_generate_saves_it(api: httpx.Client, model: RWKV, tmp_path: Path, stream: bool,
                                                               ending: dict[str, Any]) -> None:
     """After the text, and the stop string that ended it."""
-    from rwkv.config import Sampling
-    from rwkv.generation.engine import Engine
-    from rwkv.generation.stopping import StoppingCriteria
-
     body = {"prompt": "once", "max_tokens": 20, "seed": 7, "save_state": True, "stream": stream, **ending}
     answer = api.post("/completions", json=body)
     if stream:
@@ -144,7 +140,7 @@ def test_other_files_are_refused_in_a_sentence(api: httpx.Client, model: RWKV, t
     other = small_model("reference", vocab_size=256, n_embd=32, seed=1)
     save_context(tmp_path / "other.safetensors", prefill(other, torch.tensor([[1]])), other, BYTES)
     tensors, metadata = load(content), metadata_of(content)
-    broken = [b"", b"x" * 100, content[:-1], content[:50], (tmp_path / "other.safetensors").read_bytes(),
+    broken = [*BODIES, b"x" * 100, content[:-1], content[:50], (tmp_path / "other.safetensors").read_bytes(),
               save({**tensors, "logits": tensors["logits"] * torch.nan}, metadata), save({"a": torch.ones(1)}, metadata),
               save(tensors, {**metadata, "last_ids": "[300]"}), save(tensors, {**metadata, "timemix-serve": '{"turn": 3}'}),
               save(tensors, {**metadata, "timemix-serve": '{"tokens": -1}'}),
@@ -152,7 +148,7 @@ def test_other_files_are_refused_in_a_sentence(api: httpx.Client, model: RWKV, t
               save({name: tensor.long() for name, tensor in tensors.items()}, metadata)]
     for each in broken:
         refused(api.post("/states", content=each, headers=FILE))
-    assert "another model" in api.post("/states", content=broken[4], headers=FILE).json()["error"]["message"]
+    assert "another model" in api.post("/states", content=broken[len(BODIES) + 3], headers=FILE).json()["error"]["message"]
     assert completed(api, prompt="a")["choices"]
 
 
@@ -205,9 +201,6 @@ def test_a_stop_string_that_was_read_is_not_read_again(api: httpx.Client, model:
 @pytest.mark.parametrize("name", ["world", "g1", "flower"])
 def test_turns_after_a_state_are_those_of_the_whole_conversation(name: str) -> None:
     """Whatever the last message was: what is read before and after are together what the template writes."""
-    from rwkv.config import ServeConfig
-    from rwkv.serving.states import Keeper
-
     template = chat_template(name)
     keeper = Keeper(ServeConfig(), None, BYTES, template, 0)                 # type: ignore[arg-type]
     tool = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
@@ -246,29 +239,42 @@ def test_the_official_client_has_states_by_extra_body(client: Any) -> None:
     assert answer.choices[0].logprobs.tokens[0] == "a"
 
 
+def key(name: str) -> dict[str, str]:
+    return {"authorization": f"Bearer {name}"}
+
+
 def test_memory_is_bounded_and_what_was_used_last_stays(start: Callable[..., Running]) -> None:
-    server = start(f"states_mib={STATE_MIB}")
-    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as api:
+    """But for those of another key, which has few."""
+    server = start(f"states_mib={STATE_MIB}", "api_key=busy", "api_key=quiet")
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers=key("busy")) as api:
+        kept = ok(api.post("/states", json={"prompt": "quiet"}, headers=key("quiet")))
         first, used = made(api, prompt="first"), made(api, prompt="used")
         room = STATE_MIB * 2**20 // first["bytes"]
         assert f"{STATE_MIB} MiB" in server.log
         for number in range(room):
             made(api, prompt=f"{number}")
             completed(api, state=used["id"], prompt="x", max_tokens=1)
-        wait_until(lambda: len(ok(api.get("/states"))["data"]) == room)
+        wait_until(lambda: len(ok(api.get("/states"))["data"]) == room - 1)
         left = {state["id"] for state in ok(api.get("/states"))["data"]}
         assert used["id"] in left
         assert first["id"] not in left
-        assert 0 < server.metric("timemix_state_bytes") <= STATE_MIB * 2**20
+        assert [state["id"] for state in ok(api.get("/states", headers=key("quiet")))["data"]] == [kept["id"]]
+        held, = re.findall(r"^timemix_state_bytes (\S+)$", api.get(f"{server.url}/metrics").text, re.MULTILINE)
+        assert 0 < float(held) <= STATE_MIB * 2**20
 
 
-@pytest.mark.parametrize("folder", [False, True])
-def test_a_busy_key_pushes_out_its_own_states_alone(start: Callable[..., Running], tmp_path: Path, folder: bool) -> None:
-    """In memory, and in a folder with room for as many."""
-    room = f"states_mib={STATE_MIB}" if not folder else f"states_dir_mib={STATE_MIB}"
-    server = start(room, "api_key=busy", "api_key=quiet", *([f"states_dir={tmp_path}", "states_mib=0"] if folder else []))
-    with httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers={"authorization": "Bearer busy"}) as busy, \
-            httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers={"authorization": "Bearer quiet"}) as quiet:
+@pytest.fixture(scope="module")
+def folder(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Path]]:
+    """A server with states in a folder that has room for some, and the folder."""
+    kept = tmp_path_factory.mktemp("kept")
+    with serving(checkpoint.parent, f"checkpoint={checkpoint}", "tokenizer=byte", "states_mib=0", f"states_dir={kept}",
+                 f"states_dir_mib={STATE_MIB}", "api_key=busy", "api_key=quiet", "api_key=third") as running:
+        yield running, kept
+
+
+def test_a_busy_key_pushes_out_its_own_states_alone(folder: tuple[Running, Path]) -> None:
+    with httpx.Client(base_url=f"{folder[0].url}/v1", timeout=60, headers=key("busy")) as busy, \
+            httpx.Client(base_url=f"{folder[0].url}/v1", timeout=60, headers=key("quiet")) as quiet:
         mine = [made(quiet, prompt=f"quiet {number}")["id"] for number in range(3)]
         size = made(busy, prompt="first")["bytes"]
         n = STATE_MIB * 2**20 // size + 5
@@ -279,61 +285,59 @@ def test_a_busy_key_pushes_out_its_own_states_alone(start: Callable[..., Running
         assert theirs[-1] in {state["id"] for state in ok(busy.get("/states"))["data"]}
 
 
-def test_states_of_a_folder_survive_a_restart_and_belong_to_their_key(start: Callable[..., Running], checkpoint: Path,
-                                                                      tmp_path: Path, model: RWKV) -> None:
-    options = ("states_mib=0", f"states_dir={tmp_path}/kept", "api_key=one", "api_key=two")
-    server = start(*options)
-    one, two = {"authorization": "Bearer one"}, {"authorization": "Bearer two"}
-    with httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers=one) as api:
-        state = made(api, messages=SAID)
-        freed = made(api, prompt="freed")["id"]
-        assert ok(api.delete(f"/states/{freed}"))
-        before = ok(api.post("/completions", json={"prompt": "a", "state": state["id"], "seed": 1}))["choices"]
-        listed = ok(api.get("/states"))
-        assert api.get(f"/states/{state['id']}", headers=two).status_code == 404
-        assert ok(api.get("/states", headers=two))["data"] == []
-    wait_until(lambda: [path.stem for path in (tmp_path / "kept").iterdir()] == [state["id"]])
-    server.process.kill()
-    server.process.wait()
-    damaged = tmp_path / "kept" / f"state_{'0' * 32}.safetensors"
-    damaged.write_bytes(b"nothing")
-    server = start(*options)
-    with httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers=one) as api:
-        assert ok(api.get("/states")) == listed
-        assert ok(api.post("/completions", json={"prompt": "a", "state": state["id"], "seed": 1}))["choices"] == before
-        assert api.get(f"/states/{state['id']}", headers=two).status_code == 404
-        assert api.delete(f"/states/{state['id']}", headers=two).status_code == 404
-    small_model("reference", vocab_size=256, n_embd=32, seed=1).save_pretrained(tmp_path / "other.pth", BYTES, format="pth")
-    server = start(*options, f"checkpoint={tmp_path}/other.pth")
-    with httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers=one) as api:
-        answer = api.post("/completions", json={"prompt": "a", "state": state["id"]})
-        refused(answer, "state")
-        assert "another model" in answer.json()["error"]["message"]
-        assert len(ok(api.get("/states"))["data"]) == 1
-
-
-def test_a_state_whose_file_is_lost_is_said_to_be_gone(start: Callable[..., Running], tmp_path: Path) -> None:
-    folder = tmp_path / "kept"
-    server = start("states_mib=0", f"states_dir={folder}")
-    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as api:
-        for ask in (lambda kept: api.post("/completions", json={"prompt": "a", "state": kept}),
-                    lambda kept: api.post("/completions", json={"prompt": "a", "state": kept, "stream": True}),
-                    lambda kept: api.post("/states", json={"prompt": "a", "state": kept}),
-                    lambda kept: api.get(f"/states/{kept}/content")):
+def test_a_state_whose_file_is_lost_is_said_to_be_gone(folder: tuple[Running, Path]) -> None:
+    server, kept = folder
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers=key("third")) as api:
+        for path, body in (("/completions", {}), ("/completions", {"stream": True}), ("/states", {}), ("", {})):
             state = made(api, prompt="once")["id"]
-            wait_until(lambda state=state: (folder / f"{state}.safetensors").is_file())      # type: ignore[misc]
-            (folder / f"{state}.safetensors").unlink()
-            answer = ask(state)
+            wait_until((kept / f"{state}.safetensors").is_file)
+            (kept / f"{state}.safetensors").unlink()
+            asked = {"prompt": "a", "state": state, **body}
+            answer = api.post(path, json=asked) if path else api.get(f"/states/{state}/content")
             told = answer.json() if "json" in answer.headers["content-type"] else json.loads(answer.text.splitlines()[0][6:])
             assert (told["error"]["param"], told["error"]["code"]) == ("state", "state_not_found")
             wait_until(lambda: ok(api.get("/states"))["data"] == [])
 
 
-def test_a_server_may_keep_none(start: Callable[..., Running]) -> None:
-    server = start("states_mib=0")
-    for path, body in (("states", {"prompt": "a"}), ("completions", {"prompt": "a", "save_state": True})):
-        refused(httpx.post(f"{server.url}/v1/{path}", json=body))
-    refused(httpx.post(f"{server.url}/v1/states", content=b"x", headers=FILE))
+def test_what_a_folder_keeps_survives_a_restart_and_belongs_to_its_key(start: Callable[..., Running], tmp_path: Path,
+                                                                       model: RWKV) -> None:
+    """States, and responses with theirs in bounded memory."""
+    kept = tmp_path / "kept"
+    options = ("states_mib=0", f"states_dir={kept}", "responses_mib=1", "max_tokens=100", "api_key=one", "api_key=two")
+    server = start(*options)
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers=key("one")) as api:
+        state, freed = made(api, messages=SAID)["id"], made(api, prompt="freed")["id"]
+        response = ok(api.post("/responses", json={"input": "hi", "max_output_tokens": 5}))
+        assert ok(api.delete(f"/states/{freed}"))
+        before = ok(api.post("/completions", json={"prompt": "a", "state": state, "seed": 1}))["choices"]
+        listed = {each["id"]: each for each in ok(api.get("/states"))["data"]}
+        assert api.post("/responses", json={"input": "a", "previous_response_id": response["id"]},
+                        headers=key("two")).status_code == 404
+        assert ok(api.get("/states", headers=key("two")))["data"] == []
+    wait_until(lambda: {path.stem for path in kept.glob("state_*.safetensors")} == {*listed})
+    server.process.kill()
+    server.process.wait()
+    (kept / f"state_{'0' * 32}.safetensors").write_bytes(b"nothing")
+    server = start(*options)
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers=key("one")) as api:
+        assert {each["id"]: each for each in ok(api.get("/states"))["data"]} == listed
+        assert ok(api.post("/completions", json={"prompt": "a", "state": state, "seed": 1}))["choices"] == before
+        for path in (f"/states/{state}", f"/responses/{response['id']}"):
+            assert api.get(path, headers=key("two")).status_code == api.delete(path, headers=key("two")).status_code == 404
+        assert ok(api.get(f"/responses/{response['id']}")) == response
+        again = ok(api.post("/responses", json={"input": "a", "previous_response_id": response["id"], "max_output_tokens": 5}))
+        assert again["usage"]["input_tokens_details"]["cached_tokens"] >= response["usage"]["total_tokens"]
+        body = {"input": "long", "max_output_tokens": 1, "metadata": {"a": "b" * 300_000}}
+        large = [ok(api.post("/responses", json=body)) for _ in range(4)]
+        assert api.get(f"/responses/{response['id']}").status_code == 404, "those used longest ago are dropped"
+        assert api.get(f"/responses/{large[-1]['id']}").status_code == 200
+        assert sum(path.stat().st_size for path in kept.glob("resp_*.json")) <= 2**20
+    other = small_model("reference", vocab_size=256, n_embd=32, seed=1)
+    states = KeptStates(ServeConfig(states_dir=str(kept)), {"": StateForm.of(other, BYTES)}, {"": ""})
+    found, = (each for each in states.found if each.id == state)
+    with pytest.raises(StateGone):
+        states.get(found)
+    states.close()
 
 
 def test_a_client_that_hangs_up_leaves_no_state(server: Running, api: httpx.Client) -> None:
@@ -357,7 +361,15 @@ def test_a_wrong_request_for_a_state_is_refused(api: httpx.Client, body: dict[st
     refused(api.post("/states", json=body))
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda each: repr(each)[:30])
-def test_a_wrong_body_is_refused(api: httpx.Client, body: bytes) -> None:
-    refused(api.post("/states", content=body))
-    refused(api.post("/states", content=body, headers=FILE))
+def test_a_response_whose_state_is_lost_goes_on_at_the_second_try(start: Callable[..., Running], tmp_path: Path) -> None:
+    server = start("states_mib=0", f"states_dir={tmp_path}/kept")
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as api:
+        first = api.post("/responses", json={"input": "hi", "max_output_tokens": 5}).json()
+        wait_until(lambda: len(list((tmp_path / "kept").glob("state_*.safetensors"))) == 1)
+        next((tmp_path / "kept").glob("state_*.safetensors")).unlink()
+        body = {"input": "a", "previous_response_id": first["id"], "max_output_tokens": 5}
+        lost = api.post("/responses", json=body)
+        assert (lost.status_code, lost.json()["error"]["param"]) == (503, "previous_response_id")
+        assert "retry-after" in lost.headers
+        again = api.post("/responses", json=body).json()
+        assert again["usage"]["input_tokens"] > first["usage"]["total_tokens"]

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,10 +16,12 @@ from typing import Any
 
 import httpx
 import pytest
+from programs import Run, one_sentence
 from serving_runs import ROOT, Running, post, reset, wait_until
 
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
+from rwkv.programs.serve import load
 from rwkv.serving.http import UNREAD_S
 from rwkv.serving.server import _bind
 
@@ -61,29 +65,40 @@ def refused(answer: httpx.Response, param: str | None = None) -> None:
 
 
 @pytest.mark.parametrize(("field", "value"), WRONG, ids=lambda each: str(each)[:20])
-def test_a_wrong_field_is_named(server: Running, field: str, value: Any) -> None:
-    refused(httpx.post(f"{server.url}/v1/completions", json={**OK, field: value}), field)
+def test_a_wrong_field_is_named(api: httpx.Client, field: str, value: Any) -> None:
+    refused(api.post("/completions", json={**OK, field: value}), field)
 
 
 @pytest.mark.parametrize("messages", MESSAGES, ids=lambda each: str(each)[:40])
-def test_wrong_messages_are_named(server: Running, messages: Any) -> None:
-    refused(httpx.post(f"{server.url}/v1/chat/completions", json={"messages": messages, "max_tokens": 1}), "messages")
+def test_wrong_messages_are_named(api: httpx.Client, messages: Any) -> None:
+    refused(api.post("/chat/completions", json={"messages": messages, "max_tokens": 1}), "messages")
 
 
-def test_the_limit_of_tokens_is_named_and_is_the_default(server: Running, start: Callable[..., Running]) -> None:
-    chat = {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 100001}
-    refused(httpx.post(f"{server.url}/v1/chat/completions", json=chat), "max_completion_tokens")
-    small = start("max_tokens=3", "max_prompt_tokens=10")
-    answer = httpx.post(f"{small.url}/v1/completions", json={"prompt": "a", "logit_bias": {"0": -100}}, timeout=60).json()
-    assert answer["usage"]["completion_tokens"] == 3
-    echoed = {"prompt": "abcd", "n": 3, "echo": True, "logprobs": 1}
-    refused(httpx.post(f"{small.url}/v1/completions", json=echoed), "echo")
+@pytest.mark.parametrize("path", ["/completions", "/chat/completions", "/responses", "/states"])
+def test_a_wrong_body_is_refused(api: httpx.Client, path: str) -> None:
+    for body in BODIES:
+        refused(api.post(path, content=body))
 
 
-@pytest.mark.parametrize("body", BODIES, ids=lambda each: repr(each)[:30])
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_wrong_body_is_refused(server: Running, path: str, body: bytes) -> None:
-    refused(httpx.post(server.url + path, content=body))
+def test_a_small_server_names_its_limits(start: Callable[..., Running]) -> None:
+    """Of tokens, of which there are as many by default, of prompts, of states, of connections and of who may ask."""
+    server = start("max_tokens=3", "max_prompt_tokens=30", "states_mib=0", "max_connections=2", "cors=https://page.example")
+    with socket.create_connection(("127.0.0.1", server.port)), socket.create_connection(("127.0.0.1", server.port)):
+        head = server.exchange(b"").partition(b"\r\n\r\n")[0]
+    assert head.startswith(b"HTTP/1.1 503 ")
+    assert b"\r\nretry-after: 1\r\n" in head
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as api:
+        answer = api.post("/completions", json={"prompt": "a", "logit_bias": {"0": -100}}).json()
+        assert answer["usage"]["completion_tokens"] == 3
+        refused(api.post("/completions", json={"prompt": "abcd" * 3, "n": 3, "echo": True, "logprobs": 1}), "echo")
+        chat = {"messages": [{"role": "user", "content": "a"}], "max_completion_tokens": 4}
+        refused(api.post("/chat/completions", json=chat), "max_completion_tokens")
+        for path, body in (("/states", {"prompt": "a"}), ("/completions", {"prompt": "a", "save_state": True})):
+            refused(api.post(path, json=body))
+        refused(api.post("/states", content=b"x", headers={"content-type": "application/octet-stream"}))
+        page, other = {"origin": "https://page.example"}, {"origin": "https://other.example"}
+        for headers, status in ((page, 200), (page | {"host": "page.example"}, 200), (other, 403)):
+            assert api.get("/models", headers=headers).status_code == status
 
 
 @pytest.mark.parametrize(("method", "path", "status"), [("GET", "/v1/completions", 405), ("PUT", "/v1/models", 405),
@@ -104,15 +119,14 @@ def test_a_large_body_is_refused(server: Running) -> None:
     assert b" 413 " in server.exchange(chunked + (b"20000\r\n" + b" " * 0x20000 + b"\r\n") * 11)
 
 
-@pytest.mark.parametrize(("data", "status"), [
-    (b"\x16\x03\x01 hello\r\n\r\n", 400), (b"CONNECT a:1 HTTP/1.1\r\nhost: localhost\r\n\r\n", 400),
-    (b"GET / HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 100_000, 431),
-    (b"GET /hea", 408), (b"", 408), (b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n{", 408)],
-    ids=["no HTTP", "a proxy's method", "long headers", "half a header", "nothing", "half a body"])
-def test_what_is_no_request_is_answered_and_closed(server: Running, data: bytes, status: int) -> None:
-    began = time.monotonic()
-    assert f" {status} ".encode() in server.exchange(data).partition(b"\r\n")[0]
-    assert time.monotonic() - began < 15
+def test_what_is_no_request_is_answered_and_closed(server: Running) -> None:
+    """No HTTP, a proxy's method, long headers; half a header, nothing and half a body, all at the same time."""
+    wrong = {b"\x16\x03\x01 hello\r\n\r\n": 400, b"CONNECT a:1 HTTP/1.1\r\nhost: localhost\r\n\r\n": 400,
+             b"GET / HTTP/1.1\r\nhost: localhost\r\na: " + b"b" * 100_000: 431, b"GET /hea": 408, b"": 408,
+             b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 99\r\n\r\n{": 408}
+    with ThreadPoolExecutor(len(wrong)) as threads:
+        for (data, status), answer in zip(wrong.items(), threads.map(server.exchange, wrong), strict=True):
+            assert f" {status} ".encode() in answer.partition(b"\r\n")[0], data[:40]
 
 
 def test_a_request_that_asks_for_http_2_is_answered_in_http_1(server: Running) -> None:
@@ -126,14 +140,6 @@ def test_a_request_that_asks_for_http_2_is_answered_in_http_1(server: Running) -
         assert (answers.count(b" 200 OK"), answers.count(b"text_completion")) == (2, 1), answers
     many = request.replace(b"POST /v1/completions", b"PUT /health") * 1500
     assert server.exchange(many + last).count(b" 405 ") == 1500
-
-
-def test_too_many_connections_are_told_when_to_come_again(start: Callable[..., Running]) -> None:
-    server = start("max_connections=1")
-    with socket.create_connection(("127.0.0.1", server.port)):
-        head = server.exchange(b"").partition(b"\r\n\r\n")[0]
-    assert head.startswith(b"HTTP/1.1 503 ")
-    assert b"\r\nretry-after: 1\r\n" in head
 
 
 def test_many_half_requests_stop_nobody(server: Running) -> None:
@@ -150,10 +156,11 @@ def test_many_half_requests_stop_nobody(server: Running) -> None:
 
 
 @pytest.mark.usefixtures("idle")
-@pytest.mark.parametrize("body", [ENDLESS, {**ENDLESS, "stream": False}, {**ENDLESS, "n": 3}], ids=["stream", "whole", "three"])
-def test_a_client_that_goes_away_frees_its_rows(server: Running, body: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("body", "times"), [(ENDLESS, 1), ({**ENDLESS, "stream": False}, 1), ({**ENDLESS, "n": 3}, 1),
+                                             (ENDLESS, 2)], ids=["stream", "whole", "three", "two requests"])
+def test_a_client_that_goes_away_frees_its_rows(server: Running, body: dict[str, Any], times: int) -> None:
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(post("/v1/completions", body))
+        connection.sendall(post("/v1/completions", body).replace(b"close", b"keep-alive") * times)
         wait_until(lambda: server.running_texts() == body.get("n", 1))
     wait_until(lambda: server.running_texts() == 0)
 
@@ -199,21 +206,13 @@ def test_who_waits_behind_a_client_that_goes_away_is_served(server: Running) -> 
 
 
 @pytest.mark.usefixtures("idle")
-def test_a_client_that_sends_two_requests_and_goes_away_frees_its_rows(server: Running) -> None:
-    with socket.create_connection(("127.0.0.1", server.port)) as connection:
-        connection.sendall(post("/v1/completions", ENDLESS).replace(b"close", b"keep-alive") * 2)
-        wait_until(lambda: server.running_texts() == 1)
-    wait_until(lambda: server.running_texts() == 0)
-
-
-@pytest.mark.usefixtures("idle")
 def test_a_stream_outlives_the_deadline_for_requests(server: Running) -> None:
-    """Some clients send a line end after a body; it begins no request that could come too slowly (receive_s=3)."""
+    """Some clients send a line end after a body; it begins no request that could come too slowly (receive_s=1.5)."""
     with socket.create_connection(("127.0.0.1", server.port), timeout=20) as connection:
         connection.sendall(post("/v1/completions", ENDLESS))
         assert connection.recv(12) == b"HTTP/1.1 200"
         connection.sendall(b"\r\n")
-        until = time.monotonic() + 4.5
+        until = time.monotonic() + 2.5
         while time.monotonic() < until:
             assert connection.recv(65536), "the stream was cut"
 
@@ -267,17 +266,30 @@ def test_an_answer_that_nobody_reads_is_dropped(server: Running) -> None:
     assert len(body) < announced, "the rest is not kept for a reader who may never come"
 
 
-def test_a_key_is_asked_for(start: Callable[..., Running]) -> None:
-    server = start("api_key=secret", "cors=http://page.example")
-    for headers, status in (({}, 401), ({"authorization": "Bearer other"}, 401), ({"authorization": "secret"}, 401),
-                            ({"authorization": "Bearer secret"}, 200)):
-        answer = httpx.get(f"{server.url}/v1/models", headers=headers)
-        assert answer.status_code == status
-    assert httpx.get(f"{server.url}/health").status_code == 200
-    allowed = httpx.get(f"{server.url}/health", headers={"origin": "http://page.example"}).headers
-    assert allowed["access-control-allow-origin"] == "http://page.example"
-    assert "access-control-allow-credentials" not in allowed
-    assert "access-control-allow-origin" not in httpx.get(f"{server.url}/health", headers={"origin": "http://x"}).headers
+def test_a_key_is_asked_for_and_cors_names_pages(start: Callable[..., Running]) -> None:
+    """The log, which many read, holds a command that asks the server something, without the key."""
+    server = start("api_key=sesame", "cors=https://page.example")
+    first, *_, last = (line.split(maxsplit=1) for line in server.log.splitlines())
+    key, page = {"authorization": "Bearer sesame"}, {"origin": "https://page.example"}
+    with httpx.Client(base_url=server.url, timeout=60) as api:
+        for headers, status in (({}, 401), ({"authorization": "Bearer other"}, 401), ({"authorization": "sesame"}, 401),
+                                (key, 200), (key | page, 200)):
+            assert api.get("/v1/models", headers=headers).status_code == status
+        allowed = api.get("/health", headers=page)
+        assert (allowed.status_code, allowed.headers["access-control-expose-headers"]) == (200, "x-request-id")
+        assert allowed.headers["access-control-allow-origin"] == "https://page.example"
+        assert "access-control-allow-credentials" not in allowed.headers
+        assert "access-control-allow-origin" not in api.get("/health", headers={"origin": "http://x"}).headers
+        asked = page | {"access-control-request-method": "POST",
+                        "access-control-request-headers": "authorization,content-type,x-stainless-lang"}
+        assert api.options("/v1/chat/completions", headers=asked).status_code == 200
+    assert (first[0], last[0]) == ("loading", "try")
+    assert "sesame" not in last[1]
+    program, *arguments = shlex.split(last[1].replace("$KEY", "sesame"))
+    assert program == "curl"
+    if shutil.which("curl") is not None:
+        done = subprocess.run([program, "-sS", "--fail", *arguments], capture_output=True, text=True, timeout=60, check=True)
+        assert '"content"' in done.stdout
 
 
 @pytest.mark.parametrize(("headers", "status"), [
@@ -293,29 +305,17 @@ def test_pages_of_others_are_refused(server: Running, headers: dict[str, str], s
     assert ("error" in answer.json()) == (status == 403)
 
 
-def test_pages_that_cors_names_are_served(start: Callable[..., Running]) -> None:
-    server = start("cors=https://page.example")
-    for headers in ({"origin": "https://page.example"}, {"host": "page.example", "origin": "https://page.example"}):
-        answer = httpx.get(f"{server.url}/v1/models", headers=headers)
-        assert answer.status_code == 200
-        assert answer.headers["access-control-expose-headers"] == "x-request-id"
-    asked = {"origin": "https://page.example", "access-control-request-method": "POST",
-             "access-control-request-headers": "authorization,content-type,x-stainless-lang"}
-    assert httpx.options(f"{server.url}/v1/chat/completions", headers=asked).status_code == 200
-    assert httpx.get(f"{server.url}/v1/models", headers={"origin": "https://other.example"}).status_code == 403
-
-
 def refuses_connections(server: Running) -> bool:
     with socket.socket() as connection:
         return connection.connect_ex(("127.0.0.1", server.port)) != 0
 
 
 def test_an_idle_server_ends_at_once(start: Callable[..., Running]) -> None:
-    server = start()
-    began = time.monotonic()
+    server = start("dtype=bfloat16", "grace_s=60")
+    assert "on cpu, bfloat16" in server.log
+    assert httpx.post(f"{server.url}/v1/completions", json=OK, timeout=60).status_code == 200
     server.process.send_signal(signal.SIGTERM)
-    assert server.process.wait(20) == 0
-    assert time.monotonic() - began < 8, "the engine had to be killed"
+    assert server.process.wait(8) == 0, "it waited for grace_s, or the engine had to be killed"
 
 
 def test_a_signal_while_the_model_loads_ends_the_engine_too(checkpoint: Path) -> None:
@@ -330,33 +330,21 @@ def test_a_signal_while_the_model_loads_ends_the_engine_too(checkpoint: Path) ->
         assert not Path(f"/proc/{engine}").exists()
 
 
-def test_a_signal_lets_running_texts_end(start: Callable[..., Running]) -> None:
-    server = start("grace_s=2", "max_tokens=100000")
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=60) as answer:
+def test_a_signal_lets_running_texts_end_and_refuses_who_waits_when_the_time_is_over(start: Callable[..., Running]) -> None:
+    server = start("dtype=int4", "max_rows=1", "grace_s=1", "max_tokens=100000")
+    assert "on cpu, int4" in server.log
+    with ThreadPoolExecutor(1) as thread, \
+            httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=60) as answer:
         lines = answer.iter_lines()
         next(lines)
+        waiting = thread.submit(httpx.post, f"{server.url}/v1/completions", json={**ENDLESS, "stream": False}, timeout=60)
+        wait_until(lambda: server.metric("timemix_queue") == 1)
         server.process.send_signal(signal.SIGTERM)
         wait_until(lambda: refuses_connections(server))
+        assert (waiting.result().status_code, waiting.result().json()["error"]["code"]) == (503, "not_begun")
         events = [line.removeprefix("data: ") for line in lines if line]
     assert events[-1] == "[DONE]"
     assert json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
-    assert server.process.wait(20) == 0
-
-
-def test_a_signal_refuses_who_waits_when_the_time_is_over(start: Callable[..., Running]) -> None:
-    server = start("max_rows=1", "grace_s=1", "max_tokens=100000")
-
-    def ask() -> httpx.Response:
-        return httpx.post(f"{server.url}/v1/completions", json={**ENDLESS, "stream": False}, timeout=60)
-
-    with ThreadPoolExecutor(2) as threads:
-        running = threads.submit(ask)
-        wait_until(lambda: server.metric("timemix_rows") == 1)
-        waiting = threads.submit(ask)
-        wait_until(lambda: server.metric("timemix_queue") == 1)
-        server.process.send_signal(signal.SIGTERM)
-        assert (waiting.result().status_code, waiting.result().json()["error"]["code"]) == (503, "not_begun")
-        assert running.result().json()["choices"][0]["finish_reason"] == "length"
     assert server.process.wait(20) == 0
 
 
@@ -371,27 +359,10 @@ def test_a_second_signal_ends_it_at_once(start: Callable[..., Running]) -> None:
     assert "Traceback" not in server.log
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
-def test_smaller_dtypes_are_served(start: Callable[..., Running], dtype: str) -> None:
-    server = start(f"dtype={dtype}")
-    assert server.process.poll() is None, server.log
-    assert f"on cpu, {dtype}" in server.log
-    answer = httpx.post(f"{server.url}/v1/completions", json={**ENDLESS, "stream": False, "max_tokens": 5}, timeout=60)
-    assert answer.json()["usage"]["completion_tokens"] == 5
-
-
 def test_a_port_is_taken_before_the_model_is_loaded() -> None:
     """Two servers that load at the same time cannot both have it."""
     with _bind(ServeConfig(port=0)) as first, pytest.raises(UserError):
         _bind(ServeConfig(port=first.getsockname()[1]))
-
-
-def test_the_address_is_a_url_with_ipv6_too(start: Callable[..., Running]) -> None:
-    try:
-        _bind(ServeConfig(host="::1", port=0)).close()
-    except UserError:
-        pytest.skip("this machine has no IPv6")
-    assert "address    http://[::1]:" in start("host=::1", "checkpoint=nothing.pth").log
 
 
 def test_a_missing_package_is_named_before_the_model_is_loaded() -> None:
@@ -400,13 +371,27 @@ def test_a_missing_package_is_named_before_the_model_is_loaded() -> None:
     assert (run.returncode, run.stderr) == (2, "error: serving needs the package msgspec: pip install '.[serve]'\n")
 
 
-@pytest.mark.parametrize(("options", "said"), [(("checkpoint=nothing.pth",), "nothing.pth"), (("port={port}",), "port"),
-                                               (("template=nothing.jinja",), "nothing.jinja"), (("port=70000",), "port"),
-                                               (("cors=*", "api_key=x"), "cors")])
-def test_a_mistake_is_one_sentence(server: Running, start: Callable[..., Running], options: tuple[str, ...], said: str) -> None:
-    failed = start(*(option.format(port=server.port) for option in options))
+def test_a_missing_checkpoint_is_one_sentence(start: Callable[..., Running]) -> None:
+    """After the address, which is a URL with IPv6 too."""
+    try:
+        _bind(ServeConfig(host="::1", port=0)).close()
+    except UserError:
+        pytest.skip("this machine has no IPv6")
+    failed = start("host=::1", "checkpoint=nothing.pth")
     assert failed.process.wait(60) == 2
+    assert "address    http://[::1]:" in failed.log
     error = failed.log.splitlines()[-1]
     assert error.startswith("error: ")
-    assert said in error
+    assert "nothing.pth" in error
     assert "Traceback" not in failed.log
+
+
+@pytest.mark.parametrize(("options", "said"), [(("port=70000",), "port"), (("cors=*", "api_key=x"), "cors")])
+def test_a_mistake_is_one_sentence(run: Run, options: tuple[str, ...], said: str) -> None:
+    one_sentence(run("serve", "checkpoint=nothing.pth", *options), said)
+
+
+def test_a_missing_template_is_refused_before_the_model_is_loaded(checkpoint: Path) -> None:
+    with pytest.raises(UserError) as refusal:
+        load(ServeConfig(checkpoint=str(checkpoint), tokenizer="byte", template="nothing.jinja"))
+    assert "nothing.jinja" in str(refusal.value)

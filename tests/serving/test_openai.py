@@ -2,7 +2,6 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -19,11 +18,6 @@ if TYPE_CHECKING:
 pytestmark = pytest.mark.programs
 MODEL = "tiny"
 BYTES = ByteTokenizer()
-
-
-@pytest.fixture(scope="module")
-def model(checkpoint: Path) -> RWKV:
-    return RWKV.from_pretrained(checkpoint, "reference")
 
 
 def expected(model: RWKV, prompt: str, n: int, seed: int = 0, **options: Any) -> Any:

@@ -12,14 +12,11 @@ ROOT = Path(__file__).parents[2]
 STARTS = ("rwkv.programs.serve", "rwkv.serving.worker")
 # What Python's documentation says is there on Unix alone.
 LACKING = {
-    "os": {"chown", "chroot", "ctermid", "fchmod", "fchown", "fork", "forkpty", "fstatvfs", "getegid", "geteuid", "getgid",
-           "getgroups", "getloadavg", "getpgid", "getpgrp", "getpriority", "getsid", "getuid", "killpg", "lchown", "lockf",
-           "mkfifo", "mknod", "nice", "openpty", "pathconf", "posix_fadvise", "posix_fallocate", "posix_spawn", "pread",
-           "pwrite", "register_at_fork", "sched_getaffinity", "sched_setaffinity", "sched_yield", "sendfile", "setpgid",
-           "setpriority", "setsid", "statvfs", "sync", "sysconf", "tcgetpgrp", "uname", "wait", "wait3", "wait4", "waitid"},
-    "signal": {"SIGALRM", "SIGCHLD", "SIGCONT", "SIGHUP", "SIGKILL", "SIGPIPE", "SIGQUIT", "SIGSTOP", "SIGTSTP", "SIGUSR1",
-               "SIGUSR2", "SIGWINCH", "SIGXCPU", "SIG_BLOCK", "SIG_UNBLOCK", "alarm", "getitimer", "pause", "pthread_kill",
-               "pthread_sigmask", "setitimer", "siginterrupt", "sigpending", "sigtimedwait", "sigwait", "sigwaitinfo"},
+    "os": {"chown", "fork", "fstatvfs", "geteuid", "getgid", "getloadavg", "getuid", "killpg", "lockf", "mkfifo", "nice",
+           "posix_fallocate", "pread", "pwrite", "register_at_fork", "sched_getaffinity", "sched_setaffinity", "sendfile",
+           "setpriority", "setsid", "statvfs", "sysconf", "uname", "wait", "wait4"},
+    "signal": {"SIGALRM", "SIGCHLD", "SIGHUP", "SIGKILL", "SIGPIPE", "SIGQUIT", "SIGUSR1", "SIGUSR2", "alarm", "pause",
+               "pthread_kill", "pthread_sigmask", "setitimer", "sigtimedwait", "sigwait"},
     "socket": {"AF_UNIX", "SO_REUSEADDR", "SO_REUSEPORT", "send_fds", "recv_fds"},        # SO_REUSEADDR means something else
     "loop": {"add_signal_handler", "add_reader", "add_writer", "create_unix_server"},
 }

@@ -3,7 +3,6 @@
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,21 +13,19 @@ pytestmark = pytest.mark.programs
 ROOT = Path(__file__).parent.parent.parent
 
 
-def test_the_readme_s_client_gets_answers(start: Callable[..., Running], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_readme_s_client_gets_answers(g1: Running, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("openai")
-    server = start("template=g1")
     text = (ROOT / "README.md").read_text(encoding="utf-8")
     blocks = [block for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL) if "client" in block]
     assert len(blocks) == 2
     names: dict[str, object] = {}
     for block in blocks:
-        exec(block.replace("http://127.0.0.1:8000", server.url), names)
+        exec(block.replace("http://127.0.0.1:8000", g1.url), names)
         assert capsys.readouterr().out.strip()
 
 
-def test_the_page_on_serving_s_client_gets_an_answer(start: Callable[..., Running]) -> None:
+def test_the_page_on_serving_s_client_gets_an_answer(server: Running) -> None:
     pytest.importorskip("openai")
-    server = start()
     page = (ROOT / "docs" / "serve.md").read_text(encoding="utf-8")
     lines = page[page.index("    from openai"):page.index("\n- Completions")].split("\n")
     exec("\n".join(line[4:] for line in lines).replace("http://127.0.0.1:8000", server.url), {})

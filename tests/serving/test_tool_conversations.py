@@ -1,7 +1,8 @@
-"""Twenty conversations with tools in the template g1, by the official client against the real server, whole and streamed.
+"""Conversations with tools in the template g1, by the official client against the real server, whole and streamed.
 
 The model writes a given answer after each question. It knows a question by one token: the vocabulary has one for the end of
-each prompt. Its answers are cut into tokens at random, also within tags, JSON and characters.
+each prompt. Its answers are cut into tokens at random, also within tags, JSON and characters. All forms of calls are in
+tests/chat/test_calls.py.
 """
 
 import json
@@ -25,7 +26,6 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 TIME = '{"name": "time_of_day", "arguments": {}}'
 WEATHER = ("weather", {"city": "Oslo"})
 DAY: tuple[str, dict[str, Any]] = ("time_of_day", {})
-DEEP = {"city": "}]\"```", "at": [{"x": [1, {"y": None}]}, {"z": "</tool_call>\n\\"}]}
 
 
 class Talk(NamedTuple):
@@ -46,39 +46,22 @@ class Talk(NamedTuple):
 
 TALKS = {
     "a call in a fence": Talk(f" ```json\n{OSLO}\n```", "", [WEATHER]),
-    "a fence that is not closed": Talk(f" ```json\n{OSLO}", "", [WEATHER]),
     "a bare call": Talk(f" {OSLO}", "", [WEATHER]),
     "prose around a call": Talk(f" I look.\n\n{OSLO}\n\nOne moment.", "I look.One moment.", [WEATHER]),
-    "prose before a fence": Talk(f" Let me see:\n```json\n{OSLO}\n```", "Let me see:", [WEATHER]),
-    "a tag": Talk(f" <tool_call>\n{OSLO}\n</tool_call>", "", [WEATHER]),
-    "a tag that is not closed": Talk(f" <tool_call>{OSLO}\n", "", [WEATHER]),
-    "a list in a fence": Talk(f" ```json\n[{OSLO},\n{TIME}]\n```", "", [WEATHER, DAY]),
     "a bare list": Talk(f" [{TIME}, {OSLO}]", "", [DAY, WEATHER]),
-    "several fences": Talk(f" ```json\n{OSLO}\n```\n```json\n{TIME}\n```", "", [WEATHER, DAY]),
     "several tags, none closed": Talk(f" <tool_call>{TIME}\n<tool_call>{OSLO}\n<tool_call>{TIME}", "", [DAY, WEATHER, DAY]),
     "several, one is wanted": Talk(f" {TIME}\n{OSLO} and more", "", [DAY], options={"parallel_tool_calls": False}),
     "several, one is wanted and the rest is cut": Talk(f" {OSLO}\n{TIME[:9]}", "", [WEATHER], "tool_calls",
                                                        {"parallel_tool_calls": False, "max_tokens": 11}),
-    "OpenAI's form": Talk(f' <tool_calls>[{{"type":"function","function":{OSLO}}}]</tool_calls>', "", [WEATHER]),
-    "the heading of April": Talk(f" So:\n**Tool Call:**\n```json\n{TIME}\n```", "So:", [DAY]),
-    "nested arguments": Talk(f' ```json\n{json.dumps({"name": "weather", "arguments": DEEP}, indent=1)}\n```', "",
-                             [("weather", DEEP)]),
     "unicode": Talk(' {"name": "weather", "arguments": {"city": "Ålesund ☔ \\u96e8 東京", "ü": "🌧"}}', "",
                     [("weather", {"city": "Ålesund ☔ 雨 東京", "ü": "🌧"})]),
-    "arguments in a string": Talk(' {"name": "weather", "arguments": "{\\"city\\": \\"Oslo\\"}"}', "", [WEATHER]),
-    "a call after another order": Talk(' {"arguments": {"city": "Oslo"}, "name": "weather"}', "", [WEATHER]),
     "cut off": Talk(f" Wait. ```json\n{OSLO[:-9]}", f"Wait. ```json\n{OSLO[:-9]}", reason="length"),
     "cut off after a call": Talk(f" [{OSLO}]\n{OSLO[:-3]}", OSLO[:-3], [WEATHER], "length"),
     "a function that is not offered": Talk(' {"name": "rm", "arguments": {"city": "Oslo"}}',
                                            '{"name": "rm", "arguments": {"city": "Oslo"}}'),
-    "a fence of another language": Talk(f" ```python\nask({OSLO})\n```\nrun it", f"```python\nask({OSLO})\n```\nrun it"),
-    "other JSON in a fence": Talk(' ```json\n{"sky": [{"rain": 1}]}\n```', '```json\n{"sky": [{"rain": 1}]}\n```'),
-    "a call within other JSON": Talk(f' {{"calls": [{OSLO}]}}', f'{{"calls": [{OSLO}]}}'),
-    "brackets in prose": Talk(" Take [1], {x} and `{\"name\"}`, or <tool>.", "Take [1], {x} and `{\"name\"}`, or <tool>."),
     "the function is named": Talk('{"city":"Oslo"}}\n```\n\nMore.', "", [WEATHER], options={"tool_choice": NAMED},
                                   given=' ```json\n{"name":"weather","arguments":'),
-    "a call is required": Talk('time_of_day","arguments":{}}\n```\n', "", [("time_of_day", {"city": "Oslo"})],
-                               options={"tool_choice": "required"},
+    "a call is required": Talk('time_of_day","arguments":{}}\n```\n', "", [DAY], options={"tool_choice": "required"},
                                given=' ```json\n{"name":"'),
     "thoughts before a call": Talk(f" <think>\nDo I say {OSLO} now?\n</think>\n```json\n{TIME}\n```", "", [DAY],
                                    thoughts=f"Do I say {OSLO} now?"),

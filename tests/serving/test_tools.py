@@ -1,21 +1,19 @@
 """Tools: what a template shows of them, and calls in what a model writes, by the official client against the real server."""
 
 import json
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import pytest
-from models import writing
-from serving_runs import Running, client_of, serving
+from serving_runs import Running
 
 from rwkv.chat.templates import chat_template
 
 if TYPE_CHECKING:
     import openai
 
+pytestmark = pytest.mark.programs
 TEMPLATE = """\
 {% for tool in tools or [] %}
 {{ tool | tojson }}
@@ -54,23 +52,6 @@ STRICT: Any = {"type": "function", "function": {"name": "weather", "strict": Tru
     "type": "object", "properties": {"city": {"enum": ["Bergen"]}}, "required": ["city"], "additionalProperties": False}}}
 
 
-@contextmanager
-def client_of_rows(folder: Path) -> Iterator["openai.OpenAI"]:
-    """Of a server whose model writes ROWS."""
-    model, tokenizer = writing(*([piece.encode() for piece in row] for row in ROWS))
-    path = folder / "tiny.safetensors"
-    model.save_pretrained(path, tokenizer)
-    (folder / "template.jinja").write_text(TEMPLATE)
-    with serving(folder, f"checkpoint={path}", f"template={folder / 'template.jinja'}") as server, client_of(server) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator["openai.OpenAI"]:
-    with client_of_rows(tmp_path_factory.mktemp("tools")) as made:
-        yield made
-
-
 def ask(client: "openai.OpenAI", question: str, **options: Any) -> Any:
     return client.chat.completions.create(**{
         "model": "tiny", "messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 50,
@@ -90,7 +71,6 @@ def streamed(client: "openai.OpenAI", question: str, **options: Any) -> tuple[st
             chunks[-1].choices[0].finish_reason)
 
 
-@pytest.mark.programs
 @pytest.mark.parametrize(("question", "options", "content", "calls"), [
     ("1", {}, "Let me see.", [("weather", {"city": "Oslo"})]),
     ("2", {}, None, [("weather", {"city": "Rome"}), ("time_of_day", {})]),
@@ -107,33 +87,31 @@ def streamed(client: "openai.OpenAI", question: str, **options: Any) -> tuple[st
     ("1", {"tool_choice": "required"}, None, [("time_of_day", {"city": "Bergen"})]),
     ("1", {"tool_choice": "required", "tools": TOOLS[:1]}, None, [("weather", {"city": "Bergen"})]),
     ("1", {"tools": None}, WRITTEN[0], [])], ids=str)
-def test_calls_come_back_as_tool_calls(client: "openai.OpenAI", question: str, options: dict[str, Any], content: str | None,
-                                       calls: list[Any]) -> None:
-    choice = ask(client, question, **options).choices[0]
+def test_calls_come_back_as_tool_calls(tool_client: "openai.OpenAI", question: str, options: dict[str, Any],
+                                       content: str | None, calls: list[Any]) -> None:
+    choice = ask(tool_client, question, **options).choices[0]
     found = choice.message.tool_calls or []
     assert choice.message.content == content
     assert [(call.function.name, json.loads(call.function.arguments)) for call in found] == calls
     assert len({call.id for call in found}) == len(found)
     assert choice.finish_reason == ("tool_calls" if calls else "stop")
-    assert streamed(client, question, **options) == (content or "", calls, choice.finish_reason)
+    assert streamed(tool_client, question, **options) == (content or "", calls, choice.finish_reason)
 
 
-@pytest.mark.programs
-def test_a_text_that_is_cut_is_no_call(client: "openai.OpenAI") -> None:
+def test_a_text_that_is_cut_is_no_call(tool_client: "openai.OpenAI") -> None:
     """What a client cannot run is text, and the reason says why."""
-    for cut in (ask(client, "1", max_tokens=5), ask(client, "1", max_tokens=1, tool_choice=WEATHER)):
+    for cut in (ask(tool_client, "1", max_tokens=5), ask(tool_client, "1", max_tokens=1, tool_choice=WEATHER)):
         assert cut.choices[0].finish_reason == "length"
         assert cut.choices[0].message.tool_calls is None
         assert "<tool_call>" in cut.choices[0].message.content
 
 
-@pytest.mark.programs
-def test_the_template_gets_tools_calls_and_what_they_gave(client: "openai.OpenAI", tmp_path: Path) -> None:
+def test_the_template_gets_tools_calls_and_what_they_gave(tool_client: "openai.OpenAI", tmp_path: Path) -> None:
     """The prompt has as many tokens (bytes here, but for the model's own words) as what the template is to write."""
-    first = ask(client, "1").choices[0].message
+    first = ask(tool_client, "1").choices[0].message
     messages = [{"role": "user", "content": "1"}, first.model_dump(exclude_none=True),
                 {"role": "tool", "tool_call_id": first.tool_calls[0].id, "content": "rain 3"}]
-    answer = ask(client, "", messages=messages)
+    answer = ask(tool_client, "", messages=messages)
     assert answer.choices[0].message.content == WRITTEN[2]
     (tmp_path / "template.jinja").write_text(TEMPLATE)
     template = chat_template(str(tmp_path / "template.jinja"))
@@ -141,47 +119,43 @@ def test_the_template_gets_tools_calls_and_what_they_gave(client: "openai.OpenAI
     assert prompt.endswith('user: 1\nassistant: Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n'
                            "</tool_call>\ntool: rain 3")
     assert prompt.startswith('{"type": "function", "function": {"name": "weather", "description": "It tells.", "parameters": ')
-    tokens = httpx.post(f"{str(client.base_url).removesuffix('/v1/')}/tokenize", json={"prompt": prompt}).json()["count"]
+    tokens = httpx.post(f"{str(tool_client.base_url).removesuffix('/v1/')}/tokenize", json={"prompt": prompt}).json()["count"]
     assert answer.usage.prompt_tokens == tokens
 
 
-@pytest.mark.programs
 @pytest.mark.parametrize("arguments", ['{"city": "Osl', "Oslo", "[1]", "3", "", "null", None])
-def test_a_call_whose_arguments_cannot_be_read_does_not_end_a_talk(client: "openai.OpenAI", arguments: str | None) -> None:
+def test_a_call_whose_arguments_cannot_be_read_does_not_end_a_talk(tool_client: "openai.OpenAI", arguments: str | None) -> None:
     """The model sees them and what the tool said of them. A template may iterate over arguments, as Qwen3-Coder's does."""
     messages: list[Any] = [{"role": "user", "content": "1"}, {"role": "assistant", "content": None, "tool_calls": [
         {"id": "c1", "type": "function", "function": {"name": "weather", "arguments": arguments}}]},
         {"role": "tool", "tool_call_id": "c1", "content": "no JSON"}, {"role": "user", "content": "1"}]
-    answer = ask(client, "", messages=messages).choices[0].message
+    answer = ask(tool_client, "", messages=messages).choices[0].message
     assert answer.content == "Let me see."
     assert answer.tool_calls[0].function.name == "weather"
 
 
-@pytest.mark.programs
-def test_the_deprecated_forms_of_a_call_are_shown_as_the_new_ones(client: "openai.OpenAI") -> None:
+def test_the_deprecated_forms_of_a_call_are_shown_as_the_new_ones(tool_client: "openai.OpenAI") -> None:
     function = {"name": "weather", "arguments": '{"city": "Oslo"}'}
     call = {"id": "c", "type": "function", "function": function}
     new = [{"role": "assistant", "content": None, "tool_calls": [call]},
            {"role": "tool", "tool_call_id": "c", "content": "rain"}]
     old = [{"role": "assistant", "content": None, "function_call": function},
            {"role": "function", "name": "weather", "content": "rain"}]
-    found = [ask(client, "", messages=[*messages, {"role": "user", "content": "1"}]) for messages in (new, old)]
+    found = [ask(tool_client, "", messages=[*messages, {"role": "user", "content": "1"}]) for messages in (new, old)]
     assert found[0].usage.prompt_tokens == found[1].usage.prompt_tokens
     assert found[0].choices[0].message.content == found[1].choices[0].message.content == "Let me see."
 
 
-@pytest.mark.programs
 @pytest.mark.parametrize("parameters", [{}, {"parameters": None}, {"parameters": {}}, {"parameters": {"type": "object"}}],
                          ids=str)
-def test_a_tool_without_parameters_has_an_empty_list_of_them(client: "openai.OpenAI", parameters: dict[str, Any]) -> None:
+def test_a_tool_without_parameters_has_an_empty_list_of_them(tool_client: "openai.OpenAI", parameters: dict[str, Any]) -> None:
     whole = {"parameters": {"type": "object", "properties": {}}}
-    found = [ask(client, "1", tools=[{"type": "function", "function": {"name": "weather", **each}}])
+    found = [ask(tool_client, "1", tools=[{"type": "function", "function": {"name": "weather", **each}}])
              for each in (whole, parameters)]
     assert found[0].usage.prompt_tokens == found[1].usage.prompt_tokens
     assert found[1].choices[0].message.tool_calls[0].function.name == "weather"
 
 
-@pytest.mark.programs
 @pytest.mark.parametrize(("options", "param"), [
     ({"tools": []}, "tools"), ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
     ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools"), ({"tools": TOOLS * 65}, "tools"),
@@ -192,16 +166,15 @@ def test_a_tool_without_parameters_has_an_empty_list_of_them(client: "openai.Ope
     ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
      "messages[0].tool_calls[0].function.arguments")], ids=str)
-def test_wrong_tools_are_named(client: "openai.OpenAI", options: dict[str, Any], param: str) -> None:
+def test_wrong_tools_are_named(tool_client: "openai.OpenAI", options: dict[str, Any], param: str) -> None:
     import openai
 
     with pytest.raises(openai.BadRequestError) as refused:
-        ask(client, "1", **options)
+        ask(tool_client, "1", **options)
     assert refused.value.param is not None
     assert refused.value.param.startswith(param)
 
 
-@pytest.mark.programs
 def test_a_template_without_tools_refuses_them(server: Running) -> None:
     asked = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
     for fields, param in (({"tools": TOOLS}, "tools"), ({"tools": TOOLS, "tool_choice": "none"}, "tools"),

