@@ -322,6 +322,14 @@ def test_results_at_every_shape(case: tuple[Any, Any], device: str) -> None:
         assert not wrong(of, operator, of.inputs(shape, of.dtypes[0], device), of.dtypes[0]), shape
 
 
+@pytest.mark.compiles
+@pytest.mark.parametrize("case", [each for each in CASES if "compile_scan" in each.id], indirect=True)
+def test_results_of_a_compiled_scan_at_one_shape(case: tuple[Any, Any], device: str) -> None:
+    """Each shape takes seconds to compile: the others wait for make soak."""
+    of, operator = case
+    assert not wrong(of, operator, of.inputs(of.shapes[0], of.dtypes[0], device), of.dtypes[0])
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("case", CASES, indirect=True)
 def test_results_in_every_dtype(case: tuple[Any, Any], device: str) -> None:
