@@ -18,6 +18,8 @@ last line of standard output is the result as JSON.
 """
 
 import argparse
+import os
+import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
@@ -36,7 +38,7 @@ from kernels.arguments import Parser, at_least, sizes_of, some_of
 from kernels.bench.peak_memory import quiet
 from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
-from kernels.machine import hardware
+from kernels.machine import hardware, threads
 from kernels.machine.cpu import why_slow
 from rwkv.config import GENERATIONS, ModelConfig, OptimConfig
 from rwkv.training.device import dtype_for
@@ -203,4 +205,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
+    if sys.platform == "linux" and not threads.settings():       # torch reads it when it is imported; train.py sets it
+        os.execve(sys.executable, [sys.executable, "-m", "benchmarks.step_profile", *sys.argv[1:]],
+                  {**os.environ, "GOMP_SPINCOUNT": threads.SPINS})
     run_program(main)
