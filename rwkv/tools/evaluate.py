@@ -1,4 +1,4 @@
-"""Measures how well a checkpoint predicts a file: its loss, or the accuracy of last words.
+"""Measures how well a checkpoint predicts a file: loss, or accuracy of last words.
 
   python -m rwkv.tools.evaluate data.path=FILE.txt
   python -m rwkv.tools.evaluate checkpoint=FILE.pth data.path=FILE.txt

@@ -171,7 +171,8 @@ def test_cached_data_are_not_made_again(library: DataConfig) -> None:
         path.write_bytes(b"?" * path.stat().st_size)
         os.utime(path, (1e9, 1e9))
     second = prepare(library, 16)
-    assert (second.sizes, second.tokenizer.hash, second.train) == (first.sizes, first.tokenizer.hash, first.train)
+    assert (second.sizes, second.tokenizer.hash) == (first.sizes, first.tokenizer.hash)
+    assert second.train[:].tolist() == first.train[:].tolist()
     assert made() == before
 
 

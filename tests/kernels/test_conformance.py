@@ -219,6 +219,7 @@ each_operator = pytest.mark.parametrize("of", ADAPTERS.values(), ids=ADAPTERS)
 
 
 CASES = [implementation(op, name, (of, name)) for op, of in ADAPTERS.items() for name in of.names()]
+SCANS_IN_SOAK = [one for each in CASES for one in (in_soak(each) if "compile_scan" in each.id else [each])]
 
 
 @pytest.fixture(params=compiled_in_soak(CASES))
@@ -313,8 +314,7 @@ def test_every_operator_has_an_adapter() -> None:
     assert set(operators()) <= set(ADAPTERS)
 
 
-@pytest.mark.parametrize("case", [one for each in CASES for one in (in_soak(each) if "compile_scan" in each.id else [each])],
-                         indirect=True)
+@pytest.mark.parametrize("case", SCANS_IN_SOAK, indirect=True)
 def test_results_at_every_shape(case: tuple[Any, Any], device: str) -> None:
     """Outputs and gradients, in the operator's first dtype."""
     of, operator = case
@@ -331,7 +331,7 @@ def test_results_of_a_compiled_scan_at_one_shape(case: tuple[Any, Any], device: 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("case", CASES, indirect=True)
+@pytest.mark.parametrize("case", SCANS_IN_SOAK, indirect=True)
 def test_results_in_every_dtype(case: tuple[Any, Any], device: str) -> None:
     of, operator = case
     for dtype in of.dtypes[1:]:

@@ -367,10 +367,10 @@ def test_weights_alone_with_world_s_number_of_tokens_are_world_s(tmp_path: Path)
 def test_a_run_does_not_go_on_with_another_tokenizer() -> None:
     """As it would where the text that a bpe was trained on has changed since."""
     task = LanguageModel(small_model("conv1d", BPE.vocab_size), OptimConfig(), 1, 1.0)
-    task.describe({}, BPE)
+    task.entry = describe({}, BPE.vocab_size, BPE)
     task.on_load_checkpoint({"timemix": describe({}, BPE.vocab_size, BPE)})
     ending = JsonTokenizer(FALLBACK.definition, end_of_text="<unk>")
     for own, other in ((BPE, NEOX), (FALLBACK, ending)):
-        task.describe({}, own)
+        task.entry = describe({}, own.vocab_size, own)
         with pytest.raises(UserError):
             task.on_load_checkpoint({"timemix": describe({}, other.vocab_size, other)})
