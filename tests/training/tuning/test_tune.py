@@ -77,7 +77,7 @@ def test_adapters_are_trained_kept_apart_and_merged(folder: Path, run: Run, base
     add_adapters(model, described["target_modules"], described["r"], described["lora_alpha"])
     model.load_state_dict({name.removeprefix("base_model.model."): tensor for name, tensor in adapters.items()}, strict=False)
     apart, _ = model(ids)
-    torch.testing.assert_close(merged(ids)[0], apart, rtol=0, atol=1e-5)
+    assert (merged(ids)[0] - apart).norm() < 3e-6 * apart.norm()
     torch.testing.assert_close(RWKV.from_pretrained(out)(ids)[0], merged(ids)[0], rtol=0, atol=0)
     assert not torch.allclose(apart, before, atol=1e-4)
 
