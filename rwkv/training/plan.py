@@ -215,7 +215,7 @@ def _duration(config: TrainConfig, steps: int, device: torch.device, task: Langu
     """The time of all steps and validations. Under fsdp it is not measured: one process may have no room for a whole model."""
     if config.trainer.strategy == "fsdp":
         return "duration unknown (not timed under fsdp)"
-    seconds = _seconds_per_step(task, config, device) * sum(_equivalent_steps(config, steps, data))
+    seconds = _seconds_per_step(task, config, device, data) * sum(_equivalent_steps(config, steps, data))
     if seconds < SECONDS:
         return f"about {max(1, round(seconds))} s"
     name, unit = next(((name, unit) for name, unit in UNITS if seconds >= 2 * unit), UNITS[-1])
@@ -261,9 +261,16 @@ def _validation(config: TrainConfig, first_step: int, data: Corpus) -> Iterator[
     yield "validation", line
 
 
-def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device) -> float:
-    """The time of an optimiser step's forward and backward passes. It compiles the kernels and changes nothing."""
-    x = torch.zeros(config.data.batch_size // world_size(), config.model.ctx_len, dtype=torch.long, device=device)
+def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device, data: Corpus | None = None) -> float:
+    """The time of an optimiser step's forward and backward passes. It compiles the kernels and changes nothing.
+
+    Of conversations, the first rows are read, where only the answers are targets.
+    """
+    rows = config.data.batch_size // world_size()
+    x = torch.zeros(rows, config.model.ctx_len, dtype=torch.long, device=device)
+    batch: tuple[torch.Tensor, ...] = (x, x)
+    if data is not None and data.conversations and not config.trainer.tbptt:
+        batch = tuple(part.to(device) for part in _rows(config, data).__getitems__(list(range(rows)))[:3])
     dtype = dtype_for(config.trainer.precision)
     task.to(device)
     start = 0.0
@@ -271,7 +278,7 @@ def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.de
         if step == 1:
             start = time.perf_counter()
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            loss = task.loss(x, x)
+            loss = task.loss(*batch)
         loss.backward()
     loss.item()                          # waits for the device
     task.zero_grad(set_to_none=True)

@@ -138,6 +138,14 @@ def test_long_texts_have_the_ids_of_short_ones(tokenizer: WorldTokenizer, length
     assert tokenizer.encode(text) == tokenizer._vocabulary._match(text.encode())
 
 
+def test_a_dropped_library_is_loaded_again(tokenizer: WorldTokenizer) -> None:
+    text = "ab 你\n" * world.SHORT
+    before = tokenizer.encode(text)
+    tokenizer.drop_library()
+    assert "_library" not in vars(tokenizer._vocabulary)
+    assert tokenizer.encode(text) == before
+
+
 @pytest.mark.thorough
 @given(text=st.text(st.sampled_from("ab \n\r.é你😀=#"), max_size=60), size=st.integers(1, 50))
 @settings(max_examples=25)
