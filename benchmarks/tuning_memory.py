@@ -4,11 +4,12 @@
 
 The weights are random, in bfloat16 and in the shapes of the released RWKV-7 models; the text is conversations of random words.
 Each run is train.py's, a process of its own: printed are the figure in its plan, and the peak of the memory that it had until
-its end, by the kernel's account of that process (Linux).
+its end, by the kernel's account of that process (Linux): its resident set, with the program, the libraries and what is mapped
+of the weights' file. program_gb is what the plan says of program and libraries, before the model is read. The last line of
+standard output is the result as JSON.
 """
 
 import itertools
-import json
 import os
 import random
 import re
@@ -19,13 +20,14 @@ from pathlib import Path
 from benchmarks._main import run_program
 from benchmarks.tuning import ROOT, conversation, third_word, words, write
 from kernels.arguments import Parser, at_least, path_of
-from kernels.bench.results import check_folder
+from kernels.bench.results import check_folder, output_file, publish
+from kernels.machine import hardware
 
 SHAPES, WAYS = ("0.1b", "0.4b", "1.5b"), ("full", "lora", "state")
 BASES = ("float32", "bfloat16", "int8", "int4")          # of frozen weights
 VOCABULARY = 65536
 OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.tokenizer=world", "data.cache_dir=cache",
-           "trainer=cpu", "trainer.precision=32-true", "trainer.max_steps=1", "trainer.log_every=1", "trainer.sample_every=0",
+           "trainer=cpu", "trainer.precision=32-true", "trainer.max_steps=2", "trainer.log_every=1", "trainer.sample_every=0",
            "trainer.sample_tokens=0", "data.val_fraction=0.01", "trainer.keep_last=1", "logger=csv",
            "trainer.val_tokens=100")
 # In a process of its own: what has been in this one's memory would count as the peak of its children.
@@ -45,8 +47,8 @@ def write_weights(shape: str, path: Path) -> None:
                    env=os.environ | {"PYTHONPATH": str(ROOT)})
 
 
-def run(folder: Path, *options: str) -> tuple[float, float, float]:
-    """(the plan's figure, the peak), in GB, and the seconds of the processors."""
+def run(folder: Path, *options: str) -> tuple[float, float, float, float]:
+    """The plan's figure, its part of program and libraries, and the peak, in GB; and the seconds of the processors."""
     process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *OPTIONS, *options], cwd=folder, text=True,
                                stderr=subprocess.PIPE)
     assert process.stderr is not None
@@ -54,11 +56,14 @@ def run(folder: Path, *options: str) -> tuple[float, float, float]:
     _, status, used = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(said)
-    return gigabytes(said), 1024 * used.ru_maxrss / 1e9, used.ru_utime + used.ru_stime
+    planned = gigabytes("about {} for each process", said)
+    program = gigabytes("program and libraries {},", said)
+    return planned, program, 1024 * used.ru_maxrss / 1e9, used.ru_utime + used.ru_stime
 
 
-def gigabytes(said: str) -> float:
-    found = re.search(r"about ([\d.,]+) (GB|MB) for each process", said)
+def gigabytes(line: str, said: str) -> float:
+    """The number in the place of {} of a line of the plan."""
+    found = re.search(line.format(r"([\d.,]+) (GB|MB)"), said)
     assert found, said
     return float(found[1].replace(",", "")) * (1 if found[2] == "GB" else 1e-3)
 
@@ -72,7 +77,9 @@ def main() -> None:
     parser.add_argument("--ctx-len", type=at_least(1), default=512, metavar="T")
     parser.add_argument("--batch-size", type=at_least(1), default=8, metavar="B")
     parser.add_argument("--options", nargs="*", default=[], help="more of train.py's")
+    parser.add_argument("--json", type=output_file, metavar="FILE")
     options = parser.parse_args()
+    results = []
     folder = options.out.resolve()
     check_folder(folder)
     write(folder / "talks.jsonl", (conversation(*pair) for pair in third_word(words(500, 1), 2000, random.Random(0))))
@@ -83,12 +90,15 @@ def main() -> None:
         for way, base in itertools.product(options.ways, options.bases):
             if way == "full" and base != "float32":
                 continue
-            planned, peak, seconds = run(folder, f"init_from={weights}", f"tune={way}", f"tune.base={base}",
+            planned, program, peak, seconds = run(folder, f"init_from={weights}", f"tune={way}", f"tune.base={base}",
                                          f"model.ctx_len={options.ctx_len}", f"data.batch_size={options.batch_size}",
                                          f"out_dir={shape}-{way}-{base}", *options.options)
-            print(json.dumps({"shape": shape, "way": way, "base": base, "ctx_len": options.ctx_len,
-                              "batch_size": options.batch_size, "planned_gb": round(planned, 2), "peak_gb": round(peak, 2),
-                              "planned_over_peak": round(planned / peak, 2), "processor_s": round(seconds, 1)}), flush=True)
+            results.append({"shape": shape, "way": way, "base": base, "ctx_len": options.ctx_len,
+                            "batch_size": options.batch_size, "planned_gb": round(planned, 2), "peak_gb": round(peak, 2),
+                            "planned_over_peak": round(planned / peak, 2), "program_gb": round(program, 2),
+                            "processor_s": round(seconds, 1)})
+            print(results[-1], flush=True)
+    publish({"machine": hardware.describe("cpu"), "results": results}, options.json)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,11 @@ def without_base(run: dict[str, Any]) -> dict[str, Any]:
 
 
 def identity(checkpoint: Any) -> str:
-    """Of the frozen weights."""
-    return fingerprint(generation(checkpoint.config), checkpoint.weights)
+    """Of the frozen weights: it tells files of equal sizes apart, at little cost."""
+    found = fingerprint(generation(checkpoint.config), checkpoint.weights)
+    for tensor in checkpoint.weights.stored.values():
+        tensor.drop_pages()              # the evenly spaced elements lie in all of them
+    return found
 
 
 def _of_vectors(stored: Mapping[str, Stored]) -> str:

@@ -11,13 +11,14 @@ Each block has its operator as block.att.wkv.
 import hashlib
 import importlib
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, Self, cast
 
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from kernels.machine.allocator import give_back_free_blocks
 from kernels.machine.threads import one_thread_in_forks
 from rwkv.config import ModelConfig
 from rwkv.model.derived import Kept
@@ -68,7 +69,7 @@ class Generation(Protocol):
 
     def kept_for_backward(self, config: ModelConfig, half: bool) -> float: ...
 
-    def kept_when_frugal(self, config: ModelConfig, half: bool) -> float: ...
+    def kept_when_frugal(self, config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float: ...
 
 
 class DeepEmbedGeneration(Generation, Protocol):
@@ -121,13 +122,16 @@ def fingerprint(generation: Generation, weights: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _through(blocks: Iterable[nn.Module], x: Tensor, carry: Any, before: Iterable[Any],
-             packing: Packing | None = None) -> tuple[Tensor, Any, list[Any]]:
+def _through(blocks: Iterable[nn.Module], x: Tensor, carry: Any, before: Iterable[Any], packing: Packing | None = None,
+             give_back: bool = False) -> tuple[Tensor, Any, list[Any]]:
     """x and carry after these blocks, and the state of each after the last token."""
     after = []
     for block, layer_state in zip(blocks, before, strict=True):
         x, layer_state, carry = block(x, layer_state, carry, packing)
         after.append(layer_state)
+        if give_back and x.requires_grad:
+            give_back_free_blocks()
+            x.register_hook(lambda grad: give_back_free_blocks())        # after the next block's backward pass
     return x, carry, after
 
 
@@ -148,6 +152,7 @@ class Model(nn.Module):
         self.config, self.vocab_size, self.operator = config, vocab_size, operator
         self.fingerprint_before: str | None = None       # the fingerprint before the weights were quantised or merged
         self.kept = Kept()                               # what its decoding in C has made of its weights
+        self.gives_back = False                          # whether training returns memory to the system after each block
         self.emb = nn.Embedding(vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(self.generation.Block(config, layer, operator) for layer in range(config.n_layer))
         if config.deep_embed_dim:
@@ -187,7 +192,7 @@ class Model(nn.Module):
     def _blocks(self, tokens: Tensor, state: State | None, packing: Packing | None = None) -> tuple[Tensor, list[State]]:
         """The head's input (B,T,C) and the state of each layer after the last token."""
         x, before, carry = self._embedded(tokens, state)
-        x, _, after = _through(self.blocks, x, carry, before, packing)
+        x, _, after = _through(self.blocks, x, carry, before, packing, self.gives_back)
         return self.ln_out(x), after
 
     def _embedded(self, tokens: Tensor, state: State | None) -> tuple[Tensor, Sequence[Any], Any]:

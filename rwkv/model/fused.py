@@ -6,7 +6,8 @@ general formulas read and write each tensor several times more. Under autocast e
 matrix products. rwkv4.py and rwkv7.py have the plain formulas beside the calls; `can_fuse` chooses between them.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -73,9 +74,7 @@ class _Mixes(torch.autograd.Function):
         trained = any(ctx.needs_input_grad[4:])
         ctx.dtype = dtype
         ctx.save_for_backward(x if trained else None, last_x if trained else None, first, *mus)
-        x = x.to(dtype)
-        before = _before(x, last_x, first)
-        return _mixes(before, x - before, cast(dtype, mus))
+        return _shifted(dtype, x, last_x, first, mus)
 
     @staticmethod
     @first_derivative
@@ -89,11 +88,82 @@ class _Mixes(torch.autograd.Function):
         return None, grad_x, grad_last_x if ctx.needs_input_grad[2] else None, None, *grad_mus
 
 
-def of_square(layer: nn.Module, root: Tensor) -> Tensor:
-    """layer(root * root). A layer that needs its input for its backward pass may keep the root instead: it has of_square."""
-    own = getattr(layer, "of_square", None)
-    product: Tensor = layer(root * root) if own is None else own(root)
+def kept_as_source(normal: Callable[[], Tensor], last_x: Tensor | None, mus: Tensors, first: Tensor | None,
+                   mixes: Tensors) -> AbstractContextManager[Any]:
+    """What keeps one of mixes, which token_shift has given for these arguments, computes it again in its backward pass.
+
+    normal() gives the x of token_shift again. mixes must stay in memory until the context ends.
+    """
+    if not (torch.is_grad_enabled() and can_use_functions()):
+        return nullcontext()
+    dtype = mixes[0].dtype
+    size = mixes[0].numel()              # not the mixes: the functions below live until the backward pass
+    places = {mix.data_ptr(): number for number, mix in enumerate(mixes)}
+
+    def pack(tensor: Tensor) -> Any:
+        number = places.get(tensor.data_ptr()) if tensor.numel() == size and tensor.is_contiguous() else None
+        return tensor if number is None else (mus[number], tensor.shape)
+
+    @torch.no_grad()
+    def unpack(kept: Any) -> Tensor:
+        if isinstance(kept, Tensor):
+            return kept
+        mu, shape = kept
+        (mixed,) = _shifted(dtype, normal(), last_x, first, (mu,))
+        return mixed.view(shape)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _shifted(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, first: Tensor | None, mus: Sequence[Tensor]) -> Tensors:
+    x = x.to(dtype)
+    before = _before(x, last_x, first)
+    return _mixes(before, x - before, cast(dtype, mus))
+
+
+def of_squared_relu(layer: nn.Module, x: Tensor) -> Tensor:
+    """layer(relu(x)^2), which keeps x for a backward pass and not the square.
+
+    A layer that needs its input for that has an of_squared_relu of its own.
+    """
+    own = getattr(layer, "of_squared_relu", None)
+    if not can_use_functions():
+        product: Tensor = layer(torch.relu(x).square())
+    elif own is not None:
+        product = own(x)
+    elif _is_plain(layer):
+        product = _ProductOfSquaredRelu.apply(product_dtype(x), x, layer.weight)
+    else:
+        product = layer(_SquaredRelu.apply(x))
     return product
+
+
+class _ProductOfSquaredRelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.dtype = dtype
+        return linear(squared_relu(x).to(dtype), weight.to(dtype))
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        grad_square, grad_weight = product_backward(grad, squared_relu(x).to(ctx.dtype), weight.to(ctx.dtype))
+        return None, squared_relu_backward(grad_square.to(x.dtype), x), grad_weight
+
+
+class _SquaredRelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return squared_relu(x)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return squared_relu_backward(grad, x)
 
 
 def mixed_products(x: Tensor, last_x: Tensor | None, mus: Tensors, weights: Tensors) -> Tensors:

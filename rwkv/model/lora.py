@@ -15,7 +15,7 @@ from rwkv.config import ModelConfig
 from rwkv.errors import UserError
 from rwkv.model.base import Model, generation, of_linear_layer
 from rwkv.model.first_derivative import first_derivative
-from rwkv.model.fused import can_use_functions, product_backward, product_dtype
+from rwkv.model.fused import product_backward, product_dtype, squared_relu, squared_relu_backward
 from rwkv.model.hooks import untouched
 from rwkv.model.quantized import Int4Linear, Int8Linear
 
@@ -39,32 +39,37 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self._sum(self.base(x), self.lora_A(self.dropout(x)))
 
-    def of_square(self, root: Tensor) -> Tensor:
-        """forward(root * root), which keeps root for its backward pass and not the square."""
-        if (self.training and self.dropout.p) or not (can_use_functions() and untouched(self) and untouched(self.lora_A)):
-            return self(root * root)
-        return self._sum(self.base(root * root), _DownOfSquare.apply(product_dtype(root), root, self.lora_A.weight))
+    def of_squared_relu(self, x: Tensor) -> Tensor:
+        """forward(relu(x)^2), which keeps x for its backward pass and not the square."""
+        if (self.training and self.dropout.p) or not (untouched(self) and untouched(self.lora_A)):
+            return self(torch.relu(x).square())
+        square, hidden = _SquareAndDown.apply(product_dtype(x), x, self.lora_A.weight)
+        return self._sum(self.base(square), hidden)
 
     def _sum(self, base: Tensor, hidden: Tensor) -> Tensor:
-        added: Tensor = self.lora_B(hidden)
-        return base + self.scale * added.to(base.dtype)
+        if base.dtype != hidden.dtype or not untouched(self.lora_B):
+            added: Tensor = self.lora_B(hidden)
+            return base + self.scale * added.to(base.dtype)
+        rows = torch.addmm(base.flatten(0, -2), hidden.flatten(0, -2), self.lora_B.weight.T, alpha=self.scale)
+        return rows.view_as(base)
 
 
-class _DownOfSquare(torch.autograd.Function):
-    """A root^2, with root (B,T,in) and A (rank,in): (B,T,rank)."""
+class _SquareAndDown(torch.autograd.Function):
+    """relu(x)^2, with x (B,T,in), and its product with A (rank,in): (B,T,in) and (B,T,rank)."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, root: Tensor, A: Tensor) -> Tensor:
-        ctx.save_for_backward(root, A)
+    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, A: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, A)
         ctx.dtype = dtype
-        return linear((root * root).to(dtype), A.to(dtype))
+        square = squared_relu(x)
+        return square, linear(square.to(dtype), A.to(dtype))
 
     @staticmethod
     @first_derivative
-    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
-        root, A = ctx.saved_tensors
-        grad_square, grad_A = product_backward(grad, (root * root).to(ctx.dtype), A.to(ctx.dtype))
-        return None, grad_square.mul_(2 * root), grad_A
+    def backward(ctx: Any, grad_square: Tensor, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+        x, A = ctx.saved_tensors
+        of_hidden, grad_A = product_backward(grad, squared_relu(x).to(ctx.dtype), A.to(ctx.dtype))
+        return None, squared_relu_backward(grad_square + of_hidden, x), grad_A
 
 
 def adaptable(config: ModelConfig) -> list[str]:

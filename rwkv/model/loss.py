@@ -21,6 +21,7 @@ CHUNK_LOGITS = 2 ** 21                   # in one chunk: 8 MiB
 LEAST_ROWS = 256                         # in one chunk, whatever the vocabulary: matrix products need them for full speed
 LEAST_FROZEN = 128                       # the same for a frozen head, whose runs have little else in memory
 NARROW_ROWS = 2 ** 13                    # of a frozen head in another dtype that are converted at a time
+BLOCK_LOGITS = 2 ** 20                   # of a chunk whose softmax is computed at a time on a CPU: they stay in its cache
 ARGMAX_BLOCK = 128                       # block size of the two-stage argmax
 IGNORED = -100                           # a target that does not count
 
@@ -39,9 +40,9 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 
         loss: Tensor = _HeadLoss.apply(hidden, weight, targets, l2_wrap, confidence_penalty)
         return loss
     total = hidden.new_zeros((), dtype=torch.float32)
-    for chunk in _chunks(hidden, weight):
-        logits = _logits(hidden[chunk], weight).float()
-        total += cross_entropy(logits, targets[chunk], ignore_index=IGNORED, reduction="sum")
+    for chunk in _chunks(hidden, weight, frozen=not weight.requires_grad):
+        for logits, block in _blocks(_logits(hidden[chunk], weight), targets[chunk]):
+            total += cross_entropy(logits.float(), block, ignore_index=IGNORED, reduction="sum")
     return total / _counted(targets)
 
 
@@ -82,30 +83,38 @@ class _HeadLoss(torch.autograd.Function):
         with torch.autocast(hidden.device.type, enabled=False):
             for chunk in _chunks(hidden, weight, frozen=grad_weight is None):
                 logits = _logits(hidden[chunk], weight).float()
-                nll, grad_logits = _nll_and_gradient(logits, targets[chunk], l2_wrap, confidence_penalty)
-                del logits               # before the next chunk's are computed
-                total += nll
-                grad_logits = grad_logits.to(hidden.dtype)
+                for block, of_block in _blocks(logits, targets[chunk]):
+                    total += _replace_by_gradient(block, of_block, l2_wrap, confidence_penalty)
+                grad_logits = logits.to(hidden.dtype)
                 grad_hidden[chunk] = _times(grad_logits, weight)
                 if grad_weight is not None:
                     _add_product(grad_weight, grad_logits.T, hidden[chunk])
-                del grad_logits
-        ctx.save_for_backward(grad_hidden, grad_weight, counted)
+                del logits, grad_logits, block           # before the next chunk's are computed
+        ctx.save_for_backward(grad_hidden, counted)
+        ctx.grad_weight = grad_weight
         return total / counted
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight, counted = ctx.saved_tensors
+        grad_hidden, counted = ctx.saved_tensors
+        grad_weight, ctx.grad_weight = ctx.grad_weight, None     # the only reference: it becomes the weight's .grad
+        if grad_weight is None and ctx.needs_input_grad[1]:
+            raise RuntimeError("the head's loss has one backward pass, which scales its gradient in place")
         scale = grad / counted
-        return grad_hidden * scale, None if grad_weight is None else grad_weight * scale, None, None, None
+        return grad_hidden * scale, None if grad_weight is None else grad_weight.mul_(scale), None, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
     """hidden (rows,C) W^T; a W (V,C) of another dtype, which is frozen, is converted a part at a time."""
     if weight.dtype == hidden.dtype:
         return hidden @ weight.T
-    return torch.cat([hidden @ part.to(hidden.dtype).T for part in weight.split(NARROW_ROWS)], 1)
+    if torch.is_grad_enabled():
+        return torch.cat([hidden @ part.to(hidden.dtype).T for part in weight.split(NARROW_ROWS)], 1)
+    logits = hidden.new_empty(len(hidden), len(weight))
+    for part, result in zip(weight.split(NARROW_ROWS), logits.split(NARROW_ROWS, 1), strict=True):
+        torch.mm(hidden, part.to(hidden.dtype).T, out=result)
+    return logits
 
 
 def _times(grad_logits: Tensor, weight: Tensor) -> Tensor:
@@ -133,8 +142,14 @@ def _as_multiplied(x: Tensor) -> Tensor:
     return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
 
 
-def _nll_and_gradient(logits: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float) -> tuple[Tensor, Tensor]:
-    """The negative log-likelihood summed over the rows that count, and its gradient for the logits (rows,V), in place.
+def _blocks(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """Both in blocks of rows: what is computed of a block takes little memory beside the chunk's logits."""
+    rows = max(1, BLOCK_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
+    return zip(logits.split(rows), targets.split(rows), strict=True)
+
+
+def _replace_by_gradient(logits: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float) -> Tensor:
+    """The negative log-likelihood summed over the rows that count; its gradient takes the place of the logits (rows,V).
 
     log(sum(exp(logits))) is the largest logit less the logarithm of its probability, which is never small.
     """
@@ -148,7 +163,8 @@ def _nll_and_gradient(logits: Tensor, targets: Tensor, l2_wrap: float, confidenc
     grad.scatter_add_(-1, targets, torch.full_like(largest, -1.0))
     if l2_wrap:
         grad.scatter_add_(-1, argmax, l2_wrap * largest)
-    return (nll * counts).sum(), grad.mul_(counts)
+    torch.mul(grad, counts, out=logits)
+    return (nll * counts).sum()
 
 
 def _add_penalty(probabilities: Tensor, logits: Tensor, strength: float) -> None:

@@ -1,9 +1,32 @@
 """Several texts in one row, each read from an empty state: what mixes steps of time must not reach over their bounds."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from rwkv.model.first_derivative import first_derivative
+
+
+class _Group:
+    """Texts of similar lengths, padded to p texts of t steps. places (p t,): of each step in the joined rows.
+
+    inside (n,): which of them are no padding; None where none is.
+    """
+
+    def __init__(self, places: Tensor, inside: Tensor) -> None:
+        self.shape = places.shape
+        self.places = places.flatten()
+        self.inside = None if inside.all() else inside.flatten().nonzero()[:, 0]
+
+    def own(self, steps: Tensor) -> Tensor:
+        """The steps (p t,...) of the texts alone: (n,...)."""
+        return steps if self.inside is None else steps.index_select(0, self.inside)
+
+    def padded(self, own: Tensor) -> Tensor:
+        """The inverse, with zeros in the padding."""
+        return own if self.inside is None else own.new_zeros(len(self.places), *own.shape[1:]).index_copy_(0, self.inside, own)
 
 
 class Packing:
@@ -18,16 +41,16 @@ class Packing:
         self.shift_mask = starts.unsqueeze(-1)
         begins = starts.flatten().nonzero()[:, 0]                                # (P,), of each text in the joined rows
         lengths = torch.diff(begins, append=begins.new_tensor([starts.numel()]))
-        self._groups: list[tuple[Tensor, Tensor]] = []           # places (p,t) in the joined rows, and which are in the text
+        self.groups: list[_Group] = []
         sizes = torch.frexp(lengths.float()).exponent            # texts of one group differ in length by a factor of 2 at most
         for size in sizes.unique().tolist():
             first, length = begins[sizes == size], lengths[sizes == size]
             step = torch.arange(int(length.max()), device=starts.device)
-            inside = step < length.unsqueeze(1)
-            self._groups.append(((first.unsqueeze(1) + step).clamp(max=starts.numel() - 1), inside))
-        order = torch.cat([places[inside] for places, inside in self._groups])
-        self._back = torch.empty_like(order)
-        self._back[order] = torch.arange(len(order), device=order.device)
+            places = (first.unsqueeze(1) + step).clamp(max=starts.numel() - 1)
+            self.groups.append(_Group(places, step < length.unsqueeze(1)))
+        self.order = torch.cat([group.own(group.places) for group in self.groups])       # places of the groups' steps
+        self.back = torch.empty_like(self.order)
+        self.back[self.order] = torch.arange(len(self.order), device=starts.device)
 
     def each_text(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """function applied to each text: tensors (B,T,...) -> (B,T,...).
@@ -36,12 +59,42 @@ class Packing:
         and what it gives there is dropped.
         """
         B, T = tensors[0].shape[:2]
-        rows = [tensor.flatten(0, 1).flatten(1) for tensor in tensors]
-        found = []
-        for places, inside in self._groups:
-            texts = [row.index_select(0, places.flatten()).view(*places.shape, *tensor.shape[2:])
-                     for row, tensor in zip(rows, tensors, strict=True)]
-            result = function(*texts)
-            found.append(result.flatten(0, 1)[inside.flatten()])
-        joined = torch.cat(found)
-        return joined.index_select(0, self._back).view(B, T, *joined.shape[1:])
+        texts = [_Divided.apply(self, tensor.flatten(0, 1)) for tensor in tensors]
+        found = [function(*(part.view(*group.shape, *part.shape[1:]) for part in of_group)).flatten(0, 1)
+                 for group, of_group in zip(self.groups, zip(*texts, strict=True), strict=True)]
+        joined: Tensor = _Joined.apply(self, *found)
+        return joined.view(B, T, *joined.shape[1:])
+
+
+class _Divided(torch.autograd.Function):
+    """The steps (B T,...) of the rows as those of each group. No gradient comes from the padding: see each_text."""
+
+    @staticmethod
+    def forward(ctx: Any, packing: Packing, steps: Tensor) -> tuple[Tensor, ...]:
+        ctx.packing = packing
+        return tuple(steps.index_select(0, group.places) for group in packing.groups)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, Tensor]:
+        return None, _join(ctx.packing, grads)
+
+
+class _Joined(torch.autograd.Function):
+    """The inverse: the steps of the rows, (B T,...)."""
+
+    @staticmethod
+    def forward(ctx: Any, packing: Packing, *steps: Tensor) -> Tensor:
+        ctx.packing = packing
+        return _join(packing, steps)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        groups = ctx.packing.groups
+        own = ctx.packing.order.split([len(group.places if group.inside is None else group.inside) for group in groups])
+        return None, *(group.padded(grad.index_select(0, places)) for group, places in zip(groups, own, strict=True))
+
+
+def _join(packing: Packing, steps: Sequence[Tensor]) -> Tensor:
+    return torch.cat([group.own(part) for group, part in zip(packing.groups, steps, strict=True)]).index_select(0, packing.back)

@@ -11,6 +11,7 @@ RWKV-LM, RWKV-v4neo/src/model.py.
 """
 
 import math
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -78,10 +79,15 @@ def kept_for_backward(config: ModelConfig, half: bool) -> float:
     return 7 * C + 2.5 * A + F if half else 10 * C + 5 * A + 2 * F
 
 
-def kept_when_frugal(config: ModelConfig, half: bool) -> float:
-    """The same for a block with frozen weights, or of packed rows, without the inputs of what is trained."""
+def kept_when_frugal(config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float:
+    """The same for a block with frozen weights, or of packed rows, with the inputs of what is trained: `layers`, and vectors.
+
+    That of ffn.value is computed again.
+    """
     C, A, F = sizes(config)
-    return 2 * C + (3 * C + 6 * A + F) / (2 if half else 1)
+    inputs = {"att.output": A, "ffn.value": 0}
+    kept = 3 * C + 6 * A + F + sum(inputs.get(layer, C) for layer in layers)
+    return 2 * C * (1 + vectors) + kept / (2 if half else 1)
 
 
 def group(name: str) -> str:
@@ -173,8 +179,8 @@ class ChannelMix(nn.Module):
         mus = self.time_mix_k, self.time_mix_r
         if packing is not None or not fused.can_fuse(self.key, self.receptance, self.value):
             mix_k, mix_r = fused.token_shift(x, last_x, *mus, first=packing.shift_mask if packing else None)
-            relu_k = torch.relu(self.key(mix_k))
-            return torch.sigmoid(self.receptance(mix_r)) * fused.of_square(self.value, relu_k), fused.last(x)
+            mixed = fused.of_squared_relu(self.value, self.key(mix_k))
+            return torch.sigmoid(self.receptance(mix_r)) * mixed, fused.last(x)
         weights = self.key.weight, self.receptance.weight, self.value.weight
         return rwkv4_fused.channel_mixing(x, last_x, mus, *weights), fused.last(x)
 

@@ -22,7 +22,9 @@ RWKV-LM, RWKV-v7/rwkv_v7a_demo.py, which has no initialisation and no groups.
 """
 
 import math
+from collections.abc import Callable, Collection
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -54,6 +56,7 @@ MERGED_ROWS = 4096                       # of s_emb that are merged at once
 UNUSED: tuple[str, ...] = ("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2")
 LEARNS_STATE = True
 Shape = tuple[int, ...]
+Source = Callable[[], Tensor]            # gives the input of a half of a block again, for the backward pass
 
 
 class Sizes(NamedTuple):
@@ -126,14 +129,15 @@ def kept_for_backward(config: ModelConfig, half: bool) -> float:
     return (15 * C + 2 * d + F if half else 26 * C + 3 * d + 2 * F) + deep
 
 
-def kept_when_frugal(config: ModelConfig, half: bool) -> float:
-    """The same for a block with frozen weights, or of packed rows, without the inputs of what is trained.
+def kept_when_frugal(config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float:
+    """The same for a block with frozen weights, or of packed rows, with the inputs of what is trained: `layers`, and vectors.
 
-    Two inputs of normalisations in float32; r, k, v, an input of the output matrix or its like, the low-rank gates' hidden
-    layers, and the root of the square.
+    Two inputs of normalisations in float32; r, k, v, the low-rank gates' hidden layers, the input of the squared ReLU, and that
+    of an output matrix with a gradient: what reads a mix computes it again. Mixes that are trained keep the x of the mix.
     """
     C, _, _, F, ranks = sizes(config)
-    return 2 * C + (4 * C + sum(ranks.values()) + F) / (2 if half else 1)
+    kept = 3 * C + sum(ranks.values()) + F + ("att.output" in layers) * C
+    return 2 * C * (1 + vectors) + kept / (2 if half else 1)
 
 
 def group(name: str) -> str:
@@ -217,16 +221,20 @@ class TimeMix(nn.Module):
         self.ln_x = nn.GroupNorm(H, C, eps=rwkv7_fused.EPS)
 
     def forward(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
-                packing: Packing | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """With a packing, every text is read from the empty state, and there is no state after the row."""
+                packing: Packing | None = None, source: Source | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """With a packing, every text is read from the empty state, and there is no state after the row.
+
+        source() gives x again.
+        """
         before = self._initial(len(x)) if before is None else before
         if packing is not None:
             last_x = before = None
         if packing is None and self._can_fuse():
             out, after, v_first = self._fused_mix(x, last_x, before, v_first)
+        elif self._can_be_frugal():
+            out, after, v_first = self._frugal_mix(x, last_x, before, v_first, packing, source or (lambda: x))
         else:
-            mix = self._frugal_mix if self._can_be_frugal() else self._plain_mix
-            out, after, v_first = mix(x, last_x, before, v_first, packing)
+            out, after, v_first = self._plain_mix(x, last_x, before, v_first, packing)
         return out, fused.last(x), after, v_first
 
     def _can_fuse(self) -> bool:
@@ -276,15 +284,17 @@ class TimeMix(nn.Module):
         return out, after, v_first
 
     def _frugal_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
-                    packing: Packing | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
+                    packing: Packing | None, source: Source) -> tuple[Tensor, Tensor | None, Tensor]:
         """The same with any layers and packings; what is between the large products is computed again for the backward pass.
 
-        So r, k, v, the hidden layers of the gates and the operator's state are kept, and the inputs of what is trained.
+        So r, k, v, the hidden layers of the gates and the operator's state are kept, and the input of O where it is trained.
         """
-        past = [1 - mu for mu in self._mixes()]
-        m_r, m_w, m_k, m_v, m_a, m_g = fused.token_shift(x, last_x, *past, first=packing.shift_mask if packing else None)
-        r, k, v = self.receptance(m_r), self.key(m_k), self.value(m_v)
-        hidden = [m_w @ self.w1, m_a @ self.a1, m_g @ self.g1] + ([] if v_first is None else [m_v @ self.v1])
+        past = tuple(1 - mu for mu in self._mixes())
+        first = packing.shift_mask if packing else None
+        mixes = m_r, m_w, m_k, m_v, m_a, m_g = fused.token_shift(x, last_x, *past, first=first)
+        with fused.kept_as_source(source, last_x, past, first, mixes):
+            r, k, v = self.receptance(m_r), self.key(m_k), self.value(m_v)
+            hidden = [m_w @ self.w1, m_a @ self.a1, m_g @ self.g1] + ([] if v_first is None else [m_v @ self.v1])
         mixed, after = checkpoint(self._between, before, packing, r, k, v, v_first, *hidden, use_reentrant=False,
                                   preserve_rng_state=False, determinism_check="none")
         return self.output(mixed), after, v if v_first is None else v_first
@@ -349,11 +359,15 @@ class ChannelMix(nn.Module):
         self.key = nn.Linear(n_embd, n_ffn, bias=False)
         self.value = nn.Linear(n_ffn, n_embd, bias=False)
 
-    def forward(self, x: Tensor, last_x: Tensor | None, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, x: Tensor, last_x: Tensor | None, packing: Packing | None = None,
+                source: Source | None = None) -> tuple[Tensor, Tensor]:
+        """source() gives x again."""
         if packing is not None or not fused.can_fuse(self.key, self.value):
-            (mixed,) = fused.token_shift(x, last_x, 1 - self.x_k, first=packing.shift_mask if packing else None)
-            relu = torch.relu(self.key(mixed))
-            return fused.of_square(self.value, relu), fused.last(x)
+            past, first = (1 - self.x_k,), packing.shift_mask if packing else None
+            mixes = fused.token_shift(x, last_x, *past, first=first)
+            with fused.kept_as_source(source or (lambda: x), last_x, past, first, mixes):
+                k = self.key(*mixes)
+            return fused.of_squared_relu(self.value, k), fused.last(x)
         return rwkv7_fused.channel_mixing(x, last_x, self.x_k, self.key.weight, self.value.weight), fused.last(x)
 
 
@@ -383,7 +397,7 @@ class DeepEmbedChannelMix(ChannelMix):
         self.s2 = nn.Parameter(torch.zeros(R, n_ffn))
         self.s0 = nn.Parameter(torch.ones(1, 1, n_ffn))
 
-    def forward(self, x: Tensor, last_x: Tensor | None, packing: Packing | None = None,
+    def forward(self, x: Tensor, last_x: Tensor | None, packing: Packing | None = None, source: Source | None = None,
                 carry: Carry = Carry()) -> tuple[Tensor, Tensor]:        # noqa: B008  it cannot be changed
         (mixed,) = fused.token_shift(x, last_x, 1 - self.x_k, first=packing.shift_mask if packing else None)
         relu = torch.relu(self.key(mixed))
@@ -450,11 +464,11 @@ class Block(nn.Module):
         carry = carry or Carry()
         if self.first and carry.tokens is not None:
             carry = carry._replace(embedded=x)
-        mixed, att_x, wkv, v_first = self.att(self.ln1(x), att_x, wkv, carry.v_first, packing)
+        mixed, att_x, wkv, v_first = self.att(self.ln1(x), att_x, wkv, carry.v_first, packing, partial(self.ln1, x))
         carry = carry._replace(v_first=v_first)
         x = x + mixed
         deep = () if carry.tokens is None else (carry,)
-        mixed, ffn_x = self.ffn(self.ln2(x), ffn_x, packing, *deep)
+        mixed, ffn_x = self.ffn(self.ln2(x), ffn_x, packing, partial(self.ln2, x), *deep)
         return x + mixed, None if wkv is None else State(att_x, wkv, ffn_x), carry
 
 

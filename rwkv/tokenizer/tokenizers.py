@@ -111,6 +111,9 @@ class Tokenizer(ABC):
             yield piece, self.encode(piece, before)
             before += len(piece)
 
+    def drop_library(self) -> None:                      # noqa: B027  most have nothing to drop
+        """Frees what long texts alone are encoded with; the next one makes it again."""
+
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
         """The text of `ids`, as decoder(after) gives it piece by piece. Raises UserError for an id outside the vocabulary."""
         return self.decoder(after).decode(ids)
@@ -373,6 +376,9 @@ class WorldTokenizer(Tokenizer):
         for text in texts:
             require_unicode(text)
         return self._vocabulary.encode_batch(list(texts))
+
+    def drop_library(self) -> None:
+        self._vocabulary.drop_library()
 
     @cached_property
     def _bytes(self) -> list[bytes]:

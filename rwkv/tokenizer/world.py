@@ -24,7 +24,7 @@ from rwkv.errors import UserError
 NAME = "rwkv_vocab_v20230424"
 PACKAGES = ("pyrwkv-tokenizer", "rwkv")                  # of PyPI, that carry NAME.txt
 LAST_ID = 0xFFFF
-SHORT = 4096                             # characters that Python encodes in less time than the library takes to begin
+SHORT = 2 ** 16                          # characters that Python encodes in 30 ms; the library takes 300 to begin, and 230 MB
 PYRWKV = PACKAGES[0]
 PLAIN = re.compile(r"""([0-9]+) (?:'([^'\\]+)'|"([^"\\]+)") ([0-9]+)""").fullmatch      # a line without escapes, as most are
 SLOW = (f"{PYRWKV} is not installed: the World vocabulary encodes about 30 times slower without it; with a Python before "
@@ -88,9 +88,13 @@ class Vocabulary:
             at += length
         return ids
 
+    def drop_library(self) -> None:
+        """Frees the library's memory; the next long text loads it again."""
+        vars(self).pop("_library", None)
+
     @cached_property
     def _library(self) -> Any:
-        """The Rust library with the same tokens, None if it is not installed. It takes a quarter of a second and 230 MB."""
+        """The Rust library with the same tokens, None if it is not installed."""
         try:
             from pyrwkv_tokenizer import WorldTokenizer
         except ImportError:

@@ -9,7 +9,7 @@ import lightning
 import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
-from kernels.machine.allocator import return_large_blocks
+from kernels.machine.allocator import give_back_free_blocks, keep_large_blocks, return_large_blocks
 from rwkv import cli, distributed
 from rwkv.checkpoint.files import describe
 from rwkv.checkpoint.tuned import identity
@@ -26,6 +26,7 @@ from rwkv.training.callbacks.interruption import Interrupted
 from rwkv.training.device import device_for, dtype_for, process_count, share
 from rwkv.training.length import with_steps_of_epochs
 from rwkv.training.loggers import loggers, require
+from rwkv.training.memory import is_frugal
 from rwkv.training.plan import announce_needs, announce_training, validated_part
 from rwkv.training.run.directory import Run, as_plain, create
 from rwkv.training.run.opening import open_run
@@ -89,8 +90,10 @@ def train(run: Run) -> None:
     device = device_for(trainer_options.accelerator)
     # Lightning would take the rank from the variables of a batch system, which may be inherited
     rank_zero_only.rank = distributed.rank()     # type: ignore[attr-defined]
-    if trainer_options.malloc == "small":
-        return_large_blocks()            # before the model is built and timed
+    if trainer_options.malloc == "small":        # before the model is built and timed
+        return_large_blocks()
+    elif trainer_options.malloc == "tuned":
+        keep_large_blocks()
     rows = share(config.data.batch_size, trainer_options.strategy, trainer_options.num_nodes)
     wkv, kernel = kernel_for(config.model, config.kernel.name, device, trainer_options.precision)
     distributed.broadcast_from_rank0(lambda: require(config.logger))
@@ -100,12 +103,15 @@ def train(run: Run) -> None:
     config = with_steps_of_epochs(config, data)
     run = replace(run, config=config)
     distributed.broadcast_from_rank0(lambda: require_unfinished(run))
+    data.tokenizer.drop_library()
+    give_back_free_blocks()              # of the data's preparation
     announce_needs(run, kernel, device, data)
     reach = len(data.val) if config.trainer.tbptt else config.model.ctx_len
     validated = with_part(data, config.trainer.val_tokens, reach)
     lightning.seed_everything(config.seed, verbose=False)
     model = prepare_blocks(new_model(config.model, run.init_checkpoint, data.tokenizer, wkv, config.tune),
                            config.trainer)
+    model.gives_back = config.trainer.malloc == "tuned" and is_frugal(config)
     task = LanguageModel(model, config.optim, config.trainer.max_steps, validated.val_bytes_per_token, validated.val_lost)
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
     task.entry = describe(resolved, model.vocab_size, data.tokenizer)
@@ -132,6 +138,7 @@ def train(run: Run) -> None:
     except Diverged as error:
         leave_report(run.out_dir)
         distributed.fail_together(error)
+    give_back_free_blocks()
     if distributed.rank() == 0:
         for path in write_tuned(task.model, data.tokenizer, config, run.out_dir):
             log(f"tuned: {path}")

@@ -11,15 +11,15 @@ operator works with (operator_work), S that a state has for each row:
     weights, gradients, and Adam's two moments         4 P; with fsdp each process has its share of them; with tune=, the
                                                        last three of what is trained alone, and of frozen weights the
                                                        matrices take BITS of tune.base a value, the embedding 2
-    activations kept for the backward pass             N L K; with frozen weights another K (kept_when_frugal), the inputs
-                                                       of the adapters, and those of what is trained in rows of conversations
+    activations kept for the backward pass             N L K; another K (kept_when_frugal) with frozen weights, and in rows of
+                                                       conversations
       in half precision                                with another K, and a copy of the weights in P / 2
       with activation checkpointing                    N L C, and one block's activations while it is recomputed
       with tbptt=k                                     those of one segment, N/k tokens; k states of S for each row; the
                                                        head's input and its gradient, 2 N C
-    the loss                                           three copies of one chunk of logits, and the head's gradient
-    the first layer to run backward                    N W, and two copies of the head's gradient; the loss is free
-                                                       again by then, and there are no other gradients yet
+    the loss                                           one chunk of logits, and the head's gradient
+    the first layer to run backward                    N W, and the head's gradient; the loss is free again by then, and where
+                                                       a step is one pass there are no other gradients yet
 
 The counts per token are those of the tensors that rwkv/model/ keeps; a test compares the total with the measured peak. The
 gradients of a step live until the backward pass of the next one begins (Lightning's order).
@@ -40,18 +40,16 @@ from rwkv.config import BITS, TrainConfig
 from rwkv.distributed import world_size
 from rwkv.errors import UserError
 from rwkv.model.base import generation, n_parameters, of_linear_layer, state_nbytes
-from rwkv.model.lora import chosen
+from rwkv.model.lora import adaptable, chosen
 from rwkv.model.loss import rows_at_once
 from rwkv.training.callbacks.checkpoints import FOLDER
 
 FLOAT = 4                                # bytes
 NARROW = 2                               # bytes of a value of a frozen embedding, and of a head that is not in float32
 MOMENTS = 2                              # Adam's
-LOGITS = 3                               # live copies of one chunk of logits at the peak
-FROZEN_LOGITS = 2                        # the same for a frozen head
 BETWEEN = 40                             # times n_embd: values per token that the backward pass of a block with frozen weights
                                          # takes while it computes again what is between the products
-HOLES = 2                                # times activations and loss beside frozen weights: kept blocks have holes between them
+HOLES = 1.25                             # times activations and loss, where blocks return what they leave free: there are holes
 DATA_WORKER = 100 * 2 ** 20              # bytes of a process that loads data, beside what it shares with this one
 ENOUGH = 0.75                            # refuse only if this fraction of the estimated activations and loss does not fit
 BEST, BEING_WRITTEN = 1, 1               # checkpoints on the disk beside the trainer.keep_last newest ones
@@ -98,43 +96,43 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
         weights = frozen_bytes(config, vocab_size) + trained
 
     head = 0 if tuned else FLOAT * vocab_size * C        # its gradient
-    logits = FROZEN_LOGITS if tuned else LOGITS
+    logits = 2 if half else 1            # copies of a chunk
     loss = logits * FLOAT * vocab_size * min(N, rows_at_once(vocab_size, frozen=tuned)) + (2 if half else 1) * head
 
     n = N // max(1, trainer.tbptt)       # the tokens of one segment
-    block = int(FLOAT * n * _kept(config, vocab_size))
-    backward = FLOAT * n * (BETWEEN * C if _frugal(config) else model.operator_work(config.model)) + 2 * head
+    block = int(FLOAT * n * _kept(config))
+    backward = FLOAT * n * (BETWEEN * C if is_frugal(config) else model.operator_work(config.model)) + head
     if trainer.activation_checkpointing:
         kept = L * FLOAT * n * C
         backward += block
     else:
         kept = L * block
-    activations = kept + max(0, backward - loss - (0 if tuned else weights))
+    activations = kept + max(0, backward - loss - (0 if tuned or trainer.accumulate > 1 else weights))
     if half and config.tune.base != "bfloat16":
         activations += FLOAT * vocab_size * C // 2 if rounded else weights // 2
     if trainer.tbptt:
         activations += N // config.model.ctx_len * state_nbytes(config.model) + FLOAT * 2 * N * C
-    if tuned and trainer.malloc == "tuned" and sys.platform == "linux":
-        activations, loss = HOLES * activations, HOLES * loss
+    if is_frugal(config) and trainer.malloc == "tuned" and sys.platform == "linux":
+        activations = round(HOLES * activations)
+        loss = round(HOLES * loss)
     return Memory(weights, trained, MOMENTS * trained, round(activations), loss, config.data.num_workers * DATA_WORKER)
 
 
-def _frugal(config: TrainConfig) -> bool:
+def is_frugal(config: TrainConfig) -> bool:
     """Whether blocks keep the products alone, and compute again what is between them."""
     packed = config.data.name == "chat" and not config.trainer.tbptt
     return (config.tune.method != "full" or packed) and not config.trainer.compile
 
 
-def _kept(config: TrainConfig, vocab_size: int) -> float:
+def _kept(config: TrainConfig) -> float:
     """How many float32 values per token a block keeps. Products in int8 give float32 in half precision too."""
     model, half = generation(config.model), config.trainer.precision != "32-true" and config.tune.base != "int8"
-    if not _frugal(config):
+    if not is_frugal(config):
         kept: float = model.kept_for_backward(config.model, half)
         return kept
-    trained = _matrices(config, vocab_size).values() if config.tune.method == "full" else _adapted(config, vocab_size)
-    inputs = sum(min(shape) for shape in trained) / config.model.n_layer         # that of the square of a ReLU is its root
-    kept = model.kept_when_frugal(config.model, half)
-    return kept + inputs / (2 if half else 1)
+    tune = config.tune
+    layers = {"full": adaptable, "lora": lambda sizes: chosen(sizes, tune.modules), "state": lambda sizes: []}[tune.method]
+    return model.kept_when_frugal(config.model, half, layers(config.model), tune.method == "full")
 
 
 def n_trained(config: TrainConfig, vocab_size: int) -> int:

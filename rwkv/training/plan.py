@@ -182,7 +182,7 @@ def _training(run: Run, device: torch.device, task: LanguageModel, data: Corpus)
     training, validation = equivalent_steps(config, steps, read * validations)
     duration = "duration unknown (not timed under fsdp)"         # one process may have no room for a whole model
     if trainer.strategy != "fsdp":
-        duration = in_words((training + validation) * _seconds_per_step(task, config, device))
+        duration = in_words((training + validation) * _seconds_per_step(task, config, device, data))
 
     passes = steps / per_epoch
     part = f"{passes:.1f} epochs" if passes >= 1 else f"{100 * passes:.2g} % of the training data"
@@ -248,9 +248,17 @@ def _validation(val_tokens: int | None, whole: int, times: int, time_share: floa
     yield "validation", line
 
 
-def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device) -> float:
-    """The time of an optimiser step's forward and backward passes. It compiles the kernels and changes nothing."""
-    x = torch.zeros(config.data.batch_size // world_size(), config.model.ctx_len, dtype=torch.long, device=device)
+def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device, data: Corpus | None = None) -> float:
+    """The time of an optimiser step's forward and backward passes. It compiles the kernels and changes nothing.
+
+    Of conversations, the first rows are read, where only the answers are targets.
+    """
+    rows = config.data.batch_size // world_size()
+    x = torch.zeros(rows, config.model.ctx_len, dtype=torch.long, device=device)
+    batch: tuple[torch.Tensor, ...] = (x, x)
+    if data is not None and data.conversations and not config.trainer.tbptt:
+        packed = rows_of(data.conversations[0], config.model.ctx_len).__getitems__(list(range(rows)))
+        batch = tuple(part.to(device) for part in packed[:3])
     dtype = dtype_for(config.trainer.precision)
     task.to(device)
     start = 0.0
@@ -258,7 +266,7 @@ def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.de
         if step == 1:
             start = time.perf_counter()
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-            loss = task.loss(x, x)
+            loss = task.loss(*batch)
         loss.backward()
     loss.item()                          # waits for the device
     task.zero_grad(set_to_none=True)

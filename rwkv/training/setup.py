@@ -79,6 +79,7 @@ def _frozen(config: ModelConfig, wkv: Any, checkpoint: Checkpoint, base: str) ->
         give_back_free_blocks()
 
     model = Model.with_weights(config, wkv, {name: tensor.get() for name, tensor in stored.items()}).requires_grad_(False)
+    stored["emb.weight"].drop_pages()    # each of which has been checked, and few are read again
     if base == "float32":
         return model
     if base == "bfloat16":

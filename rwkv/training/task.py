@@ -14,6 +14,7 @@ import torch
 from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 
+from kernels.machine.allocator import give_back_free_blocks
 from rwkv.checkpoint.content import ENTRY
 from rwkv.config import OptimConfig
 from rwkv.data.conversations import Packed, Whole
@@ -165,6 +166,10 @@ class LanguageModel(lightning.LightningModule):
         for group, options in zip(optimizer.param_groups, configured, strict=True):
             parameters = group["params"]
             group.update(options, params=parameters, initial_lr=options["lr"], lr=options["lr"] * factor)
+
+    def on_after_backward(self) -> None:
+        if self.model.gives_back:        # what the first block's backward pass leaves free
+            give_back_free_blocks()
 
     def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: float | None = None,
                                     gradient_clip_algorithm: str | None = None) -> None:

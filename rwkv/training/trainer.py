@@ -22,7 +22,6 @@ from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels.machine.allocator import keep_large_blocks
 from kernels.registry import missing_compiler
 from rwkv import report
 from rwkv.checkpoint.files import read_checkpoint
@@ -63,8 +62,6 @@ def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: C
     out_dir = run.out_dir
     options = config.trainer
     precision = precision_for(options, device)
-    if options.malloc == "tuned":
-        keep_large_blocks()
     divergence = Divergence(out_dir, options.log_every)
     saved = Checkpoints(out_dir, options.checkpoint_every, options.val_every, options.keep_last, divergence)
     metrics = Metrics(options.log_every, options.grad_norms)

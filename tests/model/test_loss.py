@@ -162,6 +162,28 @@ def test_a_second_derivative_is_refused() -> None:
         torch.autograd.grad(loss, hidden, create_graph=True)
 
 
+def test_a_second_backward_pass_is_refused() -> None:
+    hidden, weight, targets = problem(20)
+    loss = head_loss(hidden, weight.requires_grad_(), targets)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="one backward pass"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_a_frozen_head_in_another_dtype_is_the_same_head(learns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is converted a part at a time."""
+    monkeypatch.setattr(loss, "NARROW_ROWS", 4)
+    hidden, weight, targets = problem(20)
+    narrow = weight.bfloat16()
+    value = head_loss(hidden.requires_grad_(learns), narrow, targets)
+    expected, of_hidden, _ = plain(hidden.detach(), narrow.float(), targets, 0.0)
+    torch.testing.assert_close(value.detach().double(), expected)
+    if learns:
+        value.backward()
+        torch.testing.assert_close(hidden.grad, of_hidden.float())
+
+
 def test_without_gradient_there_is_only_the_value() -> None:
     inputs = problem(20)
     with torch.no_grad():

@@ -129,6 +129,14 @@ def test_long_texts_have_the_ids_of_short_ones(tokenizer: WorldTokenizer, length
     assert tokenizer.encode(text) == tokenizer._vocabulary._match(text.encode())
 
 
+def test_a_dropped_library_is_loaded_again(tokenizer: WorldTokenizer) -> None:
+    text = "ab 你\n" * world.SHORT
+    before = tokenizer.encode(text)
+    tokenizer.drop_library()
+    assert "_library" not in vars(tokenizer._vocabulary)
+    assert tokenizer.encode(text) == before
+
+
 def test_a_files_layout_does_not_matter(tokenizer: WorldTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "other.txt"
     path.write_bytes(world.installed().read_bytes().replace(b"\n", b"\r\n") + b"\n\n")

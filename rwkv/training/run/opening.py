@@ -40,7 +40,7 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
     sized, checkpoint, tokenizer = open_init_checkpoint(config, given)
     require_own_options(sized)
     guarded = with_guard(sized, tokenizer, given)
-    divided, of_passes = with_passes(resolved(guarded, given), given)
+    divided, of_passes = with_passes(resolved(guarded, given), checkpoint.vocab_size, given)
     frugal, of_memory = with_less_memory(divided, checkpoint.vocab_size, given)
     return Run(out_dir, frugal, init_checkpoint=checkpoint, tokenizer=tokenizer, tuning_defaults=defaults,
                saved_memory=tuple(line for line in (of_passes, of_memory) if line))

@@ -1,7 +1,7 @@
 """How a new run that tunes the weights of init_from= takes less memory than its options alone would.
 
-A step with frozen weights is divided into passes of a few rows, whose gradients are added up: the same step (the data's order
-and each target's weight are the same), from a fraction of the activations. Where a run would not fit into the free memory,
+A step is divided into passes of a few rows, whose gradients are added up: the same step (the data's order and each target's
+weight are the same), from a fraction of the activations. Where a run would not fit into the free memory,
 freed blocks are returned to the system, and if that is not enough its activations are computed again.
 """
 
@@ -14,17 +14,19 @@ from rwkv.training.device import device_for
 from rwkv.training.memory import estimate, free_memory, readable, with_options
 
 PASS_TOKENS = 512                        # of a pass at least, on a CPU: matrix products have their full speed then
+LITTLE = 10 ** 9                         # bytes in which all weights of a model are trained in undivided steps
 SMALLER: tuple[dict[str, Any], ...] = ({"malloc": "small"}, {"malloc": "small", "activation_checkpointing": True})
 
 
-def with_passes(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, str | None]:
+def with_passes(config: TrainConfig, vocab_size: int, given: Collection[str]) -> tuple[TrainConfig, str | None]:
     """The configuration with a step in passes of the fewest rows that have PASS_TOKENS, and a line that says so.
 
-    Only for frozen weights, in one process on a CPU, and where nothing else counts batches.
+    Only in one process on a CPU, where nothing else counts batches, and beside a frozen model or where there is much to gain.
     """
     rows, trainer = config.data.batch_size, config.trainer
     counted = trainer.tbptt or trainer.overfit_batches or trainer.strategy != "single" or "trainer.accumulate" in given
-    if config.tune.method == "full" or counted or device_for(trainer.accelerator).type != "cpu":
+    little = config.tune.method == "full" and estimate(config, vocab_size).total <= LITTLE
+    if little or counted or device_for(trainer.accelerator).type != "cpu":
         return config, None
     of_pass = next(n for n in range(1, rows + 1) if rows % n == 0 and (n * config.model.ctx_len >= PASS_TOKENS or n == rows))
     if of_pass == rows:
@@ -38,7 +40,7 @@ def with_passes(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfi
 def same_step(config: TrainConfig, run: TrainConfig) -> bool:
     """Whether the rows of a step that `config` asks for are those of a run whose steps with_passes has divided."""
     rows, of_run = (asked.data.batch_size * asked.trainer.accumulate for asked in (config, run))
-    return run.tune.method != "full" and run.data.batch_size < config.data.batch_size and rows == of_run
+    return run.init_from is not None and run.data.batch_size < config.data.batch_size and rows == of_run
 
 
 def with_less_memory(config: TrainConfig, vocab_size: int, given: Collection[str]) -> tuple[TrainConfig, str | None]:

@@ -255,13 +255,15 @@ def test_a_step_that_is_read_in_passes_is_continued_by_the_same_command(folder: 
 
 
 @pytest.mark.parametrize(("options", "rows"), [({}, 1), ({"method": "full"}, 8), ({"ctx_len": 128}, 4), ({"tbptt": 2}, 8),
-                                               ({"given": ("trainer.accumulate",)}, 8)])
-def test_passes_have_512_tokens_where_weights_are_frozen(options: dict[str, Any], rows: int) -> None:
-    sizes = ModelConfig(generation="rwkv7", ctx_len=options.get("ctx_len", 512))
+                                               ({"given": ("trainer.accumulate",)}, 8),
+                                               ({"method": "full", "n_layer": 12, "n_embd": 768}, 1)])
+def test_passes_have_512_tokens_where_weights_are_frozen_or_many(options: dict[str, Any], rows: int) -> None:
+    sizes = ModelConfig(generation="rwkv7", ctx_len=options.get("ctx_len", 512), n_layer=options.get("n_layer", 2),
+                        n_embd=options.get("n_embd", 64))
     config = TrainConfig(model=sizes, data=DataConfig(batch_size=8),
                          trainer=TrainerConfig(accelerator="cpu", tbptt=options.get("tbptt", 0)),
                          tune=TuneConfig(method=options.get("method", "lora")))
-    divided, line = with_passes(config, options.get("given", ()))
+    divided, line = with_passes(config, 65536, options.get("given", ()))
     assert (divided.data.batch_size, divided.tokens_per_step) == (rows, config.tokens_per_step)
     assert (line is None) == (rows == 8)
 
