@@ -195,7 +195,7 @@ def _training(run: Run, device: torch.device, task: LanguageModel, data: Corpus)
 
 
 def _length(trainer: TrainerConfig, steps: int) -> str:
-    """The steps to come, and the epochs that they are counted by."""
+    """The remaining steps, and the epochs that they come from."""
     if not trainer.epochs:
         return f"{steps:,} steps"
     whole = f"{trainer.epochs:g} epochs = {trainer.max_steps:,} steps"
