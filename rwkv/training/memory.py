@@ -45,7 +45,7 @@ from rwkv.model.loss import rows_at_once
 from rwkv.training.callbacks.checkpoints import FOLDER
 
 FLOAT = 4                                # bytes
-NARROW = 2                               # bytes of a value of a frozen embedding, and of a head that is not in float32
+NARROW = 2                               # bytes of a value of a frozen embedding and head, in released files
 MOMENTS = 2                              # Adam's
 BETWEEN = 40                             # times n_embd: values per token that the backward pass of a block with frozen weights
                                          # takes while it computes again what is between the products
@@ -151,8 +151,7 @@ def frozen_bytes(config: TrainConfig, vocab_size: int) -> int:
     base = config.tune.base
     shapes = generation(config.model).shapes(config.model, vocab_size)
     sizes: dict[str, float] = dict.fromkeys(_matrices(config, vocab_size), BITS[base] / 8)
-    sizes |= {name: NARROW for name in shapes if name.endswith("emb.weight")}
-    sizes["head.weight"] = FLOAT if base == "float32" else NARROW
+    sizes |= {name: NARROW for name in shapes if name.endswith("emb.weight") or name == "head.weight"}
     return round(sum(sizes.get(name, FLOAT) * math.prod(shape) for name, shape in shapes.items()))
 
 

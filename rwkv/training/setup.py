@@ -64,13 +64,13 @@ def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer
 def _frozen(config: ModelConfig, wkv: Any, checkpoint: Checkpoint, base: str) -> Model:
     """The frozen model with its blocks' matrices in `base`. Each conversion returns its memory before the next one.
 
-    An embedding that the file has in bfloat16 stays so, with the same results. So does the head, except with base=float32, for
-    which it would be converted at each step.
+    The embedding and the head stay in bfloat16 where the file has them so, which changes nothing: the head is converted a part
+    at a time. In any other base than float32 the embedding is in bfloat16 in any case.
     """
     group = generation(config).group
     as_in_file = {name for name in checkpoint.weights.stored if group(name) in MATRICES}
     if base == "float32":
-        as_in_file = {"emb.weight"}
+        as_in_file = {"emb.weight", "head.weight"}
     stored = {name: tensor if name in as_in_file else tensor.cast(torch.float32)
               for name, tensor in checkpoint.weights.stored.items()}
 
@@ -80,14 +80,14 @@ def _frozen(config: ModelConfig, wkv: Any, checkpoint: Checkpoint, base: str) ->
 
     model = Model.with_weights(config, wkv, {name: tensor.get() for name, tensor in stored.items()}).requires_grad_(False)
     stored["emb.weight"].drop_pages()    # each of which has been checked, and few are read again
-    if base == "float32":
-        return model
     if base == "bfloat16":
         return to_bfloat16(model)
     if model.head.weight.dtype == torch.bfloat16:
         model.head = BFloat16Linear(model.head.weight)
     elif model.head.weight.dtype != torch.float32:
         model.head.weight.data = model.head.weight.float()
+    if base == "float32":
+        return model
     if base == "int4":
         return to_int4(model, head=False, replaced=converted)
     return to_int8(model, head=False, replaced=converted, in_c=False)
