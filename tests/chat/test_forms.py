@@ -21,6 +21,7 @@ from rwkv.chat.thoughts import Think
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import Tokenizer
 
+pytest.importorskip("pyrwkv_tokenizer", reason="pyrwkv-tokenizer, which carries the vocabulary, is not installed")
 WORLD = Tokenizer.named("world")
 END_OF_TEXT = 0
 SYSTEM = {"role": "system", "content": " Be brief.\r\n\r\n\r\nBe kind.\n"}

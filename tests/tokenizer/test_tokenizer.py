@@ -357,6 +357,7 @@ def test_a_line_says_how_a_checkpoint_is_spoken_to_and_how_long_its_texts_were(t
 
 
 def test_weights_alone_with_world_s_number_of_tokens_are_world_s(tmp_path: Path) -> None:
+    pytest.importorskip("pyrwkv_tokenizer", reason="pyrwkv-tokenizer, which carries the vocabulary, is not installed")
     small_model("conv1d", 65536, n_layer=1, n_embd=2).save_pretrained(tmp_path / "bare.pth")
     checkpoint = read_checkpoint(tmp_path / "bare.pth")
     assert tokenizer_of(checkpoint).hash == Tokenizer.named("world").hash
