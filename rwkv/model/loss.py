@@ -20,7 +20,7 @@ from rwkv.model.first_derivative import first_derivative
 CHUNK_LOGITS = 2 ** 21                   # in one chunk: 8 MiB
 LEAST_ROWS = 256                         # in one chunk, whatever the vocabulary: matrix products need them for full speed
 LEAST_FROZEN = 128                       # the same for a frozen head, whose runs have little else in memory
-NARROW_ROWS = 2 ** 13                    # of a frozen head in another dtype that are converted at a time
+NARROW_ROWS = 2 ** 11                    # of a frozen head in another dtype that are converted at a time
 BLOCK_LOGITS = 2 ** 20                   # of a chunk whose softmax is computed at a time on a CPU: they stay in its cache
 ARGMAX_BLOCK = 128                       # block size of the two-stage argmax
 IGNORED = -100                           # a target that does not count
