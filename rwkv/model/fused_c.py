@@ -90,8 +90,9 @@ def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: 
     grad_k, grad_v, grad_z = torch.empty_like(k), torch.empty_like(v), tuple(torch.empty_like(part) for part in z)
     grad_first = None if v_first is None else torch.empty_like(v)
     grad_vectors = _vectors(k, 5)
+    of_more = (None if grad is None else grad.contiguous() for grad in more)
     _run_rwkv7("gates_backward", k, N, k, v, v_first, *_three(z), *_five(vectors), inverse,
-               *(grad.contiguous() for grad in grads), *more, grad_k, grad_v, grad_first, *_three(grad_z), _sums(k, 5),
+               *(grad.contiguous() for grad in grads), *of_more, grad_k, grad_v, grad_first, *_three(grad_z), _sums(k, 5),
                grad_vectors)
     return (grad_k, grad_v, grad_first), grad_z, grad_vectors.unbind()[:len(vectors)]
 

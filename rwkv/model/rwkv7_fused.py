@@ -123,7 +123,7 @@ def gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, we
 
 
 def channel_mixing(x: Tensor, last_x: Tensor | None, x_k: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """V max(K mix(x), 0)^2, (B,T,C), with mix(x) = x_t + (x_{t-1} - x_t) x_k; x and last_x as in mixed_products."""
+    """V max(K mix(x), 0)^2, (B,T,C), with mix(x) = x_t + (x_{t-1} - x_t) x_k; x and last_x as in `inputs`."""
     mixed: Tensor = _ChannelMixing.apply(product_dtype(x), x, last_x, x_k, key, value)
     return mixed
 

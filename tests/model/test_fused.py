@@ -192,6 +192,18 @@ def test_inputs_and_incoming_gradients_are_left_alone(case: Case) -> None:
     assert all(torch.equal(*pair) for pair in zip(first, again, strict=True))
 
 
+@each_case
+def test_expanded_gradients(case: Case) -> None:
+    """The gradients of a sum are one number, expanded: C reads rows."""
+    found, _, shapes = case
+    inputs = random(shapes, torch.float32)
+    outputs = several(found(*inputs))
+    ones = [torch.ones_like(output) for output in outputs]
+    expanded = [torch.ones((), dtype=output.dtype).expand_as(output) for output in outputs]
+    exact, again = (torch.autograd.grad(outputs, inputs, grads, retain_graph=True) for grads in (ones, expanded))
+    assert all(torch.equal(*pair) for pair in zip(exact, again, strict=True))
+
+
 def test_an_output_without_gradient_counts_as_zero() -> None:
     shapes = RWKV4["two products"][2]
     inputs, plain_inputs = (random(shapes, torch.float32) for _ in range(2))

@@ -27,7 +27,8 @@ struct call {
     const float *share[MOST_MIXES];
     void *m[MOST_MIXES];                 // in backward g
     void *gx;                            // of backward alone, as all below
-    float *glast_x, *of_tasks, *gshare;  // (B,C), or null; (tasks,n_mixes + 1,C): gshare, and gx that is not yet whole; (n_mixes,C)
+    float *glast_x;                      // (B,C), or null
+    float *of_tasks, *gshare;            // (tasks,n_mixes + 1,C): of each task its gshare, and gx that is not yet whole; (n_mixes,C)
 };
 
 INLINE floats before(enum form form, const struct call *call, int64_t row, int64_t t, int64_t c, int64_t lanes) {
@@ -89,7 +90,12 @@ INLINE void end_of(enum form form, enum form form_m, int64_t n, const struct cal
 }
 
 // `work` for all channels, with c and lanes: whole vectors, and then the rest
-#define EACH_VECTOR(C, work)                                                                                                          do {                                                                                                                                  int64_t c = 0;                                                                                                                    for (const int64_t lanes = LANES; c + LANES <= (C); c += LANES) work;                                                             for (const int64_t lanes = (C) - c; c < (C); c += LANES) work;                                                                } while (0)
+#define EACH_VECTOR(C, work)                                                                                                      \
+    do {                                                                                                                          \
+        int64_t c = 0;                                                                                                            \
+        for (const int64_t lanes = LANES; c + LANES <= (C); c += LANES) work;                                                     \
+        for (const int64_t lanes = (C) - c; c < (C); c += LANES) work;                                                            \
+    } while (0)
 
 INLINE void run_task(enum form form, enum form form_m, int64_t n, int back, const struct call *call, int64_t task) {
     int64_t C = call->C, first = task * ROWS, end = first + ROWS < call->rows ? first + ROWS : call->rows;

@@ -214,7 +214,7 @@ INLINE void output_backward(enum form form, const struct output_call *call, int6
         int64_t size = n_vectors * call->H * call->N;                                                                             \
         for (int64_t task; (task = next_task(tasks)) * ROWS < call->rows;) {                                                      \
             int64_t first = task * ROWS, end = first + ROWS < call->rows ? first + ROWS : call->rows;                             \
-            float *g_vectors = n_vectors ? call->of_tasks + task * size : 0;                                                     \
+            float *g_vectors = n_vectors ? call->of_tasks + task * size : 0;                                                      \
             if (n_vectors) memset(g_vectors, 0, (size_t)size * sizeof(float));                                                    \
             for (int64_t row = first; row < end; row++)                                                                           \
                 for (int64_t h = 0; h < call->H; h++) work;                                                                       \
