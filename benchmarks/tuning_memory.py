@@ -91,8 +91,8 @@ def main() -> None:
             if way == "full" and base != "float32":
                 continue
             planned, program, peak, seconds = run(folder, f"init_from={weights}", f"tune={way}", f"tune.base={base}",
-                                         f"model.ctx_len={options.ctx_len}", f"data.batch_size={options.batch_size}",
-                                         f"out_dir={shape}-{way}-{base}", *options.options)
+                                                  f"model.ctx_len={options.ctx_len}", f"data.batch_size={options.batch_size}",
+                                                  f"out_dir={shape}-{way}-{base}", *options.options)
             results.append({"shape": shape, "way": way, "base": base, "ctx_len": options.ctx_len,
                             "batch_size": options.batch_size, "planned_gb": round(planned, 2), "peak_gb": round(peak, 2),
                             "planned_over_peak": round(planned / peak, 2), "program_gb": round(program, 2),

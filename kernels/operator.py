@@ -263,7 +263,7 @@ class _Direct(_ReverseOnly):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         taken = (*ctx.saved_tensors, *grads[:ctx.function.n_gradients])
-        if torch.is_grad_enabled():                      # create_graph=True, or a function transform
+        if torch.is_grad_enabled():                      # create_graph=True
             found = _Backward.apply(ctx.function, *taken)
         else:
             found = _tuple(ctx.function.operator.backward(*taken))
@@ -281,6 +281,12 @@ class _Transformed(_Direct):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
         ctx.function = inputs[0]
         ctx.function.save(ctx, inputs[1:], output)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        """By _Backward without grad mode too: torch.func.vjp may call it there."""
+        found = _Backward.apply(ctx.function, *ctx.saved_tensors, *grads[:ctx.function.n_gradients])
+        return None, *found, *ctx.function.without_gradient
 
 
 class _Backward(_ReverseOnly):

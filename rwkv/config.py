@@ -243,8 +243,9 @@ class TrainerConfig:
     tbptt: int = option(0, "segments of ctx_len tokens in a step, with gradients through the state between them and "
                         "documents read to their end; 0: independent windows", least=0)
     compile: bool = option(False, "compile each block with torch.compile")
-    malloc: str = option("tuned", "tuned: the process keeps large freed blocks of memory, which is faster; small: it returns "
-                         "them (Linux); default: as the C library does", one_of=("tuned", "small", "default"))
+    malloc: str = option("tuned", "tuned: the process keeps large freed blocks of memory, which is faster, and a large run "
+                         "with frozen weights or conversations returns them after each block; small: it returns them at once "
+                         "(Linux); default: as the C library does", one_of=("tuned", "small", "default"))
     accelerator: str = option("auto", "auto, cpu or gpu", one_of=("auto", "cpu", "gpu"))
     strategy: str = option("single", "single, ddp or fsdp", one_of=("single", "ddp", "fsdp"))
     devices: int = option(1, "processes on each machine; 0: one per GPU", least=0)

@@ -140,9 +140,13 @@ class OpenCheckpoint(NamedTuple):
         texts = [*([("tokenizer", assumed)] if self.assumed else []), *([("texts", f"end with {end}")] if end else [])]
         return texts + [("weights", line) for line in second_rounding(self.checkpoint, self.dtype)]
 
+    def lines(self) -> list[tuple[str, str]]:
+        """The warning and the notes."""
+        return [*([("WARNING", self.slow)] if self.slow else []), *self.notes]
+
     def print_notes(self) -> None:
         """Prints the warning and the notes on standard error."""
-        for word, note in [*([("WARNING", self.slow)] if self.slow else []), *self.notes]:
+        for word, note in self.lines():
             print(f"{word}: {note}", file=sys.stderr)
 
     def model(self) -> RWKV:

@@ -9,6 +9,7 @@ import importlib.util
 import os
 import signal
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,9 +25,10 @@ if TYPE_CHECKING:
 if hasattr(signal, "SIGHUP"):            # under nohup it is ignored, by the processes that tests start, too
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-# Each of the many processes would compile every module again.
-os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
-sys.dont_write_bytecode = False
+# Each of the many processes would compile every module again; a user who wants no byte code in the checkout has it elsewhere.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    sys.pycache_prefix = os.environ["PYTHONPYCACHEPREFIX"] = str(Path(tempfile.gettempdir()) / "timemix-pycache")
+    sys.dont_write_bytecode = False
 
 # Deterministic mode, which poisoned_memory needs, refuses cuBLAS without this; read when cuBLAS starts.
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")

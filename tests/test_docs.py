@@ -48,6 +48,10 @@ def test_the_readme_is_three_screens() -> None:
     assert max(map(len, lines)) <= COLUMNS
 
 
+def test_there_are_commands_to_check() -> None:
+    assert sum(len(commands(page)) for page in PAGES) > 50
+
+
 def test_links_lead_to_files() -> None:
     links = [(page, link.partition("#")[0]) for page in PAGES
              for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))]

@@ -126,6 +126,12 @@ def test_a_preset_sets_what_its_file_says_and_given_options_override_it(program:
     assert Sampling.of(config) == Sampling(**{**said, "top_k": 7})
 
 
+def test_the_presets_of_g1_are_those_of_its_author() -> None:
+    assert Sampling.of(composed("chat", "sampling=g1_think")) == Sampling(
+        0.96, 32, 0.76, presence_penalty=1.0, frequency_penalty=0.1, penalty_decay=0.988)
+    assert Sampling.of(composed("serve", "sampling=g1_fake")) == Sampling(1.0, 32, 0.28)
+
+
 def test_a_preset_that_there_is_not_is_one_sentence(run: Run) -> None:
     one_sentence(run("generate", "sampling=mine"), "sampling", "'mine'", "g1_think")
 

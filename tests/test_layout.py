@@ -241,3 +241,24 @@ def test_what_an_import_brings_with_it(modules: list[str], absent: tuple[str, ..
 def fresh_python(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r})\n{code}"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=folder)
+
+
+def shadowed(source: str) -> list[str]:
+    """Of each function that calls one of its parameters where a function of the file has the same name: both names."""
+    found = []
+    tree = ast.parse(source)
+    known = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    known |= {alias.asname or alias.name for node in tree.body if isinstance(node, ast.ImportFrom) for alias in node.names}
+    for function in ast.walk(tree):
+        if isinstance(function, ast.FunctionDef):
+            own = {argument.arg for argument in function.args.args} & known
+            found += [f"{function.name}: {node.func.id}" for node in ast.walk(function)
+                      if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in own]
+    return found
+
+
+def test_no_parameter_of_a_kernel_hides_a_function_that_it_calls() -> None:
+    """Taichi's CUDA forms are not compiled on a CPU."""
+    assert shadowed("def at(i):\n    return i\ndef read(x, at):\n    return x[at(at + 1)]") == ["read: at"]
+    files = sorted((ROOT / "kernels").rglob("*.py"))
+    assert [(file.name, name) for file in files for name in shadowed(file.read_text(encoding="utf-8"))] == []

@@ -147,8 +147,8 @@ def _launch_cpu(kernel: Any, args: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def _brief_positions() -> Iterator[None]:
-    """Shortens the position that Taichi notes for each expression, for its errors, to the file and the line: formatting the
-    lines' text takes half of the time in which Taichi reads a kernel.
+    """Taichi notes a position for each expression, for its errors: here the file and the line alone. Formatting the lines' text
+    takes half of the time in which Taichi reads a kernel.
     """
     context = ti.lang.ast.ast_transformer_utils.ASTTransformerContext
     whole = context.get_pos_info

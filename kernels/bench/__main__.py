@@ -46,8 +46,9 @@ MAX_SECONDS = 6                          # a slower or larger implementation is 
 MAX_EXTRA_GB = {"cpu": 3, "cuda": 16}
 UNSTEADY = "?"
 MAX_SPREAD = 0.25                        # of times whose ratios are shown
-RATIOS = {"x_limit": "matmul", "of_copy": "copy", "of_read": "read", "copies": "copy_one"}      # to these limits of the machine
-LIMIT = "limit"                          # before the name of one, where a pass has the implementation's
+# Of a column: the machine's limit that it is relative to
+RATIOS = {"x_limit": "matmul", "of_copy": "copy", "of_read": "read", "copies": "copy_one"}
+LIMIT = "limit"                          # in a key of the samples: (LIMIT, name) where others have (implementation, pass)
 COLUMNS = {                              # of a result: heading and format
     "ms": ("ms", ".3f"), "runs": ("runs", "d"), "spread": ("spread", ".0%"),
     "gflops": ("GFLOP/s", ".1f"),
@@ -141,11 +142,12 @@ def _why_not(case: BenchCase, name: str, named: bool) -> str | None:
     except Exception:                    # verification raises it again and reports it
         return None
     largest_gb = MAX_EXTRA_GB[case.device]
+    limit = None
     if costs.seconds > MAX_SECONDS:
-        reason = f"{MAX_SECONDS} s forward and backward"
+        limit = f"{MAX_SECONDS} s forward and backward"
     elif costs.peak_extra > 1e9 * largest_gb:
-        reason = f"{largest_gb} GB beside inputs and outputs"
-    return f"{name} takes over {reason} at this shape; --only '{name}' measures it" if reason else None
+        limit = f"{largest_gb} GB beside inputs and outputs"
+    return f"{name} takes over {limit} at this shape; --only '{name}' measures it" if limit else None
 
 
 def _verify(case: BenchCase, names: list[str]) -> tuple[dict[str, float], dict[str, str]]:

@@ -16,6 +16,7 @@ from kernels.registry import operators
 
 SCANS = ("wkv4", "wkv7")
 
+
 def main(argv: list[str]) -> int:
     parser = Parser("kernels.bench.tables", __doc__)
     parser.add_argument("files", nargs="*")

@@ -2,7 +2,7 @@
 
 keep_large_blocks      the C library keeps freed blocks: the temporaries of a step then cost no page faults
 return_large_blocks    the C library returns them at once: less memory, more page faults
-use_large_pages        torch's large tensors lie in pages of 2 MB, of which a pass over all weights looks up fewer
+use_large_pages        torch's large tensors lie in pages of 2 MB: a pass over all weights then looks up fewer pages
 """
 
 import ctypes

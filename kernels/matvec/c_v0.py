@@ -50,7 +50,7 @@ def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
 
 
 def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-    """x (R,K) as C reads it: in float32, of int4 the steps and sums of groups instead; and in fewer bits."""
+    """x (R,K) twice, as C reads it: in float32 (for int4 the steps and the sums of groups), and in fewer bits."""
     if isinstance(packed, BFloat16):
         return x, x.bfloat16()
     if isinstance(packed, Int8):

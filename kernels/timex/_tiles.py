@@ -120,8 +120,8 @@ def stage_tile(tile: ti.template(), x: ti.template(), row, at, T, backwards: ti.
 
 
 @ti.func
-def read(x: ti.template(), row, column, T):
+def read(x: ti.template(), row, at, T):
     value = 0.0
-    if 0 <= column < T:
-        value = x[row + column]
+    if 0 <= at < T:
+        value = x[row + at]
     return value

@@ -207,17 +207,17 @@ def _grad_w_cuda(k: Flat, grad_out: Flat, grad_w: Flat, B: int, C: int, T: int):
 
 
 @ti.func
-def _share_window(window: ti.template(), at, lane, x: ti.template(), row, column, T):
+def _share_window(window: ti.template(), at, lane, x: ti.template(), row, first, T):
     for d in ti.static(range(2 * T_GROUP)):
         i = lane + THREADS * d
-        window[at + i] = read(x, row, column + i, T)
+        window[at + i] = read(x, row, first + i, T)
 
 
 @ti.func
-def _share_tile(tile: ti.template(), at, lane, x: ti.template(), row, column, T, backwards: ti.template()):
+def _share_tile(tile: ti.template(), at, lane, x: ti.template(), row, first, T, backwards: ti.template()):
     for d in ti.static(range(T_GROUP)):
         j = lane + THREADS * d
-        tile[at + j] = read(x, row, column(column + j, T, backwards), T)
+        tile[at + j] = read(x, row, column(first + j, T, backwards), T)
 
 
 @ti.func

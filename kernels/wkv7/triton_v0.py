@@ -64,16 +64,21 @@ def _launch(kernel, v: Tensor, blocks: int, *args) -> None:
 
 
 @triton.jit
-def _recurrence(r, log_w, k, v, a, b, state, y, after, sa_kept, states, KEEP: tl.constexpr, T, H, N,
-             CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    head = tl.program_id(0).to(tl.int64)
+def _place(N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows i of a program and all columns j of a matrix (N,N), which of them exist, and their offsets in it."""
     i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
     j = tl.arange(0, COLUMNS)[None, :]
-    in_i = i < N
-    in_j = j < N
-    at = head * N * N + i * N + j
+    return i, j, i < N, j < N, i * N + j
+
+
+@triton.jit
+def _recurrence(r, log_w, k, v, a, b, state, y, after, sa_kept, states, KEEP: tl.constexpr, T, H, N,
+                CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    i, j, in_i, in_j, place = _place(N, ROWS, COLUMNS)
     inside = in_i & in_j
-    kept_at = head * tl.cdiv(T, CHUNK) * N * N + i * N + j
+    at = head * N * N + place
+    kept_at = head * tl.cdiv(T, CHUNK) * N * N + place
     x = (head // H * T * H + head % H) * N
     S = tl.load(state + at, mask=inside, other=0.0)
     for t in range(T):
@@ -98,13 +103,10 @@ def _recurrence(r, log_w, k, v, a, b, state, y, after, sa_kept, states, KEEP: tl
 def _rows(r, log_w, k, a, b, grad_y, grad_state, grad_v, gsa_of_all, Gs, grad_state_before, T, H, N,
           CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
-    j = tl.arange(0, COLUMNS)[None, :]
-    in_i = i < N
-    in_j = j < N
-    at = head * N * N + i * N + j
+    i, j, in_i, in_j, place = _place(N, ROWS, COLUMNS)
     inside = in_i & in_j
-    kept_at = head * tl.cdiv(T, CHUNK) * N * N + i * N + j
+    at = head * N * N + place
+    kept_at = head * tl.cdiv(T, CHUNK) * N * N + place
     x = ((head // H * T + T - 1) * H + head % H) * N
     G = tl.load(grad_state + at, mask=inside, other=0.0)
     for back in range(T):

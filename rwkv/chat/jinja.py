@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from rwkv.chat.messages import Message, check_messages, is_learnt
@@ -59,9 +60,12 @@ class JinjaTemplate(ChatTemplate):
         self._demanded: list[Message] = []               # turns that the template demands before the user's first
         try:
             self._ending = self._ending_after([])
-        except UserError:
+        except UserError as refused:
             self._demanded = [{"role": "system", "content": "Answer."}]
-            self._ending = self._ending_after(self._demanded)
+            try:
+                self._ending = self._ending_after(self._demanded)
+            except UserError:
+                raise refused from None
         self.stop = self._ending.stop
         if self.supports_tools:
             with suppress(UserError):    # conversations with tools may have turns in another form
@@ -76,10 +80,14 @@ class JinjaTemplate(ChatTemplate):
         messages = check_messages(messages)
         if think is not True:
             effort = None
-        if effort and OF_G1.search(self._short_prompt(True)):
+        if effort and self._takes_hints:
             messages = with_hint(messages, effort)
         text = self._render(messages, add_generation_prompt, tools, think is True, effort)
         return text if add_generation_prompt else text.removesuffix(self._ending.prompt)
+
+    @cached_property
+    def _takes_hints(self) -> bool:
+        return bool(OF_G1.search(self._short_prompt(True)))
 
     def begin_with_end_of_text(self) -> None:
         """From now on bos_token is END, for a tokenizer with one token for the beginning and the end of a text."""

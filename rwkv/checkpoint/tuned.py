@@ -55,7 +55,7 @@ def require_same(path: Path, base: Any, entry: dict[str, Any], chosen: bool = Fa
 
     chosen: the user has named the weights' file, not the run.
     """
-    if entry.get("base") in (identity(base), _of_vectors(base.weights.stored)):
+    if entry.get("base") == identity(base) or entry.get("base") == _of_vectors(base.weights.stored):
         return
     source = entry["run"]["init_from"]
     if chosen:

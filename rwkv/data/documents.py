@@ -83,9 +83,9 @@ class DocumentChunks:
         bounds = np.unique(np.concatenate([[0], tokens.starts, [len(tokens)]]))
         self.documents = len(bounds) - 1
         segments = -(-np.diff(bounds) // ctx_len)
-        if learnt is None:
-            counts, length = _divided(segments, streams)
-        else:
+        counts, length = _divided(segments, streams)
+        self.were_divided = learnt is not None and bool((counts > 1).any())      # conversations, in runs of earlier versions
+        if learnt is not None:
             counts = np.ones_like(segments)
             length = segments
         document = np.repeat(np.arange(self.documents), counts)                                # (P,), of each chunk
@@ -254,15 +254,18 @@ class SegmentIterator(Iterator[BatchPlan]):
         """Between two batches of a step, the positions are those at its beginning."""
         between_steps = self._batches % self.sampler.layout.parts == 0
         lanes = self._positions.state_dict() if between_steps else self._before
-        return {"batches": self._batches, "lanes": lanes}
+        return {"batches": self._batches, "lanes": lanes} | ({"whole": True} if self.sampler.chunks.were_divided else {})
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises UserError if the run had another number of streams, or none."""
+        """Raises UserError if the run had another number of streams, or none, or divided conversations."""
         before = len(state["lanes"]["left"]) if "lanes" in state else 0
         now = self.sampler.layout.streams
         if before != now:
             raise UserError(f"the run was begun with {before or 'no'} document streams, and data.batch_size times "
                             f"trainer.accumulate is {now}: with trainer.tbptt, a run continues with the same number")
+        if self.sampler.chunks.were_divided and not state.get("whole"):
+            raise UserError("the run was begun with conversations divided into chunks, without what was said before an answer; "
+                            "now they are read whole: begin a new run with init_from=")
         self._batches = state["batches"]
         self._positions.load_state_dict(state["lanes"])
         if self._batches % self.sampler.layout.parts:

@@ -110,7 +110,10 @@ class Grammar:
 
     @classmethod
     def text_with_calls(cls, functions: Sequence[tuple[str, Schema, str]]) -> "Grammar":
-        """Any text in which calls of these functions, {"name": ..., "arguments": ...}, have arguments by their schemas."""
+        """Any text in which calls of these functions, {"name": ..., "arguments": ...}, have arguments by their schemas.
+
+        A call with another key before its name, or with its arguments before its name, is not held to them.
+        """
         parts = tuple(_schema_part({**parameters, "type": "object"}, where) for _, parameters, where in functions)
         heads = tuple(rf'head{i}[lazy]: /(?s:.*)\{{\s*"name"\s*:\s*"{name}"\s*,\s*"arguments"\s*:/'
                       for i, (name, _, _) in enumerate(functions))
@@ -206,7 +209,7 @@ class Matcher:
     def __init__(self, library: Any, vocabulary: Vocabulary, stop_tokens: Sequence[int]) -> None:
         self._library = library
         self._end = vocabulary.ends[0]
-        self._ends = {*vocabulary.ends, *(token for token in stop_tokens if token in vocabulary.special_token_ids)}
+        self._ends = {*vocabulary.ends, *{*stop_tokens}.intersection(vocabulary.special_token_ids)}
 
     def allowed(self) -> bytearray | None:
         """A bit for each token that may come next, the lowest bit of a byte first; None where no token may."""

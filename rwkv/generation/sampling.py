@@ -115,8 +115,8 @@ def changed(logits: Tensor, options: Sampling, penalties: Sequence[Penalties] | 
         logits = logits.clone()
     for token, bias in options.logit_bias.items():
         logits[:, token] += bias
-    for token in options.banned:
-        logits[:, token] = -torch.inf
+    if options.banned:
+        logits[:, list(options.banned)] = -torch.inf
     for row, of_row in enumerate(penalties or ()):
         of_row.apply(logits[row])
     return logits

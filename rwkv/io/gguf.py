@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file, llama.cpp's, which stand at its beginning. They are read once, however often they are asked for.
+"""The metadata of a GGUF file, llama.cpp's, which stand at its beginning.
 
     magic "GGUF", version 3, number of tensors, number of metadata                uint32, uint32, uint64, uint64
     metadata    key, type, value        an array is the type of its elements, their number, and the elements
@@ -35,19 +35,23 @@ class Header(NamedTuple):
 
 
 def header_of(path: Path) -> Header:
-    """Raises CheckpointError where the file is damaged."""
+    """The header of a GGUF file, kept until the file changes; callers must not change its metadata, which are shared.
+
+    Raises CheckpointError where the file is damaged.
+    """
     stat = path.stat()
     return _header(path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
 
 
 @lru_cache(maxsize=HEADERS)
 def _header(path: Path, *_version: int) -> Header:
-    with (path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped,
-          memoryview(mapped) as data):
-        cursor = Cursor(path, data)
-        metadata, n_tensors = cursor.metadata()
-        cursor.data = memoryview(b"")    # lets go of the mapping
-        return Header(metadata, n_tensors, cursor.at)
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise CheckpointError(f"{path} is not a GGUF file: it is damaged, or its download is incomplete")
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped, memoryview(mapped) as data:
+            cursor = Cursor(path, data)
+            metadata, n_tensors = cursor.metadata()
+            return Header(metadata, n_tensors, cursor.at)
 
 
 def parts_of(path: Path, metadata: dict[str, Any]) -> list[Path]:
@@ -80,8 +84,7 @@ class Cursor:
 
     def metadata(self) -> tuple[dict[str, Any], int]:
         """The metadata, from the beginning of the file, and the number of tensors."""
-        magic, version, n_tensors, n_metadata = self.unpack("4sIQQ")
-        assert magic == MAGIC
+        _, version, n_tensors, n_metadata = self.unpack("4sIQQ")
         if version not in VERSIONS:
             raise CheckpointError(f"{self.path} is a GGUF file of version {version}, expected {VERSIONS[-1]}: it is damaged, "
                                   "big endian, or newer than this program")

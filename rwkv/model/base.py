@@ -12,6 +12,7 @@ import hashlib
 import importlib
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any, Protocol, Self, cast
 
 import torch
@@ -20,7 +21,8 @@ from torch.overrides import TorchFunctionMode
 
 from kernels.machine.allocator import give_back_free_blocks
 from kernels.machine.threads import one_thread_in_forks
-from rwkv.config import ModelConfig
+from rwkv.config import GENERATIONS, ModelConfig
+from rwkv.errors import UserError
 from rwkv.model.derived import Kept
 from rwkv.model.hooks import untouched
 from rwkv.model.packing import Packing
@@ -135,6 +137,15 @@ def _through(blocks: Iterable[nn.Module], x: Tensor, carry: Any, before: Iterabl
     return x, carry, after
 
 
+def _require_own_options(config: ModelConfig) -> None:
+    """Raises UserError for an option that only other generations have, unless it is at its default."""
+    own, default = generation(config).OPTIONS, ModelConfig()
+    for name in GENERATIONS:
+        for option in generation(replace(config, generation=name)).OPTIONS:
+            if option not in own and getattr(config, option) != getattr(default, option):
+                raise UserError(f"{option} is an option of {name}, and the model is {config.generation}: leave it out")
+
+
 class _NoInitialisation(TorchFunctionMode):
     """Skips random initialisation, which has no effect on the meta device and imports modules for seconds."""
 
@@ -148,6 +159,7 @@ class Model(nn.Module):
 
     def __init__(self, config: ModelConfig, vocab_size: int, operator: Any) -> None:
         super().__init__()
+        _require_own_options(config)
         one_thread_in_forks()
         self.config, self.vocab_size, self.operator = config, vocab_size, operator
         self.fingerprint_before: str | None = None       # the fingerprint before the weights were quantised or merged

@@ -53,7 +53,7 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
     _say(f"loading {config.checkpoint}")
     session = Terminal(*_open(config, line))
     typed = sys.stdin.isatty()
-    turns = _typed() if typed else (decode(line, "standard input").strip() for line in sys.stdin.buffer)
+    turns = _typed() if typed else (decode(typed_line, "standard input").strip() for typed_line in sys.stdin.buffer)
     failed = False
     for text in turns:
         if text in ("/quit", "/exit"):

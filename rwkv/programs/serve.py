@@ -11,7 +11,8 @@ With template=g1, or template=FILE, a jinja2 template that shows tools, requests
 may have tools and tool_choice. A call that the model writes, {"name": ...,
 "arguments": {...}} in a fence, after <tool_call> or bare, comes back as one of
 tool_calls. A tool_choice of required or of one function begins the answer with
-a call, whose arguments are held to the function's schema.
+a call, whose arguments are held to the function's schema. With "strict": true
+in a function, so are those of calls that the model writes by itself.
 
 Thoughts come back as reasoning_content beside content. chat_template_kwargs with
 think (true, false or fake), enable_thinking and reasoning_effort (none, minimal,
@@ -95,8 +96,7 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
     plan = [("model", f"{model.generation.NAME}, {model.config.n_layer} layers, {model.config.n_embd} wide, {n:,} parameters, "
                       f"vocabulary {model.vocab_size}"),
             ("kernel", f"{opened.wkv.name} on {opened.device}, {config.dtype}, threads {torch.get_num_threads()}"),
-            *([("WARNING", opened.slow)] if opened.slow else []),
-            *opened.notes,
+            *opened.lines(),
             *([("decoding", decoding.partition(": ")[2])] if decoding else []),
             ("chat", f"template {template_line(opened.checkpoint, choice)}"),
             *(("sampling", line) for line in _sampling_lines(chosen)),

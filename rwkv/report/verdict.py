@@ -69,4 +69,3 @@ def speed_ratio(kernel: Kernel, comparison: Comparison) -> float | None:
     speed = kernel.median(SPEED)
     reference_speed = reference.finished().median(SPEED) if reference else None
     return speed / reference_speed if speed and reference_speed else None
-

@@ -270,7 +270,7 @@ def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[G
     begun = answer_start or begun_by(prompt)
     grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True)
     texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, grammar, limit, thinking.think)
-    texts = _with_states(service, body, texts, start, owner, model, service.states.turn(None, tools, start))
+    texts = _with_states(service, body, texts, start, owner, model, service.states.turn_of_answer(tools, start))
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", model or service.model, _include_usage(body), bool(body.logprobs),
                   [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start.lstrip(),
@@ -359,8 +359,9 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
         answer = answer.or_else(calls) if answer else None
     if answer is None:
         strict = [function for function, tool in zip(functions, body.tools or (), strict=True) if tool.function.strict]
-        # a grammar allows no special token, and so no call that begins with one
-        return Grammar.text_with_calls(strict) if tools and strict and START not in service.tokenizer.special else None
+        # A grammar allows no special token, and so no call that begins with one
+        can_hold = START not in service.tokenizer.special and service.tokenizer.has_bytes
+        return Grammar.text_with_calls(strict) if tools and strict and can_hold else None
     if "</think" in begun:               # an empty thought, perhaps without the last ">"
         return answer.after_space() if begun.rstrip().endswith(">") else answer.after_space().after(">")
     if begun:
@@ -490,7 +491,7 @@ def _state_text(service: Service, sent: bytes, owner: str) -> Generate:
     else:
         tools = _shown_tools(service, body.tools)
         prompt = service.states.prompt(start, body.messages, tools, add_generation_prompt=False)
-        turn = service.states.turn(body.messages, tools, start)
+        turn = service.states.turn_of_messages(body.messages, tools, start)
         ids = _ids_of_messages(service, prompt, start)
     return Generate(-1, ids, 0, 0, (), service.sampling[False], False, start=start, save=service.states.new(owner, turn, model),
                     model=model, owner=owner)

@@ -30,7 +30,8 @@ class Metrics:
         Gauge("timemix_rows", "Texts that are generated now", registry=registry).set_function(rows)
         Gauge("timemix_queue", "Texts that wait", registry=registry).set_function(queue)
         Gauge("timemix_http_resident_bytes", "Memory of the process with HTTP", registry=registry).set_function(resident_memory)
-        self._last: dict[int, float] = {}        # when each text had its last event; before its first, minus when it began
+        # Of each text the time of its last event; negative: the time at which it began, before its first event
+        self._last: dict[int, float] = {}
 
     def begin(self, ids: list[int]) -> None:
         self._last |= dict.fromkeys(ids, -time.monotonic())

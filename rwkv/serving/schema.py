@@ -188,7 +188,9 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Thinking(NamedTuple):
-    """think, effort: as in ChatTemplate.render. field: the one that asked for it; "" for none. wish: it was only an effort."""
+    """think, effort: as in ChatTemplate.render. field: the request's field that decided this; "" for none. wish: the request
+    gave only an effort.
+    """
 
     think: Think
     effort: str | None

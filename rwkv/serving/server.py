@@ -26,7 +26,7 @@ from rwkv.serving.responses import Responses
 from rwkv.serving.states import Keeper
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-LONG = "a long text. " * 1000            # enough characters for a tokenizer to start its library for long texts
+LONG = "a long text. " * 6000            # more characters than SHORT of rwkv/tokenizer/world.py: its library is loaded
 AFTER_GRACE = 10                         # seconds for the last events to be written
 
 
@@ -43,7 +43,7 @@ def serve(config: ServeConfig, work: Work) -> None:
     listener = _bind(config)
     warning = "" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"
     say("address", f"http://{_bracketed(config.host)}:{listener.getsockname()[1]}{warning}")
-    # until uvicorn takes the signals: leaving by sys.exit ends the engine's process too
+    # Before uvicorn handles signals: sys.exit runs the `finally` that ends the engine's process
     with StopRequest(tuple(number for number in STOPPING if number != signal.SIGINT), lambda number: sys.exit(128 + number)):
         engine = RemoteEngine(config, work)
         try:

@@ -109,14 +109,16 @@ class Keeper:
         together = [*_up_to(turn.role), *check_messages(messages)]
         return self._after_stand_in(render(together, add_generation_prompt, tools, think, effort)).removeprefix(turn.tail)
 
-    def turn(self, messages: Sequence[Any] | None, tools: Any, start: SavedState | None) -> Turn:
-        """The end of a conversation that follows `start`: after the messages or, for None, after the model's answer, to which
-        the engine's process adds what is read after its text."""
-        role = "assistant"
-        tail = ""
-        if messages is not None:
-            role = check_messages(messages)[-1]["role"]
-            tail = self._after_stand_in(self.template.render(_up_to(role), False, tools))
+    def turn_of_answer(self, tools: Any, start: SavedState | None) -> Turn:
+        """The end of a conversation that follows `start`, after the model's answer. The engine's process adds the tail."""
+        return self._turn("assistant", "", tools, start)
+
+    def turn_of_messages(self, messages: Sequence[Any], tools: Any, start: SavedState | None) -> Turn:
+        """The end of a conversation that follows `start`, after these messages."""
+        role = check_messages(messages)[-1]["role"]
+        return self._turn(role, self._after_stand_in(self.template.render(_up_to(role), False, tools)), tools, start)
+
+    def _turn(self, role: str, tail: str, tools: Any, start: SavedState | None) -> Turn:
         known = start.turn.tools if start and start.turn else ""
         return Turn(role, tail, _digest(tools) if tools else known, _digest(self.template.definition))
 

@@ -134,7 +134,7 @@ class _Job:
             return Event(self.request.id, error="the state is damaged: the logits after it are not finite")
         event = Event(self.request.id, self.text, logprobs)
         self.text = ""
-        self._logprobs_sent = self._logprobs_sent + len(logprobs)
+        self._logprobs_sent += len(logprobs)
         if finished:
             event.finish_reason = sample.finish_reason
             before = (self.request.start and self.request.start.tokens) or 0         # read for an earlier request

@@ -112,7 +112,7 @@ class Tokenizer(ABC):
             before += len(piece)
 
     def drop_library(self) -> None:                      # noqa: B027  most have nothing to drop
-        """Frees what long texts alone are encoded with; the next one makes it again."""
+        """Frees the library that encodes long texts; the next long text loads it again."""
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
         """The text of `ids`, as decoder(after) gives it piece by piece. Raises UserError for an id outside the vocabulary."""
@@ -129,6 +129,15 @@ class Tokenizer(ABC):
     def tokens_as_bytes(self) -> list[bytes]:
         """The bytes that each token adds to a text. Raises UserError where these depend on other tokens."""
         return self._bytes
+
+    @cached_property
+    def has_bytes(self) -> bool:
+        """Whether every token has bytes of its own, as grammars need."""
+        try:
+            self.tokens_as_bytes()
+        except UserError:
+            return False
+        return True
 
     def starting(self, texts: Iterable[str]) -> set[int]:
         """The special tokens with whose names the `texts` begin, white space aside."""
@@ -330,6 +339,7 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def data_key(self) -> str:
+        """With the end of a text. Earlier versions left it out at its default, so their token caches are made again."""
         return f"{self.hash} {self.end_of_text}"
 
     def end_line(self) -> str | None:

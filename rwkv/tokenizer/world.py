@@ -65,14 +65,14 @@ class Vocabulary:
         return "".join(f"{index} {_literal(token)} {len(token)}\n" for index, token in enumerate(self.tokens) if token)
 
     def encode(self, text: str) -> list[int]:
-        if len(text) <= SHORT or self._library is None:
+        if not self._pays_for_library(len(text)):
             return self._match(text.encode())
         ids: list[int] = self._library.encode(text)
         return ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text; the library encodes them in parallel where they are long together."""
-        if sum(map(len, texts)) <= SHORT or self._library is None:
+        if not self._pays_for_library(sum(map(len, texts))):
             return [self._match(text.encode()) for text in texts]
         ids: list[list[int]] = self._library.encode_batch(texts)
         return ids
@@ -87,6 +87,10 @@ class Vocabulary:
             ids.append(self._ids[data[at:at + length]])
             at += length
         return ids
+
+    def _pays_for_library(self, characters: int) -> bool:
+        """Whether there is a library, and it is loaded already or the text is long."""
+        return ("_library" in vars(self) or characters > SHORT) and self._library is not None
 
     def drop_library(self) -> None:
         """Frees the library's memory; the next long text loads it again."""

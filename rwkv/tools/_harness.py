@@ -29,7 +29,7 @@ Pair = tuple[Any, list[int], list[int]]  # the texts, the ids of the context and
 
 
 class Timemix(TemplateLM):
-    """Log-likelihoods are in nats. batch_size: rows of a pass; chunk_len: the most tokens of a pass."""
+    """Log-likelihoods are in nats. batch_size: rows of a pass; chunk_len: the most tokens of a row that a pass reads."""
 
     def __init__(self, checkpoint: str = "runs/latest", tokenizer: str | None = None, kernel: str = "auto",
                  dtype: str = "float32", chunk_len: int = 512, batch_size: int | str | None = None, device: str | None = None,

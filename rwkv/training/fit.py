@@ -26,7 +26,7 @@ from rwkv.training.callbacks.interruption import Interrupted
 from rwkv.training.device import device_for, dtype_for, process_count, share
 from rwkv.training.length import with_steps_of_epochs
 from rwkv.training.loggers import loggers, require
-from rwkv.training.memory import is_frugal
+from rwkv.training.memory import gives_back
 from rwkv.training.plan import announce_needs, announce_training, validated_part
 from rwkv.training.run.directory import Run, as_plain, create
 from rwkv.training.run.opening import open_run
@@ -61,7 +61,7 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
 
 
 def fit(trainer: lightning.Trainer, task: LanguageModel, loaders: DataModule, run: Run) -> None:
-    """Lightning's fit, but KeyboardInterrupt is raised, for which Lightning would exit with status 1."""
+    """Lightning's fit. Ctrl-C raises KeyboardInterrupt; Lightning would exit with status 1."""
     try:
         trainer.fit(task, loaders, ckpt_path=run.resume_from, weights_only=True)
     except SystemExit as ended:
@@ -86,16 +86,16 @@ def preferences_of(run: Run, task: LanguageModel, data: Corpus, device: torch.de
 
 def train(run: Run) -> None:
     config = run.config
-    trainer_options = config.trainer
-    device = device_for(trainer_options.accelerator)
+    device = device_for(config.trainer.accelerator)
     # Lightning would take the rank from the variables of a batch system, which may be inherited
     rank_zero_only.rank = distributed.rank()     # type: ignore[attr-defined]
-    if trainer_options.malloc == "small":        # before the model is built and timed
+    if config.trainer.malloc == "small":        # before the model is built and timed
         return_large_blocks()
-    elif trainer_options.malloc == "tuned":
+    elif config.trainer.malloc == "tuned":
         keep_large_blocks()
-    rows = share(config.data.batch_size, trainer_options.strategy, trainer_options.num_nodes)
-    wkv, kernel = kernel_for(config.model, config.kernel.name, device, trainer_options.precision)
+    # Refused before the data are read, where the processes cannot share the rows
+    rows = share(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
+    wkv, kernel = kernel_for(config.model, config.kernel.name, device, config.trainer.precision)
     distributed.broadcast_from_rank0(lambda: require(config.logger))
     data = data_for(run, device)
     if config.data.preview:
@@ -111,7 +111,7 @@ def train(run: Run) -> None:
     lightning.seed_everything(config.seed, verbose=False)
     model = prepare_blocks(new_model(config.model, run.init_checkpoint, data.tokenizer, wkv, config.tune),
                            config.trainer)
-    model.gives_back = config.trainer.malloc == "tuned" and is_frugal(config)
+    model.gives_back = gives_back(config, model.vocab_size)
     task = LanguageModel(model, config.optim, config.trainer.max_steps, validated.val_bytes_per_token, validated.val_lost)
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
     task.entry = describe(resolved, model.vocab_size, data.tokenizer)

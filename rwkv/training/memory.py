@@ -43,13 +43,16 @@ from rwkv.model.base import generation, n_parameters, of_linear_layer, state_nby
 from rwkv.model.lora import adaptable, chosen
 from rwkv.model.loss import rows_at_once
 from rwkv.training.callbacks.checkpoints import FOLDER
+from rwkv.training.device import device_for
 
 FLOAT = 4                                # bytes
 NARROW = 2                               # bytes of a value of a frozen embedding and head, in released files
 MOMENTS = 2                              # Adam's
 BETWEEN = 40                             # times n_embd: values per token that the backward pass of a block with frozen weights
                                          # takes while it computes again what is between the products
-HOLES = 1.25                             # times activations and loss, where blocks return what they leave free: there are holes
+HOLES = 1.25                             # factor on activations and loss if memory goes back after each block: some free memory
+                                         # lies between kept blocks
+LITTLE = 10 ** 9                         # bytes: a run that takes no more than this saves no memory at a price
 DATA_WORKER = 100 * 2 ** 20              # bytes of a process that loads data, beside what it shares with this one
 ENOUGH = 0.75                            # refuse only if this fraction of the estimated activations and loss does not fit
 BEST, BEING_WRITTEN = 1, 1               # checkpoints on the disk beside the trainer.keep_last newest ones
@@ -101,7 +104,7 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
 
     n = N // max(1, trainer.tbptt)       # the tokens of one segment
     block = int(FLOAT * n * _kept(config))
-    backward = FLOAT * n * (BETWEEN * C if is_frugal(config) else model.operator_work(config.model)) + head
+    backward = FLOAT * n * (BETWEEN * C if _is_frugal(config) else model.operator_work(config.model)) + head
     if trainer.activation_checkpointing:
         kept = L * FLOAT * n * C
         backward += block
@@ -112,14 +115,24 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
         activations += FLOAT * vocab_size * C // 2 if rounded else weights // 2
     if trainer.tbptt:
         activations += N // config.model.ctx_len * state_nbytes(config.model) + FLOAT * 2 * N * C
-    if is_frugal(config) and trainer.malloc == "tuned" and sys.platform == "linux":
+    if _has_holes(config):
         activations = round(HOLES * activations)
         loss = round(HOLES * loss)
     return Memory(weights, trained, MOMENTS * trained, round(activations), loss, config.data.num_workers * DATA_WORKER)
 
 
-def is_frugal(config: TrainConfig) -> bool:
-    """Whether blocks keep the products alone, and compute again what is between them."""
+def gives_back(config: TrainConfig, vocab_size: int) -> bool:
+    """Whether a run returns memory to the system after each block: a large one on a CPU, where holes would take much of it."""
+    return _has_holes(config) and estimate(config, vocab_size, world_size()).total > LITTLE
+
+
+def _has_holes(config: TrainConfig) -> bool:
+    on_cpu = device_for(config.trainer.accelerator).type == "cpu"
+    return on_cpu and sys.platform == "linux" and config.trainer.malloc == "tuned" and _is_frugal(config)
+
+
+def _is_frugal(config: TrainConfig) -> bool:
+    """Whether blocks keep only the results of large products, and compute again what is between them."""
     packed = config.data.name == "chat" and not config.trainer.tbptt
     return (config.tune.method != "full" or packed) and not config.trainer.compile
 
@@ -127,7 +140,7 @@ def is_frugal(config: TrainConfig) -> bool:
 def _kept(config: TrainConfig) -> float:
     """How many float32 values per token a block keeps. Products in int8 give float32 in half precision too."""
     model, half = generation(config.model), config.trainer.precision != "32-true" and config.tune.base != "int8"
-    if not is_frugal(config):
+    if not _is_frugal(config):
         kept: float = model.kept_for_backward(config.model, half)
         return kept
     tune = config.tune
@@ -147,7 +160,7 @@ def n_trained(config: TrainConfig, vocab_size: int) -> int:
 
 
 def frozen_bytes(config: TrainConfig, vocab_size: int) -> int:
-    """The memory of the frozen weights."""
+    """The memory of the frozen weights; of a file in float32 the embedding and the head take twice as much."""
     base = config.tune.base
     shapes = generation(config.model).shapes(config.model, vocab_size)
     sizes: dict[str, float] = dict.fromkeys(_matrices(config, vocab_size), BITS[base] / 8)

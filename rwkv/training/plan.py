@@ -248,7 +248,7 @@ def _validation(val_tokens: int | None, whole: int, times: int, time_share: floa
     yield "validation", line
 
 
-def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device, data: Corpus | None = None) -> float:
+def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device, data: Corpus) -> float:
     """The time of an optimiser step's forward and backward passes. It compiles the kernels and changes nothing.
 
     Of conversations, the first rows are read, where only the answers are targets.
@@ -256,7 +256,7 @@ def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.de
     rows = config.data.batch_size // world_size()
     x = torch.zeros(rows, config.model.ctx_len, dtype=torch.long, device=device)
     batch: tuple[torch.Tensor, ...] = (x, x)
-    if data is not None and data.conversations and not config.trainer.tbptt:
+    if data.conversations and not config.trainer.tbptt:
         packed = rows_of(data.conversations[0], config.model.ctx_len).__getitems__(list(range(rows)))
         batch = tuple(part.to(device) for part in packed[:3])
     dtype = dtype_for(config.trainer.precision)

@@ -64,8 +64,8 @@ def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer
 def _frozen(config: ModelConfig, wkv: Any, checkpoint: Checkpoint, base: str) -> Model:
     """The frozen model with its blocks' matrices in `base`. Each conversion returns its memory before the next one.
 
-    The embedding and the head stay in bfloat16 where the file has them so, which changes nothing: the head is converted a part
-    at a time. In any other base than float32 the embedding is in bfloat16 in any case.
+    The embedding and the head stay in the file's dtype: bfloat16 is exact, and such a head is converted a part at a time. Bases
+    other than float32 round the embedding to bfloat16; base bfloat16 also rounds the head.
     """
     group = generation(config).group
     as_in_file = {name for name in checkpoint.weights.stored if group(name) in MATRICES}
@@ -79,7 +79,7 @@ def _frozen(config: ModelConfig, wkv: Any, checkpoint: Checkpoint, base: str) ->
         give_back_free_blocks()
 
     model = Model.with_weights(config, wkv, {name: tensor.get() for name, tensor in stored.items()}).requires_grad_(False)
-    stored["emb.weight"].drop_pages()    # each of which has been checked, and few are read again
+    stored["emb.weight"].drop_pages()    # all were read by the check; training reads few of them again
     if base == "bfloat16":
         return to_bfloat16(model)
     if model.head.weight.dtype == torch.bfloat16:

@@ -76,7 +76,7 @@ def test_batches_come_from_it(config: DataConfig, tmp_path: Path) -> None:
 
 
 def test_the_ids_are_scanned_once(config: DataConfig, tmp_path: Path) -> None:
-    """Or the other ones would be noticed that are written here behind the file's time."""
+    """Other ids are written with the same time and size: a second scan would notice them."""
     write(tmp_path / "data", DOCUMENTS)
     first = prepare(config, 16)
     for content in ((tmp_path / "data.bin").read_bytes(), bytes(sum(map(len, DOCUMENTS)) * 2)):
@@ -148,9 +148,9 @@ def test_every_truncated_or_altered_index_is_named(tmp_path_factory: pytest.Temp
 
 
 def test_negative_ids_and_empty_files_are_errors(config: DataConfig, tmp_path: Path) -> None:
-    for documents, ctx_len in (([[1, -1, 2]], 1), ([[]], 1), ([[1, 2, 3]], 16)):
+    for documents, ctx_len, said in (([[1, -1, 2]], 1, "-1"), ([[]], 1, "empty"), ([[1, 2, 3]], 16, "model.ctx_len")):
         write(tmp_path / "data", documents, "int32")
-        with pytest.raises(UserError):
+        with pytest.raises(UserError, match=said):
             prepare(config, ctx_len)
 
 

@@ -347,9 +347,11 @@ def test_a_long_text_is_never_in_memory_as_a_whole(tmp_path: Path, monkeypatch: 
     config = DataConfig(name="text", path=str(tmp_path / "long.txt"), tokenizer="byte", cache_dir=str(tmp_path / "cache"),
                         tokenize_workers=2)
     tracemalloc.start()
-    prepared = prepare(config, 16)
-    _, most = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
+    try:
+        prepared = prepare(config, 16)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
     assert most < prepared.sizes.train_bytes / 4
 
 

@@ -453,7 +453,7 @@ def test_a_new_kernel_is_one_file(tmp_path: Path) -> None:
 
     The conformance tests and kernel= take their names from the same registry.
     """
-    shutil.copytree(ROOT / "kernels", tmp_path / "kernels")
+    shutil.copytree(ROOT / "kernels", tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
     formula_py = (ROOT / "kernels" / "timex" / "formula.py").read_text(encoding="utf-8")
     kernel = '"""The formula again, as an example."""\n\n' + formula_py[formula_py.index("import torch"):]
     (tmp_path / "kernels" / "timex" / "dummy_v0.py").write_text(kernel, encoding="utf-8")

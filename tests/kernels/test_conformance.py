@@ -548,7 +548,7 @@ def test_wrong_inputs_are_refused(of: Any) -> None:
 
 @each_operator
 def test_an_unknown_name_lists_the_known_ones(of: Any) -> None:
-    with pytest.raises(UnknownKernel):
+    with pytest.raises(UnknownKernel, match=of.reference):
         of.kind("nonsense")
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from implementations import implementation
 from stubs import stub
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -121,6 +122,19 @@ def test_function_transforms(operator: Callable[[Tensor], Tensor]) -> None:
     torch.testing.assert_close(torch.func.jacrev(operator)(k)[0, 4, 1], first)
     each = torch.func.vmap(torch.func.grad(lambda sample: loss(sample[None])))(k)
     torch.testing.assert_close(each, torch.cat([torch.func.grad(loss)(sample[None]) for sample in k]))
+
+
+@pytest.mark.parametrize("name", [implementation("wkv4", "c_v0")])
+def test_jacobians_without_grad_mode(name: str) -> None:
+    """A kernel that reads addresses gets plain tensors, not those of a transform."""
+    k = torch.randn(3, 9, 2, generator=torch.Generator().manual_seed(0))
+
+    def out(k: Tensor) -> Tensor:
+        return WKV4(name)(TIME_DECAY, TIME_FIRST, k, V)[0]
+
+    expected = torch.func.jacrev(out)(k)
+    with torch.no_grad():
+        torch.testing.assert_close(torch.func.jacrev(out)(k), expected)
 
 
 @each_operator

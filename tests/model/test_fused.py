@@ -309,7 +309,7 @@ def test_a_compiler_sees_the_formulas(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     monkeypatch.setattr(rwkv4_fused, "channel_mixing", None)
     for found, exact in zip(gradients(module, lambda *inputs: compiled(*inputs)[0]), expected, strict=True):
-        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-4)
+        assert (found - exact).norm() <= 1e-5 * exact.norm()
 
 
 def test_the_formula_of_the_token_shift() -> None:

@@ -146,6 +146,12 @@ def test_a_width_that_is_no_whole_number_of_heads_is_one_sentence() -> None:
         shapes(ModelConfig(generation="rwkv7", n_embd=100), 50)
 
 
+@pytest.mark.parametrize(("generation", "name"), [("rwkv4", "head_size"), ("rwkv4", "v_low_rank_dim"), ("rwkv7", "n_att")])
+def test_an_option_of_another_generation_is_one_sentence(generation: str, name: str) -> None:
+    with pytest.raises(UserError, match=name):
+        RWKV(ModelConfig(generation=generation, **{name: 32}), 50, None)
+
+
 def test_a_model_of_the_same_weights_without_the_unused_tensors_is_the_same_model() -> None:
     """Formats that leave them out give the model the fingerprint that saved states name."""
     model = small()

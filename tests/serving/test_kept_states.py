@@ -210,7 +210,7 @@ def test_turns_after_a_state_are_those_of_the_whole_conversation(name: str) -> N
     for tools in ([None] if name == "world" else [None, tool]):
         whole = template.render(said, tools=tools)
         for place in range(1, len(said)):
-            turn = keeper.turn(said[:place], tools, None)
+            turn = keeper.turn_of_messages(said[:place], tools, None)
             start: Any = type("State", (), {"turn": turn, "last_ids": ()})
             read = template.render(said[:place], False, tools)
             assert read + keeper.prompt(start, said[place:], tools) == whole

@@ -147,10 +147,10 @@ def _check_zip(path: Path) -> None:
             for entry in archive.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
                     raise zipfile.BadZipFile(f"{entry.filename} is compressed")
-                if entry.CRC:            # torch can be configured to write none, which is a 0
-                    with archive.open(entry) as file:
-                        while file.read(READ_BYTES):             # at the end zipfile compares the checksum
-                            pass
+                with archive.open(entry) as file:
+                    # Of a checksum of 0 torch has written none. At the end zipfile compares the checksum.
+                    while entry.CRC and file.read(READ_BYTES):
+                        pass
     except Exception as error:           # zipfile raises many kinds for damaged files
         raise CheckpointError(f"{path} cannot be read as a checkpoint: it is truncated or damaged ({error}); copy or download "
                               "it again") from error

@@ -58,7 +58,7 @@ def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str,
     end = 0
     for tensor in ordered:
         start = end
-        end = end + tensor.nbytes
+        end += tensor.nbytes
         header[tensor.name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)

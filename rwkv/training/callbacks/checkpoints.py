@@ -109,7 +109,7 @@ class Checkpoints(Callback):
         checkpoint["loops"]["fit_loop"][VALIDATION] = {"total": progress, "current": dict(progress), "is_last_batch": False}
 
     def on_load_checkpoint(self, trainer: lightning.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Says anew whether the last batch that was read ends Lightning's epoch, which is the whole run.
+        """Sets whether the last batch that was read ends Lightning's epoch, which is the whole run, for its present length.
 
         If it ended a run that is longer now, Lightning would begin an epoch and read the data from the start.
         """

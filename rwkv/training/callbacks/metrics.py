@@ -128,5 +128,5 @@ def gradient_norms(model: Model) -> dict[str, float]:
     """The 2-norm of the gradients of each part, named as in loggers.norm_names. Synchronises with the device once."""
     parts = [model.emb, *model.blocks, model.ln_out, model.head]
     norms = torch.stack([get_total_norm([parameter.grad for parameter in part.parameters() if parameter.grad is not None])
-                         for part in parts])
+                         .to(model.emb.weight.device) for part in parts])        # of none, it is on the CPU
     return dict(zip(norm_names(len(model.blocks)), norms.tolist(), strict=True))

@@ -49,10 +49,11 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
 def require_own_options(config: TrainConfig) -> None:
     """Raises UserError for the first option that only other generations of models have, unless it is at its default."""
     own = _own_options(config.model)
+    default = TrainConfig()
     for name in GENERATIONS:
         for key in _own_options(replace(config.model, generation=name)):
-            value = attrgetter(key)
-            if key not in own and value(config) != value(TrainConfig()):
+            get = attrgetter(key)
+            if key not in own and get(config) != get(default):
                 raise UserError(f"{key} is an option of {name}, and the model is {config.model.generation}: leave it out, or "
                                 "take another model=")
 

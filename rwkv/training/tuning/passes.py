@@ -1,8 +1,8 @@
-"""How a new run that tunes the weights of init_from= takes less memory than its options alone would.
+"""How a new run with init_from= takes less memory than its options alone would.
 
 A step is divided into passes of a few rows, whose gradients are added up: the same step (the data's order and each target's
-weight are the same), from a fraction of the activations. Where a run would not fit into the free memory,
-freed blocks are returned to the system, and if that is not enough its activations are computed again.
+weight are the same), with a fraction of the activations. If a run would not fit into the free memory, freed blocks are returned
+to the system; if that is not enough, activations are computed again.
 """
 
 from collections.abc import Collection
@@ -11,17 +11,17 @@ from typing import Any
 
 from rwkv.config import TrainConfig
 from rwkv.training.device import device_for
-from rwkv.training.memory import estimate, free_memory, readable, with_options
+from rwkv.training.memory import LITTLE, estimate, free_memory, readable, with_options
 
 PASS_TOKENS = 512                        # of a pass at least, on a CPU: matrix products have their full speed then
-LITTLE = 10 ** 9                         # bytes in which all weights of a model are trained in undivided steps
 SMALLER: tuple[dict[str, Any], ...] = ({"malloc": "small"}, {"malloc": "small", "activation_checkpointing": True})
 
 
 def with_passes(config: TrainConfig, vocab_size: int, given: Collection[str]) -> tuple[TrainConfig, str | None]:
     """The configuration with a step in passes of the fewest rows that have PASS_TOKENS, and a line that says so.
 
-    Only in one process on a CPU, where nothing else counts batches, and beside a frozen model or where there is much to gain.
+    Only in one process on a CPU, without other options that count batches, and if weights are frozen or the run would take more
+    than LITTLE.
     """
     rows, trainer = config.data.batch_size, config.trainer
     counted = trainer.tbptt or trainer.overfit_batches or trainer.strategy != "single" or "trainer.accumulate" in given
