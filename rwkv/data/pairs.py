@@ -6,6 +6,7 @@ So a batch has both texts of each of its pairs, and the order of the data contin
 that is longer than a row is left out: a cut answer has another probability.
 """
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -77,5 +78,7 @@ class PairRows(ConversationRows):
                 f"positions padding{left_out}")
 
 
+@lru_cache(maxsize=2)
 def rows_of(split: Tokenised, ctx_len: int) -> ConversationRows:
+    """The rows of a split, which the length of a run, its plan and its loader all ask for."""
     return (PairRows if split.paired else ConversationRows)(split.tokens, split.learnt, ctx_len)

@@ -16,6 +16,7 @@ from kernels.machine.memory import resident_memory
 from rwkv.chat.names import Choice, choose_template
 from rwkv.config import ORTHOGONAL, TrainConfig, TrainerConfig, TuneConfig
 from rwkv.data import documents
+from rwkv.data.conversations import Tokenised
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
@@ -182,7 +183,7 @@ def _training(run: Run, device: torch.device, task: LanguageModel, data: Corpus)
     training, validation = equivalent_steps(config, steps, read * validations)
     duration = "duration unknown (not timed under fsdp)"         # one process may have no room for a whole model
     if trainer.strategy != "fsdp":
-        duration = in_words((training + validation) * _seconds_per_step(task, config, device, data))
+        duration = in_words((training + validation) * _seconds_per_step(task, config, device, data.conversations))
 
     passes = steps / per_epoch
     part = f"{passes:.1f} epochs" if passes >= 1 else f"{100 * passes:.2g} % of the training data"
@@ -248,7 +249,8 @@ def _validation(val_tokens: int | None, whole: int, times: int, time_share: floa
     yield "validation", line
 
 
-def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device, data: Corpus) -> float:
+def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device,
+                      conversations: tuple[Tokenised, Tokenised] | None) -> float:
     """The time of an optimiser step's forward and backward passes. It compiles the kernels and changes nothing.
 
     Of conversations, the first rows are read, where only the answers are targets.
@@ -256,8 +258,8 @@ def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.de
     rows = config.data.batch_size // world_size()
     x = torch.zeros(rows, config.model.ctx_len, dtype=torch.long, device=device)
     batch: tuple[torch.Tensor, ...] = (x, x)
-    if data.conversations and not config.trainer.tbptt:
-        packed = rows_of(data.conversations[0], config.model.ctx_len).__getitems__(list(range(rows)))
+    if conversations and not config.trainer.tbptt:
+        packed = rows_of(conversations[0], config.model.ctx_len).__getitems__(list(range(rows)))
         batch = tuple(part.to(device) for part in packed[:3])
     dtype = dtype_for(config.trainer.precision)
     task.to(device)

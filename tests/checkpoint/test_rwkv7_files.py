@@ -226,6 +226,10 @@ def test_parts_that_do_not_belong_together_are_refused(model: RWKV, tmp_path: Pa
     parts[1].write_bytes(parts[2].read_bytes())
     with pytest.raises(CheckpointError):
         read_checkpoint(parts[0])
+    parts[1].write_bytes(b"<html>404 Not Found</html>")
+    with pytest.raises(CheckpointError) as error:
+        read_checkpoint(parts[0])
+    assert f"{parts[1].name} is not a GGUF file" in str(error.value)
     parts[1].write_bytes(kept)
     parts[2].rename(tmp_path / "elsewhere.gguf")
     with pytest.raises(CheckpointError) as error:

@@ -375,7 +375,7 @@ def test_the_estimate_leaves_nothing_behind() -> None:
     task = LanguageModel(RWKV(config.model, 50, select("wkv4", "torch_scan")).init_weights(), OptimConfig(), 10, 1.0)
     before = {name: weight.clone() for name, weight in task.state_dict().items()}
     drawn = torch.get_rng_state(), random.getstate(), np.random.get_state()[1].tolist()
-    assert plan._seconds_per_step(task, config, CPU) > 0
+    assert plan._seconds_per_step(task, config, CPU, conversations=None) > 0
     assert (torch.get_rng_state().equal(drawn[0]), random.getstate(), np.random.get_state()[1].tolist()) == (True, *drawn[1:])
     assert all(weight.equal(before[name]) for name, weight in task.state_dict().items())
     assert all(parameter.grad is None for parameter in task.parameters())
