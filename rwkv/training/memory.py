@@ -52,7 +52,7 @@ BETWEEN = 40                             # times n_embd: values per token that t
                                          # takes while it computes again what is between the products
 HOLES = 1.25                             # factor on activations and loss if memory goes back after each block: some free memory
                                          # lies between kept blocks
-LITTLE = 10 ** 9                         # bytes: a run that takes no more than this saves no memory at a price
+LITTLE = 5 * 10 ** 8                     # bytes beside the program: a run that takes no more saves no memory at a price
 DATA_WORKER = 100 * 2 ** 20              # bytes of a process that loads data, beside what it shares with this one
 ENOUGH = 0.75                            # refuse only if this fraction of the estimated activations and loss does not fit
 BEST, BEING_WRITTEN = 1, 1               # checkpoints on the disk beside the trainer.keep_last newest ones
