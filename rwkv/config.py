@@ -169,7 +169,7 @@ class DataConfig:
     sample_prompt: str = option("", "text that samples continue; empty: samples begin without a prompt", verbatim=TEXT)
 
     def __post_init__(self) -> None:
-        self.think = str(self.think).lower()             # true and false are no texts in Hydra's grammar
+        self.think = str(self.think).lower()             # Hydra reads true and false as booleans
         check_options(self, "data.")
 
 
@@ -617,7 +617,7 @@ class ChatConfig(SavedModelConfig):
     sampling: str = preset_option("chat")
 
     def __post_init__(self) -> None:
-        self.think = str(self.think).lower()             # true and false are no texts in Hydra's grammar
+        self.think = str(self.think).lower()             # Hydra reads true and false as booleans
         check_options(self)
         Sampling.of(self)
 
@@ -722,7 +722,7 @@ def _texts_or_whole_numbers(name: str, values: Any) -> tuple[int | str, ...]:
     if isinstance(values, str):
         values = (values,)
     if not isinstance(values, Iterable) or "" in (values := tuple(values)):
-        raise UserError(f"{name} is a list of texts that are not empty and of token ids; got {values!r}")
+        raise UserError(f"{name} is a list of token ids and of texts that are not empty; got {values!r}")
     return tuple(value if isinstance(value, str) else whole_number(name, value) for value in values)
 
 

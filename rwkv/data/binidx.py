@@ -100,7 +100,7 @@ def read_index(path: Path) -> Index:
                         f"{', '.join(map(str, DTYPES))} (uint8, int32, int64, uint16)")
     wanted = HEADER + 12 * sequences + 8 * documents
     size = path.stat().st_size
-    if size not in (wanted, wanted + sequences):             # Megatron may add a byte per sequence, its mode
+    if size not in (wanted, wanted + sequences):             # Megatron may add a byte for each sequence's mode
         raise UserError(f"{path} has {size} bytes, and {sequences} sequences in {documents} entries need {wanted}: "
                         "it is truncated or damaged")
     return _read_tables(path, DTYPES[code], sequences, documents)

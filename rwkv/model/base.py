@@ -123,7 +123,7 @@ def fingerprint(generation: Generation, weights: Mapping[str, Tensor]) -> str:
 
 def _through(blocks: Iterable[nn.Module], x: Tensor, carry: Any, before: Iterable[Any], packing: Packing | None = None,
              give_back: bool = False) -> tuple[Tensor, Any, list[Any]]:
-    """x and carry after these blocks, and each block's state after the last token. give_back: free memory, after each block."""
+    """x and carry after these blocks, and the states after the last token. give_back: return free memory after each block."""
     after = []
     for block, layer_state in zip(blocks, before, strict=True):
         x, layer_state, carry = block(x, layer_state, carry, packing)

@@ -62,7 +62,7 @@ def _run_mixes(direction: str, x: Tensor, last_x: Tensor | None, shares: Tensors
 
 
 def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
-    """max(x, 0)^2; with grad, the gradient of this square, the gradient of x."""
+    """max(x, 0)^2. If grad is given, the gradient of that square: the gradient of x."""
     x = x.contiguous()
     out = torch.empty_like(x)
     threads = 1 if x.numel() <= SERIAL else native.threads_for(-(-x.numel() // PIECE))

@@ -120,7 +120,7 @@ def _merged(request: Request, out_dir: Path, saved: dict[str, Any]) -> TrainConf
     replacing = [*given, *_not_overruled(chosen, given, merged.init_from)]
     for key in replacing:
         if key.startswith(("resume", "out_dir", "experiment", "debug", "hydra")) or is_dataclass(attrgetter(key)(config)):
-            continue                     # no option that replaces the run's
+            continue                     # these replace no option of the run
         old = attrgetter(key)(merged)
         new = attrgetter(key)(config)
         if key == "data.batch_size" and same_step(config, merged):
