@@ -16,21 +16,21 @@ from typing import Any, TypeVar
 
 from rwkv.errors import UserError
 
-SCALED = ("time_mix", "time_decay", "time_first")        # SCALED_lr_scale are the factors on learning rates
+SCALED = ("time_mix", "time_decay", "time_first")        # optim.NAME_lr_scale is a factor on the learning rate of each
 GENERATIONS = tuple(sorted(path.stem for path in (Path(__file__).parent / "model").glob("rwkv*.py") if path.stem[4:].isdigit()))
 ORTHOGONAL = ("muon", "normuon")                         # optimisers with an update of their own for the blocks' matrices
 LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # each says how long to train
 MIB = 2**20                              # bytes; the unit of options whose names end in _mib
-BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}     # of a weight in a matrix; int4: with its share of the scales
+BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}     # for each weight of a matrix; in int4 the scales are included
 DTYPES = tuple(BITS)
 PREFERENCES = ("dpo", "ipo")             # objectives that learn from pairs of answers
 LIKELIHOOD = ("tune.objective", "likelihood")
-NEXT_PAIR = re.compile(r",(?=[^,=/\\]+=)")              # a comma before NAME=, and no other one: paths may have commas
+NEXT_PAIR = re.compile(r",(?=[^,=/\\]+=)")              # a comma before NAME=; paths may have other commas
 THINK = ("false", "true", "fake")        # how answers begin: rwkv/chat/thoughts.py
 PATH = "path"                            # the kinds of free text, which is taken verbatim from the command line
 NAME = "name"
 TEXT = "text"
-GRAMMAR = "grammar"                      # of Hydra, in which all other options are written
+GRAMMAR = "grammar"                      # Hydra's grammar, in which all other options are written
 
 
 def option(default: Any, help: str, *, one_of: Collection[str] | None = None, least: float | None = None,
@@ -39,14 +39,14 @@ def option(default: Any, help: str, *, one_of: Collection[str] | None = None, le
            served: tuple[float, float] | None = None, typed: Any = None, read: Callable[[Any], Any] | None = None) -> Any:
     """A dataclass field for one option.
 
-    default: the value, or a function that makes it, as list. help: its text in --help. heading: the title there of this option
-    and of those after it. one_of, least, most, above and below: the allowed values, beside None; with least, a number must be
-    finite. verbatim: PATH (~/ is the home folder), NAME, TEXT (null is a text) or GRAMMAR; None for the rule of `free_text`.
-    filled: no text may be empty. needs: the dotted key of another option, and the values of it for which this option has an
-    effect.
+    default: the value, or a function that makes it, as list. help: its text in --help. heading: the title in --help above this
+    option and those after it. one_of, least, most, above and below: the allowed values; None is always allowed. With least, a
+    number must be finite. verbatim: PATH (~/ is the home folder), NAME, TEXT (null is a text) or GRAMMAR; None for the rule of
+    `free_text`. filled: an empty text is refused. needs: the dotted key of another option, and the values of that option with
+    which this one has an effect.
 
-    For Sampling: or_zero: 0 is allowed too. served: the range in requests, if OpenAI's differs. typed: the type on the command
-    line, if it differs from the field's; read: the function from one to the other.
+    For Sampling: or_zero: 0 is allowed too. served: the range in requests, if OpenAI's API has another. typed: the type on the
+    command line, if the field has another. read: the function that converts a typed value to the field's type.
     """
     metadata = {"help": help, "heading": heading, "one_of": one_of, "least": least, "most": most, "above": above,
                 "below": below, "verbatim": verbatim, "filled": filled, "needs": needs, "or_zero": or_zero, "served": served,
@@ -86,7 +86,7 @@ def check_options(config: Any, group: str = "") -> None:
         if value is None or not limits:
             continue
         if limits["filled"] and "" in (value if isinstance(value, list) else [value]):
-            raise UserError(f"{group}{item.name} is empty, as where a variable of the shell is not set: give a value, or leave "
+            raise UserError(f"{group}{item.name} is empty, perhaps because a shell variable is not set: give a value, or leave "
                             f"{group}{item.name}= out")
         if limits["one_of"]:
             _one_of(group + item.name, value, limits["one_of"])
@@ -151,8 +151,8 @@ class DataConfig:
                        needs=("data.name", "jsonl", "hf"))
     template: str | None = option(None, "of conversations: world, g1, flower or a jinja2 file; null: by init_from's file",
                                   verbatim=PATH, needs=("data.name", "chat"))
-    think: str = option("false", "how answers begin that are learnt: true: those with thoughts after the prompt that asks for "
-                        "thoughts; fake: the last one after an empty thought; false: as a conversation has them",
+    think: str = option("false", "how learnt answers begin: true: answers with thoughts follow the prompt that asks for "
+                        "thoughts; fake: the last answer follows an empty thought; false: as in the conversation",
                         one_of=THINK, needs=("data.name", "chat"))
     preview: bool = option(False, "true: show two conversations, with learnt text marked, and train nothing",
                            needs=("data.name", "chat"))
@@ -169,7 +169,7 @@ class DataConfig:
     sample_prompt: str = option("", "text that samples continue; empty: samples begin without a prompt", verbatim=TEXT)
 
     def __post_init__(self) -> None:
-        self.think = str(self.think).lower()             # true and false are no texts in Hydra's grammar
+        self.think = str(self.think).lower()             # Hydra reads true and false as booleans
         check_options(self, "data.")
 
 
@@ -259,8 +259,8 @@ class TrainerConfig:
             raise UserError(f"trainer.overfit_batches is a multiple of trainer.accumulate, {self.accumulate}; got "
                             f"{self.overfit_batches}")
         if self.strategy == "fsdp" and self.tbptt:
-            raise UserError("trainer=fsdp gathers a block's weights for one pass through it, and trainer.tbptt makes one for "
-                            "each segment: use trainer=ddp")
+            raise UserError("trainer=fsdp gathers a block's weights for one pass, and trainer.tbptt makes a pass for each "
+                            "segment: use trainer=ddp")
         if self.strategy == "fsdp" and (self.grad_norms or self.sample_every):
             raise UserError("trainer=fsdp gives each process a share of the weights, and trainer.grad_norms and "
                             "trainer.sample_every need them whole: leave these out")
@@ -292,7 +292,7 @@ ENGLISH = "english"                      # the text of tune.guard that comes wit
 
 @dataclass
 class TuneConfig:
-    """The trained part of the weights of init_from=. LoRA: Hu et al. 2021 (arXiv 2106.09685): W + alpha / rank B A."""
+    """What a run with init_from= trains. LoRA: W + alpha / rank B A (Hu et al. 2021, arXiv 2106.09685)."""
 
     method: str = option("full", "set by tune=", one_of=("full", "lora", "state"), heading="Tuning")
     rank: int = option(16, "rank of each adapter (lora)", least=1, needs=LORA)
@@ -304,11 +304,11 @@ class TuneConfig:
                        one_of=DTYPES)
     guard: str | None = option(ENGLISH, f"text whose loss is measured before and after tuning: {ENGLISH}, a small one that "
                                "comes with this program, FILE, or null for none", verbatim=PATH)
-    objective: str = option("likelihood", "likelihood of the data; dpo or ipo: preference of the chosen answer over the "
-                            "rejected one, of pairs (data=chat)", one_of=("likelihood", *PREFERENCES))
+    objective: str = option("likelihood", "likelihood: of the data; dpo or ipo: learns from pairs (data=chat) to prefer the "
+                            "chosen answer to the rejected one", one_of=("likelihood", *PREFERENCES))
     beta: float = option(0.1, "weight of staying near the model of init_from= (dpo, ipo)", above=0.0,
                          needs=("tune.objective", *PREFERENCES))
-    label_smoothing: float = option(0.0, "fraction of pairs taken to be labelled the wrong way round (dpo)", least=0,
+    label_smoothing: float = option(0.0, "assumed fraction of pairs whose answers are swapped by mistake (dpo)", least=0,
                                     needs=("tune.objective", "dpo"))
     sft_weight: float = option(0.0, "weight of the chosen answer's loss per token, added to the objective (dpo, ipo)", least=0,
                                needs=("tune.objective", *PREFERENCES))
@@ -351,7 +351,8 @@ class TrainConfig:
         if self.tune.prefers:
             self._require_pairs()
         if self.trainer.tbptt and self.tune.dropout:
-            raise UserError("trainer.tbptt computes segments twice, and tune.dropout would draw other numbers: leave one out")
+            raise UserError("trainer.tbptt computes segments twice, and tune.dropout would draw other random numbers the "
+                            "second time: leave one out")
         if self.trainer.strategy == "fsdp" and (self.optim.name in ORTHOGONAL or self.optim.weight_decay):
             raise UserError(f"optim.name={' or '.join(ORTHOGONAL)} and optim.weight_decay are for matrices, and with "
                             "trainer=fsdp each process has a share of them without their shape: use optim.name=adamw "
@@ -479,7 +480,7 @@ class Sampling:
 
     @cached_property
     def key(self) -> tuple[Any, ...]:
-        """Equal for equal options, and hashable."""
+        """A hashable value, equal for equal options."""
         values = [getattr(self, item.name) for item in fields(self)]
         return tuple(tuple(sorted(value.items())) if isinstance(value, Mapping) else value for value in values)
 
@@ -541,7 +542,7 @@ Config = TypeVar("Config")
 
 
 def with_sampling(config: type[Config]) -> type[Config]:
-    """Adds a field for each option of Sampling behind the field `sampling` of a class that becomes a dataclass."""
+    """A decorator below @dataclass: adds a field for each option of Sampling after the class's field `sampling`."""
     annotations: dict[str, Any] = {}
     for name, kind in config.__annotations__.items():
         annotations[name] = kind
@@ -581,13 +582,12 @@ class GenerateConfig(SavedModelConfig):
                                verbatim=PATH)
     num_samples: int = option(1, "texts for each prompt", least=1)
     seed: int = option(0, "seed of the first text of a prompt; the next has the next seed", least=0)
-    batch_size: int = option(16, "batch size: texts at a time; a text does not depend on it",
-                             least=1)
+    batch_size: int = option(16, "batch size: texts at a time; a text does not depend on it", least=1)
     max_new_tokens: int = option(200, "largest number of tokens in a text", least=0)
     stop: list[str] = option(list, "text that ends a sample and is not shown; may be given several times")
     stop_tokens: list[int] = option(list, "[ID,...]: tokens that end a sample and are not shown")
-    json_schema: str | None = option(None, "file with a JSON schema, by which each text is valid", verbatim=PATH)
-    grammar: str | None = option(None, "file with a Lark grammar, which each text follows", verbatim=PATH)
+    json_schema: str | None = option(None, "file with a JSON schema that each text satisfies", verbatim=PATH)
+    grammar: str | None = option(None, "file with a Lark grammar that each text follows", verbatim=PATH)
     regex: str | None = option(None, "regular expression that each text matches as a whole", verbatim=TEXT)
     sampling: str = preset_option("default")
     stream: bool = option(True, "show a single text token by token", heading="Output")
@@ -617,7 +617,7 @@ class ChatConfig(SavedModelConfig):
     sampling: str = preset_option("chat")
 
     def __post_init__(self) -> None:
-        self.think = str(self.think).lower()             # true and false are no texts in Hydra's grammar
+        self.think = str(self.think).lower()             # Hydra reads true and false as booleans
         check_options(self)
         Sampling.of(self)
 
@@ -663,15 +663,15 @@ class ServeConfig(SavedModelConfig):
     max_prompt_tokens: int = option(32768, "largest number of tokens in a prompt", least=1)
     max_body_mib: int = option(8, "largest body of a request, in MiB", least=1)
     max_connections: int = option(1024, "open connections", least=1)
-    receive_s: float = option(30.0, "seconds in which a whole request must come", above=0.0)
+    receive_s: float = option(30.0, "seconds within which a whole request must arrive", above=0.0)
     timeout_s: float = option(600.0, "seconds after which a text ends where it is", above=0.0)
     grace_s: float = option(30.0, "seconds that running texts have after SIGTERM", least=0.0)
     cache_mib: int = option(256, "memory for the states of prompts and answers, in MiB, apart for each key; 0: none", least=0)
-    states_mib: int = option(256, "memory for the states that clients keep (/v1/states, save_state), in MiB; of keys that have "
-                             "more than an equal share those used longest ago leave it; 0 without states_dir: none are kept",
-                             least=0, heading="States that clients keep")
-    states_dir: str | None = option(None, "folder where each of them is a file too, also after a restart; null: those that "
-                                    "leave memory are lost", verbatim=PATH, filled=True)
+    states_mib: int = option(256, "memory for the states that clients keep (/v1/states, save_state), in MiB; where it is full, "
+                             "states used longest ago leave it, of keys with more than an equal share; 0 without states_dir: "
+                             "none are kept", least=0, heading="States that clients keep")
+    states_dir: str | None = option(None, "folder where each such state is also a file, which outlives a restart; null: states "
+                                    "that leave memory are lost", verbatim=PATH, filled=True)
     states_dir_mib: int = option(4096, "size of those files, in MiB; those used longest ago are deleted", least=1)
     responses_mib: int = option(64, "memory for the items of stored responses (/v1/responses), in MiB; those used longest ago "
                                 "are dropped; with states_dir they are files there, too", least=0)
@@ -722,7 +722,7 @@ def _texts_or_whole_numbers(name: str, values: Any) -> tuple[int | str, ...]:
     if isinstance(values, str):
         values = (values,)
     if not isinstance(values, Iterable) or "" in (values := tuple(values)):
-        raise UserError(f"{name} is a list of texts that are not empty and of token ids; got {values!r}")
+        raise UserError(f"{name} is a list of token ids and of texts that are not empty; got {values!r}")
     return tuple(value if isinstance(value, str) else whole_number(name, value) for value in values)
 
 

@@ -28,7 +28,7 @@ from rwkv.errors import UserError
 T = TypeVar("T")
 RANK0_TIMEOUT = timedelta(days=30)       # rank 0 may tokenise a large corpus while the others wait
 POLL_SECONDS = 0.5                       # between two checks that the launcher is alive
-SAVE_SECONDS = 30.0                      # in which a process may save once its launcher has died
+SAVE_SECONDS = 30.0                      # time to save for a process whose launcher has died
 FAILED = 1                               # exit status of a process that ends because another process failed
 STOPPED = 130                            # exit status after a signal
 
@@ -43,7 +43,7 @@ def launched() -> bool:
 def launch(count: int, signals: Iterable[int]) -> int:
     """Runs this program's command line in `count` processes on this machine. Returns 0, or the first failure's exit status.
 
-    signals: they are passed on to the processes, which then have half a minute to save; the status is STOPPED.
+    signals: these are passed on to the processes, which then have half a minute to save. The status is STOPPED then.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -89,7 +89,7 @@ def connected() -> Iterator[None]:
 
 
 def rank() -> int:
-    """The number of this process, from 0; 0 where there is one process."""
+    """The number of this process, from 0."""
     return distributed.get_rank() if _connected() else 0
 
 
@@ -128,14 +128,14 @@ def fail_together(error: Exception) -> NoReturn:
 
 
 def rank0_first(load: Callable[[], T]) -> T:
-    """Calls load() in rank 0 first, and then in the others, which find on the disk what rank 0 has written."""
+    """Calls load() in rank 0 first, and then in the other processes, for which rank 0 has written files."""
     loaded: list[T] = []
     broadcast_from_rank0(lambda: loaded.append(load()))
     return loaded[0] if loaded else load()
 
 
 def all_gather(value: T) -> list[T]:
-    """Returns, in every process, the values of all processes in the order of their ranks."""
+    """In every process, the values of all processes in the order of their ranks."""
     values: list[Any] = [value] * world_size()
     if _connected():
         distributed.all_gather_object(values, value)
@@ -155,7 +155,7 @@ def _connected() -> bool:
 
 
 def _exit_with(parent: int) -> None:
-    """Stops this process, as SIGTERM does, when its launcher has died, as torchrun does at SIGUSR1. Otherwise it would go on
+    """Stops this process by a SIGTERM when its launcher has died; torchrun dies of SIGUSR1. Otherwise the process would go on
     beside the run that continues it.
     """
     while os.getppid() == parent:

@@ -41,7 +41,7 @@ MAX_LOGITS = 1 << 22                     # computed at a time: 16 MiB in float32
 
 @dataclass(frozen=True)
 class TextScore:
-    """A text of `tokens` predicted tokens and `bytes` of UTF-8; `nats` is the sum of their negative log-likelihoods.
+    """A text of `tokens` predicted tokens and `bytes` of UTF-8. nats: the sum of the tokens' negative log-likelihoods.
 
     lost: the part of the text that the tokenizer loses.
     """
@@ -62,8 +62,8 @@ class TextScore:
 class Score:
     """Sums over `texts` last words or conversations, with `tokens` predicted tokens.
 
-    right: texts whose predicted tokens are all right. nats: of negative log-likelihoods. lost: the part of the predicted text
-    that the tokenizer loses.
+    right: texts whose predicted tokens are all right. nats: the sum of the tokens' negative log-likelihoods. lost: the part of
+    the predicted text that the tokenizer loses.
     """
 
     texts: int = 0
@@ -91,7 +91,7 @@ def _counts(lost: Lost) -> dict[str, int]:
 
 
 class Scored(NamedTuple):
-    """The ids of a text, and for each whether it is to be predicted; the first is not. lost: of the predicted text."""
+    """The ids of a text, and whether each is to be predicted; the first is not. lost: the lost part of the predicted text."""
 
     ids: list[int]
     counts: list[bool]
@@ -106,7 +106,7 @@ class Scored(NamedTuple):
 def count_tokens(tokenizer: Tokenizer, path: Path, option: str = "data.path") -> tuple[int, Lost]:
     """The number of tokens that score_text will predict, at least 1, and the part of the text that the tokenizer loses.
 
-    option: the one that names the file, for errors.
+    option: the name of the option that gives the path, for errors.
     """
     _require_file(path, option)
     counter = LossCounter(tokenizer)
@@ -123,7 +123,7 @@ def count_tokens(tokenizer: Tokenizer, path: Path, option: str = "data.path") ->
 
 def score_text(model: Model, tokenizer: Tokenizer, path: Path, start: Sequence[int],
                chunk_len: int) -> Iterator[tuple[int, float]]:
-    """Yields for each pass, of at most chunk_len predictions, their number and the sum of their nats.
+    """Yields the number of predictions in each pass, at most chunk_len, and the sum of their nats.
 
     start: the ids before the first predicted token, at least one.
     """
@@ -186,7 +186,7 @@ def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> li
 
 
 def score_texts(model: Model, texts: Sequence[Scored], batch_size: int, chunk_len: int) -> Iterator[Score]:
-    """Yields the score of each batch; texts of similar length are in one batch. A text that the tokenizer cuts is not right."""
+    """Yields the score of each batch of texts of similar length. A text of which the tokenizer loses a part is not right."""
     ordered = sorted(texts, key=lambda text: len(text.ids))
     for first in range(0, len(ordered), batch_size):
         batch = ordered[first:first + batch_size]
@@ -197,7 +197,7 @@ def score_texts(model: Model, texts: Sequence[Scored], batch_size: int, chunk_le
 
 
 def score_targets(model: Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The nats of targets (N,) after hidden (N,C), (N,) float64, and whether each is the most likely token, (N,) bool.
+    """For targets (N,) after hidden (N,C): their nats (N,), float64, and whether each is the most likely token (N,), bool.
 
     The logits are computed for a part of the rows at a time.
     """
@@ -214,7 +214,8 @@ def score_targets(model: Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor
 @torch.no_grad()
 def score_together(model: Model, context: Sequence[int], endings: Sequence[Sequence[int]], chunk_len: int,
                    batch_size: int) -> tuple[Tensor, Tensor]:
-    """The nats of each ending (N,) after one context, which is read once, and whether all its tokens are right (N,)."""
+    """The nats (N,) of each ending after the same context, and whether all its tokens are right (N,). Reads the context once.
+    """
     before = None
     for first in range(0, len(context) - 1, chunk_len):
         part = torch.tensor([context[first:min(first + chunk_len, len(context) - 1)]], device=model.emb.weight.device)
@@ -232,8 +233,8 @@ def score_together(model: Model, context: Sequence[int], endings: Sequence[Seque
 def score_batch(model: Model, texts: Sequence[Scored], chunk_len: int, state: State | None = None) -> tuple[Tensor, Tensor]:
     """The nats of the predicted tokens of each text (B,), and whether all are right (B,).
 
-    chunk_len: the most tokens of a row that a pass reads. state: of each row before its text; None for empty. Rows are padded
-    on the right, which does not affect earlier positions: the model is causal.
+    chunk_len: the most tokens of a row that a pass reads. state: the state of each row before its text; None for empty ones.
+    Rows are padded on the right, which changes no earlier position: the model is causal.
     """
     device = model.emb.weight.device
     tokens, counts = _padded(texts)
@@ -269,7 +270,7 @@ def _last_word(tokenizer: Tokenizer, counter: LossCounter, line: bytes, where: s
     try:
         before = tokenizer.encode(context)
         whole = tokenizer.encode(f"{context} {word}")
-        goes_on = whole[:len(before)] == before          # else a token spans the two, or the vocabulary reads them as one
+        goes_on = whole[:len(before)] == before          # otherwise a token spans the context's end
         ids = whole[len(before):] if goes_on else tokenizer.encode(f" {word}")
         return Scored.ending([*start, *before], ids, counter.count([f" {word}"], [ids]))
     except ValueError as error:

@@ -25,8 +25,8 @@ from rwkv.model.operators import operator_for
 from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-QUANTISED = ("int8", "int4")             # its matrices, on a CPU
-ROUNDED_AGAIN = "blocks.0.att.key.weight"        # of which the error of a second rounding is measured
+QUANTISED = ("int8", "int4")             # dtypes of a model with quantised matrices, on a CPU
+ROUNDED_AGAIN = "blocks.0.att.key.weight"        # the matrix by which the error of a second rounding is measured
 
 
 class RWKV(Model):
@@ -72,12 +72,12 @@ class RWKV(Model):
     def _quantised(cls, checkpoint: Checkpoint, wkv: Any, device: str, dtype: str, mmap: bool) -> Self:
         """The same with matrices converted to int8 or int4 one at a time; everything else is computed in float32.
 
-        A matrix that is no view of the file, such as one of a quantised GGUF, is read when it is converted.
+        A matrix that is no view of the file, such as one of a quantised GGUF, is read only when it is converted.
         """
         if device != "cpu":
             raise UserError(f"dtype={dtype} runs on a CPU, not on {device}: use dtype=bfloat16 there")
         group = generation(checkpoint.config).group
-        as_packed = dtype == "int4" and checkpoint.fingerprint is not None       # which packed weights cannot give
+        as_packed = dtype == "int4" and checkpoint.fingerprint is not None       # packed weights do not give the fingerprint
         packed = {name: read() for name, read in checkpoint.packed.items()} if as_packed else {}
         stored = checkpoint.weights.stored
         later = {name: tensor.get for name, tensor in stored.items()
@@ -125,27 +125,20 @@ class OpenCheckpoint(NamedTuple):
     dtype: str
     assumed: str | None = None
 
-    @property
-    def slow(self) -> str | None:
-        """A warning where the device computes products in `dtype` slowly; None where it does not."""
-        slow = why_slow(computed_in(self.dtype), torch.device(self.device))
-        return slow and f"dtype={self.dtype}: {slow}; use dtype=float32, int8 or int4"
-
-    @property
-    def notes(self) -> list[tuple[str, str]]:
-        """What to say of the checkpoint, each with a word before it: where its tokenizer is not plain, and what ends a text; of
-        its weights."""
-        end = self.tokenizer.end_line()
-        assumed = f"{self.assumed}, for the file carries none and its vocabulary is as large as that of the World models"
-        texts = [*([("tokenizer", assumed)] if self.assumed else []), *([("texts", f"end with {end}")] if end else [])]
-        return texts + [("weights", line) for line in second_rounding(self.checkpoint, self.dtype)]
-
     def lines(self) -> list[tuple[str, str]]:
-        """The warning and the notes."""
-        return [*([("WARNING", self.slow)] if self.slow else []), *self.notes]
+        """Pairs of a word and a sentence: slow products, an assumed tokenizer, what ends a text, a second rounding."""
+        found = []
+        if slow := why_slow(computed_in(self.dtype), torch.device(self.device)):
+            found.append(("WARNING", f"dtype={self.dtype}: {slow}; use dtype=float32, int8 or int4"))
+        if self.assumed:
+            found.append(("tokenizer", f"{self.assumed}, for the file carries none and its vocabulary is as large as that of "
+                          "the World models"))
+        if end := self.tokenizer.end_line():
+            found.append(("texts", f"end with {end}"))
+        return found + [("weights", line) for line in second_rounding(self.checkpoint, self.dtype)]
 
     def print_notes(self) -> None:
-        """Prints the warning and the notes on standard error."""
+        """Prints the lines on standard error."""
         for word, note in self.lines():
             print(f"{word}: {note}", file=sys.stderr)
 
@@ -164,7 +157,7 @@ def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
 
 
 def second_rounding(checkpoint: Checkpoint, dtype: str) -> list[str]:
-    """A line with the error of rounding a matrix to `dtype` that the file holds in blocks already; none for other files."""
+    """A line with the error of rounding a matrix that the file already holds in blocks to `dtype`; none for other files."""
     stored = checkpoint.weights.stored[ROUNDED_AGAIN]
     if dtype not in QUANTISED or stored.blocks is None:
         return []
@@ -184,8 +177,8 @@ SUGGESTED = {50277: "20B_tokenizer.json (a vocabulary of 50277 is that of the Pi
 def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: str | None = None) -> Tokenizer:
     """The tokenizer called `name` (as in Tokenizer.named), by default the one in the checkpoint, or else the assumed one.
 
-    end_of_text: the text of the token that ends a text; None: as the checkpoint has it, or else the file. Raises UserError
-    where there is none, where its hash is not the one in the checkpoint, and where its size does not fit.
+    end_of_text: the text of the token that ends a text; None: the one that the checkpoint says, or else the tokenizer's file.
+    Raises UserError if there is no tokenizer, if its hash is not the one in the checkpoint, and if its size does not fit.
     """
     if name is not None:
         tokenizer = Tokenizer.named(name, end_of_text=end_of_text, like=checkpoint.tokenizer)
@@ -208,7 +201,7 @@ def template_choice(checkpoint: Checkpoint, name: str | None = None) -> Choice:
 
 
 def template_line(checkpoint: Checkpoint, choice: Choice) -> str:
-    """For people: the chat template, the length of text that the model was trained with, and what says so."""
+    """A line for people: the chat template, the length of text that the model was trained with, and what says so."""
     length = trained_with(checkpoint)
     trained = f"; trained with texts of up to {length.tokens:,} tokens ({length.why})" if length.tokens else ""
     return f"{choice.template} ({choice.why}){trained}"
@@ -217,6 +210,6 @@ def template_line(checkpoint: Checkpoint, choice: Choice) -> str:
 def trained_with(checkpoint: Checkpoint) -> Length:
     length = trained_length(str(checkpoint.path), (checkpoint.run or {}).get("init_from"))
     stated = checkpoint.config.ctx_len
-    if stated in (length.tokens, DEFAULT_CTX_LEN):           # the default stands in files that nobody told
+    if stated in (length.tokens, DEFAULT_CTX_LEN):           # the default is in files whose writer did not know the length
         return length
     return Length(stated, "the file says so")

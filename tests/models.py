@@ -1,7 +1,7 @@
 """Small models of every generation whose every weight matters, and the kernels that they can run on here."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import pairwise
 from typing import Any, cast
 
@@ -148,3 +148,26 @@ def as_values(state: State) -> dict[str, Tensor]:
 
 def assert_same_state(actual: State, expected: State, atol: float = 1e-4) -> None:
     torch.testing.assert_close(as_values(actual), as_values(expected), rtol=0, atol=atol, check_dtype=False)
+
+
+def assert_same_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], error: float) -> None:
+    assert found.keys() == expected.keys()
+    for name, gradient in found.items():
+        assert float((gradient - expected[name]).norm()) <= error * float(expected[name].norm()), name
+
+
+def kept_for_backward(module: nn.Module, forward: Callable[[], Tensor]) -> int:
+    """The bytes of different tensors that autograd keeps for the backward pass of forward(), the module's parameters aside."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
+    sizes: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        result = forward()
+    assert result.requires_grad
+    return sum(sizes.values())

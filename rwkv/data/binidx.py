@@ -1,6 +1,6 @@
-"""The token files of Megatron and RWKV-LM, read in place: NAME.bin, ids end to end, and NAME.idx, the places of documents.
+"""The token files of Megatron and RWKV-LM, read in place: NAME.bin has the ids end to end, NAME.idx where documents begin.
 
-The .idx, little-endian: 9 bytes "MMIDIDX" and two of zero; version 1 (8 bytes); the type of the ids (1 byte); the numbers of
+The .idx, little-endian: 9 bytes, "MMIDIDX" and two zeros; version 1 (8 bytes); the type of the ids (1 byte); the numbers of
 sequences S and of document entries D (8 bytes each); lengths of the sequences in ids (S int32); their places in the .bin in
 bytes (S int64); the first sequence of each document, and S at the end (D int64). Sources: NVIDIA/Megatron-LM,
 megatron/core/datasets/indexed_dataset.py; BlinkDL/RWKV-LM, RWKV-v5/src/binidx.py.
@@ -38,7 +38,7 @@ SAMPLE = 1 << 22                         # ids of the validation split that are 
 
 
 class Index(NamedTuple):
-    """The content of an .idx: dtype of the ids, their number, and the place of each document's first id (D,), int64."""
+    """The content of an .idx: dtype of the ids, their number, and the place (D,) of each document's first id, int64."""
 
     dtype: str
     tokens: int
@@ -46,10 +46,10 @@ class Index(NamedTuple):
 
 
 class Tokens(NamedTuple):
-    """sha256: of the index and the checksum of the ids. bytes_per_token: of the validation split's text, per predicted token.
+    """sha256: of the index and the checksum of the ids. bytes_per_token: bytes of the validation text per predicted token.
 
-    gzip_bpb: bits per byte of `gzip -9` on that text. unknown: the share of its ids that are the unknown token; None where the
-    tokenizer's definition tells that it loses nothing.
+    gzip_bpb: bits per byte of `gzip -9` on that text. unknown: the share of its ids that are the unknown token; None if the
+    tokenizer's definition shows that it loses nothing.
     """
 
     train: TokenArray
@@ -72,9 +72,7 @@ def files(path: str) -> tuple[Path, Path]:
 
 
 def read(path: str, tokenizer: Tokenizer, val_fraction: float, cache: Path) -> Tokens:
-    """The tokens of both splits. The last documents with val_fraction of the ids are for validation; of a single document, its
-    end.
-    """
+    """The tokens of both splits. Validation has the last documents, with val_fraction of the ids, or a single one's end."""
     bin_file, idx_file = files(path)
     entry, starts = _checked(bin_file, idx_file, tokenizer, cache)
     if entry["largest"] >= tokenizer.vocab_size or entry["smallest"] < 0:
@@ -102,7 +100,7 @@ def read_index(path: Path) -> Index:
                         f"{', '.join(map(str, DTYPES))} (uint8, int32, int64, uint16)")
     wanted = HEADER + 12 * sequences + 8 * documents
     size = path.stat().st_size
-    if size not in (wanted, wanted + sequences):             # Megatron may add a byte per sequence, its mode
+    if size not in (wanted, wanted + sequences):             # Megatron may add a byte for each sequence's mode
         raise UserError(f"{path} has {size} bytes, and {sequences} sequences in {documents} entries need {wanted}: "
                         "it is truncated or damaged")
     return _read_tables(path, DTYPES[code], sequences, documents)
@@ -123,7 +121,7 @@ def _read_tables(path: Path, dtype: str, sequences: int, documents: int) -> Inde
 
 
 def _checked(bin_file: Path, idx_file: Path, tokenizer: Tokenizer, cache: Path) -> tuple[dict[str, Any], Path]:
-    """The result of the scan, and the file with the places of documents: from the cache if nothing has changed."""
+    """The result of the scan, and the file of the places of documents, both from the cache if nothing has changed."""
     key = sha256([str(bin_file.absolute()), str(tokenizer.end_of_text)])[:16]
     cached = cache / f"binidx-{key}.json"
     starts = cache / f"binidx-{key}-starts.npy"
@@ -149,7 +147,7 @@ def _check(bin_file: Path, idx_file: Path, tokenizer: Tokenizer, cached: Path, s
 
 
 def _require_ids(path: Path, index: Index) -> np.ndarray:
-    """The .bin file, memory-mapped. Raises UserError if its size is not the one that follows from the index."""
+    """The ids of the .bin file, memory-mapped. Raises UserError if the file has another size than the index says."""
     wanted = index.tokens * np.dtype(index.dtype).itemsize
     size = path.stat().st_size
     if size != wanted:

@@ -3,14 +3,15 @@
     row 0   [ conversation 3 ....... ][ conversation 0 .. ][ conversation 8 ]   T = ctx_len positions; at [ the state is emptied
     row 1   [ conversation 5 ................................. ] padding
 
-The pieces of a conversation are encoded apart, as a prompt and its answer are when it is continued (rwkv/chat/rendered.py);
-end_of_text follows, unless the chat template has written it. It is learnt after an answer, so that a tuned model stops. None
-stands before a conversation, as none stands before a prompt.
+The pieces of a conversation are encoded separately, as a prompt and its answer are in generation (rwkv/chat/rendered.py).
+end_of_text follows, unless the chat template has written it. It is learnt after an answer, so that a tuned model stops. No
+end_of_text stands before a conversation, since none stands before a prompt.
 
-Rows are filled by best fit, the longest conversations first. A conversation that is longer than a row is cut at its end;
-trainer.tbptt reads conversations whole (rwkv/data/documents.py), and so does its validation if one is longer than a row.
+Rows are filled by best fit, the longest conversations first. A conversation that is longer than a row is cut at its end.
+trainer.tbptt reads conversations whole (rwkv/data/documents.py); its validation does so if one is longer than a row.
 
-cache/chat-KEY has the ids, a byte for each that says whether it is learnt, and the beginnings of conversations.
+The folder cache/chat-KEY has the ids, a byte for each id that says whether it is learnt, and the places where conversations
+begin.
 """
 
 import zlib
@@ -48,9 +49,9 @@ AT_ONCE = 1000                           # conversations given to the tokenizer 
 class Tokenised(NamedTuple):
     """The ids of a split and, for each, 1 if a model learns it. bytes: of its text; learnt_bytes: of the learnt text.
 
-    left_out: the conversations that are in neither split, because none of their answers is learnt. lost: the part of the text
-    that the tokenizer has lost; learnt_lost: of the learnt text. paired: texts 2i and 2i+1 are a pair, with its chosen and with
-    its rejected answer (rwkv/data/pairs.py).
+    left_out: the number of conversations in neither split, because none of their answers is learnt. lost: the part of the text
+    that the tokenizer has lost; learnt_lost: that of the learnt text. paired: texts 2i and 2i+1 are a pair, with the chosen and
+    the rejected answer (rwkv/data/pairs.py).
     """
 
     tokens: TokenArray
@@ -77,7 +78,7 @@ class Packed(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A batch of whole conversations, one in each row: x, y (B,L) int64. It is read slice by slice, of T positions each."""
+    """A batch of whole conversations, one in each row: x, y (B,L) int64. Validation reads T positions at a time."""
 
     x: Tensor
     y: Tensor
@@ -95,7 +96,8 @@ def tokenise(config: DataConfig, identity: Sequence[str], tokenizer: Tokenizer, 
              pairs: bool = False) -> tuple[Tokenised, Tokenised, float]:
     """Training, validation, and the bits per byte of `gzip -9` on the validation answers: tokenised now, or from the cache.
 
-    identity: of the conversations and their split. Raises UserError if a line is no conversation or cannot be encoded.
+    identity: strings that identify the conversations and their split. Raises UserError if a line is no conversation or cannot
+    be encoded.
     """
     kind = ["pairs"] if pairs else []
     folder = cache / f"chat-{sha256([*identity, tokenizer.data_key, str(VERSION), *kind])[:16]}"
@@ -209,7 +211,7 @@ def _shown(ids: list[int], before: list[int], tokenizer: Tokenizer) -> str:
 
 
 def packed_rows(lengths: Sequence[int], T: int) -> list[list[int]]:
-    """The numbers of the texts in each row of T positions: each text, the longest first, where it leaves the least room.
+    """The numbers of the texts in each row of T positions. The longest text is placed first, each where it leaves least room.
 
     lengths: of each text; one that is longer than a row fills it.
     """
@@ -228,7 +230,7 @@ def packed_rows(lengths: Sequence[int], T: int) -> list[list[int]]:
 
 
 class ConversationRows(Dataset[Packed]):
-    """The rows of a split. Numbers from len(self) on are the same rows again, for later epochs.
+    """The rows of a split. Row numbers from len(self) on are the same rows again, for later epochs.
 
     counts (rows,): the targets of each row. cut: the number of conversations longer than a row.
     """
@@ -255,7 +257,7 @@ class ConversationRows(Dataset[Packed]):
         return len(self._rows)
 
     def __getitems__(self, rows: Rows | list[int]) -> Packed:
-        """The batch. The padding is a text of its own."""
+        """The batch. The padding of a row counts as one more text."""
         numbers, weight = rows if isinstance(rows, Rows) else (rows, 1.0)
         x = np.zeros((len(numbers), self.ctx_len), np.int64)
         y = np.full_like(x, IGNORED)
@@ -286,7 +288,7 @@ class ConversationRows(Dataset[Packed]):
 
 
 class WholeConversations(Dataset[Whole]):
-    """The conversations of a split, the longest first, so that those of a batch are of similar length. None is cut."""
+    """The conversations of a split, uncut, the longest first, so that those of a batch are of similar length."""
 
     def __init__(self, tokens: TokenArray, learnt: TokenArray, ctx_len: int) -> None:
         self.tokens = tokens
@@ -311,7 +313,7 @@ class WholeConversations(Dataset[Whole]):
 
 
 def longer_than(tokens: TokenArray, ctx_len: int) -> int:
-    """The number of conversations that a row of ctx_len positions does not hold."""
+    """The number of conversations that are longer than a row of ctx_len positions."""
     return int((np.diff(tokens.bounds) - 1 > ctx_len).sum())
 
 

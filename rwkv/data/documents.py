@@ -9,10 +9,10 @@ has read its document takes the next one. The order depends only on the seed, th
 
 A document longer than one stream's share of all segments is divided into several chunks of whole segments, each read from an
 empty state: otherwise all streams would read the same place of a text that is a single file. The ids of a document are
-end_of_text and its text; each predicts the next one, the last the end_of_text that follows. So every token except the very
-first is predicted once an epoch. In a corpus (binidx) without end_of_text between documents, their first tokens are not
-predicted. Of conversations (rwkv/data/conversations.py) only learnt tokens are predicted, and none is divided: an answer needs
-the messages before it.
+end_of_text and its text. Each predicts the next one, and the last predicts the end_of_text that follows. So every token except
+the very first is predicted once an epoch. In a corpus (binidx) without end_of_text between documents, their first tokens are
+not predicted. Of conversations (rwkv/data/conversations.py) only learnt tokens are predicted, and no conversation is divided,
+since an answer needs the messages before it.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ class Segments(NamedTuple):
 class Segment(NamedTuple):
     """The place of a segment: `inputs` ids from `start` on, of which the first `targets` predict the next id.
 
-    counted: the number of targets that count: all of them, except in conversations.
+    counted: the number of targets that count. In conversations only learnt ones do.
     """
 
     start: int
@@ -70,9 +70,9 @@ class BatchPlan(NamedTuple):
 
 
 class DocumentChunks:
-    """Documents, divided into chunks where they are longer than one stream's share. segments (P,): the length of each chunk.
+    """Documents; those that are longer than one stream's share are divided into chunks. segments (P,): each chunk's length.
 
-    learnt: of conversations, for each token whether it counts as a target; None for documents, where all do.
+    learnt: for conversations, whether each token counts as a target; None for documents, where all tokens do.
     """
 
     def __init__(self, tokens: TokenArray, end_of_text: int, ctx_len: int, streams: int,
@@ -84,7 +84,7 @@ class DocumentChunks:
         self.documents = len(bounds) - 1
         segments = -(-np.diff(bounds) // ctx_len)
         counts, length = _divided(segments, streams)
-        self.were_divided = learnt is not None and bool((counts > 1).any())      # conversations, in runs of earlier versions
+        self.were_divided = learnt is not None and bool((counts > 1).any())      # earlier versions divided conversations
         if learnt is not None:
             counts = np.ones_like(segments)
             length = segments
@@ -149,7 +149,7 @@ class SegmentDataset(Dataset[Segments]):
 
 
 class StepLayout(NamedTuple):
-    """The batches of an optimiser step: `parts` accumulated ones of `rows` rows each, in the process `rank` of `world`."""
+    """The batches of an optimiser step: `parts` accumulated batches of `rows` rows each, in the process `rank` of `world`."""
 
     rows: int
     parts: int = 1
@@ -161,17 +161,17 @@ class StepLayout(NamedTuple):
         return self.rows * self.parts * self.world
 
     def own(self, part: int) -> range:
-        """The streams of this process's rows in a batch: every world-th one."""
+        """The streams of this process's rows in batch `part`: every world-th one."""
         return self.common(part)[self.rank::self.world]
 
     def common(self, part: int) -> range:
-        """The streams of a batch's rows in all processes."""
+        """The streams of the rows of batch `part` in all processes."""
         return range(part * self.rows * self.world, (part + 1) * self.rows * self.world)
 
 
 @dataclass(eq=False)
 class SegmentSampler(Sampler[BatchPlan]):
-    """`batches` plans of this process's batches, with K segments of each stream."""
+    """The plans of this process's batches, `batches` in all, with K segments of each stream."""
 
     chunks: DocumentChunks
     K: int
@@ -251,7 +251,7 @@ class SegmentIterator(Iterator[BatchPlan]):
         return BatchPlan(rows, part, weight, tokens)
 
     def state_dict(self) -> dict[str, Any]:
-        """Between two batches of a step, the positions are those at its beginning."""
+        """Inside a step, the positions are those at its beginning."""
         between_steps = self._batches % self.sampler.layout.parts == 0
         lanes = self._positions.state_dict() if between_steps else self._before
         return {"batches": self._batches, "lanes": lanes} | ({"whole": True} if self.sampler.chunks.were_divided else {})
@@ -281,7 +281,7 @@ def chunks_of(corpus: Corpus, ctx_len: int, streams: int) -> DocumentChunks:
 
 
 def describe(corpus: Corpus, ctx_len: int, streams: int, K: int) -> str:
-    """A line of the plan: the K segments of each stream in a step, and the padding among all segments."""
+    """A line of the plan: the streams with K segments of each in a step, and the padding in all segments."""
     chunks = chunks_of(corpus, ctx_len, streams)
     divided = f", divided into {len(chunks):,} chunks" if len(chunks) > chunks.documents else ""
     longer = longer_than(corpus.val, ctx_len) if corpus.conversations else 0

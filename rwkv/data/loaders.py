@@ -2,11 +2,11 @@
 
 B = batch_size, T = ctx_len. Window i of N tokens is tokens[i*T : i*T + T+1]: x (B,T) is its first T tokens, y (B,T) its last T,
 so no two windows predict the same token. Training reads all whole windows in a seeded permutation, then in the next one,
-without end: every token except the first and fewer than T last ones is predicted once per epoch. From the second epoch on the
-grid is shifted by a seeded offset and wraps around, so that a token is predicted after another context in each epoch.
-The order is the same for any number of workers and processes (each has every world-th window of a common batch), and continues
-from any step. Validation reads all windows in order and the rest as a last one, filled up with IGNORED targets. Documents for
-trainer.tbptt: documents.py. Conversations: conversations.py. Pairs of answers: pairs.py.
+without end: every token except the first and the last ones, fewer than T, is predicted once per epoch. From the second epoch on
+the grid is shifted by a seeded offset and wraps around, so that a token has another context in each epoch. The order is the
+same for any number of workers and processes (each has every world-th window of a common batch), and continues from any step.
+Validation reads all windows in order; the tokens after them are a last window, filled up with IGNORED targets. documents.py has
+the documents of trainer.tbptt, conversations.py conversations, pairs.py pairs of answers.
 """
 
 import os
@@ -31,7 +31,7 @@ from rwkv.io.signals import STOPPING
 
 
 class DataModule(LightningDataModule):
-    """A corpus as Lightning's loaders. To Lightning, one epoch is the whole run: trainer.max_steps steps.
+    """A corpus as Lightning's loaders. For Lightning, one epoch is the whole run: trainer.max_steps steps.
 
     config.batch_size: rows of a batch in this process. tbptt: segments of each document stream in a training step; 0 for
     windows. Checkpoints that are saved during fit contain the loader's position; after fit Lightning has discarded it.
@@ -74,9 +74,9 @@ class DataModule(LightningDataModule):
                                       worker_init_fn=_ignore_interrupts, generator=_own_generator(self.seed))
 
     def val_dataloader(self) -> DataLoader:
-        """Batches (x, y), each (B,T), or Packed or Pairs, the last one smaller: every token but the first is a target once.
+        """Batches (x, y), each (B,T), or Packed or Pairs; the last may be smaller. Every token but the first is a target once.
 
-        With tbptt, conversations come as Whole where one is longer than ctx_len: their answers may begin after it.
+        With tbptt, conversations come as Whole if one is longer than ctx_len, since its answer may begin after ctx_len.
         """
         windows: Any = Windows(self.corpus.val, self.ctx_len, partial=True)
         if self.corpus.conversations:

@@ -2,8 +2,8 @@
 
     row 0   [ chosen 3 .... ][ rejected 3 .. ][ chosen 0 ][ rejected 0 ]   T = ctx_len positions; at [ the state is emptied
 
-So a batch has both texts of each of its pairs, and the order of the data continues from any step as for other rows. A pair
-that is longer than a row is left out: a cut answer has another probability.
+So a batch has both texts of each of its pairs, and a run continues from any step as with other rows. A pair that is longer
+than a row is left out: a cut answer has another probability.
 """
 
 from functools import lru_cache
@@ -21,8 +21,8 @@ from rwkv.errors import UserError
 class Pairs(NamedTuple):
     """A batch of P pairs: x, y, starts (B,T) and weight as in Packed.
 
-    answers (B,T) int64: 2p in the text with pair p's chosen answer, 2p+1 in the text with its rejected
-    answer, -1 in the padding. numbers (P,) int64: of the pairs in their split.
+    answers (B,T) int64: 2p in the text with pair p's chosen answer, 2p+1 in the text with its rejected answer, -1 in the
+    padding. numbers (P,) int64: the pairs' numbers in their split.
     """
 
     x: Tensor
@@ -80,5 +80,5 @@ class PairRows(ConversationRows):
 
 @lru_cache(maxsize=2)
 def rows_of(split: Tokenised, ctx_len: int) -> ConversationRows:
-    """The rows of a split, which the length of a run, its plan and its loader all ask for."""
+    """The rows of a split. They are kept, since a run's length, its plan and its loader all need them."""
     return (PairRows if split.paired else ConversationRows)(split.tokens, split.learnt, ctx_len)

@@ -3,13 +3,13 @@
     corpus = prepare(config.data, config.model.ctx_len)
     corpus.tokenizer, corpus.train, corpus.val, corpus.sizes
 
-A split is end_of_text, document, end_of_text, document, ...: with one before each document, every token of text is predicted
-exactly once. Runs may share a cache_dir and start at the same time.
+A split is end_of_text, document, end_of_text, document, ...: since end_of_text stands before each document, every token of text
+is predicted exactly once. Runs may share a cache_dir and start at the same time.
 
 The validation split depends only on the data (f = val_fraction):
 - stdlib, and several text files: whole files, in a random order that depends only on their names, up to f of all bytes;
 - a single text file: the last f of its characters;
-- jsonl, chat and hf: the first document and one of every 1/f that follow; of a single document, its last part;
+- jsonl, chat and hf: the first document and one of every 1/f that follow, or the last part of a single document;
 - binidx: the last documents, from the first that begins after 1-f of all ids.
 """
 
@@ -34,7 +34,7 @@ from rwkv.tokenizer.lost import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.split import last_line_end, pieces
 from rwkv.tokenizer.tokenizers import NAMES, CharTokenizer, JsonTokenizer, Tokenizer
 
-BPE_BYTES = 100_000_000                  # of text that a bpe tokenizer is trained on, spread evenly over the training text
+BPE_BYTES = 100_000_000                  # bytes of text, spread evenly over the training text, that train a bpe tokenizer
 FROM_TEXT = ("bpe", "char")              # tokenizers that are made from the data
 
 
@@ -59,8 +59,8 @@ class Sizes:
 class Corpus:
     """Tokenised data. source: one line about its origin, for people. sha256: of the text's content, order and names.
 
-    conversations: for data=chat, the training and the validation split.
-    unknown: for data=binidx, the share of the validation ids that are the unknown token; None if the tokenizer loses nothing.
+    conversations: the training and the validation split of data=chat. unknown: the share of data=binidx's validation ids that
+    are the unknown token; None if the tokenizer loses nothing.
     """
 
     tokenizer: Tokenizer
@@ -74,7 +74,8 @@ class Corpus:
 
     @property
     def val_lost(self) -> float:
-        """The lost share of the validation text; of its answers for conversations; the share of unknown ids for data=binidx."""
+        """The lost share of the validation text; for conversations, of the answers; for data=binidx, the share of unknown ids.
+        """
         lost = self.conversations[1].learnt_lost if self.conversations else self.sizes.val_lost
         return lost.share if self.unknown is None else self.unknown
 
@@ -93,7 +94,7 @@ class Corpus:
 
     @property
     def learnt(self) -> TokenArray | None:
-        """For each training token whether it counts as a target; None if all do."""
+        """Whether each training token counts as a target; None if all do."""
         return self.conversations[0].learnt if self.conversations else None
 
     @property
@@ -132,7 +133,6 @@ def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None
 
 
 def _from_conversations(config: DataConfig, tokenizer: Tokenizer | None, cache: Path, pairs: bool) -> Corpus:
-    """Conversations may be shorter than a context: several are packed into one."""
     source = open_source(config, cache)
     identity = [config.name, str(config.val_fraction), source.sha256]
     tokenizer = tokenizer or _tokenizer(config, source, sha256(identity)[:16], cache)

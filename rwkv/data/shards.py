@@ -7,7 +7,8 @@
 
 KEY is a hash of the content, the split and the tokenizer. A shard is SHARD characters of documents in the source's order, so
 its content depends only on the data: not on the number of workers or on interruptions. Files are written atomically, and a
-later run keeps the finished ones, by the .json of each shard or by the manifest. A lock makes a second run at once wait.
+later run keeps the finished ones, which the .json of each shard or the manifest lists. A run that starts at the same time
+waits for a lock.
 
 Workers are threads: most of the time is spent in the tokenizers' libraries, which release Python's lock and use all cores even
 for one shard. The tokenizers byte and char are Python and use one core.
@@ -37,9 +38,9 @@ from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.split import SafeSplit, pieces, safe_split
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-BATCH = 1 << 20                          # characters given to a tokenizer at a time: bounds the memory it takes for them
+BATCH = 1 << 20                          # characters that a tokenizer encodes at a time: this bounds the memory it takes
 SHARD = 1 << 23                          # characters of a shard
-MAX_WORKERS = 4                          # default number of shards tokenised at a time: more take memory, but no more cores
+MAX_WORKERS = 4                          # most shards tokenised at a time by default: more take memory, but no more cores
 GZIP_BYTES = 16_000_000                  # of validation text compressed with gzip -9; the last document is compressed whole
 SPLITS = ("train", "val")
 VERSION = 2                              # of the layout, and of the rules by which texts are split
@@ -47,7 +48,7 @@ SHOWN_AFTER = 2.0                        # seconds before the progress bar appea
 
 
 class Piece(NamedTuple):
-    """A document, or a part of one, whose first piece starts_document. The other fields are as in Document."""
+    """A document or a part of one. starts_document: its first part. The other fields are as in Document."""
 
     text: str
     val: bool
@@ -113,7 +114,7 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 def encode(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter,
            dtype: np.dtype) -> Iterator[tuple[np.ndarray, Lost]]:
-    """The ids of each batch of pieces, with end_of_text before each document, and the part of its text that is lost."""
+    """The ids of each batch of pieces, with end_of_text before each document, and the part of the batch's text that is lost."""
     for batch in _batches(parts):
         found = []
         encoded = _encode_batch(batch, tokenizer)
@@ -195,7 +196,7 @@ def _make_shards(source: Source, tokenizer: Tokenizer, counter: LossCounter, fol
 
 
 def _in_order(pool: ThreadPoolExecutor, tasks: Iterator[Callable[[], Any]], ahead: int) -> Iterator[Any]:
-    """The result of each task. A task is taken from `tasks` once at most `ahead` earlier ones are unfinished."""
+    """The result of each task, in order. A task is taken from `tasks` once at most `ahead` earlier ones are unfinished."""
     running: deque[Future[Any]] = deque()
     try:
         for task in tasks:
@@ -263,7 +264,7 @@ def _write_split(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter,
 
 
 def _write_starts(folder: Path, shards: list[dict[str, Any]], split: str, dtype: np.dtype, end_of_text: int) -> int:
-    """Writes the places of end_of_text, which no text contains: there documents begin. Returns how many there are."""
+    """Writes the places of end_of_text, where documents begin, since no text contains it. Returns the number of documents."""
     found = [np.empty(0, np.int64)]
     before = 0
     for number, shard in enumerate(shards):

@@ -36,7 +36,7 @@ class DocumentOffsets(NamedTuple):
 
 
 class TokenArray:
-    """Ids of consecutive parts. A pickle holds the names of the files, which another process then maps itself."""
+    """Ids of consecutive parts. A pickle holds only the paths of the files; another process maps them itself."""
 
     def __init__(self, parts: Sequence[Part], offsets: DocumentOffsets) -> None:
         self.parts = [part for part in parts if part.length]
@@ -51,7 +51,7 @@ class TokenArray:
         return self._ends[-1] if self._ends else 0
 
     def __getitem__(self, places: slice) -> np.ndarray:
-        """Consecutive ids (n,): a view of the file, or a copy if they lie in several files."""
+        """Consecutive ids (n,): a view of the file, or a copy if they are in several files."""
         start, stop, step = places.indices(len(self))
         assert step == 1, "only consecutive ids can be read"
         found = []
@@ -78,7 +78,7 @@ class TokenArray:
 
     @cached_property
     def starts(self) -> np.ndarray:
-        """Places where documents begin: of the end-of-text token before each, or of its first token. (D,), int64, ascending."""
+        """Where each document begins: at the end-of-text token before it, or at its first token. (D,), int64, ascending."""
         path, first, length, base = self._offsets
         return np.load(path, mmap_mode="r")[first:first + length] - base
 

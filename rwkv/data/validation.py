@@ -1,4 +1,4 @@
-"""The first trainer.val_tokens of the validation split, with their own bytes and gzip -9."""
+"""The first trainer.val_tokens tokens of the validation split, with the size and gzip -9 of their text."""
 
 import zlib
 from dataclasses import replace
@@ -12,8 +12,8 @@ from rwkv.data.prepare import Corpus
 def with_part(corpus: Corpus, val_tokens: int | None, reach: int) -> Corpus:
     """The corpus with the first `val_tokens` predicted tokens of its validation split; unchanged for None or a short split.
 
-    For conversations, the fewest whole ones that hold so many tokens, and an answer that begins within the `reach` tokens that
-    validation reads of each. The lost shares stay those of the whole split.
+    Of conversations it has the fewest whole ones that hold so many tokens and an answer to predict. reach: the number of tokens
+    that validation reads of each conversation; an answer must begin within it. The lost shares stay those of the whole split.
     """
     if val_tokens is None or val_tokens + 1 >= len(corpus.val):
         return corpus
@@ -36,7 +36,7 @@ def with_part(corpus: Corpus, val_tokens: int | None, reach: int) -> Corpus:
 
 
 def _end_of_conversations(split: Tokenised, val_tokens: int, reach: int) -> int:
-    """The place after the last conversation that is read."""
+    """The place after the last conversation of the part."""
     bounds = split.tokens.bounds[::2 if split.paired else 1].tolist()
     has_answer = False
     for begin, end in pairwise(bounds):

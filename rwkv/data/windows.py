@@ -42,9 +42,9 @@ def window_offset(ctx_len: int, seed: int, epoch: int) -> int:
 
 @dataclass(eq=False)
 class Windows(Dataset[tuple[Tensor, Tensor]]):
-    """The windows of a TokenArray. Numbers from len(self) on are windows of later epochs, whose grids are shifted.
+    """The windows of a TokenArray. Numbers from len(self) on are windows of later epochs, which shift the grid.
 
-    partial: the tokens after the last whole window make a shorter window, and there is one epoch. seed: for the shifts.
+    partial: the tokens after the last whole window make a shorter window, and there is one epoch. seed: of the shifts.
     """
 
     tokens: TokenArray
@@ -75,7 +75,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return torch.from_numpy(x), torch.from_numpy(y)
 
     def _spans(self, number: int) -> list[slice]:
-        """The one or two stretches of tokens of a window, each with one token more, the target of its last input."""
+        """The one or two stretches of tokens of a window. Each has one token more, the target of its last input."""
         epoch, index = divmod(number, len(self))
         end = min(len(self) * self.ctx_len, len(self.tokens) - 1)
         start = (index * self.ctx_len + window_offset(self.ctx_len, self.seed, epoch)) % end
@@ -86,7 +86,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(eq=False)
 class ShuffleSampler(Sampler[list[int]]):
-    """`batches` batches of window numbers. Each epoch is a new permutation of its own `size` numbers.
+    """The window numbers of `batches` batches. Each epoch is a new permutation of its own `size` numbers.
 
     The process `rank` of `world` has every world-th number of the common order.
     """

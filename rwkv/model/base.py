@@ -1,11 +1,9 @@
 """The model of every generation: an embedding, the generation's blocks, a LayerNorm and a head.
 
-One model, three forms that agree: whole sequences (T > 1), chunks with the state carried between them, and one token
-at a time (T = 1). Which kernel mixes time is the operator that it is built with; the weights do not depend on it.
-A generation is a file beside this one, found by its name: rwkv4.py says everything about RWKV-4's architecture, and offers what
-`Generation` lists.
-
-Each block has its operator as block.att.wkv.
+A model reads whole sequences (T > 1), chunks with the state carried between them, or one token at a time (T = 1), and gives
+the same logits. The operator that it is built with, block.att.wkv, is the kernel that mixes time; the weights do not depend on
+it. A generation is a file beside this one, found by its name: rwkv4.py has all of RWKV-4's architecture, as `Generation` lists
+it.
 """
 
 import hashlib
@@ -29,7 +27,7 @@ from rwkv.model.packing import Packing
 from rwkv.model.state import State
 
 MATRICES = ("matrix", "gate", "embedding")       # groups of the weights of linear layers and of the embedding
-TIME_STATE = "att.time_state"            # the end of the name of a layer's learnt state before the first token
+TIME_STATE = "att.time_state"            # how the name of a layer's learnt state before the first token ends
 SAMPLED = 4096                           # elements of each tensor, evenly spaced, that the fingerprint reads
 
 class Generation(Protocol):
@@ -37,10 +35,10 @@ class Generation(Protocol):
 
     NAME: str                            # what people call it
     OPERATOR: str                        # the folder of kernels/ that mixes time
-    KEPT_FLOAT32: tuple[str, ...]        # ends of names of parameters that stay float32 in half precision
+    KEPT_FLOAT32: tuple[str, ...]        # parameters with names that end so stay float32 in half precision
     OPTIONS: tuple[str, ...]             # ModelConfig's options that not every generation has
-    LR_SCALES: dict[str, str]            # what names of parameters begin with: the option of optim that scales their rate
-    UNUSED: tuple[str, ...]              # tensors of its files that nothing reads, and some files lack
+    LR_SCALES: dict[str, str]            # the beginning of parameters' names: the option of optim that scales their rate
+    UNUSED: tuple[str, ...]              # tensors that nothing reads, and that some of its files lack
     LEARNS_STATE: bool                   # whether a state before the first token can be trained (tune=state)
     PLAIN: Any                           # classes of the modules that Step computes without calling them
     Block: Any                           # forward: (x, its state or None, carry, packing or None) -> (x, state, carry)
@@ -67,7 +65,7 @@ class Generation(Protocol):
         """Linear layers whose inputs are never negative, for int8."""
 
     def operator_work(self, config: ModelConfig) -> int:
-        """Values per token that the operator's backward pass works with; this and the next two are for estimates of memory."""
+        """Values per token that the operator's backward pass works with. The memory estimate uses this and the next two."""
 
     def kept_for_backward(self, config: ModelConfig, half: bool) -> float: ...
 
@@ -81,10 +79,10 @@ class DeepEmbedGeneration(Generation, Protocol):
         """Adds the tables of a new model."""
 
     def merge(self, model: Any) -> None:
-        """Merges what is apart for training alone."""
+        """Merges the weights that are separate only for training."""
 
     def first_carry(self, tokens: Tensor) -> Any:
-        """What the first block is handed."""
+        """The carry that the first block receives."""
 
 
 def generation(config: ModelConfig) -> Generation:
@@ -93,7 +91,6 @@ def generation(config: ModelConfig) -> Generation:
 
 
 def n_parameters(config: ModelConfig, vocab_size: int) -> int:
-    """The number of weights."""
     return sum(math.prod(shape) for shape in generation(config).shapes(config, vocab_size).values())
 
 
@@ -104,7 +101,7 @@ def state_nbytes(config: ModelConfig) -> int:
 
 
 def of_linear_layer(name: str, group: str) -> bool:
-    """Whether the tensor, of this group, is the weight of a linear layer; embeddings are in such groups too."""
+    """Whether a tensor of this name and optimiser group is the weight of a linear layer; some such groups hold embeddings."""
     return group in MATRICES and not name.endswith("emb.weight")
 
 
@@ -126,7 +123,7 @@ def fingerprint(generation: Generation, weights: Mapping[str, Tensor]) -> str:
 
 def _through(blocks: Iterable[nn.Module], x: Tensor, carry: Any, before: Iterable[Any], packing: Packing | None = None,
              give_back: bool = False) -> tuple[Tensor, Any, list[Any]]:
-    """x and carry after these blocks, and the state of each after the last token."""
+    """x and carry after these blocks, and the states after the last token. give_back: return free memory after each block."""
     after = []
     for block, layer_state in zip(blocks, before, strict=True):
         x, layer_state, carry = block(x, layer_state, carry, packing)
@@ -139,7 +136,8 @@ def _through(blocks: Iterable[nn.Module], x: Tensor, carry: Any, before: Iterabl
 
 def _require_own_options(config: ModelConfig) -> None:
     """Raises UserError for an option that only other generations have, unless it is at its default."""
-    own, default = generation(config).OPTIONS, ModelConfig()
+    own = generation(config).OPTIONS
+    default = ModelConfig()
     for name in GENERATIONS:
         for option in generation(replace(config, generation=name)).OPTIONS:
             if option not in own and getattr(config, option) != getattr(default, option):
@@ -186,7 +184,6 @@ class Model(nn.Module):
 
     @property
     def generation(self) -> Generation:
-        """The module of this model's generation."""
         return generation(self.config)
 
     def hidden(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
@@ -195,9 +192,9 @@ class Model(nn.Module):
         return hidden, State.stack(layers)
 
     def forward_features(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
-        """The head's input (B,T,C) from the empty state, without the state after it: for training on windows.
+        """The head's input (B,T,C) alone, read from the empty state: for training on windows.
 
-        starts (B,T) bool: where a text begins that is read from the empty state.
+        starts (B,T) bool: where a text begins in rows with several; each text is read from the empty state.
         """
         return self._blocks(tokens, None, None if starts is None else Packing(starts))[0]
 
@@ -208,7 +205,7 @@ class Model(nn.Module):
         return self.ln_out(x), after
 
     def _embedded(self, tokens: Tensor, state: State | None) -> tuple[Tensor, Sequence[Any], Any]:
-        """The first block's input, the state of each layer, None for empty ones, and what the first block is handed."""
+        """The first block's input, the state of each layer (None for an empty one), and the carry for the first block."""
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens are (B,T) with T at least 1, got {tuple(tokens.shape)}")
         if state is not None:
@@ -219,9 +216,10 @@ class Model(nn.Module):
 
     @torch.no_grad()
     def hidden_in_parts(self, tokens: Tensor, state: State | None, n_parts: int) -> Iterator[tuple[Tensor, State] | None]:
-        """hidden(), a part of the blocks at a time: None after each of n_parts but the last, which gives the result."""
+        """hidden() in n_parts steps of some blocks each: yields None after each step but the last, and then the result."""
         x, before, carry = self._embedded(tokens, state)
-        after, L = [], len(self.blocks)
+        after = []
+        L = len(self.blocks)
         for part in range(n_parts):
             layers = slice(L * part // n_parts, L * (part + 1) // n_parts)
             x, carry, of_part = _through(self.blocks[layers], x, carry, before[layers])
@@ -231,18 +229,18 @@ class Model(nn.Module):
         yield self.ln_out(x), State.stack(after)
 
     def empty_state(self, B: int) -> State:
-        """The state before the first token, for B rows; it has a gradient where it is learnt."""
+        """The state before the first token, for B rows. A learnt one has gradients."""
         state: State = self.generation.empty_state(self.config, B, self.emb.weight.device)
         learnt = self.time_states()
         return state._replace(wkv=torch.stack(learnt).unsqueeze(1).repeat(1, B, 1, 1, 1)) if learnt else state  # type: ignore
 
     def time_states(self) -> list[nn.Parameter]:
-        """The operator's state before the first token, of each layer (H,N,N); none where it is zeros."""
+        """The operator's learnt state before the first token, (H,N,N) for each layer; an empty list if nothing is learnt."""
         states = [getattr(block.att, "time_state", None) for block in self.blocks]
         return [state for state in states if state is not None]
 
     def set_time_states(self, states: Sequence[Tensor]) -> None:
-        """Gives each layer the operator's state before the first token, (H,N,N) each."""
+        """Gives each layer its state of the operator before the first token, (H,N,N)."""
         for block, state in zip(self.blocks, states, strict=True):
             block.get_submodule("att").register_parameter("time_state", nn.Parameter(state))
 
@@ -260,7 +258,7 @@ class Model(nn.Module):
         return self
 
     def merge(self) -> Self:
-        """Merges the weights that are apart for training alone, where the generation has such: the model computes the same."""
+        """Merges the weights that are separate only for training, as DeepEmbed's: the model computes the same."""
         if self.config.deep_embed_dim:
             self.fingerprint_before = self.fingerprint()
             cast(DeepEmbedGeneration, self.generation).merge(self)
@@ -276,7 +274,7 @@ class Model(nn.Module):
         return self.head(hidden[:, -1]), state
 
     def fingerprint(self) -> str:
-        """Identifies the model: see fingerprint. A quantised or merged model keeps the one that it had before."""
+        """Identifies the model: see the function fingerprint. A quantised or merged model keeps the one from before."""
         if self.fingerprint_before is not None:
             return self.fingerprint_before
         return fingerprint(self.generation, self.state_dict())

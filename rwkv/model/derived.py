@@ -1,11 +1,13 @@
-"""What is computed from a model's weights and kept, and how to know that it still holds.
+"""What is computed from a model's weights and kept, and how to tell that the weights have changed since.
 
-A weight has changed where another tensor or module is in its place (load_state_dict(assign=True), adapters), where its numbers
-lie elsewhere in memory (`weight.data = ...`, model.to), and where torch has counted a change in place. It counts its own,
-under no_grad and inference_mode too, but not writes through `weight.data`, NumPy or other programs, not those of its fused
-optimisers, and none in tensors made under inference_mode. For these some elements are compared: a change of a whole matrix is
-seen, and one of a few of its numbers is not. Write `with torch.no_grad(): weight[rows] = ...` in place of
-`weight.data[rows] = ...`.
+A change is certainly seen
+- where another tensor or module is in a weight's place (load_state_dict(assign=True), adapters),
+- where the weight's numbers lie elsewhere in memory (`weight.data = ...`, model.to),
+- where torch has counted a change in place. It counts those of its own operations, also under no_grad and inference_mode.
+
+torch does not count writes through `weight.data`, writes by NumPy or other programs, the steps of its fused optimisers, and any
+change of a tensor made under inference_mode. To see these, some elements are compared: a change of a whole matrix is seen, a
+change of a few of its numbers is not. So write `with torch.no_grad(): weight[rows] = ...`, not `weight.data[rows] = ...`.
 """
 
 from collections import defaultdict
@@ -19,12 +21,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from kernels.machine.memory import available_memory
 from kernels.matvec import Packed, exact_copy
 
-WATCHED = 8                              # elements in the middle of each tensor that a Watch compares, for each token
-SAMPLED = 64                             # elements of each tensor that are compared for each text
+WATCHED = 8                              # elements in the middle of each tensor that a Watch compares at each token
+SAMPLED = 64                             # elements of each tensor that Kept compares at each text
 
 
 class Watch:
-    """Tells whether all weights of a model are as they were when the Watch was made. Until then their memory is kept."""
+    """Tells whether all weights of a model are as they were when the Watch was made. It keeps the tensors in memory."""
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
@@ -37,7 +39,7 @@ class Watch:
         self._before = _bytes_of(self._elements)
 
     def unchanged(self) -> bool:
-        """Whether they are, as far as can be known: see above."""
+        """Whether no weight has changed, as far as can be seen: see the top of this file."""
         return (all(parts == before for parts, before in self._parts) and all(place.unchanged() for place in self._places)
                 and _bytes_of(self._elements) == self._before)
 
@@ -64,7 +66,7 @@ class _Place(NamedTuple):
 def _places(module: nn.Module) -> Iterator[_Place]:
     for container in (module._parameters, module._buffers, vars(module)):
         for name, held in container.items():
-            if held is None and container is not vars(module):           # as a learnt state that the model has not got yet
+            if held is None and container is not vars(module):           # such as a learnt state that the model may get
                 yield _Place(container, name, None)
             tensors = held if isinstance(held, Packed) else [held] if isinstance(held, Tensor) else []
             for tensor in tensors:
@@ -77,8 +79,8 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 
 
 class Kept:
-    """What is computed from all weights of a model, until they change. It keeps no weight's memory; a copy of the model has
-    nothing at first."""
+    """Keeps a value computed from all weights of a model until they change. It keeps no weight in memory, and the copy of a
+    model begins without a value."""
 
     def __init__(self) -> None:
         self._value: Any = None
@@ -88,16 +90,16 @@ class Kept:
         return Kept, ()
 
     def of(self, model: nn.Module, compute: Callable[[Any], Any]) -> Any:
-        """compute(model), of the weights as they are now, as far as can be known: see above."""
+        """compute(model) for the weights as they are now, as far as changes can be seen: see the top of this file."""
         if self._value is None or _seen(model) != self._seen:
-            self._value = None                           # its memory is free before other is taken
+            self._value = None                           # its memory is free before more is taken
             self._value = compute(model)
             self._seen = _seen(model)
         return self._value
 
 
 def _seen(model: nn.Module) -> list[Any]:
-    """What tells the weights from others: where they lie, what changes torch has counted, and some of their numbers."""
+    """What differs once the weights have changed: where they lie, the changes that torch has counted, some of their numbers."""
     tensors = tensors_of(model)
     return [*_bytes_of(_by_dtype(_spaced(tensor.detach(), SAMPLED) for tensor in tensors)),
             *((StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype,
@@ -117,10 +119,10 @@ def _bytes_of(groups: list[list[Tensor]]) -> list[bytes]:
 
 
 def exact_copies(weights: Sequence[Tensor]) -> list[Tensor] | None:
-    """Matrices (N,K) in float32 as bfloat16: what is read for each token is half as much.
+    """Matrices (N,K) in float32 as bfloat16, so that half as much is read for each token.
 
-    Published files are in bfloat16, and a model that is loaded from one in float32 has the same numbers until it is trained.
-    None where a number would change, where changes are not counted, and where memory is short.
+    Published files are in bfloat16. A model loaded from one in float32 has the same numbers until it is trained. Returns None
+    if a number would change, if torch does not count changes of a matrix, or if memory is short.
     """
     available = available_memory()
     if any(weight.is_inference() for weight in weights):
@@ -138,7 +140,7 @@ def exact_copies(weights: Sequence[Tensor]) -> list[Tensor] | None:
 
 def _spaced(tensor: Tensor, n: int) -> Tensor:
     """Evenly spaced elements: about n of them, or all."""
-    step = max(1, tensor.numel() // n) | 1               # odd: not one column of a width that is a power of two
+    step = max(1, tensor.numel() // n) | 1               # odd, so that it reads several columns of a matrix
     return tensor.flatten()[::step]
 
 

@@ -1,7 +1,7 @@
-"""For autograd functions whose backward keeps no graph: a second derivative through them raises instead of being incomplete.
+"""For autograd functions whose backward keeps no graph: a second derivative through them raises an error.
 
 torch's once_differentiable raises only where the incoming gradient requires a gradient. Where it is constant, the second
-derivative would silently lack what the backward itself depends on.
+derivative would silently be incomplete: it would lack the terms of the tensors that the backward itself reads.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ import torch
 
 
 def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward, which raises ValueError under create_graph=True."""
+    """A decorator for a backward, which then raises ValueError under create_graph=True."""
     @wraps(backward)
     def checked(ctx: Any, *grads: torch.Tensor) -> Any:
         if torch.is_grad_enabled():

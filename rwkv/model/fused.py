@@ -1,9 +1,9 @@
-"""What the fused forms of the generations share: the token shift, and products of its mixes, with gradients of their own.
+"""What the fused forms of the generations share: the token shift and the products of its mixes, with their own gradients.
 
-Each function uses few operations and few temporaries. A CPU spends a third of a small model's training step on starting
-operations and on autograd itself, and the operations between a large model's matrix products are bound by memory: autograd's
-general formulas read and write each tensor several times more. Under autocast everything here is computed in the dtype of the
-matrix products. rwkv4.py and rwkv7.py have the plain formulas beside the calls; `can_fuse` chooses between them.
+Each function uses few operations and few temporaries. In a small model's training step a CPU spends a third of the time on
+starting operations and on autograd itself. In a large model the operations between the matrix products are bound by memory, and
+autograd's general formulas read and write each tensor several times more. Under autocast everything here is computed in the
+dtype of the matrix products. rwkv4.py and rwkv7.py have the plain formulas beside the calls; `can_fuse` chooses between them.
 """
 
 from collections.abc import Callable, Sequence
@@ -25,8 +25,8 @@ Tensors = tuple[Tensor, ...]
 def token_shift(x: Tensor, last_x: Tensor | None, *mus: Tensor, first: Tensor | None = None) -> Tensors:
     """mu x_t + (1 - mu) x_{t-1} for each mu (1,1,C): (B,T,C) each, in the dtype of the products that read them.
 
-    x (B,T,C), and last_x (B,C) before its first step, None for zeros. first (B,T,1) bool: steps that have zeros before them.
-    For a backward pass x is kept only where a mu is trained, and nothing else that is as large.
+    x (B,T,C); last_x (B,C): the step before x, None for zeros; first (B,T,1) bool: steps that have zeros before them. Of the
+    large tensors only x is kept for a backward pass, and only if a mu is trained.
     """
     dtype = product_dtype(x)
     if torch.is_grad_enabled() and can_use_functions():
@@ -44,21 +44,21 @@ def product_dtype(x: Tensor) -> torch.dtype:
 
 
 def last(x: Tensor) -> Tensor:
-    """The last step of x (B,T,C), for the next state: (B,C), not a view, which would keep all of x in memory."""
+    """A copy of the last step of x (B,T,C), for the next state: (B,C). A view would keep all of x in memory."""
     return x[:, -1].clone()
 
 
 def can_fuse(*layers: nn.Module) -> bool:
     """Whether these layers' products may be computed without calling the layers.
 
-    False where torch.compile (which fuses better), torch.jit.trace, a torch.func transform or a hook must see the call; where
-    a layer is not a plain nn.Linear; and where a weight is frozen, because autograd then skips its gradient.
+    They may not where torch.compile (which fuses better), torch.jit.trace, a torch.func transform or a hook must see the call;
+    where a layer is not a plain nn.Linear; and where a weight is frozen, because autograd then skips its gradient.
     """
     return can_use_functions() and all(map(_is_plain, layers))
 
 
 def can_use_functions() -> bool:
-    """Whether nothing has to see the formulas: not torch.compile, torch.jit.trace or a torch.func transform."""
+    """Whether autograd functions may replace the formulas, which torch.compile, torch.jit.trace and torch.func must see."""
     return not (torch.compiler.is_compiling() or torch.jit.is_tracing() or transforms_active())
 
 
@@ -90,9 +90,10 @@ class _Mixes(torch.autograd.Function):
 
 def kept_as_source(normal: Callable[[], Tensor], last_x: Tensor | None, mus: Tensors, first: Tensor | None,
                    mixes: Tensors) -> AbstractContextManager[Any]:
-    """What keeps one of mixes, which token_shift has given for these arguments, computes it again in its backward pass.
+    """A context for calls that read the mixes of token_shift: their backward passes compute a mix again instead of keeping it.
 
-    normal() gives the x of token_shift again. mixes must stay in memory until the context ends.
+    normal() computes the x of token_shift again; the other arguments are token_shift's own. mixes must stay in memory until
+    the context ends.
     """
     if not (torch.is_grad_enabled() and can_use_functions()):
         return nullcontext()
@@ -124,7 +125,7 @@ def _shifted(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, first: Tensor
 def of_squared_relu(layer: nn.Module, x: Tensor) -> Tensor:
     """layer(relu(x)^2), which keeps x for a backward pass and not the square.
 
-    A layer that needs its input for that has an of_squared_relu of its own.
+    A layer that keeps its input for its own gradients needs its own method of_squared_relu.
     """
     own = getattr(layer, "of_squared_relu", None)
     if not can_use_functions():
@@ -169,7 +170,7 @@ class _SquaredRelu(torch.autograd.Function):
 def mixed_products(x: Tensor, last_x: Tensor | None, mus: Tensors, weights: Tensors) -> Tensors:
     """W mix(x) for each mu (1,1,C) and its W (O,C), with mix(x) = mu x_t + (1 - mu) x_{t-1}: (B,T,O) each.
 
-    x (B,T,C), and last_x (B,C) before its first step, None for zeros.
+    x (B,T,C); last_x (B,C): the step before x, None for zeros.
     """
     products: Tensors = _MixedProducts.apply(product_dtype(x), x, last_x, *mus, *weights)
     return products
@@ -194,7 +195,7 @@ class _MixedProducts(torch.autograd.Function):
 
 
 def _before(x: Tensor, last_x: Tensor | None, first: Tensor | None = None) -> Tensor:
-    """x (B,T,C) shifted by one step: last_x (B,C), or zeros, and then x without its last step; zeros where `first` says so."""
+    """The step before each of x (B,T,C): last_x (B,C) or zeros, then x without its last step; zeros where `first` is true."""
     earlier = x[:, :-1]
     before = pad(earlier, (0, 0, 1, 0)) if last_x is None else torch.cat((last_x.unsqueeze(1).to(x.dtype), earlier), dim=1)
     return before if first is None else before.masked_fill(first, 0)
@@ -225,7 +226,7 @@ def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, shares: Tensors,
         of_before: bool = False) -> tuple[tuple[Tensor | None, ...], Tensors]:
     """The tensors that mix_backward reads, and the mixes in dtype.
 
-    shares: the mus, or, of_before, 1 - mu for each.
+    shares: the share mu of x_t in each mix; with of_before the share 1 - mu of x_{t-1}.
     """
     if fused_c.takes(x, dtype=dtype):
         return fused_c.mix(dtype, x, last_x, shares, of_before)
@@ -259,7 +260,7 @@ def squared_relu_backward(grad: Tensor, x: Tensor) -> Tensor:
 
 
 def wide_sum(tensor: Tensor) -> torch.dtype | None:
-    """A sum over B and T is wide where the gradients are scaled."""
+    """The dtype of a sum over B and T: wide in float16, where the gradients are scaled."""
     return torch.float32 if tensor.dtype == torch.float16 else None
 
 
@@ -274,5 +275,5 @@ def gate_backward(grad: Tensor, gate: Tensor, x: Tensor) -> tuple[Tensor, Tensor
 
 
 def cast(dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensors:
-    """The tensors in dtype; looking first is cheaper than a conversion that finds nothing to do."""
+    """The tensors in dtype. Comparing dtypes first is cheaper than Tensor.to, also where it changes nothing."""
     return tuple(tensor if tensor.dtype == dtype else tensor.to(dtype) for tensor in tensors)

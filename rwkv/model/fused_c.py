@@ -1,7 +1,7 @@
-"""The C forms of what stands between the matrix products, for CPUs: csrc/fused.c and csrc/rwkv7_fused.c have the formulas.
+"""The operations between the matrix products in C, for CPUs: csrc/fused.c and csrc/rwkv7_fused.c have the formulas.
 
-Rows are the steps of all texts, (B,T); all arithmetic is in float32. Gradients of vectors are summed in an order that depends
-on no number of threads.
+Rows are the steps of all texts, (B,T); all arithmetic is in float32. The order in which gradients of vectors are summed does
+not depend on the number of threads.
 """
 
 from collections.abc import Sequence
@@ -15,15 +15,15 @@ from kernels.operator import contiguous
 MIXES = {(torch.float32, torch.float32): "float32", (torch.bfloat16, torch.bfloat16): "bfloat16",
          (torch.float32, torch.bfloat16): "autocast"}    # by the dtypes of x and of its mixes
 MOST_MIXES = 6                           # as in fused.c
-ROWS = 32                                # of a task, as in both sources
-PIECE = 2 ** 14                          # numbers of a task of the squared ReLU
-SERIAL = 2 ** 14                         # elements up to which one thread is done before another one is awake
+ROWS = 32                                # in a task, as in both sources
+PIECE = 2 ** 14                          # numbers in a task of the squared ReLU
+SERIAL = 2 ** 14                         # up to so many elements one thread is done before another is awake
 
 Tensors = tuple[Tensor, ...]
 
 
 def takes(*tensors: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether the C forms compute on these tensors, which are all of one dtype: of dtype, where it is given."""
+    """Whether the C functions take these tensors. They must have one dtype, and C a form for it, or for `dtype` if given."""
     first = tensors[0]
     return (first.device.type == "cpu" and (dtype or first.dtype) in native.FORMS and native.why_not() is None
             and all(tensor.dtype == first.dtype for tensor in tensors))
@@ -31,7 +31,7 @@ def takes(*tensors: Tensor, dtype: torch.dtype | None = None) -> bool:
 
 def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, shares: Tensors,
         of_before: bool) -> tuple[tuple[Tensor | None, ...], Tensors]:
-    """As fused.mix; what it keeps is x, last_x and the shares."""
+    """As fused.mix."""
     x, shares = x.contiguous(), tuple(map(_float32, shares))
     last_x = None if last_x is None else _float32(last_x)
     mixes = tuple(torch.empty_like(x, dtype=dtype) for _ in shares)
@@ -40,7 +40,7 @@ def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, shares: Tensors,
 
 
 def mix_backward(kept: Sequence[Tensor | None], grads: Tensors, of_before: bool) -> tuple[Tensor | None, ...]:
-    """As fused.mix_backward, with None for the gradient of last_x where there was none."""
+    """As fused.mix_backward; the gradient of last_x is None if there was no last_x."""
     x, last_x, *others = kept
     shares = tuple(share for share in others if share is not None)
     assert x is not None
@@ -55,7 +55,6 @@ def mix_backward(kept: Sequence[Tensor | None], grads: Tensors, of_before: bool)
 
 def _run_mixes(direction: str, x: Tensor, last_x: Tensor | None, shares: Tensors, of_before: bool, mixes: Tensors,
                *of_backward: Tensor | None) -> None:
-    """Calls the C function with its struct call."""
     _, T, C = x.shape
     unused = [None] * (MOST_MIXES - len(shares))
     native.run(f"mixes_{direction}_{MIXES[x.dtype, mixes[0].dtype]}", _threads(x), x.numel() // C, T, C, len(shares), of_before,
@@ -63,7 +62,7 @@ def _run_mixes(direction: str, x: Tensor, last_x: Tensor | None, shares: Tensors
 
 
 def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
-    """max(x, 0)^2, or the gradient of x from the gradient of that."""
+    """max(x, 0)^2. If grad is given, the gradient of that square: the gradient of x."""
     x = x.contiguous()
     out = torch.empty_like(x)
     threads = 1 if x.numel() <= SERIAL else native.threads_for(-(-x.numel() // PIECE))
@@ -86,7 +85,7 @@ def gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vect
 def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors, inverse: Tensor,
                    grads: Tensors, more: tuple[Tensor | None, Tensor | None],
                    ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors, Tensors]:
-    """From the gradients of log_w, k, v, a and b, and more of k and v, those of (k, v, v_first), of z, and of vectors (C,)."""
+    """As rwkv7_fused._gates_backward."""
     grad_k, grad_v, grad_z = torch.empty_like(k), torch.empty_like(v), tuple(torch.empty_like(part) for part in z)
     grad_first = None if v_first is None else torch.empty_like(v)
     grad_vectors = _vectors(k, 5)
@@ -98,7 +97,7 @@ def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: 
 
 
 def gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int, vectors: Tensors) -> Tensor:
-    """(GroupNorm(y) + (sum over the head of r k r_k) v) g of rwkv7_fused.output, from vectors r_k, weight and bias."""
+    """As rwkv7_fused._gated."""
     out = torch.empty_like(r)
     _run_rwkv7("output_forward", r, N, y, r, k, v, g, *map(_float32, vectors), out, *[None] * 7)
     return out
@@ -106,7 +105,7 @@ def gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int, vectors
 
 def gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int, vectors: Tensors,
                    grad: Tensor) -> tuple[Tensors, Tensors]:
-    """From the gradient of what gated returns those of y, r, k, v and g, and of the vectors (C,)."""
+    """As rwkv7_fused._gated_backward."""
     grads = tuple(torch.empty_like(tensor) for tensor in (y, r, k, v, g))
     grad_vectors = _vectors(r, 3)
     _run_rwkv7("output_backward", r, N, y, r, k, v, g, *map(_float32, vectors), grad.contiguous(), *grads, _sums(r, 3),
@@ -115,7 +114,6 @@ def gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int
 
 
 def _run_rwkv7(name: str, x: Tensor, N: int, *tensors: Tensor | None) -> None:
-    """Calls the C function with its struct."""
     C = x.shape[-1]
     native.run(f"rwkv7_{name}_{native.FORMS[x.dtype]}", _threads(x), x.numel() // C, C // N, N, *tensors)
 
@@ -129,7 +127,7 @@ def _five(vectors: Tensors) -> tuple[Tensor | None, ...]:
 
 
 def _sums(x: Tensor, n: int) -> Tensor:
-    """What tasks add up of n vectors, (tasks,n,C); undefined."""
+    """Memory in which each task sums up its part of n vectors: (tasks,n,C), undefined."""
     return x.new_empty(_tasks(x), n, x.shape[-1], dtype=torch.float32)
 
 
@@ -147,5 +145,5 @@ def _threads(x: Tensor) -> int:
 
 
 def _float32(tensor: Tensor) -> Tensor:
-    """As C reads vectors and states."""
+    """In the form in which C reads vectors and states."""
     return contiguous(tensor, torch.float32)

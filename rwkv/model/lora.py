@@ -1,4 +1,4 @@
-"""Low-rank adapters, LoRA: a frozen linear layer W gets alpha / rank B A beside it; A (rank,in) and B (out,rank) are trained.
+"""Low-rank adapters, LoRA: alpha / rank B A is added to a frozen linear layer W; A (rank,in) and B (out,rank) are trained.
 
 Source: Hu et al., "LoRA: Low-Rank Adaptation of Large Language Models" (arXiv 2106.09685): A is random, B begins at zero.
 """
@@ -80,7 +80,7 @@ def adaptable(config: ModelConfig) -> list[str]:
 
 
 def chosen(config: ModelConfig, modules: Sequence[str]) -> list[str]:
-    """The layers of a block that get an adapter: those named, all where none is. Raises UserError for an unknown name."""
+    """The layers of a block that get an adapter: the named ones, all for no names. Raises UserError for an unknown name."""
     known = adaptable(config)
     for name in modules:
         if name not in known:
@@ -89,7 +89,7 @@ def chosen(config: ModelConfig, modules: Sequence[str]) -> list[str]:
 
 
 def add_adapters(model: Model, modules: Sequence[str], rank: int, alpha: float, dropout: float = 0.0) -> None:
-    """Freezes the model and gives the layers of each block that `chosen` names an adapter, from torch's global generator."""
+    """Freezes the model and adds an adapter to each layer that `chosen` names, with random A from torch's global generator."""
     shapes = model.generation.shapes(model.config, model.vocab_size)
     model.requires_grad_(False)
     for layer, block in enumerate(model.blocks):

@@ -1,8 +1,8 @@
 """Cross-entropy fused with the head: the (B*T,V) logits, and their gradient, exist for one chunk of rows at a time.
 
-The pass over the chunks that computes the loss also computes the gradients, and backward only scales them. So L2Wrap, whose
-strength must follow loss scaling and gradient accumulation, is scaled by the incoming gradient like everything else. Products
-in half precision get the gradient of the sum over rows, which is within [-1, 1]; that of the mean would underflow.
+The pass over the chunks that computes the loss also computes the gradients, and backward only scales them. So L2Wrap is scaled
+by the incoming gradient like everything else, and its strength follows loss scaling and gradient accumulation. Products in half
+precision are of the gradient of the sum over rows, which is within [-1, 1]; the gradient of the mean would underflow.
 L2Wrap source: RWKV-LM, RWKV-v4neo/src/model.py (there it ignores the incoming gradient). Confidence penalty: Pereyra et al.,
 "Regularizing Neural Networks by Penalizing Confident Output Distributions" (arXiv 1701.06548), section 3.
 """
@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from rwkv.model.first_derivative import first_derivative
 
-CHUNK_LOGITS = 2 ** 21                   # in one chunk: 8 MiB
-LEAST_ROWS = 256                         # in one chunk, whatever the vocabulary: matrix products need them for full speed
-LEAST_FROZEN = 128                       # the same for a frozen head, whose runs have little else in memory
-NARROW_ROWS = 2 ** 11                    # of a frozen head in another dtype that are converted at a time
-BLOCK_LOGITS = 2 ** 20                   # of a chunk whose softmax is computed at a time on a CPU: they stay in its cache
+CHUNK_LOGITS = 2 ** 21                   # logits in one chunk: 8 MiB
+LEAST_ROWS = 256                         # rows in one chunk for any vocabulary: matrix products need them for full speed
+LEAST_FROZEN = 128                       # the same for a frozen head: such runs have little else in memory
+NARROW_ROWS = 2 ** 11                    # rows of a frozen head in another dtype that are converted at a time
+BLOCK_LOGITS = 2 ** 20                   # logits whose softmax is computed at a time on a CPU: they stay in its cache
 ARGMAX_BLOCK = 128                       # block size of the two-stage argmax
 IGNORED = -100                           # a target that does not count
 
@@ -31,10 +31,10 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 
 
     Targets of -100 do not count. l2_wrap adds l2_wrap * (largest logit) to the gradient at each row's largest logit, divided
     like the loss by the number of targets that count: it keeps logits from drifting. confidence_penalty adds the gradient of
-    -confidence_penalty * (mean entropy of the predictions). Neither changes the value of the loss. On a CPU the rows without a
-    target that counts are left out of the products.
+    -confidence_penalty * (mean entropy of the predictions). Neither changes the value of the loss. On a CPU the products leave
+    out the rows without a target that counts.
     """
-    if targets.device.type == "cpu":     # a GPU would be waited for
+    if targets.device.type == "cpu":     # on a GPU the selection would wait for the device
         hidden, targets = _those_that_count(hidden, targets)
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         loss: Tensor = _HeadLoss.apply(hidden, weight, targets, l2_wrap, confidence_penalty)
@@ -106,7 +106,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden (rows,C) W^T; a W (V,C) of another dtype, which is frozen, is converted a part at a time."""
+    """hidden (rows,C) W^T. A W (V,C) of another dtype is frozen; a part of it is converted at a time."""
     if weight.dtype == hidden.dtype:
         return hidden @ weight.T
     if torch.is_grad_enabled():
@@ -118,7 +118,7 @@ def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
 
 
 def _times(grad_logits: Tensor, weight: Tensor) -> Tensor:
-    """grad_logits (rows,V) W, in the same way."""
+    """grad_logits (rows,V) W, with W as in _logits."""
     if weight.dtype == grad_logits.dtype:
         return grad_logits @ weight
     total = grad_logits.new_zeros(len(grad_logits), weight.shape[1])
@@ -143,17 +143,18 @@ def _as_multiplied(x: Tensor) -> Tensor:
 
 
 def _blocks(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Both in blocks of rows: what is computed of a block takes little memory beside the chunk's logits."""
+    """Both in blocks of rows, so that the temporaries for a block take little memory beside the chunk's logits."""
     rows = max(1, BLOCK_LOGITS // logits.shape[1]) if logits.device.type == "cpu" else len(logits)
     return zip(logits.split(rows), targets.split(rows), strict=True)
 
 
 def _replace_by_gradient(logits: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float) -> Tensor:
-    """The negative log-likelihood summed over the rows that count; its gradient takes the place of the logits (rows,V).
+    """The negative log-likelihood summed over the rows that count; overwrites the logits (rows,V) with its gradient.
 
-    log(sum(exp(logits))) is the largest logit less the logarithm of its probability, which is never small.
+    log(sum(exp(logits))) is computed as the largest logit minus the logarithm of its probability, which is never small.
     """
-    counts, targets = (targets != IGNORED)[:, None], targets.clamp(min=0)[:, None]
+    counts = (targets != IGNORED)[:, None]
+    targets = targets.clamp(min=0)[:, None]
     argmax = _argmax(logits)
     largest = logits.gather(-1, argmax)
     grad = torch.softmax(logits, -1)
@@ -168,15 +169,15 @@ def _replace_by_gradient(logits: Tensor, targets: Tensor, l2_wrap: float, confid
 
 
 def _add_penalty(probabilities: Tensor, logits: Tensor, strength: float) -> None:
-    """Adds, in place, the gradient of the negative entropy, p (log p + entropy); log p + entropy is z - p.z of the logits z."""
+    """Adds in place the gradient of the negative entropy, p (log p + entropy), where log p + entropy = z - p.z for logits z."""
     logits -= (probabilities * logits).sum(-1, keepdim=True)
     probabilities.addcmul_(probabilities, logits, value=strength)
 
 
 def _argmax(x: Tensor) -> Tensor:
-    """The index of the first largest element of each row of x (rows,V): (rows,1). On a CPU amax is 20 times faster than argmax.
+    """The index of the first largest element of each row of x (rows,V): (rows,1).
 
-    The largest block of the row is found by amax, and argmax looks only inside it.
+    On a CPU amax is 20 times faster than argmax: amax finds the block with the largest element, and argmax reads only this one.
     """
     if x.shape[1] <= 4 * ARGMAX_BLOCK:   # for short rows one argmax is faster
         return x.argmax(-1, keepdim=True)

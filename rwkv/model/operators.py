@@ -1,4 +1,4 @@
-"""The operator that a kernel's name means for a model. Models are given theirs; programs and from_pretrained choose it here."""
+"""The operator that the name of a kernel means for a model. Programs and from_pretrained choose it here, and pass it on."""
 
 from functools import cache
 from typing import Any
@@ -17,8 +17,8 @@ from rwkv.model.base import generation
 def operator_for(config: ModelConfig, kernel: str, device: str | torch.device, dtype: torch.dtype) -> Any:
     """The operator of a model of `config` under the kernel of that name, for inputs of `dtype`.
 
-    A name that the kernel had before is taken, with a line that says what it is called now.
-    Raises UnknownKernel where the kernel is of another generation's operator alone, and as kernels.select.select does.
+    An earlier name of a kernel is accepted, with a line that says the present one. Raises UnknownKernel for a kernel that
+    computes only another generation's operator, and the errors of kernels.select.select.
     """
     model = generation(config)
     before, kernel = kernel, name_now(model.OPERATOR, kernel)

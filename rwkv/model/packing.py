@@ -1,4 +1,4 @@
-"""Several texts in one row, each read from an empty state: what mixes steps of time must not reach over their bounds."""
+"""Several texts in one row, each read from an empty state: the token shift and the operator must not cross their bounds."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -10,9 +10,9 @@ from rwkv.model.first_derivative import first_derivative
 
 
 class _Group:
-    """Texts of similar lengths, padded to p texts of t steps. places (p t,): of each step in the joined rows.
+    """Texts of similar lengths, padded to p texts of t steps. places (p t,): the place of each step in the joined rows.
 
-    inside (n,): which of them are no padding; None where none is.
+    inside (n,): the indices of the steps that are no padding; None if there is no padding.
     """
 
     def __init__(self, places: Tensor, inside: Tensor) -> None:
@@ -25,12 +25,12 @@ class _Group:
         return steps if self.inside is None else steps.index_select(0, self.inside)
 
     def padded(self, own: Tensor) -> Tensor:
-        """The inverse, with zeros in the padding."""
+        """The inverse of own, with zeros in the padding: (p t,...)."""
         return own if self.inside is None else own.new_zeros(len(self.places), *own.shape[1:]).index_copy_(0, self.inside, own)
 
 
 class Packing:
-    """Rows (B,T) of texts. starts (B,T) bool: where a text begins; the first position of each row does in any case.
+    """Rows (B,T) of texts. starts (B,T) bool: where a text begins; the first position of each row always begins one.
 
     shift_mask (B,T,1) bool: positions with no step before them.
     """
@@ -55,8 +55,8 @@ class Packing:
     def each_text(self, function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
         """function applied to each text: tensors (B,T,...) -> (B,T,...).
 
-        It is called with (p,t,...) for p texts at once, padded at their ends to t steps with other texts' values: it is causal,
-        and what it gives there is dropped.
+        It is called with (p,t,...) for p texts at once. They are padded at their ends to t steps with values of other texts;
+        results there are dropped. So function must be causal.
         """
         B, T = tensors[0].shape[:2]
         texts = [_Divided.apply(self, tensor.flatten(0, 1)) for tensor in tensors]
@@ -67,7 +67,8 @@ class Packing:
 
 
 class _Divided(torch.autograd.Function):
-    """The steps (B T,...) of the rows as those of each group. No gradient comes from the padding: see each_text."""
+    """From the steps (B T,...) of the rows to those of each group. The padding has no gradient, since its results are dropped.
+    """
 
     @staticmethod
     def forward(ctx: Any, packing: Packing, steps: Tensor) -> tuple[Tensor, ...]:
@@ -81,7 +82,7 @@ class _Divided(torch.autograd.Function):
 
 
 class _Joined(torch.autograd.Function):
-    """The inverse: the steps of the rows, (B T,...)."""
+    """The inverse of _Divided."""
 
     @staticmethod
     def forward(ctx: Any, packing: Packing, *steps: Tensor) -> Tensor:

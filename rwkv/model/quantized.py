@@ -1,11 +1,13 @@
-"""Matrix products in int8 and int4 on a CPU. In int8 weights are rounded once, with a scale per output channel, inputs at each
-call; in int4 weights are rounded in groups of 32, and so are the inputs of few rows (kernels/matvec).
+"""Matrix products in int8 and int4 on a CPU.
+
+In int8 weights are rounded once, with a scale for each output channel, and inputs at each call. In int4 weights are rounded in
+groups of 32, and so are the inputs of few rows (kernels/matvec).
 
 In int8 an input row is scaled by its own largest magnitude, so that its result does not depend on the rows beside it, and the
-product of the integers is exact: a batch gives to the bit what its rows give alone. The products are torch's own (FBGEMM,
-which uses VNNI instructions where the CPU has them); or those of kernels/matvec, with the same roundings: in C for few rows,
-which need not wait until the weights are in FBGEMM's order, and for all where torch has no FBGEMM, as on ARM. Everything else
-is computed in float32.
+product of the integers is exact: each row of a batch has the same bits as alone. Many rows are multiplied by torch's FBGEMM,
+which uses VNNI instructions where the CPU has them. Few rows, and all rows where torch has no FBGEMM, as on ARM, are multiplied
+by kernels/matvec, with the same roundings; that needs no second copy of the weights in FBGEMM's order. Everything else is
+computed in float32.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +32,7 @@ from rwkv.model.fused import product_dtype
 from rwkv.model.operators import matvec_for, why_no_int8
 
 IN_C = "c_v0"                            # the kernel of matvec that multiplies few rows in int8
-UNPACKED = 2**22                         # numbers of a matrix in int4 that are floats at once
+UNPACKED = 2**22                         # numbers of a matrix that are converted to floats at a time
 M = TypeVar("M", bound=Model)
 
 
@@ -38,8 +40,8 @@ class Int8Linear(nn.Module):
     """nn.Linear without a bias, from its float weight (N,K): x (...,K) float32 -> (...,N) float32.
 
     non_negative: inputs are never negative, as after a ReLU, and use all bits for their magnitude. bits: the width of an
-    input, by default 8, or 7 where the CPU has no VNNI: two products are added in 16 bits then, which 8 bits would saturate.
-    in_c: the product of few rows may be C's, which keeps the weight row by row, beside FBGEMM's order once there are more.
+    input, by default 8. It is 7 where the CPU has no VNNI: there two products are added in 16 bits, and 8 bits would saturate.
+    in_c: C may multiply few rows. It reads the weight row by row, and a copy in FBGEMM's order is made once there are many.
     """
 
     form = "int8"
@@ -52,10 +54,10 @@ class Int8Linear(nn.Module):
         self._in_c = in_c and self._by_fbgemm and why_not("matvec", IN_C) is None
         packed = Int8.of(weight, bits or (8 if multiplies(torch.int8) else 7), non_negative)
         self.rounding = packed.rounding
-        self._rounded = [packed]         # while nothing else has it
+        self._rounded = [packed]         # empty once FBGEMM's order is the only one
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the product, which reads this layer's weight where it lies: a copy of the layer has one of its own."""
+        """Without _few, which reads this layer's weight at its address: a copy of the layer makes its own."""
         return {name: value for name, value in vars(self).items() if name != "_few"}
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,12 +72,12 @@ class Int8Linear(nn.Module):
 
     @cached_property
     def packed(self) -> Int8:
-        """The weight as kernels/matvec takes it, row by row: FBGEMM's own order is another."""
+        """The weight row by row, as kernels/matvec reads it."""
         return self.unordered()
 
     @cached_property
     def _ordered(self) -> torch.ScriptObject:
-        """The weight in FBGEMM's order. Where that alone has been asked for, as in training, it is the only one in memory."""
+        """The weight in FBGEMM's order. If nothing has asked for `packed`, as in training, no other copy stays in memory."""
         ordered = fbgemm.ordered(self._rounded[0].weight, self._rounded[0].scale)
         if "packed" not in vars(self):
             self._rounded.clear()
@@ -97,7 +99,7 @@ class Int8Linear(nn.Module):
         return few
 
     def unordered(self) -> Int8:
-        """The weight row by row: a new copy where it is in FBGEMM's order alone."""
+        """The weight row by row; a new copy if only FBGEMM's order is in memory."""
         return self._rounded[0] if self._rounded else Int8(*fbgemm.unordered(self._ordered), *self.rounding)
 
     def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
@@ -112,7 +114,7 @@ class Int8Linear(nn.Module):
 
 
 class _WithGradient(torch.autograd.Function):
-    """layer.of_rows, with the gradient of the product with the rounded weight: the rounding of the input counts as none.
+    """layer.of_rows with the gradient of a product with the rounded weight, as if the input were not rounded.
 
     It keeps nothing for the backward pass, which reads the weight W (N,K) a part of its rows at a time.
     """
@@ -166,7 +168,7 @@ class BFloat16Linear(nn.Linear):
 
 @torch.no_grad()
 def to_bfloat16(model: M) -> M:
-    """Keeps every matrix of a frozen model, and its embedding, in bfloat16; what a matrix multiplies stays as it is."""
+    """Converts every matrix of a frozen model, and its embedding, to bfloat16; the inputs of products keep their dtype."""
     for name in _linears(model):
         model.set_submodule(name, BFloat16Linear(cast(nn.Linear, model.get_submodule(name)).weight))
     _halve_embeddings(model)
@@ -174,7 +176,7 @@ def to_bfloat16(model: M) -> M:
 
 
 def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
-    """The output (B,N) of each of n layers for its input, inputs[i] (B,K); FBGEMM's inputs (n,B,K) are scaled together."""
+    """The output (B,N) of each of n layers for its input inputs[i] (B,K). For FBGEMM all inputs (n,B,K) are scaled at once."""
     if not layers[0]._by_fbgemm:
         return [layer.of_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]
     largest = layers[0].rounding.largest(inputs)
@@ -185,12 +187,11 @@ def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
 @torch.no_grad()
 def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda name: None,
             later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}), in_c: bool = True) -> M:
-    """Replaces every matrix of the model, which must be on a CPU, by its int8 form, one at a time; embeddings are bfloat16.
+    """Converts every matrix of a model on a CPU to int8, one at a time, and its embeddings to bfloat16.
 
-    head: that of the head too. replaced(name): called after each layer has been replaced. later: by the name of the weight,
-    what reads a matrix, whatever the model has in its place; its fingerprint_before is known then. in_c: as in Int8Linear.
-    The model can then generate; its weights cannot be trained or saved. Raises UserError where neither torch nor C has the
-    products.
+    The model can then generate, but not be trained or saved. head: the head too. replaced(name): called after each layer has
+    been replaced. later: functions that read matrices, by the name of the weight; the model has placeholders for these, and its
+    fingerprint_before is set. in_c: as in Int8Linear. Raises UserError where neither torch nor C has the products.
     """
     reasons = why_no_int8()
     if reasons is not None:
@@ -209,10 +210,9 @@ def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda
 
 
 class Int4Linear(nn.Module):
-    """nn.Linear without a bias, from its weight (N,K) packed in int4: x (...,K), floating-point -> (...,N) in its dtype.
+    """nn.Linear without a bias, from its weight W (N,K) packed in int4: x (...,K), floating-point -> (...,N) in its dtype.
 
-    Many rows are multiplied by W as bfloat16 where the CPU multiplies it itself, else as float32, a part of W at a time, which
-    takes memory for that part alone.
+    For many rows a part of W at a time is unpacked: to bfloat16 if the CPU has instructions for its products, else to float32.
     """
 
     form = "int4"
@@ -246,10 +246,9 @@ class Int4Linear(nn.Module):
 def to_int4(model: M, packed: Mapping[str, Int4] | None = None,
             later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}), head: bool = True,
             replaced: Callable[[str], Any] = lambda name: None) -> M:
-    """The same in int4, for which the model must be on a CPU, too; everything but its matrices is computed in float32.
+    """As to_int8, in int4; everything but the matrices is computed in float32.
 
-    packed: by the name of the weight, matrices that are in int4 already, whatever the model has in their places. later: as in
-    to_int8.
+    packed: matrices that are in int4 already, by the name of the weight; the model has placeholders for these.
     """
     model.fingerprint_before = model.fingerprint()
     for name in _linears(model):
@@ -271,5 +270,5 @@ def _halve_embeddings(model: Model) -> None:
 
 
 def _linears(model: Model) -> list[str]:
-    """The names, so that a matrix can be freed as soon as it is replaced."""
+    """The names of linear layers; unlike the layers, they keep no matrix in memory after it is replaced."""
     return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]

@@ -25,13 +25,13 @@ from rwkv.model.decoding.rwkv4_c import c_model as c_model
 from rwkv.model.decoding.rwkv4_step import Step as Step
 from rwkv.model.packing import Packing
 
-NAME = "RWKV-4"
-OPERATOR = "wkv4"                        # the folder of kernels/ that mixes time
-OPTIONS: tuple[str, ...] = ("n_att",)    # of ModelConfig
+NAME = "RWKV-4"                          # rwkv.model.base.Generation says what these are
+OPERATOR = "wkv4"
+OPTIONS: tuple[str, ...] = ("n_att",)
 LR_SCALES = {name: f"{name}_lr_scale" for name in ("time_mix", "time_decay", "time_first")}
-UNUSED: tuple[str, ...] = ()             # tensors of its files that nothing reads
+UNUSED: tuple[str, ...] = ()
 LEARNS_STATE = False
-KEPT_FLOAT32: tuple[str, ...] = ("time_decay", "time_first")      # in half precision too: a rounded decay is another decay
+KEPT_FLOAT32: tuple[str, ...] = ("time_decay", "time_first")      # a rounded decay is another decay
 Shape = tuple[int, ...]
 
 
@@ -69,7 +69,7 @@ def non_negative(config: ModelConfig) -> tuple[str, ...]:
 
 
 def operator_work(config: ModelConfig) -> int:
-    """How many float32 values per token the operator of one layer works with at its peak: kernels/wkv4/README.md."""
+    """The peak number of float32 values per token in the operator of one layer: kernels/wkv4/README.md."""
     return 8 * sizes(config)[1]
 
 
@@ -80,9 +80,10 @@ def kept_for_backward(config: ModelConfig, half: bool) -> float:
 
 
 def kept_when_frugal(config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float:
-    """The same for a block with frozen weights, or of packed rows, with the inputs of what is trained: `layers`, and vectors.
+    """The same for a block that has frozen weights or reads packed rows.
 
-    That of ffn.value is computed again.
+    layers: the linear layers that are trained, whose inputs are kept; that of ffn.value is computed again. vectors: whether
+    vectors are trained too.
     """
     C, A, F = sizes(config)
     inputs = {"att.output": A, "ffn.value": 0}
@@ -108,13 +109,12 @@ class _Tensors(NamedTuple):
 
 
 class State(_Tensors, state.State):
-    """att_x, ffn_x (L,B,C), the inputs of the last step; a, b, p (L,B,A), WKV's state; float32, on the model's device."""
+    """att_x, ffn_x (L,B,C): the last step's inputs; a, b, p (L,B,A): WKV's state. All are float32, on the model's device."""
 
     __slots__ = ()
 
     @property
     def wkv(self) -> WKVState:
-        """The state of the operator."""
         return WKVState(self.a, self.b, self.p)
 
 
@@ -126,7 +126,7 @@ def empty_state(config: ModelConfig, B: int, device: torch.device | str = "cpu")
 
 
 class TimeMix(nn.Module):
-    """(x (B,T,C), last_x (B,C), WKV's state before x) -> (out (B,T,C), last x, WKV's state after x); None: empty."""
+    """(x (B,T,C), last_x (B,C), WKV's state before x) -> (out (B,T,C), last x, WKV's state after x). None: an empty state."""
 
     def __init__(self, n_embd: int, n_att: int, wkv: WKV4) -> None:
         super().__init__()
@@ -203,8 +203,8 @@ class Block(nn.Module):
                 packing: Packing | None = None) -> tuple[Tensor, State | None, None]:
         """(x (B,T,C), this layer's state before x, None for the empty one) -> (x, the state after x, None).
 
-        carry is passed from block to block; RWKV-4 passes nothing. packing: of rows of several texts, each from the empty
-        state; None is the state after them.
+        carry is passed from block to block; RWKV-4 passes nothing. packing: for rows of several texts. Each text is read from
+        the empty state, and the state after such rows is None.
         """
         att_x, wkv, ffn_x = (None, None, None) if before is None else (before.att_x, before.wkv, before.ffn_x)
         x = self.ln0(x) if self.first else x
@@ -218,7 +218,7 @@ PLAIN = (Block, TimeMix, ChannelMix)     # modules that Step computes without ca
 
 
 def init_weights(model: Any) -> None:
-    """Spreads the decays over channels and layers and makes matrices orthogonal or zero; uses torch's global generator."""
+    """Spreads the decays over channels and layers, and makes matrices orthogonal or zero, with torch's global generator."""
     nn.init.uniform_(model.emb.weight, -1e-4, 1e-4)
     _orthogonal(model.head, scale=0.5)
     for layer, block in enumerate(model.blocks):

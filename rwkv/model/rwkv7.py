@@ -13,12 +13,12 @@ token of the vocabulary has a matrix E of R x R numbers, and channel mixing of x
 
     V (relu(K m_k)^2 (((x_t s1) E) s2 + s0))                      E = s_emb[token] + s_emb_x ln0(emb[token])
 
-The second summand of E depends on the token alone. For training it is computed; for inference it is merged into s_emb.
+The second summand of E depends on the token alone. Training computes it; for inference it is merged into s_emb.
 
 V vocabulary, C n_embd, H = C/N heads of N = head_size, F n_ffn, L layers, R deep_embed_dim
-Source: the RWKV-7 paper (arXiv 2503.14456), section 4 and appendix; names, initialisation and optimiser groups are those of
-RWKV-LM, RWKV-v7/train_temp/src/model.py. Layer 0's v0, v1 and v2 are in its files, and nothing reads them. DeepEmbed:
-RWKV-LM, RWKV-v7/rwkv_v7a_demo.py, which has no initialisation and no groups.
+Sources: the RWKV-7 paper (arXiv 2503.14456), section 4 and appendix; for names, initialisation and optimiser groups RWKV-LM,
+RWKV-v7/train_temp/src/model.py, with files in which nothing reads layer 0's v0, v1 and v2; for DeepEmbed RWKV-LM,
+RWKV-v7/rwkv_v7a_demo.py, which has no initialisation and no groups.
 """
 
 import math
@@ -42,38 +42,36 @@ from rwkv.model.decoding.rwkv7_step import Step as Step
 from rwkv.model.hooks import untouched
 from rwkv.model.packing import Packing
 
-NAME = "RWKV-7"
-OPERATOR = "wkv7"                        # the folder of kernels/ that mixes time
-KEPT_FLOAT32: tuple[str, ...] = ("w0",)                   # in half precision too: a decay rounded to bfloat16 is another decay
-OPTIONS: tuple[str, ...] = (             # of ModelConfig
+NAME = "RWKV-7"                          # rwkv.model.base.Generation says what the names up to LEARNS_STATE are
+OPERATOR = "wkv7"
+KEPT_FLOAT32: tuple[str, ...] = ("w0",)                   # a decay rounded to bfloat16 is another decay
+OPTIONS: tuple[str, ...] = (
     "head_size", "decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim", "deep_embed_dim")
-LR_SCALES = {"w0": "time_decay_lr_scale"}        # the names of parameters that begin so, and the option with their factor
+LR_SCALES = {"w0": "time_decay_lr_scale"}
+UNUSED: tuple[str, ...] = ("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2")
+LEARNS_STATE = True
 MIXES = "rwkvag"
 LOW_RANK = "wavg"
 RANK_FACTORS = {"w": 2.5, "a": 2.5, "v": 1.7, "g": 5.0}
-DEEP_EMBED = ("s_emb.weight", "s_emb_x.weight", "s1", "s2", "s0")        # of a block's ffn
-MERGED_ROWS = 4096                       # of s_emb that are merged at once
-UNUSED: tuple[str, ...] = ("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2")
-LEARNS_STATE = True
+DEEP_EMBED = ("s_emb.weight", "s_emb_x.weight", "s1", "s2", "s0")        # the tensors of DeepEmbed in a block's ffn
+MERGED_ROWS = 4096                       # rows of s_emb that are merged at a time
 Shape = tuple[int, ...]
-Source = Callable[[], Tensor]            # gives the input of a half of a block again, for the backward pass
+Source = Callable[[], Tensor]            # computes the input x of one half of a block again, in the backward pass
 
 
 class Sizes(NamedTuple):
-    """C, H, N and F, and the ranks of the low-rank gates."""
-
     C: int
     H: int
     N: int
     F: int
-    ranks: dict[str, int]
+    ranks: dict[str, int]                # of the low-rank gates
 
 
 def sizes(config: ModelConfig) -> Sizes:
     """The widths of a model.
 
-    A rank that is None is the official trainer's of today, 32 times a whole number; released files have others. Raises
-    UserError where the width is not a whole number of heads.
+    For a rank that is None, it is the rank that the official trainer takes today, a multiple of 32; released files have other
+    ranks. Raises UserError where the width is not a whole number of heads.
     """
     C, N = config.n_embd, config.head_size
     if C % N:
@@ -114,7 +112,7 @@ def resolved(config: ModelConfig) -> ModelConfig:
 
 
 def operator_work(config: ModelConfig) -> int:
-    """How many float32 values per token the operator of one layer works with at its peak, what it keeps aside."""
+    """The peak number of float32 values per token in the operator of one layer, without those that it keeps."""
     return 16 * config.n_embd
 
 
@@ -130,10 +128,11 @@ def kept_for_backward(config: ModelConfig, half: bool) -> float:
 
 
 def kept_when_frugal(config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float:
-    """The same for a block with frozen weights, or of packed rows, with the inputs of what is trained: `layers`, and vectors.
+    """The same for a block that has frozen weights or reads packed rows. layers: the linear layers that are trained; vectors:
+    whether vectors are trained too.
 
-    Two inputs of normalisations in float32; r, k, v, the low-rank gates' hidden layers, the input of the squared ReLU, and that
-    of an output matrix with a gradient: what reads a mix computes it again. Mixes that are trained keep the x of the mix.
+    It keeps the inputs of both LayerNorms in float32; r, k, v, the hidden layers of the low-rank gates, the input of the
+    squared ReLU, and that of att.output if this is trained. Mixes are computed again; if they are trained, their x is kept.
     """
     C, _, _, F, ranks = sizes(config)
     kept = 3 * C + sum(ranks.values()) + F + ("att.output" in layers) * C
@@ -153,7 +152,7 @@ def group(name: str) -> str:
 
 
 def non_negative(config: ModelConfig) -> tuple[str, ...]:
-    """The layers whose inputs are squares of a ReLU, which DeepEmbed multiplies by numbers of either sign."""
+    """The layers whose inputs are squares of a ReLU; with DeepEmbed none, since it multiplies these by negative numbers too."""
     return () if config.deep_embed_dim else ("ffn.value",)
 
 
@@ -164,7 +163,7 @@ class _Tensors(NamedTuple):
 
 
 class State(_Tensors, state.State):
-    """att_x, ffn_x (L,B,C), the inputs of the last step; wkv (L,B,H,N,N), the operator's state; float32."""
+    """att_x, ffn_x (L,B,C): the last step's inputs; wkv (L,B,H,N,N): the operator's state. All are float32."""
 
     __slots__ = ()
 
@@ -179,7 +178,7 @@ def empty_state(config: ModelConfig, B: int, device: torch.device | str = "cpu")
 class TimeMix(nn.Module):
     """(x (B,T,C), last_x (B,C), the operator's state, v_first (B,T,C)) -> (out, last x, state, v_first).
 
-    None for the empty state, and for v_first in layer 0, which hands on its own v.
+    An empty state is None. In layer 0 the given v_first is None, and the returned one is the layer's own v.
     """
 
     w0: Tensor
@@ -206,7 +205,7 @@ class TimeMix(nn.Module):
             if name != "g":
                 tensors = {f"{name}0": torch.zeros(1, 1, C), **tensors}
             for full_name, tensor in tensors.items():
-                if self.first and name == "v":           # in the official files, and never read
+                if self.first and name == "v":           # nothing reads it, but the official files have it
                     self.register_buffer(full_name, tensor)
                 else:
                     self.register_parameter(full_name, nn.Parameter(tensor))
@@ -224,7 +223,7 @@ class TimeMix(nn.Module):
                 packing: Packing | None = None, source: Source | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
         """With a packing, every text is read from the empty state, and there is no state after the row.
 
-        source() gives x again.
+        source(): computes x again in the backward pass, so that x need not be kept.
         """
         before = self._initial(len(x)) if before is None else before
         if packing is not None:
@@ -238,19 +237,22 @@ class TimeMix(nn.Module):
         return out, fused.last(x), after, v_first
 
     def _can_fuse(self) -> bool:
-        """Whether nothing has to see the layers called, and nothing is frozen: its gradient would be computed for nothing."""
+        """Whether the layers may be computed without being called, and no weight is frozen.
+
+        The fused form would compute the gradient of a frozen weight for nothing.
+        """
         if not fused.can_fuse(self.receptance, self.key, self.value, self.output):       # asked first, for torch.compile
             return False
         trained = all(parameter.requires_grad for parameter in self._parameters.values() if parameter is not None)
         return (trained or not torch.is_grad_enabled()) and untouched(self.ln_x)
 
     def _can_be_frugal(self) -> bool:
-        """Whether gradients are wanted, and nothing has to see the formulas."""
+        """Whether gradients are wanted, and fused functions may replace the formulas."""
         return fused.can_use_functions() and torch.is_grad_enabled() and untouched(self.ln_x)
 
     def _plain_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
                    packing: Packing | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """By the formulas above: (out, the operator's state, v_first)."""
+        """The formulas at the top of this file: (out, the operator's state, v_first)."""
         past = [1 - mu for mu in self._mixes()]
         m_r, m_w, m_k, m_v, m_a, m_g = fused.token_shift(x, last_x, *past, first=packing.shift_mask if packing else None)
         r, k, v = self.receptance(m_r), self.key(m_k), self.value(m_v)
@@ -274,7 +276,7 @@ class TimeMix(nn.Module):
 
     def _fused_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None,
                    v_first: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """By the formulas in two autograd steps and the operator."""
+        """The same in two autograd functions and the operator."""
         made = rwkv7_fused.inputs(x, last_x, v_first, self.N, self._inputs())
         y, after = self._operator(made.r, made.log_w, made.k, made.v, made.a, made.b, before)
         out = rwkv7_fused.output(y, made.output_r, made.output_k, made.output_v, made.output_g, self.r_k, self.ln_x.weight,
@@ -285,9 +287,8 @@ class TimeMix(nn.Module):
 
     def _frugal_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
                     packing: Packing | None, source: Source) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The same with any layers and packings; what is between the large products is computed again for the backward pass.
-
-        So r, k, v, the hidden layers of the gates and the operator's state are kept, and the input of O where it is trained.
+        """The same for any layers and packings, with less kept: r, k, v, the hidden layers of the gates, the operator's state,
+        and the input of O if O is trained. The backward pass computes again what is between the large products.
         """
         past = tuple(1 - mu for mu in self._mixes())
         first = packing.shift_mask if packing else None
@@ -301,7 +302,7 @@ class TimeMix(nn.Module):
 
     def _between(self, before: Tensor | None, packing: Packing | None, r: Tensor, k: Tensor, v: Tensor, v_first: Tensor | None,
                  *hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The input of O, and the operator's state, from the other products."""
+        """The input of O, and the operator's state after the text, from r, k, v and the hidden layers of the gates."""
         of_v = "" if v_first is None else "v"
         biases = [getattr(self, f"{name}0") for name in f"wa{of_v}"]
         second = [getattr(self, f"{name}2") for name in f"wag{of_v}"]
@@ -318,7 +319,7 @@ class TimeMix(nn.Module):
         return None if self.time_state is None else self.time_state.repeat(B, 1, 1, 1)
 
     def _inputs(self) -> rwkv7_fused.Parameters:
-        """What the operator's inputs are made with."""
+        """The weights from which rwkv7_fused.inputs makes the operator's inputs."""
         weights = {name: getattr(self, name).weight for name in ("receptance", "key", "value")}
         vectors: dict[str, Any] = {name: self._parameters.get(name) for name in rwkv7_fused.Parameters._fields}
         return rwkv7_fused.Parameters(**vectors | weights)
@@ -332,7 +333,7 @@ class TimeMix(nn.Module):
 
     def _wkv(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, before: Tensor | None,
              packing: Packing | None = None) -> tuple[Tensor, Tensor | None]:
-        """The operator on (B,T,C) each: y (B,T,H,N)."""
+        """The operator on inputs of (B,T,C) each. Returns y (B,T,H,N) and the state."""
         r, log_w, k, v, a, b = (self._heads(tensor) for tensor in (r, log_w, k, v, a, b))
         if packing is not None:
             def of_texts(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
@@ -343,7 +344,7 @@ class TimeMix(nn.Module):
 
     def _operator(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
                   before: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """The operator on (B,T,H,N) each, or its single step where that is all."""
+        """The operator on inputs of (B,T,H,N) each; for T = 1 without gradients its step, which is faster."""
         if r.shape[1] == 1 and before is not None and not torch.is_grad_enabled():
             y, after = self.wkv.step(r[:, 0], log_w[:, 0], k[:, 0], v[:, 0], a[:, 0], b[:, 0], before)
             return y.unsqueeze(1), after
@@ -361,7 +362,7 @@ class ChannelMix(nn.Module):
 
     def forward(self, x: Tensor, last_x: Tensor | None, packing: Packing | None = None,
                 source: Source | None = None) -> tuple[Tensor, Tensor]:
-        """source() gives x again."""
+        """source: as in TimeMix."""
         if packing is not None or not fused.can_fuse(self.key, self.value):
             past, first = (1 - self.x_k,), packing.shift_mask if packing else None
             mixes = fused.token_shift(x, last_x, *past, first=first)
@@ -372,21 +373,19 @@ class ChannelMix(nn.Module):
 
 
 class Carry(NamedTuple):
-    """What a block hands on to the next beside x: v_first (B,T,C), None before layer 0; and for DeepEmbed the tokens (B,T) and
-    ln0(emb[token]) (B,T,C), both None in a model without."""
+    """What a block passes to the next one beside x. tokens and embedded are None in a model without DeepEmbed."""
 
-    v_first: Tensor | None = None
-    tokens: Tensor | None = None
-    embedded: Tensor | None = None
+    v_first: Tensor | None = None        # (B,T,C), None before layer 0
+    tokens: Tensor | None = None         # (B,T)
+    embedded: Tensor | None = None       # ln0(emb[token]), (B,T,C)
 
 
 def first_carry(tokens: Tensor) -> Carry:
-    """What the first block of a model with DeepEmbed is handed."""
     return Carry(tokens=tokens)
 
 
 class DeepEmbedChannelMix(ChannelMix):
-    """ChannelMix with DeepEmbed, of R = deep_embed_dim: it needs the tokens, and their embeddings until merge()."""
+    """ChannelMix with DeepEmbed, R = deep_embed_dim. It reads the tokens and, until merge(), their embeddings."""
 
     def __init__(self, n_embd: int, n_ffn: int, vocab_size: int, R: int) -> None:
         super().__init__(n_embd, n_ffn)
@@ -426,14 +425,14 @@ class DeepEmbedChannelMix(ChannelMix):
 
 
 def add_deep_embed(model: Any) -> None:
-    """Gives each block of a new model its table, which has a row for each token."""
+    """Gives each block of a new model its table of DeepEmbed, with a row for each token."""
     C, _, _, F, _ = sizes(model.config)
     for block in model.blocks:
         block.ffn = DeepEmbedChannelMix(C, F, model.vocab_size, model.config.deep_embed_dim)
 
 
 def merge(model: Any) -> None:
-    """Merges the embedding into every layer's s_emb, where that is still to be done."""
+    """Merges the embedding into every layer's s_emb, unless this has been done."""
     for block in model.blocks:
         if block.ffn.s_emb_x is not None:
             block.ffn.merge(model.emb.weight, model.blocks[0].ln0)
@@ -457,7 +456,7 @@ class Block(nn.Module):
                 packing: Packing | None = None) -> tuple[Tensor, State | None, Carry]:
         """(x (B,T,C), this layer's state before x, None for the empty one, carry) -> (x, the state after x, carry).
 
-        packing: of rows of several texts, each from the empty state; None is the state after them.
+        packing: for rows of several texts. Each text is read from the empty state, and the state after such rows is None.
         """
         att_x, wkv, ffn_x = (None, None, None) if before is None else before
         x = self.ln0(x) if self.first else x
@@ -477,7 +476,7 @@ PLAIN = (Block, TimeMix, ChannelMix, nn.GroupNorm)       # modules that Step com
 
 @torch.no_grad()
 def init_weights(model: Any) -> None:
-    """The official initialisation, which the model's quality depends on; uses torch's global generator."""
+    """The official initialisation, on which the model's quality depends, with torch's global generator."""
     V, C = model.emb.weight.shape
     nn.init.uniform_(model.emb.weight, -1e-4, 1e-4)
     nn.init.orthogonal_(model.head.weight, gain=0.5 * math.sqrt(max(V / C, 1.0)))
@@ -523,7 +522,7 @@ def _init_channel_mix(ffn: ChannelMix, layer: int, L: int) -> None:
 
 
 def _init_deep_embed(ffn: DeepEmbedChannelMix) -> None:
-    """Ours: the model begins as one without DeepEmbed, and s_emb and s_emb_x learn from the first step on."""
+    """Our own initialisation: a new model computes what one without DeepEmbed does, and learns s_emb and s_emb_x at once."""
     assert ffn.s_emb_x is not None
     nn.init.zeros_(ffn.s_emb.weight)
     nn.init.zeros_(ffn.s_emb_x.weight)

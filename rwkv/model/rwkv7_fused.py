@@ -1,9 +1,10 @@
-"""The fused form of RWKV-7's time and channel mixing: autograd functions with gradients of their own (see fused.py).
+"""The fused form of RWKV-7's time and channel mixing: autograd functions with their own gradients (see fused.py).
 
     time:     inputs -> the operator wkv7 -> output
     channel:  channel_mixing
 
-Where the large products are those of other layers, gates and gated are what stands between them.
+`gates` and `gated` are the parts of `inputs` and `output` between the large products, for large products that are computed by
+layers of other kinds.
 
 B rows, T steps, C channels in H heads of N, d the ranks of the low-rank gates. Formulas: rwkv7.py.
 """
@@ -27,15 +28,16 @@ from rwkv.model.fused import (
     product_dtype,
     squared_relu,
     squared_relu_backward,
+    wide_sum,
 )
 
-EPS = 64e-5                              # of the normalisation of each head
-FASTEST_LOG_W = -0.6065306597126334      # of the decay: -e^-0.5
-LEAST_NORM = 1e-12                       # of kk, as in torch.nn.functional.normalize
+EPS = 64e-5                              # epsilon of the normalisation of each head
+FASTEST_LOG_W = -0.6065306597126334      # the least log_w, of the fastest decay: -e^-0.5
+LEAST_NORM = 1e-12                       # by which kk is divided, as in torch.nn.functional.normalize
 
 
 class Parameters(NamedTuple):
-    """What `inputs` trains; in layer 0 v1, v0 and v2 are None."""
+    """The weights that `inputs` reads; in layer 0 v0, v1 and v2 are None."""
 
     x_r: Tensor                          # (1,1,C), as all x_n
     x_w: Tensor
@@ -62,23 +64,19 @@ class Parameters(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What time mixing hands on: to the operator r, log_w (float32 or wider), k, v, a = -kk, b = kk * rate, each (B,T,H,N); to
-    the output r, k, v and g, each (B,T,C); and to the next layers v_first, of layer 0 alone.
+    """The results of `inputs`. r, k and v come twice, so that the backward pass gets both gradients of each and adds them."""
 
-    r, k and v are there twice, so that their gradients come back apart and are added where they are read.
-    """
-
-    r: Tensor
-    log_w: Tensor
+    r: Tensor                            # for the operator: (B,T,H,N), as the next five
+    log_w: Tensor                        # float32 or wider
     k: Tensor
     v: Tensor
-    a: Tensor
-    b: Tensor
-    output_r: Tensor
+    a: Tensor                            # -kk
+    b: Tensor                            # kk * rate
+    output_r: Tensor                     # for `output`: (B,T,C), as the next three
     output_k: Tensor
     output_v: Tensor
     output_g: Tensor
-    v_first: Tensor | None
+    v_first: Tensor | None               # for the next layers, from layer 0 alone: (B,T,C)
 
 
 class Gates(NamedTuple):
@@ -93,7 +91,7 @@ class Gates(NamedTuple):
 
 
 def inputs(x: Tensor, last_x: Tensor | None, v_first: Tensor | None, N: int, parameters: Parameters) -> Inputs:
-    """x (B,T,C), and last_x (B,C) before its first step, None for zeros; v_first (B,T,C), None in layer 0."""
+    """x (B,T,C); last_x (B,C): the step before x, None for zeros; v_first (B,T,C), None in layer 0."""
     return Inputs(*_Inputs.apply(product_dtype(x), N, x, last_x, v_first, *parameters))
 
 
@@ -117,7 +115,7 @@ def output(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, w
 
 
 def gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """What output multiplies O with, for an O that is not a plain matrix."""
+    """What `output` multiplies by O; for an O that is not a plain matrix."""
     product: Tensor = _Gated.apply(y, r, k, v, g, r_k, weight, bias)
     return product
 
@@ -190,9 +188,9 @@ class _Gates(torch.autograd.Function):
 
 class KeptOfGates(NamedTuple):
     tokens: tuple[Tensor | None, ...]    # k, v, v_first, and 1 / |k k_k|
-    sigmoid: Tensors                     # of m_g g1
-    up: Tensors                          # what w2, a2[ and v2] multiply: tanh(m_w w1), m_a a1[, m_v v1]
-    z: Tensors                           # their products
+    sigmoid: Tensors                     # sigmoid(m_g g1)
+    up: Tensors                          # tanh(m_w w1), m_a a1[, m_v v1]
+    z: Tensors                           # their products with w2, a2[, v2]
     vectors: Tensors                     # k_k, k_a, w0, a0[, v0]
     matrices: Tensors                    # w2, a2, g2[, v2]
 
@@ -201,14 +199,14 @@ class GradsOfGates(NamedTuple):
     k: Tensor
     v: Tensor
     v_first: Tensor | None
-    hidden: Tensors                      # of w, a, g[, v], as matrices
+    hidden: Tensors                      # of the gates w, a, g[, v]
     vectors: Tensors                     # of k_k, k_a, w0, a0[, v0], (1,1,C) each
-    matrices: Tensors
+    matrices: Tensors                    # of w2, a2, g2[, v2]
 
 
 def _make_gates(k: Tensor, v: Tensor, v_first: Tensor | None, hidden: Tensors, N: int, vectors: Tensors,
                 matrices: Tensors) -> tuple[Gates, KeptOfGates]:
-    """`gates`, and what its backward pass reads."""
+    """The result of `gates`, and what its backward pass reads."""
     w2, a2, g2, *v2 = matrices = cast(k.dtype, matrices)
     tanh, hidden_a, sigmoid, *hidden_v = torch.tanh(hidden[0]), hidden[1], torch.sigmoid(hidden[2]), *hidden[3:]
     up = tanh, hidden_a, *hidden_v
@@ -253,7 +251,7 @@ def _gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vec
 def _gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors, inverse: Tensor,
                     grads: Tensors, more: tuple[Tensor | None, Tensor | None] = (None, None),
                     ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors, Tensors]:
-    """From the gradients of log_w, k, v, a and b those of (k, v, v_first), of z, and of the vectors (C,).
+    """The gradients of (k, v, v_first), of z, and of the vectors (C,), from those of log_w, k, v, a and b.
 
     more: what is added to the gradients of k and v.
     """
@@ -288,7 +286,7 @@ def _decay_rate_factor(z: Tensors, vectors: Tensors) -> Tensors:
     dtype = z[0].dtype
     decay = torch.sigmoid(z[0].to(torch.promote_types(dtype, torch.float32)) + w0)
     rate = torch.sigmoid(z[1] + a0.to(dtype))
-    # in half precision a rounded k_a, 1.02 at first, would make all factors too small; a rounded inverse may be infinite
+    # in half precision k_a, 1.02 at first, would be rounded and make all factors too small; a rounded inverse may be infinite
     return decay, rate, torch.addcmul(1 - k_a, rate, k_a).to(dtype)
 
 
@@ -338,7 +336,7 @@ def _gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vectors: Tenso
 
 def _gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vectors: Tensors,
                     grad: Tensor) -> tuple[Tensors, Tensors]:
-    """From the gradient of what _gated returns those of y, r, k, v and g, and of the vectors (C,)."""
+    """The gradients of y, r, k, v and g, and of the vectors (C,), from that of _gated's result."""
     N = y.shape[-1]
     if fused_c.takes(y, r, k, v, g):
         return fused_c.gated_backward(y, r, k, v, g, N, vectors, grad)
@@ -359,7 +357,7 @@ def _gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vecto
 
 
 def _read(y: Tensor, r: Tensor, k: Tensor, v: Tensor, vectors: Tensors) -> Tensors:
-    """What g gates, the normalised y, the sum of r k r_k, and the mean and 1/std of each head."""
+    """The sum that g multiplies, the normalised y, the sum of r k r_k over each head, and each head's mean and 1/std."""
     N, (r_k, weight, bias) = y.shape[-1], vectors
     normal, mean, inverse_std = torch.native_layer_norm(y, (N,), None, None, EPS)
     normal = normal.to(weight.dtype).flatten(2)
@@ -390,14 +388,13 @@ class _ChannelMixing(torch.autograd.Function):
 
 
 def _save(ctx: Any, *groups: Iterable[Tensor | None]) -> list[int]:
-    """Saves groups of tensors for the backward pass; the number of each, for _saved."""
+    """Saves groups of tensors for the backward pass. Returns the size of each group, for _saved."""
     lists = [tuple(group) for group in groups]
     ctx.save_for_backward(*chain(*lists))
     return [len(group) for group in lists]
 
 
 def _saved(ctx: Any) -> list[tuple[Any, ...]]:
-    """The groups that _save has saved."""
     tensors = iter(ctx.saved_tensors)
     return [tuple(next(tensors) for _ in range(size)) for size in ctx.sizes]
 
@@ -413,12 +410,7 @@ def _by_head(tensor: Tensor, N: int) -> Tensor:
 
 def _summed(grad: Tensor) -> Tensor:
     """The gradient (C,) of a vector that was added or multiplied at each of (B,T)."""
-    return grad.sum((0, 1), dtype=_wide(grad))
-
-
-def _wide(tensor: Tensor) -> torch.dtype | None:
-    """A sum over B and T is wide where the gradients are scaled."""
-    return torch.float32 if tensor.dtype == torch.float16 else None
+    return grad.sum((0, 1), dtype=wide_sum(grad))
 
 
 def _row_product_backward(grad: Tensor, x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
-"""The recurrent state of a model: everything that it remembers of the tokens it has read. A value: nothing changes it in place.
+"""The recurrent state of a model: all that it remembers of the tokens that it has read. Nothing changes a state in place.
 
-Each generation has a State of its own: a named tuple of tensors whose first two axes are layers and rows, (L,B,...), with the
-methods of the class here. The state of one layer is the same named tuple without the first axis.
+Each generation has a State of its own: a named tuple of tensors (L,B,...), with layers and rows as the first two axes and
+with the methods of the class here. The state of one layer is the same named tuple without the first axis.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,12 +19,11 @@ class State(tuple[Tensor, ...]):
     __slots__ = ()
 
     def named(self) -> dict[str, Tensor]:
-        """The tensors by their names."""
         fields: tuple[str, ...] = getattr(self, "_fields")       # noqa: B009  of the named tuple
         return dict(zip(fields, self, strict=True))
 
     def each(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The state that has function(tensor) for each tensor."""
+        """The state of function(tensor) for each tensor."""
         return self._of(map(function, self))
 
     def rows(self, chosen: Sequence[int] | Tensor | slice) -> Self:
@@ -36,16 +35,14 @@ class State(tuple[Tensor, ...]):
         return [self._of(tensors) for tensors in zip(*self, strict=True)]
 
     def where(self, mask: Tensor, other: Self) -> Self:
-        """`other` in the rows where the mask (B,) is true, this state elsewhere. A row that is replaced gets no gradient."""
+        """`other` in the rows where the mask (B,) is true, this state in the others. A replaced row gets no gradient."""
         return self._of(torch.where(mask.view(1, -1, *[1] * (mine.dim() - 2)), theirs, mine)
                         for mine, theirs in zip(self, other, strict=True))
 
     def to(self, device: torch.device | str) -> Self:
-        """The state on `device`."""
         return self.each(lambda tensor: tensor.to(device))
 
     def detach(self) -> Self:
-        """The state without its graph of gradients."""
         return self.each(Tensor.detach)
 
     def nbytes(self) -> int:

@@ -20,7 +20,7 @@ FASTER = 1.3                             # the speed-up that pays for converting
 
 
 def device_for(accelerator: str) -> torch.device:
-    """The device of trainer.accelerator=auto|cpu|gpu on this machine. Raises UserError for gpu if torch finds none."""
+    """The device of trainer.accelerator=auto|cpu|gpu on this machine. Raises UserError for gpu if torch finds no GPU."""
     if accelerator == "gpu" and not torch.cuda.is_available():
         raise UserError("trainer=gpu needs a CUDA device, and torch finds none: use trainer=cpu")
     return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
@@ -45,12 +45,12 @@ def process_count(options: TrainerConfig, batch_size: int) -> int:
 
 
 def share(batch_size: int, strategy: str, num_nodes: int) -> int:
-    """This process's share of the rows that all processes read together. Raises UserError if it is not a whole number."""
+    """This process's number of the batch_size rows that all processes read. Raises UserError if it is not a whole number."""
     count = world_size()
     if count > 1 and strategy == "single":
         raise UserError("torchrun started several processes, and trainer=single trains in one: use trainer=ddp or trainer=fsdp")
     if count % num_nodes:
-        raise UserError(f"trainer.num_nodes={num_nodes} machines cannot have {count} processes, as many each")
+        raise UserError(f"{count} processes cannot be divided equally among trainer.num_nodes={num_nodes} machines")
     _require_gpus(strategy, torch.cuda.device_count())
     _require_multiple(batch_size, count)
     return batch_size // count
@@ -80,7 +80,7 @@ def bfloat16_is_faster(device: torch.device) -> bool:
 
 
 def _seconds(dtype: torch.dtype) -> float:
-    """The shortest time of CALLS matrix products on the CPU, after one that warms up."""
+    """The shortest of CALLS times of a matrix product on the CPU, after one product that warms up."""
     x = torch.ones(N, N, dtype=dtype)
     times = []
     for _ in range(1 + CALLS):
@@ -91,5 +91,5 @@ def _seconds(dtype: torch.dtype) -> float:
 
 
 def dtype_for(precision: str) -> torch.dtype:
-    """The dtype of the model's matrix products, and so of k and v."""
+    """The dtype of the model's matrix products, and so of the operator's inputs."""
     return {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(precision, torch.float32)

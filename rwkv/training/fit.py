@@ -71,8 +71,7 @@ def fit(trainer: lightning.Trainer, task: LanguageModel, loaders: DataModule, ru
 
 
 def preferences_of(run: Run, task: LanguageModel, data: Corpus, device: torch.device) -> Preferences:
-    """The objective of pairs. With tune=full, rank 0 computes the reference before the first step, and all processes read it.
-    """
+    """The objective of pairs. With tune=full, rank 0 writes the reference before the first step, and all processes read it."""
     config = run.config
     path = run.out_dir / REFERENCE
     if config.tune.method != "full":
@@ -87,13 +86,13 @@ def preferences_of(run: Run, task: LanguageModel, data: Corpus, device: torch.de
 def train(run: Run) -> None:
     config = run.config
     device = device_for(config.trainer.accelerator)
-    # Lightning would take the rank from the variables of a batch system, which may be inherited
+    # Lightning would take the rank from a batch system's variables, which this process may only have inherited
     rank_zero_only.rank = distributed.rank()     # type: ignore[attr-defined]
     if config.trainer.malloc == "small":        # before the model is built and timed
         return_large_blocks()
     elif config.trainer.malloc == "tuned":
         keep_large_blocks()
-    # Refused before the data are read, where the processes cannot share the rows
+    # Before the data are read: this raises UserError if the processes cannot share the rows
     rows = share(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
     wkv, kernel = kernel_for(config.model, config.kernel.name, device, config.trainer.precision)
     distributed.broadcast_from_rank0(lambda: require(config.logger))
@@ -104,7 +103,7 @@ def train(run: Run) -> None:
     run = replace(run, config=config)
     distributed.broadcast_from_rank0(lambda: require_unfinished(run))
     data.tokenizer.drop_library()
-    give_back_free_blocks()              # of the data's preparation
+    give_back_free_blocks()              # memory that the data's preparation took
     announce_needs(run, kernel, device, data)
     reach = len(data.val) if config.trainer.tbptt else config.model.ctx_len
     validated = with_part(data, config.trainer.val_tokens, reach)

@@ -1,7 +1,7 @@
-"""The length of a run in steps: trainer.max_steps, or from trainer.max_tokens or trainer.epochs.
+"""The length of a run in steps: trainer.max_steps, or computed from trainer.max_tokens or trainer.epochs.
 
-Epochs become steps once the data are known. A pass is over all windows, over all rows of conversations, or over all segments
-of trainer.tbptt's streams. A step may begin in one pass and end in the next; with the last step the last pass is complete.
+Epochs become steps once the data are known. An epoch is a pass over all windows, over all rows of conversations, or over all
+segments of trainer.tbptt's streams. A step may begin in one pass and end in the next; the last step completes the last pass.
 """
 
 from collections.abc import Collection
@@ -15,7 +15,7 @@ from rwkv.data.prepare import Corpus
 from rwkv.data.windows import Windows
 from rwkv.errors import UserError
 
-ROUNDING = 1e-9                          # error of epochs times steps, both of which may be fractions
+ROUNDING = 1e-9                          # rounding error of epochs times steps, which may be fractions
 CHAT_EPOCHS = 2.0                        # of a new run on conversations that is given no length
 MANY = 4                                 # epochs of conversations after which answers are learnt by heart
 
@@ -40,8 +40,8 @@ def with_steps_of_epochs(config: TrainConfig, data: Corpus) -> TrainConfig:
 
 
 def with_max_steps(config: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """The configuration with one length, and with max_steps computed from trainer.max_tokens if that is the one. A given length
-    replaces the one of an experiment or of a resumed run.
+    """The configuration with one length, and with max_steps computed if the length is trainer.max_tokens. A given length
+    replaces that of an experiment or of a resumed run.
     """
     own = [key for key in LENGTHS if key in given and getattr(config.trainer, key.removeprefix("trainer.")) is not None]
     if len(own) > 1:

@@ -1,5 +1,5 @@
-"""Loggers of metrics: metrics.csv in the run's directory, and W&B or the logger of Lightning that logger._target_ names. W&B is
-online if the user is logged in, otherwise offline.
+"""Loggers of metrics: metrics.csv in the run's directory, and W&B or the logger of Lightning that logger._target_ names. W&B
+runs online if the user is logged in, otherwise offline.
 """
 
 import csv
@@ -26,7 +26,7 @@ COLUMNS = ("train/loss", "val/loss", "val/bpb", "val/lost", "lr", "grad_norm", "
 Mode = Literal["online", "offline", "disabled"]
 GUARD_COLUMNS = ("guard/loss", "guard/bpb")           # of runs with tune.guard
 SAMPLE_COLUMNS = ("step", "prompt", "text")
-SAMPLES_SHOWN = 100                      # the latest ones: W&B uploads the whole table each time
+SAMPLES_SHOWN = 100                      # the latest samples: W&B uploads the whole table each time
 
 
 def require(config: LoggerConfig) -> None:
@@ -129,7 +129,7 @@ class MetricsFile(Logger):
     """metrics.csv: one row for each step with metrics.
 
     A resumed run drops the rows of the steps after its checkpoint; it keeps the columns, and adds new ones after them. Every
-    row names the kernel, since a resumed run may use another. more: columns beside the ones that every run has.
+    row names the kernel, since a resumed run may use another. more: columns that only some runs have.
     """
 
     def __init__(self, path: Path, kernel: str, more: Sequence[str] = (), resumed_at: int | None = None) -> None:
@@ -179,7 +179,7 @@ def _wandb(config: LoggerConfig, out_dir: Path, run: dict[str, Any], mode: Mode)
         project=config.project, group=config.group, name=config.run_name or f"{run['kernel']['name']}-{out_dir.name}",
         save_dir=out_dir, config=run, settings=wandb.Settings(silent=True, mode=mode))
     folder = Path(logger.experiment.dir).parent
-    if mode == "offline" and not (out_dir.parent / SWEEP).is_file():      # a sweep says it once, at its end
+    if mode == "offline" and not (out_dir.parent / SWEEP).is_file():      # a sweep prints this once, at its end
         how = f"`wandb sync {quote(str(folder))}` uploads this run"
         if earlier_id is not None:
             how = (f"each part of a continued run is a folder of its own; `wandb sync --id {earlier_id} "

@@ -4,22 +4,22 @@
     require_capacity     refuses a run that cannot fit, before its data are tokenised and its model is built
     free_memory, free_disk     what this machine has, the limit of its container included
 
-The estimate, in floats of 4 bytes. N = tokens of one batch of one process, C = n_embd, V vocabulary, L layers; by the
-generation, P parameters (the sum of its shapes), K numbers that a block keeps for each token (kept_for_backward), W that its
-operator works with (operator_work), S that a state has for each row:
+The estimate, in floats of 4 bytes. N = tokens of one batch of one process, C = n_embd, V vocabulary, L layers. The generation
+gives P, the number of parameters (the sum of its shapes); K, the numbers that a block keeps for each token (kept_for_backward);
+W, the numbers that its operator works with for each token (operator_work); S, the numbers of a state for each row:
 
-    weights, gradients, and Adam's two moments         4 P; with fsdp each process has its share of them; with tune=, the
-                                                       last three of what is trained alone, and of frozen weights the
-                                                       matrices take BITS of tune.base a value, the embedding 2
-    activations kept for the backward pass             N L K; another K (kept_when_frugal) with frozen weights, and in rows of
+    weights, gradients, and Adam's two moments         4 P; with fsdp each process has its share of them; with tune=lora or
+                                                       state the last three only of what is trained, and a value of a frozen
+                                                       matrix takes BITS of tune.base, one of the embedding 2 bytes
+    activations kept for the backward pass             N L K; K is kept_when_frugal with frozen weights, and in rows of
                                                        conversations
       in half precision                                with another K, and a copy of the weights in P / 2
       with activation checkpointing                    N L C, and one block's activations while it is recomputed
       with tbptt=k                                     those of one segment, N/k tokens; k states of S for each row; the
                                                        head's input and its gradient, 2 N C
     the loss                                           one chunk of logits, and the head's gradient
-    the first layer to run backward                    N W, and the head's gradient; the loss is free again by then, and where
-                                                       a step is one pass there are no other gradients yet
+    the first layer to run backward                    N W, and the head's gradient; the loss is free again by then, and if a
+                                                       step is one pass there are no other gradients yet
 
 The counts per token are those of the tensors that rwkv/model/ keeps; a test compares the total with the measured peak. The
 gradients of a step live until the backward pass of the next one begins (Lightning's order).
@@ -46,15 +46,15 @@ from rwkv.training.callbacks.checkpoints import FOLDER
 from rwkv.training.device import device_for
 
 FLOAT = 4                                # bytes
-NARROW = 2                               # bytes of a value of a frozen embedding and head, in released files
+NARROW = 2                               # bytes of a value of a frozen embedding and head, as in released files
 MOMENTS = 2                              # Adam's
-BETWEEN = 40                             # times n_embd: values per token that the backward pass of a block with frozen weights
-                                         # takes while it computes again what is between the products
+BETWEEN = 40                             # times n_embd: values per token in the backward pass of a block with frozen weights,
+                                         # while it computes again what is between the products
 HOLES = 1.25                             # factor on activations and loss if memory goes back after each block: some free memory
                                          # lies between kept blocks
-LITTLE = 5 * 10 ** 8                     # bytes beside the program: a run that takes no more saves no memory at a price
-DATA_WORKER = 100 * 2 ** 20              # bytes of a process that loads data, beside what it shares with this one
-ENOUGH = 0.75                            # refuse only if this fraction of the estimated activations and loss does not fit
+LITTLE = 5 * 10 ** 8                     # bytes beside the program: runs that need no more do not save memory by taking longer
+DATA_WORKER = 100 * 2 ** 20              # bytes of a process that loads data, without those that it shares with this one
+ENOUGH = 0.75                            # a run is refused only if this fraction of activations and loss does not fit
 BEST, BEING_WRITTEN = 1, 1               # checkpoints on the disk beside the trainer.keep_last newest ones
 
 
@@ -80,12 +80,12 @@ class Memory:
 
     @property
     def least(self) -> int:
-        """With less than this a run is refused: activations and loss are estimates."""
+        """A run is refused if less than this is free; only a part of activations and loss counts, since these are estimates."""
         return self.fixed + round(ENOUGH * (self.total - self.fixed))
 
 
 def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory:
-    """The memory of each of `processes` that share data.batch_size."""
+    """The memory of each of the `processes` that share data.batch_size."""
     trainer = config.trainer
     model = generation(config.model)
     half, rounded = trainer.precision != "32-true", config.tune.base in ("int8", "int4")
@@ -122,7 +122,7 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
 
 
 def gives_back(config: TrainConfig, vocab_size: int) -> bool:
-    """Whether a run returns memory to the system after each block: a large one on a CPU, where holes would take much of it."""
+    """Whether a run returns memory to the system after each block: a large run on a CPU, where holes would take much of it."""
     return _has_holes(config) and estimate(config, vocab_size, world_size()).total > LITTLE
 
 
@@ -149,7 +149,6 @@ def _kept(config: TrainConfig) -> float:
 
 
 def n_trained(config: TrainConfig, vocab_size: int) -> int:
-    """The number of values that are trained."""
     tune = config.tune
     if tune.method == "full":
         return n_parameters(config.model, vocab_size)
@@ -160,7 +159,7 @@ def n_trained(config: TrainConfig, vocab_size: int) -> int:
 
 
 def frozen_bytes(config: TrainConfig, vocab_size: int) -> int:
-    """The memory of the frozen weights; of a file in float32 the embedding and the head take twice as much."""
+    """The memory of the frozen weights. From a file in float32 the embedding and the head take twice as much."""
     base = config.tune.base
     shapes = generation(config.model).shapes(config.model, vocab_size)
     sizes: dict[str, float] = dict.fromkeys(_matrices(config, vocab_size), BITS[base] / 8)
@@ -189,12 +188,12 @@ def n_checkpoints(keep_last: int) -> int:
 
 
 def checkpoint_bytes(config: TrainConfig, vocab_size: int) -> int:
-    """The disk that all checkpoints of a run take at a time: what is trained, and its moments, in each."""
+    """The most that a run's checkpoints take on the disk. Each has what is trained, and its moments."""
     return n_checkpoints(config.trainer.keep_last) * (1 + MOMENTS) * FLOAT * n_trained(config, vocab_size)
 
 
 def with_options(config: TrainConfig, **options: Any) -> TrainConfig:
-    """The configuration with these options of trainer."""
+    """The configuration with other values of these options of trainer."""
     return replace(config, trainer=replace(config.trainer, **options))
 
 
@@ -223,7 +222,7 @@ def require_capacity(config: TrainConfig, out_dir: Path, device: torch.device, v
 
 
 def _require_memory(need: int, device: torch.device, processes: int, remedy: str) -> None:
-    """`need`: the bytes that all `processes` on the device need beside what they use already."""
+    """need: the bytes that all `processes` on the device need in addition to those that they use already."""
     free = free_memory(device)
     if free is not None and need > free:
         where = "the GPU" if device.type == "cuda" else "this machine"
@@ -239,7 +238,7 @@ def _used(device: torch.device, processes: int) -> int:
 
 
 def _require_disk(config: TrainConfig, out_dir: Path, vocab_size: int) -> None:
-    """Checkpoints that the run has already are replaced, so that their space counts as free."""
+    """The run's earlier checkpoints are replaced, so their space counts as free."""
     replaced = sum(path.stat().st_size for path in (out_dir / FOLDER).glob("*.ckpt"))
     need, free = checkpoint_bytes(config, vocab_size), free_disk(out_dir) + replaced
     if need > free:
@@ -260,7 +259,7 @@ def _remedy(config: TrainConfig, vocab_size: int, device: torch.device, sharing:
 
 
 def _what_to_lessen(config: TrainConfig, vocab_size: int, free: int | None, sharing: int) -> str:
-    """The options that the largest part of the memory follows from."""
+    """The options on which the largest part of the memory depends."""
     need = estimate(config, vocab_size, world_size())
     if 2 * need.workers > need.total:
         return "fewer data.num_workers"
@@ -288,7 +287,8 @@ def _smaller(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:
-    """Bytes that programs can still allocate on `device`; None if the system does not tell. `root`: where proc and sys lie."""
+    """Bytes that programs can still allocate on `device`; None if the system does not tell. root: the folder of proc and sys.
+    """
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory(root)
 
 

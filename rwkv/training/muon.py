@@ -3,13 +3,13 @@
     momentum <- mu momentum + (1 - mu) grad;  G = (1 - mu) grad + mu momentum;  W <- W - lr sqrt(max(1, rows / columns)) U V^T
 
 with G = U S V^T. U V^T comes from a few Newton-Schulz iterations, X <- a X + (b A + c A^2) X with A = X X^T, which bring most
-singular values near 1. bfloat16 has digits enough for them; a CPU that lacks products of bfloat16 computes them in float32, in
-a thirtieth of the time. Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in neural networks"
-(kellerjordan.github.io/posts/muon, 2024). Each iteration has the coefficients that are optimal for the singular values which
-the one before leaves: Amsel et al., "The Polar Express" (arXiv 2505.16932), algorithm 1. They need a largest singular value of
-at most 1, and close to it. The root of the norm of A bounds it about twice as closely as the norm of X, and the first
-iteration computes A anyway. torch.optim.Muon has five iterations with equal coefficients, scales by the norm of X, and takes
-one matrix after the other; here all matrices of one shape go through each product together.
+singular values near 1. bfloat16 has digits enough for them. A CPU without instructions for products of bfloat16 computes them
+in float32, which takes it a thirtieth of the time. Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in
+neural networks" (kellerjordan.github.io/posts/muon, 2024). The coefficients of each iteration are optimal for the singular
+values after the iteration before: Amsel et al., "The Polar Express" (arXiv 2505.16932), algorithm 1. They need a largest
+singular value of at most 1, and close to 1. The root of the norm of A bounds it about twice as closely as the norm of X, and
+the first iteration computes A anyway. torch.optim.Muon has five iterations with equal coefficients, scales by the norm of X,
+and takes one matrix after the other; here each product is of all matrices of one shape together.
 
 NorMuon then divides each row by the root of a running mean of its squares, so that all neurons move by similar amounts, and
 keeps the norm of the whole step. Source: Li et al., "NorMuon" (arXiv 2510.05491).
@@ -29,13 +29,13 @@ from rwkv.errors import UserError
 # Coefficients a, b, c of each iteration: singular values above 1/100 of the bound come within 0.28 of 1, and smaller ones
 # grow 77 times.
 POLAR_EXPRESS = ((8.0132, -22.9258, 16.5994), (3.607, -2.6486, 0.5119), (2.6802, -1.998, 0.4572))
-MARGIN = 1.02                            # a factor on the bound for bfloat16's rounding: just above 1 the polynomials are steep
+MARGIN = 1.02                            # factor on the bound, against bfloat16's rounding: just above 1 polynomials are steep
 SMALLEST_NORM = 1e-14                    # a lower bound of the norm of A, against division by 0
 SMALLEST_SQUARE = 1e-16                  # the same for the mean squares of rows
 
 
 class Muon(torch.optim.Optimizer):
-    """groups: as torch's optimisers take them; those with "orthogonal": True hold matrices, and AdamW updates the others.
+    """groups: as for torch's optimisers; those with "orthogonal": True hold matrices, and AdamW updates the other groups.
 
     row_beta: decay of the running mean of a row's squares; 0 for Muon, above 0 for NorMuon. orthogonalize: a function of
     matrices (N,O,I).
@@ -109,7 +109,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _update(matrices: list[Tensor], steps: Tensor, means: Tensor | None, beta: float, lr: float, decay: float) -> None:
-    """Moves matrices, all (O,I), by steps (N,O,I), whose rows are scaled as in NorMuon if there are means (N,O,1)."""
+    """Moves N matrices (O,I) by steps (N,O,I). If there are means (N,O,1), the rows of steps are scaled as in NorMuon."""
     factors = matrices[0].new_ones(len(matrices), 1, 1) if means is None else _normuon_scale(steps, means, beta)
     rows, columns = matrices[0].shape
     factors *= -lr * math.sqrt(max(1, rows / columns))
@@ -120,7 +120,7 @@ def _update(matrices: list[Tensor], steps: Tensor, means: Tensor | None, beta: f
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
-    """Approximately U V^T of each of matrices (N,O,I) = U S V^T, in the dtype of kernels.machine.cpu.matrix_dtype.
+    """Approximately U V^T for each of the matrices (N,O,I) = U S V^T, in the dtype of kernels.machine.cpu.matrix_dtype.
 
     Singular values far below the largest stay below 1. The norm of a matrix may be 1e-7 to 1e9; outside of this range the
     result tends to 0.
@@ -134,7 +134,7 @@ def orthogonal(matrices: Tensor) -> Tensor:
 
 
 def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x scaled so that its spectral norm is at most 1, by the bound sqrt(norm_F(A)), and its Gram matrix A."""
+    """x and its Gram matrix A, scaled by the bound sqrt(norm_F(A)) so that the spectral norm of x is at most 1."""
     gram = _gram(x)
     scale = (MARGIN * gram.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST_NORM)).rsqrt()
     return x * scale, gram * scale.square()
@@ -150,7 +150,7 @@ def _wide(x: Tensor) -> bool:
 
 
 def _normuon_scale(steps: Tensor, means: Tensor, beta: float) -> Tensor:
-    """The factors (N,O,1) of the rows of steps (N,O,I): the inverse root of each row's running mean square, times a factor of
+    """The factors (N,O,1) of the rows of steps (N,O,I): the inverse root of each row's running mean square, times a factor for
     each matrix that keeps the norm of its step. Updates means (N,O,1).
     """
     squares = torch.linalg.vector_norm(steps, dim=2, keepdim=True, dtype=means.dtype).square_() / steps.shape[2]

@@ -37,7 +37,7 @@ def parameter_groups(model: Model, optim: OptimConfig) -> list[dict[str, Any]]:
 
 
 def lr_scale(name: str, scales: Mapping[str, str], optim: OptimConfig) -> float:
-    """The learning rate of a parameter as a multiple of optim.lr. scales: LR_SCALES of the parameter's generation."""
+    """The learning rate of a parameter as a multiple of optim.lr. scales: LR_SCALES of the model's generation."""
     last = name.rpartition(".")[2]
     return next((float(getattr(optim, option)) for begin, option in scales.items() if last.startswith(begin)), 1.0)
 

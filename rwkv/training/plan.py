@@ -1,4 +1,4 @@
-"""The plan of a run, printed before it begins: what it does, needs and takes. plan=true ends the program there.
+"""The plan of a run, printed before it begins: what it does, and the memory, disk and time that it needs. plan=true ends there.
 
 Sizes come from formulas (rwkv/training/memory.py) and are printed before the model is built. The duration comes from two timed
 training steps of the model, which change nothing.
@@ -40,13 +40,13 @@ from rwkv.training.tuning import defaults, guard
 
 TIMED_STEPS = 2                          # after one that warms up
 EXCESS = 0.1                             # warn if validation has more of the text than data.val_fraction plus this
-MUCH = 1 / 3                             # fraction of the time from which on the time of validation is printed
+MUCH = 1 / 3                             # the time of validation is printed if it is more than this fraction of all time
 FORWARD = 1 / 3                          # forward pass as a fraction of a training step
-UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # a duration of at least two of a unit is given in it
+UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # a duration is given in the first unit of which it has two
 
 
 def announce_needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> None:
-    """Prints on standard error what the run is and the memory and disk that it needs, before its model is built."""
+    """Prints on standard error what the run does, and the memory and disk that it needs, before its model is built."""
     if rank() > 0:
         return
     if run.config.resume is not None and run.resume_from is None:
@@ -80,7 +80,7 @@ def _show(lines: Iterable[tuple[str, str]]) -> None:
 def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterator[tuple[str, str]]:
     config = run.config
     V = run.init_checkpoint.vocab_size if run.init_checkpoint else data.tokenizer.vocab_size
-    programs = resident_memory() if device.type == "cpu" else 0       # before the data's pages, which are read below, count too
+    programs = resident_memory() if device.type == "cpu" else 0       # measured before pages of the data are read below
     yield "data", data.describe()
     lost = data.describe_lost()
     if lost:
@@ -145,7 +145,7 @@ def _objective(tune: TuneConfig) -> str:
 
 
 def _blocks(compiled: bool, method: str, conversations: bool) -> str:
-    """The form in which blocks train; fused.can_fuse chooses it. method: tune.method."""
+    """How blocks are computed in training; fused.can_fuse chooses it. method: tune.method."""
     if compiled:
         return "plain formulas: trainer.compile=true fuses them"
     why = ""
@@ -196,7 +196,7 @@ def _training(run: Run, device: torch.device, task: LanguageModel, data: Corpus)
 
 
 def _length(trainer: TrainerConfig, steps: int) -> str:
-    """The remaining steps, and the epochs that they come from."""
+    """The remaining steps, and the epochs from which they are computed."""
     if not trainer.epochs:
         return f"{steps:,} steps"
     whole = f"{trainer.epochs:g} epochs = {trainer.max_steps:,} steps"
@@ -204,7 +204,7 @@ def _length(trainer: TrainerConfig, steps: int) -> str:
 
 
 def _wrong_length(config: TrainConfig, epochs: float, conversations: bool) -> Iterator[tuple[str, str]]:
-    """Warnings: answers are read so often that they are learnt by heart; the learning rate still rises at the end."""
+    """Warnings if answers are read so often that they are learnt by heart, and if the learning rate still rises at the end."""
     steps = config.trainer.max_steps
     rising = config.optim.warmup_steps
     if conversations and epochs > MANY and not config.trainer.overfit_batches:
@@ -226,7 +226,7 @@ def in_words(seconds: float) -> str:
 def equivalent_steps(config: TrainConfig, steps: int, validated_tokens: int) -> tuple[float, float]:
     """The times of training and of all validations, in training steps of one pass."""
     recomputed = 1 - 1 / max(1, config.trainer.tbptt)        # the fraction of segments whose forward pass runs twice
-    reference = config.tune.prefers and config.tune.method != "full"             # a forward pass more
+    reference = config.tune.prefers and config.tune.method != "full"             # one more forward pass
     validation = FORWARD * (1 + reference) * validated_tokens / config.tokens_per_step
     return steps * (1 + FORWARD * recomputed + FORWARD * reference), validation
 
@@ -251,9 +251,9 @@ def _validation(val_tokens: int | None, whole: int, times: int, time_share: floa
 
 def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device,
                       conversations: tuple[Tokenised, Tokenised] | None) -> float:
-    """The time of an optimiser step's forward and backward passes. It compiles the kernels and changes nothing.
+    """The measured time of an optimiser step's forward and backward passes. It compiles the kernels and changes nothing.
 
-    Of conversations, the first rows are read, where only the answers are targets.
+    For conversations it reads their first rows, in which only the answers are targets.
     """
     rows = config.data.batch_size // world_size()
     x = torch.zeros(rows, config.model.ctx_len, dtype=torch.long, device=device)

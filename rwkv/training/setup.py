@@ -35,7 +35,7 @@ def kernel_for(model: ModelConfig, kernel: str, device: torch.device, precision:
 def data_for(run: Run, device: torch.device) -> Corpus:
     """The run's data, which the first process tokenises for all. Raises UserError if the model or its checkpoints do not fit.
 
-    A vocabulary made from the data has an unknown size before: capacity is checked for the smallest one, and again.
+    A vocabulary that is made from the data has no known size before: capacity is checked for the smallest, and then again.
     """
     config = run.config
     smallest = run.tokenizer.vocab_size if run.tokenizer else 1
@@ -47,7 +47,7 @@ def data_for(run: Run, device: torch.device) -> Corpus:
 
 def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: Any,
               tune: TuneConfig | None = None) -> Model:
-    """config: the sizes, as in init_checkpoint except for ctx_len. tune: None trains all weights."""
+    """A model to train. config: the sizes, as in init_checkpoint except for ctx_len. tune: None trains all weights."""
     if init_checkpoint is None:
         return Model(config, tokenizer.vocab_size, wkv).init_weights()
     if tune is None or tune.method == "full":
@@ -62,10 +62,10 @@ def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer
 
 
 def _frozen(config: ModelConfig, wkv: Any, checkpoint: Checkpoint, base: str) -> Model:
-    """The frozen model with its blocks' matrices in `base`. Each conversion returns its memory before the next one.
+    """The frozen model with its blocks' matrices in `base`. Each conversion frees its memory before the next one begins.
 
-    The embedding and the head stay in the file's dtype: bfloat16 is exact, and such a head is converted a part at a time. Bases
-    other than float32 round the embedding to bfloat16; base bfloat16 also rounds the head.
+    The embedding and the head stay in the file's dtype: bfloat16 is exact, and products convert a part of such a head at a
+    time. But bases other than float32 round the embedding to bfloat16, and base bfloat16 also rounds the head.
     """
     group = generation(config).group
     as_in_file = {name for name in checkpoint.weights.stored if group(name) in MATRICES}
@@ -79,7 +79,7 @@ def _frozen(config: ModelConfig, wkv: Any, checkpoint: Checkpoint, base: str) ->
         give_back_free_blocks()
 
     model = Model.with_weights(config, wkv, {name: tensor.get() for name, tensor in stored.items()}).requires_grad_(False)
-    stored["emb.weight"].drop_pages()    # all were read by the check; training reads few of them again
+    stored["emb.weight"].drop_pages()    # the check has read all pages; training reads few of them again
     if base == "bfloat16":
         return to_bfloat16(model)
     if model.head.weight.dtype == torch.bfloat16:

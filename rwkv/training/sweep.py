@@ -6,10 +6,10 @@
     DIR/logs/NAME.reason.txt  the error that ended it, if one did (sweep_child.py)
     DIR/report.html           the report on all runs, and report.csv (rwkv/report/)
 
-The runs are trained in an order shuffled with ORDER_SEED, so that a slow hour of the machine does not hit only one kernel. A
-kernel that cannot run here and a run that fails are lines of the report; the other runs are trained nevertheless. Ctrl-C is
-passed on to the current run, which saves. `python train.py -m resume=auto out_dir=DIR` keeps the finished runs and continues
-each of the others from its last checkpoint; further options add runs.
+The runs are trained in an order shuffled with ORDER_SEED, so that a slow hour of the machine does not hit only one kernel. The
+report names kernels that cannot run here and runs that failed; the other runs are trained nevertheless. Ctrl-C is passed on to
+the current run, which saves. `python train.py -m resume=auto out_dir=DIR` keeps the finished runs and continues each of the
+others from its last checkpoint; more options add runs.
 """
 
 import glob
@@ -52,7 +52,7 @@ UNAVAILABLE = "unavailable"
 STOPPED = "stopped"
 WAITING = "waiting"
 RESUME = "-m resume=auto"
-SWEEP_OPTIONS = ("out_dir", "resume")    # these are the sweep's; each run gets its own
+SWEEP_OPTIONS = ("out_dir", "resume")    # options of the sweep; each run gets its own values
 UNSUPPORTED = ("hydra/launcher", "hydra.launcher", "hydra/sweeper")
 SOME_FAILED = 1                          # exit statuses
 NONE_RAN = 2
@@ -60,7 +60,7 @@ NONE_RAN = 2
 
 @dataclass
 class Entry:
-    """One run of a sweep. swept: the options in which the runs differ. order: its place in the shuffled order, from 1."""
+    """A run of a sweep. swept: the options in which runs differ. order: its place in the shuffled order, from 1."""
 
     name: str
     swept: dict[str, str]
@@ -75,7 +75,7 @@ class Entry:
 
 @dataclass
 class Sweep:
-    """The content of sweep.json, with entries in the order of the command line, and each run's configuration by name."""
+    """The content of sweep.json: its entries, in the order of the command line, and each run's configuration by name."""
 
     folder: Path
     entries: list[Entry] = field(default_factory=list)
@@ -90,7 +90,7 @@ class Sweep:
 
 
 class Stop(StopRequest):
-    """`with Stop() as stop:` passes Ctrl-C, SIGTERM and the like on to stop.process, which has a session of its own."""
+    """`with Stop() as stop:` passes Ctrl-C, SIGTERM and the like on to stop.process, which is in another session."""
 
     def __init__(self) -> None:
         super().__init__(on_signal=self._pass_on, every_signal=True)
@@ -116,7 +116,7 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
     sweep.folder.mkdir(parents=True, exist_ok=True)
     lock.hold(sweep.folder)
     if "resume" not in line.verbatim:
-        require_unused(sweep.folder, RESUME)     # again: another process may have used it before the lock was held
+        require_unused(sweep.folder, RESUME)     # again: another process may have used the folder before the lock was held
     sweep.save()
     try:
         stopped = train_all(sweep)
@@ -169,7 +169,7 @@ def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
 
 
 def read(folder: Path) -> list[Entry]:
-    """The entries of DIR/sweep.json; none without that file. A run may have finished after it was written."""
+    """The entries of DIR/sweep.json; none without that file. A run may have finished after the file was written."""
     if not (folder / reading.SWEEP).is_file():
         return []
     entries = [Entry(**entry) for entry in json.loads((folder / reading.SWEEP).read_text(encoding="utf-8"))["runs"]]
@@ -204,8 +204,8 @@ def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
 
 
 def _require_possible(config: TrainConfig) -> None:
-    """Raises UserError or UnknownKernel for a run that would fail anywhere: it has a kernel or an option of another generation,
-    or a missing file. A kernel that only this machine cannot run is accepted: the sweep says so when its turn comes.
+    """Raises UserError or UnknownKernel for a run that would fail on any machine, with a kernel or an option of another
+    generation or a missing file. A kernel that only this machine cannot run is accepted; its run's turn reports it.
     """
     if config.init_from is None:
         require_own_options(config)
@@ -217,14 +217,14 @@ def _require_possible(config: TrainConfig) -> None:
 
 
 def _require_kernel(config: TrainConfig) -> None:
-    """Raises as kernel_for does. The generation is that of init_from's file; reading it raises as read_checkpoint does."""
+    """Raises the errors of kernel_for and, for the file of init_from, which gives the generation, those of read_checkpoint."""
     if config.init_from is not None:
         config = replace(config, model=read_checkpoint(config.init_from).config)
     kernel_for(config.model, config.kernel.name, device_for(config.trainer.accelerator), config.trainer.precision)
 
 
 def name_of(job: cli.Job) -> str:
-    """The run's name, also of its directory; characters other than letters, digits and .,=+- become _."""
+    """The name of the run and of its directory; characters other than letters, digits and .,=+- become _."""
     text = ",".join(f"{key}={value}" for key, value in job.swept.items())
     return re.sub(r"[^\w.,=+-]", "_", text) or f"kernel={job.config.kernel.name}"
 
@@ -233,7 +233,7 @@ def train(sweep: Sweep, entry: Entry, stop: Stop) -> None:
     """Trains one run in a process of its own, and stores its status in the entry."""
     config = sweep.configs[entry.name]
     try:
-        with suppress(CheckpointError):  # a begun run needs the file no more; a new one reports the error itself
+        with suppress(CheckpointError):  # a begun run no longer needs the file; a new run reports the error itself
             _require_kernel(config)
     except (KernelUnavailable, UnknownKernel) as error:
         entry.status = UNAVAILABLE
@@ -273,9 +273,9 @@ def options_of(sweep: Sweep, entry: Entry) -> list[str]:
 
 
 def run_process(command: list[str], log_file: Path, stop: Stop) -> int:
-    """Runs a command in a session of its own. Returns its exit status; its standard error is shown, and kept in log_file.
+    """Runs a command in a session of its own and returns its exit status. Its standard error is shown, and kept in log_file.
 
-    In a terminal its standard output is too, so that its texts and lines keep their order.
+    In a terminal so is its standard output, so that both keep their order.
     """
     both = sys.stdout.isatty()
     with log_file.open("w", encoding="utf-8") as file, subprocess.Popen(

@@ -1,8 +1,8 @@
 """One run of a sweep in a process of its own: `python rwkv/training/sweep_child.py REASON_FILE OPTION ...`.
 
 Runs train.py with the options. When an error ends it, this program writes the error in one line to REASON_FILE, for the
-sweep's report; of several processes, the first that fails writes it. Imports nothing heavy, since train.py must set what torch
-reads at its import.
+sweep's report; of several processes, the first that fails writes it. It does not import torch, since train.py must first set
+variables that torch reads at its import.
 """
 
 import runpy
@@ -29,7 +29,7 @@ def run(reason_file: Path) -> None:
 
 
 def reason_of(error: BaseException) -> str | None:
-    """The error in one line; None for an exit without one. Programs exit while they handle the error, its context."""
+    """The error in one line; None for an exit without one. A program exits while it handles an error: SystemExit's context."""
     if not isinstance(error, SystemExit):
         return _one_line(f"{type(error).__name__}: {error}")
     cause = error.__context__

@@ -1,9 +1,10 @@
 """The LightningModule: training and validation steps, metrics, optimiser, gradient clipping, and its part of a checkpoint.
 
 Metrics: train/loss and val/loss in nats per token; val/bpb, bits per byte of the validation text, unless the tokenizer loses
-too much of it (rwkv/tokenizer/lost.py); val/lost, the share that it loses, if it loses any. Validation reads the whole split
-or its first trainer.val_tokens, as windows, each from the empty state, or as conversations, packed into rows or whole. With
-tune.objective=dpo and ipo the losses are means over pairs of answers, and rewards are logged (tuning/preferences.py).
+too much of it (rwkv/tokenizer/lost.py); val/lost, the share that it loses, if it loses any. Validation reads the whole split or
+its first trainer.val_tokens tokens: as windows, each from the empty state, or as conversations, which are whole or packed into
+rows. With tune.objective=dpo and ipo the losses are means over pairs of answers, and rewards are logged
+(tuning/preferences.py).
 """
 
 import math
@@ -32,7 +33,7 @@ from rwkv.training.tbptt import Carried, hidden_of_segments
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
-CARRIED = "carried"                      # a checkpoint's key for the states of trainer.tbptt's document streams
+CARRIED = "carried"                      # key in a checkpoint of the states of trainer.tbptt's document streams
 
 
 class LanguageModel(lightning.LightningModule):
@@ -50,13 +51,13 @@ class LanguageModel(lightning.LightningModule):
         self.max_steps = max_steps
         self.val_bytes_per_token = val_bytes_per_token
         self.val_lost = val_lost
-        self.entry: dict[str, Any] = {}  # of every checkpoint beside the weights: the run and the tokenizer
+        self.entry: dict[str, Any] = {}  # what every checkpoint has under ENTRY: the run and the tokenizer
         self.carried = Carried()
         self.tuned = not all(parameter.requires_grad for parameter in model.parameters())
         self.strict_loading = not self.tuned     # a checkpoint lacks the frozen weights
         self.grad_norm: Tensor | None = None     # of the last step, before clipping; None if gradients are not clipped
         self.preferences: Any = None     # Preferences, for an objective of pairs
-        self.rewards = torch.zeros(len(REWARDS))         # of this process's batches of a step, weighted
+        self.rewards = torch.zeros(len(REWARDS))         # weighted means over this process's batches of the current step
         self.on_validation_epoch_start()
 
     def training_step(self, batch: tuple[Tensor, Tensor] | Packed | Segments | Pairs, batch_idx: int) -> Tensor:
@@ -73,18 +74,18 @@ class LanguageModel(lightning.LightningModule):
         return self.loss(*batch)
 
     def loss(self, x: Tensor, y: Tensor, starts: Tensor | None = None) -> Tensor:
-        """starts (B,T) bool: where a text begins in rows with several texts; None for windows."""
+        """starts (B,T) bool: where texts begin, for rows with several texts; None for windows."""
         return self._head_loss(self.model.forward_features(x, starts), y)
 
     def loss_of_segments(self, batch: Segments) -> Tensor:
-        """The batch's weighted loss, whose mean over a step's processes and batches is the mean over all targets that count."""
+        """The batch's loss times its weight. Its mean over a step's processes and batches is the mean over all targets."""
         hidden, state = hidden_of_segments(self.model, batch.x, batch.starts_document,
                                            self.carried.before(batch.part, self.model, len(batch.x)))
         self.carried.after(batch.part, state)
         return batch.weight * self._head_loss(hidden, batch.y)
 
     def loss_of_whole(self, batch: Whole) -> Tensor:
-        """The mean loss of whole conversations, each read from the empty state, in the memory of one slice."""
+        """The mean loss of whole conversations, each read from the empty state. It takes the memory of one slice of batch.T."""
         state = self.model.empty_state(len(batch.x))
         nats = torch.zeros((), device=batch.x.device)
         for x, y in zip(batch.x.split(batch.T, 1), batch.y.split(batch.T, 1), strict=True):
@@ -134,7 +135,7 @@ class LanguageModel(lightning.LightningModule):
             self.log(name, value)
 
     def validation_metrics(self) -> dict[str, float]:
-        """The metrics of the batches since on_validation_epoch_start, in all processes."""
+        """The metrics over the batches of all processes since on_validation_epoch_start."""
         nats, tokens = all_sum(self._nats, self._tokens)
         loss = nats / max(tokens, 1)
         metrics = {"val/loss": loss}
@@ -173,8 +174,8 @@ class LanguageModel(lightning.LightningModule):
 
     def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: float | None = None,
                                     gradient_clip_algorithm: str | None = None) -> None:
-        """Clips by the total norm. Lightning's own clipping refuses a fused optimiser in mixed precision, because of a loss
-        scaling that bf16 does not have. With fp16 the optimiser is not fused, and the gradients are unscaled here.
+        """Clips by the total norm. Lightning's own clipping refuses fused optimisers in mixed precision, because of a loss
+        scaling that bf16 does not have. With fp16 the optimiser is not fused, and gradients are already unscaled here.
         """
         if gradient_clip_val and isinstance(self.trainer.strategy, FSDPStrategy):
             sharded = cast("FullyShardedDataParallel", self.trainer.strategy.model)
@@ -182,7 +183,7 @@ class LanguageModel(lightning.LightningModule):
         elif gradient_clip_val:
             gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
             self.grad_norm = norm = torch.nn.utils.get_total_norm(gradients)
-            if self.device.type != "cpu" or not norm <= gradient_clip_val:       # on a GPU the comparison would wait
+            if self.device.type != "cpu" or not norm <= gradient_clip_val:       # on a GPU, comparing would wait for the device
                 torch.nn.utils.clip_grads_with_norm_(self.parameters(), gradient_clip_val, norm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:

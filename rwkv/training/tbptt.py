@@ -1,9 +1,9 @@
 """Truncated back-propagation through time: K segments in sequence, with exact gradients through the states between them.
 
-The state carries over from segment to segment and, detached, from step to step; it is reset where a row's segment is the
-first of a document or of a part of one. The K states and outputs are kept, but the activations of one segment at a time: all
-segments but the last are recomputed in the backward pass. Source: gradient checkpointing over time, arXiv 1606.03401, with K
-equal segments.
+The state carries over from segment to segment and, without gradients, from step to step. It is reset where a row's segment is
+the first of a document or of a part of one. The K states and outputs are kept, but the activations of only one segment at a
+time: the backward pass computes all segments but the last again. Source: gradient checkpointing over time, arXiv 1606.03401,
+with K equal segments.
 
 In half precision each segment converts the weights anew. With autocast's one cached copy, the gradients of K segments would
 accumulate in half precision, and the errors in the matrices would be 1.2 times as large for 16 segments and 1.5 times for 64.
@@ -20,7 +20,7 @@ from rwkv.model.base import Model, State
 
 
 def hidden_of_segments(model: Model, x: Tensor, opens: Tensor, state: State) -> tuple[Tensor, State]:
-    """x (B,K,T) after `state`, which is reset where opens (B,K) -> (the head's input (B,K*T,C), the state after the last)."""
+    """(x (B,K,T), the state before x) -> (the head's input (B,K*T,C), the state after x). opens (B,K): where it is reset."""
     K = x.shape[1]
     empty = model.empty_state(len(x))
     outputs = []
@@ -41,7 +41,7 @@ def hidden_of_segments(model: Model, x: Tensor, opens: Tensor, state: State) -> 
 class Carried:
     """The states of this process's document streams between two steps: a State for each batch that a step accumulates.
 
-    A checkpoint holds the states of all processes, in the order of the streams, as plain tensors (L,streams,.) on the CPU.
+    A checkpoint holds the states of all processes as plain tensors (L,streams,...) on the CPU, in the order of the streams.
     """
 
     def __init__(self) -> None:

@@ -54,8 +54,8 @@ UNHELPFUL = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not ha
 def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: Corpus) -> lightning.Trainer:
     """A Trainer that counts optimiser steps, validates every val_every steps and after the last one, and stops cleanly.
 
-    data: for samples, and for the losses of a tuned run before and after. Raises UserError if the prompt of samples cannot be
-    encoded.
+    data: for samples, and for a tuned run's losses before and after training. Raises UserError if the prompt of samples cannot
+    be encoded.
     """
     silence_libraries()
     config = run.config
@@ -84,7 +84,7 @@ def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: C
 
 
 def _validate_alone(trainer: lightning.Trainer) -> None:
-    """The last validation of a run that was stopped in it. Lightning's own loop skips it, since no step is left."""
+    """The last validation of a run that was stopped during it. Lightning's own loop would skip it, since no step is left."""
     loop = trainer.fit_loop
     loop.setup_data()
     loop.reset()
@@ -166,14 +166,14 @@ def strategy_for(config: TrainerConfig, block: type[nn.Module]) -> dict[str, Any
 
 
 def environment() -> ClusterEnvironment:
-    """The way in which the processes were started. Lightning would guess it from variables: in a batch job it takes one process
-    for one of SLURM's tasks, and handles SIGUSR1 by a checkpoint of its own.
+    """How the processes were started. Lightning would guess it from environment variables: in a batch job it takes a single
+    process for one of SLURM's tasks, and at SIGUSR1 it writes a checkpoint of its own.
     """
     return TorchElasticEnvironment() if launched() else LightningEnvironment()
 
 
 def precision_for(config: TrainerConfig, device: torch.device) -> dict[str, Any]:
-    """Lightning's arguments for the precision. Its own fp16 on a CPU would silently be bf16."""
+    """Lightning's arguments for the precision. On a CPU Lightning's own fp16 would silently be bf16."""
     if config.precision == "fp16-mixed" and config.strategy != "fsdp":
         return {"plugins": [MixedPrecision("16-mixed", device.type)]}
     return {"precision": config.precision.replace("fp16", "16")}
@@ -196,6 +196,6 @@ def prepare_blocks(model: Model, config: TrainerConfig) -> Model:
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """The compiled function if gradients are enabled; without them torch 2.13 cannot trace a custom autograd.Function."""
+    """A function that calls the compiled `forward` only with gradients: without, torch 2.13 cannot trace autograd.Function."""
     compiled = torch.compile(forward)
     return lambda *inputs: (compiled if torch.is_grad_enabled() else forward)(*inputs)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 from binidx_files import CODES, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,7 +14,6 @@ from losing import dropping, with_unknown
 
 from rwkv.config import DataConfig
 from rwkv.data import binidx
-from rwkv.data.loaders import DataModule
 from rwkv.data.prepare import prepare
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
@@ -65,14 +63,6 @@ def test_one_document_gives_its_last_part(config: DataConfig, tmp_path: Path) ->
     prepared = prepare(config, 16)
     assert (len(prepared.train), len(prepared.val)) == (900, 100)
     assert prepared.train.starts.tolist() == [0]
-
-
-def test_batches_come_from_it(config: DataConfig, tmp_path: Path) -> None:
-    write(tmp_path / "data", DOCUMENTS)
-    data = DataModule(prepare(config, 16), config, 16, 0)
-    seen = torch.cat([y.flatten() for _, y in data.train_dataloader()])
-    assert len(seen) >= 16 * ((len(data.corpus.train) - 1) // 16)
-    assert torch.cat([x.flatten() for x, _ in data.val_dataloader()])[:9].tolist() == data.corpus.val[:9].tolist()
 
 
 def test_the_ids_are_scanned_once(config: DataConfig, tmp_path: Path) -> None:

@@ -265,11 +265,6 @@ def test_special_tokens_that_the_template_writes_are_tokens(tmp_path: Path) -> N
     assert shown.startswith("<|im_start|>user\na <|im_end|> b<|im_end|>\n<|im_start|>assistant\n[[c <|im_start|><|im_end|>")
 
 
-def test_one_conversation_is_too_few(tmp_path: Path) -> None:
-    with pytest.raises(UserError):
-        corpus(tmp_path, [{"messages": messages(*TALKS[0])}])
-
-
 def test_the_cache_is_read_again_and_a_damaged_one_made_anew(tmp_path: Path) -> None:
     lines = [{"messages": messages(*talk)} for talk in TALKS]
     first = corpus(tmp_path, lines).train[:].tolist()
@@ -393,7 +388,6 @@ def test_tbptt_reads_conversations_whole(talks: Corpus) -> None:
     for _, answer in TALKS[1:]:
         assert f" {answer}\n\n" in answers
     assert "User" not in answers
-    assert isinstance(DataModule(talks, DataConfig(batch_size=1), 100, 0).val_dataloader().dataset.__getitems__([0]), Packed)
 
 
 @each_generation

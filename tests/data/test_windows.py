@@ -171,16 +171,6 @@ def test_a_loader_continues_with_exactly_the_next_batch(config: DataConfig, work
     assert_equal([*taken, *(x for x, _ in resumed)], alone)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-def test_one_epoch_predicts_every_token_of_the_windows_once(config: DataConfig, world: int) -> None:
-    corpus = prepare(config, 16)
-    windows = Windows(corpus.train, 16)
-    ranks = [ShuffleSampler(len(windows), 1, len(windows), 0, rank, world) for rank in range(world)]
-    drawn = [windows[batch[0]][1] for batches in zip(*ranks, strict=True) for batch in batches][:len(windows)]
-    expected = corpus.train[1:16 * len(windows) + 1]
-    assert sorted(torch.cat(drawn).tolist()) == sorted(expected.tolist())
-
-
 def assert_equal(batches: list[Tensor], expected: list[Tensor]) -> None:
     assert len(batches) == len(expected)
     assert all(torch.equal(*pair) for pair in zip(batches, expected, strict=True))

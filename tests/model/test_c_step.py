@@ -146,17 +146,6 @@ def test_nothing_is_written_beyond_the_ends(level: str, form: str, vocab_size: i
     assert (logits[1] != 7).all()
 
 
-@each_generation
-@torch.no_grad()
-def test_a_step_is_made_once_for_a_model_and_anew_for_other_weights(generation: str) -> None:
-    model = model_in("float32", generation)
-    step = step_of(model)
-    assert step_of(model) is step
-    model.head.weight[3] += 1
-    assert step_of(model) is not step
-    assert step_of(copy.deepcopy(model)) is not step_of(model)
-
-
 @pytest.mark.parametrize(("changed", "said"), [
     (lambda: small_model("reference", generation="rwkv7", n_embd=48, head_size=12), "12"),
     (lambda: small_model("reference", n_att=20), "20"),

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import each_generation, small_model, tokens
+from models import each_generation, kept_for_backward, small_model, tokens
 from torch import Tensor
 
 from kernels.matvec import Int4
@@ -188,27 +188,12 @@ def test_the_gradient_of_an_input_is_that_of_the_rounded_weight(layer: Callable[
 def test_frozen_weights_take_less_memory_than_trained_ones(method: str) -> None:
     """That a forward pass keeps: it grows with the text."""
     model = small_model(generation="rwkv7", n_embd=64, head_size=16)
-    full = kept(model)
+    read = tokens(model, T=100)
+    full = kept_for_backward(model, lambda: model.forward_features(read))
     if method == "lora":
         add_adapters(model, (), rank=2, alpha=2.0)
     else:
         model.requires_grad_(False)
         model.set_time_states([layer.wkv[0].clone() for layer in model.empty_state(1).layers()])
-    assert kept(model) <= {"lora": 0.35, "state": 0.32}[method] * full
-
-
-def kept(model: RWKV) -> int:
-    """The bytes of different tensors that autograd keeps for a pass of 100 tokens, weights aside."""
-    sizes = {}
-    own = {parameter.data_ptr() for parameter in model.parameters()}
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden = model.forward_features(tokens(model, T=100))
-    assert hidden.requires_grad
-    return sum(sizes.values())
+    less = kept_for_backward(model, lambda: model.forward_features(read))
+    assert less <= {"lora": 0.35, "state": 0.32}[method] * full

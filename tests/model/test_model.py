@@ -224,16 +224,6 @@ def test_parameters_have_the_official_names_and_shapes() -> None:
     assert {name: tuple(weight.shape) for name, weight in model.state_dict().items()} == expected
 
 
-@pytest.mark.parametrize(("V", "L", "C"), [(50277, 12, 768), (50277, 24, 1024), (256, 1, 8)])
-def test_the_number_of_parameters(V: int, L: int, C: int) -> None:
-    with torch.device("meta"):
-        model = RWKV(ModelConfig(n_layer=L, n_embd=C), V, select("wkv4", "reference"))
-    count = sum(parameter.numel() for parameter in model.parameters())
-    assert count == 2 * V * C + L * (13 * C ** 2 + 11 * C) + 4 * C
-    if (V, L, C) == (50277, 12, 768):
-        assert count == 169_342_464
-
-
 @pytest.fixture(scope="module")
 def fresh() -> RWKV:
     torch.manual_seed(0)

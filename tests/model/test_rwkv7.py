@@ -6,10 +6,7 @@ arXiv 2503.14456; RWKV-LM, RWKV-v7/train_temp/src/model.py.
 """
 
 import math
-from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
@@ -26,9 +23,7 @@ from rwkv.model import fused
 from rwkv.model.base import n_parameters
 from rwkv.model.rwkv7 import UNUSED, State, resolved, shapes
 from rwkv.pretrained import RWKV
-from rwkv.training.callbacks.kernel_probe import measure_errors
 from rwkv.training.optim import parameter_groups
-from rwkv.training.task import LanguageModel
 
 LETTERS = "rwkvag"
 KERNELS = kernels("wkv7")
@@ -190,19 +185,6 @@ def test_a_model_in_bfloat16_computes_its_decay_in_float32() -> None:
     model(tokens(model))
     assert seen[0].dtype == torch.float32
     assert (seen[0] != seen[0].bfloat16()).float().mean() > 0.9
-
-
-def test_the_errors_of_a_run_s_operator_are_measured_in_every_layer() -> None:
-    """What trainer.probe=true writes: y and the six gradients, which lie within what the operator's tests allow."""
-    model = small("torch_chunk", n_layer=2)
-    task = LanguageModel(model, OptimConfig(), 10, 1.0)
-    trainer = SimpleNamespace(global_step=2, precision_plugin=SimpleNamespace(train_step_context=nullcontext))
-    found = measure_errors(cast(Any, trainer), task, (tokens(model), tokens(model, seed=2)))
-    assert len(found["layers"]) == 2
-    for layer in found["layers"]:
-        assert list(layer["errors"]) == ["y", *(f"grad {name}" for name in ("r", "log_w", "k", "v", "a", "b"))]
-        assert all(0 < error["err_ratio"] < found["allowed"][name] for name, error in layer["errors"].items())
-        assert layer["ranges"]["log_w"][1] <= 0
 
 
 # Initialisation and groups, as in RWKV-LM

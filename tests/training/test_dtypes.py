@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from training_runs import SMALL, TEXT
 
-from benchmarks import step_profile, training
+from benchmarks import step_profile
 from kernels.machine import cpu
 from rwkv.config import OptimConfig
 from rwkv.generation.decoder import decoder_of
@@ -107,8 +107,7 @@ def test_prompts_and_steps_of_few_and_many_rows_multiply_in_float32_alone(genera
     assert multiplied.dtypes <= {torch.float32, torch.uint8, torch.int16}
 
 
-def test_benchmarks_leave_bfloat16_out_unless_it_is_named(without_bfloat16: None, monkeypatch: pytest.MonkeyPatch,
-                                                          capsys: pytest.CaptureFixture[str]) -> None:
+def test_benchmarks_leave_bfloat16_out_unless_it_is_named(without_bfloat16: None, capsys: pytest.CaptureFixture[str]) -> None:
     steps = ["--generation", "rwkv4", "--optim", "normuon", "--shape", "1,64,1,8,16", "--steps", "1"]
     step_profile.main(steps)
     first, *_, last = capsys.readouterr().out.splitlines()
@@ -116,14 +115,6 @@ def test_benchmarks_leave_bfloat16_out_unless_it_is_named(without_bfloat16: None
     assert [step["precision"] for step in json.loads(last)["steps"]] == ["32-true"]
     step_profile.main([*steps, "--precision", "bf16-mixed"])
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"][0]["precision"] == "bf16-mixed"
-    measured: list[str] = []
-    for name, put in (("throughput", lambda generation, precision, scratch: measured.append(precision)),
-                      ("_middle_of_three", lambda *names: None)):
-        monkeypatch.setattr(training, name, put)
-    training.main([])
-    assert measured == ["32-true", "32-true"]
-    training.main(["--only", "bfloat16"])
-    assert measured[2:] == ["bf16-mixed"]
 
 
 def test_precision_auto_is_float32(without_bfloat16: None) -> None:

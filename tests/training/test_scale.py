@@ -1,11 +1,12 @@
 """Accumulation, activation checkpointing and compiled blocks change no gradient; fp16 keeps its scaler; devices, processes."""
 
+from functools import partial
 from pathlib import Path
 
 import lightning
 import pytest
 import torch
-from models import each_generation, small_model
+from models import assert_same_gradients, each_generation, kept_for_backward, small_model
 from torch import Tensor
 from torchdata.stateful_dataloader import StatefulDataLoader
 
@@ -36,39 +37,19 @@ def gradients(task: LanguageModel, of: list[Batch]) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in task.named_parameters()}
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], error: float) -> None:
-    assert found.keys() == expected.keys()
-    for name, gradient in found.items():
-        assert float((gradient - expected[name]).norm()) <= error * float(expected[name].norm()), name
-
-
 @each_generation
 def test_accumulated_gradients_are_those_of_the_large_batch(generation: str) -> None:
-    assert_equal(gradients(task(generation), batches(4, 2)), gradients(task(generation), batches(1, 8)), 2e-6)
+    assert_same_gradients(gradients(task(generation), batches(4, 2)), gradients(task(generation), batches(1, 8)), 2e-6)
 
 
 @each_generation
 def test_activations_computed_anew_give_the_same_gradients_from_less_memory(generation: str) -> None:
     plain, anew = task(generation), task(generation, activation_checkpointing=True)
-    assert_equal(gradients(anew, batches(1, 8)), gradients(plain, batches(1, 8)), 0)
+    assert_same_gradients(gradients(anew, batches(1, 8)), gradients(plain, batches(1, 8)), 0)
     assert anew.state_dict().keys() == plain.state_dict().keys()
-    assert saved_for_backward(anew) < saved_for_backward(plain) / 3
-
-
-def saved_for_backward(task: LanguageModel) -> int:
-    """Bytes that the forward pass keeps, the parameters' own aside."""
-    own = {parameter.data_ptr() for parameter in task.parameters()}
-    kept: dict[int, int] = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        if tensor.data_ptr() not in own:
-            kept[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = task.training_step(batches(1, 8)[0], 0)
-    assert loss.requires_grad
-    return sum(kept.values())
+    batch, = batches(1, 8)
+    kept_anew, kept_plain = (kept_for_backward(each, partial(each.training_step, batch, 0)) for each in (anew, plain))
+    assert kept_anew < kept_plain / 3
 
 
 @pytest.mark.compiles
@@ -76,7 +57,7 @@ def saved_for_backward(task: LanguageModel) -> int:
 @each_generation
 def test_compiled_blocks_give_the_same_gradients_and_loss(generation: str, without_code_generator: None) -> None:
     compiled, plain, (batch,) = task(generation, compile=True), task(generation), batches(1, 4)
-    assert_equal(gradients(compiled, [batch]), gradients(plain, [batch]), 1e-5)
+    assert_same_gradients(gradients(compiled, [batch]), gradients(plain, [batch]), 1e-5)
     assert compiled.state_dict().keys() == plain.state_dict().keys()
     with torch.no_grad():
         assert compiled.loss(*batch) == pytest.approx(float(plain.loss(*batch).detach()), abs=1e-6)

@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import re
 import signal
 import sys
 import time
@@ -125,13 +124,9 @@ def test_the_model_learns(folder: Path, whole: Done) -> None:
     assert losses(folder / "whole", "val/loss")[200] < 2.5
 
 
-def test_what_will_happen_is_said_before_and_the_result_after(whole: Done) -> None:
-    for said in ("resume=auto: no run to continue, starting a new one", "text.txt, the last 10 % for validation",
-                 "RWKV-4, 1 layers, 64 wide, ", "parameters, vocabulary 256", "conv1d on cpu, precision 32-true",
-                 "200 steps of 64 tokens: 12,800 tokens, about ", "val/loss", "val/bpb", "gzip -9",
-                 "python generate.py checkpoint=whole prompt="):
+def test_the_result_is_said_and_no_library_warns(whole: Done) -> None:
+    for said in ("resume=auto: no run to continue", "val/loss", "val/bpb", "python generate.py checkpoint=whole prompt="):
         assert said in whole.error
-    assert re.search(r"median [\d.]+ ms a step of 64 tokens", whole.error)
     assert "Warning" not in whole.error
 
 

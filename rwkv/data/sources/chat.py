@@ -11,13 +11,13 @@ Pairs of answers, for tune.objective=dpo, are the same question with a chosen an
     {"chosen": [...], "rejected": [...]}                        conversations; the messages that both begin with are the prompt
     {"messages": [...], "chosen": {...}, "rejected": {...}}     also with the other lists' and questions' names
 
-The list is also called conversation, items or interactions, and its fields may be of either form. A list, `tools` or the value
-of the role function_call may be JSON in a string. Null fields count as missing, as `datasets` writes them.
+The list is also called conversation, items or interactions, and its messages may be of either form. A list, `tools` or the
+value of the role function_call may be JSON in a string. Null fields count as missing, since `datasets` writes them so.
 
-A conversation is a document, rendered by the chat template data.template. The first one and one of every 1/val_fraction are for
-validation. "weight": 0 on an answer, on a conversation, or a field of that meaning (rwkv/chat/messages.py), or "label": false
-beside prompt and completion (KTO, in TRL): the answer is context and is not learnt. A conversation none of whose answers is
-learnt is left out, and counted. The answers in a list `prompt` are context too, as TRL reads them.
+A conversation is a document, rendered by the chat template data.template. The first one and one of every 1/val_fraction that
+follow are for validation. An answer is context, and not learnt, if it or its conversation has "weight": 0 or a field of that
+meaning (rwkv/chat/messages.py), if "label": false stands beside prompt and completion (KTO, in TRL), or if it is in a list
+`prompt`, as in TRL. A conversation without any learnt answer is left out, and counted.
 """
 
 import json
@@ -51,7 +51,7 @@ INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_conte
 
 
 class Conversation(NamedTuple):
-    """The pieces of a conversation and whether each is learnt. where: its file and line. weight: the bytes read for it."""
+    """parts: the text in pieces, and whether each is learnt. where: the file and the line. weight: the bytes read for it."""
 
     parts: list[Part]
     val: bool
@@ -90,7 +90,7 @@ def _files(path: str) -> tuple[list[tuple[str, Path]], int]:
 
 
 def template_of(config: DataConfig) -> ChatTemplate:
-    """The chat template of data.template, for answers of data.think. Raises UserError if it has no such answers."""
+    """The chat template of data.template, for answers as data.think says. Raises UserError if it has no such answers."""
     template = chat_template(config.template or "world")
     try:
         return template.for_learning(think_of(config.think))
@@ -101,8 +101,8 @@ def template_of(config: DataConfig) -> ChatTemplate:
 def conversations(config: DataConfig, template: ChatTemplate | None = None, pairs: bool = False) -> Iterator[Conversation]:
     """All conversations in the order of the files. Raises UserError for a wrong entry, and if fewer than two are learnt.
 
-    template: replaces the one that `config` names. pairs: each entry is a pair and gives two conversations, with the chosen and
-    then with the rejected answer; both are in one split, and both are learnt or neither.
+    template: replaces the one that `config` names. pairs: each entry is a pair and gives two conversations, the first with the
+    chosen answer and the second with the rejected one. Both are in the same split, and either both are learnt or neither.
     """
     template = template or template_of(config)
     learnt = 0
@@ -200,7 +200,7 @@ def _question(given: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _answer(given: dict[str, Any], field: str, question: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The conversation that ends with an answer of a pair: the question and the answer, or an answer that is whole already."""
+    """The conversation that ends with the answer `field` of a pair; an answer may be a whole conversation itself."""
     answer = given[field]
     messages = _one("assistant", [answer] if isinstance(answer, dict) else answer, field)
     if messages[0]["role"] == "assistant":
@@ -214,7 +214,7 @@ def _answer(given: dict[str, Any], field: str, question: list[dict[str, Any]]) -
 
 
 def _messages(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages in OpenAI's form, weighted as the entry says. Raises UserError if it is no conversation."""
+    """The messages in OpenAI's form, with weight 0 as the entry says. Raises UserError if it is no conversation."""
     given = {field: _from_json(value) if field in LISTS else value for field, value in entry.items() if value not in EMPTY}
     name = next((name for name in LISTS if name in given), None)
     pair = next((pair for pair in PAIRS if all(entry.get(field) is not None for field in pair)), None)
@@ -240,7 +240,7 @@ def _messages(entry: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _with_system(messages: list[dict[str, Any]], given: dict[str, Any], first: bool = False) -> list[dict[str, Any]]:
-    """Adds the entry's own system message. first: even if the messages begin with one."""
+    """Adds the entry's own system message. first: also if the messages begin with one."""
     system = given.get("system", given.get("system_prompt"))
     if system is None or (messages and messages[0]["role"] == "system" and not first):
         return messages

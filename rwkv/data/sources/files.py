@@ -15,7 +15,7 @@ from rwkv.errors import UserError
 from rwkv.io.cache import read_json, write_json
 from rwkv.io.utf8 import not_utf8
 
-SETTLED = 2_000_000_000                  # ns: two changes of a file closer together than this may have the same time
+SETTLED = 2_000_000_000                  # ns: two changes of a file that are closer in time may have the same timestamp
 BLOCK = 1 << 20                          # bytes read at a time for hashing
 SLASH = rf"[/{re.escape(os.sep)}]"
 ANY_DEPTH = re.compile(rf"(?:^|(?<={SLASH}))\*\*(?:{SLASH}+|$)")       # ** between slashes
@@ -46,7 +46,7 @@ def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
 
 
 def chunks(path: Path, seen: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
-    """The text of a file in chunks; `seen` is called with its bytes. option: the one that names the file, for errors.
+    """The text of a file in chunks. seen: called with the bytes. option: the name of the option of the path, for errors.
 
     Raises UserError if it cannot be read or is not UTF-8.
     """
@@ -79,8 +79,8 @@ def open_file(path: Path, option: str = "data.path") -> Any:
 
 
 def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Content]:
-    """The Content of each file, cached. A file is read again if its size or time of change differs from the cached one, or if
-    it was changed within two seconds before it was read, since a second change may have the same time.
+    """The Content of each file, cached. A file is read again if its size or timestamp differs from the cached one, or if it
+    was changed in the two seconds before it was read, since a second change may have the same timestamp.
 
     text: the files must be UTF-8; raises UserError if one is not.
     """
@@ -93,7 +93,7 @@ def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Con
 
 
 def names_and_hashes(found: Sequence[tuple[str, Path]], cache: Path, text: bool = False) -> list[str]:
-    """The name and the hash of each file in turn, which identify a source."""
+    """The name and the hash of each file in turn. Together they identify a source."""
     read = contents([path for _, path in found], cache, text)
     return [part for (name, _), content in zip(found, read, strict=True) for part in (name, content.sha256)]
 
@@ -143,7 +143,7 @@ def _glob(pattern: str) -> Iterator[Path]:
 
 
 def _folders(top: Path) -> Iterator[Path]:
-    """`top` and the folders below it that are not hidden, each once: by its own name if possible, else by that of a link."""
+    """`top` and the folders below it that are not hidden, each once: by its own path if possible, else by that of a link."""
     entered: set[Path] = set()
     waiting = [top]
     links: list[Path] = []
@@ -158,7 +158,7 @@ def _folders(top: Path) -> Iterator[Path]:
 
 
 def _each_once(files: Iterable[Path]) -> list[Path]:
-    """The files sorted by name; of several names of one file, the first that is no link."""
+    """The files sorted by path. Of several paths of the same file, it has the first that is no link."""
     named: dict[Path, Path] = {}
     for file in sorted(set(files), key=lambda file: (file.is_symlink(), file)):
         named.setdefault(file.resolve(), file)

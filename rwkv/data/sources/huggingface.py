@@ -10,7 +10,7 @@ from rwkv.data.sources.source import Source, sha256, split_documents
 from rwkv.errors import UserError
 
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
-ROWS = 256                               # read at once
+ROWS = 256                               # rows read at a time
 
 
 def source(config: DataConfig, cache: Path) -> Source:
@@ -59,7 +59,7 @@ def _texts(dataset: Any, config: DataConfig) -> Iterator[tuple[str, str, int | N
 
 
 def _content(dataset: Any, config: DataConfig, cache: Path) -> list[str]:
-    """Hashes of the dataset's files; or of its texts, if it is in memory or has only some rows of its files."""
+    """Hashes of the dataset's files, or the hash of its texts if it is in memory or has only some rows of its files."""
     files = [Path(file["filename"]) for file in dataset.cache_files]
     if files and getattr(dataset, "_indices", None) is None:
         return [content.sha256 for content in contents(files, cache)]

@@ -39,7 +39,7 @@ def source(config: DataConfig, cache: Path) -> Source:
 
 
 def files(path: str, endings: Sequence[str] = ENDINGS) -> list[tuple[str, Path]]:
-    """(name, file) of the files of `path` that are not empty; `endings`: of a folder's. Raises UserError if there is none."""
+    """(name, file) of the files of `path` that are not empty. endings: those read in a folder. Raises UserError for no file."""
     found = [(name, file) for name, file in matching(path, endings) if file.stat().st_size]
     if not found:
         raise UserError(f"data.path={path} is empty")

@@ -16,8 +16,8 @@ CHUNK = 1 << 16                          # characters, or bytes of a file, at a 
 class Document(NamedTuple):
     """A text in consecutive `chunks`, in one split. where: the name of its file, for errors.
 
-    weight: the bytes of the source that it counts for in the progress bar; None for the bytes of its text.
-    before: the number of characters of `where` before it.
+    weight: its bytes in the source, for the progress bar; None for the bytes of its text. before: the number of characters
+    before it in `where`.
     """
 
     chunks: Iterable[str]
@@ -72,8 +72,8 @@ def count_reaching(fraction: float, sizes: Sequence[int]) -> int:
 
 
 def in_validation(fraction: float) -> Iterator[bool]:
-    """For each of any number of documents, whether it is for validation: the first one, and one of every 1/fraction that
-    follow, chosen by a hash of the number of its block.
+    """Whether each document of an endless sequence is for validation: the first one is, and one in each block of 1/fraction
+    that follow, chosen by a hash of the block's number.
     """
     block = picked = number = 0
     while True:

@@ -1,7 +1,7 @@
-"""A model's step for one token in one call of C (csrc/): what the C reads, as structs of numbers and addresses.
+"""A model's step for one token in one call of C (csrc/): the structs of numbers and addresses that the C reads.
 
 The named tuples here and in rwkvN_c.py, beside this file, are the structs of csrc/step.h and csrc/rwkvN.c, field by field; a
-generation's c_model(model, builder) fills its own. A model keeps the whole for all decoders while its weights stay the same.
+generation's c_model(model, builder) makes its own. A model keeps its CStep for all decoders until its weights change.
 """
 
 from collections.abc import Iterator
@@ -21,23 +21,19 @@ from rwkv.model.operators import drawing
 from rwkv.model.quantized import Int4Linear, Int8Linear
 
 LANES = 8                                # all widths are multiples of it
-PART = 32                                # places have room for multiples of it; and outputs of a matrix that lie together
-BLOCK = 256                              # of an int4 matrix: places of prepared inputs have room for multiples of it
-PREPARED = 3                             # inputs that are prepared at once
+PART = 32                                # places in a row of `work` are multiples of it; outputs in one part of a matrix
+BLOCK = 256                              # of an int4 matrix: places for prepared inputs are multiples of it
+PREPARED = 3                             # inputs that are prepared at a time
 LINEAR = (nn.Linear, Int8Linear, Int4Linear)
 
 
-class Norm(NamedTuple):
-    """A LayerNorm or a GroupNorm."""
-
+class Norm(NamedTuple):                  # a LayerNorm or a GroupNorm
     weight: Tensor
     bias: Tensor
     eps: float
 
 
-class Matrix(NamedTuple):
-    """W (N,K) of a form of kernels/matvec."""
-
+class Matrix(NamedTuple):                # W (N,K) in a form of kernels/matvec
     kind: int
     N: int
     K: int
@@ -53,9 +49,7 @@ NO_NORM = Norm(torch.empty(0), torch.empty(0), 0.0)
 NO_MATRIX = Matrix(0, 0, 0, torch.empty(0))
 
 
-class Common(NamedTuple):
-    """What all models have."""
-
+class Common(NamedTuple):                # what all generations have
     L: int
     V: int
     C: int
@@ -73,7 +67,7 @@ class Common(NamedTuple):
 
 
 class CStep:
-    """The step of a model as it is now. own: the tensors that were made for it; the others are the model's."""
+    """The step of a model with its present weights. own: the tensors that were made for it; all others are the model's."""
 
     def __init__(self, model: Any) -> None:
         builder = Builder(model)
@@ -86,12 +80,12 @@ class CStep:
         self._name, self._structs = f"{model.config.generation}_step", torch.tensor(numbers)
 
     def __call__(self, tokens: Tensor, places: Tensor, states: Tensor, work: Tensor, logits: Tensor) -> None:
-        """Reads tokens (R,) int64 into the rows `places` (R,) of `states`; writes logits (R,V). work: (R or more,size)."""
+        """Reads tokens (R,) int64; updates rows `places` (R,) of `states`; writes logits (R,V). work: (R or more,size)."""
         native.run(self._name, torch.get_num_threads(), self._structs, len(tokens), tokens, places, states, work, logits)
 
 
 def step_of(model: Any) -> CStep:
-    """The step of the model, which has none of why_not's reasons. Its weights must live as long as the step is used."""
+    """The step of a model for which why_not is None. The model's weights must live as long as the step is used."""
     step: CStep = model.kept.of(model, CStep)
     return step
 
@@ -115,7 +109,7 @@ def why_not(model: Any) -> str | None:
 
 
 def is_plain(model: Any) -> bool:
-    """Whether a step may read the weights without calling modules."""
+    """Whether a step may read the weights without calling the model's modules."""
     return untouched(model) and all(_plain(module, model) for module in model.modules() if module is not model)
 
 
@@ -126,7 +120,7 @@ def _plain(module: nn.Module, model: Any) -> bool:
 
 
 def decoding_line(model: Any) -> str | None:
-    """One line to print: what computes a step while a text is generated; None on a GPU."""
+    """A line for people that says what computes a step while a text is generated; None on a GPU."""
     if model.emb.weight.device.type != "cpu":
         return None
     reason = why_not(model)
@@ -137,17 +131,17 @@ def decoding_line(model: Any) -> str | None:
 
 
 def _form_of(layer: nn.Module) -> str:
-    """The form of kernels.matvec that the layer's weights have; another dtype by its own name."""
+    """The form of kernels.matvec in which the layer's weights are, or the name of their dtype."""
     if isinstance(layer, (Int8Linear, Int4Linear)):
         return layer.form
     return str(layer.weight.dtype).removeprefix("torch.")
 
 
 class Builder:
-    """Makes parts of the structs from layers, and places in a row of `work`.
+    """Makes the parts of the structs from layers, and assigns places in a row of `work`.
 
-    A model in float32 that is not trained has its matrices copied to bfloat16 where that loses nothing: a step then reads half
-    as much.
+    The matrices of a model in float32 that is not trained are copied to bfloat16 if that loses nothing, so that a step reads
+    half as much.
     """
 
     def __init__(self, model: Any) -> None:
@@ -164,13 +158,13 @@ class Builder:
         return bool(self._copies)
 
     def place(self, width: int) -> int:
-        """A new place of that many numbers."""
+        """A new place for that many numbers."""
         place = self._size
         self._size += -(-width // PART) * PART
         return place
 
     def common(self) -> Common:
-        """Called after the generation has its places."""
+        """Called after the generation has assigned its own places."""
         model = self._model
         (V, C), L = model.emb.weight.shape, len(model.blocks)
         widest = -(-self._widest // BLOCK) * BLOCK
@@ -187,15 +181,15 @@ class Builder:
         return Norm(self.vector(of_norm.weight), self.vector(of_norm.bias), of_norm.eps)
 
     def vector(self, values: Tensor) -> Tensor:
-        """The values, flat, in float32: the tensor itself where it is so."""
+        """The values, flat, in float32; without a copy if they are so."""
         return values.detach().float().flatten().contiguous()
 
     def vectors(self, *values: Tensor) -> Tensor:
-        """Several, one after the other: (n,C)."""
+        """Several vectors as one tensor (n,C)."""
         return torch.stack([self.vector(each) for each in values])
 
     def matrix(self, layer: nn.Module) -> Matrix:
-        """That of a linear layer of any form."""
+        """The matrix of a linear layer of any form."""
         if isinstance(layer, (Int8Linear, Int4Linear)):
             packed = layer.packed.map(Tensor.contiguous)
             weight, scale, shift = (*packed, None)[:3]
@@ -208,10 +202,10 @@ class Builder:
         return _matrix(_form_of(linear), linear.weight.detach())
 
     def of_sparse(self, layer: nn.Module) -> Matrix:
-        """That of a layer whose inputs are mostly 0, as after a ReLU: stored by input, so that what meets a 0 is not read.
+        """The matrix of a layer whose inputs are mostly 0, as after a ReLU: in a trained model nine of ten are.
 
-        In a trained model nine of ten are 0. Only floats, which must be finite, since an infinity times 0 is NaN, and where
-        there is memory for a copy.
+        It is stored by input, so that weights that a 0 multiplies are not read. This needs memory for a copy, floats, and
+        finite ones, since an infinity times 0 is NaN; otherwise the matrix is stored by output.
         """
         if isinstance(layer, (Int8Linear, Int4Linear)):
             return self.matrix(layer)
@@ -226,18 +220,18 @@ class Builder:
         return _matrix(kind, weight.T)._replace(N=len(weight), K=weight.shape[1], by_input=1)
 
     def by_output(self, weight: Tensor) -> Matrix:
-        """That of x @ weight, weight (K,N); outputs of 0 fill vectors."""
+        """The matrix for x @ weight, with weight (K,N); its outputs are filled up with zeros to a multiple of LANES."""
         return _small(F.pad(weight.detach().T, (0, 0, 0, -weight.shape[1] % LANES)))
 
     def by_input(self, weight: Tensor) -> Matrix:
-        """The same, stored by input in parts of PART outputs; there may be inputs that fill vectors, which are not read."""
+        """The same, stored by input in parts of PART outputs. x may have more than K numbers; the others are not read."""
         K, N = weight.shape
         parts = F.pad(weight.detach(), (0, -N % PART)).view(K, -1, PART).transpose(0, 1)
         return _small(parts)._replace(N=N, K=K)
 
 
 def _small(weight: Tensor) -> Matrix:
-    """A small matrix in an order of its own: in bfloat16 where that loses nothing."""
+    """A small matrix in an order of its own, in bfloat16 if that loses nothing."""
     half, whole = weight.bfloat16(), weight.float()
     return _matrix("bfloat16 as float32", half) if torch.equal(half.float(), whole) else _matrix("float32", whole)
 
@@ -248,7 +242,7 @@ def _matrix(kind: str, weight: Tensor) -> Matrix:
 
 
 def _parts(struct: Any) -> Iterator[Any]:
-    """The numbers and tensors of a struct, in order, those of structs inside it too."""
+    """The numbers and tensors of a struct and of the structs inside it, in order."""
     for part in struct:
         if isinstance(part, tuple):
             yield from _parts(part)

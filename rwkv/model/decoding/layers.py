@@ -14,17 +14,13 @@ from rwkv.model.quantized import Int4Linear, Int8Linear, products
 
 Products = Callable[[Tensor], list[Tensor]]
 VECTOR = 32                              # a multiple of the lanes of PyTorch's vectors
-PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear, Int4Linear)     # calls compute what the weights say
+PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear, Int4Linear)     # decoding computes these by itself
 
 
 def norm_function(norm: nn.Module) -> Callable[[Tensor], Tensor]:
     """The LayerNorm as a function of (B,C)."""
     assert isinstance(norm, nn.LayerNorm)
-    return partial(_layer_norm, norm.weight, norm.bias, norm.normalized_shape, norm.eps)
-
-
-def _layer_norm(weight: Tensor, bias: Tensor, shape: tuple[int, ...], eps: float, x: Tensor) -> Tensor:
-    return torch.layer_norm(x, shape, weight, bias, eps)
+    return partial(torch.layer_norm, normalized_shape=norm.normalized_shape, weight=norm.weight, bias=norm.bias, eps=norm.eps)
 
 
 def product_function(layer: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -46,10 +42,10 @@ def products_function(*layers: nn.Module) -> Products:
 
 
 class LowRank:
-    """n gates f(x A) B each, of A (C,D) and B (D,C), in two products: inputs (n,B,C) -> n outputs (B,C).
+    """n gates f(x A) B, with A (C,D) and B (D,C) for each: inputs (n,B,C) -> n outputs (B,C).
 
-    f is between them and changes the hidden (n,B,D) in place. Ranks are filled up with zeros to the largest in whole vectors,
-    because PyTorch computes the functions of what is left over in another way, to the last bit.
+    f changes the hidden layers (n,B,D) in place. All ranks are filled up with zeros to the largest one and to whole vectors:
+    for the elements that fill no vector PyTorch computes f in another way, with other last bits.
     """
 
     def __init__(self, down: Sequence[Tensor], up: Sequence[Tensor]) -> None:

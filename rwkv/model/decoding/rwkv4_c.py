@@ -9,8 +9,6 @@ from rwkv.model.decoding.c_step import NO_NORM, Builder, Common, Matrix, Norm
 
 
 class Layer(NamedTuple):
-    """A block."""
-
     ln0: Norm
     ln1: Norm
     ln2: Norm
@@ -28,8 +26,6 @@ class Layer(NamedTuple):
 
 
 class Model(NamedTuple):
-    """The whole."""
-
     common: Common
     A: int
     F: int
@@ -45,7 +41,6 @@ class Model(NamedTuple):
 
 
 def c_model(model: Any, builder: Builder) -> Model:
-    """The model's structs."""
     block = model.blocks[0]
     C, A, F = model.config.n_embd, block.att.key.out_features, block.ffn.key.out_features
     widths = {"mixed": 3 * C, "k": A, "v": A, "r": A, "y": A, "out": C, "relu": F, "gate": C}

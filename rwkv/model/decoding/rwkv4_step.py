@@ -1,8 +1,8 @@
 """One RWKV-4 block, one token at a time for a batch of rows, with as few small operations as PyTorch allows.
 
-The arithmetic is that of rwkv4.py at T = 1 (of WKV4.step), which the tests compare it with. It is faster because the weights'
-forms are prepared once, all mixes of a layer are one operation, and WKV's two weightings, the one that y reads and the one that
-the next state keeps, are computed together.
+The arithmetic is that of rwkv4.py at T = 1 (of WKV4.step); tests compare both. This is faster because the forms of the weights
+are prepared once, all mixes of a layer are one operation, and WKV's weighting for y is computed together with its weighting for
+the next state.
 """
 
 from typing import Any

@@ -7,13 +7,11 @@ from torch import Tensor
 from rwkv.model.decoding.c_step import NO_MATRIX, NO_NORM, Builder, Common, Matrix, Norm
 
 MIXES = "rkvwag"
-GATES = "wagv"                           # the last is not in the first layer
+GATES = "wagv"                           # the first layer has no v
 OF_CHANNELS = ("v_first", "r", "k", "v", "z", "rate", "share", "g", "kk", "y", "out")
 
 
 class Layer(NamedTuple):
-    """A block."""
-
     ln0: Norm
     ln1: Norm
     ln2: Norm
@@ -43,8 +41,6 @@ class Layer(NamedTuple):
 
 
 class Model(NamedTuple):
-    """The whole."""
-
     common: Common
     H: int
     N: int
@@ -69,7 +65,6 @@ class Model(NamedTuple):
 
 
 def c_model(model: Any, builder: Builder) -> Model:
-    """The model's structs."""
     block, C, N = model.blocks[0], model.config.n_embd, model.config.head_size
     widths = {"mixed": len(MIXES) * C, **{f"of_{gate}": getattr(block.att, f"{gate}1").shape[1] for gate in GATES},
               **dict.fromkeys(OF_CHANNELS, C), "relu": block.ffn.key.out_features}

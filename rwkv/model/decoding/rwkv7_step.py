@@ -65,6 +65,6 @@ class Step:
 
 
 def _of_hidden(hidden: Tensor) -> None:
-    """The functions inside the gates, of which w, a and g are the last: tanh, none and sigmoid."""
+    """The functions inside the gates: tanh for w, none for a, sigmoid for g. These are the last three."""
     hidden[-3].tanh_()
     hidden[-1].sigmoid_()

@@ -1,4 +1,4 @@
-"""A run's checkpoints, from which it resumes bit-exactly: each is written atomically, then read back and verified.
+"""A run's checkpoints. A run resumes from them bit-exactly; each is written atomically, read back and verified.
 
     checkpoints/last.ckpt      every trainer.checkpoint_every steps, after the last step, and when training is interrupted
     checkpoints/last-1.ckpt    the one before it, and so on: trainer.keep_last of them in all
@@ -68,7 +68,7 @@ class Checkpoints(Callback):
     divergence: Divergence
     best: float = math.inf
     _validating: bool = False
-    _saved: tuple[int, bool] = (0, True)         # of last.ckpt: its step, and whether that step's validation had ended
+    _saved: tuple[int, bool] = (0, True)         # the step of last.ckpt, and whether that step's validation had ended
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
@@ -77,7 +77,7 @@ class Checkpoints(Callback):
         self.best = state_dict["best"]
 
     def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        self._saved = (trainer.global_step, False)       # saved again only if the run repeats this step's validation
+        self._saved = (trainer.global_step, False)       # this step is saved again only after a repeated validation
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
@@ -103,15 +103,15 @@ class Checkpoints(Callback):
             self.save_last(trainer)
 
     def on_save_checkpoint(self, trainer: lightning.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Makes an unfinished validation start again from its first batch; Lightning would continue in its middle."""
+        """Makes an unfinished validation start again from its first batch; Lightning would continue in the middle of it."""
         started = int(self._validating)
         progress = {"ready": started, "started": started, "processed": 0, "completed": 0}
         checkpoint["loops"]["fit_loop"][VALIDATION] = {"total": progress, "current": dict(progress), "is_last_batch": False}
 
     def on_load_checkpoint(self, trainer: lightning.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Sets whether the last batch that was read ends Lightning's epoch, which is the whole run, for its present length.
+        """Sets whether the last batch that was read ends Lightning's epoch, the whole run, by the run's present length.
 
-        If it ended a run that is longer now, Lightning would begin an epoch and read the data from the start.
+        A run that had ended may be longer now. Lightning would then begin an epoch and read the data from the start.
         """
         batches = trainer.max_steps * trainer.accumulate_grad_batches
         if isinstance(trainer.limit_train_batches, int):         # set by trainer.overfit_batches
@@ -125,8 +125,8 @@ class Checkpoints(Callback):
     def save_last(self, trainer: lightning.Trainer) -> None:
         """Saves last.ckpt unless it is up to date.
 
-        It replaces a checkpoint of the same step from before the validation ended. Otherwise it is first written as next.ckpt,
-        and `settle` renames it and the older ones; after a kill in between, the resumed run does that.
+        If last.ckpt is of the same step, from before its validation ended, it is replaced. Otherwise the new one is written as
+        next.ckpt, and `settle` renames it and the older ones; after a kill in between, the resumed run does so.
         """
         now = (trainer.global_step, not self._validating)
         if now == self._saved:
@@ -152,7 +152,7 @@ class RandomState(Callback):
         self._loaded = state_dict["ranks"]
 
     def on_train_start(self, *_: Any) -> None:
-        if self._loaded:                 # restored last: setting up the run draws random numbers
+        if self._loaded:                 # restored only now, since setting up the run draws random numbers
             _set_random_state(self._loaded[rank() % len(self._loaded)])
 
 
@@ -173,11 +173,11 @@ def settle(out_dir: Path, keep: int | None = None) -> None:
 
 
 def newest_sound(out_dir: Path) -> Checkpoint | None:
-    """The newest sound checkpoint; None if there are none. Newer, damaged ones are renamed, with a warning. best.ckpt counts if
-    it is the only one: the run ended between its validation and its first last.ckpt.
+    """The newest sound checkpoint; None if there is none. Newer, damaged ones are renamed, with a warning. best.ckpt counts if
+    it is the only one: the run ended after a validation and before its first last.ckpt.
 
     Raises UserError if all checkpoints are damaged; they keep their names, so that the next call raises it too. Raises
-    UnreadableError for one that cannot be read for another reason.
+    UnreadableError for a checkpoint that cannot be read for another reason.
     """
     damaged: list[tuple[Path, CheckpointError]] = []
     for path in _by_age(out_dir).values():
@@ -207,7 +207,7 @@ def _shift(folder: Path) -> None:
 
 
 def _by_age(out_dir: Path) -> dict[int, Path]:
-    """last.ckpt by 0, last-1.ckpt by 1 and so on, the newest first."""
+    """The paths by age, the newest first: 0 for last.ckpt, 1 for last-1.ckpt and so on."""
     found = {}
     for path in (out_dir / FOLDER).glob("last*.ckpt"):
         name = re.fullmatch(r"last(?:-(\d+))?\.ckpt", path.name)

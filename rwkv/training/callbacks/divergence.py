@@ -13,7 +13,7 @@ from torch import Tensor
 from rwkv.distributed import all_sum
 from rwkv.errors import UserError
 
-FP16_PATIENCE = 20                       # consecutive non-finite losses allowed with fp16, whose scaler skips such steps
+FP16_PATIENCE = 20                       # consecutive non-finite losses allowed with fp16: its scaler skips such steps
 
 
 class Diverged(UserError):
@@ -31,7 +31,7 @@ class Divergence(Callback):
     log_every: int
     _lr: float = 0.0
     _loss: Any = 0.0                     # of the current step; every accumulated batch adds its share
-    _consecutive: int = 0                # losses that are not finite
+    _consecutive: int = 0                # the number of steps in succession whose loss is not finite
     _unread: list[tuple[int, float, Tensor]] = field(default_factory=list)       # step, learning rate and loss
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
@@ -62,7 +62,7 @@ class Divergence(Callback):
         if not self._unread:
             return
         losses = torch.stack([loss for _, _, loss in self._unread]).tolist()
-        processes = all_sum(*(not math.isfinite(loss) for loss in losses))       # number of them with a loss that is not finite
+        processes = all_sum(*(not math.isfinite(loss) for loss in losses))       # in how many each loss is not finite
         has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
         for (step, lr, _), diverged in zip(self._unread, processes, strict=True):
             self._consecutive = self._consecutive + 1 if diverged else 0

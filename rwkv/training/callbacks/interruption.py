@@ -19,7 +19,8 @@ class Interrupted(Exception):
 class StopCleanly(Callback):
     """The first signal ends training after the current step, with a checkpoint; Ctrl-C after it ends training at once.
 
-    A signal during validation ends it there, with a checkpoint from before the validation, which the continued run repeats.
+    A signal during validation ends training there, with a checkpoint from before the validation, so that the continued run
+    repeats it.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
@@ -51,5 +52,5 @@ class StopCleanly(Callback):
 
 
 def _announce_stop(number: int) -> None:
-    with suppress(RuntimeError):         # standard error is being written when the signal comes
+    with suppress(RuntimeError):         # the signal may come while standard error is being written
         log(f"\n{signal.Signals(number).name}: stopping after this step (Ctrl-C stops at once) ...")

@@ -1,15 +1,15 @@
 """The cost and the error of a run's kernel on the run's own data: out_dir/kernel.json.
 
 The machine is always recorded. trainer.probe=true adds:
-- times of about SAMPLES steps after the warm-up: the step, and in it the operator's forward and backward passes, by a clock
-  on a CPU, by CUDA events on a GPU, which are read after training;
-- errors of the operator in each layer, of its output and all gradients, against the reference in float64, on the inputs and
-  the upstream gradient of a batch at the start and of the last batch after the last step. The start is the third step: a
-  model begins with matrices of zero, so that before it all gradients that reach the operator are zero. If no weight before the
-  operator is trained, as in the first layers of some tuned models, only its output is measured.
+- times of about SAMPLES steps after the warm-up: of the step, and of the operator's forward and backward passes in it. A clock
+  measures them on a CPU, CUDA events on a GPU; the events are read after training;
+- errors of the operator's output and gradients in each layer, against the reference in float64. They are measured on the inputs
+  and the upstream gradient of two batches: one at the start, and the last one after the last step. The start is the third step:
+  a model begins with matrices of zero, so that before it all gradients that reach the operator are zero. If no weight before
+  the operator is trained, as in the first layers of some tuned models, only the output is measured.
 
-The probe does not change training by a bit. Errors are measured in an extra pass over half of a batch, which takes less memory
-than a step; its gradients are dropped, and the random generators are restored after it (tune.dropout draws from them).
+The probe changes no bit of training. Errors are measured in an extra pass over half of a batch, which takes less memory than a
+step; its gradients are dropped, and the random generators are restored after it (tune.dropout draws from them).
 """
 
 import importlib
@@ -41,7 +41,7 @@ Operator = Callable[..., tuple[Tensor, Any]]     # operator(inputs ..., state) -
 
 
 def mark(device: str) -> Any:
-    """The present moment: a time on a CPU, an event of the current stream on a GPU, which recording does not synchronise."""
+    """The present moment: on a CPU a time; on a GPU an event of the current stream, recorded without waiting for the GPU."""
     if device != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -50,7 +50,7 @@ def mark(device: str) -> Any:
 
 
 def milliseconds(begin: Any, end: Any) -> float:
-    """The time between two moments; on a GPU called after training, since it waits for the second."""
+    """The time between two moments. On a GPU it waits for the second, so it is called after training."""
     if isinstance(begin, float):
         return 1000 * (end - begin)
     end.synchronize()
@@ -58,7 +58,7 @@ def milliseconds(begin: Any, end: Any) -> float:
 
 
 class Sample:
-    """The times of one step: of the step itself, and of every forward and backward pass of the operator in it."""
+    """The times of a step, and of each forward and backward pass of the operator in it."""
 
     def __init__(self, step: int, device: str) -> None:
         self.step = step
@@ -69,13 +69,10 @@ class Sample:
     def end(self) -> None:
         self.spans["ms"].append((self.begin, mark(self.device)))
 
-    def wrap(self, operator: Operator, layer: int) -> Operator:
-        return partial(self._timed, operator)
-
     def as_row(self) -> dict[str, float]:
         return {"step": self.step} | {name: sum(milliseconds(*span) for span in spans) for name, spans in self.spans.items()}
 
-    def _timed(self, operator: Operator, *inputs: Any) -> tuple[Tensor, Any]:
+    def timed(self, operator: Operator, *inputs: Any) -> tuple[Tensor, Any]:
         begin = mark(self.device)
         y, state = operator(*inputs)
         self.spans["forward_ms"].append((begin, mark(self.device)))
@@ -87,9 +84,9 @@ class Sample:
 
 
 class Record:
-    """One layer's operator in one pass: its inputs by name, its state and output, and the gradients of both sides.
+    """What one layer's operator reads and gives in one pass: inputs by name, state, output y, and the gradients of all.
 
-    grads: empty if the operator has no gradients.
+    grads: the inputs' gradients; empty if there are none.
     """
 
     def __init__(self, operator: Operator) -> None:
@@ -133,7 +130,7 @@ class Record:
 
 
 def _double(state: Any) -> Any:
-    """A state, a tensor or a named tuple of tensors, in float64."""
+    """A state in float64: a tensor, a named tuple of tensors, or None."""
     if state is None or isinstance(state, Tensor):
         return state if state is None else state.detach().double()
     return type(state)(*map(_double, state))
@@ -198,7 +195,8 @@ class Probe(Callback):
         is_sampled = timed >= 0 and timed % max(1, self._max_steps // SAMPLES) == 0
         if batch_idx % self.options.accumulate == 0 and is_sampled:
             self._sample = Sample(step, pl_module.device.type)
-            self._wrapped = Wrapped(pl_module, self._sample.wrap)
+            sample = self._sample
+            self._wrapped = Wrapped(pl_module, lambda operator, layer: partial(sample.timed, operator))
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         if self._sample is not None and (batch_idx + 1) % self.options.accumulate == 0:
@@ -240,7 +238,7 @@ class Probe(Callback):
 
 
 def measure_errors(trainer: lightning.Trainer, pl_module: lightning.LightningModule, batch: Any) -> dict[str, Any]:
-    """The step, and for each layer the operator's errors and the ranges of its inputs, in a pass over half of the batch."""
+    """The operator's errors and the ranges of its inputs in each layer, measured in a pass over half of the batch."""
     task = cast(Any, pl_module)
     records = [Record(mixer.wkv) for mixer in _time_mixers(task)]
     wrapped = Wrapped(task, lambda operator, layer: records[layer])

@@ -31,9 +31,9 @@ class Metrics(Callback):
     log_every: int
     grad_norms: bool = False
     latest: Mapping[str, Any] = field(default_factory=dict)
-    _interval_start: float = 0.0         # since the last logged step, validation or sample
-    _interval_tokens: int = 0            # read in this interval
-    _interval_counted: int = 0           # of these, without padding
+    _interval_start: float = 0.0         # an interval begins after a logged step, a validation or a sample
+    _interval_tokens: int = 0            # tokens read in this interval
+    _interval_counted: int = 0           # the same without padding
     _tokens_per_step: int = 0
     _ms_per_token: list[float] = field(default_factory=list)
     _lr: float = 0.0
@@ -98,9 +98,9 @@ class Metrics(Callback):
 
 
 def peak_memory_mib(device: torch.device, root: Path = Path("/")) -> float:
-    """The peak memory so far in MiB: allocated on the GPU, or for the CPU the resident set of this process; NaN on Windows.
+    """The peak memory so far in MiB: on a GPU, of allocations; on a CPU, of this process's resident set; NaN on Windows.
 
-    `root`: where proc lies.
+    root: the folder of proc.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2 ** 20
@@ -128,5 +128,5 @@ def gradient_norms(model: Model) -> dict[str, float]:
     """The 2-norm of the gradients of each part, named as in loggers.norm_names. Synchronises with the device once."""
     parts = [model.emb, *model.blocks, model.ln_out, model.head]
     norms = torch.stack([get_total_norm([parameter.grad for parameter in part.parameters() if parameter.grad is not None])
-                         .to(model.emb.weight.device) for part in parts])        # of none, it is on the CPU
+                         .to(model.emb.weight.device) for part in parts])        # the norm of no gradients is on the CPU
     return dict(zip(norm_names(len(model.blocks)), norms.tolist(), strict=True))

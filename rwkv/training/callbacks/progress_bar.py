@@ -13,9 +13,9 @@ from tqdm import tqdm
 from rwkv.distributed import rank
 from rwkv.training.callbacks.metrics import Metrics
 
-FIRST_LINE = 3.0                         # seconds between two lines in a file, at first
-LAST_LINE = 30.0                         # later
-SHOWN = ("train/loss", "val/loss", "val/bpb", "tok_per_sec")      # of the metrics
+FIRST_LINE = 3.0                         # seconds between two lines in a file at first,
+LAST_LINE = 30.0                         # and later
+SHOWN = ("train/loss", "val/loss", "val/bpb", "tok_per_sec")      # the metrics beside the bar
 
 
 @dataclass(eq=False)

@@ -23,7 +23,7 @@ from rwkv.report.reading import SAMPLES, read_samples
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.loggers import log_samples
 
-Row = dict[str, Any]                     # step, prompt, text (which continues the prompt)
+Row = dict[str, Any]                     # step, prompt, and text, which continues the prompt
 
 
 class Samples(Callback):
@@ -46,7 +46,7 @@ class Samples(Callback):
         self._rows: list[Row] = []
         if resumed_at is not None:
             self._rows = [row for row in read_samples(self.path) if row["step"] <= resumed_at]
-        tokenizer.encode(self.prompt)    # fails now, not after the first steps
+        tokenizer.encode(self.prompt)    # so that an error comes before the first step
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if rank() == 0:
@@ -81,7 +81,7 @@ class Samples(Callback):
 
 
 def sample_every(config: TrainerConfig) -> int:
-    """The interval in steps; 0 for never, as with fsdp, since each process has only a part of the weights."""
+    """The interval in steps; 0 for never. With fsdp it is 0, since each process has only a part of the weights."""
     if config.strategy == "fsdp":
         return 0
     return config.val_every if config.sample_every is None else config.sample_every

@@ -1,4 +1,4 @@
-"""A run's directory: config.yaml, checkpoints/, metrics.csv, ... runs/latest points to the newest run."""
+"""A run's directory, with config.yaml, checkpoints/, metrics.csv and so on. runs/latest points to the newest run."""
 
 import itertools
 import json
@@ -31,9 +31,9 @@ class Run:
     """A run's directory and its configuration, and the checkpoint and step that it resumes from (None for a new run).
 
     init_checkpoint, tokenizer: with init_from=, the file that gives the weights, and the tokenizer for the data.
-    tuning_defaults: the options of optim that tune= has set (rwkv/training/tuning/defaults.py), in a new run.
-    saved_memory: lines of rwkv/training/tuning/passes.py, in a new run with init_from=.
-    exists: the directory belongs to this run already. lock: held by a resumed run, and by a new one once `create` has run.
+    tuning_defaults: in a new run, the options of optim that tune= has set (rwkv/training/tuning/defaults.py).
+    saved_memory: in a new run with init_from=, lines for people from rwkv/training/tuning/passes.py.
+    exists: the directory belongs to this run already. lock: a resumed run holds it, and a new one once `create` has run.
     """
 
     out_dir: Path
@@ -54,7 +54,8 @@ def new_folder(kind: str = "") -> Path:
 
 
 def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
-    """Raises UserError if the directory holds anything but a lock, or cannot be written. resume: the option to continue it."""
+    """Raises UserError if the directory holds anything but a lock, or cannot be written. resume: the option that continues it.
+    """
     if out_dir.exists() and not out_dir.is_dir():
         raise UserError(f"out_dir {out_dir} is a file: choose another")
     if out_dir.exists() and any(path.name != NAME for path in out_dir.iterdir()):
@@ -84,8 +85,8 @@ def create(run: Run, resolved: dict[str, Any]) -> None:
 
 
 def folder_apart(run: Run) -> Path | None:
-    """The folder for the rows and samples of a run that begins again because it had saved no checkpoint: out_dir/unsaved-1, or
-    the next free number. None if there is nothing to keep.
+    """out_dir/unsaved-1, or the next free number: the folder for the earlier output of a run that begins again because it had
+    saved no checkpoint. None if there is nothing to keep.
     """
     if not run.exists or run.resume_from is not None:
         return None
@@ -105,7 +106,7 @@ def _set_apart(out_dir: Path, folder: Path) -> None:
 
 
 def _point_latest(out_dir: Path) -> None:
-    """Makes runs/latest a symlink to out_dir, or a one-line file where links need rights. A failure is reported, not raised."""
+    """Makes runs/latest a symlink to out_dir, or a one-line file if links need rights. A failure is only reported."""
     latest = RUNS / "latest"
     target = out_dir.resolve()
     if target.is_relative_to(RUNS.resolve()):

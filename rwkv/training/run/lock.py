@@ -20,7 +20,7 @@ class RunLock:
         self._lock: FileLock | None = None
 
     def hold(self, out_dir: Path) -> None:
-        """Locks an existing directory. Raises UserError if another process, or another RunLock of this one, holds it.
+        """Locks an existing directory. Raises UserError if another process, or another RunLock of this one, holds the lock.
 
         If files cannot be locked there, it warns on standard error that the run is not protected.
         """
@@ -51,7 +51,7 @@ def _acquired(out_dir: Path) -> FileLock | None:
         return None
     if not isinstance(lock, SoftFileLock):
         return lock
-    lock.release(force=True)             # the library's fallback, a file that is the lock, would outlive its process
+    lock.release(force=True)             # the library falls back on a file as the lock, which would outlive its process
     _warn_unprotected(out_dir, "not on this file system")
     return None
 

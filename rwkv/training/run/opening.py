@@ -47,7 +47,7 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
 
 
 def require_own_options(config: TrainConfig) -> None:
-    """Raises UserError for the first option that only other generations of models have, unless it is at its default."""
+    """Raises UserError for the first option that only other generations have and that is not at its default."""
     own = _own_options(config.model)
     default = TrainConfig()
     for name in GENERATIONS:
@@ -59,7 +59,7 @@ def require_own_options(config: TrainConfig) -> None:
 
 
 def _own_options(model: ModelConfig) -> list[str]:
-    """The dotted keys of the options that the model's generation has, and not every generation."""
+    """The dotted keys of the model's options that not every generation has."""
     module = generation(model)
     return [*(f"model.{name}" for name in module.OPTIONS), *(f"optim.{name}" for name in module.LR_SCALES.values())]
 

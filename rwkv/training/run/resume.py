@@ -1,5 +1,5 @@
-"""Resumes a run with its own configuration. Options given on the command line replace its values; those that would make it
-another run (FIXED) are refused.
+"""Resumes a run with its own configuration. Options given on the command line replace its values, except that options which
+would make it another run (FIXED) are refused.
 """
 
 from collections.abc import Collection
@@ -29,8 +29,8 @@ FIXED = ("model", "data", "tune", "seed",    # options and groups that may not c
          "trainer.accumulate",           # the position in the data is counted in batches
          "trainer.val_tokens")           # the losses are compared, for best.ckpt
 NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview")      # exceptions
-DELETED = {"optim.matrix_every": 1, "optim.matrix_iterations": 3}        # options of earlier versions: their defaults
-ADDED = {"tune.guard": None}             # options that earlier versions lacked, and the values that they acted by
+DELETED = {"optim.matrix_every": 1, "optim.matrix_iterations": 3}        # options of earlier versions, and their defaults
+ADDED = {"tune.guard": None}             # options that earlier versions lacked, and values with which runs act as they did then
 
 
 class Request(NamedTuple):
@@ -42,7 +42,7 @@ class Request(NamedTuple):
 
 
 def resumed_run(request: Request) -> Run | None:
-    """The run that `resume` names, at its newest sound checkpoint or at the one named; None if resume=auto finds no run."""
+    """The run that `resume` names, at its newest sound checkpoint or at a named one; None if resume=auto finds no run."""
     config = request.config
     auto = config.resume == "auto"
     path = Path(config.out_dir) if auto and config.out_dir else follow(RUNS / "latest" if auto else Path(str(config.resume)))
@@ -53,7 +53,7 @@ def resumed_run(request: Request) -> Run | None:
     try:
         run = _found(request, path, auto)
     except ValueError:
-        lock.release()                   # the traceback would keep it
+        lock.release()                   # otherwise the traceback would keep it held
         raise
     return run and replace(run, exists=True, lock=lock)
 
@@ -86,7 +86,7 @@ def _continue(request: Request, out_dir: Path, checkpoint: Checkpoint) -> Run:
             return resumed
         return replace(resumed, tokenizer=Tokenizer.named(         # with the end of text that the run began with
             merged.data.tokenizer, "data.tokenizer", end_of_text=merged.data.end_of_text, like=checkpoint.tokenizer))
-    # with tune=lora and state, the weights that the checkpoint gives are merged with the trained values
+    # with tune=lora and state, read_checkpoint has merged the trained values into the weights of `checkpoint`
     weights = checkpoint if merged.tune.method == "full" else read_checkpoint(merged.init_from)
     return replace(resumed, init_checkpoint=weights, tokenizer=Tokenizer.from_dict(checkpoint.tokenizer or {}))
 
@@ -120,7 +120,7 @@ def _merged(request: Request, out_dir: Path, saved: dict[str, Any]) -> TrainConf
     replacing = [*given, *_not_overruled(chosen, given, merged.init_from)]
     for key in replacing:
         if key.startswith(("resume", "out_dir", "experiment", "debug", "hydra")) or is_dataclass(attrgetter(key)(config)):
-            continue                     # no option that replaces the run's
+            continue                     # these replace no option of the run
         old = attrgetter(key)(merged)
         new = attrgetter(key)(config)
         if key == "data.batch_size" and same_step(config, merged):
@@ -144,9 +144,7 @@ def resolved(config: TrainConfig, given: Collection[str]) -> TrainConfig:
 
 
 def _of_this_version(saved: dict[str, Any], out_dir: Path) -> dict[str, Any]:
-    """The configuration with the ADDED options, and without the DELETED ones. Raises UserError if one of these is not at its
-    default.
-    """
+    """The configuration with the ADDED options and without the DELETED ones. Raises UserError if a DELETED one has been set."""
     current = {name: dict(value) if isinstance(value, dict) else value for name, value in saved.items()}
     for option, before in ADDED.items():
         group, name = option.split(".")
@@ -161,8 +159,8 @@ def _of_this_version(saved: dict[str, Any], out_dir: Path) -> dict[str, Any]:
 
 
 def _not_overruled(chosen: Collection[str], given: Collection[str], init_from: str | None) -> list[str]:
-    """The options that groups set, without those that were replaced when the run was new: the length if the user gives another,
-    the sizes if init_from's file gave them, and val_tokens, since earlier versions of debug= read the whole split.
+    """The options that groups set, without the length if the user gives another one, without the sizes if init_from's file gave
+    them, and without val_tokens, since debug= of earlier versions did not set it.
     """
     lengthened = not set(LENGTHS).isdisjoint(given)
     kept = [option for option in chosen

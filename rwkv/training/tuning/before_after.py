@@ -1,11 +1,12 @@
 """What tuning gains and breaks: a tuned run's losses and answers before its first step and after its last one.
 
-Measured are the validation split, as every validation does; the text of tune.guard, as one sequence with the state carried
-along (rwkv/evaluation.py); and the likeliest continuations of prompts from the validation split. The losses are metrics of step
-0 and of the last step: val/loss, val/bpb, guard/loss and guard/bpb. All of it stands in out_dir/tuned.json, for the report.
+It measures the loss of the validation split, as every validation does; the loss of the text of tune.guard, as one sequence with
+the state carried along (rwkv/evaluation.py); and the likeliest continuations of prompts from the validation split. The losses
+are metrics of step 0 and of the last step: val/loss, val/bpb, guard/loss and guard/bpb. All results are in out_dir/tuned.json,
+for the report.
 
-What was measured before is in every checkpoint, so that a continued run does not measure it again. The random generators are
-afterwards as they were: training is the same with and without.
+The results from before training are in every checkpoint, so that a continued run does not measure them again. The random
+generators are restored: training is the same with and without these measurements.
 """
 
 import json
@@ -38,7 +39,7 @@ Measured = dict[str, float]              # by the name of the metric, and "step"
 
 
 class BeforeAfter(Callback):
-    """Stands before the callback that saves checkpoints, so that the last one has all of it.
+    """Must stand before the callback that saves checkpoints, so that the last checkpoint has all results.
 
     exclude(seconds) is called with the time that the measurement took. With several processes, rank 0 measures the text and
     the continuations.
@@ -61,23 +62,23 @@ class BeforeAfter(Callback):
         return {"guard": self.sha256, "before": self.before, "after": self.after, "answers": self.answers}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises UserError where the text of tune.guard is another than before training."""
+        """Raises UserError if the text of tune.guard is not the one from before training."""
         if state_dict["guard"] != self.sha256:
             raise UserError(f"the text of tune.guard={self.config.tune.guard} has changed since the run began, and its losses "
                             "before and after could not be compared: put it back to resume")
         self.before, self.after, self.answers = state_dict["before"], state_dict["after"], state_dict["answers"]
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if trainer.global_step < trainer.max_steps:      # a finished run that trains on
+        if trainer.global_step < trainer.max_steps:      # a finished run may train on
             self.after = None
             self.answers.pop("after", None)
         if self.before is not None:
             self._write(cast(LanguageModel, pl_module))
         elif trainer.global_step:
-            log("guard      before and after are not compared: before the run's first step nothing was measured")
+            log("guard      before and after are not compared, since nothing was measured before the run's first step")
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Later than on_train_start, in which the callback that heeds signals begins to."""
+        """Not in on_train_start, where signals are not yet handled: another callback installs its handlers there."""
         if trainer.global_step or self.before is not None:
             return
         start = time.perf_counter()
@@ -101,7 +102,7 @@ class BeforeAfter(Callback):
         self._write(task)
 
     def describe(self) -> str:
-        """One line for people, of a run that is finished."""
+        """One line for people, once the run is finished."""
         assert self.before is not None
         assert self.after is not None
         names = {"val/loss": "the validation split", "guard/loss": f"tune.guard={self.config.tune.guard}"}
@@ -123,7 +124,7 @@ class BeforeAfter(Callback):
         return {"step": step} | validation | guard
 
     def _answer(self, model: Model, when: str) -> None:
-        """Training goes on where no text can be drawn, with the reason on standard error."""
+        """If no text can be drawn, training goes on, and the reason is printed on standard error."""
         if not self.prompts:
             return
         try:
@@ -143,7 +144,7 @@ class BeforeAfter(Callback):
         write_file(self.path, lambda file: file.write(json.dumps(content, ensure_ascii=False).encode()))
 
     def _tuned(self, model: Model) -> dict[str, Any]:
-        """What was trained of what."""
+        """The method of tuning, the model that was tuned, and the number of trained values."""
         tune = self.config.tune
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         lora = {"rank": tune.rank, "alpha": tune.alpha, "modules": chosen(model.config, tune.modules)}

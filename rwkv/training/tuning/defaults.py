@@ -1,6 +1,7 @@
-"""The learning rates of a new run that tunes the weights of init_from=, by tune=: those of training from nothing are too high.
+"""Learning rates for a new run that tunes the weights of init_from=: those of training from nothing are too high.
 
-They are the field's, with sources in docs/tune.md. What the user, an experiment or a debug run sets stays.
+They depend on tune= and are the usual ones in the field; docs/tune.md has the sources. Options that the user, an experiment or
+a debug run sets are kept.
 """
 
 from collections.abc import Collection
@@ -14,15 +15,13 @@ DEFAULTS: dict[str, dict[str, Any]] = {              # options of optim, by tune
     "lora": {"lr": 2e-4, "schedule": "constant", "warmup_steps": 10},
     "state": {"lr": 0.1, "min_lr": 0.01, "schedule": "cosine", "warmup_steps": 10},
 }
-
-
-SLOWER = 0.1                             # times these rates, for objectives of pairs of answers
+SLOWER = 0.1                             # factor on these rates, for objectives that learn from pairs of answers
 
 
 def with_tuning_defaults(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The configuration with DEFAULTS in place of the options that are not in `chosen`, and the names of these.
+    """The configuration with DEFAULTS for the options that are not in `chosen`, and the names of these options.
 
-    A rate that is chosen keeps its own last rate.
+    If lr is chosen, min_lr has no default either.
     """
     own = {name for name in DEFAULTS[config.tune.method] if f"optim.{name}" in chosen}
     if "lr" in own:
@@ -30,7 +29,7 @@ def with_tuning_defaults(config: TrainConfig, chosen: Collection[str]) -> tuple[
     values = {name: value for name, value in DEFAULTS[config.tune.method].items() if name not in own}
     if config.tune.prefers:
         values |= {name: float(f"{SLOWER * values[name]:.6g}") for name in ("lr", "min_lr") if name in values}
-        values["l2_wrap"] = 0.0          # and the confidence penalty: they are for the likelihood of tokens
+        values["l2_wrap"] = 0.0          # this and the confidence penalty are for the likelihood of tokens
         config = replace(config, optim=replace(config.optim, confidence_penalty=0.0))
     return replace(config, optim=replace(config.optim, **values)), tuple(values)
 

@@ -1,6 +1,6 @@
-"""What a run that tunes the weights of another is compared by, before and after: its held-out part, and a general text.
+"""The general text of tune.guard=, on which a run that tunes the weights of another is measured before and after.
 
-The text of tune.guard= has nothing to do with the task: what its loss gains, tuning has broken.
+The text has nothing to do with the task. If its loss rises, tuning has broken something.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ def is_compared(config: TrainConfig) -> bool:
 
 
 def text_of(config: TrainConfig) -> Path | None:
-    """The general text; None where there is none, as with fsdp, where each process has only a part of the weights."""
+    """The general text; None if there is none, and with fsdp, where each process has only a part of the weights."""
     guard = config.tune.guard
     if not guard or config.trainer.strategy == "fsdp":
         return None
@@ -31,10 +31,10 @@ def text_of(config: TrainConfig) -> Path | None:
 
 
 def with_guard(config: TrainConfig, tokenizer: Tokenizer, given: Collection[str]) -> TrainConfig:
-    """A new run's configuration, without a general text where nobody asks for one or the tokenizer cannot encode the default.
+    """A new run's configuration. tune.guard becomes null if no text is asked for, or if the tokenizer cannot encode ENGLISH.
 
-    It is asked for by data=chat, tune= or tune.guard=: a run that goes on with the training of its weights has none. Raises
-    UserError where the file that tune.guard names cannot be read, is empty or cannot be encoded.
+    data=chat, tune= and tune.guard= ask for one; a run that only goes on with the training of weights has none. Raises
+    UserError if the file that tune.guard names cannot be read, is empty or cannot be encoded.
     """
     without = replace(config, tune=replace(config.tune, guard=None))
     if config.data.name != "chat" and config.tune.method == "full" and {"tune", "tune.guard"}.isdisjoint(given):
@@ -62,7 +62,7 @@ def describe(config: TrainConfig) -> str:
 
 
 def sha256_of(path: Path | None) -> str | None:
-    """Of the text. Raises UserError if it cannot be read."""
+    """The hash of the text. Raises UserError if it cannot be read."""
     if path is None:
         return None
     with open_file(path, "tune.guard") as file:

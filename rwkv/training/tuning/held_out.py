@@ -1,6 +1,6 @@
-"""Prompts from a run's held-out part, and how its model continues them: what a tuned run shows of before and after.
+"""Prompts from a run's validation split, and how its model continues them: a tuned run shows this before and after training.
 
-Of conversations, a prompt is all before the first answer that is learnt; of other data, the beginning of a document.
+Of a conversation, the prompt is all that stands before the first learnt answer; of a document, it is the beginning.
 """
 
 from collections.abc import Iterator
@@ -21,8 +21,8 @@ from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 SHOWN = 3
-SEARCHED = 1000                          # texts, among which those that are not too long are preferred
-OPENING = 32                             # tokens of a document that are a prompt, at most half of it
+SEARCHED = 1000                          # texts among which SHOWN are chosen
+OPENING = 32                             # tokens of a document that are its prompt, but at most half of them
 
 
 class Prompt(NamedTuple):
@@ -33,9 +33,9 @@ class Prompt(NamedTuple):
 
 
 def prompts(data: Corpus, longest: int, length: int) -> list[Prompt]:
-    """The first SHOWN prompts of the validation split, those of more than `longest` tokens last.
+    """SHOWN prompts of the validation split: the first ones of at most `longest` tokens, then the first longer ones.
 
-    length: of the references of documents; an answer is whole.
+    length: the number of tokens of a document's reference; the reference to a conversation's prompt is the whole answer.
     """
     found = _of_conversations(data.conversations[1]) if data.conversations else _of_documents(data.val, length)
     searched = islice((prompt for prompt in found if prompt.ids and prompt.reference), SEARCHED)
@@ -49,7 +49,7 @@ def prompts(data: Corpus, longest: int, length: int) -> list[Prompt]:
 
 
 def continuations(model: Model, tokenizer: Tokenizer, config: TrainConfig, found: list[Prompt]) -> list[str]:
-    """The likeliest text after each prompt, of trainer.sample_tokens at most. Raises ValueError as Engine does."""
+    """The likeliest text after each prompt, at most trainer.sample_tokens long. Raises ValueError as Engine does."""
     stop = template_of(config.data).stop if config.data.name == "chat" else ()
     engine = Engine(model, tokenizer)
     rows = engine.add_all([prompt.ids for prompt in found], [config.seed] * len(found),
@@ -64,7 +64,7 @@ def readable(tokenizer: Tokenizer, ids: list[int]) -> str:
 
 
 def _of_conversations(split: Tokenised) -> Iterator[Prompt]:
-    """Of pairs, the answers are the chosen ones."""
+    """Of pairs of answers only the chosen ones are read."""
     for begin, end in islice(_texts(split.tokens), 0, None, 2 if split.paired else 1):
         learnt = split.learnt[begin:end].astype(bool)
         first = int(learnt.argmax())

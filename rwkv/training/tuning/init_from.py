@@ -1,7 +1,7 @@
 """train.py init_from=PATH: a new run with the weights of a checkpoint. Its optimiser, schedule and data are its own.
 
 The checkpoint gives the sizes, and the tokenizer if it carries one; ctx_len, on which no weight depends, is the run's own.
-Options of the command line that contradict the checkpoint are refused; those of an experiment= or a debug= are replaced.
+Options that the user gives and that contradict the checkpoint are refused; those of an experiment= or a debug= are replaced.
 """
 
 from collections.abc import Collection
@@ -32,7 +32,7 @@ def open_init_checkpoint(config: TrainConfig, given: Collection[str]) -> tuple[T
     template = choose_template(config.data.template, str(config.init_from), checkpoint.run).template
     data = replace(config.data, template=template) if config.data.name == "chat" else config.data
     config = replace(config, model=model, data=data)
-    if config.tune.method != "full":     # the run's checkpoints name the file, from whatever folder they are read
+    if config.tune.method != "full":     # the run's checkpoints name the file, so its path must not depend on the folder
         config = replace(config, init_from=str(checkpoint.path.resolve()))
         require_tunable(config, checkpoint)
     return config, checkpoint, _tokenizer(config.data, given, checkpoint)

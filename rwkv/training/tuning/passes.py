@@ -1,8 +1,8 @@
 """How a new run with init_from= takes less memory than its options alone would.
 
-A step is divided into passes of a few rows, whose gradients are added up: the same step (the data's order and each target's
-weight are the same), with a fraction of the activations. If a run would not fit into the free memory, freed blocks are returned
-to the system; if that is not enough, activations are computed again.
+A step is divided into passes of a few rows, and their gradients are added up. The order of the data and the weight of each
+target stay the same, so the step does too, with a fraction of the activations. If a run would not fit into the free memory,
+freed blocks are returned to the system; if that is not enough, activations are computed again.
 """
 
 from collections.abc import Collection
@@ -13,15 +13,15 @@ from rwkv.config import TrainConfig
 from rwkv.training.device import device_for
 from rwkv.training.memory import LITTLE, estimate, free_memory, readable, with_options
 
-PASS_TOKENS = 512                        # of a pass at least, on a CPU: matrix products have their full speed then
+PASS_TOKENS = 512                        # least tokens of a pass on a CPU: matrix products have their full speed then
 SMALLER: tuple[dict[str, Any], ...] = ({"malloc": "small"}, {"malloc": "small", "activation_checkpointing": True})
 
 
 def with_passes(config: TrainConfig, vocab_size: int, given: Collection[str]) -> tuple[TrainConfig, str | None]:
-    """The configuration with a step in passes of the fewest rows that have PASS_TOKENS, and a line that says so.
+    """The configuration with steps in passes of the fewest rows that have PASS_TOKENS, and a line that says so.
 
-    Only in one process on a CPU, without other options that count batches, and if weights are frozen or the run would take more
-    than LITTLE.
+    Steps are divided only in a single process on a CPU, without other options that count batches, and only if weights are
+    frozen or the run would take more memory than LITTLE.
     """
     rows, trainer = config.data.batch_size, config.trainer
     counted = trainer.tbptt or trainer.overfit_batches or trainer.strategy != "single" or "trainer.accumulate" in given
@@ -38,16 +38,17 @@ def with_passes(config: TrainConfig, vocab_size: int, given: Collection[str]) ->
 
 
 def same_step(config: TrainConfig, run: TrainConfig) -> bool:
-    """Whether the rows of a step that `config` asks for are those of a run whose steps with_passes has divided."""
+    """Whether with_passes has divided the steps of `run`, and `config` asks for as many rows in a step."""
     rows, of_run = (asked.data.batch_size * asked.trainer.accumulate for asked in (config, run))
     return run.init_from is not None and run.data.batch_size < config.data.batch_size and rows == of_run
 
 
 def with_less_memory(config: TrainConfig, vocab_size: int, given: Collection[str]) -> tuple[TrainConfig, str | None]:
-    """The configuration with the first of SMALLER with which it fits into the free memory, or the last one.
+    """The configuration with the first of SMALLER with which the run fits into the free memory, or the last one, and a line
+    that says so.
 
-    And a line that says so. Unchanged, and without a line, where it fits, where freed blocks or checkpointing were chosen, and
-    where nobody knows what is free.
+    It is unchanged, without a line, if the run fits, if the user has set one of these options, and if the free memory is not
+    known.
     """
     free = free_memory(device_for(config.trainer.accelerator))
     need = estimate(config, vocab_size).total

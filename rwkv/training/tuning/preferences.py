@@ -1,7 +1,7 @@
 """tune.objective=dpo and ipo: the chosen answer of a pair is to become more probable than the rejected one.
 
-With log p(y), the sum of the logarithms of the probabilities of an answer's tokens, under the trained model and under the
-reference, which is the model of init_from=:
+log p(y) is the sum of the logarithms of the probabilities of an answer's tokens under the trained model, and
+log p_reference(y) the same under the reference, the model of init_from=:
 
     r(y) = beta (log p(y) - log p_reference(y))          the reward of an answer, chosen c or rejected d
     dpo  = -(1 - e) log sigmoid(r(c) - r(d)) - e log sigmoid(r(d) - r(c))           e = tune.label_smoothing
@@ -11,8 +11,8 @@ and tune.sft_weight times -log p(c) / |c|. Sources: Rafailov et al., "Direct Pre
 label smoothing: Mitchell, "A note on DPO with noisy preferences"; Azar et al. (arXiv 2310.12036), (17), per token as in TRL;
 the chosen answer's loss: Pang et al. (arXiv 2404.19733), (1).
 
-With tune=lora and state the reference is the model with what is tuned switched off, in a pass of its own. With tune=full it is
-computed once, before the first step, into the file REFERENCE of the run.
+With tune=lora and state a pass of its own computes the reference: through the same model, with what is tuned switched off. With
+tune=full it is computed once, before the first step, into the file REFERENCE of the run.
 """
 
 from collections.abc import Iterator, Mapping
@@ -80,7 +80,7 @@ def rewards(log_p: Tensor, reference: Tensor, tune: TuneConfig) -> Tensor:
 class Preferences:
     """The objective of a run.
 
-    stored: the reference's log-probabilities by split; None: they come from a pass in which what is tuned is switched off.
+    stored: the reference's log-probabilities by split; None: a pass without what is tuned computes them.
     """
 
     def __init__(self, tune: TuneConfig, stored: Mapping[str, Tensor] | None = None) -> None:
@@ -116,7 +116,7 @@ def without_tuning(model: Model) -> Iterator[None]:
 @torch.no_grad()
 def write_reference(path: Path, model: Model, data: Corpus, batch_size: int, ctx_len: int, device: torch.device,
                     dtype: torch.dtype) -> None:
-    """Writes the log-probabilities of all pairs, NaN for those that are left out. dtype: float32, or autocast's."""
+    """Writes the log-probabilities of all pairs; NaN for pairs that are left out. dtype: float32, or autocast's dtype."""
     assert data.conversations is not None
     model.to(device)
     found = {}
@@ -133,7 +133,7 @@ def write_reference(path: Path, model: Model, data: Corpus, batch_size: int, ctx
 
 
 def read_reference(path: Path, data: Corpus) -> dict[str, Tensor]:
-    """The tensors of the file. Raises UserError where it is missing, damaged, or of other pairs."""
+    """The tensors of the file. Raises UserError if it is missing, damaged, or of other pairs."""
     assert data.conversations is not None
     try:
         found = load_file(path)

@@ -1,4 +1,4 @@
-"""The files of what tune=lora and tune=state have trained, beside the run's checkpoints, for this and for other programs.
+"""Writes what tune=lora and tune=state have trained into files beside the run's checkpoints, for this and other programs.
 
     adapter/adapter_model.safetensors, adapter_config.json     LoRA in the layout of the PEFT library
     state.safetensors                                          a state for generate.py's state=, with the frozen weights' file
@@ -24,14 +24,14 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def tuned_files(config: TrainConfig, out_dir: Path) -> list[Path]:
-    """What a run writes at its end, beside its checkpoints."""
+    """The files that a run writes at its end, beside its checkpoints."""
     names = {"lora": ["adapter/adapter_model.safetensors", "adapter/adapter_config.json"],
              "state": ["state.safetensors", "time_state.pth"]}
     return [out_dir / name for name in names.get(config.tune.method, [])]
 
 
 def write_tuned(model: Model, tokenizer: Tokenizer, config: TrainConfig, out_dir: Path) -> list[Path]:
-    """Writes the files, and returns their paths; none with tune=full."""
+    """Writes the files, and returns the paths to print; none with tune=full."""
     if config.tune.method == "lora":
         return [_write_adapter(model, config, *tuned_files(config, out_dir))]
     return _write_state(model, tokenizer, *tuned_files(config, out_dir)) if config.tune.method == "state" else []
@@ -51,7 +51,7 @@ def _write_adapter(model: Model, config: TrainConfig, weights: Path, description
 
 @torch.no_grad()
 def _write_state(model: Model, tokenizer: Tokenizer, as_state: Path, as_pth: Path) -> list[Path]:
-    """The logits of the state file are those after end_of_text, with which a text without a prompt begins."""
+    """The state file has the logits after end_of_text, since a text without a prompt begins with it."""
     first = torch.tensor([[tokenizer.end_of_text]], device=model.emb.weight.device)
     save_context(as_state, PrefillResult(model.prefill(first)[0], model.empty_state(1)), model, tokenizer)
     tensors = {f"blocks.{layer}.{TIME_STATE}": Stored.of(TIME_STATE, str(as_pth), state.detach().cpu())

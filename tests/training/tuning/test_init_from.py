@@ -1,4 +1,4 @@
-"""train.py init_from=PATH: the file's weights, sizes and tokenizer; and generate.py on whatever train.py or others saved."""
+"""train.py init_from=PATH: the file's weights, sizes and tokenizer."""
 
 import shutil
 from dataclasses import replace
@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from files import HELD, NAMES
 from models import small_model
 from programs import Run, one_sentence
 
@@ -15,7 +14,7 @@ from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import DataConfig, TrainConfig
 from rwkv.errors import CheckpointError
 from rwkv.pretrained import RWKV
-from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
+from rwkv.tokenizer.tokenizers import JsonTokenizer
 from rwkv.training.setup import new_model
 from rwkv.training.tuning.init_from import open_init_checkpoint
 
@@ -125,16 +124,3 @@ def test_a_named_tokenizer_goes_with_a_file_that_carries_none(run: Run, tmp_path
     save(tokenizer, tmp_path / "none.pth", carried=False)
     status, _, said = run("train", "init_from=none.pth", "data.tokenizer=own.json", *FAST)
     assert (status, read_checkpoint(tmp_path / "out").tokenizer_hash) == (0, tokenizer.hash), said
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize("name", [NAMES[format] for generation, format in HELD if generation == "rwkv4"])
-def test_generate_takes_every_format(run: Run, tmp_path: Path, name: str) -> None:
-    small_model("reference", 256).save_pretrained(tmp_path / name, ByteTokenizer())
-    carried = not name.endswith((".pth", ".bin"))
-    arguments = ("kernel=reference", "max_new_tokens=4", "temperature=0", "prompt=ab", "device=cpu")
-    status, output, _ = run("generate", f"checkpoint={name}", *arguments, *([] if carried else ["tokenizer=byte"]))
-    assert status == 0
-    assert output.startswith("ab")
-
-

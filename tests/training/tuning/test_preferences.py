@@ -118,17 +118,6 @@ def test_loss_and_gradient_of_packed_pairs_are_those_of_each_answer_read_alone(f
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_a_batch_holds_both_answers_of_each_pair_and_knows_its_number(folder: Path) -> None:
-    read = batch(folder)
-    tokens, learnt = training_split(folder)[:2]
-    bounds = [*tokens.starts.tolist(), len(tokens)]
-    for place, number in enumerate(read.numbers.tolist()):
-        for side in range(2):
-            own = slice(bounds[2 * number + side] + 1, bounds[2 * number + side + 1])
-            targets = read.y[(read.answers == 2 * place + side) & (read.y != IGNORED)]
-            assert targets.tolist() == tokens[own][learnt[own] == 1].tolist()
-
-
 def test_the_reference_is_the_frozen_model(folder: Path) -> None:
     model = small_model(generation="rwkv7", vocab_size=256, **SIZES["rwkv7"])
     read = batch(folder)
@@ -235,13 +224,6 @@ def test_a_run_without_its_reference_is_not_continued(folder: Path, run: Run) ->
     assert "error: the run needs out/reference.safetensors" in error.replace(str(folder) + "/", "")
     after = content(Path("out/checkpoints/last.ckpt"))
     assert all(same(before[key], after[key]) for key in before)
-
-
-@pytest.mark.programs
-def test_pairs_that_are_all_too_long_are_refused(folder: Path, run: Run) -> None:
-    status, _, error = run("train", *OPTIONS, "model.ctx_len=16", "out_dir=out", "trainer.max_steps=2")
-    assert status == 2
-    assert "raise model.ctx_len" in error
 
 
 @pytest.mark.programs

@@ -92,7 +92,8 @@ def test_the_probe_measures_y_alone_where_nothing_before_the_operator_is_trained
         first, second, *_ = (layer["errors"] for layer in errors[when]["layers"])
         assert list(first) == ["y"]
         assert "grad k" in second
-        assert first["y"]["err_ratio"] < 1e-5
+        assert "4" in base or list(second) == ["y", *(f"grad {name}" for name in ("r", "log_w", "k", "v", "a", "b"))]
+        assert all(error["err_ratio"] < errors[when]["allowed"][name] for name, error in [*first.items(), *second.items()])
     assert "Error of the operator" in (out / "report.html").read_text(encoding="utf-8")
 
 
@@ -215,13 +216,6 @@ def test_a_run_that_ended_before_its_files_were_written_writes_them(folder: Path
     assert len(files) == 2
     assert all(file.is_file() for file in files)
     one_sentence(run("train", *OPTIONS, "resume=out"), "finished at step 3")
-
-
-@pytest.mark.programs
-def test_answers_that_are_all_cut_off_are_refused(folder: Path, run: Run) -> None:
-    status, _, error = run("train", *OPTIONS, "init_from=base7.safetensors", "model.ctx_len=4")
-    assert status == 2
-    assert "error: in no conversation does an answer begin within model.ctx_len=4" in error
 
 
 @pytest.mark.programs
