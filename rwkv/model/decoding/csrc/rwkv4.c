@@ -45,7 +45,7 @@ INLINE void add_gated(float *x, vector gate, vector y, int64_t C) {
 static void time_mix(struct step *s, const struct model *m, const struct layer *l) {
     int64_t C = m->common.C, A = m->A, size = m->common.size;
     float *row_0 = s->call->work;
-    EACH_TILE(row, s, s->call->R) {
+    EACH_TILE(first, s, s->call->R) EACH_TOKEN(row, s, first) {
         float *at_row = work_of(s, row), *x = at_row + m->common.x, *normal = at_row + m->common.normal;
         if (l == m->layers) {
             embed(s, row, x);
@@ -62,8 +62,8 @@ static void time_mix(struct step *s, const struct model *m, const struct layer *
         {&l->receptance, row_0 + m->mixed + 2 * C, row_0 + m->r, size, IDENTITY},
     });
     int64_t of_row = tiles(A, CHANNELS);
-    EACH_TILE(tile, s, s->call->R * of_row) {
-        float *at_row = work_of(s, tile / of_row), *a = layer_state(s, m, tile / of_row, l) + C;
+    EACH_TILE(tile, s, s->call->R * of_row) EACH_TOKEN(row, s, tile / of_row) {
+        float *at_row = work_of(s, row), *a = layer_state(s, m, row, l) + C;
         int64_t begin = tile % of_row * CHANNELS, end = least(A, begin + CHANNELS);
         for (int64_t channel = begin; channel < end; channel += 8)
             wkv(l, channel, at_row + m->k, at_row + m->v, at_row + m->r, a, a + A, a + 2 * A, at_row + m->y);
@@ -74,7 +74,7 @@ static void time_mix(struct step *s, const struct model *m, const struct layer *
 static void channel_mix(struct step *s, const struct model *m, const struct layer *l) {
     int64_t C = m->common.C, size = m->common.size;
     float *row_0 = s->call->work;
-    EACH_TILE(row, s, s->call->R) {
+    EACH_TILE(first, s, s->call->R) EACH_TOKEN(row, s, first) {
         float *at_row = work_of(s, row), *x = at_row + m->common.x, *normal = at_row + m->common.normal;
         add(x, at_row + m->out, C);
         normalize(&l->ln2, x, normal, C);

@@ -1,4 +1,4 @@
-// RWKV-7's step for one token: the formulas of rwkv/model/rwkv7.py at T = 1.
+// RWKV-7's step: the formulas of rwkv/model/rwkv7.py, token by token.
 
 #include "step.h"
 
@@ -86,7 +86,7 @@ static void time_mix(struct step *s, const struct model *m, const struct layer *
     int64_t C = m->common.C, N = m->N, size = m->common.size;
     int is_first = l == m->layers;
     float *row_0 = s->call->work, *m_r = row_0 + m->mixed, *m_k = m_r + C, *m_v = m_k + C, *m_w = m_v + C, *m_a = m_w + C, *m_g = m_a + C;
-    EACH_TILE(row, s, s->call->R) {
+    EACH_TILE(first, s, s->call->R) EACH_TOKEN(row, s, first) {
         float *at_row = work_of(s, row), *x = at_row + m->common.x, *normal = at_row + m->common.normal;
         if (is_first) {
             embed(s, row, x);
@@ -112,8 +112,8 @@ static void time_mix(struct step *s, const struct model *m, const struct layer *
         {&l->g2, row_0 + m->of_g, row_0 + m->g, size, IDENTITY},
         {&l->v2, row_0 + m->of_v, row_0 + m->share, size, IDENTITY},
     });
-    EACH_TILE(tile, s, s->call->R * m->H) {
-        int64_t row = tile / m->H, channel = tile % m->H * N;
+    EACH_TILE(tile, s, s->call->R * m->H) EACH_TOKEN(row, s, tile / m->H) {
+        int64_t channel = tile % m->H * N;
         wkv(m, l, work_of(s, row), layer_state(s, m, row, l) + C + channel * N, channel);
     }
     multiply(s, 1, &(struct job){&l->output, row_0 + m->y, row_0 + m->out, size, IDENTITY});
@@ -122,7 +122,7 @@ static void time_mix(struct step *s, const struct model *m, const struct layer *
 static void channel_mix(struct step *s, const struct model *m, const struct layer *l) {
     int64_t C = m->common.C, size = m->common.size;
     float *row_0 = s->call->work;
-    EACH_TILE(row, s, s->call->R) {
+    EACH_TILE(first, s, s->call->R) EACH_TOKEN(row, s, first) {
         float *at_row = work_of(s, row), *x = at_row + m->common.x, *normal = at_row + m->common.normal;
         add(x, at_row + m->out, C);
         normalize(&l->ln2, x, normal, C);

@@ -1,6 +1,7 @@
-// What the steps of all generations are made of: R rows read a token each. A step is a row of phases, each a loop over tiles that
-// threads take from a counter (threads.h). What a row works with lies together, `work.size` numbers after that of the row before,
-// and its state likewise. All widths are multiples of 8, and places have room for a multiple of PART. c_step.py fills the structs.
+// What the steps of all generations are made of: R rows read a token each. Rows that follow one another with the same place of a
+// state are the tokens of one text, in order. A step is a row of phases, each a loop over tiles that threads take from a counter
+// (threads.h). What a row works with lies together, `work.size` numbers after that of the row before, and its state likewise. All
+// widths are multiples of 8, and places have room for a multiple of PART. c_step.py fills the structs.
 
 #pragma once
 #include "../../../../kernels/matvec/csrc/products.h"
@@ -40,7 +41,7 @@ struct common {
 };
 
 // The arguments of a call. model: the generation's struct, which begins with the common part. places: of each row, that of its state
-// in `states`. work: (R,size). logits: (R,V).
+// in `states`. work: (R,size). logits: of each text (V), after its last row.
 struct call {
     const struct common *model;
     int64_t R;
@@ -48,12 +49,12 @@ struct call {
     float *states, *work, *logits;
 };
 
-// A thread's part in a step.
+// A thread's part in a step. R: rows of the products.
 struct step {
     struct turn turn;
     const struct call *call;
     const struct common *common;
-    int64_t threads;
+    int64_t threads, R;
 };
 
 // A phase: for (each tile of `total`).
@@ -63,6 +64,19 @@ INLINE int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t tiles(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 INLINE float *work_of(const struct step *s, int64_t row) { return s->call->work + row * s->common->size; }
 INLINE float *state_of(const struct step *s, int64_t row) { return s->call->states + s->call->places[row] * s->common->state_size; }
+
+INLINE int begins_text(const struct step *s, int64_t row) { return row == 0 || s->call->places[row] != s->call->places[row - 1]; }
+INLINE int ends_text(const struct step *s, int64_t row) { return row + 1 == s->call->R || begins_text(s, row + 1); }
+
+INLINE int64_t text_of(const struct step *s, int64_t row) {
+    int64_t text = 0;
+    for (int64_t r = 1; r <= row; r++) text += begins_text(s, r);
+    return text;
+}
+
+// for (each row of the text that begins at row `first`); none where no text begins there
+#define EACH_TOKEN(row, s, first) \
+    for (int64_t row = first, more = begins_text(s, row); more; more = !ends_text(s, row), row++)
 
 INLINE float root(float x) { return __builtin_elementwise_sqrt(x); }
 
@@ -147,7 +161,7 @@ static inline int job_of(int64_t *tile, int n, const int64_t *of_each) {
 
 static inline void prepare_inputs(struct step *s, int n, const struct job *jobs) {
     int64_t of_each[MOST_JOBS], total = 0;
-    for (int i = 0; i < n; i++) total += of_each[i] = is_rounded(&jobs[i]) ? s->call->R * pieces_of(jobs[i].matrix) : 0;
+    for (int i = 0; i < n; i++) total += of_each[i] = is_rounded(&jobs[i]) ? s->R * pieces_of(jobs[i].matrix) : 0;
     if (total) EACH_TILE(number, s, total) {
         int64_t tile = number;
         int i = job_of(&tile, n, of_each);
@@ -163,7 +177,7 @@ static inline struct product product_of(const struct step *s, const struct job *
     const struct matrix *m = job->matrix;
     return (struct product){
         .kind = (enum kind)m->kind, .w = m->w, .scale = m->scale, .shift = m->shift, .x = is_rounded(job) ? floats_of(s, 0, i) : job->x,
-        .q = q_of(s, 0, i), .y = job->y, .R = s->call->R, .K = m->K, .x_row = s->common->size, .q_row = 4 * s->common->size,
+        .q = q_of(s, 0, i), .y = job->y, .R = s->R, .K = m->K, .x_row = s->common->size, .q_row = 4 * s->common->size,
         .y_row = job->y_row, .offset = m->offset, .in_steps = 1,
     };
 }
@@ -187,7 +201,7 @@ static inline void multiply(struct step *s, int n, const struct job *jobs) {
         if (job->matrix->by_input) products_of_sparse(&product, N, begin, end);
         else products(&product, begin, end);
         if (job->f == IDENTITY) continue;
-        for (int64_t row = 0; row < s->call->R; row++)
+        for (int64_t row = 0; row < s->R; row++)
             for (float *y = job->y + row * job->y_row + begin; y < job->y + row * job->y_row + end; y += 8) put(y, apply(job->f, at(y)));
     }
 }
@@ -205,10 +219,12 @@ static inline void multiply_by_input(struct step *s, int n, const struct job *jo
     }
 }
 
-// logits = head(ln_out(x))
+// logits = head(ln_out(x)), of each text's last row
 static inline void end(struct step *s) {
     const struct common *m = s->common;
-    EACH_TILE(row, s, s->call->R) normalize(&m->ln_out, work_of(s, row) + m->x, work_of(s, row) + m->normal, m->C);
+    EACH_TILE(row, s, s->call->R)
+        if (ends_text(s, row)) normalize(&m->ln_out, work_of(s, row) + m->x, work_of(s, text_of(s, row)) + m->normal, m->C);
+    s->R = 1 + text_of(s, s->call->R - 1);
     multiply(s, 1, &(struct job){&m->head, s->call->work + m->normal, s->call->logits, m->V, IDENTITY});
 }
 
@@ -223,7 +239,7 @@ struct shared {
     static void name##_of(struct step *s); \
     static void name##_in(struct tasks *tasks, int64_t thread) { \
         const struct shared *shared = tasks->call; \
-        struct step step = {{shared->phases, 0}, shared->call, shared->call->model, shared->threads}; \
+        struct step step = {{shared->phases, 0}, shared->call, shared->call->model, shared->threads, shared->call->R}; \
         (void)thread, name##_of(&step); \
     } \
     ENTRY(name)(const struct call *call, int64_t threads) { \
