@@ -75,13 +75,13 @@ def by_hand(model: RWKV, ids: list[int], n: int, seed: int, options: Sampling) -
 
 
 def read_prompts(model: RWKV, prompts: list[list[int]], start: PrefillResult | None = None,
-                 cache: PrefixCache | None = None) -> PrefillResult:
+                 cache: PrefixCache | None = None) -> list[PrefillResult | None]:
     """The result after each prompt."""
     readings = [Reading(model, prompt, start, cache) for prompt in prompts]
     for reading in readings:
         while reading.next_part:
             reading.read_part()
-    return PrefillResult.cat([reading.result for reading in readings])
+    return [reading.result for reading in readings]
 
 
 class Adapter(nn.Module):
@@ -177,9 +177,8 @@ def test_a_text_of_a_batch_is_the_text_alone(kernel: str, prompts: list[str], se
 @settings(max_examples=20, deadline=None)
 def test_prompts_read_together_are_read_as_alone(kernel: str, prompts: list[str]) -> None:
     model, ids = MODELS[kernel], [[*prompt.encode()] or [0] for prompt in prompts]
-    together = read_prompts(model, ids)
-    for row, each in enumerate(ids):
-        assert_close(together.rows([row]), prefill(model, torch.tensor([each])))
+    for each, found in zip(ids, read_prompts(model, ids), strict=True):
+        assert_close(found, prefill(model, torch.tensor([each])))
 
 
 @pytest.mark.thorough
@@ -189,7 +188,8 @@ def test_prompts_read_together_are_read_as_alone(kernel: str, prompts: list[str]
 def test_a_prefix_cache_changes_no_result(kernel: str, prompts: list[str], max_bytes: int) -> None:
     model, cache = MODELS[kernel], PrefixCache(max_bytes)
     for prompt in prompts:
-        assert_close(read_prompts(model, [[*prompt.encode()]], cache=cache), prefill(model, torch.tensor([[*prompt.encode()]])))
+        found, = read_prompts(model, [[*prompt.encode()]], cache=cache)
+        assert_close(found, prefill(model, torch.tensor([[*prompt.encode()]])))
         assert cache.bytes <= max_bytes
 
 
@@ -205,17 +205,17 @@ def test_what_is_in_the_cache_is_not_read_again(monkeypatch: pytest.MonkeyPatch)
 def test_prompts_of_which_the_shortest_is_cached() -> None:
     model, cache = MODELS["conv1d"], PrefixCache()
     read_prompts(model, [[1, 2]], cache=cache)
-    together = read_prompts(model, [[1, 2, 3], [1, 2]], cache=cache)
-    for row, prompt in enumerate(([1, 2, 3], [1, 2])):
-        assert_close(together.rows([row]), prefill(model, torch.tensor([prompt])))
+    prompts = [[1, 2, 3], [1, 2]]
+    for prompt, found in zip(prompts, read_prompts(model, prompts, cache=cache), strict=True):
+        assert_close(found, prefill(model, torch.tensor([prompt])))
 
 
 def test_an_empty_prompt_beside_another_after_a_context() -> None:
     model = MODELS["conv1d"]
     start = prefill(model, torch.tensor([[1, 2]]))
-    together = read_prompts(model, [[], [3]], start)
-    assert_close(together.rows([0]), start)
-    assert_close(together.rows([1]), prefill(model, torch.tensor([[1, 2, 3]])))
+    empty, other = read_prompts(model, [[], [3]], start)
+    assert_close(empty, start)
+    assert_close(other, prefill(model, torch.tensor([[1, 2, 3]])))
 
 
 def test_the_cache_forgets_what_was_used_longest_ago() -> None:
