@@ -354,7 +354,7 @@ class JsonTokenizer(Tokenizer):
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "JsonTokenizer":
-        """Byte-level BPE: the ids are end_of_text, the 256 bytes, then merges, up to `vocab_size` or as many as `texts` give."""
+        """Byte-level BPE: the ids are end_of_text, the 256 bytes, then as many merges as `vocab_size` and `texts` allow."""
         if vocab_size < 257:
             raise UserError(f"data.vocab_size must be at least 257, for {END_OF_TEXT} and the 256 bytes; got {vocab_size}")
         library = tokenizers.Tokenizer(tokenizers.models.BPE())

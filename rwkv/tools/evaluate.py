@@ -118,7 +118,7 @@ def _say_lost(lost: Lost, text: str) -> None:
 
 
 def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:
-    """The paths of data.path= and out=. Raises UserError if no data is given, or `out` cannot be written."""
+    """The paths of data.path= and out=. Raises UserError if no data is given, or if out= cannot be written."""
     if not config.data.path:
         raise UserError("there is nothing to evaluate on: give data.path=FILE, a text in UTF-8, or FILE.jsonl with lines of "
                         '{"text": "..."}')
