@@ -173,15 +173,6 @@ def test_a_text_of_a_batch_is_the_text_alone(kernel: str, prompts: list[str], se
 
 
 @pytest.mark.thorough
-@given(st.sampled_from(KERNELS), PROMPTS)
-@settings(max_examples=20, deadline=None)
-def test_prompts_read_together_are_read_as_alone(kernel: str, prompts: list[str]) -> None:
-    model, ids = MODELS[kernel], [[*prompt.encode()] or [0] for prompt in prompts]
-    for each, found in zip(ids, read_prompts(model, ids), strict=True):
-        assert_close(found, prefill(model, torch.tensor([each])))
-
-
-@pytest.mark.thorough
 @given(st.sampled_from(KERNELS), st.lists(st.text("ab", min_size=1, max_size=9), min_size=1, max_size=6),
        st.integers(0, 40_000))
 @settings(max_examples=20, deadline=None)
@@ -200,14 +191,6 @@ def test_what_is_in_the_cache_is_not_read_again(monkeypatch: pytest.MonkeyPatch)
     read_prompts(model, [[*shared, 1], [*shared, 2, 3]], cache=cache)
     read_prompts(model, [[*shared, 2, 3]], cache=cache)
     assert passes == [(1, len(shared)), (1, 1), (1, 2)]
-
-
-def test_prompts_of_which_the_shortest_is_cached() -> None:
-    model, cache = MODELS["conv1d"], PrefixCache()
-    read_prompts(model, [[1, 2]], cache=cache)
-    prompts = [[1, 2, 3], [1, 2]]
-    for prompt, found in zip(prompts, read_prompts(model, prompts, cache=cache), strict=True):
-        assert_close(found, prefill(model, torch.tensor([prompt])))
 
 
 def test_an_empty_prompt_beside_another_after_a_context() -> None:
@@ -372,10 +355,6 @@ def test_rows_end_on_their_own() -> None:
     assert (by_token.text, by_token.finish_reason) == ("bc", "stop")
 
 
-def test_the_beginning_of_a_stop_string_is_shown_at_the_end() -> None:
-    assert list(generate(saying("abcdef"), BYTES, "a", 3, stop=["cdefg"], temperature=0)) == ["b", "cd"]
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_text_goes_on_after_its_prompt(kind: str, tmp_path: Path) -> None:
     """Prompt and text are the text of all ids, also streamed, after a context or a state file, and in the tokens' strings."""
@@ -485,12 +464,6 @@ def test_a_seed_is_a_text_and_no_other_random_state_is_touched() -> None:
     first, again, other = ("".join(generate(model, BYTES, "x", 30, seed=seed)) for seed in (1, 1, 2))
     assert first == again != other
     assert torch.equal(torch.get_rng_state(), before)
-
-
-def test_end_of_text_ends_a_text() -> None:
-    model = constant(model_for(BYTES), 0)
-    assert list(generate(model, BYTES, "a")) == []
-    assert generate_batch(model, BYTES, ["a"]) == [Sample("a", 0, "", "end_of_text")]
 
 
 @pytest.mark.parametrize("n", [0, 1, 7])
