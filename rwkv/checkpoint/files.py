@@ -160,8 +160,9 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     """
     path = Path(path)
     if checkpoint.time_states:
-        raise UserError(f"{checkpoint.path} has a learnt state beside its weights, for which the formats have no room: it is "
-                        "in the run's directory, as time_state.pth and state.safetensors, and the weights in init_from='s file")
+        raise UserError(f"{checkpoint.path} has a learnt state beside its weights, for which the formats have no room: "
+                        "it is in the run's directory, as time_state.pth and state.safetensors; its weights are in the "
+                        "file that init_from= names")
     module = formats.load(format) if format else formats.by_suffix(path)
     if form is not None and not hasattr(module, "FORMS"):
         raise UserError(f"form={form} is for Hugging Face directories: give {path.name} no suffix, or leave the form out")

@@ -12,8 +12,8 @@ A generation's file has
     HUGGING_FACE_OTHER_TYPES       other values of model_type, written by other programs
     HUGGING_FACE_FEATURES          keys of config.json for features that this program lacks, and what the features are
     HUGGING_FACE_CONSTANTS         epsilons in config.json, with the values of every released model
-    GGUF_ARCHITECTURE              None if GGUF does not have the generation; otherwise there are also GGUF_SIZES, gguf_sizes,
-                                   and GGUF_FLOAT32 and GGUF_UNQUANTISED: names of tensors that are float32, or not quantised
+    GGUF_ARCHITECTURE              None if GGUF does not have the generation; otherwise there are also GGUF_SIZES, and
+                                   GGUF_FLOAT32 and GGUF_UNQUANTISED: names of tensors that are float32, or not quantised
 """
 
 import importlib

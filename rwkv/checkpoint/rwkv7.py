@@ -287,12 +287,6 @@ def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype
     return {"architectures": ["RWKV7ForCausalLM"], **shared, "hidden_act": "sqrelu", "norm_first": True, "attn_mode": "chunk"}
 
 
-def gguf_sizes(config: ModelConfig) -> dict[str, int]:
-    """The sizes by llama.cpp's keys, without the architecture's name before them."""
-    config = model.resolved(config)
-    return {key: getattr(config, name) for key, name in GGUF_SIZES.items()}
-
-
 def widths(matrix: Callable[[str], tuple[int, ...]], names: Collection[str]) -> dict[str, int]:
     """The widths by their names in ModelConfig. matrix(name): (rows, columns) of that matrix. names: of all tensors."""
     deep = {"deep_embed_dim": matrix("blocks.0.ffn.s1")[1]} if any(name.endswith(EMBED) for name in names) else {}

@@ -76,10 +76,6 @@ class Grammar:
         return cls("@part0", (_schema_part(schema, where),))
 
     @classmethod
-    def json_object(cls, where: str = "json_object") -> "Grammar":
-        return cls.json_schema({"type": "object"}, where)
-
-    @classmethod
     def lark(cls, text: str, where: str = "grammar") -> "Grammar":
         """llguidance's dialect of Lark."""
         return cls("@part0", (Part("lark_grammar", text, where),))

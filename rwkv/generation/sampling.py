@@ -9,9 +9,9 @@ The penalties of a row, for a token that is in its prompt or its text:
     logit = logit / repetition_penalty where it is above 0, else logit * repetition_penalty
     logit = logit - presence_penalty - count * frequency_penalty                where it is in the text
 
-After each draw all counts are multiplied by penalty_decay, and then 1 is added to the count of the token drawn. So is
-`occurrence` in BlinkDL/ChatRWKV, API_DEMO_CHAT.py, where presence_penalty does not fade either. Penalties leave out the tokens
-of no_penalty.
+After each draw all counts are multiplied by penalty_decay, and then 1 is added to the count of the token drawn. BlinkDL's
+ChatRWKV, API_DEMO_CHAT.py, does the same with `occurrence`; presence_penalty does not fade there either. Penalties leave out
+the tokens of no_penalty.
 
 Legend: B rows, V vocabulary, N candidates after the filters. The options: rwkv.config.Sampling.
 """

@@ -125,7 +125,7 @@ class Options(Shared, forbid_unknown_fields=True, kw_only=True):
             made = Grammar.lark if self.grammar.syntax == "lark" else Grammar.regex
             return made(self.grammar.definition, "grammar.definition")
         if isinstance(self.response_format, ObjectFormat):
-            return Grammar.json_object("response_format")
+            return Grammar.json_schema({"type": "object"}, "response_format")
         if isinstance(self.response_format, SchemaFormat):
             return Grammar.json_schema(self.response_format.json_schema.schema, "response_format.json_schema.schema")
         return None

@@ -1,5 +1,5 @@
-"""GGUF, llama.cpp's format. All types of tensors are read that the package gguf dequantises. Written are F32, F16, BF16, and
-Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, which the package quantises. The tokenizer and our entry are in the metadata.
+"""GGUF, llama.cpp's format. Every type of tensor is read that the package gguf can dequantise. F32, F16 and BF16 are written,
+and Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, which the package quantises. The tokenizer and our entry are in the metadata.
 
 rwkv/checkpoint/rwkv7.py has the names and the arrangement. As in llama.cpp's converter, vectors and a few small matrices are
 F32 whatever the dtype. As in its quantizer, vectors and low-rank matrices are not quantised, and a matrix whose rows are no
@@ -144,9 +144,11 @@ def _typed(generation: ModuleType, tensor: Stored, quantised: str | None) -> tup
 def _metadata(generation: ModuleType, outgoing: Outgoing, tensors: dict[str, tuple[Stored, str]]) -> dict[str, Any]:
     architecture = generation.GGUF_ARCHITECTURE
     most = outgoing.quantised.upper() if outgoing.quantised else tensors[HEAD][1]
+    config = generation.model.resolved(outgoing.config)
     sizes = {"context_length": CONTEXT_LENGTH, "vocab_size": outgoing.vocab_size,
              "attention.head_count": 0,                          # llama.cpp requires it and ignores it
-             "attention.layer_norm_epsilon": LAYER_NORM_EPSILON, **generation.gguf_sizes(outgoing.config)}
+             "attention.layer_norm_epsilon": LAYER_NORM_EPSILON,
+             **{key: getattr(config, name) for key, name in generation.GGUF_SIZES.items()}}
     general = {"general.file_type": FILE_TYPES[most], "general.quantization_version": QUANTIZATION_VERSION}
     return {**general, **{f"{architecture}.{key}": value for key, value in sizes.items()},
             ENTRY: json.dumps(outgoing.entry | {"tokenizer": None})}
