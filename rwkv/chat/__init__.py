@@ -1,1 +1,1 @@
-"""Conversations as text: the templates, and calls of tools, that data, the server and the terminal chat share."""
+"""Conversations as text: chat templates and calls of tools. Training data, the server and the terminal chat share them."""

@@ -1,4 +1,4 @@
-"""Calls of tools as text: how the built-in templates show them to a model, and how those that it writes are found.
+"""Calls of tools as text: shown() writes them for a model, in the built-in templates; CallParser finds those in an answer.
 
 shown() writes the form of the G1 models, "Function call" in RWKV-v7/RWKV7-G1x-templates.txt of BlinkDL/RWKV-LM (July 2026): a
 system prompt that ends with the tools, an answer that is a call, and its result as the user's turn:
@@ -10,14 +10,15 @@ system prompt that ends with the tools, an answer that is a call, and its result
 
     User: Function output:\\n{"sky":"rain"}
 
-That file has one call in an answer. Several are a list, [{"name": ...}, ...], as in Salesforce/xlam-function-calling-60k, with
-which these models were trained (BlinkDL in issue 308 of RWKV-LM). The file's description of a tool does not say which arguments
-are required; "required" is added where some are not.
+That file has one call in an answer. Several calls are written as a list, [{"name": ...}, ...], as in the data that these models
+were trained with, Salesforce/xlam-function-calling-60k (BlinkDL in issue 308 of RWKV-LM). In that file a tool's description
+does not say which arguments are required; shown() adds "required" where some arguments are optional.
 
-CallParser finds the forms that models write: that one, with or without the fence or its end; with **Tool Call:** before the
-fence (the same file in April 2026); <tool_call> with JSON, as Hermes and Qwen models, with or without its end; <tool_calls>
-with a list of OpenAI's calls, {"type": "function", "function": {...}} (No-22-Github/RWKV-Agent,
-docs/evaluations/g1k-official-format-20261003/REPORT.md, section 4).
+CallParser finds these forms:
+- the form above, with or without the fence or its end, and with **Tool Call:** before the fence (that file in April 2026);
+- <tool_call> with JSON, as Hermes and Qwen models write it, with or without its end;
+- <tool_calls> with a list of OpenAI's calls, {"type": "function", "function": {...}} (No-22-Github/RWKV-Agent,
+  docs/evaluations/g1k-official-format-20261003/REPORT.md, section 4).
 """
 
 import json
@@ -34,14 +35,14 @@ START, END = "<tool_call>", "</tool_call>"
 FENCE = "```"
 REQUEST = "Return only a JSON function call."
 RESULT = "Function output:"
-CALL_START = (f'{FENCE}json\n{{"name":"', '","arguments":')     # of a call in the form of shown(), as ChatTemplate has it
+CALL_START = (f'{FENCE}json\n{{"name":"', '","arguments":')     # ChatTemplate.call_start for the form of shown()
 
 
 def shown(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None) -> list[dict[str, Any]]:
-    """The messages, as of check_messages, with the tools, calls and results as contents.
+    """The messages with tools, calls and results written into their contents. messages: as check_messages returns them.
 
-    The tools end the system's message, the first one; where there is none it is added. Raises UserError, with the place, for a
-    tool that is no function.
+    The tools are written at the end of the system's message, which comes first and is added where it is missing. Raises
+    UserError, with the place, for a tool that is not a function.
     """
     found = [_shown(message) for message in messages]
     if not tools:
@@ -74,7 +75,7 @@ def _description(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
         raise UserError(f"{where}.function.parameters is a JSON schema, an object, and not a list or a text")
     found = {key: function[key] for key in ("name", "description") if key in function}
     if "properties" not in parameters and not isinstance(parameters.get("type"), str):
-        return {**found, "arguments": parameters}        # by their names
+        return {**found, "arguments": parameters}        # descriptions by argument name, and no JSON schema
     arguments = parameters.get("properties", {})
     required = parameters.get("required", [])
     found["arguments"] = arguments
@@ -84,21 +85,21 @@ def _description(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _without_nulls(value: Any) -> Any:
-    """Without the fields that are null: `datasets` writes them for what other rows have."""
+    """The value without null fields: the library `datasets` writes null for a field that only other rows have."""
     if isinstance(value, Mapping):
         return {key: _without_nulls(item) for key, item in value.items() if item is not None}
     return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _json(value: Any) -> str:
-    """As short as it can be, as in the author's examples: every token of a system prompt counts."""
+    """JSON without spaces, as in the author's examples: every token of a system prompt counts."""
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
 def stop_of(call_start: str) -> str:
-    """The text that ends a call with this beginning, after its JSON.
+    """The text that stands after a call's JSON and ends the call. call_start: the beginning of the call in the prompt.
 
-    For "" that is not the end of a fence, because an answer may have a fence of another language before its call.
+    With "" it is not the end of a fence, because an answer may have a fence of another language before its call.
     """
     return f"\n{FENCE}" if FENCE in call_start else END
 
@@ -107,19 +108,19 @@ HEADING = "**Tool Call:**"               # before a fence
 OPENINGS = (START, "<tool_calls>", HEADING, FENCE)
 OPENING = re.compile("|".join([*map(re.escape, OPENINGS), r"[{\[]"]))
 OUTER = re.compile(rf"<tool_calls?>|{FENCE}")            # begins a call even where brackets are open
-INFO = re.compile(r"[ \t]*([\w.+#-]*)(?=[^\w.+#-])\s*")          # a fence's language, which is complete, up to the text
+INFO = re.compile(r"[ \t]*([\w.+#-]*)(?=[^\w.+#-])\s*")          # a fence's whole language name, and the space after it
 CALL_INFO = ("", "json", "tool_call", "tool_calls")      # languages of fences that may hold calls
-# The beginning of a call or of a list of calls, cut anywhere: its first key, whether that is complete, and the value so far.
+# The beginning of a call or of a list of calls, cut anywhere. Groups: the first key; whether it is complete; the value so far.
 BEGINNING = re.compile(r'\[?\s*(?:\{\s*(?:"(\w*)("\s*(?::\s*(.*))?)?)?)?\Z', re.DOTALL)
 FIRST_KEYS = ("name", "arguments", "type", "function", "id")
-LONGEST_BEGINNING = 200                  # characters of it that are matched; a function's name has at most 64
+LONGEST_BEGINNING = 200                  # characters that BEGINNING is matched with; a function's name has at most 64
 JSON_LIKE = re.compile(r'\{\s*"|\[\s*["{\[]')          # not a bracket in prose
-BRACKETS = re.compile(r'[{}\[\]"\\]')                   # the characters by which the end of JSON is found
+BRACKETS = re.compile(r'[{}\[\]"\\]')                   # the characters that decide where JSON ends
 SPACE = re.compile(r"\s*")
 
 
 class _Step(NamedTuple):
-    """A decision about the held text: of its first `total` characters, the first `text` are shown, and `calls` are in them."""
+    """A decision about the first `total` characters of the held text: the first `text` are shown; `calls` are those in them."""
 
     text: int
     total: int
@@ -127,15 +128,14 @@ class _Step(NamedTuple):
 
 
 class CallParser:
-    """Takes an answer in pieces, and finds the calls of these functions in it, however it is cut into pieces.
+    """Takes an answer in pieces and finds the calls of these functions in it. How the answer is cut makes no difference.
 
-    A call is complete when its JSON is. JSON that is no object, calls another function, or stands in a fence of another
-    language, in other JSON or in thoughts (<think>...</think> at the beginning) stays text. White space beside a call is
-    dropped.
+    A call is complete when its JSON is. JSON stays text if it is no object, calls another function, or stands in a fence of
+    another language, in other JSON or in thoughts (<think>...</think> at the beginning). White space beside a call is dropped.
 
     start: the beginning of the answer that stands in the prompt. most: the number of calls after which nothing is shown.
-    spans: (start, end) of the text that push returned last, in all that was pushed. decided: the number of characters of which
-    it is known whether they are text; `start` is before them, at negative places.
+    spans: (start, end) of each part of the text that push returned last; places count from the first character pushed.
+    decided: the place before which it is known what is text and what is a call. The places of `start` are negative.
     """
 
     def __init__(self, functions: Collection[str], start: str = "", most: int | None = None) -> None:
@@ -144,17 +144,17 @@ class CallParser:
         self._held = start               # the end of the answer so far, which may belong to a call
         self._before = ""                # the character before it
         self._begun = bool(start)        # thoughts can no longer begin
-        self._until = ""                 # the end of a fence or of thoughts, before which there are no calls
+        self._until = ""                 # the mark that ends a fence or thoughts; there are no calls before it
         self._closing = ""               # the text that may end the last call
-        self._nesting: _Nesting | None = None            # of JSON that may be a call
-        self._other: _Nesting | None = None              # of JSON that is no call
+        self._nesting: _Nesting | None = None            # inside JSON that may be a call
+        self._other: _Nesting | None = None              # inside JSON that is no call
         self._after_call = False         # only white space has come since a call
         self.decided = -len(start)
         self.spans: list[tuple[int, int]] = []
         self.found = 0                   # calls so far
 
     def push(self, piece: str, last: bool = False) -> tuple[str, list[dict[str, Any]]]:
-        """The text that can be shown now, and the calls that are complete, in OpenAI's form. last: the answer ends."""
+        """The text that can be shown now, and the calls that are now complete, in OpenAI's form. last: the answer ends."""
         self._held += piece
         self.spans = []
         text = ""
@@ -179,7 +179,7 @@ class CallParser:
         return None if self._most is None else self._most - self.found
 
     def _shown(self, text: str) -> str:
-        """The part of `text`, the beginning of the held text, that is shown."""
+        """The part of `text` that is shown. text: the beginning of the held text."""
         end = self.decided + len(text)
         if self._after_call:
             text = text.lstrip()
@@ -218,7 +218,7 @@ class CallParser:
         return _text(place)
 
     def _pass_json(self, nesting: "_Nesting", last: bool) -> _Step | None:
-        """The text up to the end of JSON that is no call, or up to an opening that begins a call even within that."""
+        """The text up to the end of JSON that is no call, or up to an opening in it that begins a call (OUTER)."""
         outer = OUTER.search(self._held)
         limit = outer.start() if outer else len(self._held) if last else _certain(self._held)
         end = nesting.end(self._held, limit)
@@ -229,7 +229,7 @@ class CallParser:
         return _text(limit if end is None else end) or (self._open(last) if outer else None)
 
     def _close(self, last: bool) -> _Step | None:
-        """After a call: its end, or another call before that."""
+        """After a call's JSON: the end of the call, or another call before that end."""
         closing = self._closing
         rest = self._held.lstrip()
         if rest.startswith(closing):
@@ -280,7 +280,7 @@ class CallParser:
         return _text(place)
 
     def _value(self, place: int, closing: str, last: bool, quoted: bool = False) -> _Step | None:
-        """The JSON at a place of the held text: calls, or text. quoted: it is no call, whatever it says."""
+        """The JSON at a place of the held text: calls, or text. quoted: it is text, whatever it says."""
         end = None
         if quoted and not last and _after_space(self._held, place + 1) == len(self._held):
             return None
@@ -301,7 +301,7 @@ class CallParser:
             return _text(end)
         if JSON_LIKE.match(self._held, place):
             self._other = _Nesting(place)
-            self._other.end(self._held, place + 1)       # which reads the bracket
+            self._other.end(self._held, place + 1)       # reads the bracket
             self._other.place = 0
         return _text(place + 1)
 
@@ -331,20 +331,20 @@ class CallParser:
 
 
 class _Nesting:
-    """Finds the end of the JSON object or list that begins at a place of a text that grows."""
+    """Finds the end of the JSON object or list that begins at `place` of a text; the text may grow between two calls."""
 
     def __init__(self, place: int) -> None:
-        self.place = place               # up to which the text is read
+        self.place = place               # the text before it has been read
         self._depth = 0
         self._in_string = False
 
     def end(self, text: str, limit: int) -> int | None:
-        """The place after it, None where it goes on after `limit`."""
+        """The place after the JSON; None where it goes on after `limit`."""
         while (found := BRACKETS.search(text, self.place, limit)) is not None:
             self.place = found.end()
             character = found[0]
             if character == "\\" and self._in_string:
-                self.place += 1          # also where that character has not come
+                self.place += 1          # skips the escaped character, even if it has not come yet
             elif character == '"':
                 self._in_string = not self._in_string
             elif character != "\\" and not self._in_string:
@@ -360,7 +360,7 @@ def _text(length: int) -> _Step | None:
 
 
 def _certain(text: str) -> int:
-    """The length of the beginning of `text` that belongs to no call: all but a part of an opening, and white space before."""
+    """The length of `text` without a part of an opening at its end, and without white space before that."""
     return len(text[:len(text) - begun_at_end(text, OPENINGS)].rstrip())
 
 
@@ -378,7 +378,7 @@ DECODER = json.JSONDecoder(parse_constant=_refuse)       # of NaN and Infinity
 
 
 def _call(written: str) -> tuple[str, str]:
-    """The name and the arguments, an object in JSON, of a call. Raises ValueError or LookupError where it is none."""
+    """The name of a call and its arguments, an object as JSON. Raises ValueError or LookupError for anything else."""
     fields = dict(_members(written))
     if "function" in fields:
         fields = dict(_members(fields["function"]))
@@ -398,7 +398,7 @@ def _call(written: str) -> tuple[str, str]:
 
 
 def _members(written: str) -> list[tuple[str, str]]:
-    """(key, value) of each member of a JSON object, ("", value) of a list; each value as it is written.
+    """(key, value) for each member of a JSON object, ("", value) for each of a list. A value is returned as it is written.
 
     Raises ValueError or LookupError for anything else.
     """

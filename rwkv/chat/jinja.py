@@ -1,11 +1,10 @@
-"""Chat templates in jinja2, with the conventions of the transformers library (apply_chat_template), rendered in a sandbox."""
+"""Chat templates in jinja2 by the conventions of the transformers library (apply_chat_template), rendered in a sandbox."""
 
 import json
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import cached_property
 from typing import Any, NamedTuple
 
 from rwkv.chat.messages import Message, check_messages, is_learnt
@@ -16,14 +15,15 @@ from rwkv.errors import UserError
 WORLD_END = "<|rwkv_tokenizer_end_of_text|>"             # in the templates of Hugging Face directories of fla's form
 
 A_TOOL = {"type": "function", "function": {"name": "a_name", "description": "A tool.", "parameters": {}}}
-OF_G1 = re.compile(r"(\n\nAssistant: ?|\nBot✿)<think>?\s*\Z")       # a prompt for thoughts like that of g1 or flower
+OF_G1 = re.compile(r"(\n\nAssistant: ?|\nBot✿)<think>?\s*\Z")       # the end of a prompt for thoughts, as of g1 or flower
 
 
 class Ending(NamedTuple):
     """How a template ends an answer.
 
-    closed: the text after an answer at the end of a conversation. end: the text after an answer before the next turn, whoever
-    speaks. prompt: the prompt at the end of `closed`, for a template that always writes one. stop: as in ChatTemplate.
+    closed: the text after an answer that ends a conversation. end: the text between an answer and the next turn, whoever
+    speaks. prompt: the prompt for a further answer, where the template writes one at the end of `closed`, else "". stop: as in
+    ChatTemplate.
     """
 
     closed: str
@@ -33,13 +33,13 @@ class Ending(NamedTuple):
 
 
 class JinjaTemplate(ChatTemplate):
-    """A template in jinja2 with the variables messages, add_generation_prompt, tools, bos_token and eos_token, with
-    enable_thinking for `think` and reasoning_effort where `effort` is given.
+    """A template in jinja2 with the variables messages, add_generation_prompt, tools, bos_token, eos_token, enable_thinking
+    (from `think`) and, where `effort` is given, reasoning_effort.
 
-    bos_token is empty, because no end_of_text stands before a prompt, unless begin_with_end_of_text is called. eos_token is
-    END; so is the name of World's token 0, which some published templates write out. For the template in
-    rwkv-rs/transformers-rwkv, temp/rwkv_chat_template.jinja, rwkv_generation_prompt is open_think if enable_thinking is true,
-    else fake_think, and a tool's message has rwkv_json_content, its content read as JSON.
+    bos_token is empty, because no end_of_text stands before a prompt; after begin_with_end_of_text it is END. eos_token is END.
+    Some published templates write out the name of World's token 0 instead, which is replaced by END. For the template in
+    rwkv-rs/transformers-rwkv, temp/rwkv_chat_template.jinja, there are two more variables: rwkv_generation_prompt is open_think
+    if enable_thinking is true and fake_think if not, and a tool's message has rwkv_json_content, its content read as JSON.
     """
 
     def __init__(self, text: str, name: str) -> None:
@@ -57,7 +57,7 @@ class JinjaTemplate(ChatTemplate):
         if not re.search(r"\bmessages\b", text):
             raise UserError(f"the chat template {name} does not use `messages`, so the model would not see the conversation: "
                             "is it a jinja2 template?")
-        self._demanded: list[Message] = []               # turns that the template demands before the user's first
+        self._demanded: list[Message] = []               # turns that the template demands before the user's first turn
         try:
             self._ending = self._ending_after([])
         except UserError as refused:
@@ -80,17 +80,13 @@ class JinjaTemplate(ChatTemplate):
         messages = check_messages(messages)
         if think is not True:
             effort = None
-        if effort and self._takes_hints:
+        if effort and OF_G1.search(self._short_prompt(True)):
             messages = with_hint(messages, effort)
         text = self._render(messages, add_generation_prompt, tools, think is True, effort)
         return text if add_generation_prompt else text.removesuffix(self._ending.prompt)
 
-    @cached_property
-    def _takes_hints(self) -> bool:
-        return bool(OF_G1.search(self._short_prompt(True)))
-
     def begin_with_end_of_text(self) -> None:
-        """From now on bos_token is END, for a tokenizer with one token for the beginning and the end of a text."""
+        """Makes bos_token END, for a tokenizer whose texts begin and end with the same token."""
         self._bos_token = END
 
     def answer_start(self, think: Think = False) -> str:
@@ -106,9 +102,9 @@ class JinjaTemplate(ChatTemplate):
         return self._render([*self._demanded, {"role": "user", "content": "A question."}], True, None, think)
 
     def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
-        """An answer is what the template adds to the prompt that stands before it, up to eos_token where the template has it.
+        """An answer is the text that the template adds to the prompt for it, up to eos_token where the template writes that.
 
-        What follows eos_token is not learnt: a model that has written it has ended its answer.
+        The text after eos_token is not learnt: a model that has written eos_token has ended its answer.
         """
         messages = check_messages(messages)
         whole = self.render(messages, False, tools)
@@ -127,7 +123,7 @@ class JinjaTemplate(ChatTemplate):
         return [part for part in [*found, (whole[done:], False)] if part[0]]
 
     def _place(self, whole: str, messages: Sequence[Message], i: int, tools: Any) -> tuple[int, int]:
-        """Where answer i begins and ends in the whole text. The prompt before it may be the one that asks for thoughts."""
+        """Where answer i begins and ends in the whole text. The prompt before it may be one that asks for thoughts."""
         after = whole
         if i + 1 < len(messages):
             alone = self._render(messages[:i + 1], False, tools)
@@ -164,14 +160,14 @@ class JinjaTemplate(ChatTemplate):
             raise UserError(f"the chat template {self.name} refuses the conversation: {error}") from None
 
     def _ending_after(self, talk: Sequence[Message], tools: Any = None) -> Ending:
-        """The Ending, from the texts after a small conversation's answer: at its end, before a prompt, before a question."""
+        """The Ending, found by rendering a small conversation whose answer ends it, or precedes a prompt or a question."""
         answer = "An answer that no template contains."
         question = "Another question."
         talk = [*talk, {"role": "user", "content": "A question."}, {"role": "assistant", "content": answer}]
         text = self._render(talk, False, tools)
         closed = text.partition(answer)[2]
         prompted = between = ""
-        with suppress(UserError):        # of templates that allow no prompt after an answer
+        with suppress(UserError):        # some templates allow no prompt after an answer
             prompted = self._render(talk, True, tools).partition(answer)[2]
         with suppress(UserError):
             longer = self._render([*talk, {"role": "user", "content": question}], False, tools)
@@ -179,7 +175,7 @@ class JinjaTemplate(ChatTemplate):
         end = _end(text, closed, prompted, between)
         stop = _stop(end, between)
         if end.startswith(closed) and not end.strip():
-            end = closed                 # otherwise the end would be more white space than at the end of a conversation
+            end = closed                 # no more white space than at the end of a conversation
         elif closed != prompted and not (end and closed.startswith(end)) and not end.startswith(closed):
             stop = (*stop, *_stop(closed, ""))
         last = closed.removeprefix(end) if closed.startswith(end) else ""
@@ -200,10 +196,10 @@ class JinjaTemplate(ChatTemplate):
 
 
 def _end(text: str, closed: str, prompted: str, between: str) -> str:
-    """The text after an answer that does not depend on what follows.
+    """The text that follows an answer whatever comes next.
 
-    text: a conversation that ends in an answer. closed: the text after the answer there. prompted: with a prompt after it.
-    between: before a question of the user.
+    text: a conversation that ends in an answer. The others are the texts after that answer: `closed` at the end of the
+    conversation, `prompted` with the prompt for another answer, `between` before a question of the user.
     """
     for end in (closed, closed.removesuffix(END)):       # some write eos_token at the end of the whole conversation
         if end and between.startswith(end):
@@ -216,10 +212,10 @@ def _end(text: str, closed: str, prompted: str, between: str) -> str:
 
 
 def _opening(common: str, text: str) -> int:
-    """How many of the last characters of `common`, an end and the common beginning of all turns, belong to the next turn.
+    """How many of the last characters of `common` belong to the next turn. common: an end and the beginning that turns share.
 
-    These characters stand in the text before the first end, too. An end has no open bracket: "<|end|><|" ends with "<|end|>".
-    White space is an end.
+    The beginning of a turn also stands in `text` before the first end. An end has no open bracket: in "<|end|><|" it is
+    "<|end|>". White space alone is an end.
     """
     for n in range(len(common) - 1, 0, -1):
         opening = text.find(common[-n:])
@@ -238,9 +234,9 @@ def _unclosed(text: str) -> int | None:
 
 
 def _stop(end: str, between: str) -> tuple[str, ...]:
-    """The text that ends an answer while it is generated; none where only eos_token does, which the engine knows.
+    """The text that ends an answer while it is generated; () where only eos_token ends it, which the engine knows.
 
-    White space may stand inside an answer; then the beginning of the user's next turn belongs to the stop text.
+    White space may stand inside an answer, so the stop text then includes the beginning of the user's next turn.
     """
     stop = end.partition(END)[0].strip()
     if not stop and END not in end:
@@ -249,7 +245,7 @@ def _stop(end: str, between: str) -> tuple[str, ...]:
 
 
 def _sandbox() -> Any:
-    """transformers' environment: its functions, its whitespace, and a tojson that leaves letters and quotes as they are."""
+    """An environment like transformers': its functions, its white space, and a tojson that escapes no letters or quotes."""
     from jinja2 import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -271,7 +267,7 @@ def _sandbox() -> Any:
 
 
 def _generation_block() -> type:
-    """{% generation %}, with which some templates mark answers. Its content is rendered unchanged."""
+    """The block {% generation %}, with which some templates mark answers. Its content is rendered unchanged."""
     from jinja2.ext import Extension
     from jinja2.nodes import Node
     from jinja2.parser import Parser

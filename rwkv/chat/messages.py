@@ -13,18 +13,18 @@ from rwkv.errors import UserError
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
 OTHER_ROLES = {"developer": "system", "function": "tool"}       # OpenAI's newer name, and its older one
 NO_TEXT = {"image_url": "an image", "input_audio": "audio", "file": "a file"}          # OpenAI's parts of a content
-EMPTY: tuple[Any, ...] = (None, "", [], {})               # a field with such a value counts as missing
+EMPTY: tuple[Any, ...] = (None, "", [], {})               # a field with one of these values counts as missing
 LEARNT = ("weight", "loss", "train", "training", "trainable", "masked")         # fields that say whether an answer is learnt
 
 Message = Mapping[str, Any]
 
 
 def check_messages(messages: Any) -> list[dict[str, Any]]:
-    """The messages, each with a string as its content. Raises UserError with the field's name, as messages[1].content.
+    """The messages, each with a string as its content. Raises UserError with the field's name, such as messages[1].content.
 
-    The content may be a list of {"type": "text", "text": "..."}, as in OpenAI's interface. An answer's may be missing: its
-    refusal stands for it, or nothing. Fields that are null or empty are left out, because templates ask whether one is defined.
-    OpenAI's other names are known: the role developer for system, the role function for tool, function_call for tool_calls.
+    The content may be a list of {"type": "text", "text": "..."}, as in OpenAI's interface. An answer without content gets its
+    refusal, or "". Fields that are null or empty are left out, because templates ask whether a field is defined. OpenAI's other
+    names are accepted: the role developer for system, the role function for tool, function_call for tool_calls.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise UserError("messages is a list of at least one message, such as {\"role\": \"user\", \"content\": \"...\"}")
@@ -35,7 +35,8 @@ def is_learnt(message: Message, where: str) -> bool:
     """Whether a model learns a message: an answer is learnt unless one of its fields says otherwise.
 
     "weight": 0 is OpenAI's and Mistral's form, "loss": false that of ms-swift and XTuner, "train" or "training": false
-    axolotl's, "masked": true torchtune's. Raises UserError, with the field's name, for a part of a weight or of an answer.
+    axolotl's, "masked": true torchtune's. Raises UserError, with the field's name, for a weight between 0 and 1, and for a
+    field that marks parts of an answer.
     """
     answer = message["role"] == "assistant"
     learnt = answer
@@ -80,7 +81,7 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    """A call with an object as its arguments, which templates expect; OpenAI's interface has them as JSON in a string."""
+    """A call whose arguments are an object, as templates expect. In OpenAI's interface they are JSON in a string."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise UserError(f'{where} is a call, {{"type": "function", "function": {{"name": "...", "arguments": "{{}}"}}}}; got '
@@ -95,7 +96,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
 
 
 def _read_arguments(written: str) -> Mapping[str, Any] | None:
-    """The arguments that a model wrote. A text that is no JSON object becomes the only argument, so that the chat can go on."""
+    """The arguments that a model wrote. A text that is no JSON object becomes the only argument, and the chat can go on."""
     with suppress(ValueError, RecursionError):
         arguments = json.loads(written or "{}")
         if arguments is None or isinstance(arguments, Mapping):

@@ -1,10 +1,10 @@
-"""What the name of a released model says: its series, with that the chat template, and the length of text it was trained with.
+"""What a released model's name says: its series, and so its chat template, and the length of the texts it was trained with.
 
     rwkv7-g1k-1.5b-20260930-ctx25600.pth     RWKV-x070-World-0.4B-v2.9-20250107-ctx4096.pth     BlinkDL's files
     rwkv-g1k-3b-temp-5441.pth                                                                   his weekly checkpoints
     RWKV7-G1k-1.5B-20260930, RWKV7-13.3B-20260805                                               RWKV's on Hugging Face
 
-A file's own statements count before its name.
+What a file states itself counts before its name.
 """
 
 import re
@@ -19,11 +19,11 @@ GENERIC = re.compile(r"(model|pytorch_model|consolidated|tf_model|ggml-model)([-
 _SERIES = re.compile(r"(?<![a-z0-9])g([01])([a-z]?)\d*(?![a-z0-9])")
 _DATED = re.compile(r"(?<![a-z0-9])rwkv-?(?:7|x070|v7)[a-z]?(?![0-9]).*?(?<!\d)(20\d\d)-?([01]\d)-?([0-3]\d)(?!\d)")
 _CONTEXT = re.compile(r"(?<![a-z0-9])ctx(\d{3,7})(?!\d)")
-FIRST_G1 = "20250307"                    # of rwkv7-g1-0.1b; what is older is of the World series, or of the Pile
+FIRST_G1 = "20250307"                    # the day of rwkv7-g1-0.1b; older models are of the World series or the Pile
 
 
 class Released(NamedTuple):
-    """A series from a letter and a day on, and the tokens of the longest texts it was trained with."""
+    """G1 models from this letter and this day on were trained with texts of at most `context` tokens."""
 
     letter: str
     day: str
@@ -36,23 +36,23 @@ WORLD_CONTEXT = 4096
 
 
 class Choice(NamedTuple):
-    """template: a name for chat_template. why: what it was chosen by, for people."""
+    """template: a name for chat_template(). why: the reason for the choice, for people."""
 
     template: str
     why: str
 
 
 class Length(NamedTuple):
-    """tokens: the longest texts of the training, where they are known. why: how they are known, for people."""
+    """tokens: the length of the longest texts of the training; None where it is unknown. why: the source, for people."""
 
     tokens: int | None
     why: str
 
 
 def choose_template(asked: str | None, path: str, run: Mapping[str, Any] | None = None) -> Choice:
-    """The template that is asked for, or that of the conversations that a run has learnt, or the checkpoint's default.
+    """The template that is asked for, else the one in which a run has learnt conversations, else the checkpoint's default.
 
-    path: the checkpoint's. run: the configuration of the run that made it.
+    path: of the checkpoint. run: the configuration of the run that made it.
     """
     if asked:
         return Choice(asked, "as asked for")
@@ -63,9 +63,9 @@ def choose_template(asked: str | None, path: str, run: Mapping[str, Any] | None 
 
 
 def default_template(*names: str | None) -> Choice:
-    """The template that the file or directory holds (stated.py), or else that of the kind of model.
+    """The template that the file or directory holds (stated.py), else the one for this kind of model.
 
-    names: the checkpoint's path, and other names that it has.
+    names: the checkpoint's path, and its other names.
     """
     for name in filter(None, names):
         if found := template_file(Path(name)):
@@ -74,9 +74,9 @@ def default_template(*names: str | None) -> Choice:
 
 
 def kind_of(*names: str | None) -> Choice:
-    """The template of a model's author, by the model's name, or else by a name inside the file.
+    """The template of the model's author: g1 for the series G0 and G1 and any RWKV-7 from the first G1's day on, else world.
 
-    It is g1 for the series G0 and G1, and for an RWKV-7 of a day after the first of these; else world.
+    The model's name tells the kind; if it says nothing, a name inside the file does.
     """
     for name in _said(names):
         if found := _SERIES.search(name.lower()):
@@ -89,7 +89,7 @@ def kind_of(*names: str | None) -> Choice:
 
 
 def trained_length(*names: str | None) -> Length:
-    """The longest texts that a model was trained with, by its names, as for default_template."""
+    """The length of the longest texts that a model was trained with. names: as in default_template."""
     for name in _said(names):
         if found := _CONTEXT.search(name.lower()):
             return Length(int(found[1]), f"by the name {name}")
@@ -105,7 +105,7 @@ def trained_length(*names: str | None) -> Length:
 
 
 def _said(names: tuple[str | None, ...]) -> Iterator[str]:
-    """The parts of the names that may say something of the model, the nearest first; then the names inside the files."""
+    """The parts of the names that may describe the model, the most specific first; then the names inside the files."""
     for name in filter(None, names):
         path = Path(name)
         yield path.name

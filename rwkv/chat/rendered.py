@@ -1,11 +1,11 @@
-"""A rendered conversation as ids: special tokens that the chat template writes are tokens; their names in a message are text.
+"""Rendered conversations to ids: a special token's name that the template writes is that token; in a message it is text.
 
     template = for_tokenizer(template, tokenizer)
     ids, = encode(tokenizer, [template.render(messages)])
 
-A template cannot tell its own text from a message's, so for_tokenizer's marks names in messages before it renders them: with
-other characters, which nobody can have typed, and which `encode` and `without_marks` turn back. Only messages with the name
-of a special token are changed by that, or that begin or end with a part of one, which could become whole beside another part.
+A template cannot tell its own text from a message's. So the template that for_tokenizer returns marks names in messages before
+it renders them: it replaces them by characters that nobody can have typed, and `encode` and `without_marks` restore them. It
+marks names of special tokens, and parts of a name at a message's beginning or end, which could become whole beside another.
 """
 
 import re
@@ -28,9 +28,9 @@ ENDS_MARKED = re.compile(rf"{MARK.pattern}\s*\Z")
 
 
 def for_tokenizer(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
-    """The template, whose texts have marks for `encode` where that tokenizer has special tokens.
+    """The template, or one whose texts have marks for `encode` if the tokenizer has special tokens.
 
-    With World's tokenizer a jinja2 template's bos_token is end_of_text: in World's files one token is both.
+    With World's tokenizer the bos_token of a jinja2 template is end_of_text: in World's files one token is both.
     """
     if tokenizer.kind == "world" and isinstance(template, JinjaTemplate):
         template.begin_with_end_of_text()
@@ -38,10 +38,10 @@ def for_tokenizer(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def encode(tokenizer: Tokenizer, parts: Sequence[str], before: str = "") -> list[list[int]]:
-    """The ids of each of the parts of a text that for_tokenizer's template rendered, with end_of_text for END.
+    """The ids of each part of a text that for_tokenizer's template has rendered, with end_of_text for END.
 
-    Each part is encoded apart, as a prompt is; but no space is added to one that goes on within the text. before: the text
-    that precedes the parts. Raises UserError as the tokenizer does.
+    Each part is encoded by itself, as a prompt is, but no space is added to a part that goes on within the text. before: the
+    text that precedes the parts. Raises UserError as the tokenizer does.
     """
     return encode_each(tokenizer, [parts], before)[0]
 
@@ -57,7 +57,7 @@ def encode_each(tokenizer: Tokenizer, texts: Sequence[Sequence[str]], before: st
 
 
 class _Piece(NamedTuple):
-    """A text to encode. within: it goes on within another one. skip: the number of first ids to drop. ends: ids before it."""
+    """A text to encode. within: it goes on within another text. skip: number of first ids to drop. ends: ids before it."""
 
     text: str
     within: bool = False
@@ -78,7 +78,7 @@ def _pieces(tokenizer: Tokenizer, parts: Sequence[str], before: str) -> Iterator
 
 
 def _after(tokenizer: Tokenizer, before: str, text: str) -> list[_Piece]:
-    """The pieces of `text`, which stands after `before`, for a tokenizer that adds a space to a text after a special token."""
+    """`text` in pieces. before: the text that precedes it. A tokenizer may add a space to a text after a special token."""
     if not (tokenizer.adds_space and before and text):
         return [_Piece(text)]
     names = [*tokenizer.private.values()]
@@ -90,7 +90,7 @@ def _after(tokenizer: Tokenizer, before: str, text: str) -> list[_Piece]:
 
 
 def _with_private_names(tokenizer: Tokenizer, rendered: str) -> str:
-    """The text without marks, and with the private names of special tokens where the template wrote their names."""
+    """The text without marks, in which special tokens that the template wrote have their private names."""
     private = tokenizer.private
     if not private:
         return rendered
@@ -99,7 +99,7 @@ def _with_private_names(tokenizer: Tokenizer, rendered: str) -> str:
 
 
 def written(rendered: str) -> str:
-    """The text as people read it: without marks, and without END, which is no text."""
+    """The text for people: without marks and without END."""
     return without_marks(rendered).replace(END, "")
 
 
@@ -108,7 +108,7 @@ def without_marks(rendered: str) -> str:
 
 
 def marked(tokenizer: Tokenizer, value: Any) -> Any:
-    """`value`, as of JSON, with the names of special tokens in its strings marked as text."""
+    """A JSON value in whose strings the names of special tokens are marked as text."""
     if not tokenizer.special:
         return value
     if isinstance(value, str):
@@ -120,7 +120,7 @@ def marked(tokenizer: Tokenizer, value: Any) -> Any:
 
 
 def shown(tokenizer: Tokenizer, ids: Sequence[int], after: Sequence[int] = ()) -> str:
-    """The text of `ids`, which follow the ids `after`, with the names of special tokens, for people."""
+    """The text of `ids` for people, with the names of special tokens. after: the ids before them."""
     names = {index: name for name, index in tokenizer.special.items()}
     decoder = tokenizer.decoder(after)
     return "".join(decoder.flush() + names[token] if token in names else decoder.push(token) for token in ids) + decoder.flush()
@@ -139,7 +139,7 @@ class MarkingTemplate(ChatTemplate):
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Sequence[Mapping[str, Any]] | None = None, think: Think = False, effort: str | None = None) -> str:
-        messages = check_messages(messages)              # whose errors show what was typed
+        messages = check_messages(messages)              # before marks are set, so that its errors show what was typed
         with _errors_without_marks():
             return self._template.render(marked(self._tokenizer, messages), add_generation_prompt,
                                          marked(self._tokenizer, tools), think, effort)
@@ -162,7 +162,8 @@ def _errors_without_marks() -> Iterator[None]:
 
 
 class _Patterns(NamedTuple):
-    """Patterns for names: a whole one; a mark or a whole one; the end of one at a text's start; the start of one at its end."""
+    """name: a whole name. mark_or_name: a mark or a whole name. start: a name's last part at a text's beginning. end: a name's
+    first part at a text's end."""
 
     name: re.Pattern[str]
     mark_or_name: re.Pattern[str]
@@ -180,7 +181,7 @@ def _patterns(names: tuple[str, ...]) -> _Patterns:
 
 
 def _either(texts: Iterable[str]) -> str:
-    """A pattern for any of the texts, the longest that fits; for none of them, one that fits nothing."""
+    """A pattern that matches the longest possible of the texts; without texts, one that matches nothing."""
     return "|".join(map(re.escape, sorted({*texts}, key=lambda text: (-len(text), text)))) or r"(?!)"
 
 
@@ -194,7 +195,7 @@ def _marked(text: str, patterns: _Patterns) -> str:
 
 
 def _mark_of(text: str) -> str:
-    """Only letters and digits, which templates and JSON do not change."""
+    """A mark has only letters and digits, which templates and JSON do not change."""
     return f"{SECRET}{''.join(f'{ord(character):06x}' for character in text)}z"
 
 

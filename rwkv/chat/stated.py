@@ -4,9 +4,8 @@ A template is a text in jinja2: the file chat_template.jinja of a Hugging Face d
 tokenizer_config.json, or tokenizer.chat_template in the metadata of a GGUF file. If there are several, the one called default
 counts.
 
-llama.cpp's converter writes the same template for every RWKV, whatever the model, so it is ignored. It is recognised as
-llama.cpp recognises it. Sources: transformers, tokenization_utils_base.py; llama.cpp, conversion/base.py and
-src/llama-chat.cpp.
+llama.cpp's converter writes one and the same template for every RWKV model. It is ignored, and recognised as llama.cpp
+recognises it. Sources: transformers, tokenization_utils_base.py; llama.cpp, conversion/base.py and src/llama-chat.cpp.
 """
 
 import json
@@ -22,7 +21,6 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 CONFIG = "config.json"
 IN_GGUF = "tokenizer.chat_template"
-DEFAULT = "default"
 OF_CONVERTER = ("rwkv-world", r"{{- 'User: ' + message['content']|trim + '\n\n' -}}")
 NAMES_IN_GGUF = ("general.name", "general.basename", "general.base_model.0.name")
 NAMES_IN_DIRECTORY = ("_name_or_path", "name_or_path")
@@ -41,7 +39,7 @@ def template_file(checkpoint: Path) -> Path | None:
 
 
 def template_in(file: Path) -> str | None:
-    """The template in a jinja2 file, a tokenizer_config.json or a GGUF file; None where one of the latter two has none.
+    """The template in a jinja2 file, a tokenizer_config.json or a GGUF file; None if one of the last two has none.
 
     Raises UserError for a file that cannot be read.
     """
@@ -62,8 +60,8 @@ def names_in(checkpoint: Path) -> list[str]:
 def sampling_in(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
     """The file that states sampling options, and these options by our names.
 
-    There are none if a Hugging Face directory's generation_config.json does not say do_sample=true: then transformers ignores
-    them and takes the likeliest token. A top_k of 0 or less is off, as for llama.cpp and vLLM.
+    A Hugging Face directory has none unless its generation_config.json says do_sample=true: otherwise transformers ignores them
+    and takes the likeliest token. A top_k of 0 or less is off, as for llama.cpp and vLLM.
     """
     if _is_gguf(checkpoint):
         return checkpoint, _numbers(_of_gguf(checkpoint), SAMPLING_IN_GGUF)
@@ -76,7 +74,7 @@ def _chosen(stated: Any) -> str | None:
     if isinstance(stated, list):
         stated = {each.get("name"): each.get("template") for each in stated if isinstance(each, dict)}
     if isinstance(stated, dict):
-        stated = stated.get(DEFAULT)
+        stated = stated.get("default")
     if not isinstance(stated, str) or any(part in stated for part in OF_CONVERTER):
         return None
     return stated
@@ -90,7 +88,7 @@ def _is_gguf(path: Path) -> bool:
 
 
 def _of_gguf(path: Path) -> dict[str, Any]:
-    """The metadata of the model, which stand in the first of its files where there are several."""
+    """The metadata of the model; if it has several files, the first one holds them."""
     return header_of(parts_of(path, header_of(path).metadata)[0]).metadata
 
 

@@ -17,13 +17,13 @@ Part = tuple[str, bool]
 class ChatTemplate(ABC):
     """Renders conversations.
 
-    A rendered text, and so a part, holds END wherever the template writes end_of_text; encode() in rendered.py makes it the id
-    of that.
+    A rendered text and its parts hold END wherever the template writes end_of_text; encode() in rendered.py replaces it by the
+    id of end_of_text.
 
-    stop: texts of which each ends an answer; the end-of-text token ends it too. thinks: its answers may begin with thoughts, as
-    in thoughts.py. supports_tools: render() shows `tools` and an answer's tool_calls to the model. call_start: what a call of a
-    tool begins with, before its name and between that and its arguments; None where the template's form of calls is not that of
-    rwkv/chat/calls.py. definition: equal where templates are. learns: how answers begin that a model learns (for_learning).
+    stop: each of these texts ends an answer; so does the end-of-text token. thinks: answers may begin with thoughts, as in
+    thoughts.py. supports_tools: render() shows `tools` and an answer's tool_calls to the model. call_start: the text of a call
+    before its name, and the text between its name and its arguments; None if the template writes calls in another form than
+    rwkv/chat/calls.py. definition: equal for equal templates. learns: how the answers begin that a model learns (for_learning).
     """
 
     name: str
@@ -35,10 +35,11 @@ class ChatTemplate(ABC):
     learns: Think = False
 
     def for_learning(self, think: Think) -> Self:
-        """The template whose parts() show answers after the prompt that asks for thoughts in this way, where they can.
+        """A template whose parts() put answers after a prompt that asks for thoughts in this way.
 
-        With True, an answer with thoughts; with "fake", the last one, if it has none: a chat shows earlier ones without the
-        empty thought. What the prompt holds of the answer is not learnt. Raises UserError as answer_start does.
+        With True these are the answers with thoughts. With "fake" it is the last answer if it has no thoughts; earlier answers
+        have no empty thought, as in a chat. The beginning of an answer that stands in the prompt is not learnt. Raises
+        UserError as answer_start does.
         """
         if not think:
             return self
@@ -57,24 +58,24 @@ class ChatTemplate(ABC):
     @abstractmethod
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Sequence[Mapping[str, Any]] | None = None, think: Think = False, effort: str | None = None) -> str:
-        """The conversation as text, with the beginning of an answer if add_generation_prompt.
+        """The conversation as text; with add_generation_prompt the beginning of an answer follows it.
 
-        think: how that beginning asks for thoughts. effort: how long they should be, one of thoughts.HINTS; without effect
-        unless think is True, and where the template has no form for it. Raises UserError, with the field's name, for a message
-        that is not one, and for what the template cannot show.
+        think: how that beginning asks for thoughts. effort: how long they should be, one of thoughts.HINTS; it is used only if
+        think is True and the template has a form for it. Raises UserError, with the field's name, for a wrong message, and for
+        anything that the template cannot show.
         """
 
     @abstractmethod
     def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
-        """The pieces of render(messages, add_generation_prompt=False, tools), and of each whether a model learns it.
+        """render(messages, add_generation_prompt=False, tools) in pieces, each with whether a model learns it.
 
-        Learnt are the assistant's answers with what ends them, but those whose message says that they are not: see
-        messages.is_learnt. Raises UserError as render does.
+        A model learns the assistant's answers and the text that ends them, unless the message says otherwise (is_learnt in
+        messages.py). Raises UserError as render does.
         """
 
     @abstractmethod
     def answer_start(self, think: Think = False) -> str:
-        """The beginning of the answer that stands in the prompt of render(..., think=think): of its thoughts, or nothing.
+        """The beginning of the answer's thoughts with which the prompt of render(..., think=think) ends; "" for none.
 
         Raises UserError where the template cannot ask for thoughts in this way.
         """

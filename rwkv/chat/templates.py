@@ -1,21 +1,21 @@
-r"""The chat templates by name: world, g1, flower, and those of jinja2 files. Data, server and terminal chat share them.
+r"""The chat templates by name: world, g1, flower, and those of jinja2 files.
 
 world: the form of the RWKV World models (the model card of BlinkDL/rwkv-7-world on Hugging Face, and API_DEMO_CHAT.py of
-ChatRWKV). A blank line ends a turn, therefore blank lines inside a message become single line ends:
+ChatRWKV). A blank line ends a turn, so blank lines inside a message become single line ends:
 
     System: {system}\n\nUser: {user}\n\nAssistant: {answer}\n\nUser: {user}\n\nAssistant:
 
 g1: the same with thoughts (RWKV7-G1x-templates.txt in BlinkDL/RWKV-LM, RWKV-v7). An answer is
-"<think>\n{thoughts}\n</think>\n{answer}" where its message has "reasoning_content", in earlier turns too; thoughts.py says how
-a prompt asks for thoughts. They may hold blank lines, so the user's next turn ends an answer, and not a blank line. Tools have
-the form of calls.py.
+"<think>\n{thoughts}\n</think>\n{answer}" if its message has "reasoning_content", in earlier turns too; thoughts.py says how a
+prompt asks for thoughts. Thoughts may hold blank lines, so an answer ends where the user's next turn begins, and not at a blank
+line. Tools have the form of calls.py.
 
 flower: another form that the models from G1h on have learnt (vllm/tokenizers/rwkv_chat.py in rwkv-rs/vllm-rwkv). A flower, for
 which World has a token, ends a turn, and end_of_text stands before the text. Texts, thoughts and tools are as in g1:
 
     System✿{system}✿\nUser✿{user}✿\nBot✿{answer}✿\nUser✿{user}✿\nBot✿<think
 
-FILE: a template in jinja2, in a file of its own or within a checkpoint's (stated.py): see jinja.py.
+FILE: a template in jinja2 (jinja.py), in a file of its own or inside one of a checkpoint's files (stated.py).
 """
 
 import re
@@ -35,9 +35,9 @@ FLOWER = "✿"
 
 
 class Form(NamedTuple):
-    """How turns are written: a role, after_role, and where a text follows, space, the text, and end.
+    """A turn is the role's name, after_role, space, the text and end; `space` is left out where no text follows.
 
-    start: before the first turn. between: before each other one. assistant: that role's name. stop: as in ChatTemplate.
+    start: before the first turn. between: before every other turn. assistant: the assistant's name. stop: as in ChatTemplate.
     """
 
     thinks: bool
@@ -57,7 +57,7 @@ FORMS = {"world": Form(thinks=False, stop=("\n\n",)),
 
 
 def chat_template(name: str) -> ChatTemplate:
-    """The template world, g1 or flower, or that in a file: of jinja2, or one that stated.py finds a template in.
+    """The template world, g1 or flower, or the one in a file: a jinja2 file, or a file in which stated.py finds a template.
 
     Raises UserError for other names and for a file that holds no template.
     """
@@ -79,9 +79,9 @@ class TurnTemplate(ChatTemplate):
         self._form = FORMS[name]
         self.thinks = self._form.thinks
         self.stop = self._form.stop
-        self.supports_tools = name != "world"            # their author documents calls for the series G1 alone
+        self.supports_tools = name != "world"            # the author documents calls only for the series G1
         if self.supports_tools:
-            self.definition = f"{name}, {calls.REQUEST}"         # so that tokens of an older form of calls are not used
+            self.definition = f"{name}, {calls.REQUEST}"         # so that cached tokens of an older form of calls are not used
             self.call_start = f"{self._form.space}{calls.CALL_START[0]}", calls.CALL_START[1]
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
@@ -107,7 +107,7 @@ class TurnTemplate(ChatTemplate):
         return found
 
     def _begun(self, message: Message, body: str, last: bool) -> tuple[str, str]:
-        """The beginning of a learnt answer that a prompt would hold, and the rest. body: all that follows the role."""
+        """A learnt answer in two parts: the beginning that a prompt would hold, and the rest. body: all after the role."""
         start = f"{self._form.space}{BEGUN[self.learns]}"
         if self.learns is True and message.get("reasoning_content"):
             return start, body.removeprefix(start)
@@ -116,7 +116,7 @@ class TurnTemplate(ChatTemplate):
         return "", body
 
     def _turns(self, messages: Sequence[Message], tools: Any) -> Iterator[tuple[str, str, Message]]:
-        """(what stands before its text, the rest of it, its message) of each turn."""
+        """For each turn: (the text up to after_role, the rest of the turn, its message)."""
         form = self._form
         shown = messages
         if self.supports_tools:

@@ -1,9 +1,9 @@
 r"""Thoughts before an answer: <think> ... </think>, then the answer.
 
-A prompt begins the answer in one of three ways, the author's own (RWKV7-G1x-templates.txt in BlinkDL/RWKV-LM, RWKV-v7):
+A prompt ends in one of three ways, by the models' author (RWKV7-G1x-templates.txt in BlinkDL/RWKV-LM, RWKV-v7):
 
-    false   nothing: the model answers at once
-    true    <think              without ">", for the model writes the tokens ">" or ">\n" itself
+    false   nothing             the model answers at once
+    true    <think              without ">", because the model writes the token ">" or ">\n" itself
     fake    <think></think      an empty thought: as fast as none, and the author calls its results nice
 """
 
@@ -40,7 +40,7 @@ def end_of(start: str) -> str:
 
 
 def with_hint(messages: Sequence[Message], effort: str | None) -> list[Message]:
-    """The messages with the hint of `effort` after the last text of the user, unless that ends with one. None: as they are."""
+    """The messages with the hint for `effort` after the user's last text, unless it ends with a hint. None adds nothing."""
     changed = list(messages)
     last = next((i for i in reversed(range(len(changed))) if changed[i]["role"] == "user"), None)
     if effort is None or last is None:
@@ -52,20 +52,21 @@ def with_hint(messages: Sequence[Message], effort: str | None) -> list[Message]:
 
 
 def answer_message(start: str, written: str) -> dict[str, Any]:
-    """The assistant's message, with its thoughts apart. start: the beginning of the answer that stands in the prompt."""
+    """The assistant's message with its thoughts in reasoning_content. start: the answer's beginning in the prompt."""
     thoughts, content = ThoughtParser(start).push(written, last=True)
     return {"role": "assistant", **({"reasoning_content": thoughts} if thoughts else {}), "content": content.rstrip()}
 
 
 class ThoughtParser:
-    """Takes an answer in pieces, and parts its thoughts from the text after them, however it is cut into pieces.
+    """Takes an answer in pieces and separates its thoughts from the text after them. The cuts make no difference.
 
-    Thoughts stand between <think>, if the answer begins with it, and </think> or the answer's end. White space around them
-    belongs to neither. start: the beginning of the answer that stands in the prompt, as begun_by gives it. thinks: as in
-    ChatTemplate; if it is False, all is text, without white space before it.
+    Thoughts begin with <think> at the answer's beginning, and end with </think> or with the answer. White space around them is
+    dropped. start: the beginning of the answer that stands in the prompt, as begun_by returns it. thinks: as in ChatTemplate;
+    if it is False, the whole answer is text, without white space before it.
 
-    thinking: thoughts have begun, and not ended. text_place: the place of the text after them in all that was pushed; before
-    that text has begun, the end of it. decided: the number of characters of which it is known whether they are thoughts.
+    Places count from the first character pushed. thinking: thoughts have begun and not ended. text_place: where the text after
+    the thoughts begins; until it has begun, the number of characters pushed. decided: the place before which it is known what
+    is thoughts and what is text.
     """
 
     def __init__(self, start: str = "", thinks: bool = True) -> None:
@@ -73,9 +74,9 @@ class ThoughtParser:
         ends = "</think" in start
         self.thinking = begins and not ends
         self._looking = thinks and not begins       # for <think>, before anything else
-        self._skips = ">" if begins and not start.rstrip().endswith(">") else ""        # the rest of a mark of the prompt
-        self._held = ""                  # text that may belong to thoughts or to the text after them
-        self._shows = False              # the present part has had anything but white space
+        self._skips = ">" if begins and not start.rstrip().endswith(">") else ""        # the rest of the prompt's last mark
+        self._held = ""                  # not yet known whether it is thoughts or text
+        self._shows = False              # more than white space of the present part (thoughts or text) has come
         self._pushed = 0
         self._text_place: int | None = None
 
@@ -88,7 +89,7 @@ class ThoughtParser:
         return self._pushed - len(self._held) * (not self.thinking)
 
     def push(self, piece: str, last: bool = False) -> tuple[str, str]:
-        """The thoughts, and the text after them, that can be shown now. last: the answer ends."""
+        """The thoughts and the text that can be shown now. last: the answer ends."""
         self._held += piece
         self._pushed += len(piece)
         if self._skips and self._held:
@@ -100,7 +101,7 @@ class ThoughtParser:
         return thoughts, "" if self.thinking else self._take_text()
 
     def _found_beginning(self, last: bool) -> bool:
-        """Whether it is known if the answer begins with thoughts."""
+        """Finds out whether the answer begins with thoughts. Returns False where that is not known yet."""
         seen = self._held.lstrip()
         if seen.startswith(START):
             self._held = seen.removeprefix(START)

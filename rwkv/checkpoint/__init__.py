@@ -1,1 +1,1 @@
-"""Checkpoints: weights in and out of files of every format."""
+"""Checkpoints: reads and writes weights in files of every format."""

@@ -1,4 +1,4 @@
-"""The result of a format's read (Content) and the argument of its write (Outgoing)."""
+"""What a format's read() returns (Content) and what its write() gets (Outgoing)."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,16 +11,16 @@ from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError
 
-ENTRY = "timemix"                        # the key of our own entry, in formats that have room for one
+ENTRY = "timemix"                        # the key of our own entry (files.describe), in formats that have room for one
 
 
 @dataclass
 class Content:
-    """Tensors by the file's own names, with our entry and other descriptions that the file has.
+    """A file's tensors by the file's own names, our entry, and other descriptions in the file.
 
-    declared: sizes that the file states beside its tensors, by their names in ModelConfig, and vocab_size; and numbers that its
-    tensors were made for, by the generation's names. tied: the head is the embedding. packed: reads the matrices that the file
-    holds in int4, which `tensors` unpacks.
+    declared: sizes that the file states beside its tensors, by their names in ModelConfig, and vocab_size; also constants that
+    the tensors were made for, such as an epsilon, by the generation's names. tied: the head is the embedding. packed: functions
+    that read a matrix that the file holds in int4; `tensors` has the same matrices in float32.
     """
 
     path: Path
@@ -37,8 +37,8 @@ class Content:
 class Outgoing:
     """Tensors by official name in the dtypes to write, and our entry, for formats that have room for it.
 
-    quantised: the name of the block format for the large matrices, one of the format's QUANTISED; None: as `tensors` says.
-    packed: reads the matrices that are in int4 already. form: of a Hugging Face directory, fla or official.
+    quantised: the block format of the large matrices, one of the format's QUANTISED; None leaves the dtypes of `tensors`.
+    packed: as in Content. form: of a Hugging Face directory, fla or official.
     """
 
     tensors: dict[str, Stored]
@@ -51,7 +51,7 @@ class Outgoing:
 
 
 def plain_entry(path: Path, entry: Any) -> dict[str, Any]:
-    """Raises CheckpointError where our entry is not a dictionary."""
+    """Returns our entry. Raises CheckpointError where it is not a dictionary."""
     if not isinstance(entry, dict):
         raise CheckpointError(f"{path} has a {ENTRY} entry that is a {type(entry).__name__}, expected a dictionary: was it "
                               "written by another program?")
@@ -59,7 +59,7 @@ def plain_entry(path: Path, entry: Any) -> dict[str, Any]:
 
 
 def entry_in(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Our entry in metadata, as JSON; None where they have none. Raises CheckpointError where it is damaged."""
+    """Our entry, which metadata hold as JSON; None where they have none. Raises CheckpointError where it is damaged."""
     if ENTRY not in metadata:
         return None
     try:

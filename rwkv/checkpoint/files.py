@@ -22,13 +22,13 @@ from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UnreadableError, UserError
 from rwkv.model.base import fingerprint, generation
 
-MOST_SPARE_ROWS = 255                    # of an embedding whose vocabulary was rounded up to a multiple, such as 256
+MOST_SPARE_ROWS = 255                    # unused rows of an embedding: vocabularies are rounded up to a multiple, such as 256
 WORLD_VOCABULARY = 65536
-DEFAULT_CTX_LEN = 1024                   # where neither the file nor its name states it; no weight depends on it
+DEFAULT_CTX_LEN = 1024                   # used where neither the file nor its name states one; no weight depends on it
 
 
 class Weights(Mapping[str, Tensor]):
-    """Official name -> tensor, in the model's order and shapes; each access reads the tensor from the file."""
+    """Tensors by official name, in the model's order and shapes. Each access reads the tensor from the file."""
 
     def __init__(self, stored: Mapping[str, Stored]) -> None:
         self.stored = dict(stored)
@@ -52,10 +52,11 @@ class Weights(Mapping[str, Tensor]):
 
 @dataclass
 class Checkpoint:
-    """The content of a file: weights by official name; the tokenizer's dict and the run's configuration where it has them.
+    """The content of a file: weights by official name, and, where the file has them, the tokenizer's definition and the run's
+    configuration.
 
-    packed: reads the matrices that the file holds in int4. fingerprint: Model.fingerprint of the weights before they were
-    packed. A process to which it is sent reads the file again.
+    packed: as in Content. fingerprint: Model.fingerprint of the weights before they were packed in int4; None where the file
+    has none. Only the path is sent to another process, which reads the file again.
     """
 
     path: Path
@@ -66,7 +67,7 @@ class Checkpoint:
     run: dict[str, Any] | None = None
     step: int = 0
     tokenizer_hash: str | None = None
-    time_states: list[Stored] | None = None      # of each layer (H,N,N), the state before the first token, where it is learnt
+    time_states: list[Stored] | None = None      # if learnt: for each layer, the state before the first token, (H,N,N)
     packed: Mapping[str, Callable[[], Int4]] = field(default_factory=dict)
     fingerprint: str | None = None
 
@@ -74,7 +75,7 @@ class Checkpoint:
         return read_checkpoint, (self.path,)
 
     def stored_in(self, dtype: str | None) -> dict[str, Stored]:
-        """The tensors in `dtype`, those that the generation keeps in float32 excepted; None: as the file has them."""
+        """The tensors in `dtype`, except those that the generation keeps in float32. With None they are as in the file."""
         if dtype is None:
             return dict(self.weights.stored)
         kept = generation(self.config).KEPT_FLOAT32
@@ -82,13 +83,13 @@ class Checkpoint:
                 for name, tensor in self.weights.stored.items()}
 
     def tensors(self, dtype: str, device: str = "cpu", mmap: bool = False) -> dict[str, Tensor]:
-        """The tensors of stored_in(dtype) on the device. mmap: on a CPU, those that the file holds in `dtype` are mapped."""
+        """The tensors of stored_in(dtype) on the device. mmap: on a CPU, tensors that the file holds in `dtype` are mapped."""
         return {name: tensor.get(copy=not mmap).to(device) for name, tensor in self.stored_in(dtype).items()}
 
 
 def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Any = None, config: ModelConfig | None = None,
                   source: str = "the weights") -> Checkpoint:
-    """A checkpoint of tensors in memory. Raises CheckpointError where they are not those of a model."""
+    """A checkpoint made of tensors in memory. Raises CheckpointError where they are not those of a model."""
     stored = {name: Stored.of(name, source, tensor) for name, tensor in weights.items()}
     checkpoint = _understand(Content(Path(source), stored))
     checkpoint = replace(checkpoint, config=config or checkpoint.config)
@@ -99,7 +100,7 @@ def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Any = None, config: 
 
 
 def describe(run: dict[str, Any], vocab_size: int, tokenizer: Any) -> dict[str, Any]:
-    """Our entry, made of plain containers, so that loading it executes nothing."""
+    """Our entry for a file. It has only plain containers, so loading it executes nothing."""
     return {"format": 1, "run": run, "vocab_size": vocab_size, "tokenizer": tokenizer and tokenizer.to_dict(),
             "tokenizer_hash": tokenizer and tokenizer.hash}
 
@@ -107,7 +108,7 @@ def describe(run: dict[str, Any], vocab_size: int, tokenizer: Any) -> dict[str, 
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """Reads a file, a Hugging Face directory, or the last checkpoint of a run's directory.
 
-    Raises CheckpointError, one sentence: which file or tensor, what was found, what was expected, the likely cause.
+    Raises CheckpointError, one sentence: which file or tensor, what was found, what was expected, and the likely cause.
     """
     path = locate(path)
     try:
@@ -118,10 +119,10 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
 
 
 def read_tuned(path: str | Path, base: Checkpoint) -> tuple[Checkpoint, str]:
-    """The checkpoint of a run of tune=lora or tune=state with the weights of `base`, and a digest of what was trained.
+    """The checkpoint of a run with tune=lora or tune=state, on the weights of `base`, and a digest of the trained values.
 
-    path: the run's directory, or a .ckpt of it. Raises CheckpointError as read_checkpoint does, also for another kind of run,
-    and for one that began from other weights.
+    path: the run's directory, or a .ckpt in it. Raises CheckpointError as read_checkpoint does, and for another kind of run or
+    one that began from other weights.
     """
     path = locate(path)
     try:
@@ -135,9 +136,9 @@ def read_tuned(path: str | Path, base: Checkpoint) -> tuple[Checkpoint, str]:
 
 
 def _tuned(content: Content, chosen: Checkpoint | None = None) -> Checkpoint:
-    """The checkpoint of a run that trained adapters or a state: the weights that they belong to, with them.
+    """The checkpoint of a run that trained adapters or a state: the frozen weights together with them.
 
-    chosen: these weights, where they are not to be read from the file that the run names.
+    chosen: the frozen weights; None reads them from the file that the run names.
     """
     entry = content.entry or {}
     try:
@@ -153,14 +154,15 @@ def _tuned(content: Content, chosen: Checkpoint | None = None) -> Checkpoint:
 
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None = None, format: str | None = None,
                      progress: Callable[[int, int], Any] = lambda count, total: None, form: str | None = None) -> None:
-    """Writes a checkpoint with one tensor in memory at a time; calls progress(bytes of the tensor, bytes of all) after each.
+    """Writes a checkpoint with one tensor in memory at a time. After each it calls progress(its bytes, bytes of all tensors).
 
     form: of a Hugging Face directory, fla or official. Raises UserError as save_pretrained does, before anything is written.
     """
     path = Path(path)
     if checkpoint.time_states:
-        raise UserError(f"{checkpoint.path} has a learnt state beside its weights, for which the formats have no room: it is "
-                        "in the run's directory, as time_state.pth and state.safetensors, and the weights in init_from='s file")
+        raise UserError(f"{checkpoint.path} has a learnt state beside its weights, for which the formats have no room: "
+                        "it is in the run's directory, as time_state.pth and state.safetensors; its weights are in the "
+                        "file that init_from= names")
     module = formats.load(format) if format else formats.by_suffix(path)
     if form is not None and not hasattr(module, "FORMS"):
         raise UserError(f"form={form} is for Hugging Face directories: give {path.name} no suffix, or leave the form out")
@@ -188,9 +190,9 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
 
 
 def require_tokenizer(checkpoint: Checkpoint, tokenizer: Any, name: str) -> None:
-    """Raises CheckpointError where `tokenizer`, called `name` in the message, is not the one of the weights' training.
+    """Raises CheckpointError where the weights were not trained with `tokenizer`, which the message calls `name`.
 
-    Compares hashes where the file has one, else vocabulary sizes: a few rows of the embedding may be unused.
+    Hashes are compared where the file has one, else the sizes of the vocabularies; a few rows of the embedding may be unused.
     """
     if checkpoint.tokenizer_hash is not None and checkpoint.tokenizer_hash != tokenizer.hash:
         raise CheckpointError(f"{name} is not the tokenizer that {checkpoint.path} was trained with (SHA-256 "
@@ -203,7 +205,7 @@ def require_tokenizer(checkpoint: Checkpoint, tokenizer: Any, name: str) -> None
 
 
 def assumed_tokenizer(checkpoint: Checkpoint) -> str | None:
-    """world for weights that carry no tokenizer and have as many tokens as the World models; None for other weights."""
+    """"world" for weights without a tokenizer in their file and with the World models' vocabulary size; None for others."""
     return "world" if checkpoint.tokenizer is None and checkpoint.vocab_size == WORLD_VOCABULARY else None
 
 
@@ -229,14 +231,14 @@ def locate(path: str | Path) -> Path:
 
 
 def follow(path: Path) -> Path:
-    """The run's directory for runs/latest, which is a link, or a one-line file where making links needs rights."""
+    """The run's directory for runs/latest, which is a link, or a file with one line where making links needs special rights."""
     if path.name == "latest" and path.is_file():
         return path.parent / path.read_text(encoding="utf-8").strip()
     return path
 
 
 def _understand(content: Content) -> Checkpoint:
-    """The checkpoint with official names and shapes. Raises CheckpointError where the parts of the file do not fit together."""
+    """The checkpoint with official names and shapes. Raises CheckpointError where parts of the file do not fit together."""
     path = content.path
     module, tensors = recognise(path, content.tensors, content.declared)
     if content.tied and "emb.weight" in tensors:

@@ -1,18 +1,19 @@
-"""The generations whose checkpoints are read, one file rwkvN.py each beside this one, and the checks that they share.
+"""The generations whose checkpoints are read, each in a file rwkvN.py beside this one, and the checks that they share.
 
-A generation offers
+A generation's file has
 
     model                          the file of the same name in rwkv/model/, which states names and shapes
-    official_name, recognises      the official name for another program's; whether tensors by official names are its own
-    arranged, laid_out             tensors from any format's arrangement to the official one; to that of a format
+    official_name                  turns another program's name of a tensor into the official one
+    recognises                     whether tensors by official names are of this generation
+    arranged, laid_out             turn tensors of any format into the official arrangement, and that into a format's
     widths, has_many_forms         the sizes that follow from the tensors' shapes; whether a vector has several shapes in files
-    EXTENSIONS                     versions that go beyond it, which are refused by name, and their tensors' names
+    EXTENSIONS                     later versions, which are refused by name, each with a pattern of its tensors' names
     HUGGING_FACE_TYPE, HUGGING_FACE_SIZES, hugging_face_config          for config.json
-    HUGGING_FACE_OTHER_TYPES       other programs' model_type
-    HUGGING_FACE_FEATURES          keys of config.json that are set for what this program does not have, with a name for it
-    HUGGING_FACE_CONSTANTS         numbers of config.json that epsilons follow from, with the values of every released model
-    GGUF_ARCHITECTURE              None where GGUF does not have it; else also GGUF_SIZES, gguf_sizes, GGUF_FLOAT32 and
-                                   GGUF_UNQUANTISED, the names of tensors that are float32, or never quantised
+    HUGGING_FACE_OTHER_TYPES       other values of model_type, written by other programs
+    HUGGING_FACE_FEATURES          keys of config.json for features that this program lacks, and what the features are
+    HUGGING_FACE_CONSTANTS         epsilons in config.json, with the values of every released model
+    GGUF_ARCHITECTURE              None if GGUF does not have the generation; otherwise there are also GGUF_SIZES, and
+                                   GGUF_FLOAT32 and GGUF_UNQUANTISED: names of tensors that are float32, or not quantised
 """
 
 import importlib
@@ -27,7 +28,7 @@ from rwkv.checkpoint.stored import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
 
-if TYPE_CHECKING:                        # a generation that lacks something is an error of mypy
+if TYPE_CHECKING:                        # mypy reports a generation that lacks something
     from rwkv.model import rwkv4, rwkv7
     from rwkv.model.base import DeepEmbedGeneration, Generation
 
@@ -36,7 +37,7 @@ if TYPE_CHECKING:                        # a generation that lacks something is 
 
 Shape = tuple[int, ...]
 
-# Versions of RWKV-LM and names of tensors that only they have, for the message about a file that no generation recognises
+# For the message about an unrecognised file: versions of RWKV-LM, and names of tensors that only they have
 OTHER_VERSIONS = {"RWKV-1": r"tok_emb\.weight|.*\.time_(w|alpha|beta|gamma)", "RWKV-2": r".*\.time_mix",
                   "RWKV-6": r".*\.time_(maa|decay_w)\w*", "RWKV-5": r".*\.(time_faaaa|time_mix_g|ln_x\.weight|gate\.weight)"}
 
@@ -60,7 +61,7 @@ def recognise(path: Path, tensors: Mapping[str, Stored],
               declared: Mapping[str, Any]) -> tuple[ModuleType, dict[str, Stored]]:
     """The generation of a file's tensors, and the tensors by official name and in the official arrangement.
 
-    declared: the sizes that the file states, by their names in ModelConfig. Raises CheckpointError where there is none.
+    declared: as in Content. Raises CheckpointError where no generation recognises the tensors.
     """
     for generation in generations():
         official = _official(path, tensors, generation)
@@ -99,7 +100,7 @@ def _why_none(path: Path, tensors: Mapping[str, Stored]) -> str:
 
 
 def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], ctx_len: int) -> tuple[ModelConfig, int]:
-    """The configuration and the vocabulary's size, read off the tensors."""
+    """The configuration and the vocabulary's size, found from the tensors' shapes."""
     def matrix(name: str) -> Shape:
         if name not in tensors:
             raise CheckpointError(f"{path} is not a whole {generation.model.NAME} checkpoint: it lacks {name}; it holds "
@@ -120,7 +121,7 @@ def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored],
 
 
 def require_sizes(path: Path, stated: Mapping[str, Any], config: ModelConfig, vocab_size: int) -> None:
-    """Raises CheckpointError where a size that a file states, by its name in ModelConfig, is not that of its tensors."""
+    """Raises CheckpointError where a size in `stated`, by its name in ModelConfig, differs from that of the tensors."""
     for name, found in {**vars(config), "vocab_size": vocab_size}.items():
         if name != "ctx_len" and name in stated and stated[name] != found:
             raise CheckpointError(f"{path} says {name}={stated[name]!r} and its tensors have {found}: they do not belong "
@@ -129,7 +130,7 @@ def require_sizes(path: Path, stated: Mapping[str, Any], config: ModelConfig, vo
 
 def fit(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], config: ModelConfig,
         vocab_size: int) -> dict[str, Stored]:
-    """The tensors in the model's order and shapes. Raises CheckpointError for a missing or surplus one, or another shape."""
+    """The tensors in the model's order and shapes. Raises CheckpointError for a missing or surplus tensor or a wrong shape."""
     expected: dict[str, Shape] = generation.model.shapes(config, vocab_size)
     missing = [name for name in expected if name not in tensors]
     if missing:

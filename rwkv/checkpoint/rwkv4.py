@@ -13,7 +13,7 @@ from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.model import rwkv4 as model
 
-FOREIGN = r".*\.(time_mix_g|(gate|ln_x)\.weight)"         # names in RWKV-5, which has time_first and time_mix_k as well
+FOREIGN = r".*\.(time_mix_g|(gate|ln_x)\.weight)"         # names in RWKV-5, which also has time_first and time_mix_k
 
 GGUF_ARCHITECTURE = None
 HUGGING_FACE_TYPE = "rwkv"               # model_type in config.json
@@ -29,9 +29,9 @@ OFFICIAL = {theirs: ours for ours, theirs in HUGGING_FACE.items()}
 
 
 def recognises(tensors: Mapping[str, Stored]) -> bool:
-    """Whether tensors with these names are RWKV-4's: there are time_first and time_mix_k, and none of RWKV-5's names.
+    """Whether tensors with these names are RWKV-4's: they include time_first and time_mix_k, and none of RWKV-5's names.
 
-    RWKV-3 has the same names, but its time_first is [C,1]; in RWKV-4 only time_decay has that shape in some files.
+    RWKV-3 has the same names, but its time_first is [C,1]. In RWKV-4 only time_decay has that shape, in some files.
     """
     first = [tensor for name, tensor in tensors.items() if name.endswith(".att.time_first")]
     mixed = any(name.endswith(".att.time_mix_k") for name in tensors)
@@ -40,7 +40,7 @@ def recognises(tensors: Mapping[str, Stored]) -> bool:
 
 
 def official_name(name: str) -> str:
-    """The official name for a Hugging Face name, with the same prefix; an official name is returned unchanged."""
+    """The official name for a Hugging Face name; a prefix stays, and an official name is returned unchanged."""
     return ".".join(OFFICIAL.get(part, part) for part in name.split("."))
 
 
@@ -49,7 +49,7 @@ def arranged(tensors: dict[str, Stored], declared: Mapping[str, Any]) -> dict[st
 
 
 def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
-    """The tensors by the names that `format` gives them; the official ones but for huggingface, RwkvForCausalLM's."""
+    """The tensors by the names that `format` has: those of RwkvForCausalLM for huggingface, the official ones for others."""
     if format != "huggingface":
         return dict(tensors)
     names = {name: ".".join(HUGGING_FACE.get(part, part) for part in name.split(".")) for name in tensors}
@@ -60,8 +60,8 @@ def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
 def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
     """The part of config.json that describes the architecture.
 
-    RwkvConfig's rescale_every (6 by default) halves the weights of the layers in memory, in its state_dict too, to keep
-    float16 activations small; a directory saved from such a model looks like any other. 0 changes nothing.
+    rescale_every (6 by default in RwkvConfig) halves weights of later layers in memory to keep float16 activations small, also
+    in the state_dict. A directory saved from such a model looks like any other. 0 changes nothing.
     """
     C, A, F = model.sizes(config)
     return {"architectures": ["RwkvForCausalLM"], "model_type": HUGGING_FACE_TYPE, "vocab_size": vocab_size,
@@ -71,11 +71,11 @@ def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype
 
 
 def widths(matrix: Callable[[str], tuple[int, ...]], names: Collection[str]) -> dict[str, int]:
-    """The widths by their names in ModelConfig; matrix(name) gives the (rows, columns) of the matrix of that name."""
+    """The widths by their names in ModelConfig. matrix(name): (rows, columns) of the matrix with that name."""
     return {"n_embd": matrix("emb.weight")[1], "n_att": matrix("blocks.0.att.key.weight")[0],
             "n_ffn": matrix("blocks.0.ffn.key.weight")[0]}
 
 
 def has_many_forms(name: str) -> bool:
-    """Whether files have this vector as [C], [C,1] or [1,1,C]."""
+    """Whether the tensor is a vector, which files have as [C], [C,1] or [1,1,C]."""
     return ".time_" in name

@@ -1,23 +1,25 @@
 """RWKV-7 in files: how its tensors are recognised, and how each format names and arranges them.
 
-Official names and shapes are those of rwkv/model/rwkv7.py. What other formats do:
+Official names and shapes are those of rwkv/model/rwkv7.py. Other formats:
 
     huggingface    fla's names; w1 .. g2 transposed, as the weights of linear layers; k_k, k_a, the biases and ffn.x_k are [C]
-    official       a Hugging Face directory in transformers' own form: official names and shapes, below rwkv7. but for the head
+    official       a Hugging Face directory in transformers' own form: official names and shapes; every name but head.weight has
+                   the prefix rwkv7.
     ggmf           official names; x_r .. x_g joined as x_rwkvag [6,1,C]; w1 .. g2 transposed
     gguf           llama.cpp's names; joined and transposed as in ggmf, x_rwkvag as [6,1,1,C]; r_k and all vectors are [C]
 
-RWKV-7a's tensors, DeepEmbed, are in files by official names alone; where s_emb_x is missing it has been merged into s_emb, and
-is read as zeros. A Hugging Face directory's use_deep_embed means another thing: a table outside of the file, by RWKV-8.
+RWKV-7a's tensors (DeepEmbed) are in files only by official names. If s_emb_x is missing, it has been merged into s_emb, and is
+read as zeros. use_deep_embed of a Hugging Face directory means something else: RWKV-8's table outside of the file.
 
-Layer 0's v0, v1 and v2 are never read by any program, and each wants something else of them. The official trainer loads no file
-without them: .pth, .ckpt and .safetensors have them, and so has transformers' form. fla has no such parameters, and rwkv.cpp
-aborts on them: fla's directories and ggmf lack them. llama.cpp requires them in GGUF with the rank of a1, and its converter
-writes a0, a1 and a2 in their place, as is done here. A file without them, or with GGUF's, is read with zeros in their place.
+Layer 0's v0, v1 and v2 are used by no program, but programs differ in whether files must have them. The official trainer loads
+no file without them, so .pth, .ckpt, .safetensors and transformers' form have them. fla has no such parameters and rwkv.cpp
+aborts on them, so fla's directories and ggmf lack them. llama.cpp requires them in GGUF with the rank of a1; its converter
+writes a0, a1 and a2 in their place, and so does this file. A file without them, or with GGUF's, is read with zeros there.
 
-The group norm has the epsilon 64e-5 in the official code, rwkv.cpp and llama.cpp, and head_dim 1e-5 in a Hugging Face
-directory, which is another for heads of other widths than 64. norm(y; e) is norm(c y; c^2 e), and y is linear in the
-receptance: so it is scaled by c when such a directory is read or written, and r_k, which multiplies it alone, by 1/c.
+The epsilon of the group norm is 64e-5 in the official code, rwkv.cpp and llama.cpp. In a Hugging Face directory it is 1e-5
+times head_dim, which differs for heads that are not 64 wide. norm(y; e) equals norm(c y; c^2 e), and y is linear in the
+receptance. So when such a directory is read or written, the receptance is scaled by c, and r_k, which multiplies only it, by
+1/c.
 
 Sources: RWKV-LM, RWKV-v7/train_temp; flash-linear-attention, utils/convert_from_rwkv7.py and fla/models/rwkv7; rwkv.cpp,
 python/convert_pytorch_to_ggml.py and rwkv_model_loading.inc; llama.cpp, conversion/rwkv.py, src/models/rwkv7.cpp and
@@ -38,18 +40,18 @@ from rwkv.errors import UserError
 from rwkv.model import rwkv7 as model
 from rwkv.model.rwkv7_fused import EPS
 
-# Later versions, which have r_k as well, and the names of tensors that only they and those before them in this list have
+# Later versions, which also have r_k. The names are of tensors that only they and the versions before them in this list have.
 EXTENSIONS = {"RWKV-8": r".*\.(rosa|rosa_qkv)\..*|.*\.(enn|ennk)(\.weight)?", "RWKV-7b (DEA)": r".*\.qkv\..*"}
 EMBED = ".ffn.s_emb.weight"
 EMBED_X = ".ffn.s_emb_x.weight"
 HEAD_SIZE = 64                           # of every released model
 JOINED = "x_rwkvag"
-TRANSPOSED = "_transposed"               # ends the name of a low-rank matrix that is stored transposed
+TRANSPOSED = "_transposed"               # added to the name of a low-rank matrix that is stored transposed
 LOW_RANK = tuple(f".{name}{part}" for name in model.LOW_RANK for part in "12")
 VECTOR = r".*\.(x_[rwkvag]|w0|a0|v0|k_k|k_a|s0)"
 
 HUGGING_FACE_TYPE = "rwkv7"              # model_type in config.json
-HUGGING_FACE_OTHER_TYPES = ("rwkv7_native", "rwkv7_hf_adapter")      # of rwkv7-hf, with fla's tensors
+HUGGING_FACE_OTHER_TYPES = ("rwkv7_native", "rwkv7_hf_adapter")      # of the program rwkv7-hf, whose tensors are fla's
 OFFICIAL_PREFIX = "rwkv7."
 RANKS = {"decay_low_rank_dim": "w1", "a_low_rank_dim": "a1", "v_low_rank_dim": "v1", "gate_low_rank_dim": "g1"}
 HUGGING_FACE_SIZES = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "intermediate_size": "n_ffn",
@@ -57,8 +59,7 @@ HUGGING_FACE_SIZES = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "
                       "attention_hidden_size": "n_embd", "max_position_embeddings": "ctx_len", "context_length": "ctx_len",
                       **{name: name for name in RANKS}}
 HUGGING_FACE_CONSTANTS = {"norm_eps": 1e-5, "layer_norm_epsilon": 1e-5}
-GROUP_NORM = "group_norm_epsilon"        # in config.json; by default head_dim norm_eps
-# Keys of config.json, and what they are set for
+GROUP_NORM = "group_norm_epsilon"        # a key of config.json; its default is head_dim times norm_eps
 HUGGING_FACE_FEATURES = {"use_deep_embed": "RWKV-8's DeepEmbed", "attn": "layers of softmax attention",
                          "embedding_layer_norm_fused": "an embedding that ln0 is merged into"}
 HUGGING_FACE = {"emb.weight": "model.embeddings.weight", "ln_out.weight": "model.norm.weight",
@@ -76,20 +77,20 @@ GGUF = {"emb.weight": "token_embd.weight", "blocks.0.ln0.weight": "token_embd_no
         "head.weight": "output.weight"}
 GGUF_LAYERS = {"ln1": "attn_norm", "ln2": "attn_norm_2", "att.ln_x": "time_mix_ln", f"att.{JOINED}": "time_mix_lerp_fused",
                "ffn.x_k": "channel_mix_lerp_k", "ffn.key": "channel_mix_key", "ffn.value": "channel_mix_value"}
-GGUF_FLOAT32 = r".*\.time_mix_(w[12]|lerp_fused)\.weight"           # by llama.cpp's converter, beside all vectors
-GGUF_UNQUANTISED = r".*\.time_mix_([wavg][12]|lerp_fused)\.weight"  # by its quantizer
+GGUF_FLOAT32 = r".*\.time_mix_(w[12]|lerp_fused)\.weight"           # so are all vectors; as in llama.cpp's converter
+GGUF_UNQUANTISED = r".*\.time_mix_([wavg][12]|lerp_fused)\.weight"  # as in its quantizer
 
 
 def recognises(tensors: Mapping[str, Stored]) -> bool:
-    """Whether tensors with these names are RWKV-7's: there is r_k, and nothing that later versions have beside it."""
+    """Whether tensors with these names are RWKV-7's: they include r_k, and none of the names that only later versions have."""
     extended = any(re.fullmatch(pattern, name) for pattern in EXTENSIONS.values() for name in tensors)
     return any(name.endswith(".att.r_k") for name in tensors) and not extended
 
 
 def official_name(name: str) -> str:
-    """The official name for one of fla's or llama.cpp's, with the same prefix; an official name is returned unchanged.
+    """The official name for one of fla's or llama.cpp's; a prefix stays, and an official name is returned unchanged.
 
-    The name of a low-rank matrix that fla stores transposed ends in TRANSPOSED.
+    TRANSPOSED is added to the name of a low-rank matrix that fla stores transposed.
     """
     top, layers, gguf = _from_others()
     if name in gguf:
@@ -108,7 +109,7 @@ def official_name(name: str) -> str:
 
 @cache
 def _from_others() -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """fla's names outside the layers and within one, and llama.cpp's, both, to the official ones."""
+    """Three mappings to official names: from fla's names outside the layers, fla's within a layer, and all of llama.cpp's."""
     config = ModelConfig(generation="rwkv7", n_layer=1, n_embd=1, head_size=1)
     block = [name.removeprefix("blocks.0.") for name in model.shapes(config, 1) if name.startswith("blocks.0.")]
     layers = {_in_hugging_face(name): name + TRANSPOSED * name.endswith(LOW_RANK) for name in block}
@@ -137,8 +138,8 @@ def _in_gguf(name: str) -> str:
 def arranged(tensors: dict[str, Stored], declared: Mapping[str, Any]) -> dict[str, Stored]:
     """The tensors as the official files have them, from the arrangement of any format.
 
-    declared: the sizes that the file states, by their names in ModelConfig. GGUF's r_k, which is [C], is split into heads of
-    head_size; where layer 0's v1 is missing and there is no other, its rank is v_low_rank_dim, or that of a1.
+    declared: as in Content. It has head_size, by which GGUF's r_k [C] is split into heads, and v_low_rank_dim, which is the
+    rank of layer 0's v1 where no layer has a v1; without it the rank is that of a1.
     """
     factor = math.sqrt(EPS / declared.get(GROUP_NORM, EPS))
     joined = any(name.endswith(f".{JOINED}") for name in tensors)
@@ -159,7 +160,7 @@ def arranged(tensors: dict[str, Stored], declared: Mapping[str, Any]) -> dict[st
 
 
 def _with_receptance(tensors: dict[str, Stored], factor: float) -> dict[str, Stored]:
-    """The tensors with the receptance times `factor` and r_k divided by it, which changes the group norm's epsilon alone."""
+    """The tensors with the receptance times `factor` and r_k divided by it. That only changes the group norm's epsilon."""
     factors = {".att.receptance.weight": factor, ".att.r_k": 1 / factor}
     scaled = {name: tensor.scaled(factors[end]) for name, tensor in tensors.items()
               if (end := name[name.find(".att."):]) in factors}
@@ -173,7 +174,7 @@ def _in_heads(tensor: Stored, head_size: Any) -> Stored:
 
 
 def _unused(tensors: Mapping[str, Stored], declared: Mapping[str, Any]) -> dict[str, Stored]:
-    """Zeros for those of layer 0's v0, v1 and v2 that are missing; nothing where a0 and a1 do not say the sizes."""
+    """Zeros for those of layer 0's v0, v1 and v2 that are missing; {} where the sizes cannot be found from a0 and a1."""
     bias, matrix = (tensors.get(name.replace(".v", ".a")) for name in model.UNUSED[:2])
     if bias is None or matrix is None or len(matrix.shape) != 2 or not bias.shape:
         return {}
@@ -188,7 +189,7 @@ def _unused(tensors: Mapping[str, Stored], declared: Mapping[str, Any]) -> dict[
 
 
 def _merged(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Zeros for each s_emb_x that is missing beside its s_emb: the embedding has been merged into that."""
+    """Zeros for each s_emb_x that is missing beside its s_emb: the embedding has been merged into s_emb."""
     found: dict[str, Stored] = {}
     embedding = tensors.get("emb.weight")
     for name, table in tensors.items():
@@ -200,7 +201,7 @@ def _merged(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
-    """The tensors by the names, and in the arrangement, that `format` gives them.
+    """The tensors by the names and in the arrangement of `format`.
 
     Raises UserError for DeepEmbed where the format, or the form of a Hugging Face directory, has no place for it.
     """
@@ -226,7 +227,7 @@ def _with_directory_epsilon(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 
 
 def group_norm_epsilon(head_size: int) -> float:
-    """In a Hugging Face directory."""
+    """The epsilon of the group norm in a Hugging Face directory."""
     return head_size * HUGGING_FACE_CONSTANTS["norm_eps"] if head_size != HEAD_SIZE else EPS
 
 
@@ -244,7 +245,7 @@ def _laid_out_for_hugging_face(tensors: Mapping[str, Stored]) -> dict[str, Store
 
 
 def _joined(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Each block's x_r .. x_g as x_rwkvag [6,1,C], where x_r stood; low-rank matrices transposed."""
+    """The tensors with low-rank matrices transposed, and each block's x_r .. x_g joined as x_rwkvag [6,1,C] in x_r's place."""
     laid: dict[str, Stored] = {}
     for name, tensor in tensors.items():
         if name.endswith(".att.x_r"):
@@ -286,17 +287,8 @@ def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype
     return {"architectures": ["RWKV7ForCausalLM"], **shared, "hidden_act": "sqrelu", "norm_first": True, "attn_mode": "chunk"}
 
 
-def gguf_sizes(config: ModelConfig) -> dict[str, int]:
-    """The sizes by llama.cpp's keys, without the architecture's name before them."""
-    config = model.resolved(config)
-    return {key: getattr(config, name) for key, name in GGUF_SIZES.items()}
-
-
 def widths(matrix: Callable[[str], tuple[int, ...]], names: Collection[str]) -> dict[str, int]:
-    """The widths by their names in ModelConfig; matrix(name) gives the (rows, columns) of the matrix of that name.
-
-    names: of all tensors.
-    """
+    """The widths by their names in ModelConfig. matrix(name): (rows, columns) of that matrix. names: of all tensors."""
     deep = {"deep_embed_dim": matrix("blocks.0.ffn.s1")[1]} if any(name.endswith(EMBED) for name in names) else {}
     return {**deep, "n_embd": matrix("emb.weight")[1], "n_ffn": matrix("blocks.0.ffn.key.weight")[0],
             "head_size": matrix("blocks.0.att.r_k")[1],
@@ -304,5 +296,5 @@ def widths(matrix: Callable[[str], tuple[int, ...]], names: Collection[str]) -> 
 
 
 def has_many_forms(name: str) -> bool:
-    """Whether files have this vector as [C] or [1,1,C]."""
+    """Whether the tensor is a vector, which files have as [C] or [1,1,C]."""
     return re.fullmatch(VECTOR, name) is not None

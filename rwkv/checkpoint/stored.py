@@ -1,7 +1,7 @@
-"""A tensor that is still in its file: shape and dtype are known, and the data is read on demand, from a mapping where possible.
+"""A tensor that is still in its file: shape and dtype are known; the data is read on demand, from a mapping where possible.
 
-Memory: where the dtype changes, one tensor at a time is converted and its mapped pages are released, so that source and result
-are never both in memory; where it does not, the tensor is a view of the mapping, and nothing is copied.
+Memory: a tensor whose dtype does not change is a view of the mapping, and nothing is copied. If the dtype changes, the mapped
+pages are released after the conversion of each tensor, so the whole source and the whole result are never both in memory.
 """
 
 import ctypes
@@ -19,21 +19,21 @@ from torch import Tensor
 from rwkv.errors import CheckpointError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-MADV_DONTNEED = 4                        # Linux: drops pages; those of an unchanged private mapping are read again on access
+MADV_DONTNEED = 4                        # Linux: drops pages; unchanged pages of a private mapping are read again on access
 
 
 @dataclass
 class Lending:
-    """lent: a caller holds a view of the mapped tensor, so its pages must not be released."""
+    """lent: a caller holds a view of the mapped tensor, so its pages must not be released. Copies of a Stored share it."""
 
     lent: bool = False
 
 
 @dataclass
 class Stored:
-    """The tensor `name` in the file `source`: data() reads it as the file has it, get() gives it in `shape` and `dtype`.
+    """The tensor `name` in the file `source`: data() reads it as the file has it, get() returns it in `shape` and `dtype`.
 
-    mapped: data() is a view of the file, not a copy. blocks: the name of the type of quantised blocks that the file has it in.
+    mapped: data() is a view of the file, not a copy. blocks: the type of the quantised blocks in the file; None for no blocks.
     """
 
     name: str
@@ -68,13 +68,13 @@ class Stored:
         return replace(self, dtype=dtype)
 
     def transposed(self) -> "Stored":
-        """The transpose of a matrix; a tensor of another number of dimensions as it is, for `fit` to refuse."""
+        """The transpose of a matrix. A tensor that is no matrix stays as it is, and `fit` refuses it."""
         if len(self.shape) != 2:
             return self
         return replace(self, shape=self.shape[::-1], data=lambda: self.data().reshape(self.shape).T)
 
     def scaled(self, factor: float) -> "Stored":
-        """The tensor times `factor`, rounded once, to `dtype`."""
+        """The tensor times `factor`, computed in float32 and then rounded to `dtype`."""
         return replace(self, data=lambda: self.data().float() * factor, mapped=False)
 
     def part(self, index: int, name: str, shape: tuple[int, ...]) -> "Stored":
@@ -83,12 +83,12 @@ class Stored:
 
     @classmethod
     def joined(cls, name: str, parts: "list[Stored]", shape: tuple[int, ...]) -> "Stored":
-        """One tensor that holds `parts`, each of the same size, one after another, in the widest of their dtypes."""
+        """One tensor that holds `parts` of equal size, one after another, in the widest of their dtypes."""
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
         return cls(name, parts[0].source, shape, dtype, lambda: torch.cat([part.get().flatten() for part in parts]))
 
     def get(self, copy: bool = False) -> Tensor:
-        """The contiguous tensor, which the caller may keep. copy=True: always in memory of its own, never a view of the file.
+        """The tensor, contiguous; the caller may keep it. copy=True: it has its own memory, and is never a view of the file.
 
         Raises CheckpointError where a value is not finite, or too large for `dtype`.
         """
@@ -103,13 +103,13 @@ class Stored:
         return result
 
     def pass_on(self, use: Callable[[Tensor], Any]) -> None:
-        """Calls use(tensor), which must not keep the tensor. Raises CheckpointError as get does."""
+        """Calls use(tensor). `use` must not keep the tensor. Raises CheckpointError as get does."""
         held = self.data()
         use(self._converted(held))
         self._release(held)
 
     def drop_pages(self) -> None:
-        """Releases the pages of a mapped tensor, which are read again on access. Nobody may have written into the tensor."""
+        """Releases the pages of a mapped tensor; they are read again on access. Nobody may have written into the tensor."""
         if self.mapped:
             release(self.data())
 
@@ -123,7 +123,7 @@ class Stored:
             release(held)
 
     def _require_finite(self, held: Tensor, result: Tensor) -> None:
-        if _finite(min(result, held, key=Tensor.element_size)):          # a wider dtype holds all that the other has
+        if _finite(min(result, held, key=Tensor.element_size)):          # the wider dtype holds all values of the other
             return
         if _finite(held):
             raise CheckpointError(f"{self.source}: {self.name} reaches {held.abs().max().item():g}, more than {result.dtype} "
@@ -139,12 +139,12 @@ def raw(tensor: Tensor) -> Any:
 
 
 def _finite(tensor: Tensor) -> bool:
-    low, high = torch.aminmax(tensor)    # both keep NaN and infinity; one pass without a temporary as large as the tensor
+    low, high = torch.aminmax(tensor)    # keeps NaN and infinity; one pass, without a temporary as large as the tensor
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def release(tensor: Tensor) -> None:
-    """Releases the pages that lie wholly inside a mapped tensor, after it has been copied."""
+    """Releases the pages that lie wholly inside a mapped tensor; for a tensor that has been copied."""
     if sys.platform != "linux":
         return
     page = mmap.PAGESIZE

@@ -1,4 +1,4 @@
-"""Checkpoints of runs with tune=lora or tune=state: they hold what was trained, and name the file of the frozen weights."""
+"""Checkpoints of runs with tune=lora or tune=state: they hold the trained values, and name the file of the frozen weights."""
 
 import hashlib
 import re
@@ -28,20 +28,20 @@ def is_tuned(entry: dict[str, Any] | None) -> bool:
 
 
 def without_base(run: dict[str, Any]) -> dict[str, Any]:
-    """The configuration of a run for a file that holds all weights, with what was trained merged into them."""
+    """A run's configuration for a file that holds all weights, with the trained values merged: without tune and init_from."""
     return {name: value for name, value in run.items() if name not in ("tune", "init_from")} if is_tuned({"run": run}) else run
 
 
 def identity(checkpoint: Any) -> str:
-    """Of the frozen weights: it tells files of equal sizes apart, at little cost."""
+    """A text that identifies the frozen weights: it differs for files of equal size, and costs little time."""
     found = fingerprint(generation(checkpoint.config), checkpoint.weights)
     for tensor in checkpoint.weights.stored.values():
-        tensor.drop_pages()              # the evenly spaced elements lie in all of them
+        tensor.drop_pages()              # the elements that were read lie in all of the pages
     return found
 
 
 def _of_vectors(stored: Mapping[str, Stored]) -> str:
-    """The identity in runs that were begun before 2026-11-24. Adapters do not change it."""
+    """The identity in runs that began before 2026-11-24: a hash of the vectors, which adapters do not change."""
     digest = hashlib.sha256()
     for name, tensor in sorted(stored.items()):
         if len(tensor.shape) == 1:
@@ -51,9 +51,9 @@ def _of_vectors(stored: Mapping[str, Stored]) -> str:
 
 
 def require_same(path: Path, base: Any, entry: dict[str, Any], chosen: bool = False) -> None:
-    """Raises UnreadableError where the frozen weights, a checkpoint, are not those that the run was begun with.
+    """Raises UnreadableError where the frozen weights, the checkpoint `base`, are not those that the run began with.
 
-    chosen: the user has named the weights' file, not the run.
+    chosen: the file of the weights was named by the user, not by the run.
     """
     if entry.get("base") == identity(base) or entry.get("base") == _of_vectors(base.weights.stored):
         return
@@ -66,7 +66,7 @@ def require_same(path: Path, base: Any, entry: dict[str, Any], chosen: bool = Fa
 
 
 def digest(content: Content) -> str:
-    """Of the tensors that were trained, by which the server tells adapters apart."""
+    """A hash of the trained tensors, by which the server tells adapters apart."""
     found = hashlib.sha256()
     for name, tensor in sorted(content.tensors.items()):
         found.update(f"{name} {tensor.shape}".encode())
@@ -75,9 +75,9 @@ def digest(content: Content) -> str:
 
 
 def applied(content: Content, base: Mapping[str, Stored], config: ModelConfig) -> tuple[dict[str, Stored], list[Stored] | None]:
-    """The base's weights with the adapters merged into them when they are read, and the learnt state of each layer.
+    """The weights of the base, into which adapters are merged when they are read, and the learnt state of each layer or None.
 
-    Raises CheckpointError where the file lacks a part, or a part has another shape than the base's.
+    Raises CheckpointError where the file lacks a part, or a part does not have the shape that the base needs.
     """
     states = {name.rpartition("blocks.")[2]: tensor for name, tensor in content.tensors.items() if name.endswith(TIME_STATE)}
     if states:

@@ -1,9 +1,9 @@
-"""The command line of the programs: arguments are checked, Hydra composes, and a user's error is one sentence.
+"""The command line of the programs: arguments are checked, Hydra composes the options, and a user's error is one sentence.
 
-The options are the dataclasses of rwkv/config.py; configs/NAME.yaml and the files of its groups compose them, and the group
-`kernel` has a choice for each implementation of any generation's operator. Free text and paths (prompt=, data.path=, ...) never
-reach Hydra's grammar: commas, quotes, equals signs and newlines need no escaping. A wrong name is found before Hydra and torch
-are imported.
+The options are fields of the dataclasses in rwkv/config.py; their values come from configs/NAME.yaml and from the files of its
+groups. The group `kernel` has a choice for each implementation of any generation's operator. Free text and paths (prompt=,
+data.path=, ...) never reach Hydra's grammar: commas, quotes, equals signs and newlines need no escaping. A wrong name is found
+before Hydra and torch are imported.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from rwkv.io.unread import abandon, unread
 
 PACKAGE = Path(__file__).resolve().parent.parent
 CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"      # installed, or in a clone
-TIME_MIXING = [name for name in operators() if name.startswith("wkv")]      # one for each generation
+TIME_MIXING = [name for name in operators() if name.startswith("wkv")]      # one operator for each generation
 KERNELS = tuple(sorted({"auto"}.union(*map(all_names, TIME_MIXING))))       # a model takes those of its operator
 FORMER_KERNELS = tuple(name for op in TIME_MIXING for name in RENAMED.get(op, ()))
 OPTIONAL = ("experiment", "debug")       # groups with null as a choice, the default
@@ -95,9 +95,9 @@ def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str
     """Composes configs/CONFIG_NAME.yaml with sys.argv into a `schema` and calls task(config, command line).
 
     about: the first part of --help; None for the docstring of the task's file. sweep: called for -m instead of `task`, with the
-    command line and a function that makes its jobs; without it Hydra runs them. several: False refuses -m. A user's mistake,
-    here or in the task, ends the process with one sentence on standard error and exit status 2. If the reader of standard error
-    goes away, the process continues; if the reader of standard output does, it ends quietly.
+    command line and a function that makes its jobs; without `sweep` Hydra runs the jobs. several: False refuses -m. A user's
+    mistake, here or in the task, ends the process with one sentence on standard error and exit status 2. If the reader of
+    standard error goes away, the process continues; if the reader of standard output does, the process ends quietly.
     """
     with redirect_stderr(unread(sys.stderr)), exit_on_user_error():
         line = split(sys.argv[1:], schema)
@@ -150,11 +150,11 @@ def exit_on_user_error() -> Iterator[None]:
         print(f"error: {said}", file=sys.stderr)
         sys.exit(USER_ERROR)
     finally:
-        atexit.register(signals.ignore)  # of atexit's functions the last comes first
+        atexit.register(signals.ignore)  # before all other exit functions: atexit calls the last one first
 
 
 def _require_utf8(arguments: list[str]) -> None:
-    """Raises UserError for other bytes. Python keeps them as halves of surrogate pairs, which no file of a run can hold."""
+    """Raises UserError for other bytes. Python turns them into half surrogate pairs, which no file of a run can hold."""
     for argument in arguments:
         try:
             argument.encode()
@@ -165,12 +165,12 @@ def _require_utf8(arguments: list[str]) -> None:
 
 
 def _docstring(task: Callable[..., None]) -> str:
-    """The docstring of the task's file, read from it, since python -OO leaves docstrings out."""
+    """The docstring of the task's file, read from the file because python -OO leaves docstrings out."""
     return ast.get_docstring(ast.parse(Path(task.__code__.co_filename).read_text(encoding="utf-8"))) or ""
 
 
 def _hint(line: CommandLine, schema: type, several_values: bool) -> None:
-    """Prints hints on verbatim values that may be mistakes: A,B with -m; \\n, which a shell's quotes keep as two characters."""
+    """Prints a hint on a verbatim value that may be a mistake: A,B with -m, or \\n, which a shell passes as two characters."""
     for key, value in line.verbatim.items():
         if free_text(options(schema)[key]) == PATH:
             continue
@@ -247,7 +247,7 @@ def _meant(name: str, schema: type) -> str:
 
 
 def _example(word: str, schema: type) -> str:
-    """An example of an option for a word without "=": the option of that name, or one that takes it as a path."""
+    """An example for a word without "=": the option of that name, or one that takes the word as a path."""
     meant = _meant(word, schema)
     if meant in _names(schema):
         return f"{meant}=VALUE"
@@ -257,7 +257,7 @@ def _example(word: str, schema: type) -> str:
 
 
 def close_to(key: str, known: list[str]) -> list[str]:
-    """At most three names that a wrong key may mean: with the same last part in another group, or with similar spelling."""
+    """At most three names that a wrong key may mean: names with the same last part, or else names spelt alike."""
     last = key.rpartition(".")[2]
     same = [option for option in known if option.rpartition(".")[2] == last]
     if same:
@@ -292,7 +292,7 @@ def preset(group: str, choice: str) -> dict[str, Any]:
 
 
 def _set_by(group: str, choice: str) -> list[str]:
-    """The dotted keys that a group's choice sets; none for null, and for an option that is no group."""
+    """The dotted keys that a group's choice sets; [] for null, and for an option that is no group."""
     if group == "kernel":
         return ["kernel.name"]
     file = CONFIGS / group / f"{choice}.yaml"
@@ -311,7 +311,7 @@ def _set_by(group: str, choice: str) -> list[str]:
 
 
 def help_page(line: CommandLine, schema: type, config_name: str, about: str) -> str:
-    """--help: `about`, the choices of each group, and every option with its value under this command line."""
+    """The text of --help: `about`, every option with its value under this command line, and the choices of each group."""
     check(line, schema)
     defaults = (CONFIGS / f"{config_name}.yaml").read_text(encoding="utf-8")
     groups = re.findall(r"^  - (?:optional )?(\w+): ", defaults, re.MULTILINE)
@@ -324,7 +324,7 @@ def help_page(line: CommandLine, schema: type, config_name: str, about: str) -> 
 
 
 def compose(line: CommandLine, schema: type, config_name: str) -> Any:
-    """The schema's object for a command line. Raises UserError for a value of the wrong type and for several values."""
+    """The `schema` object for a command line. Raises UserError for a value of the wrong type and for several values."""
     with _hydra(schema, config_name):
         for _, swept in _combinations(line.overrides, schema):
             if swept:
@@ -349,7 +349,7 @@ def jobs(line: CommandLine, schema: type, config_name: str) -> list[Job]:
 
 @contextmanager
 def _hydra(schema: type, config_name: str) -> Iterator[None]:
-    """Hydra with our schema, kernels and folder of configurations."""
+    """Inside, Hydra knows our schema, our kernels and our folder of configurations."""
     import hydra
     from hydra.core.config_store import ConfigStore
 
@@ -363,10 +363,10 @@ def _hydra(schema: type, config_name: str) -> Iterator[None]:
 
 
 def _run_by_hydra(task: Callable[[Any, CommandLine], None], schema: type, config_name: str, line: CommandLine) -> None:
-    """Hydra's own flags, and -m for a program without sweeps. --cfg job shows the verbatim values too, which Hydra lacks."""
+    """For Hydra's own flags, and for -m in a program without sweeps. Our --cfg job also shows the verbatim values."""
     import hydra
 
-    with _hydra(schema, config_name):                            # finds errors first: Hydra would show them in many lines
+    with _hydra(schema, config_name):                            # errors are found here: Hydra would show them in many lines
         for overrides, _ in _combinations(line.overrides, schema):
             _compose(config_name, schema, overrides, line.verbatim)
     if line.flags in SHOW_JOB:
@@ -378,14 +378,14 @@ def _run_by_hydra(task: Callable[[Any, CommandLine], None], schema: type, config
         with exit_on_user_error():
             task(build(composed, line.verbatim), line)
 
-    if sys.version_info >= (3, 14):      # whose argparse checks helps as strings; Hydra 1.3 has another object among its own
+    if sys.version_info >= (3, 14):      # its argparse wants every help to be a string, and one of Hydra 1.3's is not
         argparse.ArgumentParser._check_help = lambda self, action: None       # type: ignore[attr-defined]
     sys.argv[1:] = line.flags + line.overrides
     hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
 
 
 def _params(config_name: str, schema: type, line: CommandLine) -> list[str]:
-    """The sweep of the configuration, as overrides, without the keys that the command line sets."""
+    """The configuration's own sweep (hydra.sweeper.params) as overrides, without the keys that the command line sets."""
     import hydra
     from omegaconf import OmegaConf
 
@@ -396,7 +396,7 @@ def _params(config_name: str, schema: type, line: CommandLine) -> list[str]:
 
 
 def _combinations(overrides: list[str], schema: type) -> list[tuple[list[str], dict[str, str]]]:
-    """Each job of the product over all overrides with several values: its overrides, and the options that the sweep sets."""
+    """For every combination of the overrides' values: the overrides of the job, and the options that have several values."""
     parsed = [_parsed(override, schema) for override in overrides]
     alternatives: list[list[tuple[str, dict[str, str]]]] = [
         [(f"{item.key_or_group}={value}", {str(item.key_or_group): value}) for value in item.sweep_string_iterator()]
@@ -431,7 +431,7 @@ def _compose(config_name: str, schema: type, overrides: list[str], verbatim: dic
 
 
 def _wrong_type(error: Any, schema: type, overrides: list[str]) -> str:
-    """The sentence about a value that OmegaConf has refused, by the option's type."""
+    """The message about a value that OmegaConf has refused."""
     key = str(error.full_key).partition("[")[0]          # without the place in a list
     given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
     expected = _expected(key, schema)
@@ -452,7 +452,7 @@ def _expected(key: str, schema: type) -> str | None:
 
 
 def _restore_asserts_of_the_parser() -> None:
-    """Hydra's parser of overrides reads on inside assert statements, which python -O leaves out: compile it with them."""
+    """Compiles Hydra's parser of overrides with its assert statements, which python -O leaves out: they advance the parser."""
     if sys.flags.optimize == 0:
         return
     from hydra.core.override_parser import overrides_parser, overrides_visitor
@@ -463,7 +463,7 @@ def _restore_asserts_of_the_parser() -> None:
 
 
 def build(composed: Any, given: dict[str, str | list[str]]) -> Any:
-    """The schema's object with the verbatim values `given`, where `null` means None, except in a TEXT."""
+    """The schema's object with the verbatim values `given`. The value null means None, except for an option of free text."""
     from omegaconf import OmegaConf
 
     config = OmegaConf.to_object(composed)

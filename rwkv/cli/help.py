@@ -1,4 +1,4 @@
-"""The text of --help: about the program, the choices of each group, and every option with its help and its value."""
+"""The text of --help: about the program, every option with its help and its value, and the choices of each group."""
 
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -13,7 +13,7 @@ COLUMN = 30                              # where the texts beside names begin
 
 def page(about: str, kernels: Iterable[str], choices: Mapping[str, Mapping[str, str]], options: Mapping[str, Field],
          config: Any) -> str:
-    """choices: for each group a description by name. options: fields by dotted key. config: holds the values to show."""
+    """choices: descriptions by group and choice. options: fields by dotted key. config: has the values that are shown."""
     lines = [about.strip(), "", "Options, OPTION=VALUE, with [the value under this command line]:"]
     heading = None
     for key, item in options.items():

@@ -1,8 +1,8 @@
 """A conversation with a model: the state is carried from turn to turn, and each turn reads only its new words.
 
-After each prompt and each answer the text read so far and the result of reading it are kept. The template renders the whole
-conversation, and reading goes on from the longest of these texts that the rendered text begins with: usually the end of the
-last answer, after /undo an earlier one. If the template renders an answer otherwise than it was generated, it is read again.
+After each prompt and each answer, the text read so far and the result of reading it are kept. The template always renders the
+whole conversation, and reading continues from the longest kept text with which the rendered text begins: usually the end of the
+last answer, after /undo an earlier one. An answer that the template renders otherwise than it was generated is read again.
 """
 
 import time
@@ -24,12 +24,12 @@ from rwkv.model.base import Model
 from rwkv.model.derived import Watch
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-KEPT_BYTES = 2 ** 30                     # of results of reading; the oldest are dropped first
+KEPT_BYTES = 2 ** 30                     # size of the kept results; the oldest are dropped first
 
 
 @dataclass
 class Stats:
-    """Of one answer: the tokens read before it, those written, and the seconds until the first token and in all."""
+    """For one answer: tokens read before it, tokens written, seconds until the first token, and seconds in all."""
 
     read: int = 0
     written: int = 0
@@ -39,10 +39,10 @@ class Stats:
 
 @dataclass
 class Chat:
-    """messages: the conversation so far. context: what was read before it, such as a state file's; None for nothing.
+    """messages: the conversation so far. context: the result of reading the text before it, as from a state file; or None.
 
-    think: how answers begin, as in thoughts.py. Thoughts are kept in the message, as reasoning_content; the template decides
-    whether later turns show them.
+    think: how answers begin, as in thoughts.py. A message keeps its thoughts as reasoning_content; the template decides whether
+    later turns show them.
     """
 
     model: Model
@@ -56,7 +56,7 @@ class Chat:
     messages: list[Message] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     _points: list[tuple[str, PrefillResult]] = field(default_factory=list)
-    _weights: Watch | None = None        # that _points were read with
+    _weights: Watch | None = None        # the weights that _points were computed with
 
     def __post_init__(self) -> None:
         self.template = for_tokenizer(self.template, self.tokenizer)
@@ -65,8 +65,8 @@ class Chat:
         """Adds a turn of the user, and yields the answer piece by piece.
 
         The answer is added to the messages when the iterator ends or is closed. Raises UserError for a text that cannot be
-        encoded, and for thoughts that the template lacks. Then the turn is not added, nor if KeyboardInterrupt is raised while
-        it is read.
+        encoded, and for thoughts that the template lacks. After that, and after a KeyboardInterrupt while the turn is read, the
+        turn is not part of the conversation.
         """
         before = [*self.messages]
         self.messages.append({"role": "user", "content": text})
@@ -88,16 +88,16 @@ class Chat:
         del self.messages[places[-1]:]
 
     def reset(self, system: str | None = None) -> None:
-        """Begins anew: with this system message, or with the present one."""
+        """Begins a new conversation with this system message; "" for none; None keeps the present one."""
         before = [message for message in self.messages if message["role"] == "system"][:1]
         self.messages = before if system is None else [{"role": "system", "content": system}] if system else []
 
     def load(self, messages: Any) -> None:
-        """Continues another conversation. Raises UserError where messages are wrong."""
+        """Continues another conversation. Raises UserError for wrong messages."""
         self.messages = list(check_messages(messages))
 
     def _answer_after(self, before: list[Message]) -> Iterator[str]:
-        """The answer to the messages. If they cannot be read, `before` replaces them."""
+        """The answer to the messages. If they cannot be read, they become `before` again."""
         try:
             engine, sample, prompt, started = self._prepared()
         except BaseException:
@@ -106,8 +106,8 @@ class Chat:
         return self._answer(engine, sample, prompt, started)
 
     def _prepared(self) -> tuple[Engine, Sample, str, float]:
-        """An engine that has read the conversation up to the answer; the answer; the conversation's text with marks; the time
-        at which reading began."""
+        """An engine that has read the conversation, the sample that it will fill with the answer, the conversation's text with
+        marks (rendered.py), and the time at which reading began."""
         started = time.perf_counter()
         if self._weights is None or not self._weights.unchanged():
             self._points = []
@@ -116,7 +116,7 @@ class Chat:
         read, context = max(((text, result) for text, result in self._points if prompt.startswith(text)),
                             key=lambda point: len(point[0]), default=("", self.context))
         before = read or self.tokenizer.decode(context.last_ids if context else ())
-        # the whole conversation, so that an answer does not depend on how much of it is read now
+        # Penalties count the whole conversation, so that an answer does not depend on how much of it is read now
         earlier = encode(self.tokenizer, [prompt])[0] if self.sampling.repetition_penalty != 1 else ()
         engine = Engine(self.model, self.tokenizer)
         row, = engine.add_all(encode(self.tokenizer, [prompt[len(read):]], before), [self.seed],

@@ -1,8 +1,8 @@
-"""One token after the other for a batch of rows.
+"""Decoders: read one token after the other for a batch of rows.
 
-A CDecoder is one call of C for each token, on a CPU (model/decoding/c_step.py). A Decoder is PyTorch: the generation's step for
-each block (model/decoding/rwkvN_step.py), which reads the weights and calls no module, or, where a model has adapters, hooks or
-layers of another kind, the model.
+A CDecoder makes one call of C for each token, on a CPU (model/decoding/c_step.py). A Decoder uses PyTorch: the generation's
+step for each block (model/decoding/rwkvN_step.py), which reads the weights and calls no module. For a model with adapters,
+hooks or other layers it calls the model itself.
 """
 
 import math
@@ -24,7 +24,7 @@ def decoder_of(model: Model, state: State) -> "Decoder | CDecoder":
 
 
 class Decoder:
-    """Reads one token (B,) per step, in PyTorch, from `state` on, which it does not change."""
+    """Reads tokens (B,) in each step, in PyTorch, from `state` on. It does not change `state`."""
 
     def __init__(self, model: Model, state: State) -> None:
         self._state = state
@@ -36,7 +36,7 @@ class Decoder:
         return logits
 
     def keep(self, rows: list[int]) -> None:
-        """Drops all other rows; these get this order."""
+        """Keeps only these rows, in this order."""
         self._state = self._state.rows(rows)
 
     def join(self, state: State) -> None:
@@ -49,7 +49,7 @@ class Decoder:
 
 @torch.inference_mode()
 def _blocks(model: Model) -> Callable[[Tensor, State], tuple[Tensor, State]]:
-    """The model for one token of each row, from its present weights, without a call of a module."""
+    """A function that computes the model for one token of each row, from its present weights, without calls of modules."""
     embedding = model.emb.weight
     dtype = model.ln_out.weight.dtype
     blocks = [model.generation.Step(block) for block in model.blocks]
@@ -94,7 +94,7 @@ class CDecoder:
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
-        """Drops all other rows; these, each once, get this order."""
+        """Keeps only these rows, each once, in this order."""
         self._use([self._places[row] for row in rows])
 
     @torch.inference_mode()
@@ -128,10 +128,10 @@ class CDecoder:
         self._work = self._memory.new_empty(0)
 
     def _step_of_model(self) -> CStep:
-        """The step, which all decoders of the model share, and memory for it."""
+        """The step, which all decoders of the model share; makes its working memory."""
         if self._c is None:
             self._c = step_of(self._model)
-            self._weights = [tensor.detach() for tensor in tensors_of(self._model)]      # keeps the memory that it points to
+            self._weights = [tensor.detach() for tensor in tensors_of(self._model)]      # keeps the memory that C points to
         if not len(self._work):
             self._work = self._memory.new_empty(len(self._places), self._c.size)
         return self._c

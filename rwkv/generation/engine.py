@@ -1,8 +1,8 @@
 """The engine: continues prompts together, one row for each, and draws one token per row and step.
 
-Prompts are read in parallel passes (prefill.py); then each step reads one token per row (decoder.py), so that memory and time
-per token do not depend on the length of a text. Rows join and leave between steps. A text depends only on its prompt, its seed
-and its options: not on the rows beside it, nor on how it is streamed.
+Prompts are read in passes of many tokens (prefill.py). After that each step reads one token per row (decoder.py), so memory and
+time per token do not depend on the length of a text. Rows join and leave between steps. A text depends only on its prompt, its
+seed and its options, not on the other rows or on how it is streamed.
 """
 
 from collections import deque
@@ -38,10 +38,9 @@ def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_token
     """Yields the continuation of `prompt`, without the prompt, in pieces of whole characters as they are generated.
 
     sampling: the fields of rwkv.config.Sampling. grammar: what the text may be (rwkv/generation/grammar.py). context: the
-    result of reading the text before the prompt.
-    Without a context and a prompt, generation starts from the end-of-text token, which also ends a text. Raises ValueError,
-    before the first piece is requested, where an option is wrong, the prompt cannot be encoded or the tokenizer does not fit
-    the model.
+    result of reading the text before the prompt. Without a context and a prompt, generation starts from the end-of-text token,
+    which also ends a text. Raises ValueError, before the first piece is requested, where an option is wrong, the prompt cannot
+    be encoded or the tokenizer does not fit the model.
     """
     engine = Engine(model, tokenizer, cache)
     engine.add_all([prompt], [seed], StoppingCriteria(max_new_tokens, stop, stop_tokens), Sampling(**sampling), context,
@@ -53,11 +52,11 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
                    seeds: Sequence[int] | None = None, stop: Sequence[str] = (), stop_tokens: Sequence[int] = (),
                    cache: PrefixCache | None = None, logprobs: int = 0, grammar: Grammar | None = None,
                    **sampling: Any) -> list[Sample]:
-    """A finished Sample for each prompt, generated together; each text is the one that `generate` gives for prompt and seed.
+    """A finished Sample for each prompt, generated together; each text is the one that `generate` yields for prompt and seed.
 
-    It is so to the token for small models, for int8, and for large models on a CPU with C kernels (kernels/native). Otherwise
-    PyTorch's products of several rows may have other last bits than those of one, and texts may go apart where two tokens are
-    almost as likely.
+    The tokens are exactly the same for small models, for int8, and for large models on a CPU with C kernels (kernels/native).
+    Otherwise PyTorch's products of several rows may differ in the last bits from those of one row, and a text may differ from
+    where two tokens are almost equally likely.
 
     seeds: one for each prompt; all 0 by default. Raises ValueError as `generate` does.
     """
@@ -74,10 +73,10 @@ class Engine:
     """Continues texts together, one row for each; rows join and leave while it runs. Iterating yields (row's index, piece of
     text), empty pieces included.
 
-    add() adds a row, whose prompt is read between the steps of the others, with the work of about SLICE tokens at a time.
-    cache: also gets what each row has read and written when it ends. If the model's weights change meanwhile, the next step
-    uses the new ones (as far as rwkv/model/derived.py can tell), with the states that the old ones left. Not for several
-    threads. Raises UserError where the tokenizer has more tokens than the model.
+    add() adds a row. Its prompt is read between the steps of the other rows, in parts with the work of about SLICE tokens.
+    cache: also gets the result for each whole text when it ends. If the model's weights change, the next step uses the new ones
+    (as far as rwkv/model/derived.py notices) with the states of the old ones. Not for several threads. Raises UserError where
+    the tokenizer has more tokens than the model.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, cache: PrefixCache | None = None) -> None:
@@ -88,19 +87,19 @@ class Engine:
         self._tokenizer = tokenizer
         self._cache = cache
         self._readings: deque[_Shared] = deque()         # prompts that are being read, the next one first
-        self._rows: list[Row] = []                       # as the decoder has them; those that ended leave at the next step
-        self._logits = torch.empty(0, model.vocab_size, device=model.emb.weight.device)       # of each row
+        self._rows: list[Row] = []                       # in the decoder's order; rows that have ended leave at the next step
+        self._logits = torch.empty(0, model.vocab_size, device=model.emb.weight.device)       # (rows, V)
         self._decode_from(model.empty_state(0))
         self._drawn: Tensor | None = None                # the tokens drawn last, until the decoder has read them
-        self._added = 0                                  # rows so far
+        self._added = 0                                  # number of rows added so far
 
     def add_all(self, prompts: Sequence[str | list[int]], seeds: Sequence[int],
                 stopping: StoppingCriteria | None = None, sampling: Sampling | None = None,
                 context: PrefillResult | None = None, n_logprobs: int = 0, earlier: Sequence[int] = (),
                 grammar: Grammar | None = None) -> list[Row]:
-        """A row for each of the prompts, with equal options and a seed each; all prompts are read now.
+        """A row for each prompt and its seed, with the same options. Reads all prompts now.
 
-        n_logprobs: 0 for none. Raises ValueError as `generate` does, before anything is read.
+        n_logprobs: 0 for no log-probabilities. Raises ValueError as `generate` does, before anything is read.
         """
         if not prompts or not all(isinstance(prompt, list) for prompt in prompts):       # ids are checked by add()
             prompts = strings("prompts", prompts)                # type: ignore[arg-type]
@@ -120,11 +119,11 @@ class Engine:
             keep: bool = False, after: Key | None = None) -> Row:
         """A row that continues `prompt`, a text or its ids, from the next step on.
 
-        n_logprobs: keep the log-probability of each token and of this many likeliest ones; None for no log-probabilities.
-        prompt_logprobs: also for the prompt's tokens but the first. earlier: ids that the context has read, which
-        repetition_penalty counts as the prompt's. grammar: what the text may be. keep: Row.kept is wanted. after: the key in
-        the cache, of no tokens, that stands for what precedes the prompt; None: EMPTY, and with a context the cache is not
-        used. Raises ValueError as `generate` does.
+        n_logprobs: keep the log-probability of each token and of this many likeliest tokens; None for no log-probabilities.
+        prompt_logprobs: keep them also for the prompt's tokens except the first. earlier: ids that the context has read;
+        repetition_penalty counts them like the prompt's. grammar: what the text may be. keep: set Row.kept at the end. after:
+        the cache key, of length 0, for the context; None is EMPTY, and a context without a key is not looked up or cached.
+        Raises ValueError as `generate` does.
         """
         sampling = sampling or Sampling()
         sampling.check_ids(self._tokenizer.vocab_size)
@@ -146,9 +145,9 @@ class Engine:
         return row
 
     def warm_up(self) -> None:
-        """Reads and writes for a moment, so that no later text waits for what is made at its first use: compiled kernels,
-        weights in the order of a product, memory, threads."""
-        for tokens in (SLICE, PASS):                     # kernels may treat short sequences otherwise
+        """Reads and generates a few tokens, so that no later text waits for things that are made at their first use: compiled
+        kernels, weights in the order of a product, memory, threads."""
+        for tokens in (SLICE, PASS):                     # kernels may treat short sequences in another way
             prefill(self._model, torch.zeros(1, tokens, dtype=torch.long))
         texts = Engine(self._model, self._tokenizer)     # without the cache
         for n_logprobs in (None, 1):                     # one row, then two
@@ -171,9 +170,9 @@ class Engine:
     def step(self) -> list[tuple[int, str]]:
         """Draws one token for each unfinished row whose prompt is read; returns (row's index, piece of text) for each.
 
-        Before that, rows that have ended leave, and the prompts of rows to come are read with the work of about SLICE tokens.
+        Before that, rows that have ended leave, and waiting prompts are read, with the work of about SLICE tokens.
         """
-        if not self.unfinished:          # so the last rows stay, for context()
+        if not self.unfinished:          # the last rows stay, for context()
             return []
         if not self._weights.unchanged():
             self._read_new_weights()
@@ -199,7 +198,7 @@ class Engine:
         return pieces
 
     def context(self) -> PrefillResult:
-        """What the only row has read and written: `generate(..., context=...)` continues from there."""
+        """The result of reading the only row's whole text: `generate(..., context=...)` continues from there."""
         row, = self._rows
         if not self._weights.unchanged():
             self._read_new_weights()
@@ -215,13 +214,13 @@ class Engine:
         return self._cache if context is None or after is not None else None
 
     def _decode_from(self, state: State) -> None:
-        """Makes the decoder, which keeps results computed from the weights, and a watch on these."""
+        """Makes the decoder, which keeps values computed from the weights, and a watch on the weights."""
         self._weights = Watch(self._model)
         self._decoder = decoder_of(self._model, state)
         self._draw_by = drawing() if isinstance(self._decoder, CDecoder) else None
 
     def _read_new_weights(self) -> None:
-        """Goes on with the model's present weights; prompts are read anew. Results of the old weights are not cached."""
+        """Continues with the model's new weights and reads unfinished prompts again. Results of old weights are not cached."""
         self._decode_from(self._decoder.state())
         for row in self._rows:
             row.cache = None
@@ -230,11 +229,11 @@ class Engine:
             shared.logprobs.clear()
 
     def _result(self, position: int) -> PrefillResult:
-        """A copy of what the row at this position has read."""
+        """A copy of the result of reading, for the row at this position."""
         return PrefillResult(self._logits[[position]], self._decoder.state([position]))
 
     def _end_of(self, position: int) -> PrefillResult:
-        """_result with the last ids of the row's text, so that another text can follow it."""
+        """_result(position) with the last ids of the row's text, so that another text can follow it."""
         return self._result(position)._replace(last_ids=tuple(self._rows[position].last_ids()))
 
     def _prompt_ids(self, prompt: str | Sequence[int], context: PrefillResult | None) -> list[int]:
@@ -251,7 +250,7 @@ class Engine:
         if len(kept) == len(self._rows):
             return
         self._logits = self._logits[kept]
-        self._decoder.keep(kept)                         # which may overwrite logits
+        self._decoder.keep(kept)                         # may overwrite the logits, which have just been copied
         if self._drawn is not None:
             self._drawn = self._drawn[kept]
         self._rows = [self._rows[position] for position in kept]
@@ -263,7 +262,7 @@ class Engine:
             self._drawn = None
 
     def _read_prompts(self) -> None:
-        """Reads parts, of each prompt in turn, with the work of SLICE tokens; rows whose prompt is read join the decoder."""
+        """Reads a part of each prompt in turn, the work of SLICE tokens in all. Rows whose prompt is read join the decoder."""
         budget = SLICE
         results = []
         while self._readings and self._readings[0].reading.next_part <= budget:
@@ -290,7 +289,7 @@ class Engine:
             self._logits = torch.cat((self._logits, together.logits))
 
     def _end_damaged(self) -> None:
-        """Ends the rows whose context, which may come from anywhere, has led to logits that are not finite."""
+        """Ends the rows whose logits are not finite because of their context, which may come from a damaged file."""
         positions = [position for position, row in enumerate(self._rows) if row.has_context and row.stays]
         if positions:
             finite = self._logits[positions].amax(-1).isfinite().tolist()
@@ -320,7 +319,7 @@ class Engine:
         return tokens
 
     def _of_grammars(self, logits: Tensor) -> Tensor:
-        """The logits, in a copy with -inf for each token that a row's grammar forbids."""
+        """The logits, or a copy of them with -inf for each token that a row's grammar forbids."""
         held = [(position, row.forbidden) for position, row in enumerate(self._rows) if row.forbidden is not None]
         if held:
             logits = logits.clone()
@@ -340,7 +339,7 @@ class Engine:
                                              row.n_logprobs, row.last_ids()))
 
     def _name_prompt_logprobs(self, shared: "_Shared") -> None:
-        """Makes the entries of the part that was read last: making those of a long prompt at once would take seconds."""
+        """Makes the entries for the part that was read last. Making those of a long prompt at once would take seconds."""
         for own, ids, values in shared.reading.logprobs:
             done = len(shared.logprobs) + 1
             following = shared.reading.tokens[done:done + len(own)]
@@ -352,14 +351,14 @@ class Engine:
 
 @dataclass
 class _Shared:
-    """A prompt while it is read, once for all rows that have it."""
+    """A prompt while it is read, once for all rows that continue it."""
 
     reading: Reading
     context: PrefillResult | None
     n_logprobs: int | None
     after: Key | None
     rows: list[Row]
-    logprobs: list[dict[str, Any]] = field(default_factory=list)         # of the prompt's tokens but the first
+    logprobs: list[dict[str, Any]] = field(default_factory=list)         # of the prompt's tokens except the first
 
     def fits(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None, after: Key | None) -> bool:
         same = self.context is context and self.n_logprobs == n_logprobs and self.after == after

@@ -1,12 +1,12 @@
 r"""Grammars: which texts may be written, as masks over tokens, by llguidance (PyPI).
 
 A Grammar says what is allowed: JSON by a schema, a Lark grammar or a regular expression, perhaps after thoughts or in the form
-of a call. A Matcher follows one text in it and gives the tokens that may come next. An end-of-text token may come exactly where
-the text so far is complete, and special tokens nowhere else. JSON is written with at most one line end and 32 spaces between
-its parts, so that no text goes on in white space for ever, and with no blank line, which ends a turn of some chat templates.
+of a call. A Matcher follows one text and says which tokens may come next. An end-of-text token may come exactly where the text
+so far is complete; no other special token is allowed. JSON has at most one line end and 32 spaces between its parts, so that no
+text continues with white space for ever, and no blank line, which ends a turn in some chat templates.
 
-A schema with rules that llguidance cannot enforce is refused with the place in it (`check`). Importing this file needs neither
-torch nor llguidance.
+A schema with rules that llguidance cannot enforce is refused; the error names the place in the schema (`check`). Importing this
+file needs neither torch nor llguidance.
 """
 
 import json
@@ -22,34 +22,34 @@ from rwkv.io.utf8 import require_unicode
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 MISSING = 'grammars and schemas need llguidance, which is not installed: pip install "timemix[serve]" or pip install llguidance'
-# One way to write each string without control characters, so that no key is another one escaped: "\/" is not written.
+# A string without control characters can be written in only one way, so that no key is another key with escapes: no "\/".
 JSON_FORM = {"whitespace_pattern": r"\n?[ ]{0,32}", "json_allowed_escapes": 'bfnrtu"\\'}
-SPACE = 'SPACE: /[ \\n]/'                # may stand before an answer: after a template's "Assistant:" or after thoughts
+SPACE = 'SPACE: /[ \\n]/'                # may stand before an answer, after a template's "Assistant:" or after thoughts
 REST = "REST: /(?s:.+)/"
 THOUGHTS = 'thoughts[suffix="</think>"]: /(?s:.*)/'
-# The keys under which a schema holds other schemas: in a mapping by names, in a list, or a single one.
+# The keys under which a schema holds other schemas: in a mapping, in a list, or a single schema.
 BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
 IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 ALONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
          "unevaluatedItems", "unevaluatedProperties")
-DEFINITIONS = ("$schema", "$defs", "definitions")        # what references lead to
+DEFINITIONS = ("$schema", "$defs", "definitions")        # keys of the root schema that references need
 CONTROL = re.compile("[\x00-\x1f\x7f]")
-NO_LEAP_SECOND = "^[^:]+:[0-9]+:[0-5]"    # a second 60 is wrong at most times
+NO_LEAP_SECOND = "^[^:]+:[0-9]+:[0-5]"    # there are very few times with a second 60
 LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
 DAY_OF_YEAR = f"^([0-9]{{4}}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))|{LEAP_YEAR}-02-29)"         # 29 February only in leap years
-LENGTHS = r"[^.@]{1,63}(\.[^.@]{1,63})*$"                # of the parts of a domain
-# Patterns, by format, for rules that llguidance does not enforce: 64 characters before the @ and 254 in all (RFC 5321), 253 in
-# a domain (RFC 1035).
+LENGTHS = r"[^.@]{1,63}(\.[^.@]{1,63})*$"                # a domain whose parts have at most 63 characters
+# By format, patterns for rules that llguidance does not enforce: an address has at most 64 characters before the @ and 254 in
+# all (RFC 5321), a domain at most 253 (RFC 1035).
 OF_FORMAT = {"time": [NO_LEAP_SECOND], "date": [DAY_OF_YEAR], "date-time": [NO_LEAP_SECOND, DAY_OF_YEAR],
              "email": [f"^[^@]{{1,64}}@{LENGTHS}", "^.{1,254}$"], "hostname": [f"^{LENGTHS}", "^.{1,253}$"]}
-TRIES = 500                              # schemas within one, to find the place of an error
-COMPILED = 32                            # grammars that are kept compiled
+TRIES = 500                              # schemas that are tried to find the place of an error
+COMPILED = 32                            # number of compiled grammars that are kept
 
 Schema = Mapping[str, Any]
 
 
 class Part(NamedTuple):
-    """A grammar within a grammar. content: a schema as JSON, or a Lark grammar. where: its name in errors."""
+    """A grammar within a grammar. content: a schema as JSON, or a Lark grammar. where: the name of this part in errors."""
 
     kind: str                            # "json_schema" or "lark_grammar"
     content: str
@@ -60,8 +60,8 @@ class Part(NamedTuple):
 class Grammar:
     """What a text may be. start: the right side of Lark's rule `start`, in which @part0 stands for the first of `parts`.
 
-    Equal grammars have equal hashes, and a grammar can be sent to another process. check() and matcher() raise for what
-    llguidance refuses.
+    Equal grammars have equal hashes, and a grammar can be sent to another process. check() and matcher() raise UserError for a
+    grammar that llguidance refuses.
     """
 
     start: str
@@ -70,14 +70,10 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Schema, where: str = "json_schema") -> "Grammar":
-        """JSON that is valid by a schema. Raises UserError where that is no object, and as _check_keys does."""
+        """JSON that is valid by a schema. Raises UserError where the schema is no object, and as _check_keys does."""
         if not isinstance(schema, Mapping):
             raise UserError(f"{where} is a JSON schema, an object; got {json.dumps(schema, default=repr)[:60]}")
         return cls("@part0", (_schema_part(schema, where),))
-
-    @classmethod
-    def json_object(cls, where: str = "json_object") -> "Grammar":
-        return cls.json_schema({"type": "object"}, where)
 
     @classmethod
     def lark(cls, text: str, where: str = "grammar") -> "Grammar":
@@ -86,7 +82,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str, where: str = "regex") -> "Grammar":
-        """A regular expression in the syntax of Rust's regex crate, which the whole text matches."""
+        """A text that as a whole matches a regular expression in the syntax of Rust's crate regex."""
         require_unicode(pattern)
         content = json.loads(_llguidance().LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
         return cls("@part0", (Part("lark_grammar", content, where),))
@@ -96,9 +92,9 @@ class Grammar:
               written: str = "") -> "Grammar":
         """One call of one of the functions: (name, the schema of its arguments, the schema's name in errors).
 
-        start: the text before the name, and that between the name and the arguments, as in ChatTemplate.call_start. closing:
-        the text that may end the call. written: the beginning of the call that stands in the prompt; then closing must be a
-        stop string, and the last token may go on beyond it, since the text is cut there.
+        start: as ChatTemplate.call_start. closing: the text that may end the call. written: the beginning of the call with
+        which the prompt ends; then closing must be a stop string, and the last token may go on beyond it, as the text is cut
+        there.
         """
         heads = [f"{start[0]}{name}{start[1]}" for name, _, _ in functions]
         possible = [(head[len(written):], *function[1:]) for head, function in zip(heads, functions, strict=True)
@@ -112,7 +108,7 @@ class Grammar:
     def text_with_calls(cls, functions: Sequence[tuple[str, Schema, str]]) -> "Grammar":
         """Any text in which calls of these functions, {"name": ..., "arguments": ...}, have arguments by their schemas.
 
-        A call with another key before its name, or with its arguments before its name, is not held to them.
+        Not held to the schemas are calls in which the arguments or another key stand before the name.
         """
         parts = tuple(_schema_part({**parameters, "type": "object"}, where) for _, parameters, where in functions)
         heads = tuple(rf'head{i}[lazy]: /(?s:.*)\{{\s*"name"\s*:\s*"{name}"\s*,\s*"arguments"\s*:/'
@@ -127,14 +123,14 @@ class Grammar:
         return Grammar(f"({self.start}) | ({moved})", self.parts + other.parts, tuple({*self.rules, *other.rules}))
 
     def after_space(self) -> "Grammar":
-        """The same, perhaps after a space or a line end."""
+        """This grammar, perhaps after a space or a line end."""
         return replace(self, start=f"SPACE? ({self.start})", rules=(*self.rules, SPACE))
 
     def after(self, text: str) -> "Grammar":
         return replace(self, start=f"{_literal(text)} ({self.start})")
 
     def after_thoughts(self, opening: str = "") -> "Grammar":
-        """The same after any text up to </think>. opening: that text begins with it, or there are no thoughts."""
+        """This grammar after any text up to </think>. opening: that text begins with it, or there are no thoughts."""
         head = f"({_literal(opening)} thoughts SPACE?)?" if opening else "thoughts SPACE?"
         return replace(self, start=f"{head} SPACE? ({self.start})", rules=(*self.rules, THOUGHTS, SPACE))
 
@@ -147,7 +143,7 @@ class Grammar:
         return json.dumps({"grammars": [{"lark_grammar": rules}, *parts]})
 
     def check(self) -> None:
-        """Raises UserError, with the place, for what cannot be compiled, and where llguidance is not installed."""
+        """Raises UserError, with the place, if the grammar cannot be compiled, and if llguidance is not installed."""
         reason = _error(self)
         if not reason:
             return
@@ -161,13 +157,13 @@ class Grammar:
         raise UserError(f"{self.parts[0].where}: {reason}")
 
     def matcher(self, tokenizer: Tokenizer, stop_tokens: Sequence[int] = ()) -> "Matcher":
-        """For a new text. stop_tokens: tokens that also end it. Raises UserError as check() does."""
+        """A matcher for a new text. stop_tokens: further tokens that end it. Raises UserError as check() does."""
         return Matcher(compiled(self, tokenizer).deep_copy(), vocabulary(tokenizer), stop_tokens)
 
 
 class Vocabulary:
-    """A tokenizer's tokens for llguidance. Its wrapper asks for `tokens`, for the attributes that end in _id or _ids, and by a
-    call for the ids of a text."""
+    """A tokenizer's tokens for llguidance. llguidance.TokenizerWrapper reads `tokens` and the attributes that end in _id or
+    _ids, and calls the object for the ids of a text."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         llguidance = _llguidance()
@@ -182,9 +178,9 @@ class Vocabulary:
         self.library = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))
 
     def __call__(self, text: bytes) -> list[int]:
-        """The ids of a text that the grammar prescribes: the tokenizer's, or else longest matches.
+        """The ids of a text that the grammar prescribes: the tokenizer's, or else those of the longest matching tokens.
 
-        The mask then allows only these tokens, except at the text's end, where a longer token may go on.
+        The mask then allows only these tokens, except that a longer token may come at the text's end.
         """
         with suppress(ValueError):
             ids = self._tokenizer.encode_within([text.decode()])[0]
@@ -212,11 +208,11 @@ class Matcher:
         self._ends = {*vocabulary.ends, *{*stop_tokens}.intersection(vocabulary.special_token_ids)}
 
     def allowed(self) -> bytearray | None:
-        """A bit for each token that may come next, the lowest bit of a byte first; None where no token may."""
+        """One bit for each token, the lowest bit of a byte first: 1 where the token may come next. None where no token may."""
         if self._library.is_error():
             return None
         mask = bytearray(self._library.compute_bitmask())
-        if self._library.is_error():     # the grammar has become too complex, and the mask allows the end of text alone
+        if self._library.is_error():     # the grammar has become too complex, and the mask allows only the end of text
             return None
         complete = bool(mask[self._end // 8] >> self._end % 8 & 1)
         for token in self._ends:
@@ -224,19 +220,19 @@ class Matcher:
         return mask if any(mask) else None
 
     def push(self, token: int) -> None:
-        """Takes the allowed token that was drawn, unless it ends the text."""
+        """Follows an allowed token that was drawn. Not for a token that ends the text."""
         self._library.consume_token(token)
 
 
 @lru_cache(maxsize=4)
 def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """Takes half a second for the World vocabulary."""
+    """The tokenizer's Vocabulary. For World's it takes half a second to make."""
     return Vocabulary(tokenizer)
 
 
 @lru_cache(maxsize=COMPILED)
 def compiled(grammar: Grammar, tokenizer: Tokenizer) -> Any:
-    """llguidance's matcher, to be copied for each text. Raises UserError as Grammar.check does."""
+    """llguidance's matcher, which is copied for each text. Raises UserError as Grammar.check does."""
     found = _llguidance().LLMatcher(vocabulary(tokenizer).library, grammar.definition, log_level=0)
     if found.is_error():
         grammar.check()
@@ -261,7 +257,7 @@ def _error(grammar: Grammar) -> str:
 
 
 def _sentence(message: str) -> str:
-    """llguidance's message without the lines that show its source; "" where it is a warning."""
+    """llguidance's message without the lines that quote the grammar; "" for a warning."""
     if message.startswith("WARNING"):
         return ""
     lines = [line.strip() for line in message.strip().splitlines()]
@@ -277,7 +273,8 @@ def _schema_part(schema: Schema, where: str) -> Part:
 
 
 def _as_held(schema: Any) -> Any:
-    """The schema without "uniqueItems": false, which means nothing but which llguidance refuses, and with OF_FORMAT."""
+    """The schema with OF_FORMAT's patterns, and without "uniqueItems": false, a rule that means nothing and that llguidance
+    refuses."""
     if not isinstance(schema, Mapping):
         return schema
     found = {key: value for key, value in schema.items() if not (key == "uniqueItems" and value is False)}
@@ -294,7 +291,7 @@ def _as_held(schema: Any) -> Any:
 
 
 def _inside(schema: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """(place, schema) of each schema directly inside one."""
+    """(place, schema) for each schema directly inside `schema`."""
     if not isinstance(schema, Mapping):
         return
     for key in BY_NAME:
@@ -309,7 +306,7 @@ def _inside(schema: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
 
 
 def _check_keys(schema: Any, where: str) -> None:
-    """Raises UserError for rules that a key could seem to fulfil because it is written twice, or with other escapes."""
+    """Raises UserError for rules that a text could seem to fulfil by writing a key twice, or with other escapes."""
     if not isinstance(schema, Mapping):
         return
     least = schema.get("minProperties", 0)
@@ -325,7 +322,7 @@ def _check_keys(schema: Any, where: str) -> None:
 
 
 def _place(schema: Schema, reason: str, where: str) -> str:
-    """The place of the innermost schema that has this error by itself, as far as it is found by trying TRIES schemas."""
+    """The place of the innermost schema that has this error by itself, or of an outer one after TRIES tries."""
     root = schema
     left = TRIES
     found = True

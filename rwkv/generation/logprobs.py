@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens, as the model gives them before all options, and their entries in an answer."""
+"""Log-probabilities of tokens, computed from the logits before any option of sampling, and their entries in an answer."""
 
 import math
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities (B,) of tokens (B,); the ids (B,n) of the n likeliest tokens, and their log-probabilities (B,n)."""
+    """The log-probabilities (B,) of tokens (B,), the ids (B,n) of the n likeliest tokens, and their log-probabilities (B,n)."""
     every = torch.log_softmax(logits.float().cpu(), -1)
     likeliest = every.topk(min(n, every.shape[-1]))
     of_tokens = every.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
@@ -20,7 +20,7 @@ def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Te
 
 def entry(tokenizer: Tokenizer, token: int, logprob: Tensor, likeliest: Tensor, their_logprobs: Tensor, n: int | None,
           before: Sequence[int]) -> dict[str, Any]:
-    """A token with its text and log-probability, and the n likeliest ones in its place. before: the last ids before it."""
+    """A token with its text and log-probability, and the n likeliest tokens at its place. before: the last ids before it."""
     tokens = [token, *likeliest.tolist()[:n]]
     names = tokenizer.names(tokens, before)
     values = [logprob.item(), *their_logprobs.tolist()[:n]]

@@ -1,7 +1,7 @@
 """generate.py around the engine: checks the options, reads the prompts, and writes the texts.
 
-Standard output gets only the texts, each prompt before its continuation: one text as it is generated, several in the order of
-their prompts. out=FILE gets one JSON object per text, standard error the speed.
+Standard output gets only the texts, each prompt before its continuation. A single text is written while it is generated,
+several texts in the order of their prompts. out=FILE gets one JSON object per text, and standard error the speed.
 """
 
 import itertools
@@ -28,12 +28,12 @@ from rwkv.io.utf8 import decode, read_text
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-LEAST_READ = 64                          # tokens of prompts; the time of fewer says nothing of the speed
+LEAST_READ = 64                          # tokens of prompts; the time for fewer says nothing about the speed
 SEPARATOR = "---\n"                      # between two texts on standard output
 
 
 def check_config(config: GenerateConfig) -> None:
-    """Raises UserError where an option is wrong or two do not fit each other. Needs no model."""
+    """Raises UserError where an option is wrong or two options do not fit together. Needs no model."""
     if config.prompt is not None and config.prompts is not None:
         raise UserError("prompt= and prompts= are both given: use one of them")
     if config.save_state and (config.prompts is not None or config.num_samples > 1):
@@ -52,7 +52,7 @@ def check_config(config: GenerateConfig) -> None:
 
 
 def grammar_from(config: GenerateConfig) -> Grammar | None:
-    """What the texts may be; None for any text. Raises UserError for two such options, and for a missing or wrong file."""
+    """The grammar of the texts; None for any text. Raises UserError for two such options, and for a missing or wrong file."""
     given = [name for name in ("json_schema", "grammar", "regex") if getattr(config, name) is not None]
     if len(given) > 1:
         raise UserError(f"{' and '.join(f'{name}=' for name in given)} are both given: use one of them")
@@ -71,7 +71,8 @@ def grammar_from(config: GenerateConfig) -> Grammar | None:
 
 
 def prompts_from(config: GenerateConfig) -> list[str]:
-    """prompt=TEXT (`-`: standard input), or those of prompts=FILE: one per line, or {"prompt": ...} per line of a .jsonl.
+    """The prompt of prompt=TEXT (`-`: standard input), or those of prompts=FILE: its lines, or {"prompt": ...} on each line of
+    a .jsonl file.
 
     Raises UserError where the file is missing, holds no prompt, or has a line that is not one.
     """
@@ -84,10 +85,10 @@ def prompts_from(config: GenerateConfig) -> list[str]:
         raise UserError(f"no file of prompts at {path}: prompts= names one, with a prompt on each line")
     content = path.read_bytes()
     if path.suffix == ".jsonl":
-        prompts = _json_prompts(content, path)
+        lines = [(f"{path}, line {number}", line) for number, line in enumerate(content.split(b"\n"), start=1)]
+        prompts = [text_of(parse(line, where), "prompt", where) for where, line in lines if line.strip()]
     else:
-        lines = decode(content, str(path)).split("\n")
-        prompts = [prompt for line in lines if (prompt := line.removesuffix("\r"))]
+        prompts = [prompt for line in decode(content, str(path)).split("\n") if (prompt := line.removesuffix("\r"))]
     if not prompts:
         raise UserError(f"{path} holds no prompt: write one on each line")
     return prompts
@@ -95,8 +96,9 @@ def prompts_from(config: GenerateConfig) -> list[str]:
 
 def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, prompts: Sequence[str],
                    context: PrefillResult | None = None, sampling: Sampling | None = None) -> bool:
-    """Generates and writes num_samples texts for each prompt. A signal such as Ctrl-C ends it: it writes the texts so far and
-    returns False. sampling: replaces the configuration's.
+    """Generates and writes num_samples texts for each prompt. sampling: replaces the configuration's options.
+
+    After a signal such as Ctrl-C it writes the texts so far and returns False.
     """
     stopping = StoppingCriteria(config.max_new_tokens, config.stop, config.stop_tokens)
     grammar = grammar_from(config)
@@ -130,7 +132,7 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
 
 
 class _Clock:
-    """The times of an engine's run. An engine's first step also prepares the weights, so the rate is that of the others.
+    """Measures an engine's run. The first step also prepares the weights, so the rate is that of the later steps.
 
     Iterating over it iterates over the engine.
     """
@@ -150,7 +152,7 @@ class _Clock:
         yield from self._engine
 
     def report(self) -> str:
-        """One line: the tokens read and written, the times, and rates where enough was measured for one."""
+        """One line: the tokens read and written, the times, and the rates, if enough was measured."""
         finished = time.perf_counter()
         read = sum(len(row.prompt_ids) for row in self._rows)
         read_s = self._read - self._started
@@ -192,12 +194,3 @@ def _write_json(samples: Sequence[Sample], file: TextIO) -> None:
         entry = {"prompt": sample.prompt, "seed": sample.seed, "text": sample.text, "finish": sample.finish_reason,
                  "tokens": sample.tokens, "logprobs": sample.logprobs}
         print(json.dumps(entry, ensure_ascii=False), file=file, flush=True)
-
-
-def _json_prompts(content: bytes, path: Path) -> list[str]:
-    prompts = []
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if line.strip():
-            where = f"{path}, line {number}"
-            prompts.append(text_of(parse(line, where), "prompt", where))
-    return prompts

@@ -1,11 +1,11 @@
 """Prefill: reads prompts in passes of bounded size, and caches the results by the tokens read.
 
-A pass has at most PASS tokens and begins at a multiple of PASS from the prompt's start, or where a cached prefix ends, so that
-the result does not depend on the prompts beside it. It goes through the blocks in parts, each about as much work as SLICE
-tokens through all blocks, and between two parts texts are generated.
+A pass has at most PASS tokens and begins at a multiple of PASS from the prompt's start, or where a cached prefix ends, so the
+result does not depend on other prompts. A pass goes through the blocks in parts, each with about the work of SLICE tokens
+through all blocks; between two parts, texts are generated.
 
-The result for a text has the same size however long the text is, so the cache holds many. A prompt that begins with an earlier
-one, or with an earlier prompt and its answer, is read from the end of that one on.
+The result of reading has the same size for every length of text, so the cache holds many. A prompt that begins with an earlier
+prompt, or with an earlier prompt and its answer, is read from the end of that on.
 """
 
 import secrets
@@ -25,25 +25,21 @@ from rwkv.model.base import Model, State
 from rwkv.model.derived import Watch
 from rwkv.model.hooks import untouched
 
-PASS = 512                               # tokens: the products of fewer rows are slower, by a third for 128
+PASS = 512                               # tokens of a pass: with fewer rows products are slower, by a third for 128
 SLICE = 32                               # tokens: bounds how long texts that are being generated wait for a prompt
-START = 48                               # tokens whose work costs as much as reading all weights, once in each pass
+START = 48                               # tokens whose work takes as long as reading all weights, which each pass does once
 
 
 class PrefillResult(NamedTuple):
-    """The result of reading B rows: the logits (B,V) after the last token of each, and the state. Nothing changes it in place.
+    """The result of reading B rows: the logits (B,V) after the last token of each, and the state. It is never changed in place.
 
-    last_ids: of a single row, the last ids read, because the text of the next id may depend on them; () where they are unknown
-    or no text was read.
+    last_ids: the last ids that a single row has read, because the text of the next id may depend on them; () where they are
+    unknown or no text was read.
     """
 
     logits: Tensor
     state: State
     last_ids: tuple[int, ...] = ()
-
-    def rows(self, rows: Sequence[int]) -> "PrefillResult":
-        """A copy of these rows, in this order; a row may come more than once."""
-        return PrefillResult(self.logits[rows], self.state.rows(rows))
 
     def nbytes(self) -> int:
         return self.logits.nbytes + self.state.nbytes()
@@ -55,7 +51,7 @@ class PrefillResult(NamedTuple):
 
 
 class Key(NamedTuple):
-    """Of a text in a PrefixCache: the number and the hash of its tokens, the name of the model that has read it, and its owner.
+    """The key of a text in a PrefixCache: the number and the hash of its tokens, the model that has read it, and its owner.
 
     Different models, and different owners, share no entries.
     """
@@ -73,11 +69,11 @@ class PrefixCache:
     """The prefill results that were used last, by the tokens read, in at most max_bytes. An owner that holds no more than an
     equal share of them loses none to others.
 
-    Entries are found by a polynomial hash of all their tokens, modulo a prime of 127 bits and at a random point: finding the
-    longest match takes one look-up for each token of the prompt, however many entries there are, and the key of a longer text
-    follows from that of its beginning. Two prefixes have the same hash with a probability of about their length / 2^127.
-    A name in the keys stands for one model: its entries are removed when another model gets the name, and when the weights
-    change. Threads may share a cache. Raises UserError for a max_bytes below 0.
+    An entry is found by a polynomial hash of all its tokens, modulo a prime of 127 bits and at a random point. Finding the
+    longest match takes one look-up for each token of the prompt, for any number of entries, and the key of a longer text is
+    computed from that of its beginning. Two prefixes have the same hash with a probability of about their length / 2^127.
+    A model's name in the keys stands for one model: its entries are removed when another model gets the name, and when the
+    weights change. Threads may share a cache. Raises UserError for a max_bytes below 0.
     """
 
     _PRIME = 2**127 - 1
@@ -100,7 +96,7 @@ class PrefixCache:
         return self._shares.total
 
     def begin(self, model: Model, name: str = "") -> None:
-        """Removes the entries under the name if they are another model's, or if the weights have changed."""
+        """Removes the entries under the model's name if they are of another model, or if the weights have changed."""
         with self._lock:
             known = self._weights.get(name)
             if known is not None and known.model is model and known.unchanged():
@@ -111,7 +107,7 @@ class PrefixCache:
             self._weights[name] = Watch(model)
 
     def key(self, tokens: Sequence[int], after: Key = EMPTY) -> Key:
-        """The key of `tokens` after the text whose key is `after`."""
+        """The key of a text and these tokens. after: the key of the text."""
         *_, last = self._keys(tokens, after)
         return last
 
@@ -138,7 +134,7 @@ class PrefixCache:
                 self._remove(self._shares.first_to_go(self.max_bytes))
 
     def _keys(self, tokens: Sequence[int], after: Key = EMPTY) -> Iterator[Key]:
-        """The key of each prefix of `tokens`, from the empty one on, after the text whose key is `after`."""
+        """The key of each prefix of `tokens`, the empty one first, after the text with the key `after`."""
         hashes = accumulate(tokens, lambda value, token: (value * self._point + token + 1) % self._PRIME, initial=after.hash)
         return map(Key, count(after.length), hashes, repeat(after.model), repeat(after.owner))
 
@@ -150,10 +146,10 @@ class PrefixCache:
 class Reading:
     """One prompt while it is read: each read_part() reads the next part, until `result` is there.
 
-    start: the result, of one row, that the prompt follows. after: the key that stands for `start` in the cache; different
-    starts need different keys. n_logprobs: keep log-probabilities, among the first vocab_size tokens, of each token of the
-    prompt and of this many likeliest ones, and read the whole prompt, whatever is in the cache; None for none. Raises
-    ValueError where `start` has several rows or is another model's.
+    start: the result, of one row, that the prompt follows. after: the key of `start` in the cache; different starts need
+    different keys. n_logprobs: keep log-probabilities, among the first vocab_size tokens, of each token of the prompt and of
+    this many likeliest tokens; the whole prompt is then read, whatever is in the cache; None for no log-probabilities. Raises
+    ValueError where `start` has several rows or is of another model.
     """
 
     def __init__(self, model: Model, tokens: Sequence[int], start: PrefillResult | None = None,
@@ -166,8 +162,8 @@ class Reading:
         self._n_logprobs = n_logprobs
         self._vocab_size = vocab_size
         self.tokens = list(tokens)
-        self._so_far = start             # the result of what is read, and its key in the cache
-        self._key = after
+        self._so_far = start             # the result of the part that is read
+        self._key = after                # the key of that result
         if cache is not None:
             cache.begin(model, after.model)
         if cache is not None and n_logprobs is None:
@@ -175,18 +171,18 @@ class Reading:
             self._so_far = found or start
         self._position = self._key.length
         self.cached = self._position                             # tokens that need not be read
-        self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # of logprobs(), for the tokens that follow those of a part
+        self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # results of logprobs() that are not taken yet
         self._running: Iterator[None] | None = None              # the pass that has begun
 
     @property
     def next_part(self) -> int:
-        """The work of the next part, in tokens through all blocks, at most SLICE; 0 when all is read."""
+        """The work of the next part, measured in tokens through all blocks, at most SLICE; 0 when all is read."""
         length = self._end - self._position
         return min(SLICE, ceil((START + length) / self._n_parts(length))) if length else 0
 
     @property
     def result(self) -> PrefillResult | None:
-        """One row; None before the prompt's end."""
+        """The result, one row; None before the prompt's end."""
         return None if self.next_part else self._so_far
 
     def read_part(self) -> None:
@@ -202,7 +198,7 @@ class Reading:
         return min(len(self.tokens), (self._position // PASS + 1) * PASS)
 
     def _n_parts(self, length: int) -> int:
-        """The fewest parts, of whole blocks, that each fit into a slice; a part for each block if a block does not fit."""
+        """The smallest number of parts of whole blocks that each fit into SLICE; a part per block if one does not fit."""
         L = len(self._model.blocks)
         blocks = SLICE * L // (START + length)
         return ceil(L / max(1, blocks))
@@ -220,7 +216,7 @@ class Reading:
                     yield
                 else:
                     hidden, state = found
-        else:                            # a hook on the model sees and changes the logits of all positions
+        else:                            # a hook on the model may change the logits of all positions
             hidden, state = model(ids, state)
             head = nn.Identity()
         if self._n_logprobs is not None:

@@ -1,4 +1,4 @@
-"""One text while it is generated, apart from all others: what may come next, what has been drawn, and how it ends."""
+"""One text while it is generated, independent of all others: what may come next, what has been drawn, and how it ends."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,19 +16,19 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 CANCELLED = "cancelled"                  # a finish reason, as the next
 NO_TOKEN = "no_token"
-# ZEROS[byte]: for its 8 bits, the lowest first, a bool that is True where the bit is 0; the 8 bools are read as one int64.
+# ZEROS[byte] is an int64 whose 8 bytes are bools, one for each bit of the byte, the lowest first: True where the bit is 0.
 ZEROS = (torch.arange(256)[:, None] >> torch.arange(8) & 1).logical_not().view(torch.int64).flatten()
-AT_ONCE = 64                             # random numbers that are made together
+AT_ONCE = 64                             # random numbers that are drawn at a time
 
 
 @dataclass
 class Sample:
     """One generated text.
 
-    prompt: the text to continue; empty where it was given as ids. text: the continuation. finish_reason: "length", "stop",
-    "end_of_text", "cancelled", or "no_token" where the grammar and the banned tokens leave none, or the grammar has become too
-    complex; None while the text is generated. tokens: the ids drawn, without end-of-text and stop tokens. logprobs: an entry
-    for each token drawn, where requested; computed among the tokens that the grammar allows, before all other options.
+    prompt: the text to continue; "" if the prompt was given as ids. text: the continuation. finish_reason: "length", "stop",
+    "end_of_text", "cancelled", or "no_token" if the grammar and the banned tokens allow no token or the grammar has become too
+    complex; None while the text is generated. tokens: the ids drawn, without end-of-text and stop tokens. logprobs: if
+    requested, an entry for each token drawn, computed among the tokens that the grammar allows, before all other options.
     """
 
     prompt: str
@@ -42,11 +42,11 @@ class Sample:
 class Row:
     """One text while it is generated: its random numbers, its text decoder and its stop strings.
 
-    cached_tokens: the number of tokens of the prompt that the cache had read. prompt_logprobs: an entry as in Sample.logprobs
-    for each token of the prompt but the first, where requested. context: the result of reading the text before the prompt.
-    forbidden: the tokens (V) bool that the grammar does not allow next; None without a grammar. kept: with `keep`, the result
-    of reading the whole text, its last token and a stop string included; None for a row that was cancelled. damaged: it was
-    cancelled because the logits after its context are not finite.
+    cached_tokens: how many tokens of the prompt came from the cache. prompt_logprobs: if requested, an entry as in
+    Sample.logprobs for each token of the prompt except the first. context: the result of reading the text before the prompt.
+    forbidden: (V) bool, True for tokens that the grammar does not allow next; None without a grammar. kept: with `keep`, the
+    result of reading the whole text, its last token and a stop string included; None for a row that was cancelled. damaged: the
+    row was cancelled because the logits after its context are not finite.
     """
 
     def __init__(self, index: int, sample: Sample, prompt_ids: list[int], tokenizer: Tokenizer, stopping: StoppingCriteria,
@@ -89,7 +89,7 @@ class Row:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing more comes: the text has ended, and the prompt is read unless the row was cancelled."""
+        """Whether nothing more comes: the row was cancelled, or its prompt is read, its text has ended and `kept` is there."""
         return not self.unfinished and ((self.prompt_read and not self.owes_end) or self.sample.finish_reason == CANCELLED)
 
     @property
@@ -104,7 +104,7 @@ class Row:
 
     @property
     def read_after_text(self) -> str:
-        """The text that `kept` has read after the shown text: a stop string, and what its last token holds beyond it."""
+        """The text that `kept` has read after the shown text: a stop string, and the rest of the token in which it ends."""
         return self._stop_strings.rest
 
     def cancel(self) -> None:
@@ -113,12 +113,12 @@ class Row:
             self.sample.finish_reason = CANCELLED
 
     def tokens_read(self) -> list[int]:
-        """The tokens that the state has read when the text has just ended: all but the last one drawn."""
+        """The tokens that the state has read when the text has just ended: all except the last one drawn."""
         written = self.sample.tokens
         return self.prompt_ids + (written[:-1] if self.last_token_in_text else written)
 
     def last_ids(self) -> list[int]:
-        """The last ids that were read or drawn, those before the prompt included."""
+        """The last ids that were read or drawn, including those before the prompt."""
         return [*self._before, *self.sample.tokens[-LAST_IDS:]][-LAST_IDS:]
 
     def uniform(self) -> float:
@@ -128,7 +128,7 @@ class Row:
         return self._uniform.pop()
 
     def find_allowed(self) -> bool:
-        """Sets `forbidden`; returns whether any token may come next, with those that options ban left out."""
+        """Sets `forbidden`; returns whether any token may come next that the options do not ban."""
         if self._matcher is None:
             return True
         mask = self._matcher.allowed()
@@ -142,7 +142,7 @@ class Row:
         return not bool(left_out.all())
 
     def end_without_token(self) -> str:
-        """Ends a text that no token may follow; returns the text that was held back."""
+        """Ends a text after which no token is allowed; returns the text that was held back."""
         self.sample.finish_reason = NO_TOKEN
         text = self._flush()
         self.sample.text += text

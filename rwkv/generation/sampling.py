@@ -1,16 +1,17 @@
-"""From logits to the next token: the filters, and one draw per row with a random number of its own.
+"""From logits to the next token: the filters, and one draw per row with the row's own random number.
 
 The steps with order=hf (as in Hugging Face's transformers): logit bias and banned tokens; repetition, presence and frequency
-penalties; temperature; top_k; top_p, as a share of the probability that top_k left; min_p; the draw. With order=rwkv (as in
-ChatRWKV) top_p, top_k and min_p filter the probabilities before the temperature, which then acts on the tokens left.
+penalties; temperature; top_k; top_p, as a share of the probability that top_k has left; min_p; the draw. With order=rwkv (as in
+ChatRWKV) top_p, top_k and min_p come before the temperature, which then acts on the remaining tokens.
 
 The penalties of a row, for a token that is in its prompt or its text:
 
     logit = logit / repetition_penalty where it is above 0, else logit * repetition_penalty
     logit = logit - presence_penalty - count * frequency_penalty                where it is in the text
 
-After each draw every count is multiplied by penalty_decay, and then the count of the token drawn goes up by 1: as `occurrence`
-in BlinkDL/ChatRWKV, API_DEMO_CHAT.py, where presence_penalty does not fade either. Tokens of no_penalty are left as they are.
+After each draw all counts are multiplied by penalty_decay, and then 1 is added to the count of the token drawn. BlinkDL's
+ChatRWKV, API_DEMO_CHAT.py, does the same with `occurrence`; presence_penalty does not fade there either. Penalties leave out
+the tokens of no_penalty.
 
 Legend: B rows, V vocabulary, N candidates after the filters. The options: rwkv.config.Sampling.
 """
@@ -28,12 +29,12 @@ from kernels.registry import KernelUnavailable
 from rwkv.config import Sampling
 from rwkv.errors import UserError
 
-BLOCK = 512                              # tokens whose probabilities are added up first
+BLOCK = 512                              # tokens of a block, whose probabilities are added up first
 SHORTLIST = 256                          # candidates sorted at first: sorting a whole vocabulary takes milliseconds
 
 
 def filters_of(options: Sampling) -> Filters:
-    """For kernels/draw, at a temperature above 0."""
+    """The options for kernels/draw, at a temperature above 0."""
     same = {name: getattr(options, name) for name in Filters._fields if name != "filters_first"}
     return Filters(**same, filters_first=options.order == "rwkv")
 
@@ -47,7 +48,7 @@ def bias_of(options: Sampling) -> Bias:
 
 
 class Penalties:
-    """The penalties of one row, from the tokens in its prompt and its text; memory and time grow with their different tokens.
+    """The penalties of one row. Memory and time grow with the number of different tokens in its prompt and its text.
 
     without: ids that no penalty changes.
     """
@@ -56,7 +57,7 @@ class Penalties:
         self._options = options
         self._without = frozenset(without)
         in_prompt = {*prompt} - self._without if options.repetition_penalty != 1 else ()
-        self._ids = torch.tensor([*in_prompt], dtype=torch.int64)        # (n) different tokens, in the order that they came
+        self._ids = torch.tensor([*in_prompt], dtype=torch.int64)        # (n) different tokens, new ones at the end
         self._counts = torch.zeros(len(self._ids), dtype=torch.float64)
         self._in_text = torch.zeros(len(self._ids), dtype=torch.float64)          # 0 or 1
         self._places = {token: place for place, token in enumerate(self._ids.tolist())}
@@ -74,7 +75,7 @@ class Penalties:
         self._in_text[place] = 1
 
     def apply(self, logits: Tensor) -> None:
-        """Changes the row's logits (V), float32, in place."""
+        """Changes the row's logits (V) float32 in place."""
         if not len(self._ids):
             return
         options = self._options
@@ -89,12 +90,12 @@ def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
                 penalties: Sequence[Penalties] | None = None, draw: Draw | None = None) -> Tensor:
     """The next token of each row, (B,) int64, from logits (B,V) and uniform (B,), random numbers from [0, 1).
 
-    penalties: those of each row, where the options have any. draw: a function of kernels/draw, for logits on a CPU; by default
-    tokens are drawn by PyTorch. Raises UserError where the logits are not finite.
+    penalties: of each row; None if the options have none. draw: a function of kernels/draw, for logits on a CPU; by default
+    PyTorch draws. Raises UserError where the logits are not finite.
     """
     if draw is not None and options.temperature > 0:
-        with suppress(KernelUnavailable):                # such as after Taichi was started for a GPU
-            if penalties is not None:                    # which act on biased logits
+        with suppress(KernelUnavailable):                # for instance after Taichi was started for a GPU
+            if penalties is not None:                    # they act on biased logits
                 drawn = draw(changed(logits.float(), options, penalties), uniform, filters_of(options), NO_BIAS)
             else:
                 drawn = draw(logits.float(), uniform, filters_of(options), bias_of(options))
@@ -110,7 +111,7 @@ def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
 
 
 def changed(logits: Tensor, options: Sampling, penalties: Sequence[Penalties] | None) -> Tensor:
-    """The logits (B,V) after bias, bans and penalties; those given stay as they are."""
+    """The logits (B,V) after bias, bans and penalties. The tensor that is given does not change."""
     if options.logit_bias or options.banned or penalties is not None:
         logits = logits.clone()
     for token, bias in options.logit_bias.items():
@@ -135,7 +136,7 @@ def distribution(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tens
 def pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """The index (B,) at which the cumulative probability of each row (B,N) first exceeds uniform (B,).
 
-    The block of BLOCK tokens in which it does is found first: a cumulative sum over a whole vocabulary takes ten times as long.
+    The block with this index is found first: a cumulative sum over a whole vocabulary takes ten times as long.
     """
     N = probabilities.shape[-1]
     whole = N // BLOCK * BLOCK
@@ -146,15 +147,15 @@ def pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
     block = torch.searchsorted(ends, wanted, right=True).clamp(max=ends.shape[-1] - 1)
     ids = block * BLOCK + torch.arange(min(BLOCK, N))
     cumulative = probabilities.gather(-1, ids.clamp(max=N - 1)).double().masked_fill(ids >= N, 0).cumsum(-1)
-    below_all = cumulative[:, -1:].nextafter(torch.zeros(1, dtype=torch.float64))     # so that rounding picks no token beyond
+    below_all = cumulative[:, -1:].nextafter(torch.zeros(1, dtype=torch.float64))     # so that no index is past the end
     inside = torch.minimum(wanted - (ends - sums).gather(-1, block), below_all)
     return ids.gather(-1, torch.searchsorted(cumulative, inside, right=True)).squeeze(-1)
 
 
 def _keep_likeliest(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
-    """The ids and logits (B,N) that top_k and top_p leave, most likely first; -inf marks a token that top_p drops.
+    """The ids and logits (B,N) that top_k and top_p leave, the likeliest first; -inf marks a token that top_p drops.
 
-    The logits are those that the filters act on, minus the largest of their row. The ids are None where both options are off.
+    The logits are those that the filters act on, minus their row's largest. The ids are None if both options are off.
     """
     V = logits.shape[-1]
     largest = logits.amax(-1, keepdim=True)
@@ -178,14 +179,14 @@ def _keep_likeliest(logits: Tensor, options: Sampling) -> tuple[Tensor | None, T
 
 
 def _likeliest(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The n largest logits of each row and their ids, (B,n) both; of equal ones the first in the vocabulary come first.
+    """The n largest logits of each row and their ids, both (B,n). Among equal ones, those with lower ids come first.
 
-    They are found before anything is computed from the logits, which may make different ones equal.
+    They are found before the logits are changed, because rounding may make different logits equal.
     """
     values, ids = logits.topk(n)
     least = values[:, -1:].clamp(min=torch.finfo(logits.dtype).min)          # -inf marks tokens that are not drawn
     most = int((logits >= least).sum(-1).max())
-    if most > n:                         # topk takes any of equal ones
+    if most > n:                         # topk has chosen among equal logits
         _, ids = logits.topk(most)
     ids = ids.sort(-1).values
     values, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
@@ -193,12 +194,12 @@ def _likeliest(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _weight(logits: Tensor) -> Tensor:
-    """The sum of the exponentials of each row, (B,1) float64; no logit is above 0."""
+    """The sum of the exponentials of each row, (B,1) float64. No logit is above 0."""
     return logits.exp().sum(-1, keepdim=True, dtype=torch.float64)
 
 
 def _keep_top_p(ordered: Tensor, total: Tensor, top_p: float) -> Tensor:
-    """The logits (B,N), most likely first, with -inf where the tokens before have a share of top_p of the total already."""
+    """The logits (B,N), the likeliest first, with -inf where the tokens before already have the share top_p of `total`."""
     if top_p >= 1:
         return ordered
     weights = ordered.exp().double()

@@ -1,8 +1,8 @@
 """Saved states (save_state=FILE, state=FILE): the result of reading a text, from which generation can continue.
 
-A safetensors file: the parts of the state and the logits, with the hashes of the model and the tokenizer they belong to, and
-the last ids of the text, with which the text that follows is decoded. The server's files have further metadata, which the
-programs ignore.
+The file is in safetensors form: the parts of the state and the logits, with the hashes of the model and the tokenizer that they
+belong to, and the last ids of the text, which decoding the following text needs. The server's files have further metadata,
+which other programs ignore.
 """
 
 import json
@@ -25,7 +25,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 FORMAT = "timemix-state-1"
 LAST_IDS = "last_ids"                    # a key of the metadata
-LONGEST_HEADER = 2**20                   # bytes that are read of a file to find its metadata
+LONGEST_HEADER = 2**20                   # bytes of a file that are read to find its metadata
 PARTS = ("model", "tokenizer")           # keys of the metadata: the hashes of those that a state belongs to
 
 
@@ -47,7 +47,7 @@ def require_file(path: str | Path) -> None:
 
 
 class StateForm:
-    """Reads and writes the state files of one model and tokenizer. fingerprint: that of the model, which need not be loaded."""
+    """Reads and writes the state files of one model and tokenizer. fingerprint: of the model, which need not be loaded."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, fingerprint: str, tokenizer: Tokenizer,
                  device: torch.device | str = "cpu") -> None:
@@ -67,7 +67,7 @@ class StateForm:
         return save(tensors, metadata={**(more or {}), **self.identity, LAST_IDS: json.dumps(context.last_ids)})
 
     def load(self, path: str | Path) -> PrefillResult:
-        """Raises UserError as load_context does."""
+        """The result in a file. Raises UserError as load_context does."""
         require_file(path)
         try:
             content = Path(path).read_bytes()

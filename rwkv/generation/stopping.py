@@ -12,8 +12,8 @@ from rwkv.io.pieces import begun_at_end
 class StoppingCriteria:
     """A text ends after max_new_tokens, before the first stop string or stop token, or at an end-of-text token.
 
-    A special token with whose name a stop string begins is a stop token too: it has no text in which the string could be found.
-    Raises UserError for a value out of range or of another type.
+    If a stop string begins with the name of a special token, that token is a stop token too: it has no text in which the string
+    could be found. Raises UserError for a value out of range or of another type.
     """
 
     max_new_tokens: int = 200
@@ -29,16 +29,16 @@ class StoppingCriteria:
 
 
 class StopStrings:
-    """Finds stop strings in a text that comes in pieces. The text returned does not depend on how it is cut into pieces.
+    """Finds stop strings in a text that comes in pieces. The result does not depend on how the text is cut.
 
-    The stop string that is complete first ends the text; if two end at the same character, the longer one does.
+    The stop string that is complete first ends the text; if two are complete at the same character, the longer one does.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
-        self._held = ""                  # the end of the text so far, which may begin a stop string
-        self.found: str | None = None    # the stop string that ended the text
-        self.rest = ""                   # that stop string, and what was pushed after it
+        self._held = ""                  # the end of the text so far, with which a stop string may begin
+        self.found: str | None = None    # the stop string that has ended the text
+        self.rest = ""                   # that stop string, and the text that came after it
 
     def push(self, piece: str) -> str:
         """Appends `piece`; returns the text that can be shown now, without a stop string or the beginning of one."""

@@ -13,8 +13,8 @@ from typing import BinaryIO
 
 
 def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Writes `path` by write(file), atomically: if that fails, the old file stays. Missing parent folders are made."""
-    if path.exists() and not path.is_file():             # renaming would remove the machine's /dev/null
+    """Writes `path` by write(file), atomically: if that fails, the old file stays. Makes missing parent folders."""
+    if path.exists() and not path.is_file():             # a rename would replace the machine's /dev/null
         with path.open("wb") as file:
             write(file)
         return
@@ -41,7 +41,7 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)         # of a process that was killed and had the same id
+    shutil.rmtree(temporary, ignore_errors=True)         # left by a killed process with the same id
     temporary.mkdir()
     try:
         write(temporary)

@@ -1,4 +1,4 @@
-"""Cache files: written atomically, even by several processes at once, and checked when they are read."""
+"""Cache files: written atomically, also by several processes at once, and checked when they are read."""
 
 import json
 import zlib
@@ -19,7 +19,7 @@ def write(path: Path, put: Callable[[BinaryIO], object]) -> None:
 
 
 def cannot_write(path: Path, error: OSError) -> str:
-    """The message of a UserError about a folder or file in data.cache_dir."""
+    """The message of a UserError about a folder or file of data.cache_dir that cannot be written."""
     return f"cannot write {path}: {error.strerror}; data.cache_dir must be a folder with room"
 
 

@@ -8,11 +8,11 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disables garbage collection inside, and then freezes the objects that there are: they are never searched for garbage.
+    """Turns garbage collection off inside, and then freezes all objects: they are never searched for garbage again.
 
-    Importing torch and reading a vocabulary make a million objects that stay until the process ends. The collector walks them
-    again and again, which is an eighth of the CPU time from the start of generate.py to its first token. Does nothing where the
-    collector is off already.
+    Importing torch and reading a vocabulary make a million objects that stay until the process ends. Searching them again and
+    again takes an eighth of the CPU time from the start of generate.py to its first token. Does nothing if the collector is off
+    already.
     """
     if not gc.isenabled():
         yield
@@ -23,4 +23,4 @@ def uncollected() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        atexit.register(gc.unfreeze)     # Taichi keeps its compiled kernels when the last collection ends its program
+        atexit.register(gc.unfreeze)     # Taichi saves its compiled kernels only if the last collection frees its program

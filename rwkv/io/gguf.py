@@ -1,4 +1,4 @@
-"""The metadata of a GGUF file, llama.cpp's, which stand at its beginning.
+"""The metadata at the beginning of a GGUF file, llama.cpp's format.
 
     magic "GGUF", version 3, number of tensors, number of metadata                uint32, uint32, uint64, uint64
     metadata    key, type, value        an array is the type of its elements, their number, and the elements
@@ -23,7 +23,7 @@ STRING = 8
 ARRAY = 9
 SPLIT_COUNT = "split.count"
 SPLIT_NAME = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
-HEADERS = 4                              # that are kept: of a model's first part, and of others
+HEADERS = 4                              # number of headers that are kept: a model's parts have one each
 
 
 class Header(NamedTuple):
@@ -35,7 +35,7 @@ class Header(NamedTuple):
 
 
 def header_of(path: Path) -> Header:
-    """The header of a GGUF file, kept until the file changes; callers must not change its metadata, which are shared.
+    """The header of a GGUF file, cached until the file changes. The metadata are shared: callers must not change them.
 
     Raises CheckpointError where the file is damaged.
     """
@@ -55,10 +55,7 @@ def _header(path: Path, *_version: int) -> Header:
 
 
 def parts_of(path: Path, metadata: dict[str, Any]) -> list[Path]:
-    """The files, in order, of the model to which the file at `path`, with this metadata, belongs.
-
-    Raises CheckpointError where one is missing.
-    """
+    """The files of a model, in order. path: one of them. metadata: of that one. Raises CheckpointError where one is missing."""
     count = metadata.get(SPLIT_COUNT, 1)
     if count in (0, 1):                  # 0 is what llama-gguf-split --merge writes
         return [path]

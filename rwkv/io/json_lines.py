@@ -1,7 +1,7 @@
-r"""JSON lines, one object each: the lines of training data, prompts, evaluation texts and samples.
+r"""JSON lines: one object on each line of training data, prompts, evaluation texts and samples.
 
-Iterate over a file that is open in binary mode: its lines end at "\n" alone. str.splitlines() also splits at U+2028, U+2029 and
-U+0085, which a JSON string may contain, and at form feed.
+Read the lines from a file that is open in binary mode: they end only at "\n". str.splitlines() also splits at U+2028, U+2029
+and U+0085, which a JSON string may contain, and at form feed.
 """
 
 import json
@@ -12,9 +12,9 @@ from rwkv.io.utf8 import WrongCharacter, decode, require_unicode
 
 
 def parse(line: bytes, where: str) -> dict[str, Any]:
-    """The object on a line, which may begin with a byte order mark. Raises UserError for anything else.
+    """The object on a line; a byte order mark before it is skipped. Raises UserError for anything but an object.
 
-    where: the file and the number of the line, for the message.
+    where: the file and the line's number, for the message.
     """
     text = decode(line, where)
     try:
@@ -27,7 +27,7 @@ def parse(line: bytes, where: str) -> dict[str, Any]:
 
 
 def text_of(entry: dict[str, Any], key: str, where: str) -> str:
-    """The string `key` of an object. Raises UserError if there is none, or if it is not valid Unicode."""
+    """The string under `key`. Raises UserError if there is none, or if it is not valid Unicode."""
     text = entry.get(key)
     if not isinstance(text, str):
         found = f"{key!r} is {json.dumps(text)[:60]}" if key in entry else f"there is {', '.join(entry)[:60] or 'nothing'}"

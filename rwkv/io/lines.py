@@ -10,13 +10,14 @@ NARROWEST = 40                           # a terminal for which lines are broken
 
 
 def labelled(subject: str, text: str, stream: TextIO) -> str:
-    """The line for `stream`, without the line end. In a terminal that is narrower it is broken as by `broken`."""
+    """The line for `stream`, without the line end. For a terminal narrower than the line, `broken` breaks it."""
     return broken(f"{subject:<{COLUMN}}{text}", stream)
 
 
 def broken(line: str, stream: TextIO) -> str:
-    """A line that `labelled` has made, in another process too: broken between words, with the text in its column. Other lines,
-    and lines for no terminal or a wide one, stay as they are.
+    """A line that `labelled` has made, perhaps in another process, broken between words; its text stays in its column.
+
+    Unchanged are lines of another form, and lines for a stream that is no terminal or a wide enough one.
     """
     width = _width(stream)
     if width is None or len(line) <= width or width < NARROWEST or not re.fullmatch(r"\w* +", line[:COLUMN]):
@@ -25,8 +26,8 @@ def broken(line: str, stream: TextIO) -> str:
 
 
 def _width(stream: TextIO) -> int | None:
-    """The columns of the stream's terminal; None where it is none."""
+    """The columns of the stream's terminal; None where the stream is no terminal."""
     try:
         return os.get_terminal_size(stream.fileno()).columns
-    except (OSError, ValueError):        # io.UnsupportedOperation, of a stream without a file, is both
+    except (OSError, ValueError):        # a stream without a file raises io.UnsupportedOperation, which is both
         return None

@@ -8,13 +8,13 @@ from rwkv.errors import UserError
 
 WEIGHTS = (".ckpt", ".pth", ".safetensors", ".bin", ".gguf")
 BESIDE = ("config.json", "config.yaml", "tokenizer.json", "tokenizer_config.json", "kernel.json", "metrics.csv",
-          "samples.jsonl", "report.html")                # files of a run's or a Hugging Face directory
+          "samples.jsonl", "report.html")                # files in the directory of a run or of a Hugging Face checkpoint
 
 
 def require_writable(option: str, file: str | Path | None, read: Iterable[str | Path | None] = ()) -> None:
-    """Raises UserError where `file` cannot be written, or is one that the program reads.
+    """Raises UserError where `file` cannot be written, or where the program also reads it.
 
-    option: its name, for the sentence. read: the files that the program reads, and folders of them; None for none.
+    option: the option that names the file, for the message. read: files and folders that the program reads; None is skipped.
     """
     if file is None:
         return
@@ -29,7 +29,7 @@ def require_writable(option: str, file: str | Path | None, read: Iterable[str | 
 
 
 def _is_or_holds(read: Path, path: Path) -> bool:
-    """Whether the path is the file that is read, or one that belongs to the folder."""
+    """Whether `path` is the file `read`, or a file of a checkpoint or run in the folder `read`."""
     if not read.is_dir():
         return path.samefile(read)
     belongs = path.suffix in WEIGHTS or path.name in BESIDE

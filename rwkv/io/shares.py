@@ -1,4 +1,4 @@
-"""Several owners share a bounded room: whose thing is dropped first."""
+"""Several owners keep things in a bounded room: which thing is dropped first."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
@@ -12,8 +12,8 @@ class Shares(Generic[K]):
 
     def __init__(self) -> None:
         self._kept: OrderedDict[K, tuple[str, int]] = OrderedDict()
-        self._of_owner: Counter[str] = Counter()         # size in all
-        self._number: Counter[str] = Counter()           # of things
+        self._of_owner: Counter[str] = Counter()         # total size, by owner
+        self._number: Counter[str] = Counter()           # number of things, by owner
         self.total = 0
 
     def __contains__(self, key: object) -> bool:
@@ -26,7 +26,7 @@ class Shares(Generic[K]):
         return len(self._kept)
 
     def add(self, key: K, owner: str, size: int) -> None:
-        """Counts as a use. Replaces the thing with this key."""
+        """Adds a thing, as the one used last, in place of an earlier one with the same key."""
         self.remove(key)
         self._kept[key] = owner, size
         self._of_owner[owner] += size
@@ -47,10 +47,10 @@ class Shares(Generic[K]):
             del self._number[owner], self._of_owner[owner]
 
     def first_to_go(self, most: int) -> K:
-        """The thing to drop where all together do not fit into `most`: the least recently used one of an owner that holds more
-        than an equal share, but not the one used last, unless it is the only one.
+        """The thing to drop where the total exceeds `most`.
 
-        So an owner within its share loses nothing to the others, and a single owner has all the room.
+        It is the least recently used one of an owner that holds more than an equal share. The thing used last is dropped only
+        if it is the only one. So an owner within its share loses nothing to others, and a single owner has all the room.
         """
         share = most / len(self._of_owner)
         *others, last = self._kept

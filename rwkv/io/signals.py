@@ -1,11 +1,11 @@
-"""The signals that ask a program to stop: Ctrl-C, SIGTERM, SIGHUP of a terminal that closes, and those that batch systems send
+"""The signals that ask a program to stop: Ctrl-C, SIGTERM, SIGHUP when a terminal closes, and those that batch systems send
 before a job's time is over (SIGUSR1, SIGUSR2, SIGXCPU).
 
-    with raising(): ...                    each of them ends the block with an exception, as Ctrl-C does
-    with StopRequest() as stop: ...        each sets stop.requested, and the program looks at it where it can stop
+    with raising(): ...                    a signal ends the block with an exception, as Ctrl-C does
+    with StopRequest() as stop: ...        a signal sets stop.requested, which the program checks where it can stop
 
-A signal that the program was started to ignore, as SIGHUP by nohup, stays ignored. The exception is Ctrl-C in a StopRequest:
-shells start background commands without it, and a user who sends it all the same wants an end.
+A signal that was ignored when the program started (nohup ignores SIGHUP) stays ignored. Only a StopRequest heeds Ctrl-C in any
+case: shells start background commands with Ctrl-C ignored, and a user who sends it all the same wants the program to end.
 """
 
 import signal
@@ -16,11 +16,11 @@ from types import FrameType, TracebackType
 from typing import Any, Self
 
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
-STOPPING = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))       # Windows has the first two
+STOPPING = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))       # Windows has only the first two
 
 
 class Signalled(KeyboardInterrupt):
-    """A signal of STOPPING has come; `name` is the signal's."""
+    """A signal of STOPPING has come. name: of the signal."""
 
     def __init__(self, number: int) -> None:
         self.name = signal.Signals(number).name
@@ -29,8 +29,8 @@ class Signalled(KeyboardInterrupt):
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """In the `with` block each signal of STOPPING but Ctrl-C, which Python handles, raises Signalled, once. Elsewhere than in
-    the main thread nothing changes."""
+    """Inside, the first signal of STOPPING raises Signalled, except Ctrl-C, which Python handles. Does nothing in a thread
+    other than the main one."""
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         previous = {number: signal.signal(number, _raise) for number in heeded() if number != signal.SIGINT}
@@ -42,27 +42,27 @@ def raising() -> Iterator[None]:
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    ignore()                             # a closing terminal sends two, a batch system others: they would break the clean-up
+    ignore()                             # a closing terminal sends two, and a batch system more: they would break the clean-up
     raise Signalled(number)
 
 
 def ignore() -> None:
-    """For a program that is ending: the signals of STOPPING would only change its exit status. Ctrl-C ends it at once."""
+    """Ignores the signals of STOPPING, which would change the exit status of a program that is ending, except Ctrl-C."""
     for number in STOPPING:
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_IGN)
 
 
 def heeded() -> list[int]:
-    """The signals of STOPPING that this program was not started to ignore."""
+    """The signals of STOPPING that are not ignored."""
     return [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
 
 
 class StopRequest:
-    """`with StopRequest() as stop:` sets stop.requested at one of `signals`, and then calls on_signal(number) if given.
+    """At the first of `signals`, stop.requested of `with StopRequest() as stop:` becomes True and on_signal(number) is called.
 
-    Later signals change nothing, but for Ctrl-C, which raises KeyboardInterrupt after any of them. With every_signal=True each
-    one is handled like the first. install() and restore() do what the `with` block does. Main thread only.
+    After that, other signals have no effect, and Ctrl-C raises KeyboardInterrupt. With every_signal=True each signal is handled
+    like the first. install() and restore() do what the `with` block does. Only for the main thread.
     """
 
     def __init__(self, signals: tuple[int, ...] = STOPPING, on_signal: Callable[[int], object] | None = None,

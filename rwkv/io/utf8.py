@@ -1,4 +1,4 @@
-"""Text from UTF-8. An error names the first wrong byte, the likely kind of the file, and how to convert it."""
+"""Text from UTF-8. An error names the first wrong byte, what kind of file it probably is, and how to convert it."""
 
 import re
 from pathlib import Path
@@ -21,11 +21,11 @@ def read_text(path: Path, name: str) -> str:
 
 
 def decode(content: bytes, name: str) -> str:
-    """The text of `content`, without a byte order mark. Raises UserError if it is not UTF-8; `name`: of the file."""
+    """The text of `content`, without a byte order mark. name: of the file. Raises UserError if it is not UTF-8."""
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        place = error.start + len(content) - len(error.object)       # `object` lacks the byte order mark
+        place = error.start + len(content) - len(error.object)       # error.object lacks the byte order mark
         raise UserError(not_utf8(name, place, content[place], content)) from None
 
 
@@ -38,7 +38,7 @@ class WrongCharacter(UserError):
         self.problem = problem
 
     def after(self, characters: int) -> "WrongCharacter":
-        """The same error in a longer text, with `characters` characters before this one."""
+        """The same error for a longer text, in which this text begins after `characters` characters."""
         return WrongCharacter(characters + self.place, self.problem)
 
 
@@ -51,7 +51,7 @@ def require_unicode(text: str) -> None:
 
 
 def not_utf8(name: str, place: int, value: int, content: bytes) -> str:
-    """The message of a UserError: byte `place` of the file `name` is `value`. content: the first bytes of the file."""
+    """The message of a UserError. place, value: of the file's first wrong byte. content: the first bytes of the file."""
     return f"{name} is not UTF-8: its byte {place} is {value:#04x}; {_advice(content[:BEGINNING])}"
 
 

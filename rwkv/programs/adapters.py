@@ -1,7 +1,7 @@
 """adapters=NAME=PATH: tuned states and LoRA adapters, served beside the checkpoint that they belong to.
 
-Texts begin from a tuned state, and their rows are in one batch with the checkpoint's. A LoRA adapter is merged into weights of
-its own when the server starts, and its rows are a batch of their own.
+A text for a tuned state begins from that state, in one batch with the checkpoint's texts. A LoRA adapter is merged into a copy
+of the weights when the server starts, and its texts are a batch of their own.
 """
 
 import hashlib
@@ -24,9 +24,10 @@ from rwkv.pretrained import RWKV, OpenCheckpoint
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that has been read and checked, before any weights are loaded. digest: of the trained values.
+    """An adapter that has been read and checked; no weights are loaded yet. digest: of the trained values.
 
-    context: of a state file. state: learnt by a run, one row. merged: the checkpoint with a LoRA adapter.
+    One of three is set. context: the content of a state file. state: the state that a run has learnt, one row. merged: the
+    checkpoint with a LoRA adapter merged into it.
     """
 
     name: str
@@ -38,7 +39,7 @@ class Adapter:
 
     @property
     def tokens(self) -> int | None:
-        """The number of tokens before its texts; None for a state file, which does not say."""
+        """The number of tokens that its state has read; None for a state file, which does not state it."""
         return 0 if self.context is None else None
 
     @property
@@ -48,7 +49,7 @@ class Adapter:
         return f"state of {self.path}, before each text; in one batch with the checkpoint's texts"
 
     def load(self, opened: OpenCheckpoint, base: Model) -> tuple[Model, PrefillResult | None]:
-        """The model of its texts, and the context before them, None for an empty one."""
+        """The model that generates its texts, and the context that they begin with; None for the empty one."""
         if self.merged is not None:
             return RWKV.from_checkpoint(self.merged, opened.wkv, opened.device, opened.dtype), None
         if self.context is not None:
@@ -57,11 +58,11 @@ class Adapter:
         nothing = torch.empty(1, base.vocab_size, device=opened.device)
         first = torch.tensor([[opened.tokenizer.end_of_text]])
         start = PrefillResult(nothing, self.state.to(opened.device))
-        return base, start._replace(logits=prefill(base, first, start).logits)       # as tune=state writes them
+        return base, start._replace(logits=prefill(base, first, start).logits)       # as in the state file of tune=state
 
 
 def read_adapters(config: ServeConfig, opened: OpenCheckpoint) -> list[Adapter]:
-    """Raises UserError if one is missing, damaged or of other weights, and if merged weights do not fit into memory."""
+    """Raises UserError if one is missing, damaged or for other weights, and if merged weights do not fit into memory."""
     if not config.adapter_paths:
         return []
     base = opened.checkpoint
@@ -75,7 +76,7 @@ def read_adapters(config: ServeConfig, opened: OpenCheckpoint) -> list[Adapter]:
 
 
 def require_room(weights: int, n_merged: int, available: int | None) -> None:
-    """Raises UserError if the checkpoint and n_merged copies of it, `weights` bytes each, do not fit."""
+    """Raises UserError if the checkpoint and n_merged copies of it do not fit. weights: bytes of one of them."""
     needed = weights * (1 + n_merged)
     if available is not None and needed > available:
         raise UserError(f"adapters has {n_merged} of tune=lora, each merged into weights of its own: with the checkpoint's "

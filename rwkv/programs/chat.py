@@ -66,7 +66,7 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
 
 @uncollected()
 def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoice]:
-    """The conversation, and the choice of its options of sampling."""
+    """The conversation, and the object that chooses its options of sampling."""
     from rwkv.chat.templates import chat_template
     from rwkv.generation.conversation import Chat
     from rwkv.generation.states import load_context
@@ -95,22 +95,22 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoic
 
 
 class Terminal:
-    """A conversation: the model's texts on standard output, everything else on standard error.
+    """A conversation in the terminal: the model's texts go to standard output, everything else to standard error.
 
-    sampling: chooses the options of sampling when /think changes how answers begin; None keeps them.
+    sampling: chooses the options of sampling again when /think changes how answers begin; with None they stay.
     """
 
     def __init__(self, talk: Any, sampling: SamplingChoice | None = None) -> None:
         self.talk = talk
         self._sampling = sampling
-        self._set_options: dict[str, Any] = {}           # of sampling, by /set
+        self._set_options: dict[str, Any] = {}           # options of sampling that /set has changed
         self._commands: dict[str, Callable[[str], None]] = {
             "reset": lambda _: self.talk.reset(), "undo": lambda _: self.talk.undo(), "system": self.talk.reset,
             "retry": lambda _: self._show(self.talk.retry()), "save": self._save, "load": self._load, "think": self._think,
             "set": self._set, "stats": self._stats}
 
     def turn(self, text: str) -> bool:
-        """A command or a turn of the user. Returns False for a mistake, after a sentence on standard error."""
+        """Handles a command or a turn of the user. Returns False for a mistake, after a sentence on standard error."""
         try:
             if text.startswith("/"):
                 name, _, rest = text[1:].partition(" ")
@@ -179,7 +179,7 @@ class Terminal:
             _say(f"sampling {value}: {self.talk.sampling}")
         elif name in OF_SAMPLING:
             how = next(item.metadata for item in fields(Sampling) if item.name == name)
-            of_texts = how["typed"] == list[str]         # /set gives one text
+            of_texts = how["typed"] == list[str]         # the option is a list of texts, and /set gives one text
             option = {name: how["read"]([value] if value else []) if of_texts else _from_yaml(name, value)}
             self.talk.sampling = replace(self.talk.sampling, **option)
             self._set_options |= option
@@ -219,7 +219,7 @@ class _Answer:
         self._parser = ThoughtParser(template.answer_start(think), template.thinks)
         terminal = sys.stdout.isatty()
         self._marks = (DIM, f"{NORMAL}\n") if terminal else ("<think>\n", "\n</think>\n")
-        self._cut = NORMAL if terminal else ""           # after thoughts that have no end
+        self._cut = NORMAL if terminal else ""           # shown after thoughts that were cut off
         self.in_thoughts = False
 
     def show(self, piece: str, last: bool = False) -> None:
@@ -266,7 +266,7 @@ def _typed() -> Iterator[str]:
 
 
 def main() -> None:
-    threads.wait_briefly()               # before torch is imported, as the next
+    threads.wait_briefly()               # this line and the next must run before torch is imported
     allocator.use_large_pages()
     cli.run(chat, ChatConfig, "chat", __doc__, several=False)
 

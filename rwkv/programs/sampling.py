@@ -1,11 +1,11 @@
-"""Chooses the options of sampling that the user does not give. The first of these sources that has some is used:
+"""Chooses the options of sampling, from the first of these sources that has any:
 
     the user             sampling=NAME
     the file             generation_config.json of a directory, general.sampling of a GGUF file; options that it lacks are off
-    the kind of model    of G1 models, what their author recommends for answers that begin with thoughts, or with an empty one
+    the kind of model    for G1 models, their author's advice on answers that begin with thoughts, or with an empty thought
     the program          its own preset
 
-An option that the user gives overrides this one option.
+A single option that the user gives replaces that option of the source.
 """
 
 from collections.abc import Collection, Mapping
@@ -41,8 +41,8 @@ class Chosen(NamedTuple):
 class SamplingChoice:
     """Chooses the options for one checkpoint.
 
-    config: of a program with options of sampling. given: the keys that the user set. path: of the checkpoint. run: the
-    configuration of the run that made it. template: its chat template; None for a program without one.
+    config: of a program with options of sampling. given: the keys that the user has set. path: of the checkpoint. run: the
+    configuration of the run that made it. template: its chat template; None for a program without chat templates.
     """
 
     def __init__(self, config: Any, given: Collection[str], path: Path, run: Mapping[str, Any] | None = None,
@@ -55,7 +55,7 @@ class SamplingChoice:
         self._template = template
 
     def for_answers(self, think: Think = False) -> Chosen:
-        """The options for answers that begin so. Raises UserError for a file with an option that Sampling refuses."""
+        """The options for answers that begin as `think` says. Raises UserError for a file's option that Sampling refuses."""
         if self._named:
             return Chosen(self._own, self._preset)
         chosen = self._of_file() or self._of_kind(think) or Chosen(self._own, self._preset, "the program's default")
@@ -80,7 +80,7 @@ class SamplingChoice:
             return None
         try:
             start = self._template.answer_start(think)
-        except UserError:                # the template has no such answers
+        except UserError:                # the template has no answers that begin so
             return None
         begun: Think = "fake" if "</think" in start else bool(start)
         kind = kind_of(*self._names)

@@ -66,7 +66,7 @@ def run_engine(connection: Connection, config: ServeConfig, given: Collection[st
 
 
 def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
-    """The model and the lines of its plan. given: the keys that the user set."""
+    """Loads the model and its adapters. given: the keys that the user has set."""
     import torch
 
     from rwkv.chat.templates import chat_template
@@ -78,7 +78,7 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
 
     opened = open_checkpoint(config)
     choice = template_choice(opened.checkpoint, config.template)
-    template = chat_template(choice.template)            # refused before the model is loaded, as adapters are
+    template = chat_template(choice.template)            # a wrong template or adapter is refused before the model is loaded
     sampling = SamplingChoice(config, given, opened.checkpoint.path, opened.checkpoint.run, template)
     chosen = {think: sampling.for_answers(think) for think in BEGUN}
     adapters = read_adapters(config, opened)
@@ -109,7 +109,7 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
 
 
 def _sampling_lines(chosen: Mapping[Think, Chosen]) -> list[str]:
-    """The options of sampling: a line for all answers, and one for each way to begin that has others."""
+    """The options of sampling: a line for all answers, and one for each way to begin an answer that has other options."""
     usual = chosen[False]
     lines = [f"{usual}; a request may say otherwise"]
     for think, each in chosen.items():
@@ -119,7 +119,7 @@ def _sampling_lines(chosen: Mapping[Think, Chosen]) -> list[str]:
 
 
 def _kept(config: ServeConfig, size: int) -> str:
-    """A line on the states that clients keep, each of this size in bytes."""
+    """A line about the states that clients can keep. size: bytes of one state."""
     if config.states_mib * MIB < size and not config.states_dir:
         return f"clients can keep none: one takes {size / MIB:.3g} MiB, and states_mib={config.states_mib}"
     held = f"clients can keep {config.states_mib:,} MiB of them in memory, {config.states_mib * MIB // size:,}"
@@ -129,7 +129,7 @@ def _kept(config: ServeConfig, size: int) -> str:
 
 
 def main() -> None:
-    threads.wait_briefly()               # before torch is imported, here or in the engine's process, as the next
+    threads.wait_briefly()               # this line and the next run before torch is imported, in the engine's process too
     allocator.use_large_pages()
     cli.run(serve, ServeConfig, "serve", __doc__, several=False)
 

@@ -1,6 +1,6 @@
 """The report of a run or of a sweep: DIR/report.html, one self-contained file, and DIR/report.csv.
 
-All of it is read from the files in the run directories (reading.py), so a report can be made again at any time:
+It is made only of the files in the run directories (reading.py), so it can be made again at any time:
 `python -m rwkv.tools.report DIR`.
 """
 
@@ -31,5 +31,5 @@ def write(folder: Path, reference: str | None = None) -> Path:
 
 
 def table(folder: Path) -> tuple[list[dict[str, object]], list[Path]]:
-    """The rows of report.csv, and the two files of the report."""
+    """The rows of report.csv, and the paths of the report's two files."""
     return rows(compare(read(folder))), [folder / PAGE, folder / TABLE]

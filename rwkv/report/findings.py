@@ -1,4 +1,4 @@
-"""Findings at the head of a report: failed runs, wrong kernels, and differences besides the kernel and the seed."""
+"""Findings at the beginning of a report: failed runs, wrong kernels, and options that differ besides kernel and seed."""
 
 from typing import NamedTuple
 
@@ -6,8 +6,8 @@ from rwkv.report import units
 from rwkv.report.numbers import EARLY, WHEN, Comparison, Kernel, Numbers, column
 from rwkv.report.reading import Run
 
-MAX_DISTANCE = {"32-true": 1e-3}         # nats in the first EARLY steps; a hundred times the effect of rounding
-MAX_DISTANCE_HALF = 0.1                  # in the other precisions
+MAX_DISTANCE = {"32-true": 1e-3}         # nats, in the first EARLY steps, by precision; a hundred times the effect of rounding
+MAX_DISTANCE_HALF = 0.1                  # nats, for other precisions
 BAD = "bad"
 NOTE = "note"
 GOOD = "good"
@@ -19,7 +19,7 @@ class Finding(NamedTuple):
 
 
 def findings(comparison: Comparison) -> list[Finding]:
-    """All findings; at the end a good one on the kernels that compute the same, if nothing else differs."""
+    """All findings. If only kernel and seed differ, the last one names the kernels that compute the same."""
     differing = [Finding(BAD, f"Not only the kernel and the seed differ: {key} is {_by_value(values)}.")
                  for key, values in comparison.options.items()]
     differing += [Finding(BAD, f"The runs were not all made on the same machine with the same versions: {key} is "
@@ -41,7 +41,7 @@ def findings(comparison: Comparison) -> list[Finding]:
 
 
 def _lost(comparison: Comparison) -> list[Finding]:
-    """One finding for each share of the validation text that tokenizers lose."""
+    """One finding for each different share of the validation text that a tokenizer loses."""
     found: dict[float, list[Numbers]] = {}
     for numbers in (numbers for kernel in comparison.kernels for numbers in kernel.numbers if "val_lost" in numbers):
         found.setdefault(numbers["val_lost"], []).append(numbers)
@@ -59,7 +59,7 @@ def _by_value(values: dict[str, list[str]]) -> str:
 
 
 def _largest_error(kernel: Kernel, result: str) -> str | None:
-    """The largest error of a result that exceeds the tolerance, in words; None if none does."""
+    """The largest error of a result above its tolerance, in words; None if no error is above it."""
     wrong: list[tuple[float, str, Run]] = []
     for run, numbers in zip(kernel.runs, kernel.numbers, strict=True):
         for when in WHEN:
@@ -74,7 +74,7 @@ def _largest_error(kernel: Kernel, result: str) -> str | None:
 
 
 def _distances(kernel: Kernel, reference: str | None) -> list[Finding]:
-    """Runs whose loss leaves the reference's early, which rounding cannot explain."""
+    """One finding for each run whose loss differs early from the reference's, by more than rounding can explain."""
     found = []
     for run, numbers in zip(kernel.runs, kernel.numbers, strict=True):
         limit = MAX_DISTANCE.get(run.measured.get("precision", "32-true"), MAX_DISTANCE_HALF)
@@ -86,7 +86,7 @@ def _distances(kernel: Kernel, reference: str | None) -> list[Finding]:
 
 
 def _unfinished(kernel: Kernel) -> list[Finding]:
-    """One finding for each status and reason."""
+    """One finding for each status other than finished, and each reason."""
     counts: dict[tuple[str, str | None], int] = {}
     for run in kernel.runs:
         counts[run.status, run.reason] = counts.get((run.status, run.reason), 0) + 1
@@ -98,7 +98,7 @@ def _unfinished(kernel: Kernel) -> list[Finding]:
 
 
 def _good(comparison: Comparison, same: list[Kernel]) -> Finding:
-    """The agreement of the kernels `same`, without those whose runs have no counterpart with the same seed."""
+    """Says that the kernels in `same` agree. Left out are kernels whose runs have no counterpart with the same seed."""
     compared = [kernel for kernel in same if kernel.values("difference_early")]
     said = "Only the kernel and the seed differ"
     if compared:

@@ -1,11 +1,11 @@
 """The numbers of a report: of each run, statistics over the runs of a kernel, differences between losses.
 
 Throughput and times are medians over a run, after its warm-up. A kernel's number is the median over its runs (its seeds), with
-the minimum and the maximum. The reference is `reference` or `formula` if one was trained, otherwise the first trained kernel
-of the command line; a run is compared, step by step, with the reference's run of the same seed.
+the minimum and the maximum. The reference is the kernel `reference` or `formula` if one was trained, otherwise the first
+trained kernel of the command line. A run is compared, step by step, with the reference's run of the same seed.
 
 report.csv has a row for each run and three for each kernel: median, minimum and maximum of its runs. Each column is one
-quantity, described in COLUMNS; a field is empty where the quantity was not measured.
+quantity, described by columns(). A field is empty where the quantity was not measured.
 """
 
 import csv
@@ -23,15 +23,15 @@ REFERENCES = ("reference", "formula")    # the kernels that define their operato
 EARLY = 20                               # steps in which rounding hardly separates kernels that compute the same
 MAY_DIFFER = ("kernel.name", "seed", "out_dir", "resume", "logger.run_name")
 WHEN = ("start", "end")
-REWARDS = ("rewards_margin", "rewards_accuracy", "rewards_chosen", "rewards_rejected")    # of pairs, after train/ or val/
-Numbers = dict[str, float]               # by column of report.csv, without those that were not measured
+REWARDS = ("rewards_margin", "rewards_accuracy", "rewards_chosen", "rewards_rejected")    # of pairs: train/... and val/...
+Numbers = dict[str, float]               # by column of report.csv; a number that was not measured is missing
 
 
 @dataclass
 class Kernel:
-    """The runs of a kernel and their numbers. If runs differ in more options, each choice of them has a Kernel of its own.
+    """The runs of a kernel and their numbers. If runs differ in more options, each combination of values has its own Kernel.
 
-    label: the kernel's name, with these options.
+    label: the kernel's name with the values of these options.
     """
 
     label: str
@@ -39,7 +39,7 @@ class Kernel:
     numbers: list[Numbers]               # of each run
 
     def finished(self) -> "Kernel":
-        """The same with only the finished runs, over which statistics are taken."""
+        """The same with only the finished runs. Statistics are over these."""
         kept = [(run, numbers) for run, numbers in zip(self.runs, self.numbers, strict=True) if run.status == "finished"]
         return Kernel(self.label, [run for run, _ in kept], [numbers for _, numbers in kept])
 
@@ -51,18 +51,18 @@ class Kernel:
         return statistics.median(values) if values else None
 
     def status(self) -> str:
-        """finished if any run is, otherwise the status of the first run."""
+        """"finished" if any run is finished, otherwise the status of the first run."""
         statuses = [run.status for run in self.runs]
         return "finished" if "finished" in statuses else statuses[0]
 
 
 @dataclass
 class Comparison:
-    """All runs, by kernel in the order of the command line.
+    """All runs, by kernel, in the order of the command line.
 
     reference: the name of a kernel; None with nothing to compare. results: the operator's results whose errors were measured.
     differences: by the run's name, |train/loss - the reference's| by step. options: the options besides kernel and seed that
-    differ, each with the runs of every value; machines: the same for machine, versions and commit.
+    differ, each with the names of the runs that have each value. machines: the same for machine, versions and commit.
     """
 
     kernels: list[Kernel]
@@ -106,8 +106,8 @@ def compare(runs: list[Run], reference: str | None = None) -> Comparison:
 
 
 def numbers_of(run: Run, difference: Curve) -> Numbers:
-    """The numbers of a run. difference: the run's distance to the reference by step."""
-    validated = max(run.curve("val/loss"), default=-1)       # val/bpb of another step is of a part before the run was resumed
+    """The numbers of a run. difference: the distance of its loss to the reference's, by step."""
+    validated = max(run.curve("val/loss"), default=-1)       # val/bpb of another step is from before the run was resumed
     found = {"steps": max(run.curve("train/loss"), default=None), "val_loss": _last(run.curve("val/loss")),
              "val_bpb": run.curve("val/bpb").get(validated), "val_lost": run.curve("val/lost").get(validated),
              "train_loss": _last(run.curve("train/loss")),
@@ -131,7 +131,7 @@ def learns_pairs(run: Run) -> bool:
 
 
 def unit_of_loss(runs: Iterable[Run]) -> tuple[str, str]:
-    """The unit of a loss, and the items over which it is a mean."""
+    """The unit of a loss, and the kind of item over which the loss is a mean."""
     return ("objective", "pair") if any(map(learns_pairs, runs)) else ("nats", "token")
 
 
@@ -145,7 +145,7 @@ def _times(run: Run) -> dict[str, float | None]:
 
 
 def _errors(run: Run) -> dict[str, float]:
-    """The errors in the worst layer: err_start_y, max_start_y, and so on."""
+    """The errors in the worst layer, by column: err_start_y, max_start_y, and so on."""
     found = {}
     for when in WHEN:
         for result in _results([run]):
@@ -157,7 +157,7 @@ def _errors(run: Run) -> dict[str, float]:
 
 
 def column(kind: str, when: str, result: str) -> str:
-    """The column of an error: kind "err" (RMS error / RMS) or "max" (largest absolute error), as in err_end_grad_k."""
+    """The column of an error, such as err_end_grad_k. kind: "err" (RMS error / RMS) or "max" (largest absolute error)."""
     return f"{kind}_{when}_{result.replace(' ', '_')}"
 
 
@@ -177,7 +177,7 @@ def _reference(runs: list[Run], given: str | None) -> str | None:
 
 
 def _difference(run: Run, runs: list[Run], labels: dict[str, str], reference: str | None) -> Curve:
-    """The distance to the loss of the reference's run with the same seed and the same other options; {} without one."""
+    """The distance to the loss of the reference's run with the same seed and options, by step; {} if there is no such run."""
     options = labels[run.name].removeprefix(run.kernel)
     counterpart = next((other for other in runs if other.kernel == reference and other.seed == run.seed
                         and labels[other.name].removeprefix(other.kernel) == options), run)
@@ -188,7 +188,7 @@ def _difference(run: Run, runs: list[Run], labels: dict[str, str], reference: st
 
 
 def differing(settings: Mapping[str, Mapping[str, Any]], ignored: Iterable[str]) -> dict[str, dict[str, list[str]]]:
-    """The settings that are not the same in all runs, each with the runs of every value."""
+    """The settings that differ between runs, each with the names of the runs that have each value. settings: by run."""
     keys = dict.fromkeys(key for one in settings.values() for key in one if key not in ignored)
     found: dict[str, dict[str, list[str]]] = {}
     for key in keys:
@@ -201,7 +201,7 @@ def differing(settings: Mapping[str, Mapping[str, Any]], ignored: Iterable[str])
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"model": {"n_layer": 4}} as {"model.n_layer": 4}."""
+    """The options by dotted key: {"model": {"n_layer": 4}} becomes {"model.n_layer": 4}."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
@@ -209,7 +209,7 @@ def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def after(curve: Curve, warm_up: int) -> Curve:
-    """The curve without the first steps; the whole curve if nothing would be left."""
+    """The curve without the first `warm_up` steps; the whole curve if nothing would be left."""
     return {step: value for step, value in curve.items() if step > warm_up} or curve
 
 
@@ -263,7 +263,7 @@ QUANTITIES = {
 
 
 def columns(results: Iterable[str]) -> dict[str, str]:
-    """The columns of report.csv with their descriptions. results: those of the operator, "y" and "grad NAME"."""
+    """The columns of report.csv with their descriptions. results: of the operator, "y" and "grad NAME"."""
     errors = {column(kind, when, result): f"{words} of {result} against float64, at the {when}, in the worst layer"
               for when in WHEN for result in results
               for kind, words in (("err", "RMS error / RMS"), ("max", "largest absolute error"))}
@@ -271,7 +271,7 @@ def columns(results: Iterable[str]) -> dict[str, str]:
 
 
 def rows(comparison: Comparison) -> list[dict[str, object]]:
-    """The rows of report.csv: for each kernel its runs and then its statistics."""
+    """The rows of report.csv: for each kernel its runs, and then its statistics."""
     found: list[dict[str, object]] = []
     for kernel in comparison.kernels:
         found += [{"level": "run", "statistic": "value", "kernel": kernel.label, "seed": run.seed, "run": run.name,

@@ -23,7 +23,7 @@ MACHINE = ("cpu", "gpu", "threads", "system", "python", "torch", "taichi", "trit
            "commit", "date")
 SETTINGS = ("model.n_layer", "model.n_embd", "model.ctx_len", "data.name", "data.tokenizer", "data.batch_size", "optim.lr",
             "trainer.max_steps", "trainer.precision")
-SAMPLES_SHOWN = 3                        # the first and the latest
+SAMPLES_SHOWN = 3                        # the first sample and the latest ones
 SPLITS = {"val": "held-out pairs", "train": "last logged step"}
 OF_RUN = (("steps", "steps", units.count), ("val/loss", "val_loss", "{:.4f}".format),       # header, number, how it is written
           ("train/loss", "train_loss", "{:.4f}".format), ("tokens/s", "tok_per_sec", units.count),
@@ -81,13 +81,13 @@ def _summary(comparison: Comparison) -> list[str]:
 
 
 def _counted(kernel: Kernel) -> str:
-    """The name, and below it the number of finished runs."""
+    """A cell with the kernel's name, and below it the number of finished runs."""
     finished = f"{len(kernel.finished().runs)} of {len(kernel.runs)} finished"
     return f"<td>{escape(kernel.label)}<small>{finished}</small></td>"
 
 
 def _why_nothing(kernel: Kernel) -> str | None:
-    """The reason or the status of a kernel without numbers, for its row."""
+    """The text of a kernel's row without numbers: the reason or the status; None for a kernel with numbers."""
     if any(kernel.numbers):
         return None
     return next((run.reason for run in kernel.runs if run.reason), None) or kernel.status()
@@ -100,7 +100,7 @@ def _shown(kernel: Kernel) -> Kernel:
 
 
 def _measured(header: str, name: str, form: Callable[[float], str]) -> Column:
-    """The median over the runs, and below it the minimum and the maximum."""
+    """A column of the median over the runs, and below it the minimum and the maximum."""
     def median(kernel: Kernel) -> str:
         values = _shown(kernel).values(name)
         if not values:
@@ -115,7 +115,7 @@ def _measured(header: str, name: str, form: Callable[[float], str]) -> Column:
 
 
 def _preferences(comparison: Comparison) -> list[str]:
-    """The rewards of pairs of answers, of the held-out pairs and of the last logged step."""
+    """The table of rewards: for the held-out pairs, and for the pairs of the last logged step."""
     rows = [(run, numbers, split) for kernel in comparison.kernels
             for run, numbers in zip(kernel.runs, kernel.numbers, strict=True) if learns_pairs(run)
             for split in SPLITS]
@@ -132,7 +132,7 @@ def _preferences(comparison: Comparison) -> list[str]:
 
 
 def _difference(kernel: Kernel) -> str:
-    """The largest difference of any run, and below it the largest within the first steps."""
+    """A cell with the largest difference of any run, and below it the largest within the first EARLY steps."""
     largest = kernel.values("difference")
     early = kernel.values("difference_early")
     if not largest or not early:
@@ -141,7 +141,7 @@ def _difference(kernel: Kernel) -> str:
 
 
 def _errors(comparison: Comparison) -> list[str]:
-    """The table of errors: of the worst layer and run, err_ratio, and below it the largest absolute error."""
+    """The table of errors in the worst layer and run: RMS error / RMS, and below it the largest absolute error."""
     kernels = [kernel for kernel in comparison.kernels if kernel.values("err_start_y")]
     if not kernels:
         return []
@@ -167,7 +167,7 @@ def _error(result: str, row: tuple[Kernel, str]) -> str:
 
 
 def _ranges(run: Run) -> str:
-    """The ranges of the operator's inputs at the end of a run, as a sentence."""
+    """A sentence on the ranges of the operator's inputs at the end of a run."""
     bounds: dict[str, list[tuple[float, float]]] = {}
     for layer in run.layers("end"):
         for name, (low, high) in layer["ranges"].items():
@@ -192,7 +192,7 @@ def _runs(comparison: Comparison) -> list[str]:
 
 
 def _plots(comparison: Comparison) -> list[str]:
-    """The figures, each left out where nothing was measured."""
+    """The figures. A figure for which nothing was measured is left out."""
     unit = " per ".join(unit_of_loss(comparison.runs))
     drawn = [_curves(comparison, f"Training loss, {unit}", "training loss", _column("train/loss"), statistics.fmean),
              _curves(comparison, f"Distance of each loss to that of {comparison.reference} with the same seed, nats",
@@ -219,7 +219,7 @@ def _figure(caption: str, figure: str, note: str = "") -> str:
 
 def _curves(comparison: Comparison, caption: str, title: str, curve: Callable[[Run], Curve],
             merge: Callable[[Iterable[float]], float] = max, logarithmic: bool = False, marked: bool = False) -> str:
-    """A figure with a line for each run in its kernel's colour, and a sentence on those that lie on one another."""
+    """A figure with a line for each run in its kernel's colour, and a sentence on kernels whose lines lie on one another."""
     drawn = [svg.Line(run.name, colour, list(curve(run).items()), merge, marked)
              for colour, kernel in enumerate(comparison.kernels) for run in kernel.runs]
     alike = {tuple(dict.fromkeys(comparison.kernels[line.colour].label for line in group))
@@ -230,7 +230,7 @@ def _curves(comparison: Comparison, caption: str, title: str, curve: Callable[[R
 
 
 def _published(comparison: Comparison) -> list[str]:
-    """The mean training losses of each run so far, beside those of the published run whose recipe it has."""
+    """The table of a run's mean training losses beside those of the published run whose recipe it follows."""
     rows = [row for run in comparison.runs for row in _published_rows(run)]
     columns = [Column(header, lambda row, place=place: cell(row[place]))      # type: ignore[misc]
                for place, header in enumerate(("run", "steps", "published", "this run", "difference"))]
@@ -251,7 +251,7 @@ def _published_rows(run: Run) -> Iterator[tuple[str, ...]]:
 
 
 def _column(name: str) -> Callable[[Run], Curve]:
-    """The curve of a run; empty for a single point, which would be a figure of one dot."""
+    """A function that returns a run's curve, or an empty one instead of a single point, which would be a figure of one dot."""
     return lambda run: run.curve(name) if len(run.curve(name)) > 1 else {}
 
 

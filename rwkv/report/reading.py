@@ -1,7 +1,7 @@
-"""Reads the files of a run's directory and of a sweep's. A missing file is read as an empty one.
+"""Reads the files of a run's directory and of a sweep's. A missing file counts as an empty one.
 
-For a report, damaged parts are left out and listed in Run.damaged, which the report shows. A run that continues reads
-metrics.csv and samples.jsonl with the same functions; for it, damage is an error.
+For a report, damaged parts are left out and listed in Run.damaged, which the report shows. A run that is continued reads
+metrics.csv and samples.jsonl with the same functions; there, damage is an error.
 """
 
 import csv
@@ -23,12 +23,12 @@ METRICS = "metrics.csv"
 KERNEL = "kernel.json"
 SAMPLES = "samples.jsonl"
 SWEEP = "sweep.json"
-TUNED = "tuned.json"                     # of a run with init_from=
-Curve = dict[int, float]                 # by step
+TUNED = "tuned.json"                     # written by a run with init_from=
+Curve = dict[int, float]                 # values by step
 Damaged = list[str]                      # a sentence for each part of a file that cannot be read
 
-# The structure of the values that the report uses: a type, (one of several), [of every item], [of both items of a pair],
-# {key: of its value} or {str: of every value}.
+# Structures of values for _fits(): a type; a tuple of structures, of which one must fit; [structure of every item];
+# [structure, structure] for a pair; {key: structure of its value}; {str: structure of every value}.
 NUMBER = (int, float)
 LAYER = {"errors": {str: {"err_ratio": NUMBER, "max": NUMBER}}, "ranges": {str: [NUMBER, NUMBER]}}
 OF_CONFIG = {"kernel": {"name": str}, "seed": int, "logger": {str: object}}
@@ -42,9 +42,9 @@ OF_SWEEP = [{"name": str, "status": str, "reason": (str, type(None)), "order": (
 
 @dataclass
 class Run:
-    """One run. order: its place in the shuffled order of a sweep, from 1. metrics: by column. samples: lines of
-    samples.jsonl. measured: the content of kernel.json (rwkv/training/callbacks/kernel_probe.py). tuned: the content of
-    tuned.json (rwkv/training/tuning/before_after.py).
+    """One run. order: its place in the shuffled order of a sweep, from 1. metrics: curves by column of metrics.csv. samples:
+    the lines of samples.jsonl. measured: the content of kernel.json (rwkv/training/callbacks/kernel_probe.py). tuned: the
+    content of tuned.json (rwkv/training/tuning/before_after.py).
     """
 
     name: str
@@ -65,7 +65,7 @@ class Run:
 
     @property
     def published(self) -> tuple[list[float], int]:
-        """The mean losses of the published run whose recipe this run has, and the number of steps of each mean."""
+        """The mean losses of the published run whose recipe this run follows, and the number of steps of each mean."""
         logger = self.config.get("logger", {})
         losses = logger.get("published_losses")
         steps = logger.get("published_steps")
@@ -73,20 +73,20 @@ class Run:
 
     @property
     def machine(self) -> dict[str, Any]:
-        """Processor, versions and commit, as kernels/machine/hardware.py describes them."""
+        """Processor, versions and commit, in the form of kernels/machine/hardware.py."""
         return dict(self.measured.get("machine", {}))
 
     def layers(self, when: str) -> list[dict[str, Any]]:
-        """The operator's errors and input ranges in each layer, measured at the "start" or the "end"."""
+        """The operator's errors and input ranges in each layer. when: "start" or "end"."""
         return list(self.measured.get("errors", {}).get(when, {}).get("layers", []))
 
     def allowed(self, when: str) -> dict[str, float]:
-        """The largest err_ratio that the tests allow, by result."""
+        """The largest RMS error / RMS that the tests allow, by result."""
         return dict(self.measured.get("errors", {}).get(when, {}).get("allowed", {}))
 
 
 def read(folder: Path) -> list[Run]:
-    """The run in a run's directory, or all runs in a sweep's directory or another folder of runs. Raises UserError for none."""
+    """The run in a run's directory, or all runs in the directory of a sweep or of runs. Raises UserError if there is none."""
     if (folder / CONFIG).is_file():
         return [_run(folder, folder.name)]
     entries = read_mapping(folder / SWEEP, json.loads, []).get("runs", [])
@@ -106,9 +106,9 @@ def is_finished(folder: Path) -> bool:
 
 
 def read_metrics(path: Path, damaged: Damaged | None = None) -> list[dict[str, str]]:
-    """The rows of a metrics.csv, each with a whole number as its step. In a row that a kill cut short, values are None.
+    """The rows of a metrics.csv; each has a whole number as its step. Values are None at the end of a row that a kill cut off.
 
-    Damage raises UserError, or is left out and added to `damaged` if that is given.
+    Damage raises UserError; if `damaged` is given, damaged parts are left out and noted there.
     """
     rows: list[dict[str, str]] = []
     if not path.is_file():
@@ -125,9 +125,9 @@ def read_metrics(path: Path, damaged: Damaged | None = None) -> list[dict[str, s
 
 
 def read_samples(path: Path, damaged: Damaged | None = None) -> list[dict[str, Any]]:
-    """The lines of a samples.jsonl: step, prompt and text. A last line without its line end, which a kill cut, is left out.
+    """The lines of a samples.jsonl: step, prompt and text. A last line without its line end, cut off by a kill, is left out.
 
-    Damage raises UserError, or is left out and added to `damaged` if that is given.
+    Damage raises UserError; if `damaged` is given, damaged parts are left out and noted there.
     """
     if not path.is_file():
         return []
@@ -170,7 +170,7 @@ def _run(folder: Path, name: str) -> Run:
 
 
 def _curves(rows: list[dict[str, str]]) -> dict[str, Curve]:
-    """The columns of numbers; a row that a kill cut short gives its complete part."""
+    """The columns of numbers. Of a row that a kill cut off, the complete part is used."""
     curves: dict[str, Curve] = {}
     for row in rows:
         for name, text in row.items():
@@ -189,7 +189,7 @@ def _number(text: Any) -> float | None:
 
 
 def read_mapping(path: Path, parse_text: Callable[[str], Any], damaged: Damaged) -> dict[str, Any]:
-    """The mapping in a file; {} for a missing file, and for a damaged one, which is added to `damaged`."""
+    """The mapping in a file; {} for a missing file, and for a damaged one, which is noted in `damaged`."""
     if not path.is_file():
         return {}
     try:
@@ -204,7 +204,7 @@ def read_mapping(path: Path, parse_text: Callable[[str], Any], damaged: Damaged)
 
 
 def _fitting(found: dict[str, Any], structure: dict[str, Any], name: str, damaged: Damaged) -> dict[str, Any]:
-    """The mapping without the values of another structure than the report needs."""
+    """The mapping without values that do not have the structure that the report needs."""
     wrong = [key for key, expected in structure.items() if key in found and not _fits(found[key], expected)]
     damaged += [f"{name}: the value of {key} is not one that training writes; it is left out" for key in wrong]
     return {key: value for key, value in found.items() if key not in wrong}

@@ -1,4 +1,4 @@
-"""Figures as SVG inside a page: lines over steps, and bars. Their colours are classes of the page's style sheet (page.py).
+"""Figures as SVG for a page: lines over steps, and bars. Their colours are classes of the page's style sheet (page.py).
 
 A figure is WIDTH by HEIGHT in its own units, and the page scales it. Values that are not finite are not drawn.
 """
@@ -17,24 +17,24 @@ RIGHT = 12
 TOP = 10
 BOTTOM = 40
 SMALLEST = 1e-300                        # smaller values are not drawn on a logarithmic axis
-MOST_POINTS = 400                        # of a line; neighbours of a longer line are merged into one point
-COLOURS = 10                             # in the style sheet
+MOST_POINTS = 400                        # points of a line; in a longer line, neighbours are merged into one point
+COLOURS = 10                             # number of colours in the style sheet
 DASHES = ("", "6 3", "2 3")
-SAME = 1.5                               # the largest distance of lines that the eye takes for one, a line's width
+SAME = 1.5                               # lines at this distance, a line's width, look like one line
 SHARE = 9                                # length of each line's dashes where lines lie on one another
 BAR = 18                                 # height of a bar
 GAP = 10                                 # space between two bars
-NAMES = 110                              # width of their names
-HOLLOW = ' class="ring"'                 # a dot around another
+NAMES = 110                              # width for the names of bars
+HOLLOW = ' class="ring"'                 # for a dot drawn around another dot
 
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class Line:
-    """colour: a number; from COLOURS on, the colours repeat with dashes. merge: the value of neighbours merged into one point.
-
-    marked: every point has a dot. Lines that lie on one another take turns with their dashes, and have rings around dots.
+    """colour: a number; from COLOURS on, the colours repeat with dashes. merge: computes the value of neighbours that are
+    merged into one point. marked: every point has a dot. Lines that lie on one another alternate their dashes and have rings
+    around dots.
     """
 
     name: str
@@ -46,7 +46,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Axis:
-    """axis(value) -> its position: low is at `start`, high at `stop`."""
+    """axis(value) is the value's position: `low` is at `start`, `high` at `stop`."""
 
     low: float
     high: float
@@ -63,7 +63,7 @@ class Axis:
 
 
 def lines(title: str, x_name: str, y_name: str, drawn: Sequence[Line], logarithmic: bool = False) -> str:
-    """A figure of lines; "" with nothing to draw. logarithmic: the y axis, on which only values above SMALLEST are drawn."""
+    """A figure of lines; "" with nothing to draw. logarithmic: of the y axis; then only values above SMALLEST are drawn."""
     placed = _placed(drawn, logarithmic)
     if not placed:
         return ""
@@ -78,9 +78,9 @@ def on_one_another(drawn: Sequence[Line], logarithmic: bool = False) -> list[lis
 
 
 def bars(title: str, form: Callable[[float], str], rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
-    """One bar for each row, stacked from its parts (name, value), with their sum at its end; "" with nothing to draw.
+    """One bar for each row, stacked from its parts (name, value), with their sum beside it; "" with nothing to draw.
 
-    form: a value in words, with its unit.
+    form: writes a value with its unit.
     """
     rows = [(name, [(part, value) for part, value in parts if math.isfinite(value) and value >= 0]) for name, parts in rows]
     rows = [(name, parts) for name, parts in rows if parts]
@@ -93,7 +93,7 @@ def bars(title: str, form: Callable[[float], str], rows: Sequence[tuple[str, Seq
 
 
 def swatch(colour: int) -> str:
-    """A line's colour and dashes, for a legend."""
+    """A short line in this colour and its dashes, for a legend."""
     return f'<svg class="swatch" viewBox="0 0 26 10" aria-hidden="true"><path d="M0 5H26" {_stroke(colour)}/></svg>'
 
 
@@ -137,7 +137,7 @@ def _axes(drawn: Sequence[Line], logarithmic: bool) -> tuple[Axis, Axis]:
 
 
 def _placed(drawn: Sequence[Line], logarithmic: bool) -> list[tuple[Line, list[Point]]]:
-    """The lines that have something to draw, with their places in the figure from left to right."""
+    """The lines that have something to draw, with the places of their points in the figure from left to right."""
     kept = [(line, points) for line in drawn if (points := _drawable(line, logarithmic))]
     if not kept:
         return []
@@ -146,7 +146,7 @@ def _placed(drawn: Sequence[Line], logarithmic: bool) -> list[tuple[Line, list[P
 
 
 def _groups(placed: Sequence[tuple[Line, list[Point]]]) -> list[list[Line]]:
-    """The lines in groups. Each lies within SAME of the first line of its group wherever both are drawn."""
+    """The lines in groups. Wherever both are drawn, a line is at most SAME away from the first line of its group."""
     groups: list[tuple[list[Point], list[Line]]] = []
     for line, places in placed:
         group = next((lines for first, lines in groups if _lie_on(places, first)), None)
@@ -166,7 +166,7 @@ def _lie_on(one: list[Point], other: list[Point]) -> bool:
 
 
 def _line(line: Line, places: Sequence[Point], turn: int, sharing: int) -> str:
-    """sharing: the number of lines that lie on one another; turn: the number of this one among them."""
+    """sharing: the number of lines that lie on one another. turn: the number of this line among them."""
     dots = ""
     if line.marked or len(places) == 1:
         dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{3 + turn}"{HOLLOW if turn else ""}/>' for x, y in places)

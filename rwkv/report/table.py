@@ -1,4 +1,4 @@
-"""A table of a report: each column has a header and a function that makes a row's cell."""
+"""A table of a report: each column has a header and a function that makes a cell for a row."""
 
 from collections.abc import Callable, Sequence
 from html import escape
@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Column(NamedTuple):
-    """cell: HTML of a row, a <td> or "" for none. words: words instead of numbers."""
+    """cell: returns the HTML of a row's cell, or "" for an empty one. words: the cells have words, not numbers."""
 
     header: str
     cell: Callable[[Any], str]
@@ -15,7 +15,7 @@ class Column(NamedTuple):
 
 def table(columns: Sequence[Column], rows: Sequence[Any], style: str = "",
           instead: Callable[[Any], str | None] = lambda row: None) -> str:
-    """A table of the columns that some row has a cell in. instead: words in place of a row's cells after the first, or None."""
+    """A table without columns that are empty in all rows. instead: returns words that replace a row's later cells, or None."""
     words = [instead(row) for row in rows]
     cells = [[column.cell(row) for column in columns] if said is None else [columns[0].cell(row)]
              for row, said in zip(rows, words, strict=True)]
@@ -38,5 +38,5 @@ def text(said: object) -> str:
 
 
 def cell(value: object, form: Callable[[Any], str] = str, bad: bool = False) -> str:
-    """A cell of a value, "" for None."""
+    """A cell with a value; "" for None."""
     return "" if value is None else f"<td{' class=bad' if bad else ''}>{escape(form(value))}</td>"

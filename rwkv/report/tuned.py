@@ -1,4 +1,4 @@
-"""The part of a report on tuning: the trained values, losses before and after, and answers before and after."""
+"""The part of a report about tuning: what was trained, and losses and answers before and after."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -12,7 +12,7 @@ SUBJECTS = {"val": "the task, its held-out part", "guard": "general text"}
 MEASURES = {"loss": "nats per token", "bpb": "bits per byte"}
 WHEN = ("before", "after")
 UNITS_OF_PAIRS = {"val": ": the objective, per pair", "guard": ": nats per token"}
-PLACES = 4                               # of losses, after the point
+PLACES = 4                               # decimal places of losses
 STYLE = """
 .said td { white-space: pre-wrap; overflow-wrap: anywhere; text-align: left; min-width: 8em; }
 """
@@ -38,7 +38,7 @@ def changes(runs: Sequence[Run]) -> list[str]:
 
 
 def answers(runs: Sequence[Run]) -> list[str]:
-    """Held-out prompts of a single run, each beside its answer in the data and the model's answers."""
+    """The table of held-out prompts of a single run, with the answers in the data and the model's answers."""
     samples = runs[0].tuned.get("samples", []) if len(runs) == 1 else []
     headers = {"prompt": "prompt", "reference": "in the data", **{when: f"model, {when}" for when in WHEN}}
     columns = [Column(header, lambda sample, name=name: text(sample.get(name)), words=True)      # type: ignore[misc]
@@ -51,7 +51,7 @@ def answers(runs: Sequence[Run]) -> list[str]:
 
 
 def what_was_tuned(run: Run) -> str:
-    """A sentence: the kind and number of trained values, the file of the weights, and the dtype of the frozen ones."""
+    """A sentence: the kind and number of trained values, the file of the weights, and the dtype of the frozen weights."""
     tuned = run.tuned["tuned"]
     values = f"{tuned['trained']:,} values"
     if tuned["method"] == "full":
@@ -65,7 +65,7 @@ def what_was_tuned(run: Run) -> str:
 
 
 def _learns_pairs(run: Run) -> bool:
-    """The same as numbers.learns_pairs, without metrics.csv."""
+    """As numbers.learns_pairs, but without metrics.csv."""
     return f"val/{REWARDS[0]}" in run.tuned.get("before", {})
 
 
@@ -85,6 +85,6 @@ def _change(measure: str, row: tuple[Run, str]) -> str:
     before, after = (run.tuned.get(when, {}).get(f"{subject}/{measure}") for when in WHEN)
     if before is None or after is None:
         return ""
-    change = round(after - before, PLACES) + 0.0         # what is shown as +0.0000 is neither gained nor lost
+    change = round(after - before, PLACES) + 0.0         # a change shown as +0.0000 is neither gained nor lost
     word = "gained" if change < 0 else "lost" if change > 0 else "the same"
     return f"<td{' class=bad' if change > 0 else ''}>{change:+.{PLACES}f}<small>{word}</small></td>"

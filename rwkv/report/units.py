@@ -1,6 +1,6 @@
 """Numbers of a report as people read them: three significant digits, in the unit that keeps them short."""
 
-# The least milliseconds that are written in a unit, and its milliseconds
+# For each unit: the smallest time that is written in it, in ms, and its length in ms
 TIMES = ((120_000.0, 60_000.0, "min"), (999.5, 1_000.0, "s"), (0.9995, 1.0, "ms"), (0.0, 1e-3, "µs"))
 
 
@@ -16,12 +16,12 @@ def memory(mib: float) -> str:
 
 
 def count(number: float) -> str:
-    """12,345; three digits of what is below 100 and not whole: 3.25."""
+    """12,345; three digits of a number that is not whole: 3.25."""
     return f"{number:,.0f}" if float(number).is_integer() else three_digits(number)
 
 
 def tiny(number: float) -> str:
-    """A difference or an error, of which the power of ten counts: 0, 1.2e-7, 0.25."""
+    """A difference or an error, whose order of magnitude matters: 0, 1.2e-7, 0.25."""
     if number == 0 or 0.001 <= abs(number):
         return f"{number:.3g}"
     return f"{number:.1e}".replace("e-0", "e-")

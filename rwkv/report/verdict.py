@@ -12,7 +12,7 @@ LOSS = "val_loss"
 def verdict(comparison: Comparison) -> list[str]:
     """Sentences on the finished runs; none for a single kernel or without measurements.
 
-    If runs differ in more than kernel and seed, the sentence on the loss comes first: they were made for it.
+    If runs differ in more than kernel and seed, their purpose is the loss, and the sentence on it comes first.
     """
     if len(comparison.kernels) < 2:
         return []
@@ -36,7 +36,7 @@ def _fastest(comparison: Comparison) -> str:
 
 
 def _certainty(best: Kernel, others: list[Kernel]) -> str:
-    """How certain the order is, by the spread over the seeds."""
+    """A sentence on how certain the order of speeds is, by the spread over the seeds."""
     if min(len(kernel.values(SPEED)) for kernel in (best, *others)) < 2:
         return "With one run of a kernel nothing says how much its speed varies."
     close = [kernel.label for kernel in others if max(kernel.values(SPEED)) >= min(best.values(SPEED))]
@@ -63,7 +63,7 @@ def _ranked(comparison: Comparison, name: str) -> list[Kernel]:
 
 
 def speed_ratio(kernel: Kernel, comparison: Comparison) -> float | None:
-    """The kernel's throughput as a multiple of the reference's with the same other options; None where one was not measured."""
+    """The kernel's throughput divided by that of the reference with the same other options; None where one was not measured."""
     label = f"{comparison.reference}{kernel.label.removeprefix(kernel.runs[0].kernel)}"
     reference = next((one for one in comparison.kernels if one.label == label), None)
     speed = kernel.median(SPEED)

@@ -1,4 +1,4 @@
-"""Answers: the events of a request's texts as OpenAI's objects, whole or as server-sent events."""
+"""Answers: makes OpenAI's objects of the events of a request's texts, sent whole or as server-sent events."""
 
 import asyncio
 import time
@@ -21,16 +21,17 @@ from rwkv.tokenizer.decoders import Decoder
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 REASONS = {"length": "length", "stop": "stop", "end_of_text": "stop", "cancelled": "length", "no_token": "length"}
-SEND_TIMEOUT = 30                        # seconds in which a client must read something
+SEND_TIMEOUT = 30                        # seconds after which a client that reads nothing is cut off
 
 
 @dataclass
 class Shape:
-    """The form of an answer. before: text that precedes each text: the prompt with echo, or the beginning of a chat's answer.
+    """The form of an answer. before: the text that precedes each text: with echo the prompt, in a chat the answer's beginning.
 
-    n: texts of each prompt, one after the other. functions: names of those that the answer may call. call_start: the beginning
-    of a call that stands in the prompt. most_calls: further calls are not shown. thinks: answers may begin with thoughts, whose
-    beginning may be in `before`. after: the last ids before each prompt. saves: each text's end is kept as a state.
+    n: texts of each prompt, which follow each other. functions: the names of those that the answer may call. call_start: the
+    beginning of a call with which the prompt ends. most_calls: further calls are not shown. thinks: answers may begin with
+    thoughts; their first characters may be in `before`. after: the last ids before each prompt. saves: the end of each text is
+    kept as a state.
     """
 
     kind: str                            # "cmpl" or "chatcmpl"
@@ -61,7 +62,7 @@ class Shape:
 
 
 class Answer:
-    """An ASGI response: the texts of a ticket, which are cancelled when the client goes away."""
+    """An ASGI response: the texts of a ticket. They are cancelled when the client goes away."""
 
     def __init__(self, engine: RemoteEngine, ticket: Ticket, shape: Shape, stream: bool, timeout_s: float) -> None:
         self._engine = engine
@@ -78,7 +79,7 @@ class Answer:
         deadline = asyncio.get_running_loop().call_later(self._timeout_s, self._engine.cancel, self._ticket)
         try:
             await (self._send_stream(send) if self._stream else self._send_whole(scope, receive, send))
-        except (TimeoutError, asyncio.CancelledError):           # cancelled: the server ends at once
+        except (TimeoutError, asyncio.CancelledError):           # CancelledError: the server ends at once
             scope["state"]["abort"]()
         finally:
             deadline.cancel()
@@ -104,7 +105,7 @@ class Answer:
             return
         self._complete = True
         await self._finish()
-        # with the log-probabilities of a prompt an answer has megabytes, and other requests would wait while it is encoded
+        # With the log-probabilities of a prompt an answer has megabytes. Other requests would wait while it is encoded.
         response = await asyncio.to_thread(self._whole) if self._shape.echo_logprobs else self._whole()
         async with asyncio.timeout(SEND_TIMEOUT):
             await response(scope, receive, send)
@@ -113,7 +114,7 @@ class Answer:
         """Called when all events have come, before the end of the answer is sent."""
 
     def _told(self, error: ApiError) -> ApiError:
-        """The error as the client gets it."""
+        """The error that is sent to the client."""
         return error
 
     def _take(self, number: int, event: Event) -> None:
@@ -153,7 +154,7 @@ class Answer:
         yield b"data: [DONE]\n\n"
 
     def _usage(self) -> dict[str, Any]:
-        """As OpenAI's: the prompt of n texts counts once."""
+        """The counts of tokens in OpenAI's form. The prompt of n texts counts once."""
         of_prompts = [text.last for text in self._texts[::self._shape.n]]
         read = sum(event.prompt_tokens for event in of_prompts)
         written = sum(text.last.completion_tokens for text in self._texts)
@@ -212,7 +213,7 @@ class _Text:
 
     def pieces(self, event: Event) -> list[dict[str, Any]]:
         finished = event.finish_reason is not None
-        if self._shape.echo_logprobs:                    # the prompt's come with the last event: one chunk has all
+        if self._shape.echo_logprobs:                    # those of the prompt come with the last event: one chunk has all
             self.add(event)
             if not finished:
                 return []
@@ -267,7 +268,7 @@ class _Text:
                 "finish_reason": reason}
 
     def _state(self) -> dict[str, Any]:
-        """The id of the state at the text's end, where that was asked for; null where the text was cancelled."""
+        """The id of the state at the text's end, if one was asked for; null if the text was cancelled."""
         return {"state": self.last.state and self.last.state.id} if self._shape.saves else {}
 
     def _logprobs_of(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
@@ -278,7 +279,7 @@ class _Text:
         return self._legacy(entries)
 
     def _legacy(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
-        """The parallel lists of completions. With echo the prompt's tokens precede; the first has no log-probability."""
+        """The parallel lists of completions. With echo the prompt's tokens come first; the first one has no log-probability."""
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if self._shape.echo_logprobs:
             first = self._prompt[0]
@@ -293,7 +294,7 @@ class _Text:
             found["tokens"].append(token_string(entry))
             found["token_logprobs"].append(entry["logprob"])
             found["top_logprobs"].append(None if entry["logprob"] is None else top)
-            piece = self._decoder.push(entry["token"])           # may begin with a character that earlier tokens began
+            piece = self._decoder.push(entry["token"])           # its first character may be one that earlier tokens began
             found["text_offset"].append(self._offset + max(piece.find(entry["text"]), 0))
             self._offset += len(piece)
         return found
@@ -310,7 +311,7 @@ def _chat_token(entry: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
 
 
 def token_string(entry: dict[str, Any]) -> str:
-    """The token's text, or token_id:ID for one that is no whole character: different tokens have different strings."""
+    """The token's text, or token_id:ID if it is no whole character, so that different tokens have different strings."""
     text = entry["text"]
     return text if text and UNKNOWN not in text else f"token_id:{entry['token']}"
 

@@ -1,7 +1,7 @@
 """The endpoints: OpenAI's completions, chat completions and responses; states; vLLM's for the tokenizer; health, metrics, page.
 
-A handler reads a request's body (schema.py), makes texts of it for the engine (remote.py), and returns how their events become
-an answer (answers.py, responses.py).
+A handler reads a request's body (schema.py), submits texts to the engine (remote.py), and returns an object that turns their
+events into an answer (answers.py, responses.py).
 """
 
 import asyncio
@@ -57,10 +57,10 @@ from rwkv.serving.states import FORMS, Keeper, StateAnswer, owner_of, shown
 from rwkv.tokenizer.decoders import LAST_IDS
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-LONG = 2**16                             # bytes of a body that is read in a thread, not in the event loop
+LONG = 2**16                             # a body of more bytes is handled in a thread, not in the event loop
 COMPLETION_TOKENS = 16                   # max_tokens of a completion, OpenAI's
 OF_SAMPLING = tuple(item.name for item in fields(Sampling))
-OPEN_PATHS = ("/", "/health", "/ready")  # need no key
+OPEN_PATHS = ("/", "/health", "/ready")  # these need no key
 PAGE_HEADERS = {"content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
                                            "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
                 "x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
@@ -68,7 +68,7 @@ PAGE_HEADERS = {"content-security-policy": "default-src 'none'; script-src 'unsa
 
 @dataclass
 class Service:
-    """What the handlers share. sampling: as in Ready. model: the id of the checkpoint's own. stopping: refuse new texts."""
+    """What the handlers share. sampling: as in Ready. model: the id of the checkpoint's model. stopping: refuse new texts."""
 
     config: ServeConfig
     about: About
@@ -102,7 +102,7 @@ def _logged(app: ASGIApp) -> ASGIApp:
     async def logged(scope: Scope, receive: Receive, send: Send) -> None:
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
-                request = f"{scope['method']} {scope['raw_path'].decode('ascii')}"       # not decoded further: no line ends
+                request = f"{scope['method']} {scope['raw_path'].decode('ascii')}"       # %0A stays: the log gets no line end
                 say_refused(message["status"], request, scope["state"]["request_id"])
             await send(message)
 
@@ -112,7 +112,7 @@ def _logged(app: ASGIApp) -> ASGIApp:
 
 
 def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Request], Awaitable[Any]]:
-    """handlers: by method. HEAD is answered by that of GET."""
+    """handlers: by method. The one of GET also answers HEAD."""
     async def endpoint(request: Request) -> Any:
         try:
             check_origin(service.config, request.headers)
@@ -130,7 +130,7 @@ def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Re
 
 
 def _field_in(message: str) -> str | None:
-    """The request's field that a message begins with, such as messages[1].content or banned."""
+    """The request's field with which an error message begins, such as messages[1].content or banned; None for no field."""
     word = message.split(maxsplit=1)[0].rstrip(":,")
     held = ("messages", "tools", "response_format", "grammar")
     return word if word.startswith(held) or word in OF_SAMPLING else None
@@ -171,7 +171,7 @@ def _owner(request: Request) -> str:
 
 
 async def _body(service: Service, request: Request, least: int = 0) -> bytes:
-    """least: bytes that are allowed whatever max_body_mib is. Raises ApiError where it is too large."""
+    """The request's body. least: bytes that are allowed whatever max_body_mib is. Raises ApiError where it is too large."""
     limit = max(service.config.max_body_mib * MIB, least)
     too_large = ApiError(413, f"the body is larger than {limit // MIB} MiB", code="body_too_large")
     announced = request.headers.get("content-length", "0")
@@ -188,7 +188,7 @@ async def _body(service: Service, request: Request, least: int = 0) -> bytes:
 
 
 async def _worked(service: Service, request: Request, work: Callable[[Service, bytes], Result]) -> Result:
-    """work(service, body), in a thread where the body is long, so that no other request waits for it."""
+    """work(service, body). A long body is handled in a thread, so that no other request waits."""
     sent = await _body(service, request)
     return await asyncio.to_thread(work, service, sent) if len(sent) > LONG else work(service, sent)
 
@@ -280,9 +280,9 @@ def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[G
 
 
 def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
-    """How the answer is to begin. calls: it begins with a call, and so without thoughts.
+    """How the answer is to begin. calls: it must begin with a call, and so without thoughts.
 
-    Raises ApiError where the template has no form for what is asked; an effort that it has no form for is ignored.
+    Raises ApiError where the template has no form for what is asked; an effort without a form is ignored.
     """
     thinking = body.thinking(service.template.thinks)
     try:
@@ -297,7 +297,7 @@ def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
 
 
 def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | None, str]:
-    """The tools for the template, None for none; and how an answer begins that tool_choice demands to be a call.
+    """The tools for the template (None for no tools), and the answer's first text where tool_choice demands a call ("" else).
 
     Raises ApiError for a choice that the tools or the template do not allow.
     """
@@ -325,7 +325,7 @@ def _tools(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | 
 
 
 def _shown_tools(service: Service, tools: list[Tool] | None) -> list[dict[str, Any]] | None:
-    """The tools for the template. All get parameters, which templates expect; OpenAI's may lack them. Raises ApiError."""
+    """The tools for the template. Templates expect parameters, which a tool may lack: it gets empty ones. Raises ApiError."""
     if not tools:
         return None
     if not service.template.supports_tools:
@@ -339,8 +339,8 @@ def _shown_tools(service: Service, tools: list[Tool] | None) -> list[dict[str, A
 
 
 def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, begun: str, think: bool) -> Grammar | None:
-    """What the answer may be; None for any text. tools: it may call some. call_start: as _tools gives it. begun: the beginning
-    of thoughts at the end of the prompt. think: the answer may begin with thoughts.
+    """The grammar of the answer; None for any text. tools: the answer may call them. call_start: as _tools returns it. begun:
+    the beginning of thoughts with which the prompt ends. think: the answer may begin with thoughts.
 
     Raises ApiError where the form of a call is not known.
     """
@@ -359,7 +359,7 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
         answer = answer.or_else(calls) if answer else None
     if answer is None:
         strict = [function for function, tool in zip(functions, body.tools or (), strict=True) if tool.function.strict]
-        # A grammar allows no special token, and so no call that begins with one
+        # A grammar allows no special token, and so it cannot allow a call that begins with one
         can_hold = START not in service.tokenizer.special and service.tokenizer.has_bytes
         return Grammar.text_with_calls(strict) if tools and strict and can_hold else None
     if "</think" in begun:               # an empty thought, perhaps without the last ">"
@@ -382,7 +382,7 @@ async def _submitted(service: Service, texts: list[Generate]) -> Ticket:
 def _texts(service: Service, body: Options, ids: list[int], n: int, maximum: int, stops: tuple[str, ...],
            n_logprobs: int | None, prompt_logprobs: bool, grammar: Grammar | None,
            limit: str = "max_tokens", think: Think = False) -> list[Generate]:
-    """The n texts that continue a prompt, with consecutive seeds. limit: the name of the field `maximum`."""
+    """The n texts that continue a prompt, with consecutive seeds. limit: the name of the field that holds `maximum`."""
     if maximum > service.config.max_tokens:
         raise ApiError(400, f"{limit} is at most {service.config.max_tokens} on this server; got {maximum}", limit)
     seed = secrets.randbelow(2**62) if body.seed is None else body.seed
@@ -394,7 +394,7 @@ def _texts(service: Service, body: Options, ids: list[int], n: int, maximum: int
 
 def _with_states(service: Service, body: Options, texts: list[Generate], start: SavedState | None, owner: str, model: str,
                  turn: Turn | None = None) -> list[Generate]:
-    """The texts as continuations of `start`, each with a state for its end where the request asks for one."""
+    """The texts as continuations of `start`; if the request asks for it, each is to save its end as a new state."""
     return [replace(text, start=start, save=service.states.new(owner, turn, model) if body.save_state else None, model=model,
                     owner=owner) for text in texts]
 
@@ -426,7 +426,7 @@ def _ids(service: Service, prompt: str | list[int], param: str = "prompt", start
     if len(ids) > service.config.max_prompt_tokens:
         raise ApiError(400, f"{param} has {len(ids)} tokens, and this server reads at most {service.config.max_prompt_tokens}",
                        param, "context_length_exceeded")
-    follows = start is not None and start.tokens != 0            # a state that was learnt has read no token
+    follows = start is not None and start.tokens != 0            # a state that was trained has read no token
     return ids if ids or follows else [service.tokenizer.end_of_text]
 
 
@@ -450,7 +450,7 @@ def _include_usage(body: Options) -> bool:
 def _model(service: Service, name: str | None) -> str:
     """The adapter that a request names; "" for the checkpoint's own model. Raises ApiError for an unknown name.
 
-    A name may have a prefix, as gateways add: openai/NAME.
+    A name may have a prefix, such as gateways add: openai/NAME.
     """
     if name is None:
         return ""
@@ -466,7 +466,7 @@ def _model(service: Service, name: str | None) -> str:
 
 
 async def make_state(service: Service, request: Request) -> Any:
-    """From the content of a state file, or by reading a prompt or messages."""
+    """Makes a state from the content of a state file, or by reading a prompt or messages."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() in FORMS:
         content = await _body(service, request, least=2 * service.states.state_bytes + MIB)
         return _state(service, await service.engine.upload(service.states.new(_owner(request)), content))
@@ -476,7 +476,7 @@ async def make_state(service: Service, request: Request) -> Any:
 
 
 def _state_text(service: Service, sent: bytes, owner: str) -> Generate:
-    """A text without tokens, which ends with the state."""
+    """A text of 0 new tokens, whose end is saved as the state."""
     body = read(sent, StateRequest)
     model = _model(service, body.model)
     if (body.prompt is None) == (body.messages is None):
@@ -579,8 +579,8 @@ async def one_model(service: Service, request: Request) -> Response:
 
 
 def _shown_model(service: Service, name: str) -> dict[str, Any]:
-    """OpenAI's object, with vLLM's max_model_len, and with facts and defaults as meta. state_bytes: None where there is no room
-    for a state."""
+    """OpenAI's object for a model, with vLLM's max_model_len; meta has facts and defaults, and state_bytes is None where there
+    is no room for a state."""
     states = service.states
     meta = {**vars(service.about), "template": service.template.name,
             "state_bytes": states.state_bytes if states.has_room else None,
@@ -595,7 +595,7 @@ def _most_tokens(service: Service) -> dict[str, int]:
 
 
 async def tokenizer_info(service: Service, request: Request) -> Response:
-    """In vLLM's form, for lm-evaluation-harness's local-completions."""
+    """The tokenizer in vLLM's form, which local-completions of lm-evaluation-harness asks for."""
     end = service.tokenizer.end_of_text
     name = token_string({"token": end, "text": service.tokenizer.decode([end])})
     return json_response({"tokenizer_class": service.tokenizer.kind, "vocab_size": service.tokenizer.vocab_size,

@@ -1,6 +1,7 @@
 """uvicorn with what it lacks: deadlines for headers and bodies, a limit of connections, errors as JSON, and one way to stop.
 
-It also refuses requests that RFC 9112 lets no server answer, and gives each request an id, the answer's header x-request-id.
+It also refuses requests that a server must refuse by RFC 9112, and gives each request an id, which the answer has as its header
+x-request-id.
 """
 
 import asyncio
@@ -24,13 +25,13 @@ from rwkv.serving.log import say_refused
 
 UNREAD_S = 30                            # seconds after which a client that reads nothing of an answer is cut off
 MOST_HEADERS = 64 * 1024                 # bytes of a request's first line and headers
-REQUEST_ID = re.compile(rb"[!-~]{1,512}")            # of a client
+REQUEST_ID = re.compile(rb"[!-~]{1,512}")            # an id that a client may choose
 
 
 class Parser:
-    """httptools' parser without Upgrade, after which it would stop and lose the request's body.
+    """httptools' parser that ignores the header Upgrade; httptools' own stops at it and loses the request's body.
 
-    A server may ignore that header (RFC 9110, 7.8). Java's HttpClient sends `Upgrade: h2c` with every request.
+    A server may ignore the header (RFC 9110, 7.8). Java's HttpClient sends `Upgrade: h2c` with every request.
     """
 
     def __init__(self, protocol: "Protocol") -> None:
@@ -56,20 +57,20 @@ class Parser:
     def _head_without_upgrade(self) -> bytes:
         method = self._inner.get_method()
         version = self._inner.get_http_version().encode()
-        if method == b"CONNECT":         # a proxy's
+        if method == b"CONNECT":         # only proxies answer it
             raise httptools.HttpParserError("CONNECT")
         headers = [b"%s: %s" % header for header in self._protocol.headers if header[0] != b"upgrade"]
         return b"\r\n".join([b"%s %s HTTP/%s" % (method, self._protocol.url, version), *headers, b"", b""])
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection. receive_s: seconds in which a whole request must come. most: connections that may be open."""
+    """One connection. receive_s: the seconds in which a whole request must come. most: the number of open connections."""
 
     receive_s = 30.0
     most = 1024
 
     _deadline: asyncio.TimerHandle | None = None
-    _answered: Any = None                # uvicorn's cycle of the request that is answered now; self.cycle is of the last one
+    _answered: Any = None                # uvicorn's cycle of the request being answered; self.cycle: of the last one received
     _in_headers = True
     _received = 0
     _request_id: str | None = None       # of the request that is being received
@@ -154,7 +155,7 @@ class Protocol(HttpToolsProtocol):
         raise httptools.HttpParserError(self._mistake)
 
     def _use_path(self) -> None:
-        """Makes a path of a target that is a whole URL, whose host replaces the header Host."""
+        """If the request's target is a whole URL, keeps its path as the target, and its host as the header Host."""
         target = httptools.parse_url(self.url)
         if target.host is None:
             return
@@ -165,7 +166,7 @@ class Protocol(HttpToolsProtocol):
         self.headers[:] = [header for header in self.headers if header[0] != b"host"] + [(b"host", host)]
 
     def _name_request(self) -> str:
-        """The id that the client gave, if it is a valid one, or else a new one."""
+        """The id that the client has given, if it is valid, else a new one."""
         if self._request_id is None:
             given = next((value for name, value in self.headers or () if name == b"x-request-id"), b"")
             self._request_id = given.decode() if REQUEST_ID.fullmatch(given) else f"req_{uuid4().hex}"
@@ -178,7 +179,7 @@ class Protocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _watch_reader(self, unread_before: int) -> None:
-        """Cuts the connection if the client reads nothing: the transport would keep the unread bytes for ever."""
+        """Cuts the connection if the client has read nothing since the last call: its unread bytes would stay for ever."""
         unread = self.transport.get_write_buffer_size()
         if unread and unread == unread_before:
             self.transport.abort()
@@ -212,7 +213,7 @@ class Protocol(HttpToolsProtocol):
         return self._answered is not None and not self._answered.response_complete and not self._answered.more_body
 
     def _refuse(self, error: ApiError) -> None:
-        """Closes the connection, with the error as answer unless the application has begun to answer this request."""
+        """Closes the connection. The error is sent first, unless the application has begun to answer this request."""
         self._stop_deadline()
         between_requests = self._in_headers and self.cycle is not None and self.cycle.response_complete
         if self.cycle is None or between_requests or not self.cycle.response_started:
@@ -227,7 +228,7 @@ class Protocol(HttpToolsProtocol):
 
 
 def _send_without_chunks(cycle: Any) -> None:
-    """For HTTP/1.0, which has no chunks (RFC 9112, 6.1): a body without content-length ends with the connection."""
+    """HTTP/1.0 has no chunks (RFC 9112, 6.1): makes a body without content-length end with the connection."""
     send = cycle.send
     ends_with_connection = False
 
@@ -239,7 +240,7 @@ def _send_without_chunks(cycle: Any) -> None:
                 cycle.chunked_encoding = False
                 cycle.keep_alive = False
         elif ends_with_connection:
-            cycle.expected_content_length = len(message["body"])     # uvicorn compares it with the body's
+            cycle.expected_content_length = len(message["body"])     # uvicorn compares it with the length sent
         await send(message)
 
     cycle.send = sent

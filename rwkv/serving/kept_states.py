@@ -1,8 +1,8 @@
 """The states that clients keep, in the engine's process: in bounded memory and, with states_dir=, in a folder of bounded size.
 
-Without a folder the least recently used states are dropped when memory is full. With one each state is written when it is made,
-memory holds those used last, and the files used longest ago are deleted when the folder is full. A key that holds no more than
-an equal share of the room loses none to others.
+Without a folder the least recently used states are dropped when memory is full. With a folder each state is written when it is
+made, memory holds the states used last, and the files used longest ago are deleted when the folder is full. An API key whose
+states take no more than an equal share of the room loses none to others.
 """
 
 import os
@@ -26,15 +26,15 @@ from rwkv.serving.log import say
 from rwkv.serving.messages import SavedState, Turn
 
 NAME = re.compile(r"(state_[0-9a-f]{32})\.safetensors")
-OURS = "timemix-serve"                   # in the metadata of a file: what the server knows of a state
-MOST_UNWRITTEN = 8                       # states that wait to be written
+OURS = "timemix-serve"                   # the key of Known in the metadata of a file
+MOST_UNWRITTEN = 8                       # number of states that may wait to be written
 
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
 class Known(msgspec.Struct, omit_defaults=True):
-    """The server's own entry in a file's metadata. adapter: its digest. The others are as in SavedState."""
+    """The server's own entry in a file's metadata. adapter: the adapter's digest. name: SavedState.model. Others: as there."""
 
     owner: str = ""
     created: Number | None = None
@@ -50,9 +50,9 @@ class StateGone(UserError):
 
 
 class KeptStates:
-    """forms: by the name of each model. digests: of what was trained, by the adapter's name.
+    """forms: by the model's name. digests: of the trained values, by the adapter's name.
 
-    found: the states that the folder has from earlier, of other models too. Raises UserError for a folder that cannot be used.
+    found: the states that the folder has held before, also those of other models. Raises UserError for an unusable folder.
     """
 
     def __init__(self, config: ServeConfig, forms: Mapping[str, StateForm], digests: Mapping[str, str]) -> None:
@@ -71,7 +71,7 @@ class KeptStates:
 
     @property
     def nbytes(self) -> int:
-        """Of those in memory."""
+        """The size of the states in memory."""
         return self._memory.total
 
     def put(self, state: SavedState, context: PrefillResult) -> None:
@@ -81,7 +81,7 @@ class KeptStates:
         self._remember(state, context)
 
     def upload(self, state: SavedState, content: bytes) -> SavedState:
-        """Keeps the content of a state file as `state`. Raises UserError if no model here can use it."""
+        """Keeps the content of a state file as `state`. Raises UserError if no model of this server can use it."""
         try:
             metadata = metadata_of(content)
         except ValueError:
@@ -109,7 +109,7 @@ class KeptStates:
         try:
             self._settle(state_id)
             context = self._forms[state.model].read(path.read_bytes(), str(path))
-            os.utime(path)                               # tells the order of use after a restart
+            os.utime(path)                               # the times tell the order of use after a restart
         except (OSError, UserError) as error:
             self._files.remove(state_id)
             self._gone.append(state_id)
@@ -119,7 +119,7 @@ class KeptStates:
         return context
 
     def content(self, state: SavedState) -> bytes:
-        """The file of a state, for its owner. Raises StateGone."""
+        """The content of a state file for the client. Raises StateGone."""
         return self._content(replace(state, owner=""), self.get(state))
 
     def drop(self, state_id: str) -> None:
@@ -128,7 +128,7 @@ class KeptStates:
             self._delete(self._folder, state_id)
 
     def take_gone(self) -> list[str]:
-        """The ids of those that have been dropped for want of room, or lost, since the last call."""
+        """The ids of the states that were dropped for want of room, or lost, since the last call."""
         gone = self._gone
         self._gone = []
         return gone
@@ -163,7 +163,7 @@ class KeptStates:
             self._settle(next(iter(self._unwritten)))
 
     def _settle(self, wanted: str | None = None) -> None:
-        """Handles the files that have been written, and waits for `wanted`; one that could not be written is only in memory."""
+        """Handles finished writes, and waits for that of `wanted`. A state that could not be written is only in memory."""
         for state_id, future in [*self._unwritten.items()]:
             if not (future.done() or state_id == wanted):
                 continue
@@ -175,7 +175,7 @@ class KeptStates:
                     self._gone.append(state_id)
 
     def _delete(self, folder: Path, state_id: str) -> None:
-        """Also a file that is being written: the writer does one thing after the other."""
+        """Deletes a file, after it has been written: the writer does one thing after the other."""
         self._files.remove(state_id)
         self._unwritten.pop(state_id, None)
         self._writer.submit(self._path(folder, state_id).unlink, missing_ok=True)
@@ -223,9 +223,9 @@ class KeptStates:
     def _model_of(self, known: Known, metadata: dict[str, str]) -> str:
         """The name of the model that has read a file's state. Raises UserError where the server does not have it.
 
-        The adapter's content decides, so that an adapter may get another name; of several with the same content, which compute
-        the same, it is the one that has the name in the file. A file of another program has only the fingerprint of the
-        weights, which adapters may share.
+        The adapter's digest decides, so an adapter may get another name. Adapters with the same digest compute the same; among
+        them the name in the file decides. A file of another program has only the fingerprint of the weights, which several
+        adapters may share.
         """
         if known.adapter is None:
             names = [name for name, form in self._forms.items() if form.identity["model"] == metadata.get("model")] or [""]

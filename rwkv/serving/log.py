@@ -1,4 +1,4 @@
-"""What the server tells people, on standard error."""
+"""Messages of the server for people, on standard error."""
 
 import sys
 
@@ -10,5 +10,5 @@ def say(subject: str, text: str) -> None:
 
 
 def say_refused(status: int, request: str, request_id: str) -> None:
-    """request: its method and path."""
+    """request: the method and the path."""
     say("refused" if status < 500 else "failed", f"{status} {request[:200]} {request_id}")

@@ -1,4 +1,4 @@
-"""Log-probabilities of the text that is shown: without calls of tools, stop strings, and white space before an answer."""
+"""Log-probabilities of the text that is shown, which lacks calls of tools, stop strings, and white space before an answer."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,22 +7,22 @@ from typing import Any
 from rwkv.tokenizer.decoders import Decoder
 
 Entry = dict[str, Any]                   # of Sample.logprobs
-UNKNOWN = "\ufffd"                       # in the text of a token that is not a whole character
+UNKNOWN = "\ufffd"                       # stands in the text of a token that is not a whole character
 Span = tuple[int, int]                   # start and end, in characters, in the text that the model wrote
 
 
 class ShownTokens:
-    """The entries of the tokens that a model wrote, cut to the text that is shown, so that they add up to it.
+    """Takes the entries of the tokens that a model writes, and returns those of the shown text. Their texts add up to it.
 
     Tokens that are parts of one character are kept or left out together.
     """
 
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._parts: list[Entry] = []    # tokens that end within a character
+        self._parts: list[Entry] = []    # tokens whose last character is still incomplete
         self._groups: deque[tuple[list[Entry], str]] = deque()       # tokens, and the text that the last of them completes
         self._shown: list[Span] = []
-        self._place = 0                  # of the first group, in characters
+        self._place = 0                  # where the first group begins, in characters
 
     def add(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
@@ -35,7 +35,7 @@ class ShownTokens:
         self._shown += spans
 
     def take(self, decided: int) -> list[Entry]:
-        """The entries of tokens before the place `decided`, up to which it is known which text is shown."""
+        """The entries of the tokens before the place `decided`. The text before it is known to be shown or not."""
         found: list[Entry] = []
         while self._groups and self._place + len(self._groups[0][1]) <= decided:
             entries, text = self._groups.popleft()
@@ -53,12 +53,12 @@ class ShownTokens:
 
 
 def _cut(entries: list[Entry], text: str, shown: str) -> list[Entry]:
-    """A group's entries for the `shown` part of its text: the last token gets it, and earlier ones the characters that the last
-    one did not complete."""
+    """A group's entries for the `shown` part of its text. The last token gets it, except for characters that earlier tokens
+    began and the last one did not complete."""
     if shown == text:
         return entries
     *earlier, last = entries
-    broken = text.removesuffix(last["text"])     # characters that earlier tokens began and the last one did not complete
+    broken = text.removesuffix(last["text"])     # those characters
     if not broken or broken.strip(UNKNOWN) or UNKNOWN in last["text"] or not shown.startswith(broken):
         earlier = []
         broken = ""

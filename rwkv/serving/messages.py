@@ -1,4 +1,4 @@
-"""The messages between the process with HTTP and the process with the engine."""
+"""The messages between the process that serves HTTP and the process with the engine."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,8 +13,8 @@ from rwkv.generation.grammar import Grammar
 class Turn:
     """The end of a conversation whose state is kept.
 
-    role: of the last message. tail: what the state has read after that message's text, such as a stop string; the rendered text
-    of the next turn begins with it. tools, template: digests of those that the conversation was rendered with.
+    role: of the last message. tail: the text that the state has read after that message, such as a stop string; the rendered
+    next turn begins with it. tools, template: digests of the tools and the template that rendered the conversation.
     """
 
     role: str
@@ -25,12 +25,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class SavedState:
-    """A state that a client keeps, without its content, which the engine's process holds.
+    """Describes a state that a client keeps. Its content is in the engine's process.
 
-    id: "" for the state that all texts of an adapter begin with. owner: a digest of the key that made it. tokens: the number
-    that it has read; None for a file that does not say. last_ids: as in PrefillResult. turn: None for a state that is not
-    known to be a conversation's. refusal: the reason why no model of this server can use it. model: the adapter that has read
-    it; "" for the checkpoint's own model.
+    id: "" for the state that all texts of an adapter begin with. owner: a digest of the API key that made it. tokens: how many
+    it has read; None for a file that does not state it. last_ids: as in PrefillResult. turn: None if the state is not known to
+    be a conversation's. refusal: why no model of this server can use it. model: the adapter that has read it; "" for the
+    checkpoint's own model.
     """
 
     id: str
@@ -46,7 +46,7 @@ class SavedState:
 
 @dataclass(frozen=True)
 class About:
-    """Facts of the model for clients. trained_tokens: of the longest texts that it was trained with, where that is known."""
+    """Facts about the model for clients. trained_tokens: length of the longest texts it was trained with; None if unknown."""
 
     generation: str
     parameters: int
@@ -56,12 +56,12 @@ class About:
 
 @dataclass(frozen=True)
 class Ready:
-    """The model is loaded.
+    """Says that the model is loaded.
 
     tokenizer: its definition, for Tokenizer.from_dict. template: the chat template's name. plan: lines (subject, text) for
-    people. states: those that states_dir= holds from earlier. state_bytes: the size of one state. sampling: the defaults of
-    requests, by how the answer begins; those of False also hold for texts without a chat template. adapters: by name, the state
-    that their texts begin with; None for the empty one.
+    people. states: those that states_dir= already holds. state_bytes: the size of one state. sampling: the defaults of
+    requests, by how the answer begins; the entry of False is also for texts without a chat template. adapters: by name, the
+    state that the adapter's texts begin with; None for the empty one.
     """
 
     about: About
@@ -76,7 +76,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Failed:
-    """The engine's process ends. mistake: it is a user's mistake, and the reason is one sentence."""
+    """Says that the engine's process ends. mistake: it is a user's mistake, and the reason is one sentence."""
 
     reason: str
     mistake: bool
@@ -84,10 +84,10 @@ class Failed:
 
 @dataclass(frozen=True)
 class Generate:
-    """One text to generate. stream: send its pieces as they come, not all at the end.
+    """Asks for one text. stream: send its pieces as they come, not all at the end.
 
-    start: the state that it continues. save: keep its end as this state, whose tokens, bytes and last_ids are not yet known.
-    model, owner: as in SavedState.
+    start: the state that it continues. save: keep its end as this state; tokens, bytes and last_ids are filled in then. model,
+    owner: as in SavedState.
     """
 
     id: int
@@ -113,7 +113,7 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Upload:
-    """Keep the content of a state file as `state`. The Reply has that state with what the file says of it."""
+    """Asks to keep the content of a state file as `state`. The Reply has that state, with what the file says about it."""
 
     id: int
     state: SavedState
@@ -137,7 +137,7 @@ ToEngine = list[Generate] | Cancel | Upload | Download | Drop
 
 @dataclass(frozen=True)
 class Reply:
-    """To an Upload or a Download. error: why it cannot be done. state_gone: as in Event."""
+    """Answers an Upload or a Download. error: why it cannot be done. state_gone: as in Event."""
 
     id: int
     value: SavedState | bytes | None = None
@@ -147,9 +147,10 @@ class Reply:
 
 @dataclass
 class Event:
-    """News of a text. finish_reason, the counts of tokens and prompt_logprobs come with the last one of it.
+    """What is new in a text. Its last Event has finish_reason, the counts of tokens, prompt_logprobs and state.
 
-    state: its end, which was kept. error: why the text cannot be generated. state_gone: the state that it continues is gone.
+    state: the state kept at the text's end. error: why the text cannot be generated. state_gone: because the state that it
+    continues is gone.
     """
 
     id: int
@@ -167,7 +168,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Step:
-    """The events of one step of the engine. state_bytes: of the clients' states in memory. gone: states dropped or lost."""
+    """The events of one step of the engine. state_bytes: of clients' states in memory. gone: ids of states dropped or lost."""
 
     events: list[Event]
     cache_bytes: int

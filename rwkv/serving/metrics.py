@@ -12,7 +12,7 @@ SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5
 
 
 class Metrics:
-    """Counts the engine's events. rows, queue: functions that give the present number of texts."""
+    """Counts the engine's events. rows, queue: return the number of texts that are generated now, and that wait."""
 
     def __init__(self, rows: Callable[[], int], queue: Callable[[], int]) -> None:
         self._registry = registry = CollectorRegistry()
@@ -30,7 +30,7 @@ class Metrics:
         Gauge("timemix_rows", "Texts that are generated now", registry=registry).set_function(rows)
         Gauge("timemix_queue", "Texts that wait", registry=registry).set_function(queue)
         Gauge("timemix_http_resident_bytes", "Memory of the process with HTTP", registry=registry).set_function(resident_memory)
-        # Of each text the time of its last event; negative: the time at which it began, before its first event
+        # By the text's id: the time of its last event, or, before its first event, the negative time of its request
         self._last: dict[int, float] = {}
 
     def begin(self, ids: list[int]) -> None:

@@ -21,7 +21,7 @@ Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
 class Endpoint(NamedTuple):
-    """One method of one path. body: the type of a JSON body. upload: the media type of another body that it takes."""
+    """One method of one path. body: the type of its JSON body. upload: the media type of another body that it accepts."""
 
     path: str
     method: str

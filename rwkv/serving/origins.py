@@ -1,7 +1,8 @@
 """Cross-origin and DNS-rebinding checks, for a server without a key.
 
-A page of another site can send requests to this machine: the header Origin names the site. It can also let its own domain point
-to this machine (DNS rebinding), so that the browser lets it read the answers: the header Host names that domain.
+A page of another site can send requests to this machine; the header Origin names the site. Its owner can also let the site's
+domain point to this machine (DNS rebinding), so that the browser lets the page read the answers; the header Host names that
+domain.
 """
 
 import ipaddress
@@ -35,7 +36,7 @@ def _place(origin: str) -> str:
 
 
 def _is_near(host: str) -> bool:
-    """Whether no site of the internet can have the name: it is an address, or a name of this machine or its network."""
+    """Whether the host is an address, or a name of this machine or its network, which no site of the internet can have."""
     try:
         name = urlsplit(f"//{host}").hostname or ""
     except ValueError:

@@ -1,7 +1,7 @@
-"""The engine as HTTP sees it: a process of its own, a queue before it, and the events of each request.
+"""The engine's process as the HTTP process sees it: starts it, queues requests, and delivers the events of each request.
 
-All of this runs in the event loop, except two threads: one receives from the engine's process and one sends to it, so that
-neither a long message nor a long step holds up HTTP.
+The code runs in the event loop, except for two threads: one receives from the engine's process and one sends to it, so that
+neither a long message nor a long step delays HTTP.
 """
 
 import asyncio
@@ -34,11 +34,11 @@ from rwkv.serving.messages import (
     Upload,
 )
 
-UNREAD = 256                             # events of a text that wait for a reader, before it counts as asleep
+UNREAD = 256                             # a client that leaves more events of a text unread is cut off
 RETRY_AFTER = 1                          # seconds
 ENDED = "the engine has ended; the server's log says why"
 
-Work = Callable[[Connection, ServeConfig], None]         # all that the engine's process does
+Work = Callable[[Connection, ServeConfig], None]         # the main function of the engine's process
 
 
 def _refusal(of: Event | Reply) -> ApiError:
@@ -47,7 +47,7 @@ def _refusal(of: Event | Reply) -> ApiError:
 
 
 class Ticket:
-    """The texts of one HTTP request. Iterating gives (number of the text, event) until each text has ended."""
+    """The texts of one HTTP request. Iterating yields (number of the text, event) until all texts have ended."""
 
     def __init__(self, texts: list[Generate]) -> None:
         self.texts = texts
@@ -75,11 +75,11 @@ class Ticket:
 
 
 class RemoteEngine:
-    """Starts the process, which does `work`, and keeps at most max_rows texts in it; max_queue more may wait.
+    """Starts the engine's process, whose main function is `work`. At most max_rows texts are in it; max_queue more may wait.
 
-    states: the states that clients keep, by id; the process holds their content. adapters: as in Ready. failed: the reason why
-    the process has ended. observe: called with each Step, for the metrics. report: called with the reason if the process ends
-    by itself.
+    states: the states that clients keep, by id; the process holds their content. adapters: as in Ready. failed: why the process
+    has ended; None while it runs. observe: called with each Step, for the metrics. report: called with the reason if the
+    process ends by itself.
     """
 
     def __init__(self, config: ServeConfig, work: Work) -> None:
@@ -117,7 +117,7 @@ class RemoteEngine:
         return message
 
     def attach(self, loop: asyncio.AbstractEventLoop) -> None:
-        """From now on events are delivered in this loop."""
+        """Begins to deliver events, in this loop."""
         self._attached = True
         Thread(target=self._receive, args=(loop,), daemon=True).start()
         Thread(target=self._send, daemon=True).start()
@@ -144,12 +144,12 @@ class RemoteEngine:
         return ticket
 
     async def upload(self, state: SavedState, content: bytes) -> SavedState:
-        """Keeps the state in a state file's `content` under the id of `state`. Raises ApiError if no model here can use it."""
+        """Keeps a state file's content under the id of `state`. Raises ApiError if no model of this server can use it."""
         found: SavedState = await self._ask(Upload(next(self._ids), state, content))
         return found
 
     async def download(self, state: SavedState) -> bytes:
-        """The file of a state. Raises ApiError where it is gone."""
+        """The content of a state's file. Raises ApiError where the state is gone."""
         content: bytes = await self._ask(Download(next(self._ids), state))
         return content
 
@@ -178,7 +178,7 @@ class RemoteEngine:
             ticket.put(ApiError(503, "the request has waited too long, or the server is stopping", code="not_begun",
                                 retry_after=RETRY_AFTER))
             self.observe(Step([Event(text.id, finish_reason="cancelled") for text in ticket.texts], *self._held))
-            self._start_waiting()                        # those behind it may need less room
+            self._start_waiting()                        # the next tickets may need less room
             return
         for text in ticket.texts:
             if text.id in self._running:
@@ -189,7 +189,7 @@ class RemoteEngine:
             self.cancel(ticket)
 
     def close(self) -> None:
-        """Ends the process: at once if it still loads the model, or if a signal interrupts the wait for its end."""
+        """Ends the process. It is killed if it still loads the model, and if a signal interrupts the wait for its end."""
         try:
             if self._attached:
                 self._outbox.put(None)
@@ -209,7 +209,7 @@ class RemoteEngine:
             ticket = self._running[event.id]
             if event.state is not None:
                 self.states[event.state.id] = event.state
-                if ticket.cancelled:     # no client gets its id
+                if ticket.cancelled:     # no client learns its id
                     self.drop(event.state)
                     event.state = None
             if event.finish_reason is not None or event.error is not None:
@@ -265,6 +265,6 @@ class RemoteEngine:
             try:
                 self._connection.send(message)
             except OSError:
-                return                   # _receive notices it too
+                return                   # _receive fails too and reports it
             if message is None:
                 return

@@ -1,9 +1,9 @@
-"""/v1/responses: OpenAI's Responses by its documented form, each of them a conversation whose end is kept as a state.
+"""/v1/responses: OpenAI's Responses in their documented form. Each is a conversation whose end is kept as a state.
 
-A request becomes one for a chat completion, whose text comes back as items: thoughts, a message, calls. A response is stored
-with the items of its input and output and with its end as a state; previous_response_id goes on from that state, so that
-nothing is read again. If the state has been dropped, or if the instructions or the tools have changed, which stand at a
-conversation's beginning, the items of all responses before are read once more.
+A request is turned into one for a chat completion, and its text into items: thoughts, a message, calls. A response is stored
+with the items of its input and output and with its end as a state. previous_response_id continues that state, so nothing is
+read again. If the state has been dropped, or if the instructions or the tools, which begin a conversation, have changed, the
+items of all earlier responses are read again.
 """
 
 import asyncio
@@ -32,16 +32,17 @@ from rwkv.serving.schema import ChatRequest, ResponseRequest, converted
 from rwkv.serving.states import Keeper
 
 NAME = re.compile(r"(resp_[0-9a-f]{32})\.json")
-LOGPROBS = "message.output_text.logprobs"        # of include
+LOGPROBS = "message.output_text.logprobs"        # a value in `include`
 RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
            "response_format": "text.format"}     # fields of chat completions, and their names here
-OWN = ("tools", "tool_choice", "stream_options", "store", "metadata", "save_state", "top_logprobs")      # not copied unchanged
-TEXTS = ("input_text", "output_text", "text", "refusal")         # kinds of content that are text
+# Fields that a ChatRequest also has, but that are not copied to it unchanged
+OWN = ("tools", "tool_choice", "stream_options", "store", "metadata", "save_state", "top_logprobs")
+TEXTS = ("input_text", "output_text", "text", "refusal")         # types of content that are text
 NO_TEXT = {"input_image": "an image", "input_file": "a file", "input_audio": "audio"}
 
 
 class Stored(msgspec.Struct):
-    """input: the items of the request. state: the id of the state at its end. kept: that state outlives the response."""
+    """input: the request's items. state: the id of the state at the response's end. kept: the state outlives the response."""
 
     owner: str
     response: dict[str, Any]
@@ -51,8 +52,8 @@ class Stored(msgspec.Struct):
 
 
 class Responses:
-    """The stored responses, in at most responses_mib of memory; those used longest ago are dropped, but none of a key that
-    holds no more than an equal share. With states_dir each is also a file.
+    """The stored responses, in at most responses_mib of memory. The ones used longest ago are dropped, but not those of an API
+    key that holds no more than an equal share. With states_dir each response is also a file.
     """
 
     def __init__(self, config: ServeConfig, engine: RemoteEngine) -> None:
@@ -72,13 +73,13 @@ class Responses:
                 self._remember(path.stem, stored.owner, content)
 
     def get(self, response_id: str, owner: str, field: str | None = None) -> Stored:
-        """field: the request's field that names it. Raises ApiError where the owner has no such response."""
+        """field: the request's field that names the response. Raises ApiError where the owner has no such response."""
         content = self._kept.get(response_id)
         stored = msgspec.json.decode(content, type=Stored) if content else None
         if stored is None or stored.owner != owner:
             raise ApiError(404, f"there is no response {response_id[:100]!r}: it was not made with this key or not stored, or "
                                 "it has been deleted, or dropped for want of room", field, "response_not_found")
-        with suppress(KeyError):         # dropped meanwhile: a long request is read in another thread
+        with suppress(KeyError):         # it may just have been dropped: long requests are read in another thread
             self._shares.use(response_id)
         return stored
 
@@ -112,7 +113,7 @@ class Responses:
 
 @dataclass
 class Asked:
-    """A request with its items, and with its tools as the answer repeats them."""
+    """A request, its items, and its tools in the form in which the answer repeats them."""
 
     body: ResponseRequest
     owner: str
@@ -123,10 +124,10 @@ class Asked:
 def ask(body: ResponseRequest, owner: str, model: str, kept: Responses, states: Keeper,
         shown_tools: Callable[[ChatRequest], Any],
         chat: Callable[[ChatRequest], tuple[list[Generate], Shape]]) -> tuple[list[Generate], Shape, Asked]:
-    """The text that answers a request. model: as in Generate. shown_tools: gives a chat request's tools in the template's form.
-    chat: gives a chat request's texts.
+    """The text that answers a request. model: as in Generate. shown_tools: returns a chat request's tools in the template's
+    form. chat: returns a chat request's texts.
 
-    Raises ApiError with the names of fields of a ResponseRequest.
+    Raises ApiError with field names of a ResponseRequest.
     """
     if body.background:
         raise ApiError(400, "background is not supported by this server: send stream, and read the answer as it comes",
@@ -156,7 +157,7 @@ def ask(body: ResponseRequest, owner: str, model: str, kept: Responses, states: 
 
 
 def _start(previous: Stored, asked: Asked, model: str, states: Keeper, tools: Any) -> SavedState | None:
-    """The state to go on from; None where the conversation's beginning or the model has changed, or the state is gone."""
+    """The state to continue; None where the conversation's beginning or the model has changed, or the state is gone."""
     state = states.engine.states.get(previous.state or "")
     same = previous.response["instructions"] == asked.body.instructions
     if state is None or state.refusal is not None or state.model != model or not same or not states.goes_on(state, tools):
@@ -165,7 +166,7 @@ def _start(previous: Stored, asked: Asked, model: str, states: Keeper, tools: An
 
 
 def _items_up_to(last: Stored, owner: str, kept: Responses) -> list[dict[str, Any]]:
-    """The items of a response and of all before it. Raises ApiError where one of those is gone."""
+    """The items of a response and of all responses before it. Raises ApiError where one of those is gone."""
     parts = [[*last.input, *last.response["output"]]]
     while (earlier := last.response["previous_response_id"]) is not None:
         last = kept.get(earlier, owner, "previous_response_id")
@@ -188,7 +189,7 @@ def _chat_request(asked: Asked, items: list[dict[str, Any]], instructions: bool 
     form = body.text.format if body.text else None
     if form == {"type": "text"}:
         form = None
-    elif form and form.get("type") == "json_schema":     # chat completions have the schema and its name within another object
+    elif form and form.get("type") == "json_schema":     # chat completions have these fields inside another object
         form = {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
     tools = [{"type": tool.pop("type"), "function": tool} for tool in map(msgspec.to_builtins, body.tools or ())]
     more = {"tools": tools or None, "tool_choice": choice,
@@ -201,7 +202,7 @@ def _chat_request(asked: Asked, items: list[dict[str, Any]], instructions: bool 
 
 
 def renamed(error: ApiError) -> ApiError:
-    """The error of a chat request with the names that its fields have here."""
+    """The error of a chat request with the field names of a response request."""
     content = error.body["error"]
     message = content["message"] or ""
     param = content["param"]
@@ -213,7 +214,7 @@ def renamed(error: ApiError) -> ApiError:
 
 
 def input_items(given: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """The items of a request, each with an id, a message with a list of contents. Raises ApiError with a wrong item's place."""
+    """The items of a request, each with an id; a message's content is a list. Raises ApiError with a wrong item's place."""
     if given is None:
         return []
     if isinstance(given, str):
@@ -277,9 +278,9 @@ def _contents(given: Any, role: str, where: str) -> list[dict[str, Any]]:
 
 
 def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items as messages of a chat: thoughts, a text and calls that follow each other are one answer."""
+    """The items as messages of a chat. Thoughts, a text and calls that follow each other become one answer."""
     found: list[dict[str, Any]] = []
-    answer: dict[str, Any] | None = None         # the last message, where further items may belong to it
+    answer: dict[str, Any] | None = None         # the last message, if it is an answer, to which the next items may belong
     for item in items:
         kind = item["type"]
         if kind == "function_call_output":
@@ -310,11 +311,11 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class Output:
-    """The items of an answer while it comes, and the events for them, which lack their sequence_number."""
+    """Makes the items of an answer while it comes, and yields the events for them, still without sequence_number."""
 
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
-        self._open = False               # the last item may go on
+        self._open = False               # the last item may get more text
 
     def add(self, thoughts: str, text: str, calls: list[dict[str, Any]],
             logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
@@ -327,7 +328,7 @@ class Output:
             yield from self._add_call(call)
 
     def close(self, status: str) -> Iterator[dict[str, Any]]:
-        """Ends the last item, if it is open."""
+        """Ends the last item if it is open."""
         if not self._open:
             return
         self._open = False
@@ -355,7 +356,7 @@ class Output:
             yield {"type": "response.reasoning_text.delta", **self._place(), "delta": text}
 
     def begin(self, kind: str) -> Iterator[dict[str, Any]]:
-        """A new item, a message or thoughts, still without text."""
+        """Adds a message or thoughts, still without text."""
         if kind == "message":
             item: dict[str, Any] = {"id": f"msg_{secrets.token_hex(16)}", "type": kind, "role": "assistant"}
             part: dict[str, Any] = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
@@ -401,7 +402,8 @@ class ResponseAnswer(Answer):
             pass
 
     def _told(self, error: ApiError) -> ApiError:
-        """A client that names a response does not know its state. Once that is lost, another try reads the items."""
+        """A lost state is another error for a client that has named a response: the client does not know the state, and a
+        second try reads the items instead."""
         if self._asked.body.previous_response_id is None or error.body["error"]["code"] != STATE_GONE:
             return error
         return ApiError(503, "the state of the response that previous_response_id names has just been lost: send this request "
@@ -483,7 +485,7 @@ class ResponseAnswer(Answer):
 
     def _counts(self) -> dict[str, Any]:
         usage = self._usage()
-        # the engine does not count thoughts apart: they are encoded here, perhaps in other tokens than were drawn
+        # The engine does not count the tokens of thoughts: they are encoded here, perhaps into other tokens than were drawn
         thoughts = "".join(item["content"][0]["text"] for item in self._output.items if item["type"] == "reasoning")
         return {"input_tokens": usage["prompt_tokens"],
                 "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},

@@ -1,7 +1,7 @@
-"""The bodies of requests: fields, types and ranges, which are OpenAI's where it has them.
+"""The bodies of requests: fields, types and ranges. Where OpenAI has the field, they are OpenAI's.
 
-OpenAI's fields that change no text are accepted and ignored; fields for what this server cannot do, and unknown ones, are
-refused. An optional field may be null, which means the same as leaving it out.
+OpenAI's fields that do not change the text are accepted and ignored. Fields for things that this server cannot do, and unknown
+fields, are refused. null in an optional field means the same as leaving it out.
 """
 
 import math
@@ -58,7 +58,7 @@ class SchemaFormat(msgspec.Struct, tag="json_schema", tag_field="type", forbid_u
 
 
 class GrammarText(msgspec.Struct, forbid_unknown_fields=True):
-    """In the form of OpenAI's custom tools."""
+    """A grammar in the form that OpenAI's custom tools have."""
 
     syntax: Literal["lark", "regex"]
     definition: Annotated[str, msgspec.Meta(min_length=1)]
@@ -75,7 +75,7 @@ def _field(item: Field) -> tuple[str, Any, None]:
     return item.name, Annotated[kinds[item.type] | None, msgspec.Meta(description=item.metadata["help"])], None
 
 
-if TYPE_CHECKING:                        # a class that is made while the program runs has no fields for mypy
+if TYPE_CHECKING:                        # mypy sees no fields in a class that is made at run time
     SamplingFields = msgspec.Struct
 else:
     SamplingFields = msgspec.defstruct("SamplingFields", map(_field, fields(Sampling)), kw_only=True)
@@ -125,13 +125,13 @@ class Options(Shared, forbid_unknown_fields=True, kw_only=True):
             made = Grammar.lark if self.grammar.syntax == "lark" else Grammar.regex
             return made(self.grammar.definition, "grammar.definition")
         if isinstance(self.response_format, ObjectFormat):
-            return Grammar.json_object("response_format")
+            return Grammar.json_schema({"type": "object"}, "response_format")
         if isinstance(self.response_format, SchemaFormat):
             return Grammar.json_schema(self.response_format.json_schema.schema, "response_format.json_schema.schema")
         return None
 
     def sampling(self, otherwise: Sampling, tokenizer: Tokenizer) -> Sampling:
-        """The request's options, the others from `otherwise`. Raises UserError for ids outside the vocabulary."""
+        """The request's options; `otherwise` has those that it lacks. Raises UserError for ids outside the vocabulary."""
         given: dict[str, Any] = {}
         for item in fields(Sampling):
             value = getattr(self, item.name)
@@ -142,7 +142,7 @@ class Options(Shared, forbid_unknown_fields=True, kw_only=True):
             given[item.name] = value
         sampling = replace(otherwise, **given)
         sampling.check_ids(tokenizer.vocab_size)
-        # ids instead of texts: the engine should not encode while other texts wait
+        # Texts are encoded here, so that the engine need not do it while other texts wait
         return replace(sampling, no_penalty=sampling.ids_without_penalty(tokenizer))
 
 
@@ -188,8 +188,8 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Thinking(NamedTuple):
-    """think, effort: as in ChatTemplate.render. field: the request's field that decided this; "" for none. wish: the request
-    gave only an effort.
+    """think, effort: as in ChatTemplate.render. field: the request's field that decided `think`; "" for none. wish: the request
+    has no such field but an effort, so a template that cannot fulfil it is no error.
     """
 
     think: Think
@@ -221,7 +221,7 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     moderation: None = None
 
     def thinking(self, thinks: bool) -> Thinking:
-        """How the answer is to begin. thinks: the template has thoughts; otherwise an effort has no effect.
+        """How the answer is to begin. thinks: whether the template has thoughts; if not, an effort has no effect.
 
         Raises ApiError where fields contradict each other.
         """
@@ -242,7 +242,7 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
 
 
 class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    """A function, which chat completions have within another object."""
+    """A function. Chat completions have these fields inside another object."""
 
     type: Literal["function"]
     name: Name
@@ -330,7 +330,7 @@ UNSUPPORTED = {
 
 
 def read(body: bytes, kind: type[Body]) -> Body:
-    """Raises ApiError with the field's name."""
+    """The body as a `kind`. Raises ApiError with the field's name."""
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
@@ -340,7 +340,7 @@ def read(body: bytes, kind: type[Body]) -> Body:
 
 
 def converted(fields: dict[str, Any], kind: type[Body]) -> Body:
-    """Raises ApiError as read does."""
+    """The fields as a `kind`. Raises ApiError as read does."""
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:

@@ -26,7 +26,7 @@ from rwkv.serving.responses import Responses
 from rwkv.serving.states import Keeper
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-LONG = "a long text. " * 6000            # more characters than SHORT of rwkv/tokenizer/world.py: its library is loaded
+LONG = "a long text. " * 6000            # longer than SHORT of rwkv/tokenizer/world.py, which therefore loads its library
 AFTER_GRACE = 10                         # seconds for the last events to be written
 
 
@@ -69,14 +69,14 @@ def _bind(config: ServeConfig) -> socket.socket:
         listener.listen()                # another server can still bind the port until somebody listens
     except OSError as error:
         listener.close()
-        instead = "; take another one, or port=0 for any that is free" if error.errno == errno.EADDRINUSE else ""
+        instead = "; take another port, or port=0 for any that is free" if error.errno == errno.EADDRINUSE else ""
         raise UserError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}{instead}") from None
     return listener
 
 
 def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: socket.socket) -> None:
     tokenizer = Tokenizer.from_dict(ready.tokenizer)
-    tokenizer.encode(LONG)               # so that the first long prompt need not wait for it
+    tokenizer.encode(LONG)               # so that the first long prompt need not wait for the library
     template = for_tokenizer(chat_template(ready.template), tokenizer)
     service = Service(config, ready.about, ready.sampling, engine, tokenizer, template,
                       Metrics(lambda: engine.n_running, lambda: engine.n_waiting),

@@ -1,8 +1,8 @@
-"""States as values of the interface: who owns one, which requests it fits, and how a prompt goes on from it.
+"""States in the HTTP interface: who owns one, which requests it fits, and how a prompt continues it.
 
-A conversation's state has read the turns so far, and a request that continues it has only the turns after those. They are
-rendered after a stand-in for the last message that was read, because templates write a turn in one way at the beginning of a
-text and in another after other turns. The rendered text up to the stand-in is dropped.
+A conversation's state has read the turns so far; a request that continues it has only the turns after them. Templates write the
+first turn of a text otherwise than later ones. So the new turns are rendered after a stand-in for the last message that was
+read, and the rendered text up to the stand-in is dropped.
 """
 
 import hashlib
@@ -28,7 +28,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 FORMS = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")         # media types of a file
 STAND_IN = secrets.token_hex(16)
-BEFORE: dict[str, list[dict[str, Any]]] = {      # turns that a template may demand before the stand-in's, by its role
+BEFORE: dict[str, list[dict[str, Any]]] = {      # turns that a template may demand before the stand-in, by the stand-in's role
     "assistant": [{"role": "user", "content": "."}],
     "tool": [{"role": "user", "content": "."}, {"role": "assistant", "content": "", "tool_calls": [
         {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {}}}]}]}
@@ -36,7 +36,7 @@ BEFORE: dict[str, list[dict[str, Any]]] = {      # turns that a template may dem
 
 @dataclass
 class Keeper:
-    """The states that clients keep, each only for its owner. state_bytes: the size of one."""
+    """Finds and describes the states that clients keep, each only for its owner. state_bytes: the size of one state."""
 
     config: ServeConfig
     engine: RemoteEngine
@@ -45,7 +45,7 @@ class Keeper:
     state_bytes: int
 
     def of(self, owner: str) -> list[SavedState]:
-        """The newest first."""
+        """The owner's states, the newest first."""
         mine = [state for state in self.engine.states.values() if state.owner == owner]
         return sorted(mine, key=lambda state: state.created, reverse=True)
 
@@ -58,9 +58,9 @@ class Keeper:
         return state
 
     def start(self, state_id: str | None, owner: str, model: str = "") -> SavedState | None:
-        """The state that a request's texts follow: by default the one that all texts of the model begin with, if any.
+        """The state that a request's texts continue: without state_id the one that all texts of the model begin with, if any.
 
-        Raises ApiError where it cannot be used.
+        Raises ApiError where the state cannot be used.
         """
         if state_id is None:
             return self.engine.adapters.get(model)
@@ -72,7 +72,7 @@ class Keeper:
         return state
 
     def usable(self, state_id: str, owner: str) -> SavedState:
-        """Raises ApiError also where no model of this server can continue the state."""
+        """As get(). Also raises ApiError where no model of this server can continue the state."""
         state = self.get(state_id, owner)
         if state.refusal is not None:
             raise ApiError(400, state.refusal, "state", "state_of_another_model")
@@ -88,7 +88,7 @@ class Keeper:
                                                                 tools=_digest(tools) if tools else "")
 
     def new(self, owner: str, turn: Turn | None = None, model: str = "") -> SavedState:
-        """A state to keep. Raises ApiError where there is room for none."""
+        """A state to keep, still without content. Raises ApiError where there is no room for states."""
         if not self.has_room:
             raise ApiError(400, f"this server keeps no states: one takes {self.state_bytes / MIB:.3g} MiB, and it has "
                                 f"states_mib={self.config.states_mib}", code="states_disabled")
@@ -96,7 +96,7 @@ class Keeper:
 
     def prompt(self, start: SavedState | None, messages: Sequence[Any], tools: Any, think: Think = False,
                effort: str | None = None, add_generation_prompt: bool = True) -> str:
-        """The messages as the template shows them, after what `start` has read. Raises ApiError and UserError."""
+        """The messages, rendered as the continuation of `start`. Raises ApiError and UserError."""
         render = self.template.render
         turn = start.turn if start else None
         if turn is None:
@@ -146,17 +146,17 @@ class StateAnswer(Answer):
 
 
 def _up_to(role: str) -> list[dict[str, Any]]:
-    """Messages that end with the stand-in, for a message of this role."""
+    """Messages that end with the stand-in, which has this role."""
     return [*BEFORE.get(role, ()), {"role": role, "content": STAND_IN}]
 
 
 def owner_of(key: str) -> str:
-    """A digest of an API key, which may stand in files."""
+    """A digest of an API key. Unlike the key it may be written to files."""
     return hashlib.sha256(b"timemix state " + key.encode()).hexdigest()[:32]
 
 
 def shown(state: SavedState, model: str) -> dict[str, Any]:
-    """model: the id of the checkpoint's own."""
+    """A state for the client. model: the id of the checkpoint's own model."""
     return {"id": state.id, "object": "state", "created": state.created,
             "model": None if state.refusal else state.model or model, "tokens": state.tokens, "bytes": state.bytes}
 

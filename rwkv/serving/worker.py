@@ -1,6 +1,6 @@
-"""The process with the engine: it loads the model, and its one thread alone uses torch.
+"""The process with the engine: loads the model and generates. Only one thread uses torch.
 
-Loading a model in one thread and stepping in another would give two teams of OpenMP threads on the same cores.
+Loading the model in one thread and generating in another would start two teams of OpenMP threads on the same cores.
 """
 
 import signal
@@ -42,12 +42,12 @@ from rwkv.serving.messages import (
 )
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-COMPILING_S = 0.002                      # between two looks whether a grammar is compiled, where nothing else is done
+COMPILING_S = 0.002                      # seconds between two checks whether a grammar is compiled, while nothing else is done
 
 
 class LoadedAdapter(NamedTuple):
-    """model: the checkpoint's, or one with weights of its own. start: the state that each of its texts begins with, after
-    `tokens` tokens. digest: of what was trained."""
+    """model: the checkpoint's, or one with weights of its own. start: the state that each of its texts begins with; it has read
+    `tokens` tokens. digest: of the trained values."""
 
     model: Any
     start: PrefillResult | None
@@ -56,7 +56,7 @@ class LoadedAdapter(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """adapters: by name. The other fields are those of Ready and About."""
+    """The result of loading. adapters: by name. The other fields are those of Ready and About."""
 
     model: Any
     tokenizer: Tokenizer
@@ -72,7 +72,7 @@ Load = Callable[[ServeConfig], Loaded]
 
 
 def main(connection: Connection, config: ServeConfig, load: Load) -> None:
-    """Loads the model and warms it up, sends Ready or Failed, and then generates, until None comes or the connection ends."""
+    """Loads the model and warms it up, sends Ready or Failed, and generates until None comes or the connection ends."""
     for number in STOPPING:              # the HTTP process decides when this one ends
         signal.signal(number, signal.SIG_IGN)
     keep_large_blocks()
@@ -112,7 +112,7 @@ class _Model(NamedTuple):
 
 
 class _Job:
-    """A text that is generated: its row, and how much of it has been sent."""
+    """A text that is being generated: its row, and how much of it has been sent."""
 
     def __init__(self, request: Generate, row: Row) -> None:
         self.request = request
@@ -125,7 +125,7 @@ class _Job:
         finished = self.row.complete
         if not finished and not self.request.stream:
             return None
-        # lm-evaluation-harness, which asks for a prompt's log-probabilities, expects one entry more than the text has tokens
+        # lm-evaluation-harness, which asks for the prompt's log-probabilities, expects one entry more than there are tokens
         shown = len(sample.logprobs) if self.request.prompt_logprobs else len(sample.tokens)
         logprobs = sample.logprobs[self._logprobs_sent:shown]
         if not (self.text or logprobs or finished):
@@ -137,7 +137,7 @@ class _Job:
         self._logprobs_sent += len(logprobs)
         if finished:
             event.finish_reason = sample.finish_reason
-            before = (self.request.start and self.request.start.tokens) or 0         # read for an earlier request
+            before = (self.request.start and self.request.start.tokens) or 0         # tokens that `start` has read
             event.prompt_tokens = before + len(self.row.prompt_ids)
             event.cached_tokens = before + self.row.cached_tokens
             event.completion_tokens = len(sample.tokens)
@@ -158,7 +158,7 @@ class _Job:
 
 
 class _Worker:
-    """Between two steps of the engines it takes the requests that have come; after each it sends what is new."""
+    """Runs the engines. Between two steps it takes the requests that have come; after each step it sends the events."""
 
     def __init__(self, connection: Connection, models: Mapping[str, _Model], tokenizer: Tokenizer, cache: PrefixCache | None,
                  states: KeptStates) -> None:
@@ -169,7 +169,7 @@ class _Worker:
         self._states = states
         self._jobs: dict[Engine, dict[int, _Job]] = {model.engine: {} for model in models.values()}      # by the row's index
         self._refused: list[Event] = []
-        self._compiler = ThreadPoolExecutor(1)           # a thread of its own, so that no text waits for a grammar
+        self._compiler = ThreadPoolExecutor(1)           # another thread, so that no text waits while a grammar is compiled
         self._compiling: list[tuple[Future[Any], list[Generate]]] = []
         self._cancelled: set[int] = set()                # texts whose grammar is being compiled
 
@@ -200,7 +200,7 @@ class _Worker:
                 self._connection.send(Step(events, *cached, self._states.nbytes, tuple(gone)))
 
     def _event(self, job: _Job) -> Event | None:
-        """The event to send for a text, after its end has been kept as a state where that was asked for."""
+        """The event to send for a text. If the text has ended and a state was asked for, its end is kept first."""
         event = job.event()
         saved = job.saved()
         if event is not None and saved is not None:
@@ -210,8 +210,8 @@ class _Worker:
         return event
 
     def _take(self, message: ToEngine) -> None:
-        """The texts of one request come together and begin at the same step: their prompt is then read once, and the last bits
-        of their log-probabilities, which may depend on the number of rows, do not depend on when each text came.
+        """Handles one message. The texts of one request come in one message and begin at the same step, so their prompt is read
+        once. The last bits of log-probabilities may depend on the number of rows, but not on when each text came.
         """
         if isinstance(message, Cancel):
             for job in (job for jobs in self._jobs.values() for job in jobs.values()):

@@ -1,7 +1,7 @@
-"""Token ids to text, id by id, at a constant cost for each: a character is returned only once all its bytes are known.
+"""Token ids to text, id by id, at a constant cost for each. A character is returned only when all its bytes are known.
 
 Bytes that are not UTF-8 become U+FFFD as soon as no later byte can complete them. Some vocabularies drop the space before the
-first word of a text, so the decoder of a text that goes on after other ids is told these first (go_on_after).
+first word of a text, so a decoder whose text continues other ids is given those ids first (go_on_after).
 """
 
 import codecs
@@ -13,33 +13,33 @@ from rwkv.errors import UserError
 
 REPLACEMENT = "\ufffd"
 LONGEST_CHARACTER = 4                    # bytes
-LAST_IDS = 128                           # ids at the end of a text that are kept for the decoder of what follows
+LAST_IDS = 128                           # number of ids at a text's end that are kept for decoding the text after it
 
 
 class Decoder(Protocol):
     """Decodes one text, id by id."""
 
     def go_on_after(self, ids: Sequence[int]) -> None:
-        """Decodes from the end of `ids` on. Of their text only a last character that is incomplete is returned."""
+        """Makes the following ids continue `ids`. Of the text of `ids`, only an incomplete last character is still returned."""
 
     def push(self, token: int) -> str:
         """The text that `token` completes, perhaps "". Raises UserError for an id outside the vocabulary."""
 
     def flush(self) -> str:
-        """The text still held back at the end: U+FFFD for an incomplete character, else ""."""
+        """The text that is still held back at the end: U+FFFD for an incomplete character, else ""."""
 
     def decode(self, ids: Iterable[int]) -> str:
         """The whole text of `ids`: what push and flush return for them. Raises UserError as push does."""
 
     def names(self, tokens: Sequence[int], before: Sequence[int]) -> list[str]:
-        """The text of each of `tokens` directly after `before`, with U+FFFD for bytes of a part of a character."""
+        """The text of each of `tokens` by itself directly after `before`; an incomplete character is U+FFFD."""
 
     def bytes_of(self, token: int) -> bytes | None:
-        """A token's bytes, which may be a part of a character; None where the vocabulary's tokens are not bytes."""
+        """A token's bytes, which may be part of a character; None for a vocabulary whose tokens are not bytes."""
 
 
 class BytesDecoder:
-    """A Decoder for a vocabulary whose tokens are bytes: table[id]."""
+    """A Decoder for a vocabulary whose tokens are bytes. table: the bytes of each id."""
 
     def __init__(self, table: Sequence[bytes]) -> None:
         self._table = table
@@ -72,15 +72,15 @@ class BytesDecoder:
 
 
 class TextDecoder:
-    """A Decoder for a vocabulary whose tokens are not bytes, around the library's function from ids to text.
+    """A Decoder for a vocabulary whose tokens are not bytes. decode: the library's function from ids to text.
 
-    Each call decodes the pending ids after those whose text was returned last, since a token's text may depend on the one
-    before it. Text that ends in U+FFFD is held back, for at most LONGEST ids, since the next id may complete it. The library's
-    own DecodeStream holds it back for ever and has no flush. skipped: ids that decode to nothing.
+    A token's text may depend on the token before it, so each call decodes the pending ids together with those whose text was
+    returned last. Text that ends in U+FFFD is held back, for at most LONGEST ids, because the next id may complete it; the
+    library's own DecodeStream holds it back for ever and has no flush. skipped: ids that decode to nothing.
     """
 
     LONGEST = 8                          # ids
-    BEFORE = 64                          # ids: earlier ones change neither the text that follows nor the text held back
+    BEFORE = 64                          # ids; earlier ones change neither the following text nor the text held back
 
     def __init__(self, decode: Callable[[list[int]], str], vocab_size: int, skipped: set[int]) -> None:
         self._decode = decode
@@ -123,7 +123,7 @@ class TextDecoder:
                 for token in tokens]
 
     def _last(self, ids: Sequence[int], count: int) -> list[int]:
-        """The last ids that decode to something, at most `count`."""
+        """The last ids that decode to some text, at most `count`."""
         return [*islice((int(token) for token in reversed(ids) if token not in self._skipped), count)][::-1]
 
     def _new_text(self) -> str:
@@ -136,20 +136,20 @@ class TextDecoder:
 
 
 def require_id(token: int, vocab_size: int) -> int:
-    """`token`. Raises UserError if it is not one of 0..vocab_size-1."""
+    """Returns `token`. Raises UserError if it is not one of 0..vocab_size-1."""
     if not 0 <= token < vocab_size:
         raise UserError(f"token id {token} is outside the tokenizer's vocabulary, 0 to {vocab_size - 1}")
     return token
 
 
 def token_bytes(token: str) -> bytes:
-    """The bytes of a token of byte-level BPE, written in its alphabet; a token with any other character is plain text."""
+    """The bytes of a token written in the alphabet of byte-level BPE. A token with any other character is plain text."""
     if all(character in BYTE_OF for character in token):
         return bytes(BYTE_OF[character] for character in token)
     return token.encode()
 
 
-# The byte that a character stands for in byte-level BPE: printable Latin-1 for itself, characters from U+0100 on for the rest
+# The byte for each character of byte-level BPE: printable Latin-1 characters stand for themselves, U+0100 and up for the rest
 PRINTABLE = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
 BYTE_OF = {chr(value): value for value in PRINTABLE}
 BYTE_OF |= {chr(0x100 + place): value for place, value in enumerate(value for value in range(256) if value not in PRINTABLE)}

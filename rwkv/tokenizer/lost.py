@@ -1,13 +1,13 @@
-"""What a tokenizer loses of a text, which no model then predicts: bits per byte of the text would leave it out.
+"""Counts the bytes of a text that a tokenizer loses. No model predicts them, so bits per byte would leave them out.
 
 A file of the `tokenizers` library may drop characters that its vocabulary lacks, put an unknown token in their place, lower
-their case, or remove accents, newlines and runs of spaces. A byte of the text is lost if the decoded text lacks it: the lost
-bytes are those of the text in UTF-8 less the longest common subsequence of both. Unknown tokens decode to nothing here.
-What decoding adds is no loss, such as spaces between tokens; nor is one space at a text's beginning, which SentencePiece adds
-and its decoders remove; nor what a decoder's clean-up changes, which is not done here.
+their case, or remove accents, newlines and runs of spaces. A byte is lost if the decoded text lacks it. Their number is the
+length of the text in UTF-8 less the length of its longest common subsequence with the decoded text. Unknown tokens decode to
+nothing here. No loss are: text that decoding adds, such as spaces between tokens; one space at a text's beginning, which
+SentencePiece adds and its decoders remove; and the changes of a decoder's clean-up, which is turned off here.
 
-The tokenizers byte, char and world lose nothing. A JSON file's definition tells it of byte-level BPE and of byte fallback, at
-most under a condition on the text, such as that it is in the form NFC. Only other texts are decoded and compared.
+The tokenizers byte, char and world lose nothing. For byte-level BPE and byte fallback the file's definition shows that nothing
+is lost, perhaps under a condition on the text, such as that it is in the form NFC. Only other texts are decoded and compared.
 """
 
 import json
@@ -22,18 +22,18 @@ import tokenizers
 from rwkv.tokenizer.decoders import BYTE_OF
 from rwkv.tokenizer.tokenizers import JsonTokenizer, Tokenizer
 
-WITHHELD = 0.01                          # the share of lost bytes above which no number per byte or per word is given
-WINDOW = 1024                            # bytes of a text that are aligned at a time with what was decoded
-AHEAD = 1 << 16                          # bytes in which places with the same text are looked for, after a passage that is lost
-ANCHOR = 32                              # bytes that are the same at such places
+WITHHELD = 0.01                          # above this share of lost bytes no number per byte or per word is given
+WINDOW = 1024                            # bytes of a text that are aligned with the decoded text at a time
+AHEAD = 1 << 16                          # bytes to search for equal passages after a lost one
+ANCHOR = 32                              # bytes of such a passage
 UTF8_BYTES = [*range(0xC0), *range(0xC2, 0xF5)]
 CUTS = ("Digits", "FixedLength", "Punctuation", "Split", "UnicodeScripts")       # pre-tokenizers that only cut a text
-Condition = Callable[[str], bool]        # on a text of which nothing is lost
+Condition = Callable[[str], bool]        # True for a text of which nothing is lost
 
 
 @dataclass(frozen=True)
 class Lost:
-    """The lost `bytes` of a text of `of` bytes, and the number of `unknown` tokens in its ids."""
+    """bytes: how many were lost, of a text of `of` bytes. unknown: the number of unknown tokens in its ids."""
 
     bytes: int = 0
     of: int = 0
@@ -48,11 +48,11 @@ class Lost:
 
     @property
     def too_much(self) -> bool:
-        """Whether numbers per byte or per word are withheld."""
+        """Whether so much is lost that numbers per byte or per word are withheld."""
         return self.share > WITHHELD
 
     def describe(self, text: str) -> str:
-        """A sentence without its full stop. text: the name of the text, as in "the validation text"."""
+        """A sentence about the loss, without a full stop. text: the name of the text, such as "the validation text"."""
         unknown = f", with {self.unknown:,} unknown tokens" if self.unknown else ""
         return f"the tokenizer loses {percent(self.share)} of {text}: {self.bytes:,} of its {self.of:,} bytes{unknown}"
 
@@ -61,14 +61,14 @@ NOTHING = Lost()
 
 
 def percent(share: float) -> str:
-    """0.123 as "12.3 %". What is not 0 never looks like it."""
+    """0.123 as "12.3 %". A share above 0 is never shown as 0."""
     return f"{100 * share:.3g} %"
 
 
 class LossCounter:
-    """Counts what a tokenizer loses. Threads may share it.
+    """Counts the bytes that a tokenizer loses. Threads may share it.
 
-    never: it loses nothing of any text. uncertain: no condition on a text implies that nothing is lost.
+    never: the tokenizer loses nothing of any text. uncertain: there is no condition under which a text surely loses nothing.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -83,7 +83,7 @@ class LossCounter:
         return self.never or (not self.uncertain and all(holds(text) for holds in self._conditions))
 
     def count(self, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Lost:
-        """The loss of the texts. ids: those that the tokenizer gives."""
+        """The loss of the texts. ids: the tokenizer's ids of each text."""
         lost = Lost(of=sum(len(text.encode()) for text in texts))
         doubtful = [(text, list(some)) for text, some in zip(texts, ids, strict=True) if not self.keeps(text)]
         if not doubtful:
@@ -92,13 +92,13 @@ class LossCounter:
         decoded = self._library.decode_batch(known, skip_special_tokens=False)
         missing = 0
         for (text, _), back in zip(doubtful, decoded, strict=True):
-            space = " " * (text.startswith(" ") and not back.startswith(" "))        # no loss, as the head of this file says
+            space = " " * (text.startswith(" ") and not back.startswith(" "))        # no loss: see the beginning of this file
             missing += missing_bytes(text.encode(), (space + back).encode())
         return lost + Lost(missing, 0, sum(len(some) for _, some in doubtful) - sum(map(len, known)))
 
     @cached_property
     def unknown_token(self) -> int | None:
-        """The id that replaces what the vocabulary lacks; None for no such id."""
+        """The id of the token that replaces characters outside the vocabulary; None if there is no such token."""
         if self._definition is None:
             return None
         model = self._definition["model"]
@@ -114,16 +114,16 @@ class LossCounter:
 
 
 def _conditions(definition: dict[str, Any]) -> list[Condition] | None:
-    """Conditions on a text which together imply that it can be restored from its ids; None where there are none such.
+    """Conditions which together imply that a text can be restored from its ids; None where no conditions are known.
 
-    With all bytes in the vocabulary the model's input can be restored from the ids, and the input of each step before the model
-    must be restorable from its result.
+    If the vocabulary has all bytes, the model's input can be restored from the ids. For each step before the model, its input
+    must then be restorable from its result.
     """
     model = definition["model"]
     added = definition.get("added_tokens", [])
     steps = [*_steps(definition.get("normalizer")), *_steps(definition.get("pre_tokenizer"))]
     types = {step["type"] for step in steps}
-    ordinary = [token for token in added if not token["special"]]        # others are not looked for in a text
+    ordinary = [token for token in added if not token["special"]]        # special tokens are not looked for in a text
     strips_spaces = any(token["lstrip"] or token["rstrip"] for token in ordinary)
     if strips_spaces or (ordinary and "Metaspace" in types) or not _has_all_bytes(model, "ByteLevel" in types):
         return None
@@ -145,7 +145,7 @@ def _steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
 
 
 def _has_all_bytes(model: dict[str, Any], byte_level: bool) -> bool:
-    """Whether every byte of UTF-8 is a token, in the alphabet of byte-level BPE or as one to fall back on."""
+    """Whether every byte of UTF-8 is a token, in the alphabet of byte-level BPE or as a token for byte fallback."""
     if model.get("continuing_subword_prefix") or model.get("end_of_word_suffix"):
         return False
     vocabulary = model["vocab"]
@@ -157,7 +157,7 @@ def _has_all_bytes(model: dict[str, Any], byte_level: bool) -> bool:
 
 
 def _conditions_of_step(step: dict[str, Any]) -> list[Condition] | None:
-    """Conditions under which a text can be restored from the step's result; None where none are known."""
+    """Conditions under which a text can be restored from the step's result; None where no conditions are known."""
     match step:
         case {"type": "ByteLevel" | "Prepend"}:
             return []
@@ -172,7 +172,7 @@ def _conditions_of_step(step: dict[str, Any]) -> list[Condition] | None:
 
 
 def _decoder(definition: dict[str, Any]) -> Any:
-    """The decoder without clean-up; where the file has none, the one that reverses its pre-tokenizer, if there is one."""
+    """The file's decoder without clean-up. If it has no decoder: the one that reverses its pre-tokenizer, or None."""
     decoder = definition.get("decoder")
     if decoder is None:
         steps = _steps(definition.get("pre_tokenizer"))
@@ -186,9 +186,9 @@ def _without_cleanup(decoder: dict[str, Any]) -> dict[str, Any]:
 
 
 def missing_bytes(before: bytes, after: bytes) -> int:
-    """len(before) less the length of the longest common subsequence, which is searched window by window.
+    """len(before) less the length of the longest common subsequence with `after`, which is searched window by window.
 
-    Where much is lost at once, it may be more: the next window then begins at a wrong place in `after`.
+    If much is lost at once, the number may be too large, because the next window begins at a wrong place in `after`.
     """
     missing = at = place = searched = 0
     while at < len(before):
@@ -214,7 +214,7 @@ def missing_bytes(before: bytes, after: bytes) -> int:
 
 
 def _next_in_common(before: bytes, at: int, after: bytes, place: int) -> tuple[int, int] | None:
-    """The nearest places from `at` and `place` on, within AHEAD bytes, where both have the same ANCHOR bytes; None for none."""
+    """The nearest places after `at` and `place`, within AHEAD bytes, where both texts have the same ANCHOR bytes, or None."""
     found = None
     nearest = 2 * AHEAD
     for candidate in range(at, min(at + AHEAD, len(before) - ANCHOR), ANCHOR):
@@ -229,7 +229,7 @@ def _next_in_common(before: bytes, at: int, after: bytes, place: int) -> tuple[i
 
 
 def _missing_between(before: bytes, after: bytes) -> int:
-    """As missing_bytes, where little is in common: each window is searched in as great a part of `after`."""
+    """As missing_bytes, for texts with little in common: each window is compared with the part of `after` at the same share."""
     missing = 0
     for start in range(0, len(before), WINDOW):
         window = before[start:start + WINDOW]
@@ -239,11 +239,12 @@ def _missing_between(before: bytes, after: bytes) -> int:
 
 
 def _aligned(window: bytes, after: bytes, is_last: bool) -> tuple[int, int]:
-    """The length of the longest common subsequence of `window` and the best beginning of `after`, and that beginning's length.
+    """(kept, length): the length of the longest common subsequence of `window` and after[:length], for the best `length`.
 
-    The best one has the highest score: 4 for each byte in common, less 1 for each of its spaces, which decoders add, and 2 for
-    each of its other bytes. For the last window it is all of `after`. Bit i of `row` is 0 where byte i of the window adds one
-    to the length in common with the bytes of `after` so far. Source: Hyyrö 2004, Bit-parallel LCS-length computation revisited.
+    The best length has the highest score: 4 for each byte in common, less 1 for each space in after[:length], because decoders
+    add spaces, and less 2 for each other byte in it. For the last window, spaces and other bytes cost nothing. Bit i of `row`
+    is 0 where byte i of the window adds one to the length in common with the bytes of `after` so far. Source: Hyyrö 2004,
+    Bit-parallel LCS-length computation revisited.
     """
     places: dict[int, int] = {}
     for number, byte in enumerate(window):

@@ -1,6 +1,6 @@
 """The special tokens in a file of the `tokenizers` library: which of them ends a text, and names for them that nobody can type.
 
-`parsed` is the content of such a file. Ends of text are ids: each of them ends a text, and the first one stands between
+`parsed` is the content of such a file. The "ends of text" are ids. Each of them ends a text, and the first one stands between
 documents.
 """
 
@@ -33,7 +33,7 @@ def vocabulary(parsed: Mapping[str, Any]) -> dict[str, int]:
 
 
 def unknown_token(parsed: Mapping[str, Any]) -> str | None:
-    """The name of the token that stands for what the vocabulary lacks; None where there is none."""
+    """The name of the token that replaces characters outside the vocabulary; None if there is no such token."""
     model = parsed["model"]
     if isinstance(model["vocab"], dict):
         name = model.get("unk_token")
@@ -43,10 +43,10 @@ def unknown_token(parsed: Mapping[str, Any]) -> str | None:
 
 
 def ends_by_rule(parsed: Mapping[str, Any]) -> list[int]:
-    """The ends of text where only the tokenizer's file is known; [] where the file leaves them open.
+    """The ends of text by the tokenizer's file alone; [] where the file does not tell them.
 
-    The end is <|endoftext|>, or else the only special token with a name in ENDS, or else a special token 0, unless that stands
-    for an unknown, padded or masked token.
+    The end is <|endoftext|>; else the special token whose name is in ENDS, if there is only one; else a special token 0, unless
+    it stands for unknown text, padding or a mask.
     """
     ids = vocabulary(parsed)
     special = special_tokens(parsed)
@@ -62,7 +62,7 @@ def ends_by_rule(parsed: Mapping[str, Any]) -> list[int]:
 
 
 def ends_by_first_rule(parsed: Mapping[str, Any]) -> list[int]:
-    """The ends of text by a definition that does not name them, as in older checkpoints: <|endoftext|>, or special token 0."""
+    """The ends of text for a definition that does not name them, as in older checkpoints: <|endoftext|>, or special token 0."""
     named = vocabulary(parsed).get(END_OF_TEXT)
     if named is not None:
         return [named]
@@ -70,9 +70,9 @@ def ends_by_first_rule(parsed: Mapping[str, Any]) -> list[int]:
 
 
 def stated_ends(parsed: Mapping[str, Any], stated: Iterable[int | str]) -> list[int]:
-    """The tokens that can end a text among the ids and names that another file states, each of them once.
+    """Of the ids and names that another file states as ends of text, those that can be ends, each of them once.
 
-    A token that is neither special nor known as an end belongs to texts: some programs write an id there without meaning it.
+    A token that is neither special nor known as an end is an ordinary part of texts: some programs write such an id by mistake.
     """
     ids = vocabulary(parsed)
     special = special_tokens(parsed)
@@ -82,7 +82,7 @@ def stated_ends(parsed: Mapping[str, Any], stated: Iterable[int | str]) -> list[
 
 
 def named_end(parsed: Mapping[str, Any], name: str, source: str, option: str) -> list[int]:
-    """The token that the user names as the end of a text. Raises UserError where it is not in the file, or is one character."""
+    """The token that the user names as the end of a text. Raises UserError if it is not in the file, or just a character."""
     special = special_tokens(parsed)
     index = vocabulary(parsed).get(name)
     if index is None or (len(name) == 1 and name not in special):
@@ -91,7 +91,7 @@ def named_end(parsed: Mapping[str, Any], name: str, source: str, option: str) ->
 
 
 def no_end(parsed: Mapping[str, Any], source: str, option: str) -> UserError:
-    """The error where nothing says which token ends a text."""
+    """The error for a file that does not say which token ends a text."""
     special = special_tokens(parsed)
     known = [name for name in ENDS if name in special]
     found = f"it has {' and '.join(known)}" if known else f"there is no {END_OF_TEXT}, and no other known name of one"
@@ -100,13 +100,14 @@ def no_end(parsed: Mapping[str, Any], source: str, option: str) -> UserError:
 
 
 def definition(text: str, ends: Sequence[int], by_first_rule: Sequence[int]) -> dict[str, Any]:
-    """The definition of a JsonTokenizer, which names its ends of text if they are not those of the first rule."""
+    """The definition of a JsonTokenizer. It names the ends of text if they differ from those of ends_by_first_rule."""
     described: dict[str, Any] = {"kind": "json", "definition": text}
     return described if list(ends) == list(by_first_rule) else {**described, KEY: list(ends)}
 
 
 def definition_with_ends(text: str, stated: Iterable[Iterable[int | str]]) -> dict[str, Any]:
-    """The definition of the file with this text, with the first ends that other files state, or else by the file's own rule."""
+    """The definition of a file. text: its content. stated: the ends of text by other files; the first ones that can be ends are
+    used, or else those of ends_by_rule."""
     try:
         parsed = json.loads(text)
         ends: list[int] = next(filter(None, (stated_ends(parsed, each) for each in stated)), [])
@@ -126,16 +127,16 @@ def _listed(special: Mapping[str, int]) -> str:
 
 
 class Private(NamedTuple):
-    """A file whose special tokens are renamed: private[name] instead of name."""
+    """The content of a file in which the special token `name` is called private[name]."""
 
     content: dict[str, Any]
     private: dict[str, str]
 
 
 def with_private_names(parsed: dict[str, Any], names: Iterable[str]) -> Private:
-    """The file in which the tokens `names` have random names, so that only a text with these encodes to them.
+    """The file with random names for the tokens `names`, so that only a text with a random name gets the token's id.
 
-    A text with an old name is spelt with other tokens.
+    The old name in a text is encoded as other tokens.
     """
     secret = secrets.token_hex(16)
     private = {name: f"{secret}x{index}" for index, name in enumerate(names)}

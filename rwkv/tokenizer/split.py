@@ -1,17 +1,17 @@
-"""Splitting a long text so that the ids of its pieces, one after the other, are those of the whole text.
+"""Splits a long text so that the ids of its pieces, one after the other, are those of the whole text.
 
 A text is split before a newline that follows a non-space. That is safe if no token spans the two characters, if no token takes
-the spaces beside it, and if a newline at the beginning of a text is encoded as elsewhere: all are checked for each vocabulary.
-A text without such a place within LONGEST characters is split there, and so is any long text if the tokenizer looks across
-lines: the ids at that split may then differ from those of the whole text.
+in the spaces beside it, and if a newline at the beginning of a text is encoded as elsewhere. These conditions are checked for
+each vocabulary. Where there is no such place in LONGEST characters, or the conditions are not fulfilled, a text is split after
+LONGEST characters; the ids there may differ from those of the whole text.
 """
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 LONGEST = 1 << 22                        # characters of a piece
-PROBES = ("a\nb", "1\n1", "Z\n\n  x", "a\n a", "y\n\ty")         # texts to encode whole, and split after their first character
-SafeSplit = Callable[[str], int]         # the last safe place to split a text; 0 for none
+PROBES = ("a\nb", "1\n1", "Z\n\n  x", "a\n a", "y\n\ty")         # encoded whole, and split after their first character
+SafeSplit = Callable[[str], int]         # returns the last safe place to split a text; 0 for none
 
 
 class Encoder(Protocol):
@@ -58,16 +58,16 @@ def pieces(chunks: Iterable[str], split: SafeSplit) -> Iterator[str]:
 
 
 def _splits_safely(tokenizer: Encoder, probe: str) -> bool:
-    """Whether the ids of `probe` are those of its first character and its rest, or the vocabulary does not cover it."""
+    """Whether the ids of `probe` are those of its first character and then of its rest; True if it cannot be encoded."""
     try:
         whole = tokenizer.encode(probe)
-    except ValueError:                   # a char tokenizer that was made from a text without these characters
+    except ValueError:                   # a char tokenizer made from a text without these characters
         return True
     return bool(whole == [*tokenizer.encode(probe[:1]), *tokenizer.encode(probe[1:])])
 
 
 def _characters_before_newlines(tokenizer: Encoder) -> frozenset[str]:
-    """The characters that stand directly before a newline within some token."""
+    """The characters that stand directly before a newline inside a token."""
     found: set[str] = set()
     decoder = tokenizer.decoder()
     for token in range(tokenizer.vocab_size):

@@ -1,10 +1,10 @@
 """Text to token ids and back: bytes, characters, every file of the `tokenizers` library, and the RWKV World vocabulary.
 
-A tokenizer's ids are 0..vocab_size-1. `end_of_text` stands before every document in the data, and each of `ends`, of which it
-is the first, ends a generated text. It is 0, but for files of the `tokenizers` library (rwkv/tokenizer/special.py). `encode`
-never returns a special token, whatever the text, except the one for what the vocabulary lacks; special tokens decode to
-nothing, except that one. `decode` and `decoder` take any sequence of ids; bytes that are not UTF-8 become U+FFFD. A checkpoint
-holds its whole tokenizer and its hash; a tokenizer that is used with it must have the same hash.
+A tokenizer's ids are 0..vocab_size-1. Each id of `ends` ends a generated text; the first of them is `end_of_text`, which stands
+before every document in the data. It is 0, except for files of the `tokenizers` library (rwkv/tokenizer/special.py). `encode`
+returns no special token, whatever the text, except the unknown token, which replaces characters outside the vocabulary. Special
+tokens decode to nothing, again except the unknown token. `decode` and `decoder` take any sequence of ids; bytes that are not
+UTF-8 become U+FFFD. A checkpoint holds its whole tokenizer and its hash, and a tokenizer used with it must have this hash.
 """
 
 import hashlib
@@ -28,18 +28,18 @@ from rwkv.tokenizer.special import END_OF_TEXT
 from rwkv.tokenizer.split import pieces, safe_split
 
 Rule = Callable[[Mapping[str, Any]], list[int]]
-JOINING = ("ByteFallback", "Fuse", "Metaspace", "Replace", "Strip")         # decoders that join the texts of tokens
-BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")              # of byte fallback
+JOINING = ("ByteFallback", "Fuse", "Metaspace", "Replace", "Strip")         # decoders that only join the texts of tokens
+BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")              # a token for byte fallback
 NAMES = "byte, world, or the path of a `tokenizers` .json file or of a World vocabulary's .txt file"
 
 
 class Tokenizer(ABC):
     """Encodes any text that its vocabulary covers, and decodes any ids.
 
-    strips_spaces: some token includes the spaces beside it, so that a text cannot be split safely (rwkv/tokenizer/split.py).
-    adds_space: the ids of a text begin with a space that it lacks, as in SentencePiece, which also marks its first word as one.
-    special: the ids of the tokens that a chat template may write, by their names. private: for the same names, the texts that
-    `encode` reads as these tokens (rwkv/chat/rendered.py).
+    strips_spaces: a token takes in the spaces beside it, so a text cannot be split safely (rwkv/tokenizer/split.py).
+    adds_space: a space is added before a text, as in SentencePiece, so that its first word is marked as a word.
+    special: the ids of the tokens that a chat template may write, by name. private: by the same names, the texts that `encode`
+    reads as these tokens (rwkv/chat/rendered.py).
     """
 
     kind: str
@@ -52,12 +52,12 @@ class Tokenizer(ABC):
 
     @property
     def end_of_text(self) -> int:
-        """The id that separates documents, and with which a text without a prompt begins."""
+        """The id that stands between documents, and with which a text without a prompt begins."""
         return self.ends[0]
 
     @abstractmethod
     def to_dict(self) -> dict[str, Any]:
-        """The whole definition, for `from_dict`: `kind`, and strings or lists of strings."""
+        """The whole definition, for `from_dict`: the entry `kind`, and others that are strings or lists."""
 
     @abstractmethod
     def _encode(self, text: str) -> list[int]:
@@ -66,13 +66,13 @@ class Tokenizer(ABC):
     @property
     @abstractmethod
     def _bytes(self) -> list[bytes]:
-        """The bytes of each token, where tokens are bytes; none for special tokens."""
+        """The bytes of each token, for a vocabulary whose tokens are bytes; b"" for special tokens."""
 
     def _new_decoder(self) -> Decoder:
         return BytesDecoder(self._bytes)
 
     def decoder(self, after: Sequence[int] = ()) -> Decoder:
-        """A new incremental decoder, of a text that goes on after these ids: together they give decode(all ids)."""
+        """A new decoder for a text that continues the ids `after`. Their text and its output together are decode(all ids)."""
         decoder = self._new_decoder()
         decoder.go_on_after(after)
         return decoder
@@ -80,7 +80,7 @@ class Tokenizer(ABC):
     def encode(self, text: str, before: int = 0) -> list[int]:
         """The ids of `text`. Raises UserError if the vocabulary does not cover it.
 
-        `before`: the number of characters before it in a longer text; an error counts its place from there.
+        before: the number of characters before it in a longer text, from whose beginning errors count places.
         """
         try:
             require_unicode(text)
@@ -92,11 +92,11 @@ class Tokenizer(ABC):
         return [self.encode(text) for text in texts]
 
     def encode_within(self, texts: Sequence[str]) -> list[list[int]]:
-        """The ids of each text where it goes on within another one: no space is added."""
+        """The ids of each text if it continues another text: no space is added before it."""
         return self.encode_batch(texts)
 
     def encode_after(self, text: str, before: Sequence[int]) -> list[int]:
-        """The ids of a text that follows the ids `before`. It begins anew unless these end within another text."""
+        """The ids of a text that follows the ids `before`. It continues their text, unless they end with a special token."""
         within = before and before[-1] not in self.special.values()
         return self.encode_within([text])[0] if within else self.encode(text)
 
@@ -105,29 +105,29 @@ class Tokenizer(ABC):
         return (ids for _, ids in self.encode_pieces(texts))
 
     def encode_pieces(self, texts: Iterable[str]) -> Iterator[tuple[str, list[int]]]:
-        """As encode_stream, with the text of each piece."""
+        """As encode_stream, but yields (the text of the piece, its ids)."""
         before = 0
         for piece in pieces(texts, safe_split(self)):
             yield piece, self.encode(piece, before)
             before += len(piece)
 
     def drop_library(self) -> None:                      # noqa: B027  most have nothing to drop
-        """Frees the library that encodes long texts; the next long text loads it again."""
+        """Frees the library that encodes long texts. The next long text loads it again."""
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
         """The text of `ids`, as decoder(after) gives it piece by piece. Raises UserError for an id outside the vocabulary."""
         return self.decoder(after).decode(ids)
 
     def decode_start(self, ids: Sequence[int]) -> str:
-        """The text of `ids` that other ids follow: without U+FFFD for an incomplete last character."""
+        """The text of `ids` if further ids will follow: without U+FFFD for an incomplete last character."""
         return "".join(map(self.decoder().push, ids))
 
     def names(self, tokens: Sequence[int], before: Sequence[int] = ()) -> list[str]:
-        """The text of each of `tokens` where it alone follows the ids `before`; "" for a special token."""
+        """The text of each of `tokens` by itself after the ids `before`; "" for a special token."""
         return self._new_decoder().names(tokens, before)
 
     def tokens_as_bytes(self) -> list[bytes]:
-        """The bytes that each token adds to a text. Raises UserError where these depend on other tokens."""
+        """The bytes that each token adds to a text. Raises UserError where they depend on other tokens."""
         return self._bytes
 
     @cached_property
@@ -140,7 +140,7 @@ class Tokenizer(ABC):
         return True
 
     def starting(self, texts: Iterable[str]) -> set[int]:
-        """The special tokens with whose names the `texts` begin, white space aside."""
+        """The special tokens with whose name one of the texts begins, not counting white space."""
         return {index for text in texts for name, index in self.special.items() if text.lstrip().startswith(name)}
 
     @cached_property
@@ -151,16 +151,16 @@ class Tokenizer(ABC):
 
     @property
     def data_key(self) -> str:
-        """Equal where the same documents, and the separators between them, have the same ids."""
+        """A text that is equal for tokenizers that give documents, and the separators between them, the same ids."""
         return self.hash
 
     def end_line(self) -> str | None:
-        """A line for people: which token ends a text, where that is not obvious; else None."""
+        """A line for people that says which token ends a text; None where that is obvious."""
         return None
 
     @staticmethod
     def from_dict(definition: dict[str, Any], end_of_text: str | None = None, option: str = "end_of_text") -> "Tokenizer":
-        """The tokenizer that to_dict described; end_of_text: as in `named`. Raises UserError for any other dictionary."""
+        """The tokenizer that to_dict has described. end_of_text: as in `named`. Raises UserError for any other dictionary."""
         match definition:
             case {"kind": "json", "definition": str(text)}:
                 ends = definition.get(special.KEY, special.ends_by_first_rule)
@@ -178,7 +178,7 @@ class Tokenizer(ABC):
     @staticmethod
     def from_file(path: str | Path, end_of_text: str | None = None, like: Mapping[str, Any] | None = None,
                   option: str = "end_of_text") -> "Tokenizer":
-        """From a `tokenizers` .json or a World vocabulary's .txt file. Raises UserError if it is missing or wrong.
+        """The tokenizer in a `tokenizers` .json or a World vocabulary's .txt file. Raises UserError if it is missing or wrong.
 
         end_of_text, like: as in `named`. option: the name of end_of_text in errors.
         """
@@ -194,8 +194,8 @@ class Tokenizer(ABC):
               like: Mapping[str, Any] | None = None) -> "Tokenizer":
         """The tokenizer byte, world (from an installed package), FILE.json or FILE.txt. Raises UserError for other names.
 
-        option, names: the option and its legal values, for the message. end_of_text: the text of the token of FILE.json that
-        ends a text; None: as the file says. like: a definition, whose ends of text count if it is that of the same file.
+        option, names: the option and its legal values, for the message. end_of_text: the name of the token of FILE.json that
+        ends a text; None: as the file says. like: another definition; if it is of the same file, its ends of text are used.
         """
         end_option = f"{option.rpartition('tokenizer')[0]}end_of_text"
         if name == "byte":
@@ -251,12 +251,12 @@ class CharTokenizer(Tokenizer):
 
 
 class JsonTokenizer(Tokenizer):
-    """A tokenizer of the `tokenizers` library, from the text of its JSON file; `source` is the file's name in errors.
+    """A tokenizer of the `tokenizers` library. text: the content of its JSON file. source: the file's name in errors.
 
     Special tokens written out in a text are encoded as ordinary characters. The file's truncation, padding and templates are
     not applied; unknown characters are handled as the file specifies. ends: the ids that end a text, or the rule that finds
-    them in the file. end_of_text: the text of the token that does so, whatever `ends` says; `option`: its name in errors.
-    Raises UserError for a file that is wrong, and where nothing says what ends a text.
+    them in the file. end_of_text: the name of a token that ends texts instead of `ends`. option: the name of end_of_text in
+    errors. Raises UserError for a wrong file, and where nothing says which token ends a text.
     """
 
     kind = "json"
@@ -339,7 +339,7 @@ class JsonTokenizer(Tokenizer):
 
     @property
     def data_key(self) -> str:
-        """With the end of a text. Earlier versions left it out at its default, so their token caches are made again."""
+        """The hash and the end of a text. Earlier versions left out a default end, so their token caches are made again."""
         return f"{self.hash} {self.end_of_text}"
 
     def end_line(self) -> str | None:
@@ -354,7 +354,7 @@ class JsonTokenizer(Tokenizer):
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "JsonTokenizer":
-        """Byte-level BPE: the ids are end_of_text, the 256 bytes, then merges, as many as `vocab_size` and `texts` allow."""
+        """Byte-level BPE: the ids are end_of_text, the 256 bytes, then as many merges as `vocab_size` and `texts` allow."""
         if vocab_size < 257:
             raise UserError(f"data.vocab_size must be at least 257, for {END_OF_TEXT} and the 256 bytes; got {vocab_size}")
         library = tokenizers.Tokenizer(tokenizers.models.BPE())
@@ -367,10 +367,10 @@ class JsonTokenizer(Tokenizer):
 
 
 class WorldTokenizer(Tokenizer):
-    """The RWKV World vocabulary, from the text of its file; `source` is the file's name in errors.
+    """The RWKV World vocabulary. text: the content of its file. source: the file's name in errors.
 
-    vocab_size is that of the published models, 65536: the ids in use, 0 to 65529, rounded up to a multiple of 64. The ids
-    above decode to nothing.
+    vocab_size is 65536, as in the published models: the number of ids in use, 0 to 65529, rounded up to a multiple of 64.
+    Higher ids decode to nothing.
     """
 
     kind = "world"
@@ -407,7 +407,7 @@ def _without_option(tokenizer: Tokenizer, end_of_text: str | None, option: str) 
 
 
 def _ends_of_same(text: str, like: Mapping[str, Any] | None) -> Sequence[int] | Rule | None:
-    """The ends of text in the definition `like`, if it is that of the file with this text; else None."""
+    """The ends of text in the definition `like`, if it is of the file with this content; else None."""
     if not like or like.get("kind") != "json":
         return None
     try:
@@ -418,7 +418,7 @@ def _ends_of_same(text: str, like: Mapping[str, Any] | None) -> Sequence[int] | 
 
 
 def _parsed(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
-    """The content of a file, and its vocabulary. Raises UserError, in the library's words, where parts are missing."""
+    """The parsed content of a file, and its vocabulary. Raises UserError with the library's message where parts are missing."""
     with _as_user_error(f"{source} is not a `tokenizers` JSON file"):
         try:
             parsed = json.loads(text)
@@ -430,9 +430,9 @@ def _parsed(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
 
 
 def _within(parsed: dict[str, Any]) -> dict[str, Any]:
-    """The first steps of a file for texts that go on within others: without those that add a space before a text.
+    """The file's normalizer and pre_tokenizer for a text that continues another one: without steps that add a space before it.
 
-    After a step that cuts a text, such a step acts on each word, and stays.
+    A step that adds a space after the text has been cut into words acts on each word. It stays.
     """
     cut = parsed.get("pre_tokenizer")
     if cut is not None and cut["type"] == "Sequence":
@@ -454,7 +454,7 @@ def _without_space(step: dict[str, Any] | None) -> dict[str, Any] | None:
 
 
 def _encode_each(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """By the library's fast call, without the places of tokens, which take twice the time and many times the memory."""
+    """The ids of each text, by the library's call that leaves out the places of tokens: half the time and far less memory."""
     for text in texts:
         require_unicode(text)
     with _as_user_error("the tokenizer cannot encode the text"):
@@ -470,7 +470,7 @@ def _library(text: str) -> tokenizers.Tokenizer:
 
 @contextmanager
 def _as_user_error(problem: str) -> Iterator[None]:
-    """Turns any error of the library into a UserError; a panic of its Rust code is a BaseException."""
+    """Turns any error of the library into a UserError. A panic of its Rust code is a BaseException."""
     try:
         yield
     except (KeyboardInterrupt, SystemExit, UserError):

@@ -1,9 +1,9 @@
-"""The RWKV World vocabulary, rwkv_vocab_v20230424: at each place of a text, the longest token that matches its bytes.
+"""The RWKV World vocabulary, rwkv_vocab_v20230424: at each place of a text the longest matching token is taken.
 
-Every single byte is a token, so every text has ids; 486 of the 65,529 tokens are not whole UTF-8. Id 0 is no token: it ends a
-text. Source of the format and of the rule: ChatRWKV, tokenizer/rwkv_tokenizer.py.
+Every single byte is a token, so every text can be encoded; 486 of the 65,529 tokens are not whole UTF-8. Id 0 is no token: it
+ends a text. Source of the format and of the rule: ChatRWKV, tokenizer/rwkv_tokenizer.py.
 
-The Rust library pyrwkv-tokenizer reads long texts where it is installed; the Python code here gives the same ids, 30 times
+If the Rust library pyrwkv-tokenizer is installed, it encodes long texts. The Python code here gives the same ids, 30 times
 slower.
 """
 
@@ -22,9 +22,9 @@ from typing import Any
 from rwkv.errors import UserError
 
 NAME = "rwkv_vocab_v20230424"
-PACKAGES = ("pyrwkv-tokenizer", "rwkv")                  # of PyPI, that carry NAME.txt
+PACKAGES = ("pyrwkv-tokenizer", "rwkv")                  # packages of PyPI that contain NAME.txt
 LAST_ID = 0xFFFF
-SHORT = 2 ** 16                          # characters that Python encodes in 30 ms; the library takes 300 to begin, and 230 MB
+SHORT = 2 ** 16                          # characters, which Python encodes in 30 ms; the library starts in 300 ms, with 230 MB
 PYRWKV = PACKAGES[0]
 PLAIN = re.compile(r"""([0-9]+) (?:'([^'\\]+)'|"([^"\\]+)") ([0-9]+)""").fullmatch      # a line without escapes, as most are
 SLOW = (f"{PYRWKV} is not installed: the World vocabulary encodes about 30 times slower without it; with a Python before "
@@ -32,7 +32,7 @@ SLOW = (f"{PYRWKV} is not installed: the World vocabulary encodes about 30 times
 
 
 class Vocabulary:
-    """tokens[id] is the token's bytes, empty for ids that are not in use, such as 0."""
+    """tokens[id]: the token's bytes; b"" for an id that is not in use, such as 0."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self.tokens = list(tokens)
@@ -41,7 +41,7 @@ class Vocabulary:
 
     @classmethod
     def parse(cls, text: str, source: str) -> "Vocabulary":
-        """From the text of a vocabulary file: lines of an id, a Python literal (str or bytes) and its length in bytes.
+        """Reads the text of a vocabulary file. Each line has an id, a Python literal (str or bytes) and its length in bytes.
 
         Raises UserError with the number of the first wrong line.
         """
@@ -61,7 +61,7 @@ class Vocabulary:
         return cls([tokens.get(index, b"") for index in range(1 + max(tokens))])
 
     def to_text(self) -> str:
-        """The text of a vocabulary file in one canonical layout, for `parse`."""
+        """The text of a vocabulary file for `parse`. Equal vocabularies give equal texts."""
         return "".join(f"{index} {_literal(token)} {len(token)}\n" for index, token in enumerate(self.tokens) if token)
 
     def encode(self, text: str) -> list[int]:
@@ -71,7 +71,7 @@ class Vocabulary:
         return ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """The ids of each text; the library encodes them in parallel where they are long together."""
+        """The ids of each text. If the texts together are long, the library encodes them in parallel."""
         if not self._pays_for_library(sum(map(len, texts))):
             return [self._match(text.encode()) for text in texts]
         ids: list[list[int]] = self._library.encode_batch(texts)
@@ -89,7 +89,7 @@ class Vocabulary:
         return ids
 
     def _pays_for_library(self, characters: int) -> bool:
-        """Whether there is a library, and it is loaded already or the text is long."""
+        """Whether the library is installed, and either loaded already or worth loading for a text of this length."""
         return ("_library" in vars(self) or characters > SHORT) and self._library is not None
 
     def drop_library(self) -> None:
@@ -98,7 +98,7 @@ class Vocabulary:
 
     @cached_property
     def _library(self) -> Any:
-        """The Rust library with the same tokens, None if it is not installed."""
+        """The Rust library's tokenizer with the same tokens; None if the library is not installed."""
         try:
             from pyrwkv_tokenizer import WorldTokenizer
         except ImportError:
@@ -106,7 +106,7 @@ class Vocabulary:
             return None
         lines = []
         for index, token in enumerate(self.tokens):
-            if token:                    # every byte in hexadecimal, which needs no other escape
+            if token:                    # each byte is written in hexadecimal, so nothing else needs an escape
                 escaped = token.hex(" ").replace(" ", "\\x")
                 lines.append(f"{index} b'\\x{escaped}' {len(token)}\n")
         with tempfile.TemporaryDirectory() as folder:    # the library takes a path
@@ -128,8 +128,8 @@ def installed() -> Path:
 
 
 def _parse_line(line: str) -> tuple[int, bytes] | None:
-    """The id and the token; None where the line is none of a World vocabulary."""
-    plain = PLAIN(line)                  # much faster than to evaluate it
+    """The id and the token; None for a line that is not of a World vocabulary."""
+    plain = PLAIN(line)                  # much faster than evaluating the literal
     try:
         if plain:
             index = plain[1]
@@ -155,7 +155,7 @@ def _wrong_line(line: str, found: tuple[int, bytes] | None, where: str) -> UserE
 
 
 def _lengths_by_prefix(tokens: dict[bytes, int]) -> dict[bytes, tuple[int, ...]]:
-    """The lengths of the tokens that begin with the same two bytes, from the longest to 1, by these bytes."""
+    """By two bytes, the lengths of the tokens that begin with them, the longest first; 1 is the last."""
     lengths: defaultdict[bytes, set[int]] = defaultdict(lambda: {1})
     for token in tokens:
         lengths[token[:2]].add(len(token))
@@ -163,7 +163,7 @@ def _lengths_by_prefix(tokens: dict[bytes, int]) -> dict[bytes, tuple[int, ...]]
 
 
 def _literal(token: bytes) -> str:
-    """The token as a Python literal in ASCII, which is the same in every version of Python."""
+    """The token as a Python literal in ASCII, the same in every version of Python."""
     try:
         return ascii(token.decode())
     except UnicodeDecodeError:

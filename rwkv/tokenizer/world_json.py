@@ -3,8 +3,8 @@
     model          WordLevel: the tokens in the alphabet of byte-level BPE with their ids, and <|endoftext|> with id 0
     pre_tokenizer  ByteLevel, then a Split by one regular expression, (?:A|B|...), of all tokens, the longest first
 
-The first alternative that matches is the longest token that does, which is the rule of rwkv/tokenizer/world.py. The expression
-is compared as a text and never compiled: the library tries its 65,529 alternatives in turn, at a hundredth of the speed.
+The first matching alternative is the longest matching token, which is the rule of rwkv/tokenizer/world.py. The expression is
+read as a text and never compiled: the library would try its 65,529 alternatives in turn, a hundred times slower.
 
 Source: rwkv-rs/transformers-rwkv, models/rwkv7/convert_rwkv7_world_tokenizer_to_hf.py.
 """
@@ -23,7 +23,7 @@ CHARACTER_OF = {value: character for character, value in BYTE_OF.items()}
 
 
 def vocabulary_in(text: str) -> str | None:
-    """The text of a World vocabulary's file out of that of a tokenizer.json; None where that is of another kind, or damaged."""
+    """The text of a World vocabulary's file, from that of a tokenizer.json; None if it has another vocabulary or is damaged."""
     if '"WordLevel"' not in text:        # so that other files are not parsed twice
         return None
     try:
@@ -58,7 +58,7 @@ def to_json(text: str) -> str:
 
 
 def _has_parts(parsed: Any) -> bool:
-    """Whether everything but the expression is as in the official files."""
+    """Whether everything except the expression is as in the official files."""
     byte_level, split = parsed["pre_tokenizer"]["pretokenizers"]
     added = parsed.get("added_tokens") or []
     return (parsed["model"]["type"] == "WordLevel" and parsed["decoder"]["type"] == "ByteLevel"
@@ -69,7 +69,7 @@ def _has_parts(parsed: Any) -> bool:
 
 
 def _alternatives(parsed: Any) -> list[str]:
-    """The tokens in the expression, unescaped; none where they do not stand from the longest to the shortest."""
+    """The tokens in the expression, unescaped; [] if they do not stand from the longest to the shortest."""
     expression: str = parsed["pre_tokenizer"]["pretokenizers"][1]["pattern"]["Regex"]
     inner = expression.removeprefix("(?:").removesuffix(")") if expression.startswith("(?:") else expression
     tokens = []

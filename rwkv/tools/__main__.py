@@ -1,6 +1,6 @@
 """`timemix COMMAND [ARGUMENT...]`, also `python -m rwkv.tools COMMAND ...`: every program, under one name.
 
-A command is a program in rwkv/programs or rwkv/tools, whose folders also have parts of programs; kernels and bench are
+A command is a program in rwkv/programs or rwkv/tools; the folders also have files that are not programs. kernels and bench are
 `python -m kernels` and `python -m kernels.bench`.
 """
 
@@ -16,7 +16,7 @@ from kernels.machine import threads
 from rwkv.cli import exit_on_user_error
 
 FOLDERS = (Path(__file__).parent.parent / "programs", Path(__file__).parent)
-PROGRAM = 'if __name__ == "__main__":'     # a line of files that can be run
+PROGRAM = 'if __name__ == "__main__":'     # a line in every file that is a program
 COMMANDS = {path.stem: f"rwkv.{folder.name}.{path.stem}" for folder in FOLDERS for path in sorted(folder.glob("[a-z]*.py"))
             if PROGRAM in path.read_text(encoding="utf-8")}
 COMMANDS |= {"kernels": "kernels.__main__", "bench": "kernels.bench.__main__"}
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def _first_sentence(module: str) -> str:
-    """The first sentence of a module's docstring, read without importing it, and without the command in it."""
+    """The first sentence of a module's docstring, without a command before it. The module is not imported."""
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None

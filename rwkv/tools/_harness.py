@@ -1,6 +1,6 @@
 """A checkpoint as a model of EleutherAI's lm-evaluation-harness.
 
-A context that several continuations share, as in multiple choice, is read once. There is no longest context: texts that the
+A context that several continuations share, as in multiple choice, is read once. A context may have any length: texts that the
 harness splits into windows for other models are read whole here.
 Source: EleutherAI/lm-evaluation-harness, lm_eval/api/model.py (the methods of a model) and lm_eval/models/huggingface.py (the
 id before a text, defaults of generation).
@@ -25,7 +25,7 @@ from rwkv.pretrained import RWKV, tokenizer_of
 from rwkv.tokenizer.lost import LossCounter
 
 MAX_NEW_TOKENS = 256                     # the harness's default
-Pair = tuple[Any, list[int], list[int]]  # the texts, the ids of the context and of the continuation
+Pair = tuple[Any, list[int], list[int]]  # the texts, the ids of the context, the ids of the continuation
 
 
 class Timemix(TemplateLM):
@@ -111,7 +111,7 @@ class Timemix(TemplateLM):
 
 
 def register() -> None:
-    """Makes the model known to the harness as timemix; it discovers no plugins."""
+    """Makes the model known to the harness as timemix. The harness does not discover plugins."""
     register_model("timemix")(Timemix)
 
 
@@ -133,7 +133,7 @@ def _batches(indices: Iterable[int], length: Any, rows: int) -> Iterator[list[in
 
 
 def _generation(given: dict[str, Any]) -> dict[str, Any]:
-    """generate_batch's options from a task's: greedy unless it samples."""
+    """The options of generate_batch for those of a task, which is greedy unless it asks for sampling."""
     until = given.get("until") or []
     stop = [until] if isinstance(until, str) else list(until)
     options = {"max_new_tokens": given.get("max_gen_toks", MAX_NEW_TOKENS), "stop": [text for text in stop if text]}

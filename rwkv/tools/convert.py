@@ -1,6 +1,6 @@
 """python -m rwkv.tools.convert IN OUT [--dtype DTYPE] [--format FORMAT] [--tokenizer NAME]: Converts weights between formats.
 
-It converts one tensor at a time, in the memory of the largest tensor; OUT is written whole or not at all.
+It converts one tensor at a time, so it needs the memory of the largest tensor. OUT is written whole or not at all.
 """
 
 import argparse
@@ -40,10 +40,10 @@ def main(arguments: list[str] | None = None) -> None:
 
 def convert(source: Path, target: Path, dtype: str | None = None, format: str | None = None,
             tokenizer: str | None = None, end_of_text: str | None = None, form: str | None = None) -> None:
-    """Writes the checkpoint at `source` to `target`. dtype: None keeps each tensor's. format: None takes the suffix's.
+    """Writes the checkpoint at `source` to `target`. dtype: None keeps that of each tensor. format: None: by the suffix.
 
-    tokenizer: the name of the one to write with the weights, as in Tokenizer.named; None: the one that `source` has, if any.
-    end_of_text: the text of the token of a .json tokenizer that ends a text; None: as in `source`, or else in the file. form:
+    tokenizer: the name, as in Tokenizer.named, of the tokenizer to write with the weights; None: that of `source`, if any.
+    end_of_text: the name of the token of a .json tokenizer that ends a text; None: as in `source`, or else in the file. form:
     of a Hugging Face directory of RWKV-7, fla or official.
     """
     module = formats.load(format) if format else formats.by_suffix(target)
@@ -55,7 +55,7 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     config = checkpoint.config
     _log(f"{checkpoint.path}: {generation(config).NAME}, {config.n_layer} layers, {config.n_embd} wide, "
          f"{n_parameters(config, checkpoint.vocab_size):,} parameters, vocabulary {checkpoint.vocab_size}")
-    with suppress(UserError):            # of a tokenizer whose end of text is open
+    with suppress(UserError):            # it may be unknown which token of the tokenizer ends a text
         if checkpoint.tokenizer and (end := tokenizer_of(checkpoint).end_line()):
             _log(f"texts end with {end}")
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True, file=sys.stderr) as bar:

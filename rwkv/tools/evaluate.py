@@ -26,21 +26,10 @@ from typing import Any
 
 from tqdm import tqdm
 
-from rwkv import cli
+from rwkv import cli, evaluation
 from rwkv.chat.templates import chat_template
 from rwkv.config import EvaluateConfig
 from rwkv.errors import UserError
-from rwkv.evaluation import (
-    Score,
-    Scored,
-    TextScore,
-    count_tokens,
-    holds_answers,
-    read_answers,
-    read_last_words,
-    score_text,
-    score_texts,
-)
 from rwkv.io.output_file import require_writable
 from rwkv.model.base import Model
 from rwkv.pretrained import open_checkpoint, template_choice, template_line
@@ -56,18 +45,18 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     start = tokenizer.encode(config.start) if config.start else [tokenizer.end_of_text]
 
     # All texts are tokenised before the model is loaded, so that errors in the file are found first
-    if config.data.template or holds_answers(path):
+    if config.data.template or evaluation.holds_answers(path):
         choice = template_choice(opened.checkpoint, config.data.template)
-        answers = read_answers(tokenizer, path, chat_template(choice.template))
+        answers = evaluation.read_answers(tokenizer, path, chat_template(choice.template))
         _say_lost(sum((answer.lost for answer in answers), NOTHING), "the answers")
         print(f"chat template: {template_line(opened.checkpoint, choice)}", file=sys.stderr)
         score = evaluate("answers", answers, config, opened.model())
     elif path.suffix == ".jsonl":
-        words = read_last_words(tokenizer, path, start)
+        words = evaluation.read_last_words(tokenizer, path, start)
         _say_lost(sum((word.lost for word in words), NOTHING), "the last words")
         score = evaluate("last_word", words, config, opened.model())
     else:
-        tokens, lost = count_tokens(tokenizer, path)
+        tokens, lost = evaluation.count_tokens(tokenizer, path)
         _say_lost(lost, "the text")
         score = evaluate_text(path, tokenizer, start, config.chunk_len, tokens, lost, opened.model())
     result = {"data": str(path), "checkpoint": str(opened.checkpoint.path), "tokenizer": tokenizer.kind,
@@ -87,21 +76,21 @@ def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_
     started = time.perf_counter()
     nats = 0.0
     with _bar(tokens, "token") as bar:
-        for count, pass_nats in score_text(model, tokenizer, path, start, chunk_len):
+        for count, pass_nats in evaluation.score_text(model, tokenizer, path, start, chunk_len):
             nats += pass_nats
             _advance(bar, count, f"loss {nats / (bar.n + count):.4f}")
     _require_finite(nats)
-    score = TextScore(tokens, path.stat().st_size, nats, lost)
+    score = evaluation.TextScore(tokens, path.stat().st_size, nats, lost)
     return {"task": "text", **score.as_dict(), "seconds": time.perf_counter() - started}
 
 
-def evaluate(task: str, texts: Sequence[Scored], config: EvaluateConfig, model: Model) -> dict[str, Any]:
+def evaluate(task: str, texts: Sequence[evaluation.Scored], config: EvaluateConfig, model: Model) -> dict[str, Any]:
     """task: last_word or answers."""
     started = time.perf_counter()
-    total = Score()
+    total = evaluation.Score()
     answers = task == "answers"
     with _bar(len(texts), "conversation" if answers else "text") as bar:
-        for score in score_texts(model, texts, config.batch_size, config.chunk_len):
+        for score in evaluation.score_texts(model, texts, config.batch_size, config.chunk_len):
             total += score
             mean = f"loss {total.nats / total.tokens:.4f}" if answers else f"accuracy {total.right / total.texts:.3f}"
             _advance(bar, score.texts, mean)
@@ -118,7 +107,7 @@ def _say_lost(lost: Lost, text: str) -> None:
 
 
 def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:
-    """The paths of data.path= and out=. Raises UserError if no data is given, or `out` cannot be written."""
+    """The paths of data.path= and out=. Raises UserError if no data is given, or if out= cannot be written."""
     if not config.data.path:
         raise UserError("there is nothing to evaluate on: give data.path=FILE, a text in UTF-8, or FILE.jsonl with lines of "
                         '{"text": "..."}')

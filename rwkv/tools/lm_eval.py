@@ -19,7 +19,7 @@ from rwkv.errors import UserError
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """The harness's arguments, with its command, and with our model if they name none."""
+    """The harness's arguments with the command `run`, and with our model if they name no model."""
     rest = list(arguments[1:] if arguments[:1] == ["run"] else arguments)
     named = any(argument in ("-M", "--model") or argument.startswith("--model=") for argument in rest)
     return ["run", *([] if named else ["--model", "timemix"]), *rest]

@@ -5,9 +5,7 @@ from pathlib import Path
 import pytest
 
 from rwkv.chat.names import choose_template, default_template, trained_length
-from rwkv.chat.templates import chat_template
 
-JINJA = "{% for m in messages %}{{ m.content }}.{% endfor %}"
 RELEASED: list[tuple[str, str, int | None]] = [          # the name, the template, the length of text
     ("rwkv7-g1k-1.5b-20260930-ctx25600.pth", "g1", 25600),
     ("rwkv7-g1k-1.5b-20260930-ctx25600-Q4_K_M.gguf", "g1", 25600),
@@ -37,20 +35,6 @@ def test_a_name_tells_the_template_and_the_length(name: str, template: str, leng
     assert default_template("/x/blobs/sha256-77", name).template == template, "other names count too"
     assert default_template(name).why
     assert trained_length(name).why
-
-
-def test_a_thinking_model_has_no_blank_line_as_a_stop() -> None:
-    for name, template, _ in RELEASED:
-        if template == "g1":
-            assert "\n\n" not in chat_template(default_template(name).template).stop
-
-
-def test_what_the_file_holds_counts_before_its_name(tmp_path: Path) -> None:
-    folder = tmp_path / "rwkv7-g1k-1.5b"
-    folder.mkdir()
-    assert default_template(str(folder)).template == "g1"
-    (folder / "chat_template.jinja").write_text(JINJA)
-    assert chat_template(default_template(str(folder)).template).render([{"role": "user", "content": "Hi"}]) == "Hi."
 
 
 def test_a_link_is_what_it_points_to(tmp_path: Path) -> None:

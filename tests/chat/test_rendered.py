@@ -111,11 +111,6 @@ def test_special_tokens_whose_names_are_words() -> None:
     assert marked(tokenizer, messages)[0] == messages[0]
 
 
-def test_the_templates_of_the_house_with_special_tokens() -> None:
-    messages = [{"role": "user", "content": "a <|im_end|>"}]
-    assert rendered(messages, TOKENIZER, chat_template("world")) == TOKENIZER.encode("User: a <|im_end|>\n\nAssistant:")
-
-
 def test_errors_show_what_was_typed() -> None:
     text = "{{ raise_exception(messages[0].content) if messages[0].name }}{{ messages[0].content }}"
     refusing = JinjaTemplate(text, "t.jinja")

@@ -34,12 +34,6 @@ def chatml(tmp_path: Path) -> str:
     return str(tmp_path / "chatml.jinja")
 
 
-@pytest.mark.parametrize("name", ["world", "chatml"])
-def test_a_developer_s_message_is_a_system_message(name: str, chatml: str) -> None:
-    template = chat_template(chatml if name == "chatml" else name)
-    assert template.render([{**TALK[0], "role": "developer"}, TALK[1]]) == template.render(TALK[:2])
-
-
 @pytest.mark.parametrize("name", ["world", "g1", "chatml"])
 def test_the_answers_with_their_ends_are_learnt(name: str, chatml: str) -> None:
     template = chat_template(chatml if name == "chatml" else name)
@@ -307,16 +301,6 @@ def test_a_part_of_a_weight_or_of_an_answer_is_refused_by_name(message: dict[str
 def test_a_wrong_message_is_named(messages: object, field: str) -> None:
     with pytest.raises(UserError, match=field):
         chat_template("world").render(messages)                          # type: ignore[arg-type]
-
-
-def test_texts_of_a_content_list_are_joined() -> None:
-    content = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    assert chat_template("world").render([{"role": "user", "content": content}]) == "User: ab\n\nAssistant:"
-
-
-def test_thoughts_are_of_g1_alone() -> None:
-    with pytest.raises(UserError):
-        chat_template("world").render(TALK[:2], think=True)
 
 
 def test_other_names_are_refused() -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
 from rwkv.errors import UserError
-from rwkv.pretrained import RWKV, template_choice
+from rwkv.pretrained import RWKV
 from rwkv.tokenizer import world_json
 from rwkv.tokenizer.tokenizers import Tokenizer, WorldTokenizer
 from rwkv.tools import convert
@@ -227,15 +227,3 @@ def test_another_rule_or_vocabulary_is_not_world(text: str) -> None:
     """Shorter tokens first, an empty one, classes of characters, tokens without an id, more special tokens."""
     assert world_json.vocabulary_in(changed()) is not None
     assert world_json.vocabulary_in(text) is None
-
-
-# The chat template
-
-
-def test_the_directorys_chat_template_is_the_default(tmp_path: Path) -> None:
-    folder = tmp_path / "RWKV7-G1k-1.5B"
-    theirs(folder, model_of())
-    assert template_choice(read_checkpoint(folder)).template == "g1"
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    assert template_choice(read_checkpoint(folder)).template == str(folder / "chat_template.jinja")
-    assert template_choice(read_checkpoint(folder), "world").template == "world"

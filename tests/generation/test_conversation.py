@@ -177,16 +177,6 @@ def test_the_system_message_stays_at_a_reset() -> None:
     assert not chat.messages
 
 
-def test_thoughts_are_shown_from_their_beginning(capsys: pytest.CaptureFixture[str]) -> None:
-    """The prompt holds it already."""
-    chat = talk(template="g1")
-    chat.think = True
-    assert Terminal(chat).turn("Hi")
-    shown = capsys.readouterr().out
-    assert shown == f"<think>\n{chat.messages[-1]['reasoning_content']}\n"
-    assert chat.messages[-1]["content"] == "", "max_new_tokens cut the thoughts"
-
-
 @pytest.mark.parametrize(("setting", "said"), [
     ("seed=2026-02-30", "got '2026-02-30'"),
     ("sampling=mine", "g1_think"),

@@ -69,11 +69,6 @@ def test_a_mistake_is_one_sentence(run: Run, arguments: tuple[str, ...], named: 
     one_sentence(run("generate", *(() if given else CHECKPOINT[:1]), *arguments), named)
 
 
-def test_a_damaged_checkpoint_is_one_sentence(run: Run, checkpoint: Path) -> None:
-    checkpoint.write_bytes(checkpoint.read_bytes()[:2000])
-    one_sentence(run("generate", "checkpoint=model.ckpt"), "model.ckpt")
-
-
 def test_a_checkpoint_without_a_tokenizer_is_one_sentence(run: Run) -> None:
     small_model(vocab_size=256).save_pretrained("bare.pth")
     one_sentence(run("generate", "checkpoint=bare.pth"), "bare.pth", "tokenizer=")

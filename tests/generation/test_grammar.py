@@ -119,7 +119,7 @@ def test_tokens_of_any_tokenizer(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("tokenizer", [JsonTokenizer(tokenizer_files.wordpiece()), JsonTokenizer(tokenizer_files.wordlevel())])
 def test_tokens_without_bytes_of_their_own_are_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(UserError):
-        texts(Grammar.json_object(), tokenizer)
+        texts(Grammar.json_schema({}), tokenizer)
 
 
 def test_a_text_is_the_same_alone_in_a_batch_and_in_pieces() -> None:
@@ -208,7 +208,8 @@ def test_any_schema(seed: int, temperature: float, top_k: int) -> None:
 
 def test_without_llguidance_a_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "llguidance", None)
-    for make in (lambda: Grammar.json_object().check(), lambda: Grammar.regex("a"), lambda: texts(Grammar.lark('start: "b"'))):
+    for make in (lambda: Grammar.json_schema({}).check(), lambda: Grammar.regex("a"),
+                 lambda: texts(Grammar.lark('start: "b"'))):
         with pytest.raises(UserError) as error:
             make()
         assert "pip install" in str(error.value)

@@ -1,11 +1,9 @@
 """Stop strings: the text up to the one that is complete first, however the text is cut into pieces."""
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rwkv.errors import UserError
-from rwkv.generation.stopping import StoppingCriteria, StopStrings
+from rwkv.generation.stopping import StopStrings
 
 TEXTS = st.text("abc", max_size=30)
 
@@ -43,9 +41,3 @@ def test_what_may_become_a_stop_is_held_back_and_shown_if_it_does_not() -> None:
 def test_what_cannot_become_a_stop_is_shown_at_once() -> None:
     assert StopStrings(["END"]).push("the E") == "the "
     assert StopStrings([]).push("all of it") == "all of it"
-
-
-@pytest.mark.parametrize("stop", [["a", ""], "abc"])
-def test_an_empty_stop_string_and_a_string_for_a_list_are_refused(stop: list[str]) -> None:
-    with pytest.raises(UserError):
-        StoppingCriteria(stop=stop)

@@ -9,11 +9,12 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from serving_runs import Running, post, reset, wait_until
-from test_limits import BODIES, ENDLESS, MESSAGES, OK, WRONG, refused
+from test_limits import BODIES, ENDLESS, OK, WRONG, refused
 from test_responses import WRONG as OF_RESPONSES
 
 pytestmark = [pytest.mark.programs, pytest.mark.soak]
@@ -21,6 +22,9 @@ pytestmark = [pytest.mark.programs, pytest.mark.soak]
 COMPLETIONS, CHAT, STATES, RESPONSES = "/v1/completions", "/v1/chat/completions", "/v1/states", "/v1/responses"
 POSTS = (COMPLETIONS, CHAT, RESPONSES, "/tokenize", "/detokenize")
 GETS = ("/v1/models", "/v1/models/tiny", "/tokenizer_info", "/health", "/ready", "/metrics", "/openapi.json", "/")
+MESSAGES: list[Any] = [None, [], "hi", {}, [3], [{}], [{"role": "user"}], [{"role": "nobody", "content": "x"}],
+                       [{"role": "user", "content": 3}], [{"role": "user", "content": [{"type": "image_url"}]}],
+                       [{"role": "user", "content": "x", "tool_calls": [{}]}], [{"role": [], "content": "x"}]]
 VALID_IN_CHAT = [("logprobs", True)]
 CHECKS = ("not_a_server_error,status_code_conformance,content_type_conformance,response_schema_conformance,"
           "negative_data_rejection,unsupported_method,allow_header_conformance")

@@ -37,12 +37,6 @@ def client(server: Running) -> Iterator["openai.OpenAI"]:
         yield made
 
 
-def test_the_log_says_how_the_model_is_spoken_to(server: Running) -> None:
-    line = next(line for line in server.log.splitlines() if line.startswith("chat"))
-    assert "g1" in line
-    assert "G1k" in line
-
-
 FALSE, TRUE, FAKE = ({"chat_template_kwargs": {"think": think}} for think in (False, "true", "fake"))
 
 

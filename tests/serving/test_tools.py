@@ -134,18 +134,6 @@ def test_a_call_whose_arguments_cannot_be_read_does_not_end_a_talk(tool_client: 
     assert answer.tool_calls[0].function.name == "weather"
 
 
-def test_the_deprecated_forms_of_a_call_are_shown_as_the_new_ones(tool_client: "openai.OpenAI") -> None:
-    function = {"name": "weather", "arguments": '{"city": "Oslo"}'}
-    call = {"id": "c", "type": "function", "function": function}
-    new = [{"role": "assistant", "content": None, "tool_calls": [call]},
-           {"role": "tool", "tool_call_id": "c", "content": "rain"}]
-    old = [{"role": "assistant", "content": None, "function_call": function},
-           {"role": "function", "name": "weather", "content": "rain"}]
-    found = [ask(tool_client, "", messages=[*messages, {"role": "user", "content": "1"}]) for messages in (new, old)]
-    assert found[0].usage.prompt_tokens == found[1].usage.prompt_tokens
-    assert found[0].choices[0].message.content == found[1].choices[0].message.content == "Let me see."
-
-
 @pytest.mark.parametrize("parameters", [{}, {"parameters": None}, {"parameters": {}}, {"parameters": {"type": "object"}}],
                          ids=str)
 def test_a_tool_without_parameters_has_an_empty_list_of_them(tool_client: "openai.OpenAI", parameters: dict[str, Any]) -> None:

@@ -1,7 +1,6 @@
 """The World vocabulary: the longest token at each place, with the Rust library and without it, and every wrong file named."""
 
 import logging
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -48,18 +47,6 @@ def tokenizer() -> WorldTokenizer:
     return found
 
 
-@pytest.fixture(params=["library", "walk"])
-def matcher(request: pytest.FixtureRequest) -> Iterator[Vocabulary]:
-    """SPANNING with the library, and without it."""
-    if request.param == "walk":
-        found = spanning()
-        vars(found)["_library"] = None
-        yield found
-    else:
-        pytest.importorskip("pyrwkv_tokenizer", reason="pyrwkv-tokenizer is not installed")
-        yield SPANNING
-
-
 @given(data=MIXED)
 @settings(max_examples=200)
 def test_the_longest_token_is_found_in_any_bytes(data: bytes) -> None:
@@ -71,15 +58,12 @@ def test_text_is_matched_with_the_library_and_without_it(text: str) -> None:
     assert SPANNING.encode_batch([text]) == [SPANNING._match(text.encode())] == [longest_match(SPANNING.tokens, text.encode())]
 
 
-def test_a_batch_is_encoded_as_each_text_alone(matcher: Vocabulary, caplog: pytest.LogCaptureFixture) -> None:
-    assert matcher.encode_batch(["ab", "€a"]) == [matcher.encode("ab"), matcher.encode("€a")]
-    assert not caplog.records
-
-
 def test_a_missing_library_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setitem(__import__("sys").modules, "pyrwkv_tokenizer", None)
     with caplog.at_level(logging.WARNING):
         found, text = spanning(), "ab€a" * world.SHORT
+        found.encode("ab")
+        assert not caplog.records
         assert found.encode(text) == found.encode(text) == longest_match(found.tokens, text.encode())
     assert [record.getMessage() for record in caplog.records] == [world.SLOW]
 

@@ -19,14 +19,6 @@ from rwkv import evaluation
 from rwkv.chat.templates import chat_template
 from rwkv.data.sources import files
 from rwkv.errors import UserError
-from rwkv.evaluation import (
-    Scored,
-    count_tokens,
-    read_answers,
-    read_last_words,
-    score_text,
-    score_texts,
-)
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
 
@@ -58,7 +50,7 @@ def test_the_last_word_goes_on_after_its_text(tmp_path: Path) -> None:
     (tmp_path / "words.jsonl").write_text('{"text": "bad fed cab"}\n')
     for text in KINDS.values():
         tokenizer = JsonTokenizer(text)
-        word, = read_last_words(tokenizer, tmp_path / "words.jsonl", [])
+        word, = evaluation.read_last_words(tokenizer, tmp_path / "words.jsonl", [])
         assert word.ids == tokenizer.encode("bad fed cab")
 
 
@@ -83,8 +75,8 @@ def test_a_text_is_predicted_token_by_token_whatever_the_passes(model: RWKV, tok
     monkeypatch.setattr(files, "CHUNK", 13)
     monkeypatch.setattr(evaluation, "MAX_LOGITS", 1000)
     expected = nats(model, [0], tokenizer.encode(TEXT))
-    scores = list(score_text(model, tokenizer, path, [0], chunk_len))
-    assert sum(tokens for tokens, _ in scores) == count_tokens(tokenizer, path)[0] == len(expected)
+    scores = list(evaluation.score_text(model, tokenizer, path, [0], chunk_len))
+    assert sum(tokens for tokens, _ in scores) == evaluation.count_tokens(tokenizer, path)[0] == len(expected)
     assert max(tokens for tokens, _ in scores) <= chunk_len
     assert sum(more for _, more in scores) == pytest.approx(sum(expected), rel=1e-5)
 
@@ -92,7 +84,7 @@ def test_a_text_is_predicted_token_by_token_whatever_the_passes(model: RWKV, tok
 def test_what_stands_before_a_text_is_not_predicted(model: RWKV, tmp_path: Path) -> None:
     path = tmp_path / "text.txt"
     path.write_text("abc")
-    (score,) = score_text(model, ByteTokenizer(), path, [10, 11], 5)
+    (score,) = evaluation.score_text(model, ByteTokenizer(), path, [10, 11], 5)
     assert score == (3, pytest.approx(sum(nats(model, [10, 11], list(b"abc"))), rel=1e-5))
 
 
@@ -166,8 +158,8 @@ def score_one(model: RWKV, text: str) -> tuple[float, bool]:
 @pytest.mark.parametrize(("batch_size", "chunk_len"), [(1, 1000), (4, 1000), (100, 1000), (4, 1), (100, 7)])
 def test_last_words_are_scored_in_batches_as_alone(words_model: RWKV, batch_size: int, chunk_len: int, tmp_path: Path) -> None:
     expected = [score_one(words_model, text) for text in TEXTS]
-    words = read_last_words(SPACED, write_texts(tmp_path / "texts.jsonl", TEXTS), [0])
-    scores = list(score_texts(words_model, words, batch_size, chunk_len))
+    words = evaluation.read_last_words(SPACED, write_texts(tmp_path / "texts.jsonl", TEXTS), [0])
+    scores = list(evaluation.score_texts(words_model, words, batch_size, chunk_len))
     assert sum(score.texts for score in scores) == len(TEXTS)
     assert max(score.texts for score in scores) == min(batch_size, len(TEXTS))
     assert sum(score.right for score in scores) == sum(right for _, right in expected)
@@ -180,8 +172,8 @@ def test_a_word_that_the_model_would_write_is_right(words_model: RWKV) -> None:
     for _ in range(3):
         likely.append(int(words_model(torch.tensor([context + likely]))[0][0, -1].argmax()))
     other = [*likely[:-1], (likely[-1] + 1) % SPACED.vocab_size]
-    words = [Scored.ending(context, ids) for ids in (likely[:1], likely, other)]
-    assert [score.right for score in score_texts(words_model, words, 1, 100)] == [1, 1, 0]
+    words = [evaluation.Scored.ending(context, ids) for ids in (likely[:1], likely, other)]
+    assert [score.right for score in evaluation.score_texts(words_model, words, 1, 100)] == [1, 1, 0]
 
 
 def test_last_words_from_the_command_line(run: Run, tmp_path: Path) -> None:
@@ -273,14 +265,14 @@ WRONG_LINES = {
 def test_a_wrong_text_is_named(tmp_path: Path, content: bytes, named: str) -> None:
     (tmp_path / "x.txt").write_bytes(content)
     with pytest.raises(UserError, match=named):
-        count_tokens(SPACED, tmp_path / "x.txt")
+        evaluation.count_tokens(SPACED, tmp_path / "x.txt")
 
 
 @pytest.mark.parametrize(("content", "named"), WRONG_LINES.values(), ids=WRONG_LINES)
 def test_a_wrong_line_is_named_with_its_number(tmp_path: Path, content: bytes, named: str) -> None:
     (tmp_path / "x.jsonl").write_bytes(content)
     with pytest.raises(UserError, match=named):
-        read_last_words(SPACED, tmp_path / "x.jsonl", [0])
+        evaluation.read_last_words(SPACED, tmp_path / "x.jsonl", [0])
 
 
 @pytest.mark.parametrize(("arguments", "named"), [
@@ -302,12 +294,6 @@ def test_a_text_shorter_than_two_tokens_is_predicted_from_the_end_of_text(run: R
     result = json.loads(run("evaluate", *EVALUATED, "data.path=x.txt")[1])
     assert (result["tokens"], result["bytes"]) == (1, 1)
     assert result["loss"] == pytest.approx(nats(small_model("conv1d", SPACED.vocab_size), [0], SPACED.encode("a"))[0], rel=1e-5)
-
-
-def test_a_character_may_be_cut_by_every_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    monkeypatch.setattr(files, "CHUNK", 1)
-    assert "".join(files.chunks(tmp_path / "text.txt")) == TEXT
 
 
 def hears_ctrl_c() -> None:
@@ -348,7 +334,7 @@ def test_answers_are_scored_alone(tmp_path: Path) -> None:
             logits = model(ids)[0][0, len(prompt) - 1:-1]
         expected += torch.nn.functional.cross_entropy(logits, ids[0, len(prompt):], reduction="sum").item()
         count += len(said)
-    found = list(score_texts(model, read_answers(tokenizer, path, chat_template("world")), 2, 5))
+    found = list(evaluation.score_texts(model, evaluation.read_answers(tokenizer, path, chat_template("world")), 2, 5))
     assert sum(score.texts for score in found) == 3
     assert sum(score.tokens for score in found) == count
     assert sum(score.nats for score in found) == pytest.approx(expected, rel=1e-5)

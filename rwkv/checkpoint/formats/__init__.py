@@ -1,17 +1,17 @@
-"""Files of weights: one module per format; the folder is the registry.
+"""Files of weights: one module per format. The modules in this folder are the known formats.
 
     pth           what torch.save writes: the official .pth, with or without zip, time_mix [1,1,C] or [C], any prefix
     ckpt          our Lightning checkpoint: weights, and the entry `timemix` with the configuration and the tokenizer
     safetensors   weights by official names; the same entry in the metadata
     huggingface   a directory of config.json, weights by transformers' or fla's names, and the tokenizer
     ggmf          rwkv.cpp's, FP32 and FP16; time_decay is stored as -exp(raw)
-    gguf          llama.cpp's, quantised ones too, with the tokenizer; RWKV-7 alone
+    gguf          llama.cpp's, also quantised, with the tokenizer; only RWKV-7
 
-A format module has SUFFIXES, recognises(path), read(path) -> Content and write(path, Outgoing); where it cannot hold every
-tensor in every dtype, dtype_for(tensor, group, dtype), group being the generation's for the tensor's name; and where it has
-block formats, QUANTISED. How a format names and arranges tensors is their generation's to say (rwkv/checkpoint/rwkvN.py).
-The content of a file decides how it is read, the suffix of a name which format is written.
-Modules that begin with _ are shared.
+A format module has SUFFIXES, recognises(path), read(path) -> Content and write(path, Outgoing). If the format cannot hold every
+tensor in every dtype, it has dtype_for(tensor, group, dtype), where group is what the generation's group() returns for the
+tensor's name. If it has block formats, it has QUANTISED. How a format names and arranges tensors is in the generation's file
+(rwkv/checkpoint/rwkvN.py). A file is read by its content, and written in the format of its name's suffix. Formats share the
+modules that begin with _.
 """
 
 import importlib
@@ -36,12 +36,12 @@ def load(name: str) -> ModuleType:
 
 
 def quantised() -> dict[str, tuple[str, ...]]:
-    """The block formats of each format that has any."""
+    """Names of formats that have block formats, each with its block formats."""
     return {name: blocks for name in names() if (blocks := getattr(load(name), "QUANTISED", ()))}
 
 
 def recognise(path: Path) -> ModuleType:
-    """The format of an existing file or directory. Raises CheckpointError where it has none of these."""
+    """The format of an existing file or directory. Raises CheckpointError for an unknown format."""
     for format in map(load, names()):
         if format.recognises(path):
             return format

@@ -3,8 +3,7 @@
     tensor      name, number of dimensions, dimensions from the innermost, type, place from the start of the data
     data        from the next multiple of general.alignment (32), each tensor at a multiple of it
 
-Source: ggml, docs/gguf.md. Types other than those of PLAIN there are the package's to describe and to dequantise
-(_gguf_types.py).
+Source: ggml, docs/gguf.md. _gguf_types.py describes the types.
 """
 
 import math
@@ -21,7 +20,7 @@ MOST_DIMENSIONS = 4
 
 
 class Described(NamedTuple):
-    """A tensor's name, shape, type and the bytes of the file that hold it."""
+    """A tensor's name, shape and type; its data are the bytes from `start` to `end` of the file."""
 
     name: str
     shape: tuple[int, ...]
@@ -31,7 +30,7 @@ class Described(NamedTuple):
 
 
 def read_header(path: Path, data: memoryview) -> tuple[dict[str, Any], list[Described]]:
-    """The metadata and the tensors of the file whose bytes are `data`. Raises CheckpointError."""
+    """The metadata and the tensors of a file. data: its bytes. Raises CheckpointError."""
     metadata, n_tensors, end = header_of(path)
     alignment = metadata.get(ALIGNMENT_KEY, ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
@@ -48,7 +47,7 @@ def read_header(path: Path, data: memoryview) -> tuple[dict[str, Any], list[Desc
 
 
 def _tensor(path: Path, cursor: Cursor) -> Described:
-    """The next tensor, its place counted from the start of the data."""
+    """The next tensor. Its start and end count from the start of the data."""
     name = cursor.string()
     (n_dimensions,) = cursor.unpack("I")
     if not 1 <= n_dimensions <= MOST_DIMENSIONS:

@@ -1,11 +1,12 @@
 """Tokenizers in GGUF's metadata: the World vocabulary (`rwkv`), byte-level BPE as GPT-2 splits text (`gpt2`), or none.
 
-    tokenizer.ggml.model, .tokens, .token_type      rwkv: a token is Python's repr of its bytes, without b and quotes
-    tokenizer.ggml.merges, .pre                     gpt2: a token is the text that stands for its bytes, two of them a merge
-    tokenizer.huggingface.json                      gpt2: the whole file of the `tokenizers` library, by our writer
-    tokenizer.ggml.eos_token_id, .eot_, .eom_       gpt2: what ends a text; the World vocabulary ends it with id 0
+    tokenizer.ggml.model, .tokens, .token_type      a token of rwkv is Python's repr of its bytes, without b and quotes;
+                                                    a token of gpt2 is the text that stands for its bytes
+    tokenizer.ggml.merges, .pre                     gpt2: pairs of tokens that are merged, and how text is split
+    tokenizer.huggingface.json                      gpt2: the whole file of the `tokenizers` library, if we wrote the file
+    tokenizer.ggml.eos_token_id, .eot_, .eom_       gpt2: tokens that end a text; the World vocabulary ends it with id 0
 
-Ids that are not in use, up to the number of rows of the embedding, are [PADid], of the type "unused". Sources: llama.cpp,
+Unused ids, up to the number of rows of the embedding, are [PADid], of the type "unused". Sources: llama.cpp,
 conversion/base.py and src/llama-vocab.cpp; ggml, docs/gguf.md.
 """
 
@@ -21,11 +22,11 @@ from rwkv.tokenizer.world import Vocabulary
 
 GGML = "tokenizer.ggml."
 JSON = "tokenizer.huggingface.json"
-NORMAL = 1                               # a token_type, as the next three
+NORMAL = 1                               # a token_type, like the next three
 CONTROL = 3
 USER_DEFINED = 4
 UNUSED = 5
-WORLD_START = "<s>"                      # the text of id 0 of the World vocabulary in GGUF, where it is no token's
+WORLD_START = "<s>"                      # in GGUF the text of id 0 of the World vocabulary, which is no token
 PRE_TOKENIZER = "gpt-2"
 ENDS = tuple(f"{GGML}{name}_token_id" for name in ("eos", "eot", "eom"))
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -37,7 +38,7 @@ ESCAPES = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
 
 
 def metadata_of(outgoing: Outgoing) -> dict[str, Any]:
-    """The metadata for the tokenizer to write. Raises UserError for one that GGUF has no place for."""
+    """The metadata that describe the tokenizer. Raises UserError for a tokenizer that GGUF cannot hold."""
     definition = outgoing.entry.get("tokenizer")
     if definition is None:
         return {f"{GGML}model": NO_MODEL[0]}
@@ -64,13 +65,13 @@ def metadata_of(outgoing: Outgoing) -> dict[str, Any]:
 
 
 def _bpe_tokens(parsed: dict[str, Any]) -> tuple[list[str], list[int]]:
-    """Texts and types. Raises UserError where the file splits text in a way that GGUF cannot state."""
+    """The texts and types of all ids. Raises UserError for a tokenizer that splits text in a way that GGUF cannot describe."""
     model = parsed["model"]
     added = parsed.get("added_tokens") or []
     unlike = [name for name, value in PLAIN_BPE.items() if (model.get(name) or None) != (value or None)]
     cut = parsed.get("pre_tokenizer") or {}
     other_cut = any(cut.get(name, True) != value for name, value in BYTE_LEVEL.items()
-                    if name != "trim_offsets")           # which changes no id
+                    if name != "trim_offsets")           # trim_offsets changes no id
     parts = {"a normalizer": parsed.get("normalizer"), "another pre_tokenizer": other_cut,
              "another decoder": (parsed.get("decoder") or {}).get("type") != "ByteLevel",
              "another model": unlike and f"{unlike[0]} {model.get(unlike[0])!r}",
@@ -87,7 +88,7 @@ def _bpe_tokens(parsed: dict[str, Any]) -> tuple[list[str], list[int]]:
 
 
 def tokenizer_in(path: Path, metadata: dict[str, Any]) -> dict[str, Any] | None:
-    """The tokenizer's definition, None where the file has none. Raises CheckpointError for one that we do not have."""
+    """The tokenizer's definition; None where the file has none. Raises CheckpointError for a kind that we do not have."""
     kind = metadata.get(f"{GGML}model", NO_MODEL[0])
     if kind in NO_MODEL:
         return None
@@ -119,7 +120,7 @@ def _list_of(kind: type, values: Any) -> bool:
 
 
 def _world_in(path: Path, texts: list[str], types: list[int]) -> str:
-    """The text of a vocabulary file."""
+    """The World vocabulary as the text of a vocabulary file."""
     try:
         tokens = [_bytes_of(text) if type_ == NORMAL else b"" for text, type_ in zip(texts, types, strict=True)]
     except ValueError as error:
@@ -129,7 +130,7 @@ def _world_in(path: Path, texts: list[str], types: list[int]) -> str:
 
 
 def _bytes_of(text: str) -> bytes:
-    """The bytes whose repr is b"text". Raises ValueError."""
+    """The bytes whose repr is b"text". Raises ValueError for anything else."""
     def unescaped(found: re.Match[bytes]) -> bytes:
         escape = found[1]
         return bytes([int(escape[1:], 16)]) if len(escape) == 3 else ESCAPES.get(escape, escape)
@@ -138,7 +139,7 @@ def _bytes_of(text: str) -> bytes:
 
 
 def _bpe_in(path: Path, texts: list[str], types: list[int], merges: Any) -> dict[str, Any]:
-    """The content of a file of the `tokenizers` library."""
+    """The tokenizer as the content of a file of the `tokenizers` library."""
     if not _list_of(str, merges):
         raise CheckpointError(f"{path} has no {GGML}merges for its byte-level BPE: the file is damaged")
     added = [{"id": index, "content": text, "special": type_ == CONTROL, "normalized": False, **PLAIN_ADDED}

@@ -1,8 +1,8 @@
-"""The types of tensors in GGUF: blocks of neighbours in a row, each in so many bytes.
+"""The types of tensors in GGUF. A type stores neighbouring elements of a row in blocks of a fixed number of bytes.
 
-F32, F16, BF16 and Q8_0 are read here. All others are described and dequantised by the package gguf of llama.cpp's authors,
-where it is installed: the k-quants (Q2_K to Q6_K), Q4_0 to Q5_1, the i-quants (IQ4_XS, IQ4_NL, ...). They give float32; a
-model in int8 or int4 rounds that a second time (docs/log.md has the error).
+F32, F16, BF16 and Q8_0 are read here. If the package gguf of llama.cpp's authors is installed, it describes and dequantises all
+others: the k-quants (Q2_K to Q6_K), Q4_0 to Q5_1, the i-quants (IQ4_XS, IQ4_NL, ...). The result is float32; a model in int8 or
+int4 rounds it a second time (docs/log.md has the error).
 
 Source: ggml, src/ggml-common.h.
 """
@@ -32,7 +32,7 @@ class Block(NamedTuple):
 
 PLAIN = {0: Block("F32", 1, 4), 1: Block("F16", 1, 2), 30: Block("BF16", 1, 2), 8: Block("Q8_0", Q8_0_VALUES, 34)}
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}          # as they lie in the file
-BLOCKS_A_ROW = 32                        # the package takes 16 rows at a time, which should be enough work and fit the cache
+BLOCKS_A_ROW = 32                        # the package takes 16 rows at a time: enough work, and small enough for the cache
 
 
 def package(purpose: str) -> ModuleType:
@@ -45,7 +45,7 @@ def package(purpose: str) -> ModuleType:
 
 
 def block_of(number: int, where: str) -> Block:
-    """The type of this number. where: the tensor, for the message. Raises CheckpointError for a type that cannot be read."""
+    """The type with this number. where: names the tensor in errors. Raises CheckpointError for a type that cannot be read."""
     if number in PLAIN:
         return PLAIN[number]
     try:
@@ -60,7 +60,7 @@ def block_of(number: int, where: str) -> Block:
 
 @cache
 def _block_by_package(number: int) -> Block | None:
-    """None where the package does not know the type, or has no way to dequantise it."""
+    """The type with this number; None where the package does not know it, or cannot dequantise it."""
     import gguf
 
     try:
@@ -83,7 +83,7 @@ def _name(number: int) -> str:
 
 
 def dequantised(type_: str, bytes_: Tensor) -> Tensor:
-    """The values, in float32, of the blocks in mapped bytes, whose pages are then released."""
+    """The values of mapped blocks, in float32. The pages of the mapping are released."""
     if type_ == "Q8_0":
         blocks = bytes_.view(-1, 2 + Q8_0_VALUES)
         scale = blocks[:, :2].contiguous().view(torch.float16)

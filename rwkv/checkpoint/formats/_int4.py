@@ -1,10 +1,10 @@
-"""Matrices in int4 in .safetensors: three tensors for a matrix (N,32 G), those of kernels.matvec.Int4.groups.
+"""Matrices in int4 in .safetensors: a matrix (N,32 G) is three tensors, those of kernels.matvec.Int4.groups.
 
     NAME          (N,G,16) U8      the integers of each group of 32, two in a byte
     NAME.scale    (N,G) BF16
     NAME.shift    (N,G) BF16
 
-The embedding, which is looked up and not multiplied, is BF16, and everything else F32.
+The embedding is BF16, because it is looked up and not multiplied. Everything else is F32.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,12 +18,12 @@ from rwkv.checkpoint.stored import Stored
 from rwkv.errors import CheckpointError, UserError
 from rwkv.model.base import generation, of_linear_layer
 
-EMBEDDING = "emb.weight"                 # ends the names of embeddings
-PARTS = {"": torch.uint8, ".scale": torch.bfloat16, ".shift": torch.bfloat16}       # by the end of the name
+EMBEDDING = "emb.weight"                 # the end of the names of embeddings
+PARTS = {"": torch.uint8, ".scale": torch.bfloat16, ".shift": torch.bfloat16}       # dtypes by the end of the name
 
 
 def outgoing(given: Outgoing) -> tuple[list[Stored], list[Stored]]:
-    """The tensors to write: floating-point ones, and the parts of each matrix one after another."""
+    """The tensors to write: those in floating point, and then the three parts of each matrix in int4."""
     group = generation(given.config).group
     matrices = [name for name in given.tensors if of_linear_layer(name, group(name))]
     floats = [tensor.cast(torch.bfloat16 if name.endswith(EMBEDDING) else torch.float32)
@@ -48,7 +48,10 @@ def _parts(name: str, shape: tuple[int, ...], packed: Callable[[str], Groups]) -
 
 
 def joined(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, Callable[[], Int4]]]:
-    """The file's tensors with each matrix as one, in float32; and what reads those in int4. Raises CheckpointError."""
+    """The file's tensors, with each int4 matrix as one tensor in float32, and functions that read those matrices in int4.
+
+    Raises CheckpointError where a matrix lacks a part.
+    """
     packed = {name: [tensors.get(name + end) for end in PARTS] for name, tensor in tensors.items()
               if f"{name}.scale" in tensors or not tensor.dtype.is_floating_point}
     ends = {name + end for name in packed for end in PARTS}

@@ -1,7 +1,7 @@
 """The file of torch.save: read without executing its pickle, written tensor by tensor.
 
-Since torch 1.6 it is a zip of uncompressed entries: data.pkl, the structure, which names each storage; data/0, data/1, ...,
-the storages, each at a multiple of 64 bytes so that it can be mapped; version and byteorder. Source: PyTorch,
+Since torch 1.6 it is a zip of uncompressed entries: data.pkl has the structure and names each storage; data/0, data/1, ... are
+the storages, each at a multiple of 64 bytes so that it can be mapped; version and byteorder follow. Source: PyTorch,
 torch/serialization.py and caffe2/serialize/inline_container.cc.
 """
 
@@ -36,7 +36,7 @@ STORAGES = {torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage,
 
 
 def recognises(path: Path) -> bool:
-    """Whether it is a zip, or a pickle, which torch.save wrote before version 1.6."""
+    """Whether the file is a zip, or a pickle as torch.save wrote it before version 1.6."""
     return path.is_file() and first_bytes(path, 2) in (ZIP, *PICKLES)
 
 
@@ -47,7 +47,7 @@ def load(path: Path) -> dict[Any, Any]:
         _check_zip(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")      # torch's about other pickles: the message below is enough
+            warnings.simplefilter("ignore")      # torch warns about other pickles; the message below is enough
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:                   # torch has no error class of its own for damaged files
         raise CheckpointError(f"{path} cannot be read as a checkpoint: it is truncated, damaged, or not a file of plain "
@@ -83,7 +83,7 @@ def save(file: BinaryIO, content: Any) -> None:
 
 
 def pickled(content: Any) -> tuple[bytes, list[Stored]]:
-    """The bytes of data.pkl, and the tensors whose data it refers to by number."""
+    """The bytes of data.pkl, and the tensors, which it refers to by number."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, protocol=2)
     pickler.dump(content)
@@ -91,7 +91,7 @@ def pickled(content: Any) -> tuple[bytes, list[Stored]]:
 
 
 class _Storage:
-    """A tensor's data inside data.pkl."""
+    """Stands for a tensor's data inside data.pkl."""
 
     def __init__(self, tensor: Stored) -> None:
         self.tensor = tensor
@@ -139,7 +139,7 @@ def _entry(archive: zipfile.ZipFile, name: str, size: int) -> IO[bytes]:
 def _check_zip(path: Path) -> None:
     """Raises CheckpointError where an entry is incomplete, has a wrong checksum or is compressed.
 
-    torch.load checks neither length nor checksum, and a flipped bit is another weight. torch maps the entries, so they are
+    torch.load checks neither length nor checksum, and a flipped bit would change a weight. torch maps the entries, so they are
     never compressed; a small file that claims to unpack into a large one is an attack.
     """
     try:
@@ -148,7 +148,7 @@ def _check_zip(path: Path) -> None:
                 if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
                     raise zipfile.BadZipFile(f"{entry.filename} is compressed")
                 with archive.open(entry) as file:
-                    # Of a checksum of 0 torch has written none. At the end zipfile compares the checksum.
+                    # 0 means that torch has written no checksum. After the last byte zipfile compares the checksum.
                     while entry.CRC and file.read(READ_BYTES):
                         pass
     except Exception as error:           # zipfile raises many kinds for damaged files
@@ -157,7 +157,7 @@ def _check_zip(path: Path) -> None:
 
 
 def _plain(tensor: Tensor) -> bool:
-    """Whether it is dense, in memory, and no larger than its storage: with strides of 0 a few bytes could claim terabytes."""
+    """Whether the tensor is dense, in memory, and no larger than its storage: with strides of 0 it could claim terabytes."""
     if tensor.layout != torch.strided or tensor.device.type != "cpu" or tensor.is_quantized:
         return False
     return tensor.numel() * tensor.element_size() <= tensor.untyped_storage().nbytes()

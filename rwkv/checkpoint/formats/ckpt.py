@@ -22,7 +22,7 @@ def read(path: Path) -> Content:
 
 
 def understand(path: Path, content: dict[Any, Any]) -> Content:
-    """The Content of our checkpoint, of another Lightning checkpoint (without our entry), or of a dictionary of tensors."""
+    """The Content of our checkpoint, of another Lightning checkpoint, which lacks our entry, or of a dictionary of tensors."""
     entry = plain_entry(path, content[ENTRY]) if ENTRY in content else None
     tensors = content.get("state_dict", {} if entry else content)
     step = content.get("global_step", 0)

@@ -3,12 +3,12 @@
     header    magic 0x67676d66, version, n_vocab, n_embed, n_layer, data_type                    int32 each
     tensor    dim_count, key_length, data_type, the shape with its dimensions reversed, key, data        until the end
 
-FP16 files keep vectors, and RWKV-7's r_k, in FP32. RWKV-4's vectors are [C], RWKV-7's as in the official files; what else
-RWKV-7's files arrange differently is in rwkv/checkpoint/rwkv7.py. time_decay is stored as -exp(raw), rounded to float32 by
-torch.exp. A stored value comes back to the bit from ggmf -> ours -> ggmf. From ours -> ggmf -> ours, raw comes back up to the
-values that share a float32 exponential, which are less than 1e-7 (relative, above 1) apart. Source: RWKV/rwkv.cpp,
-docs/FILE_FORMAT.md and python/convert_pytorch_to_ggml.py. Integers and floats are little endian, as on every machine that it
-was written for.
+FP16 files keep vectors, and RWKV-7's r_k, in FP32. RWKV-4's vectors are [C], RWKV-7's as in the official files;
+rwkv/checkpoint/rwkv7.py describes other differences of RWKV-7's files. time_decay is stored as -exp(raw), rounded to float32 by
+torch.exp. After ggmf -> ours -> ggmf a stored value is the same to the bit. After ours -> ggmf -> ours, raw may be another
+value with the same float32 exponential; such values are less than 1e-7 (relative, above 1) apart. Integers and floats are
+little endian, as on every machine that the format was made for. Source: RWKV/rwkv.cpp, docs/FILE_FORMAT.md and
+python/convert_pytorch_to_ggml.py.
 """
 
 import math
@@ -57,7 +57,7 @@ def read(path: Path) -> Content:
 
 
 def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
-    """The dtype of a tensor of this group in ggmf: FP16 is only for matrices. Raises UserError for a dtype that ggmf lacks."""
+    """The dtype of a tensor of this group: FP16 is only for matrices. Raises UserError for a dtype that ggmf lacks."""
     if group == "vector":
         return torch.float32
     matrices = DTYPES_BY_NAME[dtype] if dtype else tensor.dtype
@@ -90,9 +90,9 @@ def stored_decay(decay: Tensor) -> Tensor:
 
 
 def raw_decay(stored: Tensor) -> Tensor:
-    """The float32 time_decay whose stored_decay is `stored`, or closest to it: a logarithm may be off by a rounding.
+    """The float32 time_decay whose stored_decay is `stored`, or the closest to it.
 
-    The logarithm and its two neighbours on either side are compared.
+    The rounded logarithm may be off, so it is compared with its two neighbours on either side.
     """
     logarithm = torch.log(-stored.double()).float()
     candidates = [logarithm]
@@ -136,7 +136,7 @@ def _tensor(path: Path, file: BinaryIO, bytes_: Tensor) -> Stored:
 
 
 def _data(path: str, name: str, piece: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor's data as a copy, because in the file a tensor may begin at any byte."""
+    """The tensor's data. It is copied, because in the file a tensor may begin at any byte."""
     copy = piece.clone().view(dtype)
     release(piece)
     if not name.endswith(DECAY):

@@ -1,11 +1,11 @@
-"""GGUF, llama.cpp's: read in every type of tensor that the package gguf dequantises, written as F32, F16, BF16 and the blocks
-that it quantises, Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0; with the tokenizer and our entry in the metadata.
+"""GGUF, llama.cpp's format. Every type of tensor is read that the package gguf can dequantise. F32, F16 and BF16 are written,
+and Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, which the package quantises. The tokenizer and our entry are in the metadata.
 
-Names and arrangement are those of rwkv/checkpoint/rwkv7.py. As llama.cpp's converter has it, vectors and a few small matrices
-are F32 whatever the dtype. As its quantizer has it, blocks leave vectors and low-rank matrices as they are, a matrix whose rows
-are no multiple of 32 is F16, and the head beside 4 and 5 bits is finer: Q8_0 here, for the package cannot write its Q6_K.
-context_length is the converter's, for no RWKV has a limit; our entry keeps ctx_len. Blocks are read as float32. A model in
-several files, as llama-gguf-split leaves it, is read from any of them.
+rwkv/checkpoint/rwkv7.py has the names and the arrangement. As in llama.cpp's converter, vectors and a few small matrices are
+F32 whatever the dtype. As in its quantizer, vectors and low-rank matrices are not quantised, and a matrix whose rows are no
+multiple of 32 is F16. Its head is finer than 4 and 5 bits: Q8_0 here, because the package cannot write the quantizer's Q6_K.
+context_length is the converter's, because no RWKV has a limit; our entry keeps ctx_len. Blocks are read as float32. A model in
+several files, as llama-gguf-split writes it, is read from any of them.
 
 Sources: llama.cpp, conversion/rwkv.py, src/llama-quant.cpp, src/models/rwkv7.cpp and tools/gguf-split; ggml, docs/gguf.md.
 """
@@ -41,7 +41,7 @@ QUANTIZATION_VERSION = 2
 BLOCK = 32
 HEAD = "output.weight"
 HEAD_TYPE = "Q8_0"
-STEPS = {"Q4_0": 8, "Q4_1": 1, "Q5_0": 16, "Q5_1": 1, "Q8_0": 127}          # times float16's largest: what a block can hold
+STEPS = {"Q4_0": 8, "Q4_1": 1, "Q5_0": 16, "Q5_1": 1, "Q8_0": 127}          # a block holds up to this times float16's largest
 CONTEXT_LENGTH = 1 << 20
 SPLIT_NUMBER = "split.no"
 SPLIT_TENSORS = "split.tensors.count"
@@ -53,7 +53,7 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path) -> Content:
-    """The model in a file, or in several of which `path` is any one: the first has the metadata."""
+    """The model in one file, or in several. path: any of them. The first one has the metadata."""
     metadata, tensors = _read_part(path)
     parts = parts_of(path, metadata)
     if parts[0] != path:
@@ -110,14 +110,14 @@ def _declared(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
-    """The dtype of a tensor of this group: vectors are float32; blocks are made from the tensor's own dtype."""
+    """The dtype of a tensor of this group: vectors are float32, and a matrix to be quantised keeps its dtype until then."""
     if group == "vector":
         return torch.float32
     return tensor.dtype if dtype is None or dtype in QUANTISED else DTYPES_BY_NAME[dtype]
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
-    """Raises UserError where GGUF has no such generation or tokenizer, and where the package gguf is missing."""
+    """Writes the file. Raises UserError where GGUF has no such generation or tokenizer, or the package gguf is missing."""
     generation = generation_of(outgoing.config)
     if generation.GGUF_ARCHITECTURE is None:
         raise UserError(f"GGUF has no {generation.model.NAME}: llama.cpp runs RWKV-6 and 7 and nothing older; choose "
@@ -131,7 +131,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
 
 
 def _typed(generation: ModuleType, tensor: Stored, quantised: str | None) -> tuple[Stored, str]:
-    """The tensor in the dtype to read it in, and its type in the file."""
+    """The tensor with the dtype in which it is read, and its type in the file."""
     if len(tensor.shape) == 1 or re.fullmatch(generation.GGUF_FLOAT32, tensor.name):
         return tensor.cast(torch.float32), "F32"
     if quantised is None or re.fullmatch(generation.GGUF_UNQUANTISED, tensor.name):
@@ -144,9 +144,11 @@ def _typed(generation: ModuleType, tensor: Stored, quantised: str | None) -> tup
 def _metadata(generation: ModuleType, outgoing: Outgoing, tensors: dict[str, tuple[Stored, str]]) -> dict[str, Any]:
     architecture = generation.GGUF_ARCHITECTURE
     most = outgoing.quantised.upper() if outgoing.quantised else tensors[HEAD][1]
+    config = generation.model.resolved(outgoing.config)
     sizes = {"context_length": CONTEXT_LENGTH, "vocab_size": outgoing.vocab_size,
              "attention.head_count": 0,                          # llama.cpp requires it and ignores it
-             "attention.layer_norm_epsilon": LAYER_NORM_EPSILON, **generation.gguf_sizes(outgoing.config)}
+             "attention.layer_norm_epsilon": LAYER_NORM_EPSILON,
+             **{key: getattr(config, name) for key, name in generation.GGUF_SIZES.items()}}
     general = {"general.file_type": FILE_TYPES[most], "general.quantization_version": QUANTIZATION_VERSION}
     return {**general, **{f"{architecture}.{key}": value for key, value in sizes.items()},
             ENTRY: json.dumps(outgoing.entry | {"tokenizer": None})}
@@ -154,7 +156,7 @@ def _metadata(generation: ModuleType, outgoing: Outgoing, tensors: dict[str, tup
 
 def _write(package: Any, file: BinaryIO, architecture: str, metadata: dict[str, Any],
            tensors: dict[str, tuple[Stored, str]]) -> None:
-    """By the package's writer, with one tensor in memory at a time."""
+    """Writes the file by the package's writer, with one tensor in memory at a time."""
     writer = package.GGUFWriter(None, architecture)
     adders = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
               list: writer.add_array}

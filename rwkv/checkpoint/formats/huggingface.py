@@ -1,12 +1,12 @@
-"""A Hugging Face directory: config.json, weights in one file or in shards, and the tokenizer: tokenizer.json, or the World
-vocabulary in the file that fla's directories and llama.cpp's converter have.
+"""A Hugging Face directory: config.json, weights in one file or in shards, and the tokenizer. That is a tokenizer.json, or the
+World vocabulary in the file that fla's directories and llama.cpp's converter use.
 
-Tensors have transformers' names. RWKV-7's directories are in fla's form, which is written unless form=official asks for that of
-transformers' branch for RWKV-7, where the World vocabulary is a tokenizer.json too (rwkv/tokenizer/world_json.py). rwkv7-hf's
-(model_type rwkv7_native) have fla's tensors.
+Tensors have transformers' names. RWKV-7's directories have fla's form or that of transformers' branch for RWKV-7, in which the
+World vocabulary is a tokenizer.json too (rwkv/tokenizer/world_json.py). fla's is written unless form=official asks for the
+other one. Directories of rwkv7-hf (model_type rwkv7_native) have fla's tensors.
 
-With a tokenizer.json the ends of text are in the first of generation_config.json, config.json, tokenizer_config.json and
-special_tokens_map.json that names a token which can end a text; if none does, the rule of rwkv/tokenizer/special.py holds. The
+With a tokenizer.json the ends of text come from the first of generation_config.json, config.json, tokenizer_config.json and
+special_tokens_map.json that names a token which can end a text, or else from ends_by_rule of rwkv/tokenizer/special.py. The
 World vocabulary ends texts with id 0, whatever these files say.
 
 Source: huggingface/transformers, models/rwkv/modeling_rwkv.py and configuration_rwkv.py, generation/configuration_utils.py
@@ -21,6 +21,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from rwkv.chat.stated import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import _torch_file, pth, safetensors
 from rwkv.checkpoint.generations import generation_of, generations, supported
@@ -29,11 +30,8 @@ from rwkv.io.atomic import write_file, write_folder
 from rwkv.tokenizer import special, world_json
 
 SUFFIXES = ("",)
-CONFIG = "config.json"
 TOKENIZER = "tokenizer.json"
-TOKENIZER_CONFIG = "tokenizer_config.json"
 WEIGHTS = "model.safetensors"
-GENERATION_CONFIG = "generation_config.json"
 SPECIAL_TOKENS = "special_tokens_map.json"
 WORLD = "rwkv_vocab_v20230424.txt"
 OURS = (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WORLD)
@@ -67,7 +65,7 @@ def read(path: Path) -> Content:
 
 
 def _declared(path: Path, config: dict[str, Any], sizes: dict[str, str]) -> dict[str, Any]:
-    """The sizes by our names. Raises CheckpointError where the file states one twice, and differently."""
+    """The sizes by our names. Raises CheckpointError where the file states two values of one size."""
     declared: dict[str, Any] = {}
     for theirs, ours in sizes.items():
         value = config.get(theirs)
@@ -80,8 +78,8 @@ def _declared(path: Path, config: dict[str, Any], sizes: dict[str, str]) -> dict
 
 
 def _epsilon(path: Path, config: dict[str, Any], generation: ModuleType, ours: bool) -> dict[str, float]:
-    """The epsilon of the norm of each head, where it is another than the generation's. ours: written by this program, which
-    once wrote no such key and meant its own."""
+    """The epsilon of the group norm, under its key in config.json; {} if it is the generation's own. ours: this program wrote
+    the file; without the key it then means the generation's own epsilon."""
     key = getattr(generation, "GROUP_NORM", None)
     head_size = config.get("head_dim") or config.get("head_size")
     if key is None or (key not in config and (ours or not isinstance(head_size, int) or head_size < 1)):
@@ -93,8 +91,8 @@ def _epsilon(path: Path, config: dict[str, Any], generation: ModuleType, ours: b
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
-    """Raises UserError where the directory holds anything that is not part of such a checkpoint, and for a form that the
-    generation does not have."""
+    """Writes the directory. Raises UserError where it holds anything that is not part of such a checkpoint, and for a form
+    that the generation does not have."""
     if outgoing.form not in (None, *FORMS):
         raise UserError(f"the form of a Hugging Face directory is one of {', '.join(FORMS)}; got {outgoing.form!r}")
     generation = generation_of(outgoing.config)
@@ -209,7 +207,7 @@ def _tokenizer(folder: Path) -> dict[str, Any] | None:
 
 
 def _stated_ends(folder: Path) -> Iterator[list[int | str]]:
-    """The ids or names of the tokens that end a text by each of the files that may say so, in transformers' order."""
+    """For each file that may state tokens that end a text, in transformers' order, their ids or names."""
     for name in (GENERATION_CONFIG, CONFIG):
         ids = _json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         ids = ids if isinstance(ids, list) else [ids]

@@ -22,5 +22,5 @@ def read(path: Path) -> Content:
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
-    """The official layout has no room for our entry."""
+    """Writes the tensors. The official layout has no room for our entry."""
     write_file(path, lambda file: _torch_file.save(file, outgoing.tensors))

@@ -1,8 +1,9 @@
-""".safetensors: official names, and our entry as JSON in the metadata; matrices in int4 as _int4.py has them.
+""".safetensors: official names, and our entry as JSON in the metadata; _int4.py describes matrices in int4.
 
     8 bytes: N, little endian      N bytes: JSON {name: {dtype, shape, data_offsets}}      the data, in that order
 
-Source: huggingface/safetensors, README. Read by its library, which checks the header; written here, tensor by tensor.
+Source: huggingface/safetensors, README. Files are read by its library, which checks the header, and written here, one tensor at
+a time.
 """
 
 import json
@@ -38,7 +39,7 @@ def read(path: Path) -> Content:
         tensors = {name: _stored(path, file, name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
     except CheckpointError:
         raise
-    except Exception as error:           # the library raises an error of its own, and others
+    except Exception as error:           # the library raises its own error, and others
         raise CheckpointError(f"{path} cannot be read as .safetensors: it is truncated or damaged ({error}); copy or download "
                               "it again") from error
     tensors, packed = _int4.joined(tensors)
@@ -52,7 +53,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
 
 
 def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str, str], packed: Iterable[Stored] = ()) -> None:
-    """Writes the widest dtypes first, so that each tensor begins at a multiple of its elements' size; `packed` as it comes."""
+    """Writes the widest dtypes first, so that each tensor begins at a multiple of its elements' size, and `packed` last."""
     ordered = [*sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize), *packed]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | metadata}
     end = 0
@@ -80,7 +81,7 @@ def _reader(path: Path, file: Any, name: str) -> Callable[[], Tensor]:
     def tensor() -> Tensor:
         try:
             return file.get_tensor(name)
-        except Exception as error:       # some damage is found only here
+        except Exception as error:       # the library finds some damage only now
             raise CheckpointError(f"{path}: {name} cannot be read: the file is damaged ({error})") from error
 
     return tensor
