@@ -123,7 +123,7 @@ def test_a_text_without_choices_is_free(program: str) -> None:
     assert texts - grammar == {key for name, key in TEXTS if name == program}
 
 
-@pytest.mark.parametrize("text", ["内容", "true", "1e3", "007", "🙂 'a\"b', c={d} $x", " space ", "a,b"])
+@pytest.mark.parametrize("text", ["007", "🙂 'a\"b', c={d} $x", " a,b "])
 def test_every_free_text_of_every_program_is_taken_as_it_is(text: str) -> None:
     for program, (_, schema) in PROGRAMS.items():
         keys = [key for name, key in TEXTS if name == program]
@@ -193,7 +193,6 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
     ("model.head_size=32", "model.head_size is an option of rwkv7"),
     ("model.n_layer=two", "model.n_layer is a whole number, as 1000; got two"),
     ("model.n_layer=1000000", "model.n_layer is at most 10000"),
-    ("trainer.max_steps=1e3", "trainer.max_steps is a whole number"),
     ("plan=maybe", "plan is true or false; got maybe"),
     ("tune.modules=att.key", "tune.modules is a list"),
     ("tune.rank=4", "tune.rank is for tune=lora, and has no effect with tune=full"),
@@ -203,18 +202,13 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
     ("optim.lr=abc", "optim.lr is a number; got abc"),
     ("optim.min_lr=1e-2", "optim.min_lr"),
     ("optim.lr=${nothing}", "nothing"),
-    ("optim.betas=[0.9]", "optim.betas"),
     ("optim.betas=[0.9,1.5]", "optim.betas"),
     ("optim.name=sgd", "adamw, adam, muon, normuon; got 'sgd'"),
-    ("optim.time_decay_lr_scale=-1", "optim.time_decay_lr_scale"),
-    ("trainer.max_tokens=0", "trainer.max_tokens"),
     ("trainer.max_steps=1,2x", "trainer.max_steps"),
     ("trainer.max_steps=(3", "cannot read"),
     ("trainer.precision=16", "32-true, bf16-mixed, fp16-mixed, auto; got '16'"),
-    ("data.val_fraction=2", "data.val_fraction"),
     ("seed=4294967296", "seed"),
     ("seed=1,2", "-m"),
-    ("model=内容", "'内容'; there are: 169m"),
     ("data.field=", "data.field is empty"),
     ("logger.project=null", "logger.project cannot be null"),
     ("logger.project=a/b", "logger.project"),
@@ -342,11 +336,6 @@ def test_a_user_s_mistake_is_its_sentence(error: Exception, capsys: pytest.Captu
 # --help
 
 
-@pytest.fixture(params=["train", "generate", "evaluate"])
-def program(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def help_of(program: str, *arguments: str) -> str:
     main, schema = PROGRAMS[program]
     about = importlib.import_module(main.__module__).__doc__
@@ -360,16 +349,12 @@ def test_help_shows_the_values_of_this_command_line(run: Run) -> None:
     assert "[a,b]" in output
 
 
+@pytest.mark.parametrize("program", ["train", "generate", "evaluate"])
 def test_help_explains_every_option_and_fits_a_terminal(program: str) -> None:
     page = help_of(program)
     assert max(map(len, page.splitlines())) <= WIDTH
     for option in options(PROGRAMS[program][1]):
         assert re.search(rf"^  {re.escape(option)}  +\w*", page, re.MULTILINE), option
-
-
-def test_the_options_of_a_program_come_before_the_kernels(program: str) -> None:
-    page = help_of(program)
-    assert page.index("\nOptions, ") < page.index("\nChoices, ") < page.rindex("taichi_v3")
 
 
 @pytest.mark.parametrize(("argument", "hinted"), [
@@ -391,9 +376,10 @@ def test_every_option_has_a_help(schema: type) -> None:
     assert not [key for key, item in options(schema).items() if not item.metadata.get("help")]
 
 
-@pytest.mark.parametrize("flags", [("--cfg", "job"), ("-c", "job")])
-def test_the_whole_configuration_as_yaml(run: Run, flags: tuple[str, ...]) -> None:
-    status, output, error = run("train", *flags, "seed=7", "data.path=a b,c", "logger.project=内容", "optim.betas=[0.5,0.6]")
+@pytest.mark.parametrize("flag", ["--cfg", "-c"])
+def test_the_whole_configuration_as_yaml(run: Run, flag: str) -> None:
+    options = ("seed=7", "data.path=a b,c", "logger.project=内容", "optim.betas=[0.5,0.6]")
+    status, output, error = run("train", flag, "job", *options)
     assert status == 0, error
     shown = yaml.safe_load(output)
     assert (shown["seed"], shown["data"]["path"], shown["logger"]["project"]) == (7, "a b,c", "内容")

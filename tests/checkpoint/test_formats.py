@@ -34,7 +34,6 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenize
 from rwkv.tools import convert
 
 ROOT = Path(__file__).parent.parent.parent
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +66,7 @@ def test_the_shapes_are_the_models(sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.soak)])
 @each_held
 def test_from_every_format_to_every_format_to_the_bit(models: dict[str, RWKV], tmp_path: Path, generation: str, format: str,
                                                       dtype: str) -> None:
