@@ -145,7 +145,8 @@ STATED: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({"config.json": {"eos_token_id": True}, "generation_config.json": {"eos_token_id": "2"}}, (2,))]
 
 
-@pytest.mark.parametrize(("stated", "ends"), STATED, ids=str)
+@pytest.mark.parametrize(("stated", "ends"), [pytest.param(*each, marks=[pytest.mark.thorough] * (number % 2), id=str(each))
+                                              for number, each in enumerate(STATED)])
 def test_a_directory_says_what_ends_a_text(tmp_path: Path, stated: dict[str, Any], ends: tuple[int, ...]) -> None:
     """In the order of transformers; a conversion writes it back, and a list too."""
     folder = tmp_path / "model"
@@ -445,7 +446,7 @@ def test_what_is_there_is_replaced_even_by_itself(models: dict[str, RWKV], tmp_p
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links need rights there")
-@each_held
+@pytest.mark.parametrize(("generation", "format"), [("rwkv4", "pth"), ("rwkv4", "huggingface"), ("rwkv7", "gguf")])
 def test_a_link_stays_a_link(models: dict[str, RWKV], tmp_path: Path, generation: str, format: str) -> None:
     model, name = models[generation], NAMES[format]
     (tmp_path / "disk").mkdir()

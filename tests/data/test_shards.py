@@ -339,6 +339,7 @@ def test_a_full_disk_leaves_nothing_half_written(library: DataConfig, monkeypatc
     assert prepared.train[:].tolist() == [index for document in documents for index in (0, *document)]
 
 
+@pytest.mark.thorough
 def test_a_long_text_is_never_in_memory_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are its tokens: what Python has allocated at most is less than a quarter of the text."""
     monkeypatch.setattr(shards, "SHARD", 1 << 14)
