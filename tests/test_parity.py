@@ -132,6 +132,7 @@ def test_the_worst_of_several_rows_is_one_out_of_bounds() -> None:
 # The table of files
 
 
+@pytest.mark.thorough
 def test_a_row_of_the_table_of_files_is_out_of_its_bounds_where_a_weight_is_another(tmp_path: Path) -> None:
     """Without other programs: what they make or run is absent."""
     np.save(tmp_path / "small.npy", random_tokens(KINDS["small"])[0, :8])

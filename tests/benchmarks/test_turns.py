@@ -36,7 +36,7 @@ def test_neither_runs_while_the_other_does(tmp_path: Path) -> None:
     assert runs.count("mo") + runs.count("om") < len(runs) / 3           # turns of many ticks, not tick beside tick
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.thorough), "SIGKILL"])
 def test_neither_survives_the_benchmark(name: str, tmp_path: Path) -> None:
     """One of the two runs, the other is suspended; each holds a lock as long as it lives."""
     code = f"from benchmarks import _turns\n_turns.beside({LOCKS}, {str(tmp_path)!r}, {LOCKS}, {str(tmp_path)!r}, {SECONDS})"

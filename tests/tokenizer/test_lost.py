@@ -140,6 +140,7 @@ PASSAGES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("back", PASSAGES.values(), ids=PASSAGES)
 def test_a_long_text_is_counted_to_two_percent(back: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost, "WINDOW", 256)
