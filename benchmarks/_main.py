@@ -1,4 +1,4 @@
-"""What the benchmarks' programs share: how one ends, and a text as its input."""
+"""What the programs of this folder share: how they end, and how they read a text."""
 
 import sys
 from collections.abc import Callable

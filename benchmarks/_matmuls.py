@@ -23,7 +23,7 @@ def seconds_per_step(config: ModelConfig, vocab_size: int, B: int, T: int, dtype
 
 
 def _layer_linears(config: ModelConfig) -> list[tuple[int, int]]:
-    """(I, O) of each matrix of the last block, the low-rank ones included; RWKV-7's first block does not use all of its own."""
+    """(I, O) of each matrix of a block, the low-rank ones included: of the last one, since RWKV-7's first uses fewer."""
     model = generation(config)
     last = f"blocks.{config.n_layer - 1}."
     return [(shape[1], shape[0]) for name, shape in model.shapes(config, 1).items()

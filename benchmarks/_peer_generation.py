@@ -6,9 +6,10 @@
     rwkv.cpp       its librwkv.so, on ggmf files: FP32, FP16, Q8_0, Q5_1, Q4_0
 
 benchmarks.generation starts it on the files in FOLDER, in an environment with the peer and without this project. model.json
-there has the generation and the path of librwkv.so. The program prints one line of JSON: the seconds of loading and of the
-first token, and the names of its works with their tokens; then it answers each line "SECONDS NAME" with the mean seconds of a
-call, over that time. All use two threads, or as many as there are cores.
+there has the generation and the path of librwkv.so. A work is a function that is timed: a prefill, or a step of decoding. The
+program prints one line of JSON: the seconds of loading and of the first token, the peak memory, and the number of tokens of
+each work by its name. Then it reads lines "SECONDS NAME": it calls that work for so many seconds, and prints the mean seconds
+of a call. All use two threads, or as many as there are cores.
 """
 
 import ctypes
@@ -83,7 +84,8 @@ class Transformers:
 
 
 class LlamaCpp:
-    """Its low-level interface, since the other reads one row; a step's logits are of all rows, a prompt's of the last token."""
+    """By its low-level interface, since the other one reads a single row. A step gives the logits of all rows, a prompt those
+    of its last token."""
 
     def __init__(self, folder, name, batches, prompt):
         import llama_cpp

@@ -1,5 +1,5 @@
-"""The engine without HTTP, for benchmarks/serving.py: each line of standard input, [texts, seconds], is answered by a line with
-the tokens per second of the engine and of the decoder without sampling, in turns within the same seconds.
+"""The engine without HTTP, for benchmarks/serving.py. For each line of standard input, [texts, seconds], the engine and the
+decoder without sampling take turns for so many seconds; a line with the tokens per second of both is the answer.
 """
 
 import json

@@ -82,7 +82,7 @@ def new_task(config: ModelConfig, vocab_size: int, dtype: torch.dtype, optim: Op
 
 def training_step(task: LanguageModel, optimizer: Any, x: Tensor, dtype: torch.dtype,
                   part: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
-    """A bare step. part: of its name gives the context in which forward, loss, backward and optimiser run."""
+    """A bare step. part(name) is the context in which the part of that name runs: forward, loss, backward or optimiser."""
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         with part("forward"):
             hidden = task.model.forward_features(x)

@@ -1,9 +1,8 @@
 """python -m benchmarks.before_after FOLDER CHECKPOINT [--python FILE] [--dtypes float32 ...] [--rows 1 8 32] [--turns 9]
 
-Decodes with the timemix in FOLDER, which is another version's clone with a .venv (or name its Python), and with this one, in
-turns on one machine. Milliseconds of a step of each, their medians, the median of the ratios of neighbouring turns, and whether
-the texts without temperature are equal. CHECKPOINT: an absolute path or one of the current folder. The last line of standard
-output is the result as JSON.
+Decodes with this timemix and with the one in FOLDER, a clone of another version, in turns on one machine. Its Python is that of
+FOLDER/.venv, or that of --python. Shown are the median milliseconds of a step of each, the median of the ratios of neighbouring
+turns, and whether the texts at temperature 0 are equal. The last line of standard output is the result as JSON.
 """
 
 import argparse

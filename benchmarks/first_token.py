@@ -1,9 +1,9 @@
 """python -m benchmarks.first_token [--repeats N] [--json FILE]: seconds from the start of generate.py to its first token.
 
-A new process each time, of a bfloat16 file with the shape of the 169M model and a short prompt, in turns with a process that
-imports torch and reads the file into memory, which nothing can be faster than; medians. cold: without the kernels that Taichi
-keeps compiled from one process to the next. packed: the file itself is in int4. Linux only. The last line of standard output is
-the result as JSON.
+Each time a new process reads a bfloat16 file in the shape of the 169M model, and a short prompt. It takes turns with a process
+that only imports torch and reads the file into memory: nothing can be faster. Shown are medians. cold: without the kernels that
+Taichi keeps compiled from one process to the next. packed: the file itself is in int4. Linux only. The last line of standard
+output is the result as JSON.
 """
 
 import os

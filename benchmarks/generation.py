@@ -53,12 +53,12 @@ PEER_FORMATS = {"32 bits": {"rwkv": ["float32"], "transformers": ["float32"], "l
                             "rwkv.cpp": ["FP16"]},
                 "8 bits": {"rwkv": ["int8"], "llama.cpp": ["Q8_0"], "rwkv.cpp": ["Q8_0"]},
                 "4 to 6 bits": {"llama.cpp": ["Q4_K_M"], "rwkv.cpp": ["Q4_0", "Q5_1"]}}
-LACKING: dict[str, list[tuple[str, str | None]]] = {             # a peer, or a format of it
+LACKING: dict[str, list[tuple[str, str | None]]] = {             # peers that have no such models, or not in this format
     "rwkv4": [("llama.cpp", None)], "rwkv7": [("transformers", None), ("rwkv", "int8")]}
 GGUF = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q8_0": "q8_0"}
 GGMF = {"FP32": "float32", "FP16": "float16"}
 SHAPES = {"rwkv4": [12, 768, 50277], "rwkv7": [12, 768, 65536]}
-ROUNDS = 5                               # in each the programs take turns, and each its works
+ROUNDS = 5                               # in each, every program does each of its works once
 THREADS = 2                              # of each program
 TURN_S = 0.6                             # seconds of a work
 LIMIT = "limit of "                      # before a work's name: its matrix products alone
@@ -121,7 +121,7 @@ def _limits(found: "Worker", seconds: dict[str, float], work: str) -> Row:
 class Worker:
     """A process that measures works when it is asked to, and is suspended in between.
 
-    works: the tokens of each. header: the process's first line, from its JSON.
+    works: the number of tokens of each work, by name. header: what the process's first line, which is JSON, holds.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
@@ -141,7 +141,7 @@ class Worker:
         return found
 
     def _line(self, start: str = "") -> str:
-        """The next line that begins like this; libraries print others. Exits where the process has ended."""
+        """The next line that begins with `start`: libraries print others. Exits where the process has ended."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(start):
@@ -217,7 +217,7 @@ def step_bytes(model: RWKV, dtype: str, B: int) -> float:
 
 
 def write_files(folder: Path, args: argparse.Namespace, shape: Sequence[int]) -> None:
-    """Writes a random model, and it again in the format of each peer that takes part. Raises UnusableFile for --rwkv-cpp."""
+    """Writes a random model, once more in the format of each peer that takes part. Raises UnusableFile for --rwkv-cpp."""
     library = args.rwkv_cpp and next(args.rwkv_cpp.rglob("librwkv.so"), None)
     if args.rwkv_cpp and not library:
         raise UnusableFile(f"there is no librwkv.so in {args.rwkv_cpp}: build rwkv.cpp there")

@@ -72,9 +72,9 @@ def _seeds(text: str) -> list[str]:
 
 def compare(rwkv4: Sequence[str], rwkv7: Sequence[str], steps: int, seeds: Sequence[str],
             nanogpt: Path | None = None) -> dict[str, Any]:
-    """The loss and bits per byte of each at its end, and the times that led to its steps.
+    """The loss and bits per byte of each model at its end, the milliseconds of its steps, and their number.
 
-    nanoGPT has `steps`, or RWKV-4 where it does not take part; the others have as many as fit that time.
+    nanoGPT trains for `steps` steps, or RWKV-4 where nanoGPT does not take part; the others for as many as fit that time.
     """
     options = {"rwkv4": rwkv4, "rwkv7": rwkv7}
     with tempfile.TemporaryDirectory() as scratch:

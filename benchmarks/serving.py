@@ -155,7 +155,7 @@ def stream_of(n: int, seed: int, prompt: str | list[int] = PROMPT) -> dict[str, 
 
 
 class Client:
-    """One stream: when its events came. more: further fields of its request."""
+    """One stream, and the times at which its events came. more: further fields of its request."""
 
     def __init__(self, server: Server, n: int, seed: int, hang_up_after: int | None = None, prompt: str | list[int] = PROMPT,
                  **more: Any) -> None:
@@ -245,7 +245,7 @@ def _rate_over_http(server: Server, texts: int, seconds: float, turn: int) -> tu
 
 
 def peers(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """All servers of a width are loaded; each is suspended while another is measured, and the busy process while none is."""
+    """All servers of a width are loaded; each is suspended while another is measured. The busy process runs in its turns."""
     with ExitStack() as running:
         servers = {("timemix", dtype): running.enter_context(serving(checkpoint, dtype, f"max_rows={max(args.texts)}"))}
         for name in LLAMA_FORMATS[dtype] if args.llama_server else ():

@@ -210,7 +210,7 @@ def jain(rates: list[float]) -> float:
 
 def _run_load(server: Server, n_clients: int, seconds: float, chance: random.Random,
               states: list[str]) -> tuple[float, list[Client]]:
-    """Tokens a second, from when all clients have come until the time is over, and the clients. Always as many at a time.
+    """The tokens per second during these seconds, and all clients. During that time n_clients are connected at any moment.
 
     states: those that half of the clients continue; without any there are no schemas either.
     """

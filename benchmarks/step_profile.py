@@ -9,7 +9,7 @@ Where the time of a training step goes, by part and by operation. Without option
     products    the matrix products; in the optimiser those of muon and normuon
     wkv         the operator
     norm        LayerNorm; the norm of RWKV-7's heads is fused, and counts as pointwise
-    pointwise   what computes each number from those of its place, and the fused C forms (mixes, gates, squared ReLU)
+    pointwise   operations that compute each number from those at the same place, and the fused C forms (mixes, gates, ReLU^2)
     other       copies, casts, sums, the embedding, the softmax of the loss, AdamW
     between     Python, autograd and PyTorch's dispatch: what no operation accounts for
 
@@ -123,7 +123,7 @@ def clocked(run: Step, steps: int) -> dict[str, float]:
 
 
 def profiled(run: Step) -> Times:
-    """What each operation of PROFILED steps takes without those that it calls; what the operator calls counts as its own."""
+    """The time of each operation in PROFILED steps, less that of operations that it calls. What WKV calls counts as WKV's."""
     def part(name: str) -> record_function:
         return record_function(PART + name)
 
@@ -140,7 +140,7 @@ def profiled(run: Step) -> Times:
 
 
 def _add(event: FunctionEvent, operator: str | None, times: Counter[str]) -> None:
-    """operator: the name of the wkv that the event is a part of."""
+    """operator: the name of the WKV operation that the event is a part of, if any."""
     operator = operator or (event.name if kind_of(event.name) == "wkv" else None)
     times[operator or event.name] += event.self_cpu_time_total
     for child in event.cpu_children:

@@ -1,6 +1,7 @@
 """python -m benchmarks.tables: writes the tables of docs/benchmarks.md from benchmarks/results/.
 
-In the page, this program owns the lines between <!-- NAME: measured --> and <!-- end of NAME: measured -->.
+In the page, this program owns the lines between <!-- NAME: measured --> and <!-- end of NAME: measured -->. The functions that
+benchmarks call, too, have a parameter `table`, which lays out the rows: markdown for the page, or aligned for a terminal.
 """
 
 import sys
@@ -112,7 +113,7 @@ def _head(report: Report) -> str:
 
 
 def serving(report: Report, table: Callable[..., str] = markdown) -> str:
-    """Tokens per second of streams past their prompts, quiet and beside a busy process; table: markdown or aligned."""
+    """Tokens per second of streams past their prompts, quiet and beside a busy process."""
     rows = [[row["of"], row["dtype"], f"{row['texts']}", f"{row['quiet']:.0f}", f"{row['busy']:.0f}"] for row in report["rows"]]
     return table([["server", "dtype", "texts", "tokens/s", "beside a busy process"], *rows], left=2)
 
@@ -122,7 +123,7 @@ TRAINED = {"rwkv4": "RWKV-4", "rwkv7": "RWKV-7", "nanogpt": "nanoGPT"}
 
 
 def generations(report: Report, table: Callable[..., str] = markdown) -> str:
-    """Mean loss and bits per byte of the runs in the same time; table: markdown or aligned."""
+    """The loss and bits per byte of each model, as means over the seeds; all have trained for the same time."""
     rows = [["mean of the seeds", "", "ms a step", "steps", "val/loss, nats", "val/bpb"]]
     for part, name in PARTS.items():
         found = report.get(part, {"mean": {}})
@@ -133,14 +134,14 @@ def generations(report: Report, table: Callable[..., str] = markdown) -> str:
 
 
 def first_token(report: Report, table: Callable[..., str] = markdown) -> str:
-    """Seconds of each way to the first token, and how many times the first row's; table: markdown or aligned."""
+    """The seconds to the first token for each way of loading, and their ratio to the first row."""
     least, *_ = report["seconds"].values()
     return table([["", "s", "of the first row"],
                   *([name, f"{seconds:.2f}", f"{seconds / least:.2f}"] for name, seconds in report["seconds"].items())])
 
 
 def tuning(report: Report, table: Callable[..., str] = markdown) -> str:
-    """What each way of tuning trains and takes, and its exact matches; table: markdown or aligned."""
+    """For each way of tuning the number of trained values, its time and memory, and the exact matches."""
     rows = [["", "trained values", "minutes", "peak MB", "exact matches", "of new words"]]
     for row in report["results"]:
         cost = [f"{row['trained']:,}", f"{row['seconds'] / 60:.1f}", f"{row['peak_mem']:.0f}"] if "trained" in row else [""] * 3
@@ -149,7 +150,7 @@ def tuning(report: Report, table: Callable[..., str] = markdown) -> str:
 
 
 def quality(report: Report, table: Callable[..., str] = markdown) -> str:
-    """Bits per byte for each model and dtype; table: markdown or aligned."""
+    """Bits per byte for each model and dtype."""
     rows = [[row["generation"], f"{row['parameters']:,}", row["dtype"], f"{row['bits_per_byte']:.4f}", f"{row['more']:+.2%}"]
             for row in report["rows"]]
     return table([["model", "parameters", "dtype", "bits per byte", "more than float32"], *rows], left=3)

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-LOG_SIZE = "p + log b"                # with a/b: the same for all triples (a, b, p) of one state
+LOG_SIZE = "p + log b"                # the log of a state's denominator: it is the same for all triples of one state
 ROUNDING = {torch.bfloat16: 4e-3, torch.float16: 5e-4}       # err_ratio of rounding a result once
 
 

@@ -38,8 +38,8 @@ class Operator:
 
     Its __call__ checks the inputs and returns self._function(*inputs), a tuple of outputs. For sizes other than 0 it implements
     _forward(*inputs, *kept) -> outputs and _backward(*saved, *kept, *gradients) -> gradients: a tuple, or a tensor where there
-    is one. kept are tensors that its forward fills for its own backward, where a gradient is wanted: those that keep(*inputs)
-    makes, n_kept in number.
+    is one. kept are the n_kept empty tensors that keep(*inputs) makes: forward fills them for backward. Where no gradient is
+    wanted, there are none.
     """
 
     folder: ClassVar[str]
@@ -132,7 +132,7 @@ class Operator:
 
 
 def contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor`, or a contiguous copy in dtype; looking first is cheaper than a conversion that finds nothing to do."""
+    """`tensor` if it is contiguous and in dtype, else a copy that is. The test costs less than calls that change nothing."""
     return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
 
 
@@ -160,7 +160,7 @@ def _tuple(outputs: Tensor | Tensors) -> Tensors:
 
 
 class Function:
-    """An operator as a function of tensors, and numbers, which returns a tuple and is differentiable in the two ways above."""
+    """An operator as a function of tensors and numbers that returns a tuple. A call takes one of the two ways named above."""
 
     def __init__(self, operator: Operator, name: str) -> None:
         self.operator = operator
@@ -188,7 +188,7 @@ class Function:
 
     def save(self, ctx: Any, inputs: tuple[Any, ...], outputs_and_kept: Tensors) -> None:
         outputs = zip(dict(self.operator.outputs), outputs_and_kept, strict=False)
-        named = dict(outputs) | dict(zip(self.operator._names, inputs, strict=True))       # of a state the one before
+        named = dict(outputs) | dict(zip(self.operator._names, inputs, strict=True))       # a state's name is the input's
         ctx.save_for_backward(*(named[name] for name in self.operator.saved), *outputs_and_kept[self.n_outputs:])
 
     def _register(self, name: str) -> Any:

@@ -21,7 +21,7 @@ COMPOSED = {"wkv4": "timex"}             # operators that can also be computed f
 RENAMED = {"wkv7": {"taichi_v4": "c_v0"}}                # old names by operator, which saved configurations may contain
 EXTRAS = {"cuda.core": "'.[cuda]'"}      # packages that are installed with others, as an extra of this project
 LAST_PYTHON = {"taichi": (3, 13)}        # the newest Python that a package has wheels for
-FBGEMM = ("x86", "fbgemm")               # torch's quantized engines that use it
+FBGEMM = ("x86", "fbgemm")               # the names of torch's engine for quantised products where that is FBGEMM
 COMPILERS = {"darwin": "clang++", "win32": "cl"}     # what torch.compile calls unless told otherwise; elsewhere g++
 
 
@@ -146,7 +146,7 @@ def runnable(op: str, device: str = "cpu") -> list[str]:
 
 
 def missing_compiler() -> str | None:
-    """The C++ compiler that torch.compile calls, where it is not on the PATH."""
+    """The name of the C++ compiler that torch.compile calls, where none of that name is on the PATH; otherwise None."""
     compiler = COMPILERS.get(sys.platform, "g++")
     return None if shutil.which(compiler) else compiler
 
@@ -162,7 +162,7 @@ def _installed(package: str) -> bool:
 def _package_missing(name: str, package: str) -> str:
     last = LAST_PYTHON.get(package, sys.version_info[:2])
     if sys.version_info[:2] > last:
-        return f"{name} needs the package {package}, which has none for a Python after {last[0]}.{last[1]} (use that one)"
+        return f"{name} needs the package {package}, which has no release for Python after {last[0]}.{last[1]} (use that)"
     return f"{name} needs the package {package}, which is not installed (pip install {EXTRAS.get(package, package)})"
 
 

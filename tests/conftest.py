@@ -68,9 +68,9 @@ def pytest_unconfigure() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Of the tests of an implementation that cannot run here the first is kept, which is skipped with the reason.
+    """Of the tests of an implementation that cannot run here, only the first is kept: it is skipped with the reason.
 
-    Those of an implementation that a compiler makes, for seconds, torch's or another package's, get the mark `compiles`.
+    Tests of an implementation that torch or another package compiles as it is called, for seconds, get the mark `compiles`.
     Files with many tests that take seconds come first, so that no process is left with one of them at the end.
     """
     from kernels.registry import load, why_not

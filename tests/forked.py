@@ -1,7 +1,7 @@
 """train.py in a process that is forked from one which has imported torch and Lightning and started nothing: it begins at once.
 
-It has a number, signals and an end of its own, and does not wait seconds for imports. multiprocessing starts the first process
-when it is asked for. Each process imports this file, which imports nothing that takes time.
+It is a process of its own, with its own id, signals and exit status, and does not wait seconds for imports. multiprocessing
+starts the first process when it is asked for. Each process imports this file, which imports nothing that takes time.
 """
 
 import multiprocessing.context

@@ -36,7 +36,7 @@ def random_blocks(kind: str, rows: int, width: int, seed: int) -> ndarray:
 
 
 def rewritten(source: Path, target: Path, kind: str | None = None, metadata: dict[str, Any] | None = None) -> Path:
-    """The file with its large matrices as random blocks of this type, and with these texts or numbers in its metadata."""
+    """A copy of the file whose large matrices are random blocks of this type, with these texts or numbers in its metadata."""
     reader, writer = gguf.GGUFReader(source), gguf.GGUFWriter(target, "rwkv7")
     add_fields(writer, reader, but=metadata or ())
     for name, value in (metadata or {}).items():

@@ -1,8 +1,14 @@
-"""Every implementation of an operator as a parameter of tests, with the mark by which conftest.py knows it."""
+"""Every implementation of an operator as a parameter of tests, with the mark by which conftest.py knows it; and the results of
+a reference, computed once for all implementations that are compared with it."""
 
+import hashlib
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from kernels.registry import names
 from kernels.select import folder, selectable
@@ -25,13 +31,35 @@ def kernels(operator: str) -> list[Any]:
 
 
 def compiled_in_soak(parameters: list[Any], *more: str) -> list[Any]:
-    """The parameters; those that torch.compile makes, or of more kinds, take seconds to be made, and wait for make soak."""
-    return [one for each in parameters for one in (in_soak(each) if is_compiled(each, more) else [each])]
+    """The parameters; those of an implementation that torch.compile compiles, for seconds each, wait for make soak, as do those
+    with one of `more` in their name."""
+    kinds = ("torch_compile", *more)
+    return [one for each in parameters
+            for one in (in_soak(each) if any(kind in str(each.values) for kind in kinds) else [each])]
 
 
 def in_soak(*parameters: Any) -> list[Any]:
     return [pytest.param(*each.values, id=each.id, marks=[*each.marks, pytest.mark.soak]) for each in parameters]
 
 
-def is_compiled(parameter: Any, kinds: tuple[str, ...]) -> bool:
-    return any(kind in str(value) for value in parameter.values for kind in ("torch_compile", *kinds))
+def remembered(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which is called once for tensors of the same numbers: nobody may write into what it returns."""
+    known: dict[Any, Any] = {}
+
+    @wraps(function)
+    def recalled(*arguments: Any) -> Any:
+        key = _content(arguments)
+        if key not in known:
+            known[key] = function(*arguments)
+        return known[key]
+
+    return recalled
+
+
+def _content(value: Any) -> Any:
+    if isinstance(value, tuple | list):
+        return tuple(map(_content, value))
+    if not isinstance(value, Tensor):
+        return value
+    numbers = value.detach().cpu().reshape(-1).view(torch.uint8).numpy()
+    return value.dtype, value.shape, value.device, hashlib.sha256(numbers).digest()

@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     import openai
 
 ROOT = Path(__file__).parent.parent
-LETTERS = {str(letter): 100.0 for letter in range(97, 123)}      # as a bias: texts that are read as they were written
+# A logit_bias with which only letters are written: such a text has the same tokens when it is read
+LETTERS = {str(letter): 100.0 for letter in range(97, 123)}
 
 
 class Running:

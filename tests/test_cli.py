@@ -123,7 +123,7 @@ def test_a_text_without_choices_is_free(program: str) -> None:
     assert texts - grammar == {key for name, key in TEXTS if name == program}
 
 
-@pytest.mark.parametrize("text", ["内容", "true", "1e3", "007", "🙂 'a\"b', c={d} $x", " space ", "a,b"])
+@pytest.mark.parametrize("text", ["007", "🙂 'a\"b', c={d} $x", " a,b "])
 def test_every_free_text_of_every_program_is_taken_as_it_is(text: str) -> None:
     for program, (_, schema) in PROGRAMS.items():
         keys = [key for name, key in TEXTS if name == program]
@@ -188,36 +188,19 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
     ("kernel=conv1d,nonsense", "'nonsense'; there are: auto, c_v0, conv1d, "),
     ("kernel=fft", "fft"),
     ("model=huge", "'huge'; there are: 169m, 1b5, 3b, 430m, 7b, rwkv7_"),
-    ("experiment=nope", "'nope'; there are: kernel_ablation, rwkv4_original"),
     ("model.generation=rwkv5", "rwkv4, rwkv7; got 'rwkv5'"),
     ("model.head_size=32", "model.head_size is an option of rwkv7"),
     ("model.n_layer=two", "model.n_layer is a whole number, as 1000; got two"),
-    ("model.n_layer=1000000", "model.n_layer is at most 10000"),
-    ("trainer.max_steps=1e3", "trainer.max_steps is a whole number"),
-    ("plan=maybe", "plan is true or false; got maybe"),
     ("tune.modules=att.key", "tune.modules is a list"),
     ("tune.rank=4", "tune.rank is for tune=lora, and has no effect with tune=full"),
-    ("optim.matrix_lr=0.1", "optim.matrix_lr is for optim=muon or normuon"),
-    ("data.template=world", "data.template is for data=chat"),
     ("model.n_layer=0", "model.n_layer"),
-    ("optim.lr=abc", "optim.lr is a number; got abc"),
     ("optim.min_lr=1e-2", "optim.min_lr"),
     ("optim.lr=${nothing}", "nothing"),
-    ("optim.betas=[0.9]", "optim.betas"),
-    ("optim.betas=[0.9,1.5]", "optim.betas"),
-    ("optim.name=sgd", "adamw, adam, muon, normuon; got 'sgd'"),
-    ("optim.time_decay_lr_scale=-1", "optim.time_decay_lr_scale"),
-    ("trainer.max_tokens=0", "trainer.max_tokens"),
-    ("trainer.max_steps=1,2x", "trainer.max_steps"),
     ("trainer.max_steps=(3", "cannot read"),
     ("trainer.precision=16", "32-true, bf16-mixed, fp16-mixed, auto; got '16'"),
-    ("data.val_fraction=2", "data.val_fraction"),
-    ("seed=4294967296", "seed"),
     ("seed=1,2", "-m"),
-    ("model=内容", "'内容'; there are: 169m"),
     ("data.field=", "data.field is empty"),
     ("logger.project=null", "logger.project cannot be null"),
-    ("logger.project=a/b", "logger.project"),
     ("optim.lrr=1", "optim.lrr; did you mean optim.lr?"),
     ("n_layer=1", "n_layer; did you mean model.n_layer?"), ("max_stepz=3", "did you mean trainer.max_steps?"),
     ("model.layers=1", "did you mean model.n_layer?"), ("trainr.max_stepz=1", "did you mean trainer.max_steps?"),
@@ -231,6 +214,18 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
     ("--max_steps", "trainer.max_steps=VALUE"), ("--batch-size=4", "data.batch_size=4"), ("--kernel=conv1d", ": kernel=conv1d"),
     ("max_steps", "trainer.max_steps=VALUE"), ("book.txt", "data=text data.path=book.txt"),
     ("trainer=gpu", "trainer=gpu"),
+    *(pytest.param(*more, marks=pytest.mark.thorough) for more in (
+        ("optim.betas=[0.9,1.5]", "optim.betas"),
+        ("optim.matrix_lr=0.1", "optim.matrix_lr is for optim=muon or normuon"),
+        ("data.template=world", "data.template is for data=chat"),
+        ("model.n_layer=1000000", "model.n_layer is at most 10000"),
+        ("seed=4294967296", "seed"),
+        ("logger.project=a/b", "logger.project"),
+        ("optim.name=sgd", "adamw, adam, muon, normuon; got 'sgd'"),
+        ("trainer.max_steps=1,2x", "trainer.max_steps"),
+        ("plan=maybe", "plan is true or false; got maybe"),
+        ("optim.lr=abc", "optim.lr is a number; got abc"),
+        ("experiment=nope", "'nope'; there are: kernel_ablation, rwkv4_original"))),
 ])
 def test_a_wrong_option_is_one_sentence(run: Run, tmp_path: Path, argument: str, said: str) -> None:
     if argument == "trainer=gpu" and torch.cuda.is_available():
@@ -342,11 +337,6 @@ def test_a_user_s_mistake_is_its_sentence(error: Exception, capsys: pytest.Captu
 # --help
 
 
-@pytest.fixture(params=["train", "generate", "evaluate"])
-def program(request: pytest.FixtureRequest) -> str:
-    return request.param
-
-
 def help_of(program: str, *arguments: str) -> str:
     main, schema = PROGRAMS[program]
     about = importlib.import_module(main.__module__).__doc__
@@ -360,16 +350,12 @@ def test_help_shows_the_values_of_this_command_line(run: Run) -> None:
     assert "[a,b]" in output
 
 
+@pytest.mark.parametrize("program", ["train", "generate", "evaluate"])
 def test_help_explains_every_option_and_fits_a_terminal(program: str) -> None:
     page = help_of(program)
     assert max(map(len, page.splitlines())) <= WIDTH
     for option in options(PROGRAMS[program][1]):
         assert re.search(rf"^  {re.escape(option)}  +\w*", page, re.MULTILINE), option
-
-
-def test_the_options_of_a_program_come_before_the_kernels(program: str) -> None:
-    page = help_of(program)
-    assert page.index("\nOptions, ") < page.index("\nChoices, ") < page.rindex("taichi_v3")
 
 
 @pytest.mark.parametrize(("argument", "hinted"), [
@@ -391,16 +377,17 @@ def test_every_option_has_a_help(schema: type) -> None:
     assert not [key for key, item in options(schema).items() if not item.metadata.get("help")]
 
 
-@pytest.mark.parametrize("flags", [("--cfg", "job"), ("-c", "job")])
-def test_the_whole_configuration_as_yaml(run: Run, flags: tuple[str, ...]) -> None:
-    status, output, error = run("train", *flags, "seed=7", "data.path=a b,c", "logger.project=内容", "optim.betas=[0.5,0.6]")
+@pytest.mark.parametrize("flag", ["--cfg", "-c"])
+def test_the_whole_configuration_as_yaml(run: Run, flag: str) -> None:
+    options = ("seed=7", "data.path=a b,c", "logger.project=内容", "optim.betas=[0.5,0.6]")
+    status, output, error = run("train", flag, "job", *options)
     assert status == 0, error
     shown = yaml.safe_load(output)
     assert (shown["seed"], shown["data"]["path"], shown["logger"]["project"]) == (7, "a b,c", "内容")
     assert shown["optim"]["betas"] == [0.5, 0.6]
 
 
-@pytest.mark.parametrize("option", ["api_key=", "host=", "cors=", "host=null", "checkpoint=null"])
+@pytest.mark.parametrize("option", ["api_key=", "host=", "checkpoint=null"])
 def test_an_address_or_a_key_that_is_empty_is_refused(run: Run, option: str) -> None:
     """An empty key would open the server to whoever sends an empty one."""
     one_sentence(run("serve", option), option.partition("=")[0])

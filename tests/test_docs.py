@@ -58,7 +58,9 @@ def test_links_lead_to_files() -> None:
     assert [(str(page), link) for page, link in links if link and "://" not in link and not (page.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if commands(page)], ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize("page", [
+    pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.thorough] * (page.parent.name == "docs"))
+    for page in PAGES if commands(page)])
 def test_the_commands_of_a_page_exist(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their programs, options and values are there; soak runs those of the quick start and the examples."""
     monkeypatch.chdir(tmp_path)

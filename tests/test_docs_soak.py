@@ -141,7 +141,7 @@ def latest_run(path: Path) -> None:
 
 
 def tuned_by(how: str) -> Callable[[Path], None]:
-    """The run of a model whose file is BASE.pth."""
+    """A run that tunes BASE.pth in this way."""
     def tuned(path: Path) -> None:
         talks(path.parent.parent / "talks.jsonl")
         train(path.parent.parent, f"init_from=BASE.pth data=chat data.path=talks.jsonl tune={how} model.ctx_len=256 "

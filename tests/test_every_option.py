@@ -26,6 +26,7 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer
 NAMES = [item.name for item in fields(Sampling)]
 SAMPLERS = ("generate", "chat", "serve")
 BYTES = ByteTokenizer()
+N = 16                                   # tokens of a text
 
 
 def on_the_command_line(name: str) -> str:
@@ -92,7 +93,7 @@ def test_the_engine_draws_with_every_option(name: str) -> None:
     options = Sampling(**of_penalties | {name: value})
     generator, written, prompt = torch.Generator().manual_seed(3), list[int](), [*b"ab"]
     penalties = Penalties(options, prompt, options.ids_without_penalty(BYTES))
-    for _ in range(30):
+    for _ in range(N):
         uniform = torch.rand(1, generator=generator, dtype=torch.float64)
         logits = model(torch.tensor([prompt + written]))[0][:, -1]
         token = int(next_tokens(logits, uniform, options, [penalties] if options.has_penalties else None))
@@ -100,9 +101,9 @@ def test_the_engine_draws_with_every_option(name: str) -> None:
             break
         penalties.add(token)
         written.append(token)
-    sample, = generate_batch(model, BYTES, ["ab"], 30, seeds=[3], **of_penalties | {name: value})
+    sample, = generate_batch(model, BYTES, ["ab"], N, seeds=[3], **of_penalties | {name: value})
     assert sample.tokens == written
-    assert sample.text != "".join(generate(model, BYTES, "ab", 30, seed=3, **of_penalties))
+    assert sample.text != "".join(generate(model, BYTES, "ab", N, seed=3, **of_penalties))
 
 
 def test_the_filters_in_c_are_options() -> None:
@@ -117,8 +118,8 @@ def test_the_filters_in_c_are_options() -> None:
 # Presets
 
 
-@pytest.mark.parametrize("program", SAMPLERS)
-@pytest.mark.parametrize("preset", cli.choices("sampling"))
+@pytest.mark.parametrize(("program", "preset"), [*((SAMPLERS[0], preset) for preset in cli.choices("sampling")),
+                                                 *((program, "g1_think") for program in SAMPLERS[1:])])
 def test_a_preset_sets_what_its_file_says_and_given_options_override_it(program: str, preset: str) -> None:
     config = composed(program, f"sampling={preset}", "top_k=7")
     said = cli.preset("sampling", preset)
@@ -136,8 +137,8 @@ def test_a_preset_that_there_is_not_is_one_sentence(run: Run) -> None:
     one_sentence(run("generate", "sampling=mine"), "sampling", "'mine'", "g1_think")
 
 
-@pytest.mark.parametrize("given", ["penalty_decay=1.5", "penalty_decay=-0.1", "penalty_decay=fast", "no_penalty=",
-                                   "no_penalty=[999]", "order=mine", "temperature=nan", "banned=x"])
+@pytest.mark.parametrize("given", ["penalty_decay=1.5", "penalty_decay=fast", "no_penalty=", "no_penalty=[999]",
+                                   "order=mine", "banned=x"])
 def test_a_wrong_value_is_one_sentence(given: str, run: Run, tmp_path: Path) -> None:
     small_model("reference", vocab_size=256).save_pretrained(tmp_path / "model.pth", BYTES, format="pth")
     status, output, error = run("generate", f"checkpoint={tmp_path / 'model.pth'}", "tokenizer=byte", given)

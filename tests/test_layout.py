@@ -114,9 +114,10 @@ def _statements(part: ast.AST, waits: bool) -> Iterator[tuple[ast.AST, bool]]:
 def broken_rules(module: str, text: str) -> set[str]:
     """The imports of `module` that a rule or the order of the floors forbids."""
     found = imports(text, module)
-    rules = [rule for rule in RULES if re.fullmatch(rule.importer, module)]
-    forbidden = {name for name, waits in found for rule in rules
-                 if re.fullmatch(rf"({rule.imported})(\..*)?", name) and not (rule.at_import_only and waits)}
+    rules = [(re.compile(rf"({rule.imported})(\..*)?"), rule.at_import_only) for rule in RULES
+             if re.fullmatch(rule.importer, module)]
+    forbidden = {name for name, waits in found for imported, at_import_only in rules
+                 if imported.fullmatch(name) and not (at_import_only and waits)}
     if not module.startswith("rwkv"):
         return forbidden
     own = part_of(module)

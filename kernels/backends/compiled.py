@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function` under torch.compile, compiled once for each dtype, device and size of a dimension not freed by any_size."""
+    """`function` under torch.compile, which compiles it once for each dtype, device, and size that any_size leaves fixed."""
     @wraps(function)
     def quiet(*inputs: Tensor) -> Any:
         with _quiet():

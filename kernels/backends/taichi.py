@@ -82,7 +82,7 @@ with _no_variables(), _silent(), _importlib_has_no_source(), warnings.catch_warn
 
 
 def _look_up_quickly(inside_class: Callable[[int], bool]) -> Callable[[int], bool]:
-    """Taichi's own test whether a function is decorated in a class, with the same answers."""
+    """Taichi's test whether a function is decorated in a class, without its slow look-ups; the answers are the same."""
     def wrapped(level_of_class_stackframe: int) -> bool:
         with _importlib_has_no_source():
             return inside_class(level_of_class_stackframe + 1)
@@ -147,8 +147,8 @@ def _launch_cpu(kernel: Any, args: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def _brief_positions() -> Iterator[None]:
-    """Taichi notes a position for each expression, for its errors: here the file and the line alone. Formatting the lines' text
-    takes half of the time in which Taichi reads a kernel.
+    """Shortens the position that Taichi notes for each expression, for its errors, to the file and the line. To format the text
+    of the lines takes half of the time in which Taichi reads a kernel.
     """
     context = ti.lang.ast.ast_transformer_utils.ASTTransformerContext
     whole = context.get_pos_info

@@ -1,7 +1,7 @@
 """The one place that uses private names of torch. Each is looked up at its first use.
 
-Where a later torch has lost one, the answer is the one that costs time and never a wrong result: the registered operator and
-the plain formulas are used always. Function transforms alone then fail, with torch's own error about setup_context.
+Where a later torch has lost one, the function here gives the answer that costs time but never a wrong result: the registered
+operator and the plain formulas are then always used. Only function transforms fail, with torch's own error about setup_context.
 """
 
 import importlib

@@ -16,10 +16,11 @@ that is kept. The implementations, the machine's limits, and the copy of one suc
 An implementation whose estimated time or memory is too large is skipped with a note, unless --only names it.
 GFLOP/s count B*C*T*(T+1) operations in a pass of timex, and for each step and number of the state 10 in wkv7's forward pass
 and 32 in its backward; `x limit` is the time relative to that of so many operations in a matrix product. GB/s count the least
-traffic; their shares of a copy's and of reading (by all threads; the limit of matvec) show how much is left to gain.
+traffic. `of copy` and `of read` are their shares of the rates of a copy and of reading by all threads, which is the limit of
+matvec: they show how much is left to gain.
 `extra MB` is the peak memory beyond inputs and outputs (peak_memory.py), `launches` the number of kernels or torch operators in
-a pass (launches.py). `spread` is the distance between the quartiles of the runs as a share of their median. Where that of a
-time or of what it is compared with is over a quarter, the machine was busy and the ratio is left out of the table.
+a pass (launches.py). `spread` is the distance between the quartiles of the runs as a share of their median. Where the spread
+of one of two times is over a quarter, the machine was busy, and their ratio is left out of the table.
 """
 
 import argparse
@@ -46,9 +47,9 @@ MAX_SECONDS = 6                          # a slower or larger implementation is 
 MAX_EXTRA_GB = {"cpu": 3, "cuda": 16}
 UNSTEADY = "?"
 MAX_SPREAD = 0.25                        # of times whose ratios are shown
-# Of a column: the machine's limit that it is relative to
+# Columns that are ratios to a limit of the machine, and the name of that limit
 RATIOS = {"x_limit": "matmul", "of_copy": "copy", "of_read": "read", "copies": "copy_one"}
-LIMIT = "limit"                          # in a key of the samples: (LIMIT, name) where others have (implementation, pass)
+LIMIT = "limit"                          # a key of the samples is (implementation, pass), or (LIMIT, name) for a limit
 COLUMNS = {                              # of a result: heading and format
     "ms": ("ms", ".3f"), "runs": ("runs", "d"), "spread": ("spread", ".0%"),
     "gflops": ("GFLOP/s", ".1f"),

@@ -32,7 +32,8 @@ def _peak_cuda(run: Callable[[], Any]) -> tuple[int, Any]:
 def _peak_cpu(run: Callable[[], Any]) -> tuple[int, Any]:
     """torch has no peak counter on a CPU: the maximum of the running sum of the profiler's allocations and releases.
 
-    The profiler reports the release of a tensor that an earlier profile saw allocated, whoever holds it. It is not run()'s.
+    The profiler also reports the release of tensors that were allocated during an earlier profile. They are not run()'s, and
+    do not count.
     """
     with quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = run()

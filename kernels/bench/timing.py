@@ -41,11 +41,6 @@ def spread(samples: Sequence[float]) -> float:
     return (upper - lower) / middle
 
 
-def shortest(function: Callable[[], Any], device: str, calls: int = 2) -> float:
-    """Seconds of the fastest of a few calls, for an estimate; the first call may include a compilation."""
-    return min(seconds(function, device) for _ in range(calls))
-
-
 def seconds(function: Callable[[], Any], device: str, repeats: int = 1) -> float:
     """Mean seconds of one call, over `repeats` calls, including the completion of everything launched."""
     return (_seconds_cuda if device == "cuda" else _seconds_cpu)(function, repeats) / repeats

@@ -1,4 +1,4 @@
-"""A thread draws a row, in C (csrc/draw.c); a heap finds the likeliest of what top_p can keep."""
+"""In C (csrc/draw.c): a thread for each row, and a heap that finds the likeliest of the tokens that top_p can keep."""
 
 import torch
 from torch import Tensor
@@ -9,7 +9,7 @@ from kernels.registry import Requires
 
 REQUIRES = Requires(devices=("cpu",), native=True)
 SMALL = 2**16                            # up to so many logits, one thread is done before another one is awake
-OF_TOKEN, OF_BLOCK, OF_BIAS = 12, 16, 4  # bytes of scratch: an entry of a list; for 512 tokens; a logit
+OF_TOKEN, OF_BLOCK, OF_BIAS = 12, 16, 4  # bytes of scratch: of a token in a list, of a block of 512 tokens, of a logit
 
 
 def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias) -> Tensor:

@@ -32,4 +32,5 @@ def why_slow(dtype: torch.dtype, device: torch.device) -> str | None:
     if device.type != "cpu" or dtype == torch.float32 or multiplies(dtype):
         return None
     name = str(dtype).removeprefix("torch.")
-    return f"this CPU has no instructions for products of {name}, and takes up to hundreds of times as long for them as float32"
+    return (f"this CPU has no instructions for products of {name}, and takes up to hundreds of times as long for them as for "
+            "float32")

@@ -13,10 +13,11 @@ In one line of PyTorch: x @ W.T. W is packed in one of four forms, each a class;
 Every form adds in one order, whatever R is: the result for a row does not depend, to the bit, on the rows beside it. In int8
 the sums are of integers, so that all implementations give the same bits.
 
-An implementation is a file beside this one with REQUIRES, whose forms are those that it takes, whose dtypes have float64 if it
-computes in it, and bind(weights) -> function(x (n,R,K)) -> n outputs (R,N), for n packed weights of one form and one K. x is
-contiguous, as the form's `rounded` gives it, in float32 or float64, and so is y. What can be prepared once, bind prepares. An
-implementation may have dense(packed, dtype), to the bit what packed.dense(dtype) gives, where it is faster.
+An implementation is a file beside this one. Its REQUIRES names the forms that it takes, and float64 among the dtypes if it can
+compute in it. Its bind(weights) takes n packed weights of one form and one K, prepares what can be prepared once, and returns a
+function of x (n,R,K) that gives n outputs y (R,N). x is contiguous, in float32 or float64, and rounded by the form's `rounded`;
+y is contiguous and in the dtype of x. An implementation may also have a faster dense(packed, dtype), which gives what
+packed.dense(dtype) gives, to the bit.
 """
 
 from collections.abc import Callable, Iterator
@@ -70,7 +71,7 @@ class Packed:
         return (part for part in vars(self).values() if isinstance(part, Tensor))
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
-        """The same with each tensor changed."""
+        """A copy with function(tensor) in place of each tensor."""
         return replace(self, **{name: function(part) for name, part in vars(self).items() if isinstance(part, Tensor)})
 
     def nbytes(self) -> int:
@@ -120,7 +121,7 @@ class Rounding(NamedTuple):
         return 0 if self.non_negative else 2 ** (self.bits - 1)
 
     def largest(self, x: Tensor) -> Tensor:
-        """The magnitude of each row (...,1), which is rounded to `steps`."""
+        """The largest magnitude in each row (...,1), which is the one that is rounded to `steps`."""
         return (x if self.non_negative else x.abs()).amax(-1, keepdim=True).clamp_(min=SMALLEST)
 
 
@@ -204,7 +205,7 @@ class Int4(Packed):
 
 
 FORMS: dict[str, type[Packed]] = {kind.form: kind for kind in (Float32, BFloat16, Int8, Int4)}
-KINDS = {"float32": 0, "bfloat16 as float32": 1, "bfloat16": 2, "int8": 3, "int4": 4}    # in products.h; of 1, x is not rounded
+KINDS = {"float32": 0, "bfloat16 as float32": 1, "bfloat16": 2, "int8": 3, "int4": 4}    # as in products.h; 1: x is not rounded
 
 
 class MatVec(Operator):
@@ -233,10 +234,10 @@ class MatVec(Operator):
         return y.view(*x.shape[:-1], -1)
 
     def bind(self, *weights: Packed) -> Bound:
-        """The products of several weights of one form and one K as one function, without checks; rows are rounded as for the
-        first.
+        """The products of several weights of one form and one K as one function, without checks.
 
-        It takes their inputs (n,R,K), one for each weight, R >= 1, and returns n outputs (R,N) in the dtype of the inputs.
+        It takes their inputs (n,R,K), one for each weight, R >= 1, rounds all of them as the first weight asks for, and
+        returns n outputs (R,N) in the dtype of the inputs.
         """
         product = self._implementation.bind(weights)
         rounded = weights[0].rounded

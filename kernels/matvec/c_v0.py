@@ -1,4 +1,4 @@
-"""A walk through far rows of W at once, in C (csrc/products.h): fused multiply-adds, products of bytes, prefetch."""
+"""In C (csrc/products.h): a thread reads several distant rows of W at once, with multiply-adds, byte products, prefetch."""
 
 from collections.abc import Callable, Sequence
 

@@ -70,8 +70,9 @@ class BrickPadding(Operator):
 class BrickPad:
     """A transform for data pipelines that surrounds each image with bricks: `BrickPad(tile, offset)(image)`.
 
-    tile (..., h, w) is the brick; its sizes before h and w are those of the image's last, or 1: a tile (C,h,w) serves images
-    (C,H,W) and (B,C,H,W). None makes each image its own brick. The wall's grid starts at the image's first pixel.
+    tile (..., h, w) is the brick. Each of its sizes before h and w equals the image's size at that place, or is 1: a tile
+    (C,h,w) serves images (C,H,W) and (B,C,H,W). None makes each image its own brick. The wall's grid starts at the image's
+    first pixel.
     padding: as in BrickPadding; None: one brick on each side. image (..., H, W), of the tile's dtype and device.
 
     The default kernel needs only torch and runs in the workers of any DataLoader. A Taichi kernel raises KernelUnavailable in a

@@ -33,7 +33,7 @@ BENCH_SHAPES = {"cpu": (PUBLISHED, PHOTOGRAPHS), "cuda": (PUBLISHED, PHOTOGRAPHS
 
 
 def tile(shape: tuple[int, ...], dtype: torch.dtype = torch.float32, device: str = "cpu", seed: int = 0) -> Tensor:
-    """Pixels of 0 to 254, each as likely: a pixel from elsewhere is seen, and so is one never written, of 255."""
+    """Pixels of 0 to 254, each as likely: so a test sees a pixel that was taken from a wrong place. An unwritten one is 255."""
     generator = torch.Generator().manual_seed(seed)
     return (255 * torch.rand(shape, generator=generator)).to(torch.uint8).to(device, dtype)
 

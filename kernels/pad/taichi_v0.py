@@ -18,7 +18,7 @@ from kernels.registry import Requires
 REQUIRES = Requires(packages=("taichi",), dtypes=(torch.float32, torch.uint8))
 
 VECTOR = 64  # bytes
-LONG = 32  # vectors per row of a tile from which on it is not repeated
+LONG = 32  # a tile whose rows have so many vectors is not repeated
 THREADS = 128  # per row, on a GPU
 PIXELS = {torch.float32: ti.f32, torch.uint8: ti.u8}
 

@@ -11,9 +11,9 @@ in r only y of that step. y before that step is the same to the bit.
 Source: the RWKV-7 paper (arXiv 2503.14456), section 4; RWKV-LM, RWKV-v7/rwkv_v7_demo.py.
 
 A file beside this one holds REQUIRES, forward(r, log_w, k, v, a, b, state, *kept) -> (y, state) and
-backward(r, log_w, k, v, a, b, state, *kept, grad_y, grad_state) -> the gradients of the first seven. kept is empty where no
-gradient is wanted; otherwise it has an empty tensor for each of the shapes that the file's kept(B, T, H, N) returns, if there
-is such a function, and forward fills them for backward: float32, or float64 where the inputs are. The tensors come contiguous.
+backward(r, log_w, k, v, a, b, state, *kept, grad_y, grad_state) -> the gradients of the first seven. The tensors in kept are
+empty, and forward fills them for backward. There are none where no gradient is wanted; otherwise there is one for each shape
+that the file's function kept(B, T, H, N) returns, if it has one: float32, or float64 where the inputs are. All come contiguous.
 Where REQUIRES has bfloat16, r, k, v, a, b, y and grad_y may come in it, and the gradients of r, k, v, a, b go back in it; all
 else is float32. The single step is here, the same for all.
 """
@@ -140,7 +140,7 @@ def _compute_dtype(tensor: Tensor) -> torch.dtype:
 
 
 def _pad(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
-    """With zeros behind, up to `sizes` of the last axes."""
+    """The tensor with zeros after the ends of its last axes, which then have these sizes."""
     missing = [after for size, wanted in zip(tensor.shape[::-1], sizes[::-1]) for after in (0, wanted - size)]  # noqa: B905
     return pad(tensor, missing) if any(missing) else tensor
 

@@ -20,7 +20,7 @@ REQUIRES = Requires(packages=("triton",), devices=("cuda",), dtypes=(torch.float
 
 CHUNK = 64                           # steps between two states that forward keeps
 GROUP = 4                            # steps between two states that keys store, as written in _keys
-PROGRAMS = 2048                      # of keys, at most: each has (CHUNK / GROUP) N SHARE numbers for its states
+PROGRAMS = 2048                      # the most of _keys, each of which stores (CHUNK / GROUP) N SHARE numbers of states
 SHARE = 16                           # rows or columns of a program, a power of 2
 WARPS, KEYS_WARPS = 2, 4              # with 2, keys would need more than 255 registers
 
@@ -182,7 +182,7 @@ def _keys(r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs, starts, grad_r, gra
 
 @triton.jit
 def _state_after(S, log_w, k, v, b, sa, x, i, j, N):
-    """The step that lies at x; where N is 0, no step."""
+    """S after the step whose vectors begin at x; where N is 0, S as it is."""
     in_i = i < N
     in_j = j < N
     k_j = tl.load(k + x + j, mask=in_j, other=0.0).to(tl.float32)

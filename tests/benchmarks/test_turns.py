@@ -28,15 +28,15 @@ def clock(ticks: int, to: str = "sys.stdout") -> list[str]:
 
 @pytest.mark.thorough
 def test_neither_runs_while_the_other_does(tmp_path: Path) -> None:
-    printed = _turns.beside(clock(200, f"open({str(tmp_path / 'main')!r}, 'a')"), tmp_path, clock(10**6), tmp_path, SECONDS)
+    printed = _turns.beside(clock(100, f"open({str(tmp_path / 'main')!r}, 'a')"), tmp_path, clock(10**6), tmp_path, SECONDS)
     main, other = ([float(time) for time in text.split()] for text in ((tmp_path / "main").read_text(), printed))
-    assert len(main) == 200
+    assert len(main) == 100
     assert other
     runs = "".join(program for _, program in sorted([(time, "m") for time in main] + [(time, "o") for time in other]))
     assert runs.count("mo") + runs.count("om") < len(runs) / 3           # turns of many ticks, not tick beside tick
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize("name", [pytest.param("SIGTERM", marks=pytest.mark.thorough), "SIGKILL"])
 def test_neither_survives_the_benchmark(name: str, tmp_path: Path) -> None:
     """One of the two runs, the other is suspended; each holds a lock as long as it lives."""
     code = f"from benchmarks import _turns\n_turns.beside({LOCKS}, {str(tmp_path)!r}, {LOCKS}, {str(tmp_path)!r}, {SECONDS})"

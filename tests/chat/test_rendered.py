@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_files import KINDS, LETTERS, chatml
 
@@ -78,6 +78,7 @@ JOINED = JinjaTemplate("{% for m in messages %}{{ m.content + (eos_token if m.ro
 @pytest.mark.parametrize("template", [CHATML, TURNS, JOINED, chat_template("world")], ids=lambda template: template.name)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if JsonTokenizer(KINDS[kind]).adds_space])
 @given(st.lists(st.text([*LETTERS, " "], min_size=1, max_size=5), min_size=2, max_size=4))
+@settings(max_examples=25)
 def test_parts_get_no_space_of_their_own(kind: str, template: ChatTemplate, said: list[str]) -> None:
     """Where a file adds a space to a text, the parts have the ids that the whole text has, but for fused unknown ones."""
     tokenizer = JsonTokenizer(KINDS[kind])

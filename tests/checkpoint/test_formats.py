@@ -33,7 +33,6 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenize
 from rwkv.tools import convert
 
 ROOT = Path(__file__).parent.parent.parent
-DTYPES = ("float32", "float16", "bfloat16")
 
 
 @pytest.fixture(scope="module")
@@ -66,7 +65,7 @@ def test_the_shapes_are_the_models(sizes: dict[str, int]) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", pytest.param("float16", marks=pytest.mark.soak)])
 @each_held
 def test_from_every_format_to_every_format_to_the_bit(models: dict[str, RWKV], tmp_path: Path, generation: str, format: str,
                                                       dtype: str) -> None:
@@ -145,7 +144,8 @@ STATED: list[tuple[dict[str, Any], tuple[int, ...]]] = [
     ({"config.json": {"eos_token_id": True}, "generation_config.json": {"eos_token_id": "2"}}, (2,))]
 
 
-@pytest.mark.parametrize(("stated", "ends"), STATED, ids=str)
+@pytest.mark.parametrize(("stated", "ends"), [pytest.param(*each, marks=[pytest.mark.thorough] * (number % 2), id=str(each))
+                                              for number, each in enumerate(STATED)])
 def test_a_directory_says_what_ends_a_text(tmp_path: Path, stated: dict[str, Any], ends: tuple[int, ...]) -> None:
     """In the order of transformers; a conversion writes it back, and a list too."""
     folder = tmp_path / "model"
@@ -445,7 +445,7 @@ def test_what_is_there_is_replaced_even_by_itself(models: dict[str, RWKV], tmp_p
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="links need rights there")
-@each_held
+@pytest.mark.parametrize(("generation", "format"), [("rwkv4", "pth"), ("rwkv4", "huggingface"), ("rwkv7", "gguf")])
 def test_a_link_stays_a_link(models: dict[str, RWKV], tmp_path: Path, generation: str, format: str) -> None:
     model, name = models[generation], NAMES[format]
     (tmp_path / "disk").mkdir()

@@ -36,30 +36,27 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(("arguments", "named"), [
     ((), "runs/latest"),
     (("checkpoint=absent.ckpt",), "absent.ckpt"),
-    (("checkpoint=.",), "checkpoint"),
-    (("kernel=nonsense",), "nonsense"),
     (("prompt=zebra!",), "'!', 'e', 'r', 'z'"),
     (("tokenizer=absent.json",), "absent.json"),
-    (("temperature=-1",), "temperature"),
-    (("top_p=2",), "top_p"),
     ((f"seed={2**63 - 1}", "num_samples=2", "batch_size=1"), "seed"),
-    (("logit_bias=1:nan",), "logit_bias"),
     (("logit_bias=99:1",), "logit_bias"),
-    (("logit_bias=a:1",), "logit_bias"),
-    (("top_p=high",), "top_p"),
     (("max_tokens=3",), "max_new_tokens"),
-    (("max_new_tokens=-1",), "max_new_tokens"),
-    (("dtype=int3",), "dtype"),
-    (("stop=",), "stop"),
     (("state=absent.safetensors",), "absent.safetensors"),
     (("state=model.ckpt",), "model.ckpt"),
-    (("prompts=absent.txt",), "absent.txt"),
-    (("prompts=empty.txt",), "empty.txt"),
     (("prompts=wrong.jsonl",), "wrong.jsonl, line 2"),
     (("prompts=utf16.txt",), "UTF-16"),
     (("prompts=wrong.jsonl", "prompt=a"), "prompts="),
     (("num_samples=2", "save_state=x"), "save_state="),
     (("prompt=a", "out=x", "save_state=./x"), "same file"),
+    *(pytest.param(*more, marks=pytest.mark.thorough) for more in (
+        (("checkpoint=.",), "checkpoint"),
+        (("kernel=nonsense",), "nonsense"),
+        (("logit_bias=a:1",), "logit_bias"),
+        (("max_new_tokens=-1",), "max_new_tokens"),
+        (("dtype=int3",), "dtype"),
+        (("stop=",), "stop"),
+        (("prompts=absent.txt",), "absent.txt"),
+        (("prompts=empty.txt",), "empty.txt"))),
 ])
 def test_a_mistake_is_one_sentence(run: Run, arguments: tuple[str, ...], named: str) -> None:
     Path("empty.txt").write_text("\n")
@@ -74,7 +71,7 @@ def test_a_checkpoint_without_a_tokenizer_is_one_sentence(run: Run) -> None:
     one_sentence(run("generate", "checkpoint=bare.pth"), "bare.pth", "tokenizer=")
 
 
-@pytest.mark.parametrize("prompt", ["abc\n", "", "a b, c", "a=b,\"c'\n"])
+@pytest.mark.parametrize("prompt", ["", "a=b, \"c'\n"])
 def test_standard_output_is_the_prompt_and_what_follows_it(run: Run, prompt: str) -> None:
     status, output, error = run("generate", *CHECKPOINT, f"prompt={prompt}", "max_new_tokens=20")
     assert status == 0

@@ -199,6 +199,7 @@ def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
         Grammar.json_schema(schema).check()
 
 
+@pytest.mark.thorough
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), temperature=st.sampled_from([0, 0.5, 1, 2]), top_k=st.sampled_from([0, 3]))
 def test_any_schema(seed: int, temperature: float, top_k: int) -> None:

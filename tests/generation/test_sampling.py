@@ -78,7 +78,7 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
     return float((((counts - wanted) ** 2)[wanted > 0] / wanted[wanted > 0]).sum())
 
 
-@pytest.mark.parametrize("V", [1, 7, 1000, 20_003])
+@pytest.mark.parametrize("V", [1, 7, 1000, pytest.param(20_003, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize("options", [
     {}, {"top_p": 0.95}, {"top_p": 0.5, "temperature": 1.5}, {"top_k": 5}, {"top_k": 40, "top_p": 0.9}, {"min_p": 0.1},
     {"top_p": 0.9, "min_p": 0.05}, {"top_k": 30, "top_p": 0.8, "min_p": 0.1},
@@ -146,13 +146,14 @@ def penalties_of(options: Sampling, prompt: list[int], text: list[int]) -> Penal
 @pytest.mark.parametrize("name", OTHER_OPTIONS)
 def test_each_option_changes_what_is_drawn_as_in_pytorch(name: str) -> None:
     """Those that act on penalties: where there are some."""
-    logits = torch.randn(500, 12, generator=torch.Generator().manual_seed(0)) * 2
-    uniform = torch.rand(500, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    rows = 100
+    logits = torch.randn(rows, 12, generator=torch.Generator().manual_seed(0)) * 2
+    uniform = torch.rand(rows, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     without = {"presence_penalty": 1.0, "frequency_penalty": 0.7} if name in ("penalty_decay", "no_penalty") else {}
 
     def drawn(draw: Draw | None, **more: Any) -> Tensor:
         options = Sampling(**without | more)
-        penalties = [penalties_of(options, [0, 1], [2, 3, 3]) for _ in range(500)] if options.has_penalties else None
+        penalties = [penalties_of(options, [0, 1], [2, 3, 3]) for _ in range(rows)] if options.has_penalties else None
         return next_tokens(logits, uniform, options, penalties, draw)
 
     chosen = {name: OTHER_OPTIONS[name]}
@@ -265,15 +266,16 @@ def test_penalties_by_their_definitions() -> None:
     assert after(repetition_penalty=2.0, presence_penalty=0.5, no_penalty=(0, 1)) == [2.0, 3.0, -2.5, 4.0]
 
 
-def test_2000_draws_with_fading_penalties_are_those_of_float64() -> None:
+@pytest.mark.thorough
+def test_many_draws_with_fading_penalties_are_those_of_float64() -> None:
     """The logits of each step, and the tokens, from a formula over all tokens so far; rows end with other seeds and options."""
-    V, steps = 40, 2000
+    V = 40
     random = np.random.default_rng(0)
     options = Sampling(temperature=0.9, top_p=1.0, repetition_penalty=1.2, presence_penalty=1.0, frequency_penalty=0.1,
                        penalty_decay=0.988, no_penalty=(3, 4), logit_bias={5: 0.5})
     prompt, text = [3, 7, 8], list[int]()
     penalties = penalties_of(options, prompt, [])
-    for step in range(steps):
+    for step in range(700):
         logits = random.normal(0, 2, V).astype(np.float32)
         biased = logits.astype(float)
         biased[5] += 0.5

@@ -108,6 +108,7 @@ def test_wkv7_is_verified_with_a_few_heads_repeated_and_timed_beside_its_operati
     assert max(map(len, out.splitlines())) <= 128
 
 
+@pytest.mark.thorough
 def test_a_kernel_of_wkv7_that_mixes_up_rows_of_the_batch_is_not_timed(capsys: pytest.CaptureFixture[str]) -> None:
     """Though every row holds the same few heads."""
     def forward(*inputs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,6 +121,7 @@ def test_a_kernel_of_wkv7_that_mixes_up_rows_of_the_batch_is_not_timed(capsys: p
     assert "y" in report["shapes"][0]["wrong"][name]
 
 
+@pytest.mark.thorough
 def test_flop_and_traffic_are_those_of_the_formula(capsys: pytest.CaptureFixture[str]) -> None:
     _, _, report = run(capsys, "timex", "--shape", "2,3,16", "--only", "conv1d")
     forward, backward = report["shapes"][0]["results"][:2]
@@ -148,6 +150,7 @@ def test_backward_is_timed_alone() -> None:
     assert (first.bytes, second.bytes) == (3 * 4 * 2 * 3 * 5, 5 * 4 * 2 * 3 * 5)
 
 
+@pytest.mark.thorough
 def test_a_gradient_with_a_function_of_its_own_is_timed_alone(capsys: pytest.CaptureFixture[str]) -> None:
     with stub("timex", conv1d.forward, conv1d.backward, T_multiple=4) as name:
         vars(registry.load("timex", name))["grad_w"] = conv1d.grad_w

@@ -34,11 +34,6 @@ def test_what_is_not_finite_is_as_in_torch(softmax: Softmax, M: int) -> None:
     properties.test_what_is_not_finite_is_as_in_torch(softmax, M, torch.float32, "cpu")
 
 
-@pytest.mark.parametrize("M", [63, 1030])
-def test_an_input_inside_a_larger_buffer(softmax: Softmax, M: int) -> None:
-    properties.test_an_input_inside_a_larger_buffer(softmax, 1, M, "cpu")
-
-
 @pytest.mark.parametrize("test", [properties.test_a_nan_stays_in_its_row, properties.test_the_result_may_be_written_to],
                          ids=lambda test: test.__name__)
 def test_properties(softmax: Softmax, test: Callable[[Softmax, str], None]) -> None:
@@ -47,7 +42,8 @@ def test_properties(softmax: Softmax, test: Callable[[Softmax, str], None]) -> N
 
 @pytest.mark.parametrize("test", [
     conformance.test_strided_inputs, conformance.test_inputs_are_left_as_they_were_and_are_not_the_outputs,
-    conformance.test_an_expanded_gradient, conformance.test_float64_is_exact_or_refused], ids=lambda test: test.__name__)
+    conformance.test_an_expanded_gradient, conformance.test_inputs_inside_a_larger_buffer,
+    conformance.test_float64_is_exact_or_refused], ids=lambda test: test.__name__)
 def test_conforms(softmax: Softmax, test: Callable[[tuple[object, Softmax], str], None]) -> None:
     test((OF, softmax), "cpu")
 

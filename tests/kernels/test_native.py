@@ -113,13 +113,17 @@ def rounded_as_by_torch() -> bool:
     return torch.allclose(y[0, 0, 0], expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("level", native.levels())
-def test_every_level_computes_the_operators(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "level", lambda: level)
+def check_time_mixing() -> None:
     for dtype in (torch.float32, torch.bfloat16):
         assert not wkv4_misses(dtype)
         assert not wkv7_misses(dtype)
     assert rounded_as_by_torch()
+
+
+@pytest.mark.parametrize("level", native.levels())
+def test_every_level_computes_the_operators(level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native, "level", lambda: level)
+    check_time_mixing()
 
 
 def of_both() -> list[Tensor]:
@@ -319,21 +323,15 @@ def on_arm(emulated: Emulated, monkeypatch: pytest.MonkeyPatch) -> Emulated:
 
 
 with_qemu = pytest.mark.skipif(shutil.which(QEMU) is None, reason=f"needs {QEMU} (qemu-user-static)")
-in_emulator = [pytest.mark.soak, with_zig, with_qemu]
 
 
 def marked(test: Any) -> Any:
-    for mark in in_emulator:
-        test = mark(test)
-    return test
+    return pytest.mark.soak(with_zig(with_qemu(test)))
 
 
 @marked
 def test_arm_computes_time_mixing(on_arm: Emulated) -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        assert not wkv4_misses(dtype)
-        assert not wkv7_misses(dtype)
-    assert rounded_as_by_torch()
+    check_time_mixing()
 
 
 @marked

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
-from implementations import compiled_in_soak, implementations
+from implementations import compiled_in_soak, implementations, remembered
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -26,6 +26,7 @@ def timex(request: pytest.FixtureRequest) -> TimeX:
     return TimeX(request.param)
 
 
+@remembered
 def reference(w: Tensor, k: Tensor, eps: float = 0.0) -> dict[str, Tensor]:
     return cases.results(FORMULA, w.double(), k.double(), eps)
 

@@ -8,7 +8,7 @@ import math
 
 import pytest
 import torch
-from implementations import compiled_in_soak, implementation, kernels
+from implementations import compiled_in_soak, implementation, kernels, remembered
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -34,6 +34,7 @@ def scan(request: pytest.FixtureRequest) -> WKV4:
     return WKV4(request.param)
 
 
+@remembered
 def reference(inputs: WKVInputs, of: str = "y and state") -> dict[str, Tensor]:
     return cases.results(REFERENCE, double(inputs), of)
 
@@ -205,6 +206,11 @@ def outputs(y: Tensor, state: WKVState) -> dict[str, Tensor]:
     return {"y": y, "a/b": state.a / state.b, "p + log b": state.p + state.b.log()}
 
 
+@remembered
+def reference_outputs(inputs: WKVInputs) -> dict[str, Tensor]:
+    return outputs(*REFERENCE(*double(inputs)))
+
+
 def test_one_state_has_many_forms(wkv: WKV4, device: str) -> None:
     time_decay, time_first, k, v, (a, b, p) = cases.inputs(3, 70, 4, device=device)
     here, there = (wkv(time_decay, time_first, k, v, state)
@@ -241,7 +247,7 @@ def test_a_k_of_minus_infinity_weighs_nothing(wkv: WKV4, device: str) -> None:
     k[:, 50:140] = -math.inf
     inputs = time_decay.clamp(max=-5), time_first, k, v, state
     y, new = wkv(*inputs)
-    found = errors(outputs(y, new), outputs(*REFERENCE(*double(inputs))))
+    found = errors(outputs(y, new), reference_outputs(inputs))
     assert not misses(found, cases.tolerance())
 
 

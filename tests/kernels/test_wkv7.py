@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from implementations import implementations
+from implementations import implementations, remembered
 from torch import Tensor
 
 from kernels.compare import err_ratio, errors, misses
@@ -22,8 +22,12 @@ def wkv7(request: pytest.FixtureRequest) -> WKV7:
 
 
 def wrong(wkv7: WKV7, inputs: cases.WKV7Inputs) -> dict[str, str]:
-    found = errors(cases.results(wkv7, inputs), cases.results(WKV7("reference"), cases.double(inputs)))
-    return misses(found, cases.tolerance())
+    return misses(errors(cases.results(wkv7, inputs), reference(inputs)), cases.tolerance())
+
+
+@remembered
+def reference(inputs: cases.WKV7Inputs) -> dict[str, Tensor]:
+    return cases.results(WKV7("reference"), cases.double(inputs))
 
 
 def changed(inputs: cases.WKV7Inputs, **new: Tensor) -> cases.WKV7Inputs:

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import test_conformance
 import test_wkv4 as conformance
+import test_wkv7 as properties
 import torch
 
 from kernels import registry
@@ -20,12 +21,18 @@ from kernels.timex import TimeX
 from kernels.timex import cases as timex_cases
 from kernels.wkv4 import WKV4, WKVState
 from kernels.wkv4 import cases as wkv_cases
-from kernels.wkv4.cases import double
 from kernels.wkv7 import WKV7
 from kernels.wkv7 import cases as wkv7_cases
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
-EPS = 0.25
+
+
+def wrong(op: str, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> dict[str, str]:
+    of = test_conformance.ADAPTERS[op]
+    inputs = of.inputs(shape, dtype, "cpu")
+    found = of.results(of.kind(name), inputs)
+    assert next(iter(found.values())).dtype == dtype
+    return misses(errors(found, test_conformance.expected(of, inputs)), of.tolerance(dtype))
 
 
 @pytest.fixture(autouse=True)
@@ -43,18 +50,11 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 11), (5, 2, 129), (1, 1, 300), (17, 2, 70), (70, 2, 65)], ids=str)
 def test_timex(shape: tuple[int, int, int]) -> None:
     """Blocks of 16, 64 and 128 rows, one and several, whole and not."""
-    w, k = timex_cases.inputs(*shape)
-    reference = timex_cases.results(TimeX("formula"), w.double(), k.double(), EPS)
-    found = errors(timex_cases.results(TimeX("triton_v0"), w, k, EPS), reference)
-    assert not misses(found, timex_cases.tolerance(torch.float32))
+    assert not wrong("timex", "triton_v0", shape)
 
 
 def test_timex_in_bfloat16() -> None:
-    w, k = timex_cases.inputs(3, 2, 70, dtype=torch.bfloat16)
-    results = timex_cases.results(TimeX("triton_v0"), w, k, EPS)
-    reference = timex_cases.results(TimeX("formula"), w.double(), k.double(), EPS)
-    assert {result.dtype for result in results.values()} == {torch.bfloat16}
-    assert not misses(errors(results, reference), timex_cases.tolerance(torch.bfloat16))
+    assert not wrong("timex", "triton_v0", (3, 2, 70), torch.bfloat16)
 
 
 def test_timex_causality_and_the_same_bits_twice() -> None:
@@ -67,8 +67,7 @@ def test_timex_causality_and_the_same_bits_twice() -> None:
 
 
 def wkv_errors(inputs, of: str = "y and state") -> dict[str, float]:
-    expected = wkv_cases.results(WKV4("reference"), double(inputs), of)
-    return errors(wkv_cases.results(WKV4("triton_scan"), inputs, of), expected)
+    return errors(wkv_cases.results(WKV4("triton_scan"), inputs, of), conformance.reference(inputs, of))
 
 
 @pytest.mark.parametrize(("shape", "spread"), [((1, 1, 1), 1.0), ((2, 11, 5), 1.0), ((1, 35, 4), 5.0)], ids=str)
@@ -124,7 +123,7 @@ def test_wkv_in_bfloat16() -> None:
     results, allowed = wkv_cases.results(WKV4("triton_scan"), inputs), 3 * timex_cases.TOLERANCE[torch.bfloat16]
     assert results["y"].dtype == results["grad k"].dtype == torch.bfloat16
     assert results["a/b"].dtype == torch.float32
-    assert max(errors(results, wkv_cases.results(WKV4("reference"), double(inputs))).values()) <= allowed
+    assert max(errors(results, conformance.reference(inputs)).values()) <= allowed
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [((1, 1, 1, 3), torch.float32), ((1, 9, 2, 5), torch.float32),
@@ -132,24 +131,19 @@ def test_wkv_in_bfloat16() -> None:
                                               ((2, 4, 1, 8), torch.bfloat16)], ids=str)
 def test_wkv7(shape: tuple[int, ...], dtype: torch.dtype) -> None:
     """Chunks and blocks of 4, one and several, whole and not."""
-    inputs = wkv7_cases.inputs(*shape, dtype=dtype)
-    expected = wkv7_cases.results(WKV7("reference"), wkv7_cases.double(inputs))
-    assert not misses(errors(wkv7_cases.results(WKV7("triton_v0"), inputs), expected), wkv7_cases.tolerance(dtype))
+    assert not wrong("wkv7", "triton_v0", shape, dtype)
 
 
 @pytest.mark.parametrize("log_w", [wkv7_cases.FASTEST, wkv7_cases.SLOWEST, 0.0])
 def test_wkv7_at_the_ends_of_the_range_of_decay(log_w: float) -> None:
-    inputs = wkv7_cases.inputs(1, 9, 2, 4, log_w=log_w)
-    expected = wkv7_cases.results(WKV7("reference"), wkv7_cases.double(inputs))
-    assert not misses(errors(wkv7_cases.results(WKV7("triton_v0"), inputs), expected), wkv7_cases.tolerance())
+    assert not properties.wrong(WKV7("triton_v0"), wkv7_cases.inputs(1, 9, 2, 4, log_w=log_w))
 
 
 @pytest.mark.parametrize("zeros", [("k",), ("a", "b"), ("r",), ("v",), ("state",)], ids=str)
 def test_wkv7_with_zeros(zeros: tuple[str, ...]) -> None:
     inputs = tuple(torch.zeros_like(tensor) if name in zeros else tensor
                    for name, tensor in zip(wkv7_cases.NAMES, wkv7_cases.inputs(1, 6, 1, 4), strict=True))
-    expected = wkv7_cases.results(WKV7("reference"), wkv7_cases.double(inputs))
-    assert not misses(errors(wkv7_cases.results(WKV7("triton_v0"), inputs), expected), wkv7_cases.tolerance())
+    assert not properties.wrong(WKV7("triton_v0"), inputs)
 
 
 @pytest.mark.parametrize("profile", ["value: quiet, loud", "loss: loud, quiet", "two parts are read"])
@@ -192,9 +186,8 @@ def softmax(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("shape", [(1,), (3, 16), (2, 2, 35)], ids=str)
 def test_softmax(softmax: Softmax, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    x = softmax_cases.inputs(*shape, dtype=dtype)
-    expected = softmax_cases.results(Softmax("formula"), x.double())
-    assert not misses(errors(softmax_cases.results(softmax, x), expected), softmax_cases.tolerance(dtype))
+    inputs = (softmax_cases.inputs(*shape, dtype=dtype),)
+    assert not test_conformance.wrong(test_conformance.ADAPTERS["softmax"], softmax, inputs, dtype)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")               # NumPy's, of what is NaN on purpose

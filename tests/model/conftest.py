@@ -6,7 +6,8 @@ from kernels import native
 from rwkv.model import quantized
 
 
-@pytest.fixture(params=native.levels())
+@pytest.fixture(params=[*(pytest.param(lower, marks=pytest.mark.thorough) for lower in native.levels()[:-1]),
+                        *native.levels()[-1:]])
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """As on a CPU with the instructions of that level alone."""
     monkeypatch.setattr(native, "level", lambda: request.param)

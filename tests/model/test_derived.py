@@ -78,7 +78,7 @@ CHANGES = [in_place, under_inference_mode, new_data, through_data, replaced, loa
 @each_generation
 @pytest.mark.parametrize(("dtype", "in_c"), [
     ("float32", True), ("bfloat16", True), ("int8", True), ("int4", True),
-    pytest.param("float32", False, marks=pytest.mark.thorough), pytest.param("int8", False, marks=pytest.mark.thorough)])
+    pytest.param("float32", False, marks=pytest.mark.thorough), pytest.param("int8", False, marks=pytest.mark.soak)])
 @torch.no_grad()
 def test_decoding_and_the_model_agree_after_any_change_of_any_weight(dtype: str, in_c: bool, generation: str,
                                                                      monkeypatch: pytest.MonkeyPatch) -> None:

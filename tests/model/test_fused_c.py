@@ -92,6 +92,7 @@ def test_every_level_computes_the_formulas(level: str, dtype: torch.dtype) -> No
         check(dtype, function(*inputs), of_float64(function, inputs), name)
 
 
+@pytest.mark.thorough
 @DTYPES
 @settings(deadline=None, max_examples=15)
 @given(B=st.integers(1, 3), T=st.integers(1, 70), H=st.integers(1, 3), N=st.integers(1, 40))

@@ -18,17 +18,7 @@ import torch
 from models import reasons
 from parity.cases import CASES, CASES_7, STATE, TO_FLOAT64, TO_PEER, Case7, kinds, random_weights, scaled
 from parity.comparison import Cell, Outputs, Row, files_apart, forms_apart, greedy_apart, logits_apart, state_apart, worst
-from parity.exchange import (
-    EXCHANGED,
-    GGUF,
-    OFFICIAL,
-    OUR_Q8_0,
-    THEIR_Q8_0,
-    run_peer,
-    versions,
-    write_checkpoints,
-    write_checkpoints_7,
-)
+from parity.exchange import EXCHANGED, GGUF, OFFICIAL, OUR_Q8_0, THEIR_Q8_0, run_peer, versions, write_checkpoints
 from parity.ours import float64, ours
 from parity.report import Tables, as_json, passed, report
 
@@ -57,7 +47,6 @@ def main(arguments: list[str]) -> int:
 def compare(folder: Path) -> Tables:
     """The rows by case and kernel, by file exchanged, and of checkpoints with one weight, or one kind of tensor, changed."""
     write_checkpoints(folder)
-    write_checkpoints_7(folder)
     outputs: AllOutputs = {(name, "float64", OFFICIAL): float64(case) for name, case in ALL.items()}
     for peer in (*PEERS, *PEERS_7):
         outputs |= {(name, peer, file): found for (name, file), found in run_peer(peer, folder).items()}

@@ -34,26 +34,18 @@ CONTROL, OFF = "blocks.0.att.value.weight", 1e-3         # the weight changed in
 
 
 def write_checkpoints(folder: Path) -> None:
-    for name, case in CASES.items():
+    for name, case in {**CASES, **CASES_7}.items():
         (folder / name).mkdir()
         weights = {name: torch.from_numpy(tensor) for name, tensor in random_weights(case).items()}
         torch.save(weights, folder / name / OFFICIAL)
         model = RWKV.from_pretrained(folder / name / OFFICIAL, "reference")
-        model.save_pretrained(folder / name / "ours.pth")
-        model.save_pretrained(folder / name / "ours")
-        weights[CONTROL][0, 0] += OFF
-        torch.save(weights, folder / name / "control.pth")
-        np.save(folder / name / "tokens.npy", random_tokens(case))
-
-
-def write_checkpoints_7(folder: Path) -> None:
-    for name, case in CASES_7.items():
-        (folder / name).mkdir()
-        torch.save({name: torch.from_numpy(tensor) for name, tensor in random_weights(case).items()}, folder / name / OFFICIAL)
-        model = RWKV.from_pretrained(folder / name / OFFICIAL, "reference")
-        for file in ("ours.pth", GGUF):
+        for file in ("ours.pth", GGUF if isinstance(case, Case7) else "ours"):
             model.save_pretrained(folder / name / file)
-        model.save_pretrained(folder / name / OUR_Q8_0, dtype="q8_0")
+        if isinstance(case, Case7):
+            model.save_pretrained(folder / name / OUR_Q8_0, dtype="q8_0")
+        else:
+            weights[CONTROL][0, 0] += OFF
+            torch.save(weights, folder / name / "control.pth")
         np.save(folder / name / "tokens.npy", random_tokens(case))
 
 

@@ -41,12 +41,9 @@ class LlamaCpp:
         return Reader(model).row(tokens, None)[0]
 
     def save(self, model: Path, to: str, job: dict[str, Any]) -> None:
-        import llama_cpp
+        from peers import LlamaCpp as Writer
 
-        options = llama_cpp.llama_model_quantize_default_params()
-        options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{job['type']}")
-        if llama_cpp.llama_model_quantize(str(model).encode(), to.encode(), options):
-            raise RuntimeError("llama_model_quantize failed")
+        Writer(model).save(to, job["type"])
 
 
 def logits_of(kind: Any, model: Path, tokens: ndarray) -> ndarray:

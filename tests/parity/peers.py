@@ -131,14 +131,13 @@ class LlamaCpp:
     def values() -> dict[str, ndarray]:
         return {}
 
-    def save(self, path: str) -> None:
+    def save(self, path: str, kind: str = "Q8_0") -> None:
         import llama_cpp
 
         options = llama_cpp.llama_model_quantize_default_params()
-        options.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0
-        failed = llama_cpp.llama_model_quantize(str(self.path).encode(), path.encode(), options)
-        if failed:
-            raise SystemExit(f"llama.cpp could not quantise {self.path}")
+        options.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind}")
+        if llama_cpp.llama_model_quantize(str(self.path).encode(), path.encode(), options):
+            raise RuntimeError(f"llama.cpp could not quantise {self.path} to {kind}")
 
 
 class Transformers:

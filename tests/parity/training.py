@@ -75,7 +75,7 @@ def author_args(name: str, optim: OptimConfig) -> dict[str, Any]:
 
 
 def authors(folder: Path, rwkv_lm: Path, name: str, dtype: str, weights: Path | None, steps: int) -> Found:
-    """What the author's code finds; without weights from its own, which it leaves in initial.pth."""
+    """What the author's code finds. Without weights it begins with its own initial ones, and leaves them in initial.pth."""
     file, result = folder / "job.json", folder / "author.npz"
     file.write_text(json.dumps({
         "rwkv_lm": str(rwkv_lm), "generation": name, "dtype": dtype, "args": author_args(name, optim_of(name)),
@@ -89,7 +89,7 @@ def authors(folder: Path, rwkv_lm: Path, name: str, dtype: str, weights: Path | 
 
 
 def tokens(folder: Path, name: str, steps: int) -> Path:
-    """The file of (steps,B,T+1) tokens: a few of the vocabulary, each of which chooses among two, so that much is learnt."""
+    """The file of (steps,B,T+1) tokens: 16 of the vocabulary, each followed by one of two, so that there is much to learn."""
     rng, V = np.random.default_rng(1), CASES[name].V
     few = rng.integers(V, size=16)
     text = [rng.integers(16, size=(steps, B))]

@@ -14,6 +14,7 @@ from serving_runs import Running, client_of
 if TYPE_CHECKING:
     import openai
 
+pytestmark = pytest.mark.programs
 ASKED: list[Any] = [{"role": "user", "content": "Hello"}]
 CITY = closed(city={"type": "string", "maxLength": 5}, days={"type": "integer", "minimum": 1, "maximum": 9})
 TIME = closed(zone={"enum": ["UTC", "CET"]})

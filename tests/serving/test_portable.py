@@ -92,6 +92,7 @@ def _catches(node: ast.Try) -> bool:
     return any(name in ast.unparse(handler.type) for handler in node.handlers if handler.type for name in CAUGHT)
 
 
+@pytest.mark.thorough
 def test_no_module_of_the_server_needs_what_windows_lacks() -> None:
     modules = served()
     assert {"rwkv.serving.http", "rwkv.generation.engine", "kernels.machine.memory", "kernels.native"} <= set(modules)

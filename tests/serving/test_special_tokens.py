@@ -12,6 +12,7 @@ from tokenizer_files import sentencepiece_bpe
 
 from rwkv.tokenizer.tokenizers import JsonTokenizer
 
+pytestmark = pytest.mark.programs
 TOKENIZER = JsonTokenizer(sentencepiece_bpe(["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]))
 START, END = TOKENIZER.special["<|im_start|>"], TOKENIZER.special["<|im_end|>"]
 TEMPLATE = ("{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>' }}{% endfor %}"

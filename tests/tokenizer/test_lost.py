@@ -131,10 +131,8 @@ LINES = Path(lost.__file__).read_text(encoding="utf-8").splitlines(keepends=True
 LONG = "".join(LINES)
 PASSAGES = {
     "no capitals": "".join(letter for letter in LONG if not letter.isupper()),
-    "lower case": LONG.lower(),
     "spaces between all": " ".join(LONG),
     "no lines": " ".join(LONG.split()),
-    "no words": LONG.replace("quick ", "").replace("however, ", ""),
     "a passage gone": "".join(LINES[:30] + LINES[50:]),
     "a passage in capitals": "".join([*LINES[:30], *(line.upper() for line in LINES[30:50]), *LINES[50:]]),
     "more": f"naïve {LONG}",
@@ -142,6 +140,7 @@ PASSAGES = {
 }
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("back", PASSAGES.values(), ids=PASSAGES)
 def test_a_long_text_is_counted_to_two_percent(back: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lost, "WINDOW", 256)

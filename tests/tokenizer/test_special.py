@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import tokenizers
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizer_files import BERT, CHATML, KINDS, LETTERS, LLAMA, TEXT, chatml, sentencepiece_bpe, wordlevel
 from tokenizers import models
@@ -24,6 +24,7 @@ TYPED = st.lists(st.sampled_from([*NAMES, *LETTERS, " ", "\n", "<", ">", "</", "
 
 @each_kind
 @given(text=TYPED)
+@settings(max_examples=25)
 def test_no_text_encodes_to_a_special_token(kind: str, text: str) -> None:
     """But to the one for what the vocabulary lacks, where it lacks something."""
     tokenizer = TOKENIZERS[kind]
@@ -44,6 +45,7 @@ def test_a_special_tokens_name_is_spelt_where_the_letters_are_there(text: str) -
 
 @pytest.mark.parametrize("kind", EVERY)
 @given(data=st.data())
+@settings(max_examples=30)
 def test_a_text_goes_on_after_its_ids(kind: str, data: st.DataObject) -> None:
     """Whatever the ids, and wherever the second part begins; the names of the tokens are its pieces."""
     tokenizer = EVERY[kind]

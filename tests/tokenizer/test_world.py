@@ -1,6 +1,7 @@
 """The World vocabulary: the longest token at each place, with the Rust library and without it, and every wrong file named."""
 
 import logging
+import sys
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,8 @@ def test_text_is_matched_with_the_library_and_without_it(text: str) -> None:
 
 
 def test_a_missing_library_is_reported_once(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setitem(__import__("sys").modules, "pyrwkv_tokenizer", None)
+    monkeypatch.setitem(sys.modules, "pyrwkv_tokenizer", None)
+    monkeypatch.setattr(world, "SHORT", 100)
     with caplog.at_level(logging.WARNING):
         found, text = spanning(), "ab€a" * world.SHORT
         found.encode("ab")
@@ -121,6 +123,7 @@ def test_a_dropped_library_is_loaded_again(tokenizer: WorldTokenizer) -> None:
     assert tokenizer.encode(text) == before
 
 
+@pytest.mark.thorough
 def test_a_files_layout_does_not_matter(tokenizer: WorldTokenizer, tmp_path: Path) -> None:
     path = tmp_path / "other.txt"
     path.write_bytes(world.installed().read_bytes().replace(b"\n", b"\r\n") + b"\n\n")

@@ -107,6 +107,7 @@ def test_prompts_and_steps_of_few_and_many_rows_multiply_in_float32_alone(genera
     assert multiplied.dtypes <= {torch.float32, torch.uint8, torch.int16}
 
 
+@pytest.mark.thorough
 def test_benchmarks_leave_bfloat16_out_unless_it_is_named(without_bfloat16: None, capsys: pytest.CaptureFixture[str]) -> None:
     steps = ["--generation", "rwkv4", "--optim", "normuon", "--shape", "1,64,1,8,16", "--steps", "1"]
     step_profile.main(steps)

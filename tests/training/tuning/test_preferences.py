@@ -93,7 +93,7 @@ def test_the_losses_are_those_of_the_formulas_in_float64(tune: TuneConfig) -> No
     np.testing.assert_allclose(computed.numpy(), expected, rtol=1e-6, atol=1e-6)
 
 
-@pytest.mark.parametrize("tune", OBJECTIVES)
+@pytest.mark.parametrize("tune", [pytest.param(OBJECTIVES[1], marks=pytest.mark.thorough), OBJECTIVES[2]])
 def test_loss_and_gradient_of_packed_pairs_are_those_of_each_answer_read_alone(folder: Path, tune: TuneConfig) -> None:
     """The answers' log-probabilities from the logits of each text in a row of its own, in float64."""
     model = small_model(generation="rwkv7", vocab_size=256, **SIZES["rwkv7"])
