@@ -92,6 +92,22 @@ class CDecoder:
             c(tokens.long().contiguous(), self._order, self._memory, self._work, self._logits)
         return self._logits
 
+    def beside(self, state: State) -> "CDecoder":
+        """A decoder with the same weights, for other rows."""
+        other = CDecoder(self._model, state)
+        other._c = self._step_of_model()
+        other._weights = self._weights
+        return other
+
+    @torch.inference_mode()
+    def read(self, tokens: Tensor) -> Tensor:
+        """The logits (B,V) that follow tokens (B,T), with the bits of T steps, in one call; the next one overwrites them."""
+        c = self._step_of_model()
+        T = tokens.shape[1]
+        work = self._memory.new_empty(tokens.numel(), c.size)
+        c(tokens.long().contiguous(), self._order.repeat_interleave(T), self._memory, work, self._logits)
+        return self._logits
+
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
         """Keeps only these rows, each once, in this order."""

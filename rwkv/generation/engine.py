@@ -208,7 +208,8 @@ class Engine:
 
     def _reading(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None, after: Key | None) -> Reading:
         cache = self._cache_for(context, after)
-        return Reading(self._model, ids, context, cache, n_logprobs, self._tokenizer.vocab_size, after or EMPTY)
+        decoder = self._decoder if isinstance(self._decoder, CDecoder) else None
+        return Reading(self._model, ids, context, cache, n_logprobs, self._tokenizer.vocab_size, after or EMPTY, decoder)
 
     def _cache_for(self, context: PrefillResult | None, after: Key | None) -> PrefixCache | None:
         return self._cache if context is None or after is not None else None

@@ -2,14 +2,15 @@
 
 A pass has at most PASS tokens and begins at a multiple of PASS from the prompt's start, or where a cached prefix ends, so the
 result does not depend on other prompts. A pass goes through the blocks in parts, each with about the work of SLICE tokens
-through all blocks; between two parts, texts are generated.
+through all blocks; between two parts, texts are generated. A pass of at most SHORT tokens is one call of C instead, where the
+model's step is in C: the blocks in PyTorch take as long for few tokens as for START more.
 
 The result of reading has the same size for every length of text, so the cache holds many. A prompt that begins with an earlier
 prompt, or with an earlier prompt and its answer, is read from the end of that on.
 """
 
 import secrets
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from itertools import accumulate, count, repeat
 from math import ceil
 from threading import Lock
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rwkv.errors import UserError
+from rwkv.generation.decoder import CDecoder
 from rwkv.generation.logprobs import logprobs
 from rwkv.io.shares import Shares
 from rwkv.model.base import Model, State
@@ -28,6 +30,8 @@ from rwkv.model.hooks import untouched
 PASS = 512                               # tokens of a pass: with fewer rows products are slower, by a third for 128
 SLICE = 32                               # tokens: bounds how long texts that are being generated wait for a prompt
 START = 48                               # tokens whose work takes as long as reading all weights, which each pass does once
+SHORT = 32                               # tokens that C reads as fast as PyTorch or faster, in every form of weights
+START_IN_C = 8                           # as START, in a call of C
 
 
 class PrefillResult(NamedTuple):
@@ -148,13 +152,14 @@ class Reading:
 
     start: the result, of one row, that the prompt follows. after: the key of `start` in the cache; different starts need
     different keys. n_logprobs: keep log-probabilities, among the first vocab_size tokens, of each token of the prompt and of
-    this many likeliest tokens; the whole prompt is then read, whatever is in the cache; None for no log-probabilities. Raises
-    ValueError where `start` has several rows or is of another model.
+    this many likeliest tokens; the whole prompt is then read, whatever is in the cache; None for no log-probabilities. decoder:
+    of the model, which reads short passes; None where no C fits the model. Raises ValueError where `start` has several rows or
+    is of another model.
     """
 
     def __init__(self, model: Model, tokens: Sequence[int], start: PrefillResult | None = None,
                  cache: PrefixCache | None = None, n_logprobs: int | None = None, vocab_size: int | None = None,
-                 after: Key = EMPTY) -> None:
+                 after: Key = EMPTY, decoder: CDecoder | None = None) -> None:
         if start is not None:
             model.check_state(start.state, B=1)
         self._model = model
@@ -173,12 +178,17 @@ class Reading:
         self.cached = self._position                             # tokens that need not be read
         self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # results of logprobs() that are not taken yet
         self._running: Iterator[None] | None = None              # the pass that has begun
+        self._decoder = decoder
 
     @property
     def next_part(self) -> int:
         """The work of the next part, measured in tokens through all blocks, at most SLICE; 0 when all is read."""
         length = self._end - self._position
-        return min(SLICE, ceil((START + length) / self._n_parts(length))) if length else 0
+        if not length:
+            return 0
+        if self._decoder is not None and length <= SHORT and self._n_logprobs is None:
+            return min(SLICE, START_IN_C + length)
+        return min(SLICE, ceil((START + length) / self._n_parts(length)))
 
     @property
     def result(self) -> PrefillResult | None:
@@ -206,10 +216,24 @@ class Reading:
     @torch.no_grad()
     def _read_pass(self) -> Iterator[None]:
         end = self._end
+        ids = torch.tensor([self.tokens[self._position:end]], device=self._model.emb.weight.device)
+        state = self._so_far.state if self._so_far else None
+        if self._decoder is not None and ids.shape[1] <= SHORT:
+            if self._n_logprobs is not None:             # nothing else of this pass is used: the text is the one without them
+                yield from self._through_blocks(ids, state)
+            decoder = self._decoder.beside(self._model.empty_state(1) if state is None else state)
+            result = PrefillResult(decoder.read(ids), decoder.state())
+        else:
+            result = yield from self._through_blocks(ids, state)
+        if self._cache is not None:
+            self._key = self._cache.key(self.tokens[self._position:end], self._key)
+            self._cache.put(self._key, result)
+        self._so_far = result
+        self._position = end
+
+    def _through_blocks(self, ids: Tensor, state: State | None) -> Generator[None, None, PrefillResult]:
         model = self._model
         head: nn.Module = model.head
-        ids = torch.tensor([self.tokens[self._position:end]], device=model.emb.weight.device)
-        state = self._so_far.state if self._so_far else None
         if untouched(model):
             for found in model.hidden_in_parts(ids, state, self._n_parts(ids.shape[1])):
                 if found is None:
@@ -220,17 +244,13 @@ class Reading:
             hidden, state = model(ids, state)
             head = nn.Identity()
         if self._n_logprobs is not None:
-            following = torch.tensor(self.tokens[self._position + 1:end + 1])
+            following = torch.tensor(self.tokens[self._position + 1:self._position + ids.shape[1] + 1])
             for rows, targets in zip(hidden[0].split(SLICE), following.split(SLICE), strict=False):
                 logits = head(rows[:len(targets)])[:, :self._vocab_size]
                 self.logprobs.append(logprobs(logits, targets, self._n_logprobs))
                 yield
         assert state is not None
-        self._so_far = PrefillResult(head(hidden[:, -1]), state)
-        if self._cache is not None:
-            self._key = self._cache.key(self.tokens[self._position:end], self._key)
-            self._cache.put(self._key, self._so_far)
-        self._position = end
+        return PrefillResult(head(hidden[:, -1]), state)
 
 
 def prefill(model: Model, tokens: Tensor, start: PrefillResult | None = None) -> PrefillResult:

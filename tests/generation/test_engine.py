@@ -18,6 +18,7 @@ from torch import nn
 from rwkv.errors import UserError
 from rwkv.generation import engine as engine_module
 from rwkv.generation import prefill as prefill_module
+from rwkv.generation.decoder import CDecoder
 from rwkv.generation.engine import Engine, generate, generate_batch
 from rwkv.generation.prefill import PrefillResult, PrefixCache, Reading, prefill
 from rwkv.generation.row import Row, Sample
@@ -287,9 +288,25 @@ def _finished(engine: Engine, row: Row) -> Sample:
     return row.sample
 
 
+@pytest.mark.parametrize("length", [5, 40])
+def test_a_prompt_is_read_as_the_model_reads_it_with_log_probabilities_or_without(length: int) -> None:
+    """To the bit, with them or without: in one call of C where it is short."""
+    model, ids = MODELS["rwkv7"], [*range(1, 1 + length)]
+    start = prefill(model, torch.tensor([[7, 8]]))
+    found = []
+    for n_logprobs in (None, 2):
+        reading = Reading(model, ids, start, n_logprobs=n_logprobs, decoder=CDecoder(model, model.empty_state(0)))
+        while reading.next_part:
+            reading.read_part()
+        assert len(reading.logprobs) == (n_logprobs is not None) * -(-length // prefill_module.SLICE)
+        assert reading.result is not None
+        found.append(reading.result)
+    assert_close(found[0], prefill(model, torch.tensor([ids]), start))
+    assert all(map(torch.equal, (found[0].logits, *found[0].state), (found[1].logits, *found[1].state)))
+
+
 @pytest.mark.parametrize("n_logprobs", [None, 2])
 def test_parts_of_a_pass_are_the_pass_to_the_bit(n_logprobs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where log-probabilities are kept, so that a text with them is the text without."""
     model, ids = MODELS["rwkv7"], [*range(1, 60)]
     cut_into(monkeypatch, 32, prefill_module.SLICE)
     whole = prefill(model, torch.tensor([ids]))
@@ -531,7 +548,8 @@ def test_a_model_with_spare_tokens_never_says_them() -> None:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of what the model reads in parallel passes from now on."""
+    """The shapes of what the model reads in parallel passes from now on; short prompts too are read so."""
+    monkeypatch.setattr(prefill_module, "SHORT", 0)
     passes, embedded = [], RWKV._embedded
 
     def watched(self: RWKV, several: torch.Tensor, state: Any) -> Any:

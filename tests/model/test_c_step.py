@@ -91,6 +91,25 @@ def test_a_row_is_the_same_to_the_bit_alone_and_beside_others(level: str, form: 
 
 @in_c
 @each_generation
+@pytest.mark.parametrize("form", FORMS)
+@torch.no_grad()
+def test_a_text_read_in_one_call_has_the_bits_of_its_steps(level: str, form: str, generation: str) -> None:
+    """Each of several texts, from a state that is not empty, and with other places in memory between theirs."""
+    model = model_in(form, generation)
+    several = tokens(model, B=4, T=12)
+    decoders = [CDecoder(model, model.empty_state(4)) for _ in range(2)]
+    for decoder in decoders:
+        decoder.step(several[:, 0])
+        decoder.keep([3, 0, 2])
+    for t in range(1, 12):
+        expected = decoders[0].step(several[[3, 0, 2], t])
+    found = decoders[1].read(several[[3, 0, 2], 1:])
+    assert torch.equal(found, expected)
+    assert all(map(torch.equal, decoders[1].state(), decoders[0].state()))
+
+
+@in_c
+@each_generation
 @torch.no_grad()
 def test_matrices_in_bfloat16_change_no_bit(level: str, generation: str) -> None:
     """A model in float32 with the numbers of a file in bfloat16: all that is computed is the same to the bit."""

@@ -80,8 +80,12 @@ class CStep:
         self._name, self._structs = f"{model.config.generation}_step", torch.tensor(numbers)
 
     def __call__(self, tokens: Tensor, places: Tensor, states: Tensor, work: Tensor, logits: Tensor) -> None:
-        """Reads tokens (R,) int64; updates rows `places` (R,) of `states`; writes logits (R,V). work: (R or more,size)."""
-        native.run(self._name, torch.get_num_threads(), self._structs, len(tokens), tokens, places, states, work, logits)
+        """Reads R tokens, int64, each into the row of `states` that places (R,) names; work: (R or more,size).
+
+        Tokens that follow one another with the same place are of one text, in order. Writes the logits (V) after the last
+        token of each text.
+        """
+        native.run(self._name, torch.get_num_threads(), self._structs, tokens.numel(), tokens, places, states, work, logits)
 
 
 def step_of(model: Any) -> CStep:
