@@ -239,7 +239,8 @@ def _client(server: Server, seed: int, chance: random.Random, states: list[str])
         more |= {"state": states[state], "save_state": kind < 0.1}
     if states and 0.25 < kind < 0.5:
         more["response_format"] = LONG
-    return Client(server, n, seed, hang_up, "word " * chance.randint(2, 12), **more)
+    # every prompt is another, so that none is in the prefix cache: both loads read the same tokens
+    return Client(server, n, seed, hang_up, f"{seed} " + "word " * chance.randint(2, 12), **more)
 
 
 def _vocabulary(checkpoint: Path) -> int:

@@ -30,7 +30,7 @@ from rwkv.model.hooks import untouched
 PASS = 512                               # tokens of a pass: with fewer rows products are slower, by a third for 128
 SLICE = 32                               # tokens: bounds how long texts that are being generated wait for a prompt
 START = 48                               # tokens whose work takes as long as reading all weights, which each pass does once
-SHORT = 32                               # tokens that C reads as fast as PyTorch or faster, in every form of weights
+SHORT = 64                               # tokens that C reads as fast as PyTorch or faster, in every form of weights
 START_IN_C = 8                           # as START, in a call of C
 
 
