@@ -135,7 +135,7 @@ class TurnTemplate(ChatTemplate):
             body = _one_paragraph(message["content"])
             if self.thinks and (thoughts := message.get("reasoning_content")):
                 body = f"<think>\n{_one_paragraph(thoughts)}\n</think>\n{body}"
-            yield f"{before}{role}{form.after_role}", f"{form.space}{body}{form.end}", message
+            yield f"{before}{role}{form.after_role}", f"{form.space if body else ''}{body}{form.end}", message
             before = form.between
 
     def answer_start(self, think: Think = False) -> str:
