@@ -22,7 +22,8 @@ Message = Mapping[str, Any]
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """The messages, each with a string as its content. Raises UserError with the field's name, such as messages[1].content.
 
-    The content may be a list of {"type": "text", "text": "..."}, as in OpenAI's interface. An answer without content gets its
+    The content may be a list of {"type": "text", "text": "..."}, as in OpenAI's interface; line ends are put between the texts,
+    as llama.cpp and vLLM do. An answer without content gets its
     refusal, or "". Fields that are null or empty are left out, because templates ask whether a field is defined. OpenAI's other
     names are accepted: the role developer for system, the role function for tool, function_call for tool_calls.
     """
@@ -111,7 +112,7 @@ def _content(content: Any, refusal: Any, role: str, where: str) -> str:
         return content
     if not isinstance(content, list):
         raise UserError(f"{where}.content is a string, or a list of texts; got {_shown(content)}")
-    return "".join(_text(item, role, f"{where}.content[{i}]") for i, item in enumerate(content))
+    return "\n".join(_text(item, role, f"{where}.content[{i}]") for i, item in enumerate(content))
 
 
 def _text(item: Any, role: str, where: str) -> str:

@@ -285,12 +285,12 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         kind = item["type"]
         if kind == "function_call_output":
             output = item["output"]
-            text = output if isinstance(output, str) else "".join(part["text"] for part in output)
+            text = output if isinstance(output, str) else "\n".join(part["text"] for part in output)
             found.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
             answer = None
             continue
         if kind == "message":
-            text = "".join(part["text"] for part in item["content"])
+            text = "\n".join(part["text"] for part in item["content"])
             if item["role"] != "assistant":
                 found.append({"role": item["role"], "content": text})
                 answer = None

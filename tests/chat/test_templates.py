@@ -259,8 +259,8 @@ def test_openai_s_older_calls_are_calls(tmp_path: Path) -> None:
 
 def test_an_answer_without_content_is_its_refusal_or_nothing() -> None:
     parts = [{"type": "refusal", "refusal": "No"}, {"type": "text", "text": "."}]
-    for message, content in (({"content": None}, ""), ({"content": None, "refusal": "No."}, "No."), ({"content": parts}, "No."),
-                             ({"reasoning_content": "Hm."}, "")):
+    for message, content in (({"content": None}, ""), ({"content": None, "refusal": "No."}, "No."),
+                             ({"content": parts}, "No\n."), ({"reasoning_content": "Hm."}, "")):
         assert check_messages([{"role": "assistant", **message}])[0]["content"] == content
 
 

@@ -48,7 +48,7 @@ OUT_OF_RANGE: list[tuple[str, Any]] = [
 
 # messages in the place of {"role": "assistant", "content": "hello"}, and the content that they come to
 SAME: list[dict[str, Any]] = [
-    {"role": "assistant", "content": [{"type": "text", "text": "hel"}, {"type": "text", "text": "lo"}]},
+    {"role": "assistant", "content": [{"type": "text", "text": "hello"}]},
     {"role": "assistant", "content": [{"type": "refusal", "refusal": "hello"}]},
     {"role": "assistant", "content": None, "refusal": "hello"},
     {"role": "assistant", "content": "hello", "name": "a", "refusal": None, "audio": None, "annotations": [],
