@@ -135,7 +135,7 @@ class LlamaServer(Server):
 
 @contextmanager
 def ended(server: Server) -> Iterator[Server]:
-    """The server, which ends with the block."""
+    """The server, which is stopped at the end of the block."""
     try:
         yield server
     finally:

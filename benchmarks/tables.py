@@ -113,7 +113,7 @@ def _head(report: Report) -> str:
 
 
 def serving(report: Report, table: Callable[..., str] = markdown) -> str:
-    """Tokens per second of streams past their prompts, quiet and beside a busy process."""
+    """Tokens per second of streams after their prompts, on a quiet machine and beside a busy process."""
     rows = [[row["of"], row["dtype"], f"{row['texts']}", f"{row['quiet']:.0f}", f"{row['busy']:.0f}"] for row in report["rows"]]
     return table([["server", "dtype", "texts", "tokens/s", "beside a busy process"], *rows], left=2)
 

@@ -186,7 +186,8 @@ def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> li
 
 
 def score_texts(model: Model, texts: Sequence[Scored], batch_size: int, chunk_len: int) -> Iterator[Score]:
-    """Yields the score of each batch of texts of similar length. A text of which the tokenizer loses a part is not right."""
+    """Yields the score of each batch of texts of similar length. A text that the tokenizer cannot hold whole counts
+    as wrong."""
     ordered = sorted(texts, key=lambda text: len(text.ids))
     for first in range(0, len(ordered), batch_size):
         batch = ordered[first:first + batch_size]

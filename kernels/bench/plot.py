@@ -119,7 +119,7 @@ def _curves(measured: list[dict[str, Any]], part: str) -> dict[str, Points]:
 
 
 def _floors(op: str, measured: list[dict[str, Any]], part: str) -> dict[str, Points]:
-    """The least times by the highest rates that the machine reached in this run."""
+    """The least time that each size can take, at the highest rates that the machine reached in this run."""
     gbs = max(one["limits"]["copy_gbs"] for one in measured)
     gflops = max(one["limits"]["matmul_gflops"] for one in measured)
     some = {_size(one): next(result for result in one["results"] if result["pass"] == part) for one in measured}

@@ -81,7 +81,7 @@ def _alternatives(parsed: Any) -> list[str]:
         if bar:
             tokens.append(token)
             token = ""
-        elif (escaped and escaped.isalnum()) or (plain and SPECIAL.search(plain)):        # no literal characters
+        elif (escaped and escaped.isalnum()) or (plain and SPECIAL.search(plain)):        # stands for a set of characters
             return []
         else:
             token += escaped or plain
