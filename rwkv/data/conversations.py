@@ -116,7 +116,7 @@ def _make(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs: bool) -
     ids: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     learnt: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     sizes: dict[str, dict[str, int]] = {split: {"bytes": 0, "learnt_bytes": 0} for split in SPLITS}
-    lost = {split: [NOTHING, NOTHING] for split in SPLITS}         # what the tokenizer loses: of the unlearnt text, of the learnt text
+    lost = {split: [NOTHING, NOTHING] for split in SPLITS}         # of the unlearnt and of the learnt text
     packer = zlib.compressobj(9, wbits=31)
     packed = 0
     left_out = 0
