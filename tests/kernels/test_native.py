@@ -353,7 +353,7 @@ def test_arm_computes_products(on_arm: Emulated) -> None:
 @pytest.mark.parametrize("generation", ["rwkv4", "rwkv7"])
 @pytest.mark.parametrize("form", matvec.FORMS)
 def test_arm_computes_steps(on_arm: Emulated, generation: str, form: str) -> None:
-    """Those of the reference in float64; a row alone as beside others."""
+    """Those of the reference in float64; a row alone as beside others, and three tokens in one call as in three."""
     model = in_form(small_model("reference", generation=generation, n_embd=64, n_ffn=96), form)
     step = step_of(model)
     on_arm.reachable = [*step.own, *tensors_of(model)]
@@ -364,6 +364,7 @@ def test_arm_computes_steps(on_arm: Emulated, generation: str, form: str) -> Non
         off = (logits - reference.step(several[:, t])).abs().amax(-1)
         assert (off.min() if form == "bfloat16" else off.median()) <= 2e-5
         assert torch.equal(alone.step(several[:1, t])[0], logits[0])
+    assert torch.equal(CDecoder(model, model.empty_state(5)).read(several), logits)
 
 
 @marked
