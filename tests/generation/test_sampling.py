@@ -267,7 +267,7 @@ def test_penalties_by_their_definitions() -> None:
 
 
 @pytest.mark.thorough
-def test_many_draws_with_fading_penalties_are_those_of_float64() -> None:
+def test_2000_draws_with_fading_penalties_are_those_of_float64() -> None:
     """The logits of each step, and the tokens, from a formula over all tokens so far; rows end with other seeds and options."""
     V = 40
     random = np.random.default_rng(0)
@@ -275,7 +275,7 @@ def test_many_draws_with_fading_penalties_are_those_of_float64() -> None:
                        penalty_decay=0.988, no_penalty=(3, 4), logit_bias={5: 0.5})
     prompt, text = [3, 7, 8], list[int]()
     penalties = penalties_of(options, prompt, [])
-    for step in range(700):
+    for step in range(2000):
         logits = random.normal(0, 2, V).astype(np.float32)
         biased = logits.astype(float)
         biased[5] += 0.5
