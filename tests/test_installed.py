@@ -98,6 +98,8 @@ def test_an_installed_package_trains_sweeps_and_generates(timemix: Path, tmp_pat
                       ("convert", "run", "weights.pth"), ("report", "sweep")):
         done = run(timemix, tmp_path, *arguments)
         assert done.returncode == 0, done.stderr
+        if arguments[0] == "train":
+            assert "more: timemix generate checkpoint=" in done.stderr
     assert (tmp_path / "sweep" / "report.html").is_file()
 
 

@@ -58,6 +58,11 @@ EXPECTED = {bool: "true or false", int: "a whole number, as 1000", float: "a num
             list[float]: NUMBERS, tuple: NUMBERS}
 
 
+def command(program: str) -> str:
+    """How a user starts a program: `python train.py` in a clone, `timemix train` where the package is installed."""
+    return f"python {program}.py" if (PACKAGE.parent / f"{program}.py").is_file() else f"timemix {program}"
+
+
 @dataclass(frozen=True)
 class CommandLine:
     """The overrides for Hydra, the values taken verbatim by key, and the flags (-m, --help, --cfg job)."""

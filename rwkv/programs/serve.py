@@ -53,7 +53,7 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
     try:
         from rwkv.serving import server
     except ModuleNotFoundError as error:
-        raise UserError(f"serving needs the package {error.name}: pip install '.[serve]'") from None
+        raise UserError(f"serving needs the package {error.name}: in the clone, pip install '.[serve]'") from None
     say("loading", config.checkpoint)
     server.serve(config, partial(run_engine, given=line.keys))
 

@@ -71,6 +71,7 @@ def train(config: TrainConfig, line: cli.CommandLine) -> None:
 
 
 def sweep(line: cli.CommandLine, jobs: cli.Jobs) -> None:
+    print("loading    PyTorch, then the options of every run", file=sys.stderr, flush=True)
     from rwkv.training import sweep
 
     sweep.run(line, jobs)

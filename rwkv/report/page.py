@@ -45,9 +45,13 @@ def render(folder: Path, comparison: Comparison, findings: Sequence[Finding]) ->
 
 def _lead(comparison: Comparison) -> str:
     config = comparison.config
-    settings = ", ".join(f"{key} {config[key]}" for key in SETTINGS if key in config)
-    if config.get("trainer.val_tokens") is not None:
-        settings += f"; validation of the first {config['trainer.val_tokens']} tokens of its split"
+    named = [key for key in SETTINGS if key in config]
+    if config.get("init_from") and "data.tokenizer" in named:
+        named.remove("data.tokenizer")   # the file's own is used
+    settings = ", ".join(f"{key}\u00a0{config[key]}" for key in named)
+    read = config.get("trainer.val_tokens")
+    if read is not None:
+        settings += f"; validation of the first {format(read, ',') if isinstance(read, int) else read} tokens of its split"
     if comparison.is_single:
         subject = f"{comparison.runs[0].kernel}, seed {comparison.runs[0].seed}"
     else:
@@ -68,7 +72,7 @@ def _finding(finding: Finding) -> str:
 def _summary(comparison: Comparison) -> list[str]:
     loss = f"val/loss, {unit_of_loss(comparison.runs)[0]}"
     compared = comparison.reference is not None
-    ratio = Column(f"x {comparison.reference}",
+    ratio = Column(f"times {comparison.reference}",
                    lambda kernel: cell(speed_ratio(_shown(kernel), comparison) or None, "{:.2f}".format))
     columns = [Column("kernel", _counted if len(comparison.runs) > 1 else lambda kernel: cell(kernel.label)),
                _measured(loss, "val_loss", "{:.4f}".format),
@@ -256,10 +260,17 @@ def _column(name: str) -> Callable[[Run], Curve]:
 
 
 def _times(comparison: Comparison) -> str:
-    rows = [(kernel.label, [(name, kernel.median(key) or 0.0) for key, name in PARTS]) for kernel in comparison.kernels
-            if kernel.median("step_ms") is not None]
+    rows = [(kernel.label, _parts(kernel, step)) for kernel in map(_shown, comparison.kernels)
+            if (step := kernel.median("step_ms")) is not None]
     legend = " ".join(f'<span><span class="box b{place}"></span>{escape(name)}</span>' for place, (_, name) in enumerate(PARTS))
     return _figure(f"Time of a step: {legend}", svg.bars("time of a step", units.time, rows))
+
+
+def _parts(kernel: Kernel, step: float) -> list[tuple[str, float]]:
+    """The parts of a step that takes `step` ms. Medians do not add up, so that the last part is what remains."""
+    *measured, (_, rest) = PARTS
+    parts = [(name, kernel.median(key) or 0.0) for key, name in measured]
+    return [*parts, (rest, max(0.0, step - sum(time for _, time in parts)))]
 
 
 def _samples(comparison: Comparison) -> list[str]:

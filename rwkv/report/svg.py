@@ -208,8 +208,11 @@ def _apart(low: float, high: float) -> tuple[float, float]:
 
 
 def _decades(low: float, high: float) -> list[float]:
+    """Powers of ten, at most eight or so; with few of them, also 2 and 5 times each."""
     first = round(math.log10(low))
     last = round(math.log10(high))
+    if last - first <= 2:
+        return [*(float(f"{factor}e{exponent}") for exponent in range(first, last) for factor in (1, 2, 5)), 10.0 ** last]
     return [10.0 ** exponent for exponent in range(first, last + 1, max(1, -(-(last - first) // 7)))]
 
 

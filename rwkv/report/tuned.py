@@ -41,13 +41,20 @@ def answers(runs: Sequence[Run]) -> list[str]:
     """The table of held-out prompts of a single run, with the answers in the data and the model's answers."""
     samples = runs[0].tuned.get("samples", []) if len(runs) == 1 else []
     headers = {"prompt": "prompt", "reference": "in the data", **{when: f"model, {when}" for when in WHEN}}
-    columns = [Column(header, lambda sample, name=name: text(sample.get(name)), words=True)      # type: ignore[misc]
+    columns = [Column(header, lambda sample, name=name: _said(sample.get(name)), words=True)      # type: ignore[misc]
                for name, header in headers.items()]
     if not samples:
         return []
     return ["<h2>Held-out prompts, before and after</h2>",
             '<p class="quiet">Answers are the likeliest text (temperature 0), of trainer.sample_tokens at most.</p>',
             table(columns, samples, "said")]
+
+
+def _said(said: str | None) -> str:
+    """A cell with a text, which says so if nothing of it can be seen."""
+    if said is None or str(said).strip():
+        return text(said)
+    return f'<td class="text"><small>{"white space" if said else "no text"}</small></td>'
 
 
 def what_was_tuned(run: Run) -> str:
@@ -60,8 +67,12 @@ def what_was_tuned(run: Run) -> str:
     if tuned["method"] == "lora":
         modules = tuned.get("modules")
         named = ", ".join(map(str, modules)) if isinstance(modules, list) else modules
-        what = f"a LoRA of rank {tuned.get('rank')}, alpha {tuned.get('alpha')}, on {named}"
+        what = f"a LoRA of rank {tuned.get('rank')}, alpha {_number(tuned.get('alpha'))}, on {named}"
     return f"Tuned was {what}: {values} beside the frozen weights of {tuned['base']} in {tuned['dtype']}."
+
+
+def _number(value: object) -> str:
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 def _learns_pairs(run: Run) -> bool:

@@ -357,7 +357,10 @@ def _misfit(error: msgspec.ValidationError, kind: type) -> ApiError:
     field = re.split(r"[.[]", param)[0]
     if kind in (ChatRequest, ResponseRequest) and field in UNSUPPORTED:
         return ApiError(400, UNSUPPORTED[field], param, "unsupported_parameter")
-    return ApiError(400, f"the body does not fit: {message}", param or None, "unknown_parameter" if unknown else None)
+    where = (path and path[1]) or "the body"
+    problem = message.partition(" - at ")[0].replace("`", "")
+    said = f"{where}: {problem[:1].lower()}{problem[1:]}"
+    return ApiError(400, said, param or None, "unknown_parameter" if unknown else None)
 
 
 def schema_of(kind: type) -> tuple[dict[str, Any], dict[str, Any]]:

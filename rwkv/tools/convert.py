@@ -58,7 +58,7 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     with suppress(UserError):            # it may be unknown which token of the tokenizer ends a text
         if checkpoint.tokenizer and (end := tokenizer_of(checkpoint).end_line()):
             _log(f"texts end with {end}")
-    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True, file=sys.stderr) as bar:
+    with tqdm(unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True, delay=0.5, file=sys.stderr) as bar:
         def progress(count: int, total: int) -> None:
             bar.total = total
             bar.update(count)

@@ -31,7 +31,7 @@ def main() -> None:
         try:
             import lm_eval.__main__ as harness
         except ImportError as error:
-            raise UserError(f"the harness cannot be imported ({error}): pip install '.[lm-eval]'") from None
+            raise UserError(f"the harness cannot be imported ({error}): in the clone, pip install '.[lm-eval]'") from None
         from rwkv.tools import _harness
 
         _harness.register()

@@ -125,7 +125,7 @@ def train(run: Run) -> None:
     trainer = build_trainer(run, device, logs, validated)
     batches = replace(config.data, batch_size=rows)
     loaders = DataModule(validated, batches, config.model.ctx_len, config.seed, config.trainer.tbptt)
-    continue_with = f"continue with: python train.py resume=auto {quote(f'out_dir={run.out_dir}')}"
+    continue_with = f"continue with: {cli.command('train')} resume=auto {quote(f'out_dir={run.out_dir}')}"
     try:
         fit(trainer, task, loaders, run)
     except Interrupted:

@@ -243,7 +243,7 @@ def _validation(val_tokens: int | None, whole: int, times: int, time_share: floa
     part = validated_part(val_tokens, whole)
     if part is None and time_share <= MUCH:
         return
-    line = f"{times:,} time{'s' * (times != 1)} {part or f'all {whole:,} tokens'}"
+    line = f"{'once' if times == 1 else f'{times:,} times'} {part or f'all {whole:,} tokens'}"
     if time_share > MUCH:
         line += f", {100 * time_share:.0f} % of the time; less with a lower trainer.val_tokens or a higher trainer.val_every"
     yield "validation", line

@@ -13,6 +13,7 @@ others from its last checkpoint; more options add runs.
 """
 
 import json
+import os
 import random
 import re
 import signal
@@ -274,9 +275,9 @@ def options_of(sweep: Sweep, entry: Entry) -> list[str]:
 def run_process(command: list[str], log_file: Path, stop: Stop) -> int:
     """Runs a command in a session of its own and returns its exit status. Its standard error is shown, and kept in log_file.
 
-    In a terminal so is its standard output, so that both keep their order.
+    So is its standard output where both go to the same place, so that they keep their order.
     """
-    both = sys.stdout.isatty()
+    both = _one_output()
     with log_file.open("w", encoding="utf-8") as file, subprocess.Popen(
             command, stdout=subprocess.PIPE if both else None, stderr=subprocess.STDOUT if both else subprocess.PIPE,
             encoding="utf-8", errors="replace", start_new_session=True) as process:
@@ -286,6 +287,14 @@ def run_process(command: list[str], log_file: Path, stop: Stop) -> int:
             file.write(line)
     stop.process = None
     return process.returncode
+
+
+def _one_output() -> bool:
+    """Whether standard output and standard error go to the same terminal, file or pipe."""
+    try:
+        return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
+    except OSError:                      # one of them is closed, or is no file
+        return False
 
 
 def reason_of(status: int, reason_file: Path, log_file: Path) -> str:
@@ -307,7 +316,7 @@ def conclude(sweep: Sweep) -> None:
     log(f"\nsweep      {', '.join(counts)}")
     log(f"report     {written}")
     if sweep.count(STOPPED) + sweep.count(WAITING) + sweep.count(FAILED):
-        log(f"continue with: python train.py -m resume=auto {quote(f'out_dir={sweep.folder}')}")
+        log(f"continue with: {cli.command('train')} -m resume=auto {quote(f'out_dir={sweep.folder}')}")
     if sweep.count(FINISHED):
         log_report(next(iter(sweep.configs.values())).logger, sweep.folder, *report.table(sweep.folder))
 

@@ -23,7 +23,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.registry import missing_compiler
-from rwkv import report
+from rwkv import cli, report
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import TrainConfig, TrainerConfig
 from rwkv.data.prepare import Corpus
@@ -117,8 +117,9 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
             log(f"no sample: {error}")
         print(flush=True)
     from_it = quote(f"checkpoint={out_dir}")
-    more = f"chat.py {from_it}" if config.data.name == "chat" else f"generate.py {from_it} prompt=..."
-    log(f"\nmore: python {more}")
+    chat = config.data.name == "chat"
+    more = f"{cli.command('chat')} {from_it}" if chat else f"{cli.command('generate')} {from_it} prompt=..."
+    log(f"\nmore: {more}")
 
 
 def _trained_model(task: LanguageModel, strategy: str, out_dir: Path) -> Model:

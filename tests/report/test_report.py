@@ -6,6 +6,7 @@ import json
 import math
 import shutil
 import statistics
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
@@ -210,6 +211,16 @@ def test_ctrl_c_is_passed_on_and_waited_for(tmp_path: Path) -> None:
     with sweep.Stop() as stop:
         status = sweep.run_process([sys.executable, "-c", program], tmp_path / "log.txt", stop)
     assert (stop.requested, status, (tmp_path / "log.txt").read_text()) == (True, 130, "saved\n")
+
+
+def test_a_sweep_keeps_the_order_of_its_runs_lines_in_one_file(tmp_path: Path) -> None:
+    """Standard output and standard error of a run go to the same file, as with `> log.txt 2>&1`."""
+    run = "import sys\nfor n in range(50): print(n, file=(sys.stdout, sys.stderr)[n % 2], flush=True)"
+    program = ("import pathlib, sys\nfrom rwkv.training import sweep\nwith sweep.Stop() as stop:\n"
+               f"    sweep.run_process([sys.executable, '-c', {run!r}], pathlib.Path({str(tmp_path / 'run.txt')!r}), stop)")
+    with (tmp_path / "log.txt").open("w") as log:
+        subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=log, stderr=log, check=True)
+    assert (tmp_path / "log.txt").read_text().split() == [str(n) for n in range(50)]
 
 
 @pytest.mark.parametrize(("status", "error", "log", "reason"), [
@@ -419,7 +430,7 @@ def test_throughput_is_compared_with_the_reference_of_the_same_other_options(tmp
     comparison = compare(runs)
     path = tmp_path / "page.html"
     path.write_text(report_page.render(tmp_path, comparison, []), encoding="utf-8")
-    assert "x conv1d" in parsed(path).text
+    assert "times conv1d" in parsed(path).text
     for label, speed, ratio in (("conv1d, optim.lr=0.1", 100, "1.00"), ("conv1d, optim.lr=0.2", 200, "1.00"),
                                 ("taichi_v3, optim.lr=0.1", 50, "0.50"), ("taichi_v3, optim.lr=0.2", 600, "3.00")):
         row = next(row for row in path.read_text(encoding="utf-8").split("<tr>") if row.startswith(f"<td>{label}<"))
@@ -640,6 +651,14 @@ def test_every_line_stays_inside_its_figure(series: list[list[tuple[int, float]]
             x, y = map(float, place.split(","))
             assert svg.LEFT - 0.1 <= x <= svg.WIDTH - svg.RIGHT + 0.1
             assert svg.TOP - 0.1 <= y <= svg.HEIGHT - svg.BOTTOM + 0.1
+
+
+@pytest.mark.parametrize("logarithmic", [False, True])
+@pytest.mark.parametrize(("low", "high"), [(1.1, 6.5), (0.05, 3.0), (0.3, 80.0), (1e-9, 1e-2), (1e-40, 1e30), (2.0, 2.0)])
+def test_an_axis_has_enough_numbers_and_not_too_many(low: float, high: float, logarithmic: bool) -> None:
+    figure = ElementTree.fromstring(svg.lines("a", "x", "y", [svg.Line("b", 0, [(0, low), (1, high)])], logarithmic))
+    numbers = [text.text for text in figure.iter("text") if text.get("class") == "end"]
+    assert 3 <= len(set(numbers)) == len(numbers) <= 9
 
 
 def test_lines_that_lie_on_one_another_take_turns() -> None:

@@ -46,6 +46,12 @@ def test_what_is_gained_and_lost_stands_in_the_first_table(tmp_path: Path) -> No
     assert page.count("<polyline") == 1, "of the validation loss; a training loss and a norm of one step are no curves"
 
 
+@pytest.mark.parametrize(("answer", "shown"), [(" \n ", "white space"), ("", "no text"), ("a b", "a b")])
+def test_an_answer_of_which_nothing_can_be_seen_is_no_empty_cell(answer: str, shown: str) -> None:
+    sample = {"prompt": "User: a", "reference": "b", "before": "c", "after": answer}
+    assert shown in "".join(answers([of(samples=[sample])]))
+
+
 @pytest.mark.parametrize(("method", "said"), [("full", "all weights of base.pth"), ("state", "state before the first token")])
 def test_other_ways_of_tuning(method: str, said: str) -> None:
     found = what_was_tuned(of(tuned={"method": method, "base": "base.pth", "dtype": "float32", "trained": 5}))

@@ -9,7 +9,13 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 from serving_runs import LETTERS, Running, wait_until
+
+from rwkv.generation.prefill import prefill
+from rwkv.generation.states import save_context
+from rwkv.pretrained import RWKV
+from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 CHROMIUM = Path("/usr/bin/chromium")
 SEEN = importlib.util.find_spec("playwright") is not None and CHROMIUM.is_file()
@@ -157,7 +163,10 @@ def test_an_error_leaves_all_as_it_was(page: Any) -> None:
     page.get_by_label("Temperature").fill("1000")
     say(page, "two")
     wait_until(lambda: page.locator("#error").is_visible())
-    assert "temperature" in page.locator("#error").text_content()
+    assert page.locator("#error").text_content().startswith("temperature: ")
+    page.get_by_role("tab", name="Completion").click()
+    assert not page.locator("#error").is_visible()
+    page.get_by_role("tab", name="Chat").click()
     assert turns(page) == ["one", "yes"]
     assert page.get_by_label("Message").input_value() == "two"
     press(page, "Retry")                 # of an answer that is there
@@ -304,6 +313,22 @@ def test_states_are_saved_opened_and_deleted(page: Any, server: Running) -> None
     assert turns(page)[1:] == ["four", "yes"]
     page.get_by_role("button", name="Delete").click()
     wait_until(lambda: page.locator("#kept nav").count() == 0)
+
+
+def test_a_state_of_unknown_length_is_listed_by_its_size(page: Any, model: RWKV, tmp_path: Path) -> None:
+    path = tmp_path / "own.safetensors"
+    save_context(path, prefill(model, torch.tensor([[*b"once"]]))._replace(last_ids=(*b"once",)), model, ByteTokenizer())
+    page.get_by_text("States", exact=True).click()
+    page.get_by_label("State file").set_input_files(path)
+    wait_until(lambda: len(turns(page)) == 1)
+    writes(page, "yes")
+    say(page, "one")
+    press(page, "Save")
+    listed = page.locator("#kept nav span")
+    wait_until(lambda: listed.count() == 1)
+    assert re.fullmatch(r"[\d.]+ KiB: one", listed.text_content())
+    page.get_by_role("button", name="Delete").click()
+    wait_until(lambda: listed.count() == 0)
 
 
 MARKDOWN = """# A *title*

@@ -18,7 +18,7 @@ from torch import Tensor
 from rwkv.checkpoint.stored import release
 from rwkv.errors import CheckpointError, UserError
 
-PACKAGE = "needs the package gguf, which is not installed: pip install '.[gguf]'"
+PACKAGE = "needs the package gguf, which is not installed: pip install gguf"
 Q8_0_VALUES = 32
 
 

@@ -36,7 +36,7 @@ def _load(path: str, split: str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise UserError("data=hf needs the library `datasets`: pip install '.[hf]'") from None
+        raise UserError("data=hf needs the library `datasets`: pip install datasets") from None
     suffix = Path(path).suffix
     try:
         if (Path(path) / "state.json").exists() or (Path(path) / "dataset_dict.json").exists():

@@ -15,7 +15,8 @@ from rwkv.training.callbacks.metrics import Metrics
 
 FIRST_LINE = 3.0                         # seconds between two lines in a file at first,
 LAST_LINE = 30.0                         # and later
-SHOWN = ("train/loss", "val/loss", "val/bpb", "tok_per_sec")      # the metrics beside the bar
+# The metrics beside the bar, in words that fit into a terminal of 80 columns
+SHOWN = {"train/loss": "train {}", "val/loss": "val {}", "tok_per_sec": "{} tokens/s"}
 
 
 @dataclass(eq=False)
@@ -67,7 +68,7 @@ class ProgressBar(Callback):
     def _show(self, trainer: lightning.Trainer) -> None:
         assert self._bar is not None
         metrics = {**trainer.callback_metrics, **self.metrics.latest}
-        shown = [f"{name} {float(metrics[name]):.4g}" for name in SHOWN if name in metrics]
+        shown = [words.format(_number(float(metrics[name]))) for name, words in SHOWN.items() if name in metrics]
         self._bar.set_postfix_str(", ".join(shown), refresh=False)
 
     def _close(self) -> None:
@@ -75,6 +76,11 @@ class ProgressBar(Callback):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+def _number(value: float) -> str:
+    """Four significant digits, or all those before the point: 4.144, 12,345."""
+    return f"{value:,.0f}" if abs(value) >= 999.95 else f"{value:.4g}"
 
 
 def _bar(**options: Any) -> tqdm:

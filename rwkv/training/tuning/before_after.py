@@ -20,6 +20,7 @@ from typing import Any, cast
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
+from tqdm import tqdm
 
 from rwkv.config import TrainConfig
 from rwkv.data.prepare import Corpus
@@ -27,6 +28,7 @@ from rwkv.distributed import log, rank
 from rwkv.errors import UserError
 from rwkv.evaluation import TextScore, count_tokens, score_text
 from rwkv.io.atomic import write_file
+from rwkv.io.lines import labelled
 from rwkv.model.base import Model
 from rwkv.model.lora import chosen
 from rwkv.report.reading import TUNED
@@ -82,6 +84,7 @@ class BeforeAfter(Callback):
         if trainer.global_step or self.before is not None:
             return
         start = time.perf_counter()
+        self._announce("before")
         task = cast(LanguageModel, pl_module)
         gpus = [task.device] if task.device.type == "cuda" else []
         task.eval()
@@ -95,6 +98,7 @@ class BeforeAfter(Callback):
         found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
         if self.before is None or trainer.global_step < trainer.max_steps or not math.isfinite(found["val/loss"]):
             return
+        self._announce("after")
         task = cast(LanguageModel, pl_module)
         gpus = [task.device] if task.device.type == "cuda" else []
         with torch.random.fork_rng(gpus):
@@ -110,6 +114,12 @@ class BeforeAfter(Callback):
                    for name, subject in names.items() if name in self.before and name in self.after]
         of_pairs = "; the loss of the validation split is the objective, per pair" if self.config.tune.prefers else ""
         return f"nats per token: {'; '.join(changes)}{of_pairs}"
+
+    def _announce(self, when: str) -> None:
+        """A line above the progress bar, which stands still meanwhile."""
+        if rank() == 0:
+            answers = f" and {len(self.prompts)} answers" if self.prompts else ""
+            tqdm.write(labelled("measuring", f"the losses{answers} {when} training", sys.stderr), file=sys.stderr)
 
     def _measure(self, trainer: lightning.Trainer, task: LanguageModel, when: str, validation: Measured) -> Measured:
         step = trainer.global_step

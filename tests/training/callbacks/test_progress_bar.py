@@ -37,3 +37,8 @@ def test_a_file_gets_lines_soon_and_later_fewer(monkeypatch: pytest.MonkeyPatch)
             shown.append(second)
     bar.close()
     assert shown == [3, 9, 21, 45, 75, 105, 135]
+
+
+@pytest.mark.parametrize(("value", "shown"), [(4.14398, "4.144"), (2379.26, "2,379"), (12345.6, "12,346")])
+def test_numbers_beside_the_bar_have_no_power_of_ten(value: float, shown: str) -> None:
+    assert progress_bar._number(value) == shown
