@@ -96,21 +96,24 @@ def measure(op: str, shape: Shape, device: str, dtype: str, only: list[str], bud
     case: BenchCase = case_of(op)(*shape, device, getattr(torch, dtype))
     names = [name for name in case.names() if not only or name in only or name == case.baseline]
     skipped = {name: reason for name in names if (reason := _why_not(case, name, named=name in only))}
-    errors, wrong = _verify(case, [name for name in names if name not in skipped])
+    sizes = dict(zip(case.AXES, shape, strict=True))
+    at = f"{op} {_sizes(sizes)}"
+    errors, wrong = _verify(case, [name for name in names if name not in skipped], at)
+    _say(f"{at}: timing {', '.join(errors)}")
     passes = {(name, part.name): part for name in errors for part in case.passes(name)}
     peak_extra = {key: extra_bytes(part.run, device) for key, part in passes.items()}
     counts = {key: launches(part.run, device) if case.LAUNCHES else None for key, part in passes.items()}
     samples, limits = _times(case, passes, device, budget_s)
     results = [_result(key, passes[key], samples, limits, case.baseline)
                | {"launches": counts[key], "extra_mb": peak_extra[key] / 1e6, "err_ratio": errors[key[0]]} for key in passes]
-    return {"shape": dict(zip(case.AXES, shape, strict=True)), "baseline": case.baseline, "limits": limits,
+    return {"shape": sizes, "baseline": case.baseline, "limits": limits,
             "spread": {name: spread(samples[LIMIT, name]) for name in RATIOS.values()}, "results": results,
             "skipped": skipped, "wrong": wrong}
 
 
 def table(report: dict[str, Any], measured: dict[str, Any]) -> str:
     limits = measured["limits"]
-    shape = " ".join(f"{axis}={size}" for axis, size in measured["shape"].items())
+    shape = _sizes(measured["shape"])
     head = (f"\n{report['op']} {shape} {report['dtype']} on {report['device']}, malloc {report['malloc']}; in the same run:\n"
             f"matrix product {limits['matmul_gflops']:.0f} GFLOP/s, copy {limits['copy_gbs']:.0f} GB/s (read + write), "
             f"read {limits['read_gbs']:.0f} GB/s,\n"
@@ -123,6 +126,10 @@ def table(report: dict[str, Any], measured: dict[str, Any]) -> str:
     notes += [f"not measured: {reason}" for reason in _grouped(measured["skipped"])]
     notes += [f"WRONG, not timed: {name}: {reason}" for name, reason in measured["wrong"].items()]
     return "\n".join((head, aligned(rows, left=2), *notes))
+
+
+def _sizes(shape: dict[str, int]) -> str:
+    return " ".join(f"{axis}={size}" for axis, size in shape.items())
 
 
 def _grouped(skipped: dict[str, str]) -> list[str]:
@@ -151,21 +158,29 @@ def _why_not(case: BenchCase, name: str, named: bool) -> str | None:
     return f"{name} takes over {limit} at this shape; --only '{name}' measures it" if limit else None
 
 
-def _verify(case: BenchCase, names: list[str]) -> tuple[dict[str, float], dict[str, str]]:
+def _verify(case: BenchCase, names: list[str], at: str) -> tuple[dict[str, float], dict[str, str]]:
     """The largest error of each correct implementation, and the reason for each wrong one."""
     errors: dict[str, float] = {}
     wrong: dict[str, str] = {}
     for name in names:
+        _say(f"{at}: comparing {name} with float64")
         try:
             found, misses = case.errors(name)
         except Exception as error:       # such as a kernel that does not compile: it counts as wrong, the others go on
             wrong[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
-            continue
-        if misses:
-            wrong[name] = ", ".join(f"{result} is off by {miss}" for result, miss in misses.items())
         else:
-            errors[name] = max(found.values())
+            if misses:
+                wrong[name] = ", ".join(f"{result} is off by {miss}" for result, miss in misses.items())
+            else:
+                errors[name] = max(found.values())
+        if name in wrong:
+            _say(f"WRONG, not timed: {name}: {wrong[name]}")
     return errors, wrong
+
+
+def _say(line: str) -> None:
+    """Progress, apart from the results on standard output: a slow implementation takes minutes."""
+    print(line, file=sys.stderr, flush=True)
 
 
 def _times(case: BenchCase, passes: dict[tuple[str, str], Pass], device: str,

@@ -198,9 +198,13 @@ def _training(run: Run, device: torch.device, task: LanguageModel, data: Corpus)
 def _length(trainer: TrainerConfig, steps: int) -> str:
     """The remaining steps, and the epochs from which they are computed."""
     if not trainer.epochs:
-        return f"{steps:,} steps"
-    whole = f"{trainer.epochs:g} epochs = {trainer.max_steps:,} steps"
+        return _counted(steps, "step")
+    whole = f"{_counted(trainer.epochs, 'epoch')}, {_counted(trainer.max_steps, 'step')}"
     return whole if steps == trainer.max_steps else f"{whole}, of which {steps:,} are left,"
+
+
+def _counted(n: float, what: str) -> str:
+    return f"{n:,g} {what}{'s' * (n != 1)}" if n < 10 ** 6 else f"{n:,.0f} {what}s"
 
 
 def _wrong_length(config: TrainConfig, epochs: float, conversations: bool) -> Iterator[tuple[str, str]]:

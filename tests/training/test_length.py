@@ -66,7 +66,7 @@ def test_a_run_on_conversations_has_two_epochs_and_goes_on_with_more(tmp_path: P
     write_data(tmp_path)
     first = done_here(tmp_path, "train", *SMALL, "out_dir=run")
     assert first.status == 0, first.error
-    assert "2 epochs = " in first.error
+    assert "2 epochs, " in first.error
     assert "WARNING" not in first.error
     finished = done_here(tmp_path, "train", *SMALL, "out_dir=run", "resume=auto")
     assert finished.status == 2
@@ -74,7 +74,7 @@ def test_a_run_on_conversations_has_two_epochs_and_goes_on_with_more(tmp_path: P
     shutil.copytree(tmp_path / "run", tmp_path / "other")
     more = done_here(tmp_path, "train", *SMALL, "out_dir=run", "resume=auto", "trainer.epochs=5")
     assert more.status == 0, more.error
-    assert "5 epochs = " in more.error
+    assert "5 epochs, " in more.error
     assert "WARNING" in more.error
     steps = content(tmp_path / "run/checkpoints/last.ckpt")["/global_step"]
     other = done_here(tmp_path, "train", *SMALL, "out_dir=other", "resume=auto", f"trainer.max_steps={steps}")
