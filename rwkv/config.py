@@ -18,6 +18,7 @@ from rwkv.errors import UserError
 
 SCALED = ("time_mix", "time_decay", "time_first")        # optim.NAME_lr_scale is a factor on the learning rate of each
 GENERATIONS = tuple(sorted(path.stem for path in (Path(__file__).parent / "model").glob("rwkv*.py") if path.stem[4:].isdigit()))
+SOURCES = tuple(sorted(path.stem for path in (Path(__file__).parent / "data" / "sources").glob("[!_]*.py")))      # of text
 ORTHOGONAL = ("muon", "normuon")                         # optimisers with an update of their own for the blocks' matrices
 LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # each says how long to train
 MIB = 2**20                              # bytes; the unit of options whose names end in _mib
@@ -144,8 +145,7 @@ class ModelConfig:
 class DataConfig:
     """rwkv/data/prepare.py says how val_fraction divides each kind of data."""
 
-    name: str = option("stdlib", "set by data=", one_of=("stdlib", "text", "jsonl", "chat", "binidx", "hf"),
-                       heading="Data")
+    name: str = option("stdlib", "set by data=", one_of=(*SOURCES, "binidx"), heading="Data")
     path: str | None = option(None, "a file, a folder, a pattern such as books/**/*.txt, or a data set's name", verbatim=PATH)
     field: str = option("text", "name of the field with the text, in jsonl and hf", verbatim=TEXT, filled=True,
                        needs=("data.name", "jsonl", "hf"))

@@ -27,8 +27,8 @@ from torch import Tensor
 from rwkv.chat.rendered import encode, for_tokenizer, written
 from rwkv.chat.template import ChatTemplate
 from rwkv.data.sources.chat import holds_conversations, parts_of
-from rwkv.data.sources.files import chunks, open_file
 from rwkv.data.sources.jsonl import entries
+from rwkv.data.text_files import chunks, open_file
 from rwkv.errors import UserError
 from rwkv.io.json_lines import parse, text_of
 from rwkv.model.base import Model

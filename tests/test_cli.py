@@ -269,7 +269,7 @@ def test_an_answer_needs_no_heavy_import(program: str, argument: str, status: in
 
 
 @pytest.mark.parametrize(("name", "content", "said"), [
-    ("", None, "data=text needs data.path"), ("absent.txt", None, "cannot read data.path=absent.txt: No such file"),
+    ("", None, "data=text needs data.path"), ("absent.txt", None, "data.path=absent.txt does not exist"),
     ("empty.txt", b"", "data.path=empty.txt is empty"),
     ("latin.txt", "é".encode("latin1") * 999, "data.path=latin.txt is not UTF-8: its byte 0 is 0xe9"),
     ("short.txt", b"just a few words", "the training text is shorter than one context"),

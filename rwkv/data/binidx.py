@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from rwkv.data.sources.files import open_file, stamp, unchanged
-from rwkv.data.sources.source import sha256
+from rwkv.data.source import sha256
+from rwkv.data.text_files import open_file, stamp, unchanged
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, write, write_json

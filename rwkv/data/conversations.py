@@ -32,8 +32,8 @@ from torch.utils.data import Dataset
 from rwkv.chat.rendered import encode, encode_each, for_tokenizer, shown, written
 from rwkv.config import DataConfig
 from rwkv.data.shards import SPLITS, crc32, dtype_of
+from rwkv.data.source import sha256
 from rwkv.data.sources.chat import Conversation, conversations, template_of
-from rwkv.data.sources.source import sha256
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.data.windows import ShuffleIterator, ShuffleSampler
 from rwkv.errors import UserError

@@ -23,8 +23,8 @@ from pathlib import Path
 from rwkv.config import DataConfig
 from rwkv.data import binidx, shards
 from rwkv.data.conversations import Tokenised, tokenise
+from rwkv.data.source import Source, sha256
 from rwkv.data.sources import open_source
-from rwkv.data.sources.source import Source, sha256
 from rwkv.data.token_array import TokenArray
 from rwkv.distributed import log
 from rwkv.errors import UserError

@@ -29,8 +29,8 @@ import numpy as np
 from filelock import AcquireReturnProxy, FileLock, Timeout
 from tqdm import tqdm
 
-from rwkv.data.sources.files import stamp, unchanged
-from rwkv.data.sources.source import Source, sha256
+from rwkv.data.source import Source, sha256
+from rwkv.data.text_files import stamp, unchanged
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import cannot_write, read_json, write, write_bytes, write_json

@@ -12,7 +12,6 @@ the current run, which saves. `python train.py -m resume=auto out_dir=DIR` keeps
 others from its last checkpoint; more options add runs.
 """
 
-import glob
 import json
 import random
 import re
@@ -28,7 +27,8 @@ from shlex import quote
 from kernels.registry import KernelUnavailable, UnknownKernel
 from rwkv import cli, report
 from rwkv.checkpoint.files import read_checkpoint
-from rwkv.config import TrainConfig
+from rwkv.config import SOURCES, TrainConfig
+from rwkv.data.sources import check_path
 from rwkv.distributed import log
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
@@ -211,9 +211,8 @@ def _require_possible(config: TrainConfig) -> None:
         require_own_options(config)
     with suppress(KernelUnavailable):
         _require_kernel(config)
-    path = config.data.path
-    if config.data.name in ("text", "jsonl", "chat") and path and not glob.has_magic(path) and not Path(path).exists():
-        raise UserError(f"data.path={path} does not exist: give a file, a folder or a pattern such as books/**/*.txt")
+    if config.data.name in SOURCES:
+        check_path(config.data)
 
 
 def _require_kernel(config: TrainConfig) -> None:

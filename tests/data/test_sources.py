@@ -13,12 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rwkv.config import DataConfig
+from rwkv import cli
+from rwkv.config import SOURCES, DataConfig
 from rwkv.data.prepare import Corpus, prepare
+from rwkv.data.source import Document, in_validation
 from rwkv.data.sources import open_source
-from rwkv.data.sources.files import matching
-from rwkv.data.sources.source import Document, in_validation
 from rwkv.data.sources.stdlib import read_stdlib
+from rwkv.data.text_files import matching
 from rwkv.errors import UserError
 from rwkv.tokenizer.split import SafeSplit, last_line_end, pieces, safe_split
 from rwkv.tokenizer.tokenizers import CharTokenizer, JsonTokenizer, Tokenizer
@@ -86,7 +87,7 @@ def test_a_new_file_leaves_the_order_of_the_others(tmp_path: Path) -> None:
 
 
 def test_one_file_is_split_at_nine_tenths_of_its_characters(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rwkv.data.sources.files.CHUNK", 97)   # cuts through characters of several bytes
+    monkeypatch.setattr("rwkv.data.text_files.CHUNK", 97)   # cuts through characters of several bytes
     Path(str(config.path)).write_bytes(TEXT.encode())
     cut = int(len(TEXT) * 0.9)
     assert texts(config) == ([TEXT[:cut]], [TEXT[cut:]])
@@ -308,11 +309,18 @@ def test_half_a_surrogate_pair_is_named_by_its_line(config: DataConfig, tmp_path
     refuses(of_kind(config, "jsonl", path, tokenizer=tokenizer), "half.jsonl", "line 2")
 
 
+def test_the_kinds_of_data_are_the_files_of_the_folder_and_have_presets() -> None:
+    assert {*SOURCES, "binidx"} == {*cli.choices("data")} == {"stdlib", "text", "jsonl", "chat", "hf", "binidx"}
+
+
 def test_errors_name_the_path_and_the_option(config: DataConfig, tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "*.md"):
         refuses(of_kind(config, "text", path), "data.path=", str(path))
-    for name in ("text", "jsonl", "hf", "binidx"):
+    for name in {*SOURCES, "binidx"} - {"stdlib"}:
         refuses(dataclasses.replace(config, name=name, path=None), f"data={name} ", "data.path")
+    for name in ("text", "jsonl", "chat"):
+        refuses(of_kind(config, name, tmp_path / "absent"), f"data.path={tmp_path / 'absent'} does not exist")
+    refuses(of_kind(config, "stdlib", tmp_path), "data=stdlib takes no data.path")
     Path(str(config.path)).write_text(TEXT)
     refuses(dataclasses.replace(config, cache_dir=str(config.path)), "data.cache_dir")
     with pytest.raises(UserError):

@@ -17,7 +17,7 @@ from tokenizer_files import KINDS
 
 from rwkv import evaluation
 from rwkv.chat.templates import chat_template
-from rwkv.data.sources import files
+from rwkv.data import text_files
 from rwkv.errors import UserError
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
@@ -72,7 +72,7 @@ def test_a_text_is_predicted_token_by_token_whatever_the_passes(model: RWKV, tok
     """Pieces of 13 bytes cut characters in two."""
     path = tmp_path / "text.txt"
     path.write_text(TEXT, encoding="utf-8")
-    monkeypatch.setattr(files, "CHUNK", 13)
+    monkeypatch.setattr(text_files, "CHUNK", 13)
     monkeypatch.setattr(evaluation, "MAX_LOGITS", 1000)
     expected = nats(model, [0], tokenizer.encode(TEXT))
     scores = list(evaluation.score_text(model, tokenizer, path, [0], chunk_len))

@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from rwkv.config import DataConfig
-from rwkv.data.sources.files import matching, names_and_hashes, open_file
-from rwkv.data.sources.source import Source, sha256, split_documents
+from rwkv.data.source import Source, sha256, split_documents
+from rwkv.data.text_files import matching, names_and_hashes, open_file
 from rwkv.errors import UserError
 from rwkv.io.json_lines import parse, text_of
 from rwkv.io.utf8 import decode
 
+PATH = "a .jsonl or .jsonl.gz file, a folder of them, or a pattern"
+LOCAL = True
 ENDINGS = (".jsonl", ".jsonl.gz")
 BLOCK = 1 << 16                          # bytes at a file's beginning in which a list is looked for
 OTHER_FILES = {b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file", b"PK\3\4": "a zip archive",

@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rwkv.config import DataConfig
-from rwkv.data.sources.source import Document, Source, chunks_of, count_reaching, rank, sha256
+from rwkv.data.source import Document, Source, chunks_of, count_reaching, rank, sha256
 from rwkv.errors import UserError
 
+PATH = ""
+LOCAL = False
 SKIPPED = {"site-packages", "dist-packages", "encodings", "test", "tests", "idle_test", "__pycache__"}
 
 
@@ -19,7 +21,7 @@ class Text(NamedTuple):
     val: list[str]
 
 
-def source(config: DataConfig) -> Source:
+def source(config: DataConfig, cache: Path) -> Source:
     text = read_stdlib(Path(sysconfig.get_path("stdlib")), config.val_fraction)
     about = (f"{len(text.train) + len(text.val)} .py files of this Python's standard library, "
              f"{len(text.val)} of them for validation")

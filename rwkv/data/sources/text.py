@@ -4,9 +4,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rwkv.config import DataConfig
-from rwkv.data.sources.files import chunks, contents, matching, names_and_hashes
-from rwkv.data.sources.source import Document, Source, count_reaching, rank, sha256, validation_begins
+from rwkv.data.source import Document, Source, count_reaching, rank, sha256, validation_begins
+from rwkv.data.text_files import chunks, contents, matching, names_and_hashes
 from rwkv.errors import UserError
+
+PATH = "a text file in UTF-8, a folder of .txt files, or a pattern such as books/**/*.md"
+LOCAL = True
 
 
 def source(config: DataConfig, cache: Path) -> Source:

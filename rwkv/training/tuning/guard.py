@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rwkv.config import ENGLISH, TrainConfig
-from rwkv.data.sources.files import open_file
+from rwkv.data.text_files import open_file
 from rwkv.distributed import log
 from rwkv.errors import UserError
 from rwkv.evaluation import count_tokens

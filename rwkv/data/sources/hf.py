@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 from rwkv.config import DataConfig
-from rwkv.data.sources.files import contents
-from rwkv.data.sources.source import Source, sha256, split_documents
+from rwkv.data.source import Source, sha256, split_documents
+from rwkv.data.text_files import contents
 from rwkv.errors import UserError
 
+PATH = "a folder that save_to_disk made, a .parquet, .arrow, .json or .csv file, or a dataset's name"
+LOCAL = False
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
 ROWS = 256                               # rows read at a time
 

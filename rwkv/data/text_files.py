@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rwkv.data.sources.source import CHUNK, sha256
+from rwkv.data.source import CHUNK, sha256
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, write_json
 from rwkv.io.utf8 import not_utf8
@@ -169,6 +169,4 @@ def _no_files(path: str, endings: Sequence[str]) -> str:
     if Path(path).is_dir():
         return (f"data.path={path} has no {' or '.join(endings)} files in it: name others by a pattern, "
                 f"data.path={path.rstrip('/')}/**/*.ending")
-    if glob.has_magic(path):
-        return f"data.path={path} matches no file"
-    return f"cannot read data.path={path}: No such file or directory"
+    return f"data.path={path} matches no file"
