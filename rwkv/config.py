@@ -441,16 +441,20 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            self._check(item, getattr(self, item.name))
+            value = getattr(self, item.name)
+            if item.type is int:
+                value = whole_number(item.name, value, item.metadata["least"], item.metadata["most"])
+                object.__setattr__(self, item.name, value)
+            else:
+                self._check(item, value)
         tokens = whole_numbers("logit_bias", self.logit_bias)
         object.__setattr__(self, "logit_bias", dict(zip(tokens, self.logit_bias.values(), strict=True)))
         object.__setattr__(self, "banned", whole_numbers("banned", self.banned))
         object.__setattr__(self, "no_penalty", _texts_or_whole_numbers("no_penalty", self.no_penalty))
-        object.__setattr__(self, "top_k", whole_number("top_k", self.top_k))
 
     @staticmethod
     def _check(item: Field, value: Any) -> None:
-        """Raises UserError for a value of another type or out of the option's range."""
+        """Raises UserError for a value of another type or out of the option's range. item: of no whole number."""
         limits = item.metadata
         if limits["one_of"]:
             _one_of(item.name, value, limits["one_of"])
@@ -460,12 +464,11 @@ class Sampling:
         elif limits["least"] is None:
             return
         for number in value.values() if isinstance(value, Mapping) else [value]:
-            fits = isinstance(number, Real) or (item.type is int and hasattr(number, "__index__"))
-            fits = fits and (limits["least"] <= number <= limits["most"] or (limits["or_zero"] and number == 0))
+            fits = isinstance(number, Real) and (limits["least"] <= number <= limits["most"] or
+                                                 (limits["or_zero"] and number == 0))
             if not fits:
-                kind = "a whole number" if item.type is int else "a number"
                 upto = "" if limits["most"] == math.inf else f" to {limits['most']:g}"
-                raise UserError(f"{item.name} is {'0, or ' * limits['or_zero']}{kind} from {limits['least']:g}{upto}; "
+                raise UserError(f"{item.name} is {'0, or ' * limits['or_zero']}a number from {limits['least']:g}{upto}; "
                                 f"got {number!r}")
 
     @classmethod
