@@ -27,6 +27,8 @@ DTYPES = tuple(BITS)
 PREFERENCES = ("dpo", "ipo")             # objectives that learn from pairs of answers
 LIKELIHOOD = ("tune.objective", "likelihood")
 NEXT_PAIR = re.compile(r",(?=[^,=/\\]+=)")              # a comma before NAME=; paths may have other commas
+TEMPLATES = "world, g1, flower or a jinja2 file"        # the chat templates, for help
+TEMPLATE_OF_MODEL = f"{TEMPLATES}; null: the one of the run's data, else the checkpoint's, else by its name"
 THINK = ("false", "true", "fake")        # how answers begin: rwkv/chat/thoughts.py
 PATH = "path"                            # the kinds of free text, which is taken verbatim from the command line
 NAME = "name"
@@ -149,8 +151,8 @@ class DataConfig:
     path: str | None = option(None, "a file, a folder, a pattern such as books/**/*.txt, or a data set's name", verbatim=PATH)
     field: str = option("text", "name of the field with the text, in jsonl and hf", verbatim=TEXT, filled=True,
                        needs=("data.name", "jsonl", "hf"))
-    template: str | None = option(None, "of conversations: world, g1, flower or a jinja2 file; null: by init_from's file",
-                                  verbatim=PATH, needs=("data.name", "chat"))
+    template: str | None = option(None, f"of conversations: {TEMPLATES}; null: by init_from's file", verbatim=PATH,
+                                  needs=("data.name", "chat"))
     think: str = option("false", "how learnt answers begin: true: answers with thoughts follow the prompt that asks for "
                         "thoughts; fake: the last answer follows an empty thought; false: as in the conversation",
                         one_of=THINK, needs=("data.name", "chat"))
@@ -441,16 +443,20 @@ class Sampling:
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            self._check(item, getattr(self, item.name))
+            value = getattr(self, item.name)
+            if item.type is int:
+                value = whole_number(item.name, value, item.metadata["least"], item.metadata["most"])
+                object.__setattr__(self, item.name, value)
+            else:
+                self._check(item, value)
         tokens = whole_numbers("logit_bias", self.logit_bias)
         object.__setattr__(self, "logit_bias", dict(zip(tokens, self.logit_bias.values(), strict=True)))
         object.__setattr__(self, "banned", whole_numbers("banned", self.banned))
         object.__setattr__(self, "no_penalty", _texts_or_whole_numbers("no_penalty", self.no_penalty))
-        object.__setattr__(self, "top_k", whole_number("top_k", self.top_k))
 
     @staticmethod
     def _check(item: Field, value: Any) -> None:
-        """Raises UserError for a value of another type or out of the option's range."""
+        """Raises UserError for a value of another type or out of the option's range. Whole numbers: whole_number."""
         limits = item.metadata
         if limits["one_of"]:
             _one_of(item.name, value, limits["one_of"])
@@ -460,12 +466,11 @@ class Sampling:
         elif limits["least"] is None:
             return
         for number in value.values() if isinstance(value, Mapping) else [value]:
-            fits = isinstance(number, Real) or (item.type is int and hasattr(number, "__index__"))
-            fits = fits and (limits["least"] <= number <= limits["most"] or (limits["or_zero"] and number == 0))
+            fits = isinstance(number, Real) and (limits["least"] <= number <= limits["most"] or
+                                                 (limits["or_zero"] and number == 0))
             if not fits:
-                kind = "a whole number" if item.type is int else "a number"
                 upto = "" if limits["most"] == math.inf else f" to {limits['most']:g}"
-                raise UserError(f"{item.name} is {'0, or ' * limits['or_zero']}{kind} from {limits['least']:g}{upto}; "
+                raise UserError(f"{item.name} is {'0, or ' * limits['or_zero']}a number from {limits['least']:g}{upto}; "
                                 f"got {number!r}")
 
     @classmethod
@@ -605,8 +610,7 @@ class GenerateConfig(SavedModelConfig):
 @dataclass
 @with_sampling
 class ChatConfig(SavedModelConfig):
-    template: str | None = option(None, "world, g1, flower or a jinja2 file; null: the one of the run's data, else the "
-                                  "checkpoint's, else by its name", verbatim=PATH, heading="Conversation")
+    template: str | None = option(None, TEMPLATE_OF_MODEL, verbatim=PATH, heading="Conversation")
     system: str | None = option(None, "system message")
     state: str | None = option(None, "state file that the conversation begins from: of tune=state, or of save_state=",
                                verbatim=PATH)
@@ -626,8 +630,7 @@ class ChatConfig(SavedModelConfig):
 class EvaluateDataConfig:
     path: str | None = option(None, 'a text in UTF-8, or FILE.jsonl with {"text": "..."} on each line', verbatim=PATH,
                               heading="Evaluation")
-    template: str | None = option(None, "chat template of conversations in FILE.jsonl: world, g1, flower or a jinja2 file; "
-                                  "null: the one of the run's data, else the checkpoint's, else by its name", verbatim=PATH)
+    template: str | None = option(None, f"chat template of conversations in FILE.jsonl: {TEMPLATE_OF_MODEL}", verbatim=PATH)
 
 
 @dataclass
@@ -649,8 +652,7 @@ class ServeConfig(SavedModelConfig):
     adapters: list[str] = option(list, "NAME=PATH,...: further models, which requests name: PATH is the directory of a run of "
                                  "tune=state or tune=lora that began from this checkpoint, a .ckpt of it, or a state file; "
                                  "may be given several times", filled=True)
-    template: str | None = option(None, "chat template: world, g1, flower or a jinja2 file; null: the one of the run's data, "
-                                  "else the checkpoint's, else by its name", verbatim=PATH)
+    template: str | None = option(None, f"chat template: {TEMPLATE_OF_MODEL}", verbatim=PATH)
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every one of this machine", heading="HTTP", filled=True)
     port: int = option(8000, "port; 0: a free one", least=0)
     api_key: list[str] = option(list, "key that clients must send; may be given several times, a key for each of several "

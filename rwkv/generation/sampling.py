@@ -18,14 +18,12 @@ Legend: B rows, V vocabulary, N candidates after the filters. The options: rwkv.
 
 import math
 from collections.abc import Collection, Sequence
-from contextlib import suppress
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from kernels.draw import NO_BIAS, Bias, Draw, Filters
-from kernels.registry import KernelUnavailable
 from rwkv.config import Sampling
 from rwkv.errors import UserError
 
@@ -94,13 +92,12 @@ def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
     PyTorch draws. Raises UserError where the logits are not finite.
     """
     if draw is not None and options.temperature > 0:
-        with suppress(KernelUnavailable):                # for instance after Taichi was started for a GPU
-            if penalties is not None:                    # they act on biased logits
-                drawn = draw(changed(logits.float(), options, penalties), uniform, filters_of(options), NO_BIAS)
-            else:
-                drawn = draw(logits.float(), uniform, filters_of(options), bias_of(options))
-            _require_finite(bool((drawn >= 0).all()))
-            return drawn
+        if penalties is not None:        # they act on biased logits
+            drawn = draw(changed(logits.float(), options, penalties), uniform, filters_of(options), NO_BIAS)
+        else:
+            drawn = draw(logits.float(), uniform, filters_of(options), bias_of(options))
+        _require_finite(bool((drawn >= 0).all()))
+        return drawn
     logits = changed(logits.float().cpu(), options, penalties)
     _require_finite(bool(logits.amax(-1).isfinite().all()))
     if options.temperature == 0:
