@@ -16,6 +16,7 @@ Commands:
                       it changes between true and false
   /set NAME=VALUE     max_new_tokens, think, seed, sampling (a preset), or an
                       option of sampling, as on the command line
+  /help               the names of the commands
   /quit               ends; so does Ctrl-D
 
 Ctrl-C stops the answer and not the program. Esc and then Enter begins a new
@@ -53,6 +54,8 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
     _say(f"loading {config.checkpoint}")
     session = Terminal(*_open(config, line))
     typed = sys.stdin.isatty()
+    if typed:
+        _say("/help names the commands; Ctrl-D ends")
     turns = _typed() if typed else (decode(typed_line, "standard input").strip() for typed_line in sys.stdin.buffer)
     failed = False
     for text in turns:
@@ -107,7 +110,10 @@ class Terminal:
         self._commands: dict[str, Callable[[str], None]] = {
             "reset": lambda _: self.talk.reset(), "undo": lambda _: self.talk.undo(), "system": self.talk.reset,
             "retry": lambda _: self._show(self.talk.retry()), "save": self._save, "load": self._load, "think": self._think,
-            "set": self._set, "stats": self._stats}
+            "set": self._set, "stats": self._stats, "help": lambda _: _say(self.commands())}
+
+    def commands(self) -> str:
+        return f"commands: /{', /'.join(self._commands)}, /quit"
 
     def turn(self, text: str) -> bool:
         """Handles a command or a turn of the user. Returns False for a mistake, after a sentence on standard error."""
@@ -115,7 +121,7 @@ class Terminal:
             if text.startswith("/"):
                 name, _, rest = text[1:].partition(" ")
                 if name not in self._commands:
-                    raise UserError(f"unknown command /{name}; there are: /{', /'.join(self._commands)}, /quit")
+                    raise UserError(f"unknown command /{name}; {self.commands()}")
                 self._commands[name](rest.strip())
             else:
                 self._show(self.talk.say(text))
@@ -134,13 +140,17 @@ class Terminal:
 
         with StopRequest((signal.SIGINT,), every_signal=True) as stop:
             answer = _Answer(self.talk.template, self.talk.think)
+            is_empty = True
             for piece in pieces:
+                is_empty = is_empty and not piece.strip()
                 answer.show(piece)
                 if stop.requested:
                     break
             pieces.close()               # type: ignore[attr-defined]
             answer.show("", last=True)
         print(flush=True)
+        if is_empty and not stop.requested:
+            _say("the model ended its answer without a word")
         if answer.in_thoughts and self.talk.stats.written == self.talk.max_new_tokens:
             _say(f"the thoughts were cut by max_new_tokens={self.talk.max_new_tokens}: /set max_new_tokens=NUMBER")
 
