@@ -166,15 +166,14 @@ def _verify(case: BenchCase, names: list[str], at: str) -> tuple[dict[str, float
         _say(f"{at}: comparing {name} with float64")
         try:
             found, misses = case.errors(name)
+            reason = ", ".join(f"{result} is off by {miss}" for result, miss in misses.items())
         except Exception as error:       # such as a kernel that does not compile: it counts as wrong, the others go on
-            wrong[name] = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        if reason:
+            wrong[name] = reason
+            _say(f"WRONG, not timed: {name}: {reason}")
         else:
-            if misses:
-                wrong[name] = ", ".join(f"{result} is off by {miss}" for result, miss in misses.items())
-            else:
-                errors[name] = max(found.values())
-        if name in wrong:
-            _say(f"WRONG, not timed: {name}: {wrong[name]}")
+            errors[name] = max(found.values())
     return errors, wrong
 
 

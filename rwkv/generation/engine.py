@@ -208,8 +208,7 @@ class Engine:
 
     def _reading(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None, after: Key | None) -> Reading:
         cache = self._cache_for(context, after)
-        decoder = self._decoder if isinstance(self._decoder, CDecoder) else None
-        return Reading(self._model, ids, context, cache, n_logprobs, self._tokenizer.vocab_size, after or EMPTY, decoder)
+        return Reading(self._model, ids, context, cache, n_logprobs, self._tokenizer.vocab_size, after or EMPTY, self._in_c)
 
     def _cache_for(self, context: PrefillResult | None, after: Key | None) -> PrefixCache | None:
         return self._cache if context is None or after is not None else None
@@ -218,7 +217,8 @@ class Engine:
         """Makes the decoder, which keeps values computed from the weights, and a watch on the weights."""
         self._weights = Watch(self._model)
         self._decoder = decoder_of(self._model, state)
-        self._draw_by = drawing() if isinstance(self._decoder, CDecoder) else None
+        self._in_c = self._decoder if isinstance(self._decoder, CDecoder) else None
+        self._draw_by = drawing() if self._in_c else None
 
     def _read_new_weights(self) -> None:
         """Continues with the model's new weights and reads unfinished prompts again. Results of old weights are not cached."""

@@ -204,7 +204,7 @@ def _length(trainer: TrainerConfig, steps: int) -> str:
 
 
 def _counted(n: float, what: str) -> str:
-    return f"{n:,g} {what}{'s' * (n != 1)}" if n < 10 ** 6 else f"{n:,.0f} {what}s"
+    return f"{n:,.15g} {what}{'s' * (n != 1)}"
 
 
 def _wrong_length(config: TrainConfig, epochs: float, conversations: bool) -> Iterator[tuple[str, str]]:
