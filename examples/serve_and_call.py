@@ -2,7 +2,7 @@
 
 python examples/serve_and_call.py [CHECKPOINT] [OPTION=VALUE ...]
 
-CHECKPOINT is a file or a run, runs/latest by default; options are serve.py's. Needs pip install '.[serve]' openai.
+CHECKPOINT is a file or a run, runs/latest by default; options are serve.py's. Needs pip install -e '.[serve]' openai.
 """
 
 import subprocess

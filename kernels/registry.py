@@ -19,7 +19,7 @@ if TYPE_CHECKING:                        # the names of kernels are known withou
 NOT_IMPLEMENTATIONS = {"__init__", "cases"}
 COMPOSED = {"wkv4": "timex"}             # operators that can also be computed from another one
 RENAMED = {"wkv7": {"taichi_v4": "c_v0"}}                # old names by operator, which saved configurations may contain
-EXTRAS = {"cuda.core": "'.[cuda]'"}      # packages that are installed with others, as an extra of this project
+EXTRAS = {"cuda.core": "-e '.[cuda]'"}   # packages that are installed with others, as an extra of this project
 LAST_PYTHON = {"taichi": (3, 13)}        # the newest Python that a package has wheels for
 FBGEMM = ("x86", "fbgemm")               # the names of torch's engine for quantised products where that is FBGEMM
 COMPILERS = {"darwin": "clang++", "win32": "cl"}     # what torch.compile calls unless told otherwise; elsewhere g++

@@ -82,7 +82,7 @@ def test_the_wheel_holds_configurations_and_no_top_level_programs(wheel: Path) -
 @pytest.mark.parametrize("command", COMMANDS)
 def test_every_command_has_a_help(timemix: Path, tmp_path: Path, command: str) -> None:
     if command == "lm_eval" and importlib.util.find_spec("lm_eval") is None:
-        pytest.skip("the library `lm_eval` is missing: pip install '.[lm-eval]'")
+        pytest.skip("the library `lm_eval` is missing: pip install -e '.[lm-eval]'")
     done = run(timemix, tmp_path, command, "--help")
     assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
     assert done.stdout

@@ -107,7 +107,7 @@ def _core() -> ModuleType:
         return module if hasattr(module, "launch") else importlib.import_module("cuda.core.experimental")
     except ImportError as error:
         raise KernelUnavailable(f"CUDA kernels need cuda-core, and it does not start ({error}): "
-                                "pip install '.[cuda]'") from error
+                                "pip install -e '.[cuda]'") from error
 
 
 @contextlib.contextmanager

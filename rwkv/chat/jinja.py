@@ -5,6 +5,7 @@ import re
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from rwkv.chat.messages import Message, check_messages, is_learnt
@@ -80,10 +81,14 @@ class JinjaTemplate(ChatTemplate):
         messages = check_messages(messages)
         if think is not True:
             effort = None
-        if effort and OF_G1.search(self._short_prompt(True)):
+        if effort and self._takes_hints:
             messages = with_hint(messages, effort)
         text = self._render(messages, add_generation_prompt, tools, think is True, effort)
         return text if add_generation_prompt else text.removesuffix(self._ending.prompt)
+
+    @cached_property
+    def _takes_hints(self) -> bool:
+        return bool(OF_G1.search(self._short_prompt(True)))
 
     def begin_with_end_of_text(self) -> None:
         """Makes bos_token END, for a tokenizer whose texts begin and end with the same token."""

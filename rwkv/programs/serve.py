@@ -26,7 +26,7 @@ from previous_response_id by such a state (docs/chat.md).
 adapters=NAME=RUN,... serves what tune=state and tune=lora have trained, as further
 models that requests name (docs/serve.md).
 
-http://127.0.0.1:8000/ is a page for trying it. pip install '.[serve]' adds what
+http://127.0.0.1:8000/ is a page for trying it. pip install -e '.[serve]' adds what
 it needs. SIGTERM or Ctrl-C ends it when running texts have ended, a second one
 at once; SIGHUP and SIGUSR1 end it as the first does. On Linux GOMP_SPINCOUNT is
 set as train.py --help explains.
@@ -53,7 +53,7 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
     try:
         from rwkv.serving import server
     except ModuleNotFoundError as error:
-        raise UserError(f"serving needs the package {error.name}: in the clone, pip install '.[serve]'") from None
+        raise UserError(f"serving needs the package {error.name}: in the clone, pip install -e '.[serve]'") from None
     say("loading", config.checkpoint)
     server.serve(config, partial(run_engine, given=line.keys))
 

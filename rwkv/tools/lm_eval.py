@@ -7,7 +7,7 @@
 The arguments are those of the harness's own command line, `lm_eval run`; the
 model is named timemix, and its model_args are checkpoint=, tokenizer=,
 end_of_text=, kernel=, dtype= and chunk_len=, as in evaluate.
-pip install '.[lm-eval]' adds the harness.
+pip install -e '.[lm-eval]' adds the harness.
 """
 
 import sys
@@ -31,7 +31,7 @@ def main() -> None:
         try:
             import lm_eval.__main__ as harness
         except ImportError as error:
-            raise UserError(f"the harness cannot be imported ({error}): in the clone, pip install '.[lm-eval]'") from None
+            raise UserError(f"the harness cannot be imported ({error}): in the clone, pip install -e '.[lm-eval]'") from None
         from rwkv.tools import _harness
 
         _harness.register()

@@ -182,7 +182,7 @@ def test_a_fixed_share_of_documents_is_for_validation(fraction: float, count: in
 # Hugging Face
 
 
-@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="the library `datasets` is missing: pip install '.[hf]'")
+@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
 @pytest.mark.filterwarnings("ignore")                    # the library's own
 @pytest.mark.parametrize("form", ["folder", "dictionary", "parquet", "json"])
 def test_a_hugging_face_dataset(config: DataConfig, tmp_path: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -298,7 +298,7 @@ def test_a_prompt_is_read_as_the_model_reads_it(length: int) -> None:
         reading = Reading(model, ids, start, n_logprobs=n_logprobs, decoder=CDecoder(model, model.empty_state(0)))
         while reading.next_part:
             reading.read_part()
-        assert len(reading.logprobs) == (n_logprobs is not None) * -(-length // prefill_module.SLICE)
+        assert bool(reading.logprobs) == (n_logprobs is not None)
         assert reading.result is not None
         found.append(reading.result)
     assert_close(found[0], prefill(model, torch.tensor([ids]), start))

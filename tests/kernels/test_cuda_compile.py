@@ -23,7 +23,7 @@ WRITE = f"PYTHONPATH=. python tests/cuda_resources.py > tests/{TABLE.name}"
 @pytest.fixture(scope="module")
 def nvrtc() -> str:
     """Its version; skips where it, or cuda-core, is not installed."""
-    pytest.importorskip("cuda.core", reason="needs cuda-core: pip install '.[cuda]'")
+    pytest.importorskip("cuda.core", reason="needs cuda-core: pip install -e '.[cuda]'")
     try:
         return compiler_version()
     except KernelUnavailable as error:

@@ -106,7 +106,7 @@ def test_a_missing_extra_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(importlib.util, "find_spec", find_spec)
     with stub(packages=("cuda.core",)) as name:
         assert registry.why_not("timex", name) == (
-            f"{name} needs the package cuda.core, which is not installed (pip install '.[cuda]')")
+            f"{name} needs the package cuda.core, which is not installed (pip install -e '.[cuda]')")
 
 
 def test_another_device_is_named_before_a_package_that_would_not_help() -> None:

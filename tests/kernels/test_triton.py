@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 pytestmark = [pytest.mark.programs, pytest.mark.skipif(importlib.util.find_spec("triton") is None,
-                                                       reason="Triton is not installed (pip install '.[triton]')")]
+                                                       reason="Triton is not installed (pip install -e '.[triton]')")]
 
 TESTS = Path(__file__).parent
 SHARED = {80: 163 * 1024, 90: 227 * 1024}        # bytes that a block can have on an A100, an H100 ...

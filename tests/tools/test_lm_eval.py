@@ -59,7 +59,7 @@ def test_endings_of_one_context_are_scored_as_each_alone(generation: str, length
 @pytest.fixture
 def harness() -> None:
     if importlib.util.find_spec("lm_eval") is None:
-        pytest.skip("no lm_eval here: pip install '.[lm-eval]'")
+        pytest.skip("no lm_eval here: pip install -e '.[lm-eval]'")
     if not PYTHON.exists() or subprocess.run([PYTHON, "-I", "-c", "import lm_eval.models.huggingface"],
                                              capture_output=True).returncode:
         pytest.skip(f"no lm_eval in {PYTHON.parent.parent.name}: pip install 'lm-eval[hf]' there")
