@@ -59,11 +59,14 @@ import sys
 
 from kernels.machine import threads
 from rwkv import cli
-from rwkv.config import TrainConfig
+from rwkv.config import SOURCES, TrainConfig
+from rwkv.data.sources import check_path
 
 
 def train(config: TrainConfig, line: cli.CommandLine) -> None:
     if config.trainer.strategy == "single":       # else each of several processes would say so
+        if config.resume is None and config.data.name in SOURCES:
+            check_path(config.data)               # before PyTorch, which takes seconds to load
         print("loading    PyTorch and Lightning, then the data", file=sys.stderr, flush=True)
     from rwkv.training import fit
 
