@@ -1,10 +1,11 @@
 """python3 -m kernels.bench.gpu_check OUT_DIR: everything that needs a CUDA device, in one command.
 
-The parts are the tests of kernels/, every operator's benchmark, and a short training run of RWKV-4 and of RWKV-7 with each of
-their kernels that runs there; train.py is started as a program, and nothing of it is imported. Each part has a time limit; a
-failing part does not stop the others. OUT_DIR gets summary.json (for each part: ok, seconds, the last lines of its output),
-log.txt (all output), figures if matplotlib is installed, and for each operator the benchmark's data OP.json; copied to
-benchmarks/results/OP-cuda.json, they appear in the README's tables.
+The parts are the tests of kernels/, every operator's benchmark, a short training run of RWKV-4 and of RWKV-7 with each of
+their kernels that runs there, and a run of each that is then sampled, evaluated and tuned; train.py and the others are started
+as programs, and nothing of them is imported. A failing part does not stop the others, and each has a time limit. OUT_DIR gets
+summary.json (for each part: ok, seconds, the last lines of its output), log.txt (all output), figures if matplotlib is
+installed, and for each operator the benchmark's data OP.json; copied to benchmarks/results/OP-cuda.json, they appear in the
+README's tables.
 Exit status: 0 all parts are ok, 1 a part failed, 2 no CUDA device.
 
 --device cpu tries the same on a CPU. --only tests,bench-timex,train runs some of the parts; summary.json keeps the others'
@@ -34,13 +35,16 @@ from kernels.select import folder, selectable
 
 TAIL_LINES = 20
 MODELS = {"wkv4": "tiny", "wkv7": "rwkv7_tiny"}          # the model that trains with each kernel of the operator
+TUNED = {"tiny": ("full", "lora"), "rwkv7_tiny": ("full", "lora", "state")}
 STEPS = 20                               # of each training run
 
 
 @dataclass(frozen=True)
 class Part:
+    """Commands, each run if those before it succeeded, and the time limit of each."""
+
     name: str
-    command: list[str]
+    commands: list[list[str]]
     limit_s: float
 
 
@@ -71,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         outcomes = []
         for part in chosen:
             outcomes.append(outcome(part))
-            log.write(f"\n=== {part.name}: {' '.join(part.command)}\n" + "\n".join(outcomes[-1].output) + "\n")
+            log.write(f"\n=== {part.name}\n" + "\n".join(outcomes[-1].output) + "\n")
             print(f"{part.name}: {outcomes[-1].status} in {outcomes[-1].seconds:.0f} s", flush=True)
     return report(outcomes, args.device, args.out_dir)
 
@@ -81,19 +85,37 @@ def parts(device: str, out_dir: Path, scratch: Path) -> Iterator[Part]:
     python = sys.executable
     results = out_dir.absolute()
     tests = [python, "-m", "pytest", "tests/kernels", "--device", device, "-m", "not soak or implementation"]
-    yield Part("tests", [*tests, "-W", "default"], 560)          # other versions of torch may warn where ours does not
+    yield Part("tests", [[*tests, "-W", "default"]], 560)          # other versions of torch may warn where ours does not
     for op in operators():
         bench = [python, "-m", "kernels.bench", op, "--device", device, "--sweep"]
         figures = ["--plot", str(results)] if plot.available() else []
-        yield Part(f"bench-{op}", [*bench, "--json", f"{results / op}.json", *figures], 560)
-    run = {"trainer": "gpu" if device == "cuda" else "cpu", "logger": "csv", "trainer.max_steps": STEPS,
-           "trainer.sample_tokens": 40, "data.tokenizer": "byte", "data.val_fraction": 0.005,
-           "data.cache_dir": scratch / "cache"}
+        yield Part(f"bench-{op}", [[*bench, "--json", f"{results / op}.json", *figures]], 560)
     for operator, model in MODELS.items():
         for name in trainable(operator, device):
-            options = {"model": model, "kernel": name, "out_dir": scratch / model / name} | run
-            command = [python, "train.py", *(f"{key}={value}" for key, value in options.items())]
-            yield Part(f"train-{model}-{name}", command, 180)
+            folder = scratch / model / name
+            yield Part(f"train-{model}-{name}", [training(device, scratch, folder, model=model, kernel=name)], 180)
+        yield Part(f"use-{model}", used(device, scratch, model), 180)
+
+
+def training(device: str, scratch: Path, folder: Path, **options: str) -> list[str]:
+    """train.py for some steps, with these options beside those that all runs have."""
+    every = {"trainer": "gpu" if device == "cuda" else "cpu", "logger": "csv", "trainer.max_steps": STEPS,
+             "trainer.sample_tokens": 40, "data.tokenizer": "byte", "data.val_fraction": 0.005,
+             "data.cache_dir": scratch / "cache", "out_dir": folder}
+    return [sys.executable, "train.py", *(f"{key}={value}" for key, value in (every | options).items())]
+
+
+def used(device: str, scratch: Path, model: str) -> list[list[str]]:
+    """A model trained, sampled in each dtype, evaluated and tuned."""
+    python = sys.executable
+    folder = scratch / model / "used"
+    saved = [f"checkpoint={folder}", f"device={device}"]
+    text = {"init_from": str(folder), "data": "text", "data.path": "README.md", "data.val_fraction": "0.05"}
+    return [training(device, scratch, folder, model=model),
+            *([python, "generate.py", *saved, "prompt=def f(", "num_samples=3", "max_new_tokens=40", f"dtype={dtype}"]
+              for dtype in ("float32", "bfloat16")),
+            [python, "-m", "rwkv.tools.evaluate", *saved, "data.path=README.md"],
+            *(training(device, scratch, scratch / model / tune, tune=tune, **text) for tune in TUNED[model])]
 
 
 def trainable(operator: str, device: str) -> list[str]:
@@ -102,17 +124,22 @@ def trainable(operator: str, device: str) -> list[str]:
 
 
 def outcome(part: Part) -> Outcome:
-    """Runs one part until it ends or reaches its limit."""
+    """Runs one part until it ends or a command fails or reaches its limit."""
     start = time.perf_counter()
-    with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
-        try:
-            code = subprocess.run(part.command, cwd=hardware.ROOT, stdout=output, stderr=subprocess.STDOUT,
-                                  stdin=subprocess.DEVNULL, timeout=part.limit_s, check=False).returncode
-            status = "ok" if code == 0 else f"failed with status {code}"
-        except subprocess.TimeoutExpired:
-            status = f"stopped after {part.limit_s:.0f} s"
-        output.seek(0)
-        lines = output.read().splitlines()
+    status = "ok"
+    lines: list[str] = []
+    for command in part.commands:
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as output:
+            try:
+                code = subprocess.run(command, cwd=hardware.ROOT, stdout=output, stderr=subprocess.STDOUT,
+                                      stdin=subprocess.DEVNULL, timeout=part.limit_s, check=False).returncode
+                status = "ok" if code == 0 else f"failed with status {code}"
+            except subprocess.TimeoutExpired:
+                status = f"stopped after {part.limit_s:.0f} s"
+            output.seek(0)
+            lines += [f"$ {' '.join(command)}", *output.read().splitlines()]
+        if status != "ok":
+            break
     return Outcome(part.name, status == "ok", status, time.perf_counter() - start, lines)
 
 
@@ -143,7 +170,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("out_dir", type=path_of)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="PART,...",
-                        help="tests, bench, bench-OP, train, train-MODEL, train-MODEL-NAME")
+                        help="tests, bench, bench-OP, train, train-MODEL, train-MODEL-NAME, use, use-MODEL")
     return parser.parse_args(argv)
 
 

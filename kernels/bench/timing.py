@@ -26,7 +26,8 @@ def interleaved(work: Mapping[Key, Callable[[], Any]], device: str, budget_s: fl
     for _ in range(MAX_ROUNDS):
         for key, function in work.items():
             if sum(samples[key]) * repeats[key] < budget_s:
-                time.sleep(SPINNING_S)   # until the previous function's threads have left the cores
+                if device == "cpu":
+                    time.sleep(SPINNING_S)       # until the previous function's threads have left the cores
                 if once[key] < budget_s / 10:
                     function()           # fills the caches with its own data
                 samples[key].append(seconds(function, device, repeats[key]))

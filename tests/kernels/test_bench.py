@@ -405,7 +405,7 @@ def test_gpu_check_collects_every_part(monkeypatch: pytest.MonkeyPatch, tmp_path
     monkeypatch.setattr(gpu_check, "parts", lambda *args: iter(found))
 
     def checked(*more: str, **codes: str) -> tuple[int, dict[str, bool]]:
-        found[:] = [gpu_check.Part(name, [sys.executable, "-c", code], 1 if "sleep" in code else 60)
+        found[:] = [gpu_check.Part(name, [[sys.executable, "-c", code]], 1 if "sleep" in code else 60)
                     for name, code in codes.items()]
         status = gpu_check.main([str(tmp_path), "--device", "cpu", *more])
         summary = json.loads((tmp_path / "summary.json").read_text())
@@ -428,10 +428,11 @@ def test_gpu_check_without_a_gpu_is_one_sentence(without_gpu: None, tmp_path: Pa
 
 
 def test_gpu_check_has_a_part_for_everything(tmp_path: Path) -> None:
-    parts = {part.name: part.command for part in gpu_check.parts("cpu", tmp_path, tmp_path)}
+    parts = {part.name: part.commands for part in gpu_check.parts("cpu", tmp_path, tmp_path)}
     benchmarks = {f"bench-{op}" for op in registry.operators()}
-    assert {"tests", "train-tiny-conv1d", "train-tiny-reference", "train-rwkv7_tiny-torch_chunk", *benchmarks} <= set(parts)
-    assert (ROOT / parts["tests"][3]).is_dir()
+    assert {"tests", "train-tiny-conv1d", "train-tiny-reference", "train-rwkv7_tiny-torch_chunk", "use-rwkv7_tiny",
+            *benchmarks} <= set(parts)
+    assert (ROOT / parts["tests"][0][3]).is_dir()
 
 
 # A new kernel is one file
