@@ -12,6 +12,7 @@ it.
 """
 
 import contextlib
+import ctypes
 import hashlib
 import importlib
 import io
@@ -19,12 +20,11 @@ import os
 import re
 import tempfile
 from collections.abc import Iterator
-from functools import cache, lru_cache
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,13 +55,16 @@ class Source:
     def launch(self, kernel: str, grid: Size, block: Size, *args: Tensor | int | float, shared: int = 0) -> None:
         """Runs `kernel` on `grid` blocks of `block` threads, each with `shared` bytes of dynamic shared memory.
 
-        Raises KernelUnavailable if NVRTC is missing or cannot compile the file for the device.
+        Raises KernelUnavailable if NVRTC is missing or cannot compile the file for the device, and if the launch fails;
+        OverflowError for an int beyond 32 bits.
         """
         device = next(arg.device for arg in args if isinstance(arg, Tensor))
         with torch.cuda.device(device):
-            _core().Device(device.index).set_current()           # a new thread, such as autograd's, has no current device
-            handle = _kernel(self, kernel, device.index, shared)
-            _core().launch(torch.cuda.current_stream(), _config(grid, block, shared), handle, *map(_argument, args))
+            function = _function(self, kernel, device.index, shared)
+            stream = torch.cuda.current_stream().cuda_stream
+            (error,) = _driver().cuLaunchKernel(function, *_three(grid), *_three(block), shared, stream, _parameters(args), 0)
+        if error:
+            raise KernelUnavailable(f"cuda:{device.index} did not run {kernel} of {self.path.name}: {error.name}")
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """(name, text) of the file and of every file that it includes, directly or not, each once."""
@@ -120,13 +123,26 @@ def _compiler_errors(source: Source, arch: str) -> Iterator[None]:
         raise KernelUnavailable(f"NVRTC could not compile {source.path.name} for {arch}: {log}") from error
 
 
+def _function(source: Source, name: str, device: int, shared: int) -> Any:
+    """The kernel's handle in the current context, which a new thread, such as autograd's, may not have."""
+    driver = _driver()
+    _, context = driver.cuCtxGetCurrent()
+    if not int(context):
+        _core().Device(device).set_current()
+    return _kernel(source, name, device, shared)
+
+
 @cache
 def _kernel(source: Source, name: str, device: int, shared: int) -> Any:
     """The kernel's handle on one device, with its limit of dynamic shared memory raised to `shared` bytes if needed."""
-    kernel = _library(source, device).get_kernel(name)
+    driver = _driver()
+    kernel = driver.CUkernel(int(_library(source, device).get_kernel(name).handle))
     if shared > SHARED_DEFAULT:
         _allow_shared(kernel, device, shared)
-    return kernel
+    error, function = driver.cuKernelGetFunction(kernel)
+    if error:
+        raise KernelUnavailable(f"cuda:{device} does not load {name} of {source.path.name}: {error.name}")
+    return function
 
 
 @cache
@@ -135,29 +151,49 @@ def _library(source: Source, device: int) -> Any:
     return _core().ObjectCode.from_cubin(_cubin(source, f"sm_{major}{minor}"))
 
 
+@cache
+def _driver() -> ModuleType:
+    """CUDA's driver. Its functions return an error code, which is false where there is none, and then what else they return.
+
+    cuda.core can launch too, and takes five times as long for it.
+    """
+    return importlib.import_module("cuda.bindings.driver")
+
+
 def _allow_shared(kernel: Any, device: int, shared: int) -> None:
     """Raises the kernel's limit of shared memory to `shared` bytes; never lowers it, as another launch may need more."""
-    from cuda.bindings import driver
-
+    driver = _driver()
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    handle = driver.CUkernel(int(kernel.handle))
     gpu = driver.CUdevice(device)
-    _, before = driver.cuKernelGetAttribute(attribute, handle, gpu)
-    (error,) = driver.cuKernelSetAttribute(attribute, max(shared, before), handle, gpu)
-    if error != driver.CUresult.CUDA_SUCCESS:
+    _, before = driver.cuKernelGetAttribute(attribute, kernel, gpu)
+    (error,) = driver.cuKernelSetAttribute(attribute, max(shared, before), kernel, gpu)
+    if error:
         raise KernelUnavailable(f"a block of this kernel needs {shared} bytes of shared memory, and cuda:{device} has less")
 
 
-@lru_cache(1024)                     # one entry for each launch size, which depends on the tensors' sizes
-def _config(grid: Size, block: Size, shared: int) -> Any:
-    return _core().LaunchConfig(grid=grid, block=block, shmem_size=shared)
+def _three(size: Size) -> tuple[int, ...]:
+    """A size of a grid or block in all three directions."""
+    sizes = (size,) if isinstance(size, int) else size
+    return (*sizes, *(1,) * (3 - len(sizes)))
 
 
-def _argument(arg: Tensor | int | float) -> Any:
-    """The argument as cuda.core takes it. Raises OverflowError for an int beyond 32 bits."""
-    if isinstance(arg, Tensor):
-        return arg.data_ptr()
-    return np.int32(arg) if isinstance(arg, int) else np.float32(arg)
+def _parameters(args: tuple[Tensor | int | float, ...]) -> tuple[tuple[int | float, ...], tuple[type, ...]]:
+    """The arguments' values and C types, as the driver takes them."""
+    values: list[int | float] = []
+    types: list[type] = []
+    for arg in args:
+        if isinstance(arg, Tensor):
+            values.append(arg.data_ptr())
+            types.append(ctypes.c_void_p)
+        elif isinstance(arg, int):
+            if not -2**31 <= arg < 2**31:
+                raise OverflowError(f"a CUDA kernel's int has 32 bits, got {arg}")
+            values.append(arg)
+            types.append(ctypes.c_int)
+        else:
+            values.append(arg)
+            types.append(ctypes.c_float)
+    return tuple(values), tuple(types)
 
 
 @cache

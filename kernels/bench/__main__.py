@@ -72,8 +72,8 @@ def main(argv: list[str] | None = None) -> int:
             measured = measure(args.op, shape, args.device, args.dtype, args.only, args.seconds)
             report[kind].append(measured)
             print(table(report, measured), flush=True)
-    if args.json:
-        save(report, args.json)
+            if args.json:                # after each shape, so that an interrupted run keeps what it has measured
+                save(report, args.json)
     if args.plot:
         plot.draw(args.plot, [report])
     return 1 if any(measured["wrong"] for measured in report["shapes"] + report["sweep"]) else 0
@@ -95,9 +95,9 @@ def measure(op: str, shape: Shape, device: str, dtype: str, only: list[str], bud
     """One shape's limits and results, and the reason for each implementation that was skipped or found wrong, as plain data."""
     case: BenchCase = case_of(op)(*shape, device, getattr(torch, dtype))
     names = [name for name in case.names() if not only or name in only or name == case.baseline]
-    skipped = {name: reason for name in names if (reason := _why_not(case, name, named=name in only))}
     sizes = dict(zip(case.AXES, shape, strict=True))
     at = f"{op} {_sizes(sizes)}"
+    skipped = {name: reason for name in names if (reason := _why_not(case, name, name in only, at))}
     errors, wrong = _verify(case, [name for name in names if name not in skipped], at)
     _say(f"{at}: timing {', '.join(errors)}")
     passes = {(name, part.name): part for name in errors for part in case.passes(name)}
@@ -140,11 +140,12 @@ def _grouped(skipped: dict[str, str]) -> list[str]:
     return [", ".join(alike) + (":" if alike[1:] else "") + reason for reason, alike in names.items()]
 
 
-def _why_not(case: BenchCase, name: str, named: bool) -> str | None:
+def _why_not(case: BenchCase, name: str, named: bool, at: str) -> str | None:
     """Why `name` is skipped: it cannot run here, or is estimated to exceed MAX_SECONDS or MAX_EXTRA_GB and --only lacks it."""
     reason = case.why_not(name)
     if reason or named:
         return reason
+    _say(f"{at}: estimating the time of {name}")
     try:
         costs = case.estimate(name)
     except Exception:                    # verification raises it again and reports it

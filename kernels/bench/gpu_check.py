@@ -75,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         outcomes = []
         for part in chosen:
             outcomes.append(outcome(part))
-            log.write(f"\n=== {part.name}\n" + "\n".join(outcomes[-1].output) + "\n")
+            log.write(f"\n=== {part.name}: {outcomes[-1].status}\n" + "\n".join(outcomes[-1].output) + "\n")
             print(f"{part.name}: {outcomes[-1].status} in {outcomes[-1].seconds:.0f} s", flush=True)
     return report(outcomes, args.device, args.out_dir)
 

@@ -21,7 +21,7 @@ packed.dense(dtype) gives, to the bit.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
 import torch
@@ -65,14 +65,18 @@ class Packed:
 
     @property
     def numbers(self) -> list[int]:
-        return [int(part) for part in vars(self).values() if not isinstance(part, Tensor)]
+        return [int(part) for part in self._parts().values() if not isinstance(part, Tensor)]
 
     def __iter__(self) -> Iterator[Tensor]:
-        return (part for part in vars(self).values() if isinstance(part, Tensor))
+        return (part for part in self._parts().values() if isinstance(part, Tensor))
+
+    def _parts(self) -> dict[str, Any]:
+        """Its fields by name. torch.compile does not know vars() of a frozen dataclass (torch 2.11)."""
+        return {field.name: getattr(self, field.name) for field in fields(self)}
 
     def map(self, function: Callable[[Tensor], Tensor]) -> Self:
         """A copy with function(tensor) in place of each tensor."""
-        return replace(self, **{name: function(part) for name, part in vars(self).items() if isinstance(part, Tensor)})
+        return replace(self, **{name: function(part) for name, part in self._parts().items() if isinstance(part, Tensor)})
 
     def nbytes(self) -> int:
         """What a product must read of it, in bytes."""

@@ -6,16 +6,6 @@
 
 #include "cuda_host.h"
 
-#include <algorithm>
-#include <cstdarg>
-#include <cstdio>
-#include <cstdlib>
-#include <map>
-#include <numeric>
-#include <random>
-#include <string>
-#include <vector>
-
 #include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #include <sys/mman.h>

@@ -5,11 +5,21 @@
 // an instruction that works on a whole warp.
 #pragma once
 
+// All headers of the standard library come before CUDA's names, since they use __noinline__ as an attribute's name.
+#include <algorithm>
 #include <cmath>
+#include <cstdarg>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
+#include <map>
+#include <numeric>
+#include <random>
+#include <string>
 #include <utility>
+#include <vector>
 
 #define __global__
 #define __device__

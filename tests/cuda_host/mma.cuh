@@ -2,9 +2,6 @@
 // tensor cores are known to form them, every addend cut off at a bit or two below the largest one's last.
 #pragma once
 
-#include <algorithm>
-#include <vector>
-
 namespace cuda_host {
 
 inline double tf32(unsigned bits) {

@@ -56,7 +56,7 @@ class OfTimeX:
     def names(self) -> Iterable[str]:
         return names(self.kind.folder)
 
-    def make(self, name: str) -> Any:
+    def make(self, name: str, device: str) -> Any:
         return self.kind(name)
 
     def inputs(self, shape: Any, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs:
@@ -88,8 +88,8 @@ class OfWKV(OfTimeX):
     def names(self) -> Iterable[str]:
         return selectable("wkv4")
 
-    def make(self, name: str) -> Any:
-        return select("wkv4", name) if name in self.names() else WKV4(name)
+    def make(self, name: str, device: str) -> Any:
+        return select("wkv4", name, device) if name in self.names() else WKV4(name)
 
     def inputs(self, shape: Any, dtype: torch.dtype, device: str, seed: int = 0) -> Inputs:
         """Only k and v are ever in half precision."""
@@ -227,10 +227,10 @@ SCANS_IN_SOAK = [one for each in CASES for one in (in_soak(each) if "compile_sca
 
 
 @pytest.fixture(params=compiled_in_soak(CASES))
-def case(request: pytest.FixtureRequest) -> tuple[Any, Any]:
+def case(request: pytest.FixtureRequest, device: str) -> tuple[Any, Any]:
     """An adapter and one implementation of its operator."""
     of, name = request.param
-    return of, of.make(name)
+    return of, of.make(name, device)
 
 
 def wrong(of: Any, operator: Any, inputs: Inputs, dtype: torch.dtype = torch.float32) -> dict[str, str]:

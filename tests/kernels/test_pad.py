@@ -38,6 +38,12 @@ def pad(request: pytest.FixtureRequest) -> BrickPadding:
     return BrickPadding(request.param)
 
 
+@pytest.fixture
+def taichi_on_cpu(device: str) -> None:
+    if device != "cpu":
+        pytest.skip("Taichi has one arch per process, and runs on the GPU in this one")
+
+
 def expected(tile: Tensor, case: Case) -> Tensor:
     left, top, right, bottom = case.padding
     return cases.one_line(tile, case.offset, top, left, top + tile.shape[-2] + bottom, left + tile.shape[-1] + right)
@@ -106,6 +112,7 @@ def test_nothing_is_written_beside_what_was_allocated(pad: BrickPadding, dtype: 
 
 
 @pytest.mark.implementation("pad", "taichi_v0", device="cpu")
+@pytest.mark.usefixtures("taichi_on_cpu")
 @pytest.mark.parametrize("dtype", cases.DTYPES, ids=str)
 def test_the_gpu_kernel_executed_on_the_cpu(dtype: torch.dtype) -> None:
     from kernels.backends.taichi import launch
@@ -203,6 +210,7 @@ def test_workers_of_a_data_loader(kernel: str, method: str) -> None:
 
 @pytest.mark.programs
 @pytest.mark.implementation("pad", "taichi_v0", device="cpu")
+@pytest.mark.usefixtures("taichi_on_cpu")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_worker_forked_from_a_running_taichi_says_so_and_does_not_hang() -> None:
     if "fork" not in multiprocessing.get_all_start_methods():
