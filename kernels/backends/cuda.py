@@ -153,10 +153,7 @@ def _library(source: Source, device: int) -> Any:
 
 @cache
 def _driver() -> ModuleType:
-    """CUDA's driver. Its functions return an error code, which is false where there is none, and then what else they return.
-
-    cuda.core can launch too, and takes five times as long for it.
-    """
+    """CUDA's driver. Its functions return an error code, which is false where there is none, and then what else they return."""
     return importlib.import_module("cuda.bindings.driver")
 
 
