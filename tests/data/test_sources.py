@@ -87,7 +87,7 @@ def test_a_new_file_leaves_the_order_of_the_others(tmp_path: Path) -> None:
 
 
 def test_one_file_is_split_at_nine_tenths_of_its_characters(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rwkv.data.text_files.CHUNK", 97)   # cuts through characters of several bytes
+    monkeypatch.setattr("rwkv.io.utf8.BLOCK", 97)   # cuts through characters of several bytes
     Path(str(config.path)).write_bytes(TEXT.encode())
     cut = int(len(TEXT) * 0.9)
     assert texts(config) == ([TEXT[:cut]], [TEXT[cut:]])
