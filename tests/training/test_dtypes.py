@@ -24,8 +24,7 @@ from rwkv.model.quantized import to_bfloat16, to_int4, to_int8
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.training.device import bfloat16_is_faster
-from rwkv.training.muon import orthogonal
-from rwkv.training.optim import OPTIMISERS
+from rwkv.training.optim import OPTIMISERS, orthogonal
 from rwkv.training.task import LanguageModel
 
 PRODUCTS = ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv", "addbmm", "linear", "matmul", "convolution",
