@@ -103,7 +103,7 @@ def without_fbgemm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     import torch
 
     from kernels.registry import why_not
-    from rwkv.model.operators import matvec_for
+    from rwkv.model.quantized import matvec_for
 
     monkeypatch.setattr(torch.backends.quantized, "engine", "qnnpack")
     why_not.cache_clear()

@@ -23,7 +23,7 @@ from rwkv.generation.sampling import (
     next_tokens,
     pick,
 )
-from rwkv.model.operators import drawing
+from rwkv.model.decoding.c_step import drawing
 
 PROBABILITIES = (0.1, 0.4, 0.2, 0.3)         # most likely first: 1, 3, 2, 0
 DRAWS = 20_000
