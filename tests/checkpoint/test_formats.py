@@ -25,10 +25,10 @@ from torch import Tensor
 
 from kernels.select import select
 from rwkv.checkpoint import formats
-from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, write_checkpoint
+from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, tokenizer_of, write_checkpoint
 from rwkv.checkpoint.formats import ggmf
 from rwkv.errors import CheckpointError, UserError
-from rwkv.pretrained import RWKV, tokenizer_of
+from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer
 from rwkv.tools import convert
 

@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from tokenizer_files import chatml
 from torch import Tensor
 
-from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
+from rwkv.checkpoint.files import read_checkpoint, tokenizer_of, write_checkpoint
 from rwkv.checkpoint.formats import gguf as our_gguf
 from rwkv.errors import CheckpointError, UserError
 from rwkv.model.rwkv7 import UNUSED
-from rwkv.pretrained import RWKV, tokenizer_of
+from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, WorldTokenizer
 from rwkv.tools import convert
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 from models import small_model
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
-from rwkv.checkpoint.files import describe, read_checkpoint
+from rwkv.checkpoint.files import describe, read_checkpoint, tokenizer_of
 from rwkv.config import OptimConfig
 from rwkv.errors import UserError
-from rwkv.pretrained import template_choice, template_line, tokenizer_of
+from rwkv.pretrained import template_choice, template_line
 from rwkv.tokenizer.tokenizers import END_OF_TEXT, ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
 from rwkv.training.task import LanguageModel
 
