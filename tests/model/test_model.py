@@ -25,6 +25,8 @@ def close(actual: Tensor, expected: Tensor, atol: float) -> None:
 
 TAICHI_SCAN = implementation("wkv4", "taichi_scan", "rwkv4", "taichi_scan")
 KERNELS = pytest.mark.parametrize(("generation", "kernel"), compiled_in_soak(every_kernel()))
+FORMS = pytest.mark.parametrize(("generation", "kernel"), [        # one implementation of each; tests/kernels has all
+    ("rwkv4", "conv1d"), ("rwkv4", "torch_scan"), TAICHI_SCAN, ("rwkv7", "reference"), ("rwkv7", "torch_chunk")])
 
 
 @KERNELS
@@ -105,7 +107,7 @@ def test_a_state_of_another_shape_is_refused(T: int, generation: str, other: dic
         model(tokens(model, T=T), state)
 
 
-@KERNELS
+@FORMS
 @torch.no_grad()
 def test_a_later_token_changes_nothing_earlier(generation: str, kernel: str) -> None:
     model = small_model(kernel, generation=generation)
@@ -117,7 +119,7 @@ def test_a_later_token_changes_nothing_earlier(generation: str, kernel: str) -> 
     assert not torch.isclose(one[:, 12:], other[:, 12:]).all(-1).any()
 
 
-@KERNELS
+@FORMS
 def test_packed_texts_do_not_see_each_other(generation: str, kernel: str) -> None:
     """Of three texts in one row only the tokens of the one in the loss have a gradient, whatever their neighbours are."""
     model = small_model(kernel, generation=generation, vocab_size=60)
@@ -183,10 +185,8 @@ IN_BF16 = {"rwkv4": ({}, 0.1), "rwkv7": ({"n_embd": 32, "head_size": 32}, 0.25)}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("generation", "kernel"), [("rwkv4", "conv1d"), ("rwkv4", "torch_scan"), TAICHI_SCAN,
-                                                    ("rwkv7", "reference"), ("rwkv7", "torch_chunk")])
+@FORMS
 def test_bf16_autocast_is_close_and_trains(generation: str, kernel: str) -> None:
-    """One implementation of each form; every kernel in both dtypes is in tests/kernels."""
     sizes, allowed = IN_BF16[generation]
     model = small_model(kernel, generation=generation, **sizes)
     task, x, y = LanguageModel(model, OptimConfig(), 1, 1), tokens(model), tokens(model, seed=2)
@@ -298,8 +298,8 @@ def train(generation: str, kernel: str, steps: int = 20) -> list[float]:
 
 
 @pytest.mark.thorough
-@KERNELS
-def test_twenty_training_steps_are_the_same_under_every_kernel(generation: str, kernel: str) -> None:
+@FORMS
+def test_twenty_training_steps_are_the_same_in_every_form(generation: str, kernel: str) -> None:
     reference = train(generation, "reference")
     assert reference[-1] < 0.75 * reference[0], "20 steps that learn nothing prove nothing"
     assert train(generation, kernel) == pytest.approx(reference, abs=1e-4)
