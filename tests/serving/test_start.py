@@ -1,12 +1,15 @@
-"""What the server does before it says that it is ready."""
+"""What the server does before it says that it is ready, and with what loop."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from models import small_model
+from serving_runs import Running
 
 from rwkv.config import ServeConfig
 from rwkv.generation.engine import Engine
@@ -58,3 +61,16 @@ def test_warming_up_leaves_nothing_behind() -> None:
         pass
     assert after == its_rows[0].sample.text
     assert entries == 1
+
+
+@pytest.mark.programs
+def test_without_uvloop_it_serves_and_stops(start: Callable[..., Running], tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "uvloop.py").write_text("raise ModuleNotFoundError(\"No module named 'uvloop'\", name='uvloop')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = start()
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 3}, timeout=60)
+    assert answer.status_code == 200
+    assert "asyncio" in server.log
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(30) == 0
