@@ -98,6 +98,17 @@ def _is_compiled(requires: "Requires") -> bool:
 
 
 @pytest.fixture
+def handlers() -> Iterator[None]:
+    """Of signals: those from before are set again."""
+    from rwkv.io.signals import STOPPING
+
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
 def without_fbgemm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """torch has no products in int8, as on ARM."""
     import torch

@@ -1,7 +1,7 @@
 """What the server does before it says that it is ready, and with what loop."""
 
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,22 +14,12 @@ from serving_runs import Running
 from rwkv.config import ServeConfig
 from rwkv.generation.engine import Engine
 from rwkv.generation.prefill import PrefixCache
-from rwkv.io.signals import STOPPING
 from rwkv.serving import worker
 from rwkv.serving.messages import Ready
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 
-@pytest.fixture
-def _signals() -> Iterator[None]:
-    """The engine's process ignores some."""
-    before = {number: signal.getsignal(number) for number in STOPPING}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("_signals")
+@pytest.mark.usefixtures("handlers")             # the engine's process ignores some signals
 def test_the_engine_is_warm_before_it_is_ready() -> None:
     """A prompt was read and tokens were written before Ready is sent."""
     done: list[Any] = []
