@@ -214,20 +214,6 @@ def test_the_distribution_is_the_stated_one(V: int, temperature: float, top_k: i
     assert min(np.abs(found - each).max() for each in (wanted, *near)) < 1e-5
 
 
-@given(st.lists(st.floats(-50, 50, width=32), min_size=1, max_size=20), st.floats(1e-30, 1e30), st.integers(0, 25),
-       st.floats(1e-6, 1.0), st.floats(0, 1), st.sampled_from(["hf", "rwkv"]), st.integers(0, 5))
-def test_any_options_give_a_token_again_for_the_same_seed(values: list[float], temperature: float, top_k: int, top_p: float,
-                                                          min_p: float, order: str, seed: int) -> None:
-    options = {"temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p, "order": order}
-    logits = torch.tensor(values)
-    before = logits.clone()
-    first, second = (draws(logits, 3, seed, **options) for _ in range(2))
-    assert torch.equal(first, second)
-    assert torch.equal(logits, before)
-    assert first.dtype == torch.int64
-    assert all(0 <= token < len(values) for token in first)
-
-
 def test_banned_tokens_never_come_and_biased_ones_more_often() -> None:
     assert support(banned=(1, 3)) == {0, 2}
     assert support(temperature=0, logit_bias={0: 5.0}) == {0}
