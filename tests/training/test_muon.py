@@ -149,16 +149,6 @@ def test_rows_that_move_much_are_held_back_and_the_step_stays_as_long() -> None:
         torch.testing.assert_close(step, expected * muons.norm() / expected.norm(), rtol=1e-4, atol=1e-7)
 
 
-def test_a_parameter_without_a_gradient_stays() -> None:
-    hidden, others = matrices(), vectors()
-    optimizer = muon(hidden, others)
-    hidden[0].grad = torch.ones_like(hidden[0])
-    optimizer.step()
-    untouched = zip(matrices()[1:], hidden[1:], strict=True)
-    assert all(torch.equal(before, after) for before, after in untouched)
-    assert not torch.equal(hidden[0], matrices()[0])
-
-
 def test_the_state_is_what_the_next_step_starts_from() -> None:
     """Whoever replaces or clears it, as Lightning does in moving it to another device, has replaced it."""
     torch.manual_seed(3)
