@@ -302,13 +302,6 @@ def test_a_character_that_cannot_be_encoded_is_named_by_its_place_in_the_file(co
     refuses(config, f"character {place} ")
 
 
-@pytest.mark.parametrize("tokenizer", ["bpe", "char"])
-def test_half_a_surrogate_pair_is_named_by_its_line(config: DataConfig, tmp_path: Path, tokenizer: str) -> None:
-    path = tmp_path / "half.jsonl"
-    path.write_bytes(b'{"text": "ab"}\n{"text": "a\\ud800"}\n')
-    refuses(of_kind(config, "jsonl", path, tokenizer=tokenizer), "half.jsonl", "line 2")
-
-
 def test_the_kinds_of_data_are_the_files_of_the_folder_and_have_presets() -> None:
     assert {*SOURCES, "binidx"} == {*cli.choices("data")} == {"stdlib", "text", "jsonl", "chat", "hf", "binidx"}
 
