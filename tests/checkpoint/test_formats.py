@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import tokenizers
 import torch
-from files import NAMES, OFFICIAL, SIZES, each_held, hugging_face_tensors, same_tensors, shard
+from files import NAMES, OFFICIAL, SIZES, as_bytes, each_held, hugging_face_tensors, same_tensors, shard
 from models import small_model, tokens
 from refusals import refuses
 from safetensors.torch import load_file, save_file
@@ -310,10 +310,6 @@ def test_ggmf_is_laid_out_as_documented(tmp_path: Path) -> None:
     assert content.startswith(start + struct.pack("=4i", 1, 19, 0, 2) + b"blocks.0.ln0.weight" + ln)
     decay = as_bytes(-torch.exp(model.blocks[0].att.time_decay))
     assert struct.pack("=4i", 1, 23, 0, 2) + b"blocks.0.att.time_decay" + decay in content
-
-
-def as_bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().numpy().tobytes()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16"])

@@ -139,16 +139,11 @@ def test_an_int8_weight_is_in_memory_once_until_two_orders_are_needed() -> None:
     assert torch.equal(read.packed.scale, trained.packed.scale)
 
 
-def test_int8_where_nothing_multiplies_it_is_one_sentence(without_fbgemm: None, monkeypatch: pytest.MonkeyPatch,
-                                                          tmp_path: Path) -> None:
-    monkeypatch.setattr(native, "FOLDER", tmp_path)
-    native._library.cache_clear()
-    native.levels.cache_clear()
+@pytest.mark.usefixtures("without_fbgemm")
+def test_int8_where_nothing_multiplies_it_is_one_sentence(unavailable: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    unavailable.setattr(native, "FOLDER", tmp_path)
     with pytest.raises(UserError):
         to_int8(small_model("reference"))
-    monkeypatch.undo()
-    native._library.cache_clear()
-    native.levels.cache_clear()
 
 
 def test_an_int8_model_is_not_saved_and_says_why(tmp_path: Path) -> None:
