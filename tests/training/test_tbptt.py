@@ -10,8 +10,7 @@ import lightning
 import numpy as np
 import pytest
 import torch
-from implementations import compiled_in_soak
-from models import assert_same_gradients, assert_same_state, each_generation, every_kernel, small_model
+from models import assert_same_gradients, assert_same_state, each_form, each_generation, small_model
 from token_arrays import token_array_of
 from torch import Tensor
 
@@ -55,7 +54,7 @@ def gradients(task: LanguageModel, loss: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("generation", "kernel"), compiled_in_soak(every_kernel(), "taichi_"))
+@each_form
 def test_gradients_are_those_of_each_document_as_one_sequence(generation: str, kernel: str) -> None:
     """Two documents in the first row, the first of 12 tokens in segments of 8; one in each of the others."""
     task, read = learner(kernel, generation=generation), batch()
