@@ -15,13 +15,13 @@ from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
 from kernels.machine import hardware
 from kernels.matvec import MOST_ROWS
-from rwkv.checkpoint.files import Checkpoint, read_checkpoint
+from rwkv.checkpoint.files import Checkpoint, read_checkpoint, tokenizer_of
 from rwkv.config import DTYPES
 from rwkv.errors import UserError
 from rwkv.evaluation import TextScore, count_tokens, score_text
 from rwkv.model.base import n_parameters
 from rwkv.model.operators import operator_for
-from rwkv.pretrained import RWKV, computed_in, tokenizer_of
+from rwkv.pretrained import RWKV, computed_in
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -178,7 +178,7 @@ class DataConfig:
 @dataclass
 class OptimConfig:
     """The scales of time_mix_*, time_decay and time_first are 1, 2 and 3 in RWKV-LM (RWKV-v4neo/src/model.py). Muon's update
-    is in rwkv/training/muon.py. l2_wrap and confidence_penalty (rwkv/model/loss.py) change gradients and no reported loss.
+    is in rwkv/training/optim.py. l2_wrap and confidence_penalty (rwkv/model/loss.py) change gradients and no reported loss.
     """
 
     name: str = option("adamw", "set by optim=", one_of=("adamw", "adam", *ORTHOGONAL), heading="Optimiser")

@@ -16,7 +16,6 @@ Legend: B rows, T positions, C channels, N predictions, V vocabulary.
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -24,13 +23,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from rwkv.chat.rendered import encode, for_tokenizer, written
-from rwkv.chat.template import ChatTemplate
-from rwkv.data.sources.chat import holds_conversations, parts_of
-from rwkv.data.sources.jsonl import entries
-from rwkv.data.text_files import chunks, open_file
 from rwkv.errors import UserError
-from rwkv.io.json_lines import parse, text_of
+from rwkv.io.utf8 import chunks
 from rwkv.model.base import Model
 from rwkv.model.state import State
 from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
@@ -108,7 +102,7 @@ def count_tokens(tokenizer: Tokenizer, path: Path, option: str = "data.path") ->
 
     option: the name of the option that gives the path, for errors.
     """
-    _require_file(path, option)
+    require_file(path, option)
     counter = LossCounter(tokenizer)
     tokens = 0
     lost = NOTHING
@@ -136,53 +130,6 @@ def score_text(model: Model, tokenizer: Tokenizer, path: Path, start: Sequence[i
             nats, _ = score_targets(model, hidden[0, len(before) - 1:], tokens[0, len(before):])
         yield len(ids), nats.sum().item()
         before = ids[-1:]
-
-
-def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> list[Scored]:
-    """The last words of a file of lines {"text": ...}. Raises UserError with the number of the first wrong line."""
-    _require_file(path)
-    counter = LossCounter(tokenizer)
-    with open_file(path) as file:
-        words = [_last_word(tokenizer, counter, line, f"line {number} of data.path={path}", start)
-                 for number, line in enumerate(file, start=1) if line.strip()]
-    if not words:
-        raise UserError(f"data.path={path} is empty: expected lines of " '{"text": "..."}')
-    return words
-
-
-def holds_answers(path: Path) -> bool:
-    """Whether the file has conversations. Its first line may be wrong: read_last_words reports that."""
-    _require_file(path)
-    with suppress(UserError):
-        return path.suffix == ".jsonl" and holds_conversations(path)
-    return False
-
-
-def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> list[Scored]:
-    """The conversations of a file, as data=chat reads them, with their answers to predict."""
-    _require_file(path)
-    template = for_tokenizer(template, tokenizer)
-    counter = LossCounter(tokenizer)
-    found = []
-    for entry, where, _ in entries(path):
-        parts = parts_of(entry, where, template)
-        if not any(learnt for _, learnt in parts):
-            continue
-        try:
-            pieces = [(ids, learnt) for ids, (_, learnt) in
-                      zip(encode(tokenizer, [text for text, _ in parts]), parts, strict=True)]
-        except ValueError as error:
-            raise UserError(f"{where}: {error}") from None
-        answers = [(written(text), ids) for (text, learnt), (ids, _) in zip(parts, pieces, strict=True) if learnt]
-        lost = counter.count([text for text, _ in answers], [ids for _, ids in answers])
-        if pieces[-1][0][-1:] != [tokenizer.end_of_text]:
-            pieces.append(([tokenizer.end_of_text], parts[-1][1]))
-        ids = [token for piece, _ in pieces for token in piece]
-        counts = [learnt for piece, learnt in pieces for _ in piece]
-        found.append(Scored(ids, [False, *counts[1:]], lost))
-    if not found:
-        raise UserError(f"data.path={path} has no conversation with an answer that is learnt: expected one on each line")
-    return found
 
 
 def score_texts(model: Model, texts: Sequence[Scored], batch_size: int, chunk_len: int) -> Iterator[Score]:
@@ -264,20 +211,6 @@ def _padded(texts: Sequence[Scored]) -> tuple[Tensor, Tensor]:
     return tokens, counts
 
 
-def _last_word(tokenizer: Tokenizer, counter: LossCounter, line: bytes, where: str, start: Sequence[int]) -> Scored:
-    context, _, word = text_of(parse(line, where), "text", where).rstrip().rpartition(" ")
-    if not context.strip():
-        raise UserError(f"{where} has no word before its last one: nothing to predict it from")
-    try:
-        before = tokenizer.encode(context)
-        whole = tokenizer.encode(f"{context} {word}")
-        goes_on = whole[:len(before)] == before          # otherwise a token spans the context's end
-        ids = whole[len(before):] if goes_on else tokenizer.encode(f" {word}")
-        return Scored.ending([*start, *before], ids, counter.count([f" {word}"], [ids]))
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from None
-
-
 def _regrouped(parts: Iterable[list[int]], size: int) -> Iterator[list[int]]:
     """The same ids in lists of `size`; the last list may be shorter."""
     rest: list[int] = []
@@ -291,7 +224,7 @@ def _regrouped(parts: Iterable[list[int]], size: int) -> Iterator[list[int]]:
         yield rest
 
 
-def _require_file(path: Path, option: str = "data.path") -> None:
+def require_file(path: Path, option: str = "data.path") -> None:
     if path.exists() and not path.is_file():
         raise UserError(f"{option}={path} is not a file: it is read twice, so it can be neither a folder nor a pipe")
 

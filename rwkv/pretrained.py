@@ -15,7 +15,7 @@ from rwkv.checkpoint.files import (
     assumed_tokenizer,
     checkpoint_of,
     read_checkpoint,
-    require_tokenizer,
+    tokenizer_of,
     write_checkpoint,
 )
 from rwkv.config import DTYPES, SavedModelConfig
@@ -169,31 +169,6 @@ def second_rounding(checkpoint: Checkpoint, dtype: str) -> list[str]:
 def computed_in(dtype: str) -> torch.dtype:
     """The dtype of the operator's inputs in a model of this dtype."""
     return torch.float32 if dtype in QUANTISED else getattr(torch, dtype)
-
-
-SUGGESTED = {50277: "20B_tokenizer.json (a vocabulary of 50277 is that of the Pile models, GPT-NeoX's)"}
-
-
-def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: str | None = None) -> Tokenizer:
-    """The tokenizer called `name` (as in Tokenizer.named), by default the one in the checkpoint, or else the assumed one.
-
-    end_of_text: the text of the token that ends a text; None: the one that the checkpoint says, or else the tokenizer's file.
-    Raises UserError if there is no tokenizer, if its hash is not the one in the checkpoint, and if its size does not fit.
-    """
-    if name is not None:
-        tokenizer = Tokenizer.named(name, end_of_text=end_of_text, like=checkpoint.tokenizer)
-        described = f"tokenizer={name}"
-    elif checkpoint.tokenizer is not None:
-        tokenizer = Tokenizer.from_dict(checkpoint.tokenizer, end_of_text)
-        described = "the tokenizer in the file"
-    elif assumed := assumed_tokenizer(checkpoint):
-        tokenizer = Tokenizer.named(assumed, end_of_text=end_of_text)
-        described = f"tokenizer={assumed}"
-    else:
-        suggested = SUGGESTED.get(checkpoint.vocab_size, "FILE.json, FILE.txt, byte or world")
-        raise UserError(f"{checkpoint.path} carries no tokenizer: name its own with tokenizer={suggested}")
-    require_tokenizer(checkpoint, tokenizer, described)
-    return tokenizer
 
 
 def template_choice(checkpoint: Checkpoint, name: str | None = None) -> Choice:

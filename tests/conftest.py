@@ -13,7 +13,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -98,32 +98,55 @@ def _is_compiled(requires: "Requires") -> bool:
 
 
 @pytest.fixture
-def without_fbgemm(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def handlers() -> Iterator[None]:
+    """Of signals: those from before are set again."""
+    from rwkv.io.signals import STOPPING
+
+    before = {number: signal.getsignal(number) for number in STOPPING}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def without_fbgemm(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     """torch has no products in int8, as on ARM."""
     import torch
 
     from kernels.registry import why_not
-    from rwkv.model.operators import matvec_for
+    from rwkv.model.quantized import matvec_for
 
     monkeypatch.setattr(torch.backends.quantized, "engine", "qnnpack")
-    why_not.cache_clear()
-    matvec_for.cache_clear()
-    yield
-    monkeypatch.undo()
-    why_not.cache_clear()
-    matvec_for.cache_clear()
+    yield from _asked_anew(monkeypatch, why_not, matvec_for)
 
 
 @pytest.fixture
-def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def without_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
     import torch
 
     from kernels.registry import why_not
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    why_not.cache_clear()
-    yield
-    why_not.cache_clear()
+    yield from _asked_anew(monkeypatch, why_not)
+
+
+@pytest.fixture
+def unavailable(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
+    """For a test in which the libraries in C are away."""
+    from kernels import native
+    from kernels.registry import why_not
+
+    yield from _asked_anew(monkeypatch, native._library, native.levels, why_not)
+
+
+def _asked_anew(patch: pytest.MonkeyPatch, *caches: Any) -> Iterator[pytest.MonkeyPatch]:
+    """What the caches hold is of before `patch`; what they come to hold is of it alone."""
+    for cached in caches:
+        cached.cache_clear()
+    yield patch
+    patch.undo()
+    for cached in caches:
+        cached.cache_clear()
 
 
 @pytest.fixture(scope="session")

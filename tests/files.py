@@ -35,6 +35,10 @@ def same_tensors(one: Weights, other: Weights) -> bool:
         one[name].dtype == other[name].dtype and torch.equal(one[name], other[name]) for name in one)
 
 
+def as_bytes(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().numpy().tobytes()
+
+
 def shard(folder: Path, save: Callable[[dict[str, Tensor], Path], None], suffix: str, stem: str) -> None:
     """A Hugging Face directory's model.safetensors in two files and an index."""
     tensors = {name: tensor.clone() for name, tensor in hugging_face_tensors(folder).items()}

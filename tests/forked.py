@@ -8,6 +8,7 @@ import multiprocessing.context
 import os
 import runpy
 import signal
+import socket
 import sys
 from pathlib import Path
 
@@ -20,6 +21,12 @@ def preloaded() -> multiprocessing.context.BaseContext:
     context = multiprocessing.get_context(METHOD)
     context.set_forkserver_preload(["rwkv.training.fit"])
     return context
+
+
+def free_port() -> int:
+    with socket.socket() as sock:
+        sock.bind(("localhost", 0))
+        return int(sock.getsockname()[1])
 
 
 class Forked:

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from implementations import implementation
 from torch import Tensor, nn
 
 from kernels.matvec import Packed, pack
@@ -26,6 +27,9 @@ RANKS = {"decay_low_rank_dim": 5, "a_low_rank_dim": 4, "v_low_rank_dim": 3, "gat
 OWN: dict[str, dict[str, Any]] = {"rwkv4": {}, "rwkv7": {"head_size": 8, **RANKS}}       # options that a generation has alone
 OPERATORS = {name: module_of(ModelConfig(generation=name)).OPERATOR for name in GENERATIONS}
 each_generation = pytest.mark.parametrize("generation", GENERATIONS)
+each_form = pytest.mark.parametrize(("generation", "kernel"), [    # of the operators, by one kernel; tests/kernels has all
+    ("rwkv4", "conv1d"), ("rwkv4", "torch_scan"), implementation("wkv4", "taichi_scan", "rwkv4", "taichi_scan"),
+    ("rwkv7", "reference"), ("rwkv7", "torch_chunk")])
 
 
 def reasons(operator: str = "wkv4") -> dict[str, str | None]:

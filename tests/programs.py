@@ -26,17 +26,18 @@ def composed(program: str, *arguments: str) -> Any:
 
 def caller(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
     """run("train", "kernel=conv1d", ...) -> exit status, standard output, standard error."""
-    def call(program: str, *arguments: str) -> tuple[int, str, str]:
-        main, schema = PROGRAMS[program]
-        monkeypatch.setattr(sys, "argv", [f"{program}.py", *arguments])
-        status = 0
-        try:
-            cli.run(main, schema, program, None)
-        except SystemExit as stop:
-            status = int(stop.code or 0)
-        return status, *capsys.readouterr()
+    return lambda program, *arguments: (status_of(monkeypatch, program, *arguments), *capsys.readouterr())
 
-    return call
+
+def status_of(patch: pytest.MonkeyPatch, program: str, *arguments: str) -> int:
+    """The exit status of the program, which runs here."""
+    main, schema = PROGRAMS[program]
+    patch.setattr(sys, "argv", [f"{program}.py", *arguments])
+    try:
+        cli.run(main, schema, program, None)
+    except SystemExit as stop:
+        return int(stop.code or 0)
+    return 0
 
 
 def one_sentence(result: tuple[int, str, str], *said: str) -> None:

@@ -351,11 +351,17 @@ def test_help_shows_the_values_of_this_command_line(run: Run) -> None:
 
 
 @pytest.mark.parametrize("program", ["train", "generate", "evaluate"])
-def test_help_explains_every_option_and_fits_a_terminal(program: str) -> None:
+def test_help_fits_a_terminal(program: str) -> None:
+    assert max(map(len, help_of(program).splitlines())) <= WIDTH
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_explains_every_option(program: str) -> None:
     page = help_of(program)
-    assert max(map(len, page.splitlines())) <= WIDTH
-    for option in options(PROGRAMS[program][1]):
-        assert re.search(rf"^  {re.escape(option)}  +\w*", page, re.MULTILINE), option
+    words = " ".join(page.split())
+    for option, item in options(PROGRAMS[program][1]).items():
+        assert re.search(rf"^  {re.escape(option)}\b", page, re.MULTILINE), option
+        assert f"{option} {item.metadata['help']}" in words
 
 
 @pytest.mark.parametrize(("argument", "hinted"), [
@@ -370,11 +376,6 @@ def test_help_describes_every_choice() -> None:
     page = help_of("train") + help_of("generate")
     assert not [f"{group}={name}" for group, name in CHOICES if not re.search(rf"^  {group}={name}  +\S", page, re.MULTILINE)]
     assert all(re.search(rf"\b{name}\b", page) for name in cli.KERNELS)
-
-
-@pytest.mark.parametrize("schema", [schema for _, schema in PROGRAMS.values()])
-def test_every_option_has_a_help(schema: type) -> None:
-    assert not [key for key, item in options(schema).items() if not item.metadata.get("help")]
 
 
 @pytest.mark.parametrize("flag", ["--cfg", "-c"])

@@ -25,8 +25,7 @@ FLOORS = (                               # of rwkv/, from the top: a part import
     ("programs",),
     ("tools", "__init__"),
     ("training", "serving", "pretrained"),
-    ("evaluation",),
-    ("checkpoint", "data", "generation"),
+    ("checkpoint", "data", "evaluation", "generation"),
     ("chat",),
     ("model", "tokenizer", "report", "cli"),
     ("config", "io", "distributed"),
@@ -65,7 +64,7 @@ RULES = (
     Rule(r".*", r"wandb", at_import_only=True),
     Rule(r"(?!rwkv\.serving\b).*", r"starlette|uvicorn|msgspec|prometheus_client"),
     Rule(r"rwkv\.serving\.(?!(worker|kept_states)$).*", r"torch|rwkv\.(generation(?!\.grammar)|model|pretrained|checkpoint)"),
-    Rule(r"rwkv\.model\b(?!\.operators$).*", r"kernels\.select"),        # the model is given its operator
+    Rule(r"rwkv\.model\b(?!\.(operators|quantized|decoding\.c_step)$).*", r"kernels\.select"),   # a model is given its operator
     Rule(r"rwkv\.(cli(\.help)?|config|errors|__main__|programs\.(train|generate|chat|serve))", r"torch|lightning|hydra|numpy",
          at_import_only=True),
 )

@@ -76,8 +76,8 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def bytes_in(dtype: str, n_layer: int = 8, n_embd: int = 384, vocab_size: int = 2000) -> int:
-    return n_parameters(ModelConfig(n_layer=n_layer, n_embd=n_embd), vocab_size) * getattr(torch, dtype).itemsize
+def bytes_in(dtype: str) -> int:
+    return n_parameters(ModelConfig(n_layer=8, n_embd=384), 2000) * getattr(torch, dtype).itemsize
 
 
 @pytest.mark.programs
@@ -100,10 +100,3 @@ def test_weights_of_the_right_dtype_are_the_file(source: Path, tmp_path: Path) -
 def test_converting_holds_one_tensor_at_a_time(source: Path, tmp_path: Path) -> None:
     measured = measure(tmp_path, source, "float32", "out.pth", "out.safetensors", "out", "out.bin")
     assert measured["peak"] < 0.4 * bytes_in("float32")
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_loading_169m(tmp_path: Path, dtype: str) -> None:
-    write_checkpoint(checkpoint_of(weights(12, 768, 50277)), tmp_path / "model.pth", "float16")
-    assert measure(tmp_path, tmp_path / "model.pth", dtype)["peak"] <= 1.3 * bytes_in(dtype, 12, 768, 50277)

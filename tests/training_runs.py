@@ -16,9 +16,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from forked import ROOT, Forked
-from programs import PROGRAMS
-
-from rwkv import cli
+from programs import status_of
 
 TEXT = "".join(f"line {number}: the quick brown fox — {number * number % 97}\n" for number in range(200))
 SMALL = ("debug=fast", "data=text", "data.path=text.txt", "data.val_fraction=0.1", "data.cache_dir=cache", "trainer=cpu")
@@ -50,17 +48,11 @@ def forked(folder: Path, *arguments: str, largest: int | None = None, **environm
 
 def done_here(folder: Path, program: str, *arguments: str) -> Done:
     """The same program within this process, which has torch and Lightning already; one thread, as in `start`."""
-    main, schema = PROGRAMS[program]
     output, error, threads = StringIO(), StringIO(), torch.get_num_threads()
     torch.set_num_threads(1)
     with pytest.MonkeyPatch.context() as patch, redirect_stdout(output), redirect_stderr(error):
         patch.chdir(folder)
-        patch.setattr(sys, "argv", [f"{program}.py", *arguments])
-        status = 0
-        try:
-            cli.run(main, schema, program, None)
-        except SystemExit as stop:
-            status = int(stop.code or 0)
+        status = status_of(patch, program, *arguments)
     torch.set_num_threads(threads)
     return Done(status, output.getvalue(), error.getvalue())
 

@@ -5,6 +5,7 @@ Sources: the Linux kernel's documentation, proc_meminfo, proc_pid_statm, cgroup-
 
 import mmap
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -58,9 +59,11 @@ def _left(folder: Path, limit: str, usage: str, cache: str) -> Iterator[int]:
 
 def _installed() -> int | None:
     """All the memory of the machine, for systems without /proc."""
+    if sys.platform == "win32":
+        return None
     try:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):
+    except (ValueError, OSError):
         return None
 
 

@@ -21,9 +21,11 @@ from rwkv.checkpoint.stored import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UnreadableError, UserError
 from rwkv.model.base import fingerprint, generation
+from rwkv.tokenizer.tokenizers import Tokenizer
 
 MOST_SPARE_ROWS = 255                    # unused rows of an embedding: vocabularies are rounded up to a multiple, such as 256
 WORLD_VOCABULARY = 65536
+SUGGESTED = {50277: "20B_tokenizer.json (a vocabulary of 50277 is that of the Pile models, GPT-NeoX's)"}
 DEFAULT_CTX_LEN = 1024                   # used where neither the file nor its name states one; no weight depends on it
 
 
@@ -207,6 +209,26 @@ def require_tokenizer(checkpoint: Checkpoint, tokenizer: Any, name: str) -> None
 def assumed_tokenizer(checkpoint: Checkpoint) -> str | None:
     """"world" for weights without a tokenizer in their file and with the World models' vocabulary size; None for others."""
     return "world" if checkpoint.tokenizer is None and checkpoint.vocab_size == WORLD_VOCABULARY else None
+
+
+def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: str | None = None,
+                 option: str = "tokenizer") -> Tokenizer:
+    """The tokenizer called `name` (as in Tokenizer.named), by default the one in the checkpoint, or else the assumed one.
+
+    end_of_text: the text of the token that ends a text; None: the one that the checkpoint says, or else the tokenizer's file.
+    option: the option that gives the name, for errors. Raises UserError if there is no tokenizer, if its hash is not the one in
+    the checkpoint, and if its size does not fit.
+    """
+    name = assumed_tokenizer(checkpoint) if name is None else name
+    if name is not None:
+        tokenizer = Tokenizer.named(name, option, end_of_text=end_of_text, like=checkpoint.tokenizer)
+    elif checkpoint.tokenizer is not None:
+        tokenizer = Tokenizer.from_dict(checkpoint.tokenizer, end_of_text, f"{option.removesuffix('tokenizer')}end_of_text")
+    else:
+        suggested = SUGGESTED.get(checkpoint.vocab_size, "FILE.json, FILE.txt, byte or world")
+        raise UserError(f"{checkpoint.path} carries no tokenizer: name its own with {option}={suggested}")
+    require_tokenizer(checkpoint, tokenizer, f"{option}={name}" if name else "the tokenizer in the file")
+    return tokenizer
 
 
 def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Any, name: str = "the tokenizer") -> None:

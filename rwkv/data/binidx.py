@@ -22,11 +22,11 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from rwkv.data.source import sha256
-from rwkv.data.text_files import open_file, stamp, unchanged
+from rwkv.data.text_files import stamp, unchanged
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
-from rwkv.io.cache import read_json, write, write_json
+from rwkv.io.cache import read_json, sha256, write, write_json
+from rwkv.io.utf8 import open_file
 from rwkv.tokenizer.lost import LossCounter
 from rwkv.tokenizer.tokenizers import Tokenizer
 

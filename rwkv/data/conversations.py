@@ -32,12 +32,11 @@ from torch.utils.data import Dataset
 from rwkv.chat.rendered import encode, encode_each, for_tokenizer, shown, written
 from rwkv.config import DataConfig
 from rwkv.data.shards import SPLITS, crc32, dtype_of
-from rwkv.data.source import sha256
 from rwkv.data.sources.chat import Conversation, conversations, template_of
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.data.windows import ShuffleIterator, ShuffleSampler
 from rwkv.errors import UserError
-from rwkv.io.cache import read_json, write, write_bytes, write_json
+from rwkv.io.cache import read_json, sha256, write, write_bytes, write_json
 from rwkv.model.loss import IGNORED
 from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.tokenizers import Tokenizer

@@ -11,6 +11,7 @@ the documents of trainer.tbptt, conversations.py conversations, pairs.py pairs o
 
 import os
 import signal
+import sys
 import threading
 import warnings
 from typing import Any
@@ -109,16 +110,17 @@ def _ignore_interrupts(worker: int) -> None:
     for number in STOPPING:
         if number != signal.SIGTERM:
             signal.signal(number, signal.SIG_IGN)
-    if hasattr(signal, "sigwaitinfo"):           # on Linux
+    if sys.platform == "linux":
+        parent = os.getppid()
+
+        def end_for_parent() -> None:
+            """Ends this process at a SIGTERM from its parent, and ignores others."""
+            while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
+                pass
+            os._exit(0)
+
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
-        threading.Thread(target=_end_for, args=(os.getppid(),), daemon=True).start()
-
-
-def _end_for(parent: int) -> None:
-    """Ends this process at a SIGTERM from its parent, and ignores others."""
-    while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
-        pass
-    os._exit(0)
+        threading.Thread(target=end_for_parent, daemon=True).start()
 
 
 def _own_generator(seed: int) -> torch.Generator:

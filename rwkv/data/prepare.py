@@ -23,12 +23,12 @@ from pathlib import Path
 from rwkv.config import DataConfig
 from rwkv.data import binidx, shards
 from rwkv.data.conversations import Tokenised, tokenise
-from rwkv.data.source import Source, sha256
+from rwkv.data.source import Source
 from rwkv.data.sources import open_source
 from rwkv.data.token_array import TokenArray
 from rwkv.distributed import log
 from rwkv.errors import UserError
-from rwkv.io.cache import read_json, write_json
+from rwkv.io.cache import read_json, sha256, write_json
 from rwkv.io.lines import labelled
 from rwkv.tokenizer.lost import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.split import last_line_end, pieces

@@ -29,11 +29,11 @@ import numpy as np
 from filelock import AcquireReturnProxy, FileLock, Timeout
 from tqdm import tqdm
 
-from rwkv.data.source import Source, sha256
+from rwkv.data.source import Source
 from rwkv.data.text_files import stamp, unchanged
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
-from rwkv.io.cache import cannot_write, read_json, write, write_bytes, write_json
+from rwkv.io.cache import cannot_write, read_json, sha256, write, write_bytes, write_json
 from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.split import SafeSplit, pieces, safe_split
 from rwkv.tokenizer.tokenizers import Tokenizer

@@ -10,7 +10,7 @@ from typing import NamedTuple
 from rwkv.errors import UserError
 
 SPLIT_SEED = 0
-CHUNK = 1 << 16                          # characters, or bytes of a file, at a time
+CHUNK = 1 << 16                          # characters at a time
 
 
 class Document(NamedTuple):
@@ -40,16 +40,6 @@ class Source:
     sha256: str
     size: int
     at_most: tuple[int, int] | None = None
-
-
-def sha256(parts: Iterable[str]) -> str:
-    """The SHA-256 of strings in UTF-8, joined by zero bytes."""
-    joined = hashlib.sha256()
-    between = b""
-    for part in parts:
-        joined.update(between + part.encode(errors="surrogateescape"))
-        between = b"\0"
-    return joined.hexdigest()
 
 
 def chunks_of(text: str) -> Iterator[str]:

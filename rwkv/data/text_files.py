@@ -1,19 +1,17 @@
-"""The files that data.path names, their text chunk by chunk, and cached hashes of their contents."""
+"""The files that data.path names, and cached hashes of their contents."""
 
-import codecs
 import glob
 import hashlib
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rwkv.data.source import CHUNK, sha256
 from rwkv.errors import UserError
-from rwkv.io.cache import read_json, write_json
-from rwkv.io.utf8 import not_utf8
+from rwkv.io.cache import read_json, sha256, write_json
+from rwkv.io.utf8 import chunks, open_file
 
 SETTLED = 2_000_000_000                  # ns: two changes of a file that are closer in time may have the same timestamp
 BLOCK = 1 << 20                          # bytes read at a time for hashing
@@ -43,39 +41,6 @@ def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
     while glob.has_magic(str(root)) and not root.exists():
         root = root.parent
     return [(file.relative_to(root).as_posix(), file) for file in files]
-
-
-def chunks(path: Path, seen: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
-    """The text of a file in chunks. seen: called with the bytes. option: the name of the option of the path, for errors.
-
-    Raises UserError if it cannot be read or is not UTF-8.
-    """
-    beginning = rest = b""
-    before = 0                           # bytes before `rest`
-    more = True
-    with open_file(path, option) as file:
-        while more:
-            read = file.read(CHUNK)
-            seen(read)
-            beginning = beginning or read
-            data = rest + read
-            more = bool(read)
-            try:
-                text, used = codecs.utf_8_decode(data, "strict", not more)
-            except UnicodeDecodeError as error:
-                raise UserError(not_utf8(f"{option}={path}", before + error.start, data[error.start], beginning)) from None
-            if text:
-                yield text
-            rest = data[used:]
-            before += used
-
-
-def open_file(path: Path, option: str = "data.path") -> Any:
-    """The file, open for reading bytes. Raises UserError if it cannot be opened."""
-    try:
-        return path.open("rb")
-    except OSError as error:
-        raise UserError(f"cannot read {option}={path}: {error.strerror}") from None
 
 
 def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Content]:

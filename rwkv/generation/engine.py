@@ -23,8 +23,8 @@ from rwkv.generation.row import CANCELLED, Row, Sample
 from rwkv.generation.sampling import Penalties, next_tokens
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model, State
+from rwkv.model.decoding.c_step import drawing
 from rwkv.model.derived import Watch
-from rwkv.model.operators import drawing
 from rwkv.tokenizer.decoders import LAST_IDS, require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
 

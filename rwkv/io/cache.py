@@ -1,8 +1,9 @@
 """Cache files: written atomically, also by several processes at once, and checked when they are read."""
 
+import hashlib
 import json
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -39,6 +40,16 @@ def read_json(path: Path) -> Any:
         return found["content"] if found["crc32"] == _checksum(found["content"]) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
+
+
+def sha256(parts: Iterable[str]) -> str:
+    """The SHA-256 of strings in UTF-8, joined by zero bytes."""
+    joined = hashlib.sha256()
+    between = b""
+    for part in parts:
+        joined.update(between + part.encode(errors="surrogateescape"))
+        between = b"\0"
+    return joined.hexdigest()
 
 
 def _checksum(content: Any) -> int:

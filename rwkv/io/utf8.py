@@ -1,7 +1,10 @@
 """Text from UTF-8. An error names the first wrong byte, what kind of file it probably is, and how to convert it."""
 
+import codecs
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from rwkv.errors import UserError
 
@@ -9,6 +12,7 @@ GZIP = b"\x1f\x8b"
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
 BINARY = re.compile(rb"[\0-\x07\x0e-\x1a\x1c-\x1f]")     # control characters: not in texts
 BEGINNING = 4096                         # bytes from which the kind of a file is recognised
+BLOCK = 1 << 16                          # bytes that `chunks` reads at a time
 
 
 def read_text(path: Path, name: str) -> str:
@@ -27,6 +31,39 @@ def decode(content: bytes, name: str) -> str:
     except UnicodeDecodeError as error:
         place = error.start + len(content) - len(error.object)       # error.object lacks the byte order mark
         raise UserError(not_utf8(name, place, content[place], content)) from None
+
+
+def chunks(path: Path, seen: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
+    """The text of a file in chunks. seen: called with the bytes. option: the name of the option of the path, for errors.
+
+    Raises UserError if it cannot be read or is not UTF-8.
+    """
+    beginning = rest = b""
+    before = 0                           # bytes before `rest`
+    more = True
+    with open_file(path, option) as file:
+        while more:
+            read = file.read(BLOCK)
+            seen(read)
+            beginning = beginning or read
+            data = rest + read
+            more = bool(read)
+            try:
+                text, used = codecs.utf_8_decode(data, "strict", not more)
+            except UnicodeDecodeError as error:
+                raise UserError(not_utf8(f"{option}={path}", before + error.start, data[error.start], beginning)) from None
+            if text:
+                yield text
+            rest = data[used:]
+            before += used
+
+
+def open_file(path: Path, option: str = "data.path") -> Any:
+    """The file, open for reading bytes. Raises UserError if it cannot be opened."""
+    try:
+        return path.open("rb")
+    except OSError as error:
+        raise UserError(f"cannot read {option}={path}: {error.strerror}") from None
 
 
 class WrongCharacter(UserError):

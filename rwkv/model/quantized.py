@@ -12,7 +12,7 @@ computed in float32.
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
+from functools import cache, cached_property
 from operator import itemgetter
 from types import MappingProxyType
 from typing import Any, TypeVar, cast
@@ -23,17 +23,30 @@ from torch import Tensor, nn
 
 from kernels.backends import fbgemm
 from kernels.machine.cpu import multiplies
-from kernels.matvec import MOST_ROWS, Int4, Int8
+from kernels.matvec import MOST_ROWS, Int4, Int8, MatVec
 from kernels.registry import load, why_not
+from kernels.select import AUTO, select
 from rwkv.errors import UserError
 from rwkv.model.base import Model
 from rwkv.model.first_derivative import first_derivative
 from rwkv.model.fused import product_dtype
-from rwkv.model.operators import matvec_for, why_no_int8
 
 IN_C = "c_v0"                            # the kernel of matvec that multiplies few rows in int8
 UNPACKED = 2**22                         # numbers of a matrix that are converted to floats at a time
 M = TypeVar("M", bound=Model)
+
+
+@cache
+def matvec_for(form: str) -> MatVec:
+    """The operator that multiplies a few rows by weights of the form, on a CPU."""
+    matvec: MatVec = select("matvec", AUTO, "cpu", form)
+    return matvec
+
+
+def why_no_int8() -> str | None:
+    """None where torch or the C library multiplies integers on this CPU, otherwise the reasons."""
+    reasons = [why_not("matvec", name) for name in ("fbgemm", "c_v0")]
+    return None if None in reasons else "; ".join(filter(None, reasons))
 
 
 class Int8Linear(nn.Module):

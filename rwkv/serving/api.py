@@ -53,7 +53,7 @@ from rwkv.serving.schema import (
     Tool,
     read,
 )
-from rwkv.serving.states import FORMS, Keeper, StateAnswer, owner_of, shown
+from rwkv.serving.states import FORMS, Keeper, owner_of, shown
 from rwkv.tokenizer.decoders import LAST_IDS
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -463,6 +463,16 @@ def _model(service: Service, name: str | None) -> str:
 
 
 # States
+
+
+class StateAnswer(Answer):
+    """The state at the end of the ticket's only text."""
+
+    def _whole(self) -> Response:
+        state = self._texts[0].last.state
+        if state is None:
+            return ApiError(503, "the prompt was not read in time: the server's timeout_s= ended it", code="timeout").response()
+        return json_response({**shown(state, self._shape.model), "usage": self._usage()})
 
 
 async def make_state(service: Service, request: Request) -> Any:

@@ -13,15 +13,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from starlette.responses import Response
-
 from rwkv.chat.messages import check_messages
 from rwkv.chat.rendered import encode
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import Think
 from rwkv.config import MIB, ServeConfig
-from rwkv.serving.answers import Answer
-from rwkv.serving.errors import STATE_GONE, ApiError, json_response
+from rwkv.serving.errors import STATE_GONE, ApiError
 from rwkv.serving.messages import SavedState, Turn
 from rwkv.serving.remote import RemoteEngine
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -133,16 +130,6 @@ class Keeper:
             raise ApiError(400, f"the chat template {self.template.name} leaves earlier messages out, so that a conversation's "
                                 "state cannot be continued: send all of its messages without state", "state")
         return after
-
-
-class StateAnswer(Answer):
-    """The state at the end of the ticket's only text."""
-
-    def _whole(self) -> Response:
-        state = self._texts[0].last.state
-        if state is None:
-            return ApiError(503, "the prompt was not read in time: the server's timeout_s= ended it", code="timeout").response()
-        return json_response({**shown(state, self._shape.model), "usage": self._usage()})
 
 
 def _up_to(role: str) -> list[dict[str, Any]]:

@@ -16,12 +16,12 @@ from lm_eval.api.registry import register_model
 from tqdm import tqdm
 
 from kernels.arguments import from_home
-from rwkv.checkpoint.files import read_checkpoint
+from rwkv.checkpoint.files import read_checkpoint, tokenizer_of
 from rwkv.config import Sampling
 from rwkv.errors import UserError
 from rwkv.evaluation import Scored, score_batch, score_together
 from rwkv.generation.engine import generate_batch
-from rwkv.pretrained import RWKV, tokenizer_of
+from rwkv.pretrained import RWKV
 from rwkv.tokenizer.lost import LossCounter
 
 MAX_NEW_TOKENS = 256                     # the harness's default

@@ -14,13 +14,12 @@ from tqdm import tqdm
 
 from kernels.arguments import from_home, path_of
 from rwkv.checkpoint import formats
-from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
+from rwkv.checkpoint.files import read_checkpoint, tokenizer_of, write_checkpoint
 from rwkv.checkpoint.formats.huggingface import FORMS
 from rwkv.checkpoint.stored import DTYPES
 from rwkv.cli import exit_on_user_error
 from rwkv.errors import UserError
 from rwkv.model.base import generation, n_parameters
-from rwkv.pretrained import tokenizer_of
 
 WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats that cannot hold one
 

@@ -21,19 +21,26 @@ import math
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from tqdm import tqdm
 
 from rwkv import cli, evaluation
+from rwkv.chat.rendered import encode, for_tokenizer, written
+from rwkv.chat.template import ChatTemplate
 from rwkv.chat.templates import chat_template
 from rwkv.config import EvaluateConfig
+from rwkv.data.sources.chat import holds_conversations, parts_of
+from rwkv.data.sources.jsonl import entries
 from rwkv.errors import UserError
+from rwkv.io.json_lines import parse, text_of
 from rwkv.io.output_file import require_writable
+from rwkv.io.utf8 import open_file
 from rwkv.model.base import Model
 from rwkv.pretrained import open_checkpoint, template_choice, template_line
-from rwkv.tokenizer.lost import NOTHING, WITHHELD, Lost, percent
+from rwkv.tokenizer.lost import NOTHING, WITHHELD, LossCounter, Lost, percent
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 
@@ -45,14 +52,14 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     start = tokenizer.encode(config.start) if config.start else [tokenizer.end_of_text]
 
     # All texts are tokenised before the model is loaded, so that errors in the file are found first
-    if config.data.template or evaluation.holds_answers(path):
+    if config.data.template or holds_answers(path):
         choice = template_choice(opened.checkpoint, config.data.template)
-        answers = evaluation.read_answers(tokenizer, path, chat_template(choice.template))
+        answers = read_answers(tokenizer, path, chat_template(choice.template))
         _say_lost(sum((answer.lost for answer in answers), NOTHING), "the answers")
         print(f"chat template: {template_line(opened.checkpoint, choice)}", file=sys.stderr)
         score = evaluate("answers", answers, config, opened.model())
     elif path.suffix == ".jsonl":
-        words = evaluation.read_last_words(tokenizer, path, start)
+        words = read_last_words(tokenizer, path, start)
         _say_lost(sum((word.lost for word in words), NOTHING), "the last words")
         score = evaluate("last_word", words, config, opened.model())
     else:
@@ -69,6 +76,67 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
             out.write_text(text, encoding="utf-8")
         except OSError as error:
             raise UserError(f"cannot write out={out}: {error.strerror}; the result is only on standard output") from error
+
+
+def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> list[evaluation.Scored]:
+    """The last words of a file of lines {"text": ...}. Raises UserError with the number of the first wrong line."""
+    evaluation.require_file(path)
+    counter = LossCounter(tokenizer)
+    with open_file(path) as file:
+        words = [_last_word(tokenizer, counter, line, f"line {number} of data.path={path}", start)
+                 for number, line in enumerate(file, start=1) if line.strip()]
+    if not words:
+        raise UserError(f"data.path={path} is empty: expected lines of " '{"text": "..."}')
+    return words
+
+
+def holds_answers(path: Path) -> bool:
+    """Whether the file has conversations. Its first line may be wrong: read_last_words reports that."""
+    evaluation.require_file(path)
+    with suppress(UserError):
+        return path.suffix == ".jsonl" and holds_conversations(path)
+    return False
+
+
+def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> list[evaluation.Scored]:
+    """The conversations of a file, as data=chat reads them, with their answers to predict."""
+    evaluation.require_file(path)
+    template = for_tokenizer(template, tokenizer)
+    counter = LossCounter(tokenizer)
+    found = []
+    for entry, where, _ in entries(path):
+        parts = parts_of(entry, where, template)
+        if not any(learnt for _, learnt in parts):
+            continue
+        try:
+            pieces = [(ids, learnt) for ids, (_, learnt) in
+                      zip(encode(tokenizer, [text for text, _ in parts]), parts, strict=True)]
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from None
+        answers = [(written(text), ids) for (text, learnt), (ids, _) in zip(parts, pieces, strict=True) if learnt]
+        lost = counter.count([text for text, _ in answers], [ids for _, ids in answers])
+        if pieces[-1][0][-1:] != [tokenizer.end_of_text]:
+            pieces.append(([tokenizer.end_of_text], parts[-1][1]))
+        ids = [token for piece, _ in pieces for token in piece]
+        counts = [learnt for piece, learnt in pieces for _ in piece]
+        found.append(evaluation.Scored(ids, [False, *counts[1:]], lost))
+    if not found:
+        raise UserError(f"data.path={path} has no conversation with an answer that is learnt: expected one on each line")
+    return found
+
+
+def _last_word(tokenizer: Tokenizer, counter: LossCounter, line: bytes, where: str, start: Sequence[int]) -> evaluation.Scored:
+    context, _, word = text_of(parse(line, where), "text", where).rstrip().rpartition(" ")
+    if not context.strip():
+        raise UserError(f"{where} has no word before its last one: nothing to predict it from")
+    try:
+        before = tokenizer.encode(context)
+        whole = tokenizer.encode(f"{context} {word}")
+        goes_on = whole[:len(before)] == before          # otherwise a token spans the context's end
+        ids = whole[len(before):] if goes_on else tokenizer.encode(f" {word}")
+        return evaluation.Scored.ending([*start, *before], ids, counter.count([f" {word}"], [ids]))
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
 
 
 def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_len: int, tokens: int, lost: Lost,

@@ -1,7 +1,6 @@
 """The memory and disk that a run needs, from its configuration alone, and what the machine has free of both.
 
     estimate             the bytes that one process needs to train
-    require_capacity     refuses a run that cannot fit, before its data are tokenised and its model is built
     free_memory, free_disk     what this machine has, the limit of its container included
 
 The estimate, in floats of 4 bytes. N = tokens of one batch of one process, C = n_embd, V vocabulary, L layers. The generation
@@ -28,21 +27,18 @@ gradients of a step live until the backward pass of the next one begins (Lightni
 import math
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from kernels.machine.memory import available_memory, resident_memory
+from kernels.machine.memory import available_memory
 from rwkv.config import BITS, TrainConfig
 from rwkv.distributed import world_size
-from rwkv.errors import UserError
 from rwkv.model.base import generation, n_parameters, of_linear_layer, state_nbytes
 from rwkv.model.lora import adaptable, chosen
 from rwkv.model.loss import rows_at_once
-from rwkv.training.callbacks.checkpoints import FOLDER
 from rwkv.training.device import device_for
 
 FLOAT = 4                                # bytes
@@ -203,87 +199,6 @@ def readable(size: int | None) -> str:
         return "an unknown amount"
     unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB")
     return f"{size / unit:,.{1 if size < 100 * unit else 0}f} {name}"
-
-
-# The capacity check
-
-
-def require_capacity(config: TrainConfig, out_dir: Path, device: torch.device, vocab_size: int) -> None:
-    """Raises UserError if this machine's memory or the disk of out_dir cannot hold what the run needs at least."""
-    here = world_size() // config.trainer.num_nodes
-    sharing = here                       # the processes that share the memory of `device`
-    if device.type == "cuda":            # each process builds the whole model in host memory, before it moves to its own GPU
-        weights = FLOAT * n_parameters(config.model, vocab_size)
-        _require_memory(here * weights, torch.device("cpu"), here, "take a smaller model=")
-        sharing = 1
-    need = sharing * estimate(config, vocab_size, world_size()).least
-    _require_memory(need, device, sharing, _remedy(config, vocab_size, device, sharing))
-    _require_disk(config, out_dir, vocab_size)
-
-
-def _require_memory(need: int, device: torch.device, processes: int, remedy: str) -> None:
-    """need: the bytes that all `processes` on the device need in addition to those that they use already."""
-    free = free_memory(device)
-    if free is not None and need > free:
-        where = "the GPU" if device.type == "cuda" else "this machine"
-        used = _used(device, processes)
-        already = f", {readable(used)} of which the programs take already," if used else ""
-        raise UserError(f"training needs at least {readable(need + used)} of memory{already} and {where} has "
-                        f"{readable(free)} free: {remedy}")
-
-
-def _used(device: torch.device, processes: int) -> int:
-    """The bytes that the processes use already; 0 on a GPU, where they have built nothing yet."""
-    return processes * resident_memory() if device.type == "cpu" else 0
-
-
-def _require_disk(config: TrainConfig, out_dir: Path, vocab_size: int) -> None:
-    """The run's earlier checkpoints are replaced, so their space counts as free."""
-    replaced = sum(path.stat().st_size for path in (out_dir / FOLDER).glob("*.ckpt"))
-    need, free = checkpoint_bytes(config, vocab_size), free_disk(out_dir) + replaced
-    if need > free:
-        raise UserError(f"{n_checkpoints(config.trainer.keep_last)} checkpoints need {readable(need)} of disk, and "
-                        f"{readable(free)} is free at {out_dir}: make room, name another disk with out_dir=, or take "
-                        "trainer.keep_last=1")
-
-
-def _remedy(config: TrainConfig, vocab_size: int, device: torch.device, sharing: int) -> str:
-    """The first of the alternatives that fits, as an advice."""
-    free = free_memory(device)
-    for options, smaller in _smaller(config):
-        need = sharing * estimate(smaller, vocab_size, world_size()).total
-        if free is not None and need <= free:
-            return f"with {options} it would be {readable(need + _used(device, sharing))}"
-    more = ", or several GPUs with trainer=fsdp" if device.type == "cuda" else ""
-    return f"take {_what_to_lessen(config, vocab_size, free, sharing)}{more}"
-
-
-def _what_to_lessen(config: TrainConfig, vocab_size: int, free: int | None, sharing: int) -> str:
-    """The options on which the largest part of the memory depends."""
-    need = estimate(config, vocab_size, world_size())
-    if 2 * need.workers > need.total:
-        return "fewer data.num_workers"
-    if free is None or sharing * need.fixed < free:
-        return "a smaller data.batch_size or model.ctx_len"
-    adapters = config.tune.method == "lora" and need.gradients > frozen_bytes(config, vocab_size)
-    return "a smaller tune.rank" if adapters else "a smaller model="
-
-
-def _smaller(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
-    """The same optimiser steps in less memory, from the option that costs least time: (options, configuration)."""
-    recomputed = with_options(config, activation_checkpointing=True)
-    yield "trainer.activation_checkpointing=true", recomputed
-    yield ("trainer.activation_checkpointing=true trainer.precision=bf16-mixed",
-           with_options(recomputed, precision="bf16-mixed"))
-    batch_size, accumulate = config.data.batch_size, config.trainer.accumulate
-    while batch_size % (2 * world_size()) == 0:
-        batch_size //= 2
-        accumulate *= 2
-        yield (f"trainer.activation_checkpointing=true data.batch_size={batch_size} trainer.accumulate={accumulate}",
-               replace(with_options(recomputed, accumulate=accumulate), data=replace(config.data, batch_size=batch_size)))
-
-
-# Host memory and disks
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:

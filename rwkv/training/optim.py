@@ -1,19 +1,42 @@
-"""The optimiser, its parameter groups and the learning-rate schedule."""
+"""The optimisers, their parameter groups and the learning-rate schedule.
+
+Muon and NorMuon are one optimiser: orthogonalised updates for matrices, AdamW for all other parameters.
+
+    momentum <- mu momentum + (1 - mu) grad;  G = (1 - mu) grad + mu momentum;  W <- W - lr sqrt(max(1, rows / columns)) U V^T
+
+with G = U S V^T. U V^T comes from a few Newton-Schulz iterations, X <- a X + (b A + c A^2) X with A = X X^T, which bring most
+singular values near 1. bfloat16 has digits enough for them. A CPU without instructions for products of bfloat16 computes them
+in float32, which takes it a thirtieth of the time. Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in
+neural networks" (kellerjordan.github.io/posts/muon, 2024). The coefficients of each iteration are optimal for the singular
+values after the iteration before: Amsel et al., "The Polar Express" (arXiv 2505.16932), algorithm 1. They need a largest
+singular value of at most 1, and close to 1. The root of the norm of A bounds it about twice as closely as the norm of X, and
+the first iteration computes A anyway. torch.optim.Muon has five iterations with equal coefficients, scales by the norm of X,
+and takes one matrix after the other; here each product is of all matrices of one shape together.
+
+NorMuon then divides each row by the root of a running mean of its squares, so that all neurons move by similar amounts, and
+keeps the norm of the whole step. Source: Li et al., "NorMuon" (arXiv 2510.05491).
+"""
 
 import math
-from collections.abc import Callable, Mapping
+import operator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from kernels.machine.cpu import matrix_dtype
 from rwkv.config import ORTHOGONAL, OptimConfig
+from rwkv.errors import UserError
 from rwkv.model.base import MATRICES, Model
-from rwkv.training.muon import Muon
 
-OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "muon": Muon, "normuon": partial(Muon, row_beta=0.95)}
+# Coefficients a, b, c of each iteration: singular values above 1/100 of the bound come within 0.28 of 1, and smaller ones
+# grow 77 times.
+POLAR_EXPRESS = ((8.0132, -22.9258, 16.5994), (3.607, -2.6486, 0.5119), (2.6802, -1.998, 0.4572))
+MARGIN = 1.02                            # factor on the bound, against bfloat16's rounding: just above 1 polynomials are steep
+SMALLEST_NORM = 1e-14                    # a lower bound of the norm of A, against division by 0
+SMALLEST_SQUARE = 1e-16                  # the same for the mean squares of rows
 
 
 def parameter_groups(model: Model, optim: OptimConfig) -> list[dict[str, Any]]:
@@ -57,3 +80,142 @@ def lr_factor(optim: OptimConfig, max_steps: int) -> Callable[[int], float]:
         return lowest ** progress if optim.schedule == "exponential" else 1.0
 
     return factor
+
+
+class Muon(torch.optim.Optimizer):
+    """groups: as for torch's optimisers; those with "orthogonal": True hold matrices, and AdamW updates the other groups.
+
+    row_beta: decay of the running mean of a row's squares; 0 for Muon, above 0 for NorMuon. orthogonalize: a function of
+    matrices (N,O,I).
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float, fused: bool,
+                 momentum: float = 0.95, row_beta: float = 0.0,
+                 orthogonalize: Callable[[Tensor], Tensor] | None = None) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "orthogonal": False, "momentum": momentum})
+        self.row_beta = row_beta
+        self.orthogonalize = orthogonalize or orthogonal
+        self._adamw = torch.optim.AdamW(self._others(), lr=lr, betas=betas, eps=eps, fused=fused)
+        self._share()
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = self._adamw.step(closure)
+        for group in self.param_groups:
+            if group["orthogonal"]:
+                for matrices in _by_shape(group["params"]):
+                    self._step_matrices(matrices, group)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises UserError if the state has groups of other sizes: it belongs to another recipe or version."""
+        saved = [len(group["params"]) for group in state_dict["param_groups"]]
+        own = [len(group["params"]) for group in self.param_groups]
+        if saved != own:
+            raise UserError(f"the checkpoint's optimiser has groups of {saved} parameters, and this run's has {own}: it is of "
+                            "another recipe or version of this program; begin a new run with its weights, init_from=")
+        super().load_state_dict(state_dict)
+        self._share()
+
+    def _share(self) -> None:
+        """The inner AdamW shares this optimiser's param_groups and state: schedules and checkpoints see one optimiser."""
+        self._adamw.param_groups = self._others()
+        self._adamw.state = self.state
+        self._stacks: dict[tuple[str, torch.Size], tuple[Tensor, tuple[Tensor, ...]]] = {}       # stacked state, and its views
+
+    def _others(self) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if not group["orthogonal"]]
+
+    def _step_matrices(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
+        """Updates matrices that all have the shape (O,I) and a gradient."""
+        mu = group["momentum"]
+        gradients = torch.stack([matrix.grad for matrix in matrices if matrix.grad is not None])
+        momenta = self._stacked_state(matrices, "momentum", torch.zeros_like)
+        momenta.lerp_(gradients, 1 - mu)
+        steps = self.orthogonalize(gradients.lerp_(momenta, mu))
+        means = None
+        if self.row_beta:
+            means = self._stacked_state(matrices, "rows", lambda matrix: matrix.new_zeros(len(matrix), 1))
+        _update(matrices, steps, means, self.row_beta, group["lr"], group["weight_decay"])
+
+    def _stacked_state(self, matrices: list[Tensor], name: str, initial: Callable[[Tensor], Tensor]) -> Tensor:
+        """The state `name` of all matrices in one tensor; each matrix's own state is a view of it.
+
+        The stack is made anew if other matrices have a gradient, or if load_state_dict has replaced the state.
+        """
+        key = name, matrices[0].shape
+        states = [self.state[matrix].get(name) for matrix in matrices]
+        stack, views = self._stacks.get(key, (None, ()))
+        if stack is None or len(states) != len(views) or any(map(operator.is_not, states, views)):
+            stack = torch.stack([initial(matrix) if state is None else state
+                                 for matrix, state in zip(matrices, states, strict=True)])
+            views = stack.unbind()
+            for matrix, view in zip(matrices, views, strict=True):
+                self.state[matrix][name] = view
+            self._stacks[key] = stack, views
+        return stack
+
+
+def _update(matrices: list[Tensor], steps: Tensor, means: Tensor | None, beta: float, lr: float, decay: float) -> None:
+    """Moves N matrices (O,I) by steps (N,O,I). If there are means (N,O,1), the rows of steps are scaled as in NorMuon."""
+    factors = matrices[0].new_ones(len(matrices), 1, 1) if means is None else _normuon_scale(steps, means, beta)
+    rows, columns = matrices[0].shape
+    factors *= -lr * math.sqrt(max(1, rows / columns))
+    for matrix, step, factor in zip(matrices, steps.unbind(), factors.unbind(), strict=True):
+        if decay:
+            matrix.mul_(1 - lr * decay)
+        matrix.addcmul_(step, factor)
+
+
+def orthogonal(matrices: Tensor) -> Tensor:
+    """Approximately U V^T for each of the matrices (N,O,I) = U S V^T, in the dtype of kernels.machine.cpu.matrix_dtype.
+
+    Singular values far below the largest stay below 1. The norm of a matrix may be 1e-7 to 1e9; outside of this range the
+    result tends to 0.
+    """
+    x, gram = _scaled(matrices.to(matrix_dtype(matrices.device)))
+    for number, (a, b, c) in enumerate(POLAR_EXPRESS):
+        gram = _gram(x) if number else gram
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        x = torch.baddbmm(x, *((factor, x) if _wide(x) else (x, factor)), beta=a)
+    return x
+
+
+def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x and its Gram matrix A, scaled by the bound sqrt(norm_F(A)) so that the spectral norm of x is at most 1."""
+    gram = _gram(x)
+    scale = (MARGIN * gram.norm(dim=(1, 2), keepdim=True).clamp(min=SMALLEST_NORM)).rsqrt()
+    return x * scale, gram * scale.square()
+
+
+def _gram(x: Tensor) -> Tensor:
+    """A of each of x (N,O,I): x x^T or x^T x, the smaller one."""
+    return x @ x.mT if _wide(x) else x.mT @ x
+
+
+def _wide(x: Tensor) -> bool:
+    return x.shape[1] <= x.shape[2]
+
+
+def _normuon_scale(steps: Tensor, means: Tensor, beta: float) -> Tensor:
+    """The factors (N,O,1) of the rows of steps (N,O,I): the inverse root of each row's running mean square, times a factor for
+    each matrix that keeps the norm of its step. Updates means (N,O,1).
+    """
+    squares = torch.linalg.vector_norm(steps, dim=2, keepdim=True, dtype=means.dtype).square_() / steps.shape[2]
+    means.lerp_(squares, 1 - beta)
+    factors = (means + SMALLEST_SQUARE).rsqrt_()
+    kept = squares.sum(1, keepdim=True) / (squares * factors.square()).sum(1, keepdim=True).clamp(min=SMALLEST_SQUARE)
+    return factors.mul_(kept.sqrt_())
+
+
+def _by_shape(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
+    """The matrices with a gradient, in lists of equal shape."""
+    shapes: dict[torch.Size, list[Tensor]] = {}
+    for matrix in matrices:
+        if matrix.grad is not None:
+            shapes.setdefault(matrix.shape, []).append(matrix)
+    return iter(shapes.values())
+
+
+OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
+    "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "muon": Muon, "normuon": partial(Muon, row_beta=0.95)}

@@ -300,7 +300,8 @@ def _one_output() -> bool:
 def reason_of(status: int, reason_file: Path, log_file: Path) -> str:
     """Why a run failed: the signal that ended it, the error that it wrote to reason_file, or the last line of its log."""
     if status < 0:
-        return f"ended by {signal.Signals(-status).name}" + (": out of memory?" if status == -signal.SIGKILL else "")
+        name = signal.Signals(-status).name
+        return f"ended by {name}" + (": out of memory?" if name == "SIGKILL" else "")
     if reason_file.is_file():
         return reason_file.read_text(encoding="utf-8")
     lines = [line for line in log_file.read_text(encoding="utf-8").splitlines() if line.strip()]

@@ -10,7 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from files import NAMES, OFFICIAL, SIZES, hugging_face_tensors
+from files import NAMES, OFFICIAL, SIZES, as_bytes, hugging_face_tensors
 from gguf_files import add_fields, in_parts, write
 from models import small_model, tokens, world_vocabulary
 from refusals import refuses
@@ -18,11 +18,11 @@ from safetensors.torch import save_file
 from tokenizer_files import chatml
 from torch import Tensor
 
-from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
+from rwkv.checkpoint.files import read_checkpoint, tokenizer_of, write_checkpoint
 from rwkv.checkpoint.formats import gguf as our_gguf
 from rwkv.errors import CheckpointError, UserError
 from rwkv.model.rwkv7 import UNUSED
-from rwkv.pretrained import RWKV, tokenizer_of
+from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, WorldTokenizer
 from rwkv.tools import convert
 
@@ -164,10 +164,6 @@ def test_ggmf_is_rwkv_cpps(model: RWKV, tmp_path: Path) -> None:
         header = struct.pack("=3i", tensor.dim(), len(key), tensor.dtype == torch.float16)
         assert header + struct.pack(f"={tensor.dim()}i", *reversed(tensor.shape)) + key + as_bytes(tensor) in content
     assert b"att.x_r\0" not in content
-
-
-def as_bytes(tensor: Tensor) -> bytes:
-    return tensor.detach().contiguous().numpy().tobytes()
 
 
 # GGUF

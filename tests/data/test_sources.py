@@ -87,7 +87,7 @@ def test_a_new_file_leaves_the_order_of_the_others(tmp_path: Path) -> None:
 
 
 def test_one_file_is_split_at_nine_tenths_of_its_characters(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rwkv.data.text_files.CHUNK", 97)   # cuts through characters of several bytes
+    monkeypatch.setattr("rwkv.io.utf8.BLOCK", 97)   # cuts through characters of several bytes
     Path(str(config.path)).write_bytes(TEXT.encode())
     cut = int(len(TEXT) * 0.9)
     assert texts(config) == ([TEXT[:cut]], [TEXT[cut:]])
@@ -300,13 +300,6 @@ def test_a_character_that_cannot_be_encoded_is_named_by_its_place_in_the_file(co
     text = "line\n" * 40_000
     Path(str(config.path)).write_text(f"{text[:place]}\0{text[place + 1:]}")
     refuses(config, f"character {place} ")
-
-
-@pytest.mark.parametrize("tokenizer", ["bpe", "char"])
-def test_half_a_surrogate_pair_is_named_by_its_line(config: DataConfig, tmp_path: Path, tokenizer: str) -> None:
-    path = tmp_path / "half.jsonl"
-    path.write_bytes(b'{"text": "ab"}\n{"text": "a\\ud800"}\n')
-    refuses(of_kind(config, "jsonl", path, tokenizer=tokenizer), "half.jsonl", "line 2")
 
 
 def test_the_kinds_of_data_are_the_files_of_the_folder_and_have_presets() -> None:

@@ -103,13 +103,6 @@ def test_windows_travel_to_a_worker_as_paths(config: DataConfig) -> None:
     assert torch.equal(pickle.loads(sent)[3][0], windows[3][0])
 
 
-def test_a_batch_is_int64_and_contiguous(config: DataConfig) -> None:
-    x, y = next(iter(module(config).train_dataloader()))
-    assert (x.shape, y.shape, x.dtype, y.dtype) == ((4, 16), (4, 16), torch.int64, torch.int64)
-    assert x.is_contiguous()
-    assert y.is_contiguous()
-
-
 def test_validation_predicts_every_token_once_in_order(config: DataConfig) -> None:
     data = module(config)
     batches = list(data.val_dataloader())

@@ -430,20 +430,6 @@ def test_each_end_of_text_and_special_stop_ends_a_text() -> None:
         assert sample.tokens == ([b] if reason != "length" else [b, end, b])
 
 
-def test_a_context_goes_on_as_if_there_had_been_no_break() -> None:
-    model, options = MODELS["torch_scan"], Sampling(temperature=0)
-    whole = "".join(generate(model, BYTES, "The ", 20, temperature=0))
-    engine = Engine(model, BYTES)
-    engine.add_all(["The "], [0], StoppingCriteria(8), options)
-    first = "".join(piece for _, piece in engine)
-    context = engine.context()
-    rest = "".join(generate(model, BYTES, "", 12, temperature=0, context=context))
-    assert (first + rest).encode(errors="replace") == whole.encode(errors="replace")
-    branches = {"".join(generate(model, BYTES, prompt, 5, temperature=0, context=context)) for prompt in ("a", "b", "a")}
-    assert len(branches) == 2
-    assert "".join(generate(model, BYTES, "", 12, temperature=0, context=context)) == rest
-
-
 def test_a_context_taken_in_the_middle_has_read_what_was_written() -> None:
     model = MODELS["conv1d"]
     engine = Engine(model, BYTES)
@@ -481,11 +467,6 @@ def test_a_seed_is_a_text_and_no_other_random_state_is_touched() -> None:
     first, again, other = ("".join(generate(model, BYTES, "x", 30, seed=seed)) for seed in (1, 1, 2))
     assert first == again != other
     assert torch.equal(torch.get_rng_state(), before)
-
-
-@pytest.mark.parametrize("n", [0, 1, 7])
-def test_no_more_tokens_than_asked_for(n: int) -> None:
-    assert "".join(generate(constant(model_for(BYTES), ord("a")), BYTES, "a", n)) == n * "a"
 
 
 def test_a_long_prompt_is_read_in_passes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,8 +6,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -123,15 +121,6 @@ def test_a_line_of_prompts_ends_at_a_newline_alone(tmp_path: Path, name: str, li
     """And a byte order mark is no part of the first one."""
     (tmp_path / name).write_bytes(f"\ufeff{line}\r\n{line}\n".encode())
     assert prompts_from(GenerateConfig(prompts=str(tmp_path / name))) == [NO_LINE_ENDS] * 2
-
-
-@pytest.mark.programs
-def test_generating_imports_nothing_of_training() -> None:
-    program = "import sys, rwkv.generation.output, rwkv.generation.states, rwkv.pretrained; print(*sys.modules)"
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    imported = done.stdout.split()
-    assert "rwkv.generation.engine" in imported
-    assert not [name for name in imported if name.startswith(("lightning", "wandb", "hydra", "rwkv.training", "rwkv.data"))]
 
 
 def test_stop_strings_are_taken_as_typed_and_may_be_several(run: Run) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import jsonschema_rs
 import pytest
 import tokenizer_files
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from models import following, saying, small_model
 from schemas import SCHEMAS, closed, drawn
@@ -197,14 +197,6 @@ def test_a_schema_that_is_nested_too_deeply_is_refused() -> None:
         schema = {"items": schema}
     with pytest.raises(UserError):
         Grammar.json_schema(schema).check()
-
-
-@pytest.mark.thorough
-@settings(max_examples=15, deadline=None)
-@given(seed=st.integers(0, 10**6), temperature=st.sampled_from([0, 0.5, 1, 2]), top_k=st.sampled_from([0, 3]))
-def test_any_schema(seed: int, temperature: float, top_k: int) -> None:
-    schema = drawn(random.Random(seed))
-    finished(schema, texts(Grammar.json_schema(schema), n=1, temperature=temperature, top_k=top_k))
 
 
 def test_without_llguidance_a_sentence_says_how_to_install_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,21 +4,13 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 
 import pytest
 
 from rwkv.io.signals import STOPPING, Signalled, StopRequest, raising
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="Windows has two of these signals")
-
-
-@pytest.fixture(autouse=True)
-def handlers() -> Iterator[None]:
-    before = {number: signal.getsignal(number) for number in STOPPING}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+pytestmark = [pytest.mark.skipif(sys.platform == "win32", reason="Windows has two of these signals"),
+              pytest.mark.usefixtures("handlers")]
 
 
 def send(number: int) -> None:

@@ -344,20 +344,13 @@ def test_results_of_a_compiled_scan_at_one_shape(case: tuple[Any, Any], device: 
     assert not wrong(of, operator, of.inputs(of.shapes[0], of.dtypes[0], device), of.dtypes[0])
 
 
-@pytest.mark.thorough
 @pytest.mark.parametrize("case", SCANS_IN_SOAK, indirect=True)
-def test_results_in_every_dtype(case: tuple[Any, Any], device: str) -> None:
+@pytest.mark.parametrize("shapes", [pytest.param(slice(1, None, 3), id="some", marks=pytest.mark.thorough),
+                                    pytest.param(slice(None), id="every", marks=pytest.mark.soak)])
+def test_results_in_every_dtype(case: tuple[Any, Any], shapes: slice, device: str) -> None:
     of, operator = case
     for dtype in of.dtypes[1:]:
-        for shape in of.shapes[1::3]:
-            assert not wrong(of, operator, of.inputs(shape, dtype, device), dtype), (shape, dtype)
-
-
-@pytest.mark.soak
-def test_results_in_every_dtype_at_every_shape(case: tuple[Any, Any], device: str) -> None:
-    of, operator = case
-    for shape in of.shapes:
-        for dtype in of.dtypes:
+        for shape in of.shapes[shapes]:
             assert not wrong(of, operator, of.inputs(shape, dtype, device), dtype), (shape, dtype)
 
 

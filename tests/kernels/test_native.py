@@ -132,10 +132,6 @@ def of_both() -> list[Tensor]:
     return [tensor for results in found for tensor in results.values()]
 
 
-def same(first: list[Tensor], second: list[Tensor]) -> bool:
-    return all(map(torch.equal, first, second))
-
-
 @pytest.fixture
 def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
@@ -149,7 +145,7 @@ def test_any_number_of_threads_gives_the_bits_of_one(threads: Callable[[int], No
     of_one = of_both()
     for n in (2, 5, 3):
         threads(n)
-        assert all(same(of_both(), of_one) for _ in range(20))
+        assert all(all(map(torch.equal, of_both(), of_one)) for _ in range(20))
 
 
 @in_c
@@ -160,7 +156,7 @@ def test_two_callers_at_once_do_not_disturb_each_other(threads: Callable[[int], 
 
     def work() -> None:
         torch.set_num_threads(3)         # of this thread, in torch
-        found.extend(same(of_both(), expected) for _ in range(20))
+        found.extend(all(map(torch.equal, of_both(), expected)) for _ in range(20))
 
     callers = [threading.Thread(target=work) for _ in range(3)]
     for caller in callers:
@@ -192,17 +188,6 @@ def test_a_forked_child_has_threads_of_its_own(threads: Callable[[int], None]) -
     assert queue.get(timeout=60) == y.double().sum().item()
     child.join(timeout=60)
     assert child.exitcode == 0
-
-
-@pytest.fixture
-def unavailable(monkeypatch: pytest.MonkeyPatch) -> Iterator[pytest.MonkeyPatch]:
-    caches = (native._library, native.levels, why_not)
-    for cached in caches:
-        cached.cache_clear()
-    yield monkeypatch
-    monkeypatch.undo()
-    for cached in caches:
-        cached.cache_clear()
 
 
 def next_choice(operator: str) -> str:

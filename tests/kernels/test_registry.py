@@ -135,19 +135,6 @@ def test_a_torch_that_does_not_script_is_named(monkeypatch: pytest.MonkeyPatch) 
         assert registry.why_not("timex", name).startswith(f"{name} needs torch.jit.script, which torch {torch.__version__} no")
 
 
-def test_an_operator_is_a_folder_that_says_what_is_measured(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One that is not finished is no operator yet."""
-    for file in ("done/__init__.py", "done/cases.py", "begun/__init__.py", "lost/cases.py"):
-        (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).touch()
-    monkeypatch.setattr(registry, "__file__", str(tmp_path / "registry.py"))
-    registry.operators.cache_clear()
-    try:
-        assert registry.operators() == ("done",)
-    finally:
-        registry.operators.cache_clear()
-
-
 def test_an_error_inside_an_implementation_is_not_taken_for_a_missing_package(tmp_path: Path,
                                                                               monkeypatch: pytest.MonkeyPatch) -> None:
     """Only ModuleNotFoundError means that something is not installed; anything else must surface."""

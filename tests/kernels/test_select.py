@@ -47,15 +47,6 @@ def test_a_convolution_that_is_unsound_in_a_quotient_is_refused(with_stubs: None
         assert name not in select.selectable("wkv4")
 
 
-def test_a_kernel_whose_package_is_missing_is_selectable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its name is known, and selecting it names what to install."""
-    def missing(op: str, name: str) -> None:
-        raise KernelUnavailable(f"{name} needs the package away")
-
-    monkeypatch.setattr(select, "load", missing)
-    assert set(registry.names("timex")) <= set(select.selectable("wkv4"))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize(("missing", "chosen"), [("", "taichi_scan"), ("taichi_scan", "torch_scan")])
 def test_auto_takes_the_first_of_its_order_that_runs(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, missing: str,
@@ -74,12 +65,6 @@ def test_why_auto_names_what_is_not_measured(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(select.RULES, ("wkv4", "cuda", "bfloat16"), rule)
     announced = select.why_auto("wkv4", "cuda", torch.bfloat16)
     assert announced == "taichi_scan (chosen by auto: it is away; not measured on cuda yet)"
-
-
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_auto_computes_in_the_dtype_it_is_chosen_for(dtype: torch.dtype) -> None:
-    time_decay, time_first, k, v, _ = cases.inputs(2, 9, 3, dtype=dtype)
-    assert select.select("wkv4", "auto", "cpu", dtype)(time_decay, time_first, k, v)[0].dtype == dtype
 
 
 def needs_a_compiler(name: str, operator: str = "wkv4") -> bool:

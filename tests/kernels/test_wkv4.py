@@ -66,11 +66,10 @@ def test_the_reference_is_the_sum(spread: float, of: str) -> None:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("spread", cases.SPREADS)
-def test_output_state_and_gradients(wkv: WKV4, spread: str, device: str) -> None:
-    """From nothing and from a state."""
+def test_output_state_and_gradients_at_a_wide_spread(wkv: WKV4, device: str) -> None:
+    """From nothing and from a state. test_conformance.py has the usual spread."""
     for shape in cases.SHAPES:
-        inputs = cases.inputs(*shape, cases.SPREADS[spread], device=device)
+        inputs = cases.inputs(*shape, cases.SPREADS["+-23"], device=device)
         assert not against_reference(wkv, inputs), shape
         assert not against_reference(wkv, (*inputs[:4], None)), shape
 
@@ -168,10 +167,14 @@ def test_the_first_step_is_its_own_v(wkv: WKV4, first: float, device: str) -> No
 
 
 def test_whole_is_chunks_is_steps(wkv: WKV4, device: str) -> None:
-    time_decay, time_first, k, v, state = cases.inputs(3, 131, 5, device=device)
-    whole = wkv(time_decay, time_first, k, v, state)
-    chunks = in_pieces(lambda k, v, state: wkv(time_decay, time_first, k, v, state), k, v, state, (50, 1, 16, 64))
-    steps = in_pieces(lambda k, v, state: step(time_decay, time_first, k, v, state), k, v, state, [1] * 131)
+    check_whole_is_pieces(wkv, cases.inputs(3, 131, 5, device=device), (50, 1, 16, 64))
+
+
+def check_whole_is_pieces(wkv: WKV4, inputs: WKVInputs, lengths: tuple[int, ...]) -> None:
+    time_decay, time_first, k, v, state = inputs
+    whole = wkv(*inputs)
+    chunks = in_pieces(lambda k, v, state: wkv(time_decay, time_first, k, v, state), k, v, state, lengths)
+    steps = in_pieces(lambda k, v, state: step(time_decay, time_first, k, v, state), k, v, state, [1] * k.shape[1])
     for pieces in (chunks, steps):
         found = errors(outputs(*pieces), outputs(*whole))
         assert not misses(found, cases.tolerance())
@@ -287,12 +290,6 @@ def test_one_compilation_serves_every_size(device: str) -> None:
     for shape in ((1, 8, 1), (1, 33, 4), (3, 16, 3), (2, 5, 2)):
         assert not against_reference(scan, cases.inputs(*shape, device=device))
     assert counters["stats"]["unique_graphs"] == before > 0
-
-
-def test_a_state_starts_empty_and_in_float32() -> None:
-    state = WKVState.empty(2, 3)
-    assert [part.dtype for part in state] == [torch.float32] * 3
-    assert [float(part[0, 0]) for part in state] == [0.0, 0.0, pytest.approx(-1e38)]
 
 
 def test_a_block_has_at_least_one_step() -> None:

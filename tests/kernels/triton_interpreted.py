@@ -19,7 +19,7 @@ from kernels.softmax import Softmax
 from kernels.softmax import cases as softmax_cases
 from kernels.timex import TimeX
 from kernels.timex import cases as timex_cases
-from kernels.wkv4 import WKV4, WKVState
+from kernels.wkv4 import WKV4
 from kernels.wkv4 import cases as wkv_cases
 from kernels.wkv7 import WKV7
 from kernels.wkv7 import cases as wkv7_cases
@@ -47,14 +47,12 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
             monkeypatch.setattr(module, name, size)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 1), (3, 5, 11), (5, 2, 129), (1, 1, 300), (17, 2, 70), (70, 2, 65)], ids=str)
-def test_timex(shape: tuple[int, int, int]) -> None:
+@pytest.mark.parametrize(("shape", "dtype"), [
+    *((shape, torch.float32) for shape in ((1, 1, 1), (3, 5, 11), (5, 2, 129), (1, 1, 300), (17, 2, 70), (70, 2, 65))),
+    ((3, 2, 70), torch.bfloat16)], ids=str)
+def test_timex(shape: tuple[int, int, int], dtype: torch.dtype) -> None:
     """Blocks of 16, 64 and 128 rows, one and several, whole and not."""
-    assert not wrong("timex", "triton_v0", shape)
-
-
-def test_timex_in_bfloat16() -> None:
-    assert not wrong("timex", "triton_v0", (3, 2, 70), torch.bfloat16)
+    assert not wrong("timex", "triton_v0", shape, dtype)
 
 
 def test_timex_causality_and_the_same_bits_twice() -> None:
@@ -108,13 +106,7 @@ def test_what_is_not_finite_shows_from_its_step_on(where: str, value: float) -> 
 
 
 def test_wkv_whole_is_pieces() -> None:
-    time_decay, time_first, k, v, state = wkv_cases.inputs(1, 23, 3)
-    whole, _ = WKV4("triton_scan")(time_decay, time_first, k, v, state)
-    pieces = []
-    for k_piece, v_piece in zip(k.split((17, 1, 5), 1), v.split((17, 1, 5), 1), strict=True):
-        y, state = WKV4("triton_scan")(time_decay, time_first, k_piece, v_piece, WKVState(*state))
-        pieces.append(y)
-    torch.testing.assert_close(torch.cat(pieces, 1), whole)
+    conformance.check_whole_is_pieces(WKV4("triton_scan"), wkv_cases.inputs(1, 23, 3), (17, 1, 5))
 
 
 def test_wkv_in_bfloat16() -> None:

@@ -101,19 +101,6 @@ def test_decoding_and_the_model_agree_after_any_change_of_any_weight(dtype: str,
         replaced(model, name, 1 - before)
 
 
-@pytest.mark.compiles
-@pytest.mark.parametrize("change", CHANGES)
-@each_generation
-@torch.no_grad()
-def test_a_few_rows_of_the_head_are_decoded_as_they_are(change: Change, generation: str) -> None:
-    model = frozen(generation=generation)
-    _, state = model.prefill(torch.tensor([[1, 2]]))
-    decoder_of(model, state).step(torch.tensor([3]))
-    change(model, "head.weight", model.head.weight)
-    logits = decoder_of(model, state).step(torch.tensor([3]))
-    torch.testing.assert_close(logits, model.prefill(torch.tensor([[3]]), state)[0], rtol=1e-4, atol=1e-4)
-
-
 @torch.no_grad()
 def test_what_was_read_with_other_weights_is_not_taken_from_a_cache() -> None:
     model, cache = frozen(), PrefixCache()

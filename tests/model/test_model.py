@@ -9,8 +9,8 @@ from functools import cache
 
 import pytest
 import torch
-from implementations import compiled_in_soak, implementation
-from models import OPERATORS, assert_same_state, each_generation, every_kernel, small_config, small_model, tokens
+from implementations import compiled_in_soak
+from models import OPERATORS, assert_same_state, each_form, each_generation, every_kernel, small_config, small_model, tokens
 from torch import Tensor
 
 from kernels.select import select
@@ -23,11 +23,7 @@ def close(actual: Tensor, expected: Tensor, atol: float) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol, check_dtype=False)
 
 
-TAICHI_SCAN = implementation("wkv4", "taichi_scan", "rwkv4", "taichi_scan")
-KERNELS = pytest.mark.parametrize(("generation", "kernel"), compiled_in_soak(every_kernel()))
-
-
-@KERNELS
+@pytest.mark.parametrize(("generation", "kernel"), compiled_in_soak(every_kernel()))
 @torch.no_grad()
 def test_parallel_chunked_and_recurrent_forms_agree(generation: str, kernel: str) -> None:
     model = small_model(kernel, generation=generation)
@@ -42,7 +38,7 @@ def test_parallel_chunked_and_recurrent_forms_agree(generation: str, kernel: str
         assert_same_state(state_so_far, state)
 
 
-@KERNELS
+@each_form
 def test_a_single_step_with_gradient_is_the_one_without(generation: str, kernel: str) -> None:
     """Without a gradient it is WKV4.step, with one the kernel."""
     model = small_model(kernel, generation=generation)
@@ -105,7 +101,7 @@ def test_a_state_of_another_shape_is_refused(T: int, generation: str, other: dic
         model(tokens(model, T=T), state)
 
 
-@KERNELS
+@each_form
 @torch.no_grad()
 def test_a_later_token_changes_nothing_earlier(generation: str, kernel: str) -> None:
     model = small_model(kernel, generation=generation)
@@ -117,7 +113,7 @@ def test_a_later_token_changes_nothing_earlier(generation: str, kernel: str) -> 
     assert not torch.isclose(one[:, 12:], other[:, 12:]).all(-1).any()
 
 
-@KERNELS
+@each_form
 def test_packed_texts_do_not_see_each_other(generation: str, kernel: str) -> None:
     """Of three texts in one row only the tokens of the one in the loss have a gradient, whatever their neighbours are."""
     model = small_model(kernel, generation=generation, vocab_size=60)
@@ -145,7 +141,7 @@ def test_prefill_is_the_last_position_and_rows_do_not_see_each_other(generation:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("generation", "kernel"), [TAICHI_SCAN, ("rwkv4", "conv1d"), ("rwkv7", "reference")])
+@each_form
 def test_gradients_of_each_sample(generation: str, kernel: str) -> None:
     """By torch.func, of the whole model: the ones that autograd has of one sample after the other."""
     model = small_model(kernel, generation=generation)
@@ -183,10 +179,8 @@ IN_BF16 = {"rwkv4": ({}, 0.1), "rwkv7": ({"n_embd": 32, "head_size": 32}, 0.25)}
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("generation", "kernel"), [("rwkv4", "conv1d"), ("rwkv4", "torch_scan"), TAICHI_SCAN,
-                                                    ("rwkv7", "reference"), ("rwkv7", "torch_chunk")])
+@each_form
 def test_bf16_autocast_is_close_and_trains(generation: str, kernel: str) -> None:
-    """One implementation of each form; every kernel in both dtypes is in tests/kernels."""
     sizes, allowed = IN_BF16[generation]
     model = small_model(kernel, generation=generation, **sizes)
     task, x, y = LanguageModel(model, OptimConfig(), 1, 1), tokens(model), tokens(model, seed=2)
@@ -298,8 +292,8 @@ def train(generation: str, kernel: str, steps: int = 20) -> list[float]:
 
 
 @pytest.mark.thorough
-@KERNELS
-def test_twenty_training_steps_are_the_same_under_every_kernel(generation: str, kernel: str) -> None:
+@each_form
+def test_twenty_training_steps_are_the_same_in_every_form(generation: str, kernel: str) -> None:
     reference = train(generation, "reference")
     assert reference[-1] < 0.75 * reference[0], "20 steps that learn nothing prove nothing"
     assert train(generation, kernel) == pytest.approx(reference, abs=1e-4)

@@ -1,32 +1,25 @@
-"""What the server does before it says that it is ready."""
+"""What the server does before it says that it is ready, and with what loop."""
 
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import httpx
 import pytest
 from models import small_model
+from serving_runs import Running
 
 from rwkv.config import ServeConfig
 from rwkv.generation.engine import Engine
 from rwkv.generation.prefill import PrefixCache
-from rwkv.io.signals import STOPPING
 from rwkv.serving import worker
 from rwkv.serving.messages import Ready
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 
-@pytest.fixture
-def _signals() -> Iterator[None]:
-    """The engine's process ignores some."""
-    before = {number: signal.getsignal(number) for number in STOPPING}
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
-
-
-@pytest.mark.usefixtures("_signals")
+@pytest.mark.usefixtures("handlers")             # the engine's process ignores some signals
 def test_the_engine_is_warm_before_it_is_ready() -> None:
     """A prompt was read and tokens were written before Ready is sent."""
     done: list[Any] = []
@@ -58,3 +51,16 @@ def test_warming_up_leaves_nothing_behind() -> None:
         pass
     assert after == its_rows[0].sample.text
     assert entries == 1
+
+
+@pytest.mark.programs
+def test_without_uvloop_it_serves_and_stops(start: Callable[..., Running], tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "uvloop.py").write_text("raise ModuleNotFoundError(\"No module named 'uvloop'\", name='uvloop')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    server = start()
+    answer = httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "max_tokens": 3}, timeout=60)
+    assert answer.status_code == 200
+    assert "asyncio" in server.log
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(30) == 0

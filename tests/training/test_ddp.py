@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import time
 from collections import Counter
 from datetime import timedelta
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from forked import free_port
 from torch import distributed, multiprocessing
 from training_runs import SMALL, TEXT, Done, assert_same_training, done_here, finish, losses, start, wait_for
 
@@ -70,10 +70,7 @@ def impatient(rank: int, folder: Path, port: int) -> None:
 @pytest.mark.soak
 def test_the_others_wait_as_long_as_the_first_one_needs(tmp_path: Path) -> None:
     """It tokenises for all, for hours where there is much; torch's own patience, half an hour, is a second here."""
-    with socket.socket() as sock:
-        sock.bind(("localhost", 0))
-        port = sock.getsockname()[1]
-    multiprocessing.spawn(impatient, (tmp_path, port), nprocs=2)
+    multiprocessing.spawn(impatient, (tmp_path, free_port()), nprocs=2)
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["tokenised", "tokenised"]
 
 

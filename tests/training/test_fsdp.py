@@ -1,7 +1,6 @@
 """trainer=fsdp as Lightning wraps it, on two processes of the CPU: the losses and gradient norms of one process, to the end."""
 
 import os
-import socket
 import uuid
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from forked import METHOD, preloaded
+from forked import METHOD, free_port, preloaded
 from lightning.pytorch.strategies import FSDPStrategy, fsdp
 from models import small_model
 from torch import Tensor, distributed, multiprocessing, nn
@@ -58,12 +57,6 @@ def one_of_two(rank: int, port: int, folder: Path) -> None:
     strategy.model = FullyShardedDataParallel(task, device_id=torch.device("cpu"), **strategy.kwargs)
     torch.save(trained(task, strategy, slice(rank, None, 2)), folder / f"{rank}.pt")
     distributed.destroy_process_group()
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("localhost", 0))
-        return int(sock.getsockname()[1])
 
 
 @pytest.mark.programs

@@ -1,19 +1,16 @@
-"""make soak: RWKV-7 under every kernel by one sweep, and in two processes."""
+"""make soak: RWKV-7 under every kernel by one sweep."""
 
 from pathlib import Path
 
 import pytest
 from models import reasons
-from training_runs import ROOT, SMALL, TEXT, finish, losses, start
+from training_runs import ROOT, finish, losses, start
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
 KERNELS = [name for name, reason in reasons("wkv7").items() if reason is None]
 RECIPE = ("model=rwkv7_tiny", "optim=adamw", "optim.lr=6e-4", "trainer.max_steps=50", "trainer.log_every=1",
           "trainer.val_every=50", "trainer.sample_tokens=0", "logger=csv", f"data.cache_dir={ROOT / '.cache'}")
-TWO = ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
-
-
 @pytest.mark.parametrize(("eps", "allowed"), [("1e-8", 1e-4), ("1e-18", None)])
 def test_fifty_steps_under_every_kernel(tmp_path: Path, eps: str, allowed: float | None) -> None:
     """With the official eps, 1e-18, rounding decides updates where a gradient is almost 0: the difference is printed alone."""
@@ -31,13 +28,3 @@ def test_fifty_steps_under_every_kernel(tmp_path: Path, eps: str, allowed: float
         assert allowed is None or difference <= allowed
     page = (tmp_path / "sweep" / "report.html").read_text()
     assert all(name in page for name in KERNELS)
-
-
-def test_two_processes_have_the_losses_of_one(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    run = (*SMALL, "logger=csv", "model.generation=rwkv7", "model.head_size=8", "trainer.max_steps=20", "trainer.val_every=10")
-    for name, more in (("one", ()), ("two", TWO), ("less", (*TWO, "trainer.activation_checkpointing=true"))):
-        done = finish(start(tmp_path, "train", *run, *more, f"out_dir={name}"))
-        assert done.status == 0, done.error
-        for column in ("train/loss", "val/loss"):
-            assert losses(tmp_path / name, column) == pytest.approx(losses(tmp_path / "one", column), abs=1e-5)

@@ -30,7 +30,7 @@ from rwkv.config import LENGTHS, DataConfig, ModelConfig, OptimConfig, TrainConf
 from rwkv.data.documents import Segments
 from rwkv.errors import UserError
 from rwkv.pretrained import RWKV
-from rwkv.training import memory, plan
+from rwkv.training import memory, plan, setup
 from rwkv.training.callbacks.metrics import peak_memory_mib
 from rwkv.training.length import with_default_length, with_max_steps
 from rwkv.training.memory import free_disk, free_memory
@@ -196,7 +196,7 @@ def fits(config: TrainConfig, free: int, V: int, monkeypatch: pytest.MonkeyPatch
     """The error message if the configuration does not fit into `free` bytes, else None."""
     with_memory(free, GB // 10, monkeypatch)
     try:
-        memory.require_capacity(config, Path("run"), CPU, V)
+        setup.require_capacity(config, Path("run"), CPU, V)
     except UserError as error:
         return str(error)
     return None
@@ -204,7 +204,7 @@ def fits(config: TrainConfig, free: int, V: int, monkeypatch: pytest.MonkeyPatch
 
 def with_memory(free: int, used: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, found in (("free_memory", lambda device: free), ("resident_memory", lambda: used)):
-        monkeypatch.setattr(memory, name, found)
+        monkeypatch.setattr(setup, name, found)
 
 
 @pytest.mark.parametrize(("free", "remedy"), [
@@ -246,12 +246,12 @@ def test_a_run_is_refused_only_if_three_quarters_of_the_estimate_do_not_fit(monk
 def test_checkpoints_that_the_disk_cannot_hold_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Checkpoints that the run has already are replaced, so that their space is free."""
     config, size = configured(2, 64, 8, 128), 12 * memory.n_parameters(ModelConfig(n_layer=2, n_embd=64), 256)
-    monkeypatch.setattr(memory, "free_disk", lambda folder: 4 * size - 1)
+    monkeypatch.setattr(setup, "free_disk", lambda folder: 4 * size - 1)
     with pytest.raises(UserError):
-        memory.require_capacity(config, tmp_path, CPU, 256)
+        setup.require_capacity(config, tmp_path, CPU, 256)
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "last.ckpt").write_bytes(b"x")
-    memory.require_capacity(config, tmp_path, CPU, 256)
+    setup.require_capacity(config, tmp_path, CPU, 256)
 
 
 # Tokens and steps

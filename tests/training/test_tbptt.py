@@ -1,7 +1,6 @@
 """True BPTT over segments: the gradients of one long sequence, no leak between documents, the memory of one segment."""
 
 import copy
-import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -11,11 +10,9 @@ import lightning
 import numpy as np
 import pytest
 import torch
-from implementations import compiled_in_soak
-from models import assert_same_gradients, assert_same_state, each_generation, every_kernel, small_model
+from models import assert_same_gradients, assert_same_state, each_form, each_generation, small_model
 from token_arrays import token_array_of
 from torch import Tensor
-from training_runs import SMALL, TEXT, assert_same_training, finish, killed_and_continued, start
 
 from kernels.bench.peak_memory import extra_bytes
 from rwkv.config import OptimConfig, TrainerConfig
@@ -57,7 +54,7 @@ def gradients(task: LanguageModel, loss: Tensor) -> dict[str, Tensor]:
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize(("generation", "kernel"), compiled_in_soak(every_kernel(), "taichi_"))
+@each_form
 def test_gradients_are_those_of_each_document_as_one_sequence(generation: str, kernel: str) -> None:
     """Two documents in the first row, the first of 12 tokens in segments of 8; one in each of the others."""
     task, read = learner(kernel, generation=generation), batch()
@@ -256,32 +253,3 @@ def test_a_run_goes_on_to_the_bit(tmp_path: Path, generation: str, precision: st
     for one, other in zip(whole, resumed, strict=True):
         assert one.keys() == other.keys() != set()
         assert all(torch.equal(one[name], other[name]) for name in one)
-
-
-RUN = (*SMALL[3:], "debug=fast", "data=jsonl", "data.path=text.jsonl", "logger=csv", "model.n_layer=1",
-       "model.ctx_len=16", "trainer.tbptt=3")
-TWO = ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("segments")
-    texts = (TEXT[start:start + start % 300].partition("\n")[0] for start in range(0, 4000, 37))
-    (folder / "text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts), encoding="utf-8")
-    return folder
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(3600)
-@pytest.mark.parametrize(("name", "options"), [
-    ("one", ()),
-    ("bf16", ("data.num_workers=2", "trainer.accumulate=2", "trainer.precision=bf16-mixed")),
-    ("two", TWO),
-])
-def test_a_run_killed_five_times_is_the_run_that_was_not(folder: Path, name: str, options: tuple[str, ...]) -> None:
-    arguments = (*RUN, *options, "trainer.max_steps=300", "trainer.val_every=35", "trainer.checkpoint_every=14")
-    whole = finish(start(folder, "train", *arguments, f"out_dir=whole_{name}"))
-    assert whole.status == 0, whole.error
-    done = killed_and_continued(folder, arguments, f"killed_{name}", 5, 300, seed=3)
-    assert done.status == 0, done.error
-    assert_same_training(folder / f"killed_{name}", folder / f"whole_{name}")

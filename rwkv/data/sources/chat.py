@@ -30,10 +30,11 @@ from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import think_of
 from rwkv.config import DataConfig
-from rwkv.data.source import Document, Source, chunks_of, in_validation, sha256
+from rwkv.data.source import Document, Source, chunks_of, in_validation
 from rwkv.data.sources.jsonl import ENDINGS, entries, files
 from rwkv.data.text_files import matching, names_and_hashes
 from rwkv.errors import UserError
+from rwkv.io.cache import sha256
 
 PATH = "a .jsonl or .jsonl.gz file of conversations, a folder of them, or a pattern"
 LOCAL = True

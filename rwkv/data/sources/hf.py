@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from rwkv.config import DataConfig
-from rwkv.data.source import Source, sha256, split_documents
+from rwkv.data.source import Source, split_documents
 from rwkv.data.text_files import contents
 from rwkv.errors import UserError
+from rwkv.io.cache import sha256
 
 PATH = "a folder that save_to_disk made, a .parquet, .arrow, .json or .csv file, or a dataset's name"
 LOCAL = False

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from rwkv.config import DataConfig
-from rwkv.data.source import Source, sha256, split_documents
-from rwkv.data.text_files import matching, names_and_hashes, open_file
+from rwkv.data.source import Source, split_documents
+from rwkv.data.text_files import matching, names_and_hashes
 from rwkv.errors import UserError
+from rwkv.io.cache import sha256
 from rwkv.io.json_lines import parse, text_of
-from rwkv.io.utf8 import decode
+from rwkv.io.utf8 import decode, open_file
 
 PATH = "a .jsonl or .jsonl.gz file, a folder of them, or a pattern"
 LOCAL = True

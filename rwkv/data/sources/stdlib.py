@@ -6,8 +6,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rwkv.config import DataConfig
-from rwkv.data.source import Document, Source, chunks_of, count_reaching, rank, sha256
+from rwkv.data.source import Document, Source, chunks_of, count_reaching, rank
 from rwkv.errors import UserError
+from rwkv.io.cache import sha256
 
 PATH = ""
 LOCAL = False

@@ -4,9 +4,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rwkv.config import DataConfig
-from rwkv.data.source import Document, Source, count_reaching, rank, sha256, validation_begins
-from rwkv.data.text_files import chunks, contents, matching, names_and_hashes
+from rwkv.data.source import Document, Source, count_reaching, rank, validation_begins
+from rwkv.data.text_files import contents, matching, names_and_hashes
 from rwkv.errors import UserError
+from rwkv.io.cache import sha256
+from rwkv.io.utf8 import chunks
 
 PATH = "a text file in UTF-8, a folder of .txt files, or a pattern such as books/**/*.md"
 LOCAL = True

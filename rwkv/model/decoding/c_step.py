@@ -5,19 +5,21 @@ generation's c_model(model, builder) makes its own. A model keeps its CStep for 
 """
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels import native
+from kernels import native, registry
+from kernels.draw import Draw
 from kernels.machine.memory import available_memory
 from kernels.matvec import FORMS, KINDS, Int8
+from kernels.select import AUTO, resolve
 from rwkv.model.decoding.layers import PLAIN
 from rwkv.model.derived import exact_copies, tensors_of
 from rwkv.model.hooks import untouched
-from rwkv.model.operators import drawing
 from rwkv.model.quantized import Int4Linear, Int8Linear
 
 LANES = 8                                # all widths are multiples of it
@@ -92,6 +94,14 @@ def step_of(model: Any) -> CStep:
     """The step of a model for which why_not is None. The model's weights must live as long as the step is used."""
     step: CStep = model.kept.of(model, CStep)
     return step
+
+
+@cache
+def drawing() -> Draw | None:
+    """The function of kernels/draw for this CPU; None where no implementation can run: PyTorch draws tokens then."""
+    name = resolve("draw", AUTO)
+    function: Draw | None = None if registry.why_not("draw", name) else registry.load("draw", name).draw
+    return function
 
 
 def why_not(model: Any) -> str | None:

@@ -9,8 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.matvec import MOST_ROWS
-from rwkv.model.operators import matvec_for
-from rwkv.model.quantized import Int4Linear, Int8Linear, products
+from rwkv.model.quantized import Int4Linear, Int8Linear, matvec_for, products
 
 Products = Callable[[Tensor], list[Tensor]]
 VECTOR = 32                              # a multiple of the lanes of PyTorch's vectors

@@ -9,10 +9,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from rwkv.config import ENGLISH, TrainConfig
-from rwkv.data.text_files import open_file
 from rwkv.distributed import log
 from rwkv.errors import UserError
 from rwkv.evaluation import count_tokens
+from rwkv.io.utf8 import open_file
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 

@@ -8,8 +8,9 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from rwkv.chat.names import choose_template
-from rwkv.checkpoint.files import Checkpoint, assumed_tokenizer, read_checkpoint, require_tokenizer
+from rwkv.checkpoint.files import Checkpoint, assumed_tokenizer, read_checkpoint, tokenizer_of
 from rwkv.config import DataConfig, ModelConfig, TrainConfig
+from rwkv.data.prepare import FROM_TEXT
 from rwkv.distributed import log
 from rwkv.errors import CheckpointError, UserError
 from rwkv.model.base import generation
@@ -17,7 +18,6 @@ from rwkv.model.lora import chosen
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 NOT_A_SIZE = "ctx_len"                   # the option of model on which no weight depends
-MADE_FROM_DATA = ("bpe", "char")         # tokenizers that depend on the text
 
 
 def open_init_checkpoint(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, Checkpoint, Tokenizer]:
@@ -61,19 +61,14 @@ def _require_sizes(config: ModelConfig, found: ModelConfig, given: Collection[st
 
 def _tokenizer(data: DataConfig, given: Collection[str], checkpoint: Checkpoint) -> Tokenizer:
     """The checkpoint's tokenizer, or the one that data.tokenizer names. Raises CheckpointError if the two differ."""
-    if checkpoint.tokenizer is not None and "data.tokenizer" not in given:
-        tokenizer = Tokenizer.from_dict(checkpoint.tokenizer, data.end_of_text, "data.end_of_text")
-        name = "the tokenizer in the file"
-    elif "data.tokenizer" not in given and (assumed := assumed_tokenizer(checkpoint)):
-        tokenizer = Tokenizer.named(assumed, "data.tokenizer", end_of_text=data.end_of_text)
-        name = f"data.tokenizer={assumed}"
-        log(f"tokenizer  {assumed}: {checkpoint.path} carries none, and its vocabulary is as large as that of the World models")
-    elif data.tokenizer in MADE_FROM_DATA:
+    assumed = assumed_tokenizer(checkpoint)
+    if "data.tokenizer" not in given and (checkpoint.tokenizer or assumed):
+        if assumed:
+            log(f"tokenizer  {assumed}: {checkpoint.path} carries none, and its vocabulary is as large as that of the World "
+                "models")
+        return tokenizer_of(checkpoint, None, data.end_of_text, "data.tokenizer")
+    if data.tokenizer in FROM_TEXT:
         remedy = "leave data.tokenizer out" if checkpoint.tokenizer else "name theirs: data.tokenizer=FILE.json, or world"
         raise CheckpointError(f"data.tokenizer={data.tokenizer} makes a tokenizer from the data, and the weights in "
                               f"{checkpoint.path} ({checkpoint.vocab_size} tokens) were trained with another: {remedy}")
-    else:
-        tokenizer = Tokenizer.named(data.tokenizer, "data.tokenizer", end_of_text=data.end_of_text, like=checkpoint.tokenizer)
-        name = f"data.tokenizer={data.tokenizer}"
-    require_tokenizer(checkpoint, tokenizer, name)
-    return tokenizer
+    return tokenizer_of(checkpoint, data.tokenizer, data.end_of_text, "data.tokenizer")

@@ -52,9 +52,8 @@ def steps(checkpoints: Path) -> dict[str, int]:
 
 @pytest.mark.programs
 @pytest.mark.usefixtures("broken")
-@pytest.mark.parametrize("log_every", [1, 100])
-def test_a_run_that_diverges_ends_and_keeps_its_good_checkpoints_and_its_report(run: Run, folder: Path, log_every: int) -> None:
-    status, output, error = run("train", *BRIEF, f"trainer.log_every={log_every}", "trainer.sample_every=2")
+def test_a_run_that_diverges_ends_and_keeps_its_good_checkpoints_and_its_report(run: Run, folder: Path) -> None:
+    status, output, error = run("train", *BRIEF, "trainer.log_every=100", "trainer.sample_every=2")
     assert (status, output) == (2, "")
     last = error.splitlines()[-1]
     assert last.startswith("error: ")

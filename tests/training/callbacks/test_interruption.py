@@ -72,10 +72,10 @@ def test_a_sigterm_to_all_processes_of_a_job_costs_nothing(folder: Path, whole: 
     assert losses(folder / "all") == losses(whole)
 
 
-@pytest.mark.parametrize("environment", [SLURM, LSF, OTHERS], ids=["slurm", "lsf", "others"])
-def test_one_process_is_one_process_in_any_batch_system(folder: Path, whole: Path, tmp_path: Path, environment: dict[str, str],
+def test_one_process_is_one_process_in_any_batch_system(folder: Path, whole: Path, tmp_path: Path,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in environment.items():
+    """SLURM's variables are those of the run above."""
+    for name, value in (LSF | OTHERS).items():
         monkeypatch.setenv(name, value)
     done = done_here(folder, "train", *RUN, f"out_dir={tmp_path}/run")
     assert done.status == 0, done.error

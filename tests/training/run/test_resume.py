@@ -7,7 +7,6 @@ import random
 import shutil
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,16 +126,6 @@ def test_options_of_the_optimiser_count_from_the_next_step_on(run: Run, begun: s
             assert group[name] == pytest.approx(configured[name])
 
 
-@pytest.mark.programs
-def test_at_a_rate_of_nothing_no_weight_moves_any_more(run: Run) -> None:
-    begin(run, "optim=muon")
-    before = read_weights(Path("run"))
-    rates = ("optim.lr=1e-20", "optim.min_lr=1e-20", "optim.matrix_lr=0")
-    assert run("train", "resume=auto", "out_dir=run", "trainer.max_steps=3", *rates)[0] == 0
-    for weight, after in zip(before, read_weights(Path("run")), strict=True):
-        torch.testing.assert_close(weight, after, rtol=0, atol=1e-12)
-
-
 @pytest.fixture(scope="module")
 def muons(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The directory of a run by Muon that was begun, and in which nothing may change."""
@@ -189,14 +178,6 @@ def test_an_option_of_a_newer_version_is_named(tmp_path: Path, option: str) -> N
     (tmp_path / "config.yaml").write_text(yaml.safe_dump(saved), encoding="utf-8")
     with pytest.raises(UserError):
         open_run(TrainConfig(resume="auto", out_dir=str(tmp_path)), [], [])
-
-
-def test_tokens_given_stand_in_the_place_of_an_experiments_steps(tmp_path: Path) -> None:
-    asked = TrainConfig(trainer=TrainerConfig(max_tokens=1e5))
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_plain(asked)), encoding="utf-8")
-    config = open_run(replace(asked, resume="auto", out_dir=str(tmp_path)), ["experiment", "trainer.max_tokens"],
-                      ["trainer.max_steps"]).config
-    assert config.trainer.max_steps == -(-100_000 // config.tokens_per_step)
 
 
 def test_steps_given_stand_in_the_place_of_an_experiments_tokens(tmp_path: Path) -> None:
@@ -362,10 +343,6 @@ def test_random_numbers_go_on(tmp_path: Path) -> None:
     callback.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
     callback.on_train_start()
     assert drawn() == expected
-
-
-def read_weights(run: Path) -> list[torch.Tensor]:
-    return list(torch.load(run / "checkpoints" / "last.ckpt", weights_only=True)["state_dict"].values())
 
 
 def write(run: Path, number: int) -> None:

@@ -10,7 +10,7 @@ from training_runs import SMALL, assert_same_training, damage, finish, killed_an
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(3600)]
 
-STEPS, KILLS, KILLS_OF_TWO = 1000, 20, 5
+STEPS, KILLS = 1000, 20
 RUN = (*SMALL, "logger=csv", "model.ctx_len=16", f"trainer.max_steps={STEPS}", "trainer.val_every=35",
        "trainer.checkpoint_every=14")
 LEFT = 2 ** 18                           # bytes of a full disk: no checkpoint fits, but some rows of metrics do
@@ -29,28 +29,18 @@ def test_twenty_kills_of_one_run(folder: Path, whole: Path) -> None:
     assert_same_training(folder / "killed", whole)
 
 
-def test_five_kills_with_loader_processes_accumulation_and_bf16(folder: Path) -> None:
-    arguments = (*RUN, "data.num_workers=2", "trainer.accumulate=2", "trainer.precision=bf16-mixed", "trainer.max_steps=400")
-    assert finish(start(folder, "train", *arguments, "out_dir=whole_bf16")).status == 0
-    assert killed_and_continued(folder, arguments, "killed_bf16", 5, 400, seed=8).status == 0
-    assert_same_training(folder / "killed_bf16", folder / "whole_bf16")
-
-
-def test_twenty_kills_of_an_rwkv7_run_with_segments_and_bf16(folder: Path) -> None:
-    arguments = (*RUN, "model.generation=rwkv7", "model.head_size=8", "trainer.tbptt=2", "trainer.precision=bf16-mixed")
-    assert finish(start(folder, "train", *arguments, "out_dir=whole_rwkv7")).status == 0
-    done = killed_and_continued(folder, arguments, "killed_rwkv7", KILLS, STEPS, seed=11)
+@pytest.mark.parametrize(("name", "options", "kills", "steps", "seed"), [
+    ("loaders", ("data.num_workers=2", "trainer.accumulate=2", "trainer.precision=bf16-mixed"), 5, 400, 8),
+    ("rwkv7", ("model.generation=rwkv7", "model.head_size=8", "trainer.tbptt=2", "trainer.precision=bf16-mixed"), KILLS, STEPS,
+     11),
+    ("two processes", TWO, 5, 400, 9),           # their launcher is killed: they notice
+])
+def test_kills_of_other_runs(folder: Path, name: str, options: tuple[str, ...], kills: int, steps: int, seed: int) -> None:
+    arguments = (*RUN, *options, f"trainer.max_steps={steps}")
+    assert finish(start(folder, "train", *arguments, f"out_dir=whole {name}")).status == 0
+    done = killed_and_continued(folder, arguments, f"killed {name}", kills, steps, seed)
     assert done.status == 0, done.error
-    assert_same_training(folder / "killed_rwkv7", folder / "whole_rwkv7")
-
-
-def test_five_kills_of_two_processes(folder: Path) -> None:
-    """The launcher is killed: its processes notice."""
-    arguments = (*RUN, *TWO, "trainer.max_steps=400")
-    assert finish(start(folder, "train", *arguments, "out_dir=whole_two")).status == 0
-    done = killed_and_continued(folder, arguments, "killed_two", KILLS_OF_TWO, 400, seed=9)
-    assert done.status == 0, done.error
-    assert_same_training(folder / "killed_two", folder / "whole_two")
+    assert_same_training(folder / f"killed {name}", folder / f"whole {name}")
 
 
 def test_a_damaged_last_checkpoint_costs_no_more_than_the_steps_after_the_one_before(folder: Path, whole: Path) -> None:

@@ -13,7 +13,7 @@ from models import small_model, tokens
 from parity.exchange import PYTHON, in_peers_environment
 from programs import Run, one_sentence
 from safetensors.torch import load_file
-from training_runs import OF_PROBE, assert_same_training, finish, kill_after, killed_and_continued, losses, start
+from training_runs import OF_PROBE, assert_same_training, finish, losses, start
 
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import DataConfig, ModelConfig, TrainConfig, TrainerConfig, TuneConfig
@@ -284,17 +284,3 @@ def test_the_memory_of_released_shapes_is_planned_by_what_is_frozen() -> None:
                                                   tune=TuneConfig(method=method, base=base)), 65536).total / 1e9
              for method, base in (("full", "float32"), ("lora", "float32"), ("state", "float32"), ("lora", "int4"))}
     assert found["lora", "int4"] < found["state", "float32"] < found["lora", "float32"] < 0.4 * found["full", "float32"]
-
-
-@pytest.mark.soak
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("method", ["full", "lora", "state"])
-def test_five_kills_change_nothing(folder: Path, method: str) -> None:
-    arguments = (*OPTIONS, f"tune={method}", "trainer.max_steps=400", "trainer.checkpoint_every=14",
-                 "trainer.val_every=35")
-    done = finish(start(folder, "train", *arguments, "init_from=base7.safetensors", "out_dir=whole"))
-    assert done.status == 0, done.error
-    kill_after(start(folder, "train", *arguments, "init_from=base7.safetensors", "out_dir=killed"), folder / "killed", 5, 0.1)
-    done = killed_and_continued(folder, arguments, "killed", 4, 400, seed=1)
-    assert done.status == 0, done.error
-    assert_same_training(folder / "whole", folder / "killed")
