@@ -28,7 +28,7 @@ from rwkv.chat.rendered import encode, for_tokenizer, written
 from rwkv.chat.template import ChatTemplate
 from rwkv.data.sources.chat import holds_conversations, parts_of
 from rwkv.data.sources.jsonl import entries
-from rwkv.data.text_files import chunks, open_file
+from rwkv.data.text_files import chunks, open_file, require_file
 from rwkv.errors import UserError
 from rwkv.io.json_lines import parse, text_of
 from rwkv.model.base import Model
@@ -108,7 +108,7 @@ def count_tokens(tokenizer: Tokenizer, path: Path, option: str = "data.path") ->
 
     option: the name of the option that gives the path, for errors.
     """
-    _require_file(path, option)
+    require_file(path, option)
     counter = LossCounter(tokenizer)
     tokens = 0
     lost = NOTHING
@@ -140,7 +140,7 @@ def score_text(model: Model, tokenizer: Tokenizer, path: Path, start: Sequence[i
 
 def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> list[Scored]:
     """The last words of a file of lines {"text": ...}. Raises UserError with the number of the first wrong line."""
-    _require_file(path)
+    require_file(path)
     counter = LossCounter(tokenizer)
     with open_file(path) as file:
         words = [_last_word(tokenizer, counter, line, f"line {number} of data.path={path}", start)
@@ -152,7 +152,7 @@ def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> l
 
 def holds_answers(path: Path) -> bool:
     """Whether the file has conversations. Its first line may be wrong: read_last_words reports that."""
-    _require_file(path)
+    require_file(path)
     with suppress(UserError):
         return path.suffix == ".jsonl" and holds_conversations(path)
     return False
@@ -160,7 +160,7 @@ def holds_answers(path: Path) -> bool:
 
 def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> list[Scored]:
     """The conversations of a file, as data=chat reads them, with their answers to predict."""
-    _require_file(path)
+    require_file(path)
     template = for_tokenizer(template, tokenizer)
     counter = LossCounter(tokenizer)
     found = []
@@ -289,11 +289,6 @@ def _regrouped(parts: Iterable[list[int]], size: int) -> Iterator[list[int]]:
         rest = rest[whole:]
     if rest:
         yield rest
-
-
-def _require_file(path: Path, option: str = "data.path") -> None:
-    if path.exists() and not path.is_file():
-        raise UserError(f"{option}={path} is not a file: it is read twice, so it can be neither a folder nor a pipe")
 
 
 def _exp(value: float) -> float | None:

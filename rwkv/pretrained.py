@@ -191,7 +191,7 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
         described = f"tokenizer={assumed}"
     else:
         suggested = SUGGESTED.get(checkpoint.vocab_size, "FILE.json, FILE.txt, byte or world")
-        raise UserError(f"{checkpoint.path} carries no tokenizer: name its own with tokenizer={suggested}")
+        raise UserError(f"{checkpoint.path} carries no tokenizer: name its own as the tokenizer, {suggested}")
     require_tokenizer(checkpoint, tokenizer, described)
     return tokenizer
 

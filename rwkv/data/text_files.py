@@ -78,6 +78,13 @@ def open_file(path: Path, option: str = "data.path") -> Any:
         raise UserError(f"cannot read {option}={path}: {error.strerror}") from None
 
 
+def require_file(path: Path, option: str = "data.path") -> None:
+    """Raises UserError where the path is not a file that can be opened more than once."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{option}={path} is not a file: it is read twice, so it can be neither a folder nor a pipe")
+    open_file(path, option).close()
+
+
 def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Content]:
     """The Content of each file, cached. A file is read again if its size or timestamp differs from the cached one, or if it
     was changed in the two seconds before it was read, since a second change may have the same timestamp.

@@ -1,4 +1,4 @@
-"""Lines for people: a subject, and a text in a column of its own."""
+"""Lines for people: a subject, and a text in a column of its own; numbers of things."""
 
 import os
 import re
@@ -7,6 +7,11 @@ from typing import TextIO
 
 COLUMN = 11                              # where the texts begin
 NARROWEST = 40                           # a terminal for which lines are broken
+
+
+def counted(n: float, thing: str) -> str:
+    """1 step, 1,500 steps, 0.5 epochs. thing: in the singular; its plural has an s more."""
+    return f"{n:,.15g} {thing}{'s' * (n != 1)}"
 
 
 def labelled(subject: str, text: str, stream: TextIO) -> str:

@@ -13,11 +13,16 @@ BEGINNING = 4096                         # bytes from which the kind of a file i
 
 def read_text(path: Path, name: str) -> str:
     """The text of a file, without a byte order mark. Raises UserError if it cannot be read or is not UTF-8."""
+    return decode(read_bytes(path, name), name)
+
+
+def read_bytes(path: Path, name: str, most: int = -1) -> bytes:
+    """The first `most` bytes of a file, all by default. name: of the file. Raises UserError if it cannot be read."""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            return file.read(most)
     except OSError as error:
         raise UserError(f"cannot read {name}: {error.strerror}") from None
-    return decode(content, name)
 
 
 def decode(content: bytes, name: str) -> str:

@@ -41,6 +41,7 @@ from rwkv.chat.thoughts import Think, ThoughtParser, think_of
 from rwkv.config import ChatConfig, Sampling
 from rwkv.errors import UserError
 from rwkv.io.garbage import uncollected
+from rwkv.io.lines import counted
 from rwkv.io.utf8 import decode
 from rwkv.programs.sampling import OF_SAMPLING, SamplingChoice, preset
 
@@ -51,6 +52,9 @@ SETTINGS = (*OF_SAMPLING, "sampling", "max_new_tokens", "think", "seed")     # o
 
 def chat(config: ChatConfig, line: cli.CommandLine) -> None:
     allocator.keep_large_blocks()
+    from rwkv.checkpoint.named import require_files
+
+    require_files(config, config.template, config.state)
     _say(f"loading {config.checkpoint}")
     session = Terminal(*_open(config, line))
     typed = sys.stdin.isatty()
@@ -218,8 +222,8 @@ class Terminal:
     def _stats(self, _: str) -> None:
         stats = self.talk.stats
         rate = stats.written / max(stats.all_s - stats.first_s, 1e-9)
-        _say(f"read {stats.read} tokens; first token after {stats.first_s:.2f} s; wrote {stats.written} tokens, "
-             f"{rate:.0f} a second")
+        _say(f"read {counted(stats.read, 'token')}; first token after {stats.first_s:.2f} s; "
+             f"wrote {counted(stats.written, 'token')}, {rate:.0f} a second")
 
 
 class _Answer:

@@ -52,13 +52,16 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
 @uncollected()
 def _open(config: GenerateConfig, line: cli.CommandLine) -> tuple[Any, Any, list[str], Any, Chosen]:
     """The model, the tokenizer, the prompts, the context before them, and the options of sampling."""
+    from rwkv.checkpoint.named import require_files
+    from rwkv.generation.options import check_config, prompts_from
+
+    require_files(config, state=config.state)
+    check_config(config)
+    prompts = prompts_from(config)
     print(f"loading {config.checkpoint}", file=sys.stderr, flush=True)
-    from rwkv.generation.output import check_config, prompts_from
     from rwkv.generation.states import load_context
     from rwkv.pretrained import open_checkpoint
 
-    check_config(config)
-    prompts = prompts_from(config)
     opened = open_checkpoint(config)
     opened.print_notes()
     chosen = SamplingChoice(config, line.keys, opened.checkpoint.path, opened.checkpoint.run).for_answers()

@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from rwkv.io.lines import counted
 from rwkv.report import svg, tuned, units
 from rwkv.report.findings import BAD, NOTE, Finding
 from rwkv.report.numbers import EARLY, REWARDS, WHEN, Comparison, Kernel, column, columns, learns_pairs, unit_of_loss
@@ -57,7 +58,7 @@ def _lead(comparison: Comparison) -> str:
     else:
         seeds = len({run.seed for run in comparison.runs})
         kernels = len(comparison.kernels)
-        subject = (f"{kernels} kernel{'s' * (kernels != 1)}, {seeds} seed{'s' * (seeds != 1)}, {len(comparison.runs)} runs, "
+        subject = (f"{counted(kernels, 'kernel')}, {counted(seeds, 'seed')}, {counted(len(comparison.runs), 'run')}, "
                    "each in a process of its own")
         if comparison.reference:
             subject += f"; compared with {comparison.reference}"
@@ -302,7 +303,8 @@ def _method(comparison: Comparison) -> str:
     if not comparison.is_single:
         sentences.insert(0, "Numbers are medians over the runs of a kernel, with the minimum and the maximum below.")
     if probed:
-        sentences.append(f"Times are medians of {len(probed['steps'])} sampled steps of each run after the same warm-up; a "
+        sampled = counted(len(probed["steps"]), "sampled step")
+        sentences.append(f"Times are medians of {sampled} of each run after the same warm-up; a "
                          "step lasts from receiving its batch to the end of the optimiser's step.")
     if comparison.runs[0].order is not None:
         sentences.append("The runs were trained one after the other, each in a process of its own, in an order shuffled with "

@@ -22,23 +22,30 @@ import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from rwkv import cli, evaluation
+from rwkv import cli
 from rwkv.chat.templates import chat_template
+from rwkv.checkpoint.named import require_files
 from rwkv.config import EvaluateConfig
+from rwkv.data.text_files import require_file
 from rwkv.errors import UserError
 from rwkv.io.output_file import require_writable
-from rwkv.model.base import Model
-from rwkv.pretrained import open_checkpoint, template_choice, template_line
 from rwkv.tokenizer.lost import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.tokenizers import Tokenizer
+
+if TYPE_CHECKING:                        # they bring PyTorch
+    from rwkv import evaluation
+    from rwkv.model.base import Model
 
 
 def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     path, out = _files(config)
+    from rwkv import evaluation
+    from rwkv.pretrained import open_checkpoint, template_choice, template_line
+
     opened = open_checkpoint(config)
     tokenizer = opened.tokenizer
     opened.print_notes()
@@ -72,7 +79,9 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
 
 
 def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_len: int, tokens: int, lost: Lost,
-                  model: Model) -> dict[str, Any]:
+                  model: "Model") -> dict[str, Any]:
+    from rwkv import evaluation
+
     started = time.perf_counter()
     nats = 0.0
     with _bar(tokens, "token") as bar:
@@ -84,8 +93,10 @@ def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_
     return {"task": "text", **score.as_dict(), "seconds": time.perf_counter() - started}
 
 
-def evaluate(task: str, texts: Sequence[evaluation.Scored], config: EvaluateConfig, model: Model) -> dict[str, Any]:
+def evaluate(task: str, texts: Sequence["evaluation.Scored"], config: EvaluateConfig, model: "Model") -> dict[str, Any]:
     """task: last_word or answers."""
+    from rwkv import evaluation
+
     started = time.perf_counter()
     total = evaluation.Score()
     answers = task == "answers"
@@ -107,11 +118,13 @@ def _say_lost(lost: Lost, text: str) -> None:
 
 
 def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:
-    """The paths of data.path= and out=. Raises UserError if no data is given, or if out= cannot be written."""
+    """The paths of data.path= and out=. Raises UserError for a missing file, and if out= cannot be written."""
     if not config.data.path:
         raise UserError("there is nothing to evaluate on: give data.path=FILE, a text in UTF-8, or FILE.jsonl with lines of "
                         '{"text": "..."}')
     require_writable("out", config.out, (config.checkpoint, config.tokenizer, config.data.path))
+    require_files(config, config.data.template)
+    require_file(Path(config.data.path))
     return Path(config.data.path), Path(config.out) if config.out else None
 
 

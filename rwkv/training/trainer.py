@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels.registry import missing_compiler
 from rwkv import cli, report
 from rwkv.checkpoint.files import read_checkpoint
+from rwkv.checkpoint.location import FOLDER, LAST
 from rwkv.config import TrainConfig, TrainerConfig
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import launched, log, rank, world_size
@@ -34,7 +35,7 @@ from rwkv.io.unread import unread
 from rwkv.model.base import Model, generation
 from rwkv.report.numbers import REWARDS
 from rwkv.tokenizer.tokenizers import Tokenizer
-from rwkv.training.callbacks.checkpoints import FOLDER, LAST, Checkpoints, RandomState, VerifiedFiles
+from rwkv.training.callbacks.checkpoints import Checkpoints, RandomState, VerifiedFiles
 from rwkv.training.callbacks.divergence import Divergence
 from rwkv.training.callbacks.interruption import StopCleanly
 from rwkv.training.callbacks.kernel_probe import Probe

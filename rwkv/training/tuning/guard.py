@@ -10,9 +10,7 @@ from pathlib import Path
 
 from rwkv.config import ENGLISH, TrainConfig
 from rwkv.data.text_files import open_file
-from rwkv.distributed import log
 from rwkv.errors import UserError
-from rwkv.evaluation import count_tokens
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 
@@ -36,6 +34,9 @@ def with_guard(config: TrainConfig, tokenizer: Tokenizer, given: Collection[str]
     data=chat, tune= and tune.guard= ask for one; a run that only goes on with the training of weights has none. Raises
     UserError if the file that tune.guard names cannot be read, is empty or cannot be encoded.
     """
+    from rwkv.distributed import log
+    from rwkv.evaluation import count_tokens
+
     without = replace(config, tune=replace(config.tune, guard=None))
     if config.data.name != "chat" and config.tune.method == "full" and {"tune", "tune.guard"}.isdisjoint(given):
         return without

@@ -14,10 +14,9 @@ from rwkv.distributed import log
 from rwkv.errors import CheckpointError, UserError
 from rwkv.model.base import generation
 from rwkv.model.lora import chosen
-from rwkv.tokenizer.tokenizers import Tokenizer
+from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, Tokenizer
 
 NOT_A_SIZE = "ctx_len"                   # the option of model on which no weight depends
-MADE_FROM_DATA = ("bpe", "char")         # tokenizers that depend on the text
 
 
 def open_init_checkpoint(config: TrainConfig, given: Collection[str]) -> tuple[TrainConfig, Checkpoint, Tokenizer]:
