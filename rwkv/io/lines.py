@@ -30,6 +30,14 @@ def broken(line: str, stream: TextIO) -> str:
     return "\n".join(textwrap.wrap(line, width, subsequent_indent=" " * COLUMN, break_long_words=False, break_on_hyphens=False))
 
 
+def wrapped(text: str, stream: TextIO) -> str:
+    """A text without columns, broken between words for a terminal narrower than it."""
+    width = _width(stream)
+    if width is None or len(text) <= width or width < NARROWEST:
+        return text
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+
+
 def _width(stream: TextIO) -> int | None:
     """The columns of the stream's terminal; None where the stream is no terminal."""
     try:

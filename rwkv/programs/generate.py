@@ -21,6 +21,7 @@ from kernels.machine import allocator, threads
 from rwkv import cli
 from rwkv.config import GenerateConfig
 from rwkv.io.garbage import uncollected
+from rwkv.io.lines import wrapped
 from rwkv.io.unread import abandon, raise_unwritten, unread
 from rwkv.programs.sampling import Chosen, SamplingChoice
 
@@ -40,10 +41,10 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
         except BrokenPipeError:          # the reader of standard output has seen enough, as in: generate.py | head
             abandon(sys.stdout)
             return
-    print(f"sampling {chosen}", file=sys.stderr)
+    print(wrapped(f"sampling {chosen}", sys.stderr), file=sys.stderr)
     decoding = decoding_line(model)
     if decoding:
-        print(decoding, file=sys.stderr)
+        print(wrapped(decoding, sys.stderr), file=sys.stderr)
     raise_unwritten(output)
     if not whole:
         sys.exit(cli.INTERRUPTED)
