@@ -371,7 +371,7 @@ th, td { padding: 5px 8px; text-align: right; vertical-align: top; white-space: 
 tr:last-child td { border-bottom: 0; }
 th { font-weight: 600; font-size: 0.86rem; color: var(--quiet); vertical-align: bottom; white-space: normal; }
 th:first-child, td:first-child, .text { text-align: left; }
-td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 9.5em; }
+td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 10.5em; }
 td.text { white-space: normal; overflow-wrap: anywhere; min-width: 12em; }
 figure p { margin: 4px 0 0; font-size: 0.86rem; }
 td small { display: block; white-space: normal; color: var(--quiet); font-size: 0.76rem; }
