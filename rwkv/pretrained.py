@@ -175,11 +175,13 @@ def computed_in(dtype: str) -> torch.dtype:
 SUGGESTED = {50277: "20B_tokenizer.json (a vocabulary of 50277 is that of the Pile models, GPT-NeoX's)"}
 
 
-def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: str | None = None) -> Tokenizer:
+def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: str | None = None,
+                 option: str = "tokenizer=") -> Tokenizer:
     """The tokenizer called `name` (as in Tokenizer.named), by default the one in the checkpoint, or else the assumed one.
 
     end_of_text: the text of the token that ends a text; None: the one that the checkpoint says, or else the tokenizer's file.
-    Raises UserError if there is no tokenizer, if its hash is not the one in the checkpoint, and if its size does not fit.
+    option: how the user names a tokenizer, for the message. Raises UserError if there is no tokenizer, if its hash is not the
+    one in the checkpoint, and if its size does not fit.
     """
     if name is not None:
         tokenizer = Tokenizer.named(name, end_of_text=end_of_text, like=checkpoint.tokenizer)
@@ -192,7 +194,7 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
         described = f"tokenizer={assumed}"
     else:
         suggested = SUGGESTED.get(checkpoint.vocab_size, "FILE.json, FILE.txt, byte or world")
-        raise UserError(f"{checkpoint.path} carries no tokenizer: name its own as the tokenizer, {suggested}")
+        raise UserError(f"{checkpoint.path} carries no tokenizer: name its own with {option}{suggested}")
     require_tokenizer(checkpoint, tokenizer, described)
     return tokenizer
 

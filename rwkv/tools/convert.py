@@ -56,7 +56,7 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     name = module.__name__.rpartition(".")[2]
     checkpoint = read_checkpoint(source)
     if tokenizer is not None or end_of_text is not None:
-        chosen = tokenizer_of(checkpoint, tokenizer, end_of_text)
+        chosen = tokenizer_of(checkpoint, tokenizer, end_of_text, "--tokenizer ")
         checkpoint = replace(checkpoint, tokenizer=chosen.to_dict(), tokenizer_hash=chosen.hash)
     config = checkpoint.config
     _log(f"{checkpoint.path}: {generation(config).NAME}, {counted(config.n_layer, 'layer')}, {config.n_embd} wide, "
