@@ -155,7 +155,7 @@ def train(out_dir: Path, *options: str) -> list[dict[str, str]]:
 
 
 def train_command(out_dir: Path, *options: str) -> list[str]:
-    return [sys.executable, "train.py", "logger=csv", "trainer=cpu", "trainer.sample_tokens=0", f"out_dir={out_dir}",
+    return [sys.executable, "train.py", "logger=csv", "trainer=cpu", "trainer.sample_tokens=0", f"out_dir={out_dir.resolve()}",
             f"data.cache_dir={ROOT / '.cache'}", *options]
 
 

@@ -21,6 +21,7 @@ GENERATIONS = tuple(sorted(path.stem for path in (Path(__file__).parent / "model
 SOURCES = tuple(sorted(path.stem for path in (Path(__file__).parent / "data" / "sources").glob("[!_]*.py")))      # of text
 ORTHOGONAL = ("muon", "normuon")                         # optimisers with an update of their own for the blocks' matrices
 LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # each says how long to train
+LARGEST_SEED = 2**63 - 1                 # of torch's generators
 MIB = 2**20                              # bytes; the unit of options whose names end in _mib
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}     # for each weight of a matrix; in int4 the scales are included
 DTYPES = tuple(BITS)
@@ -113,6 +114,14 @@ def require_effect(config: Any, given: Iterable[str]) -> None:
             shown = group if name in ("name", "method") else needed          # these two are set by their group
             raise UserError(f"{key} is for {shown}={' or '.join(allowed)}, and has no effect with {shown}={value}: leave it "
                             f"out, or give {shown}={allowed[0]}")
+
+
+def given_length(config: "TrainConfig", given: Collection[str]) -> str | None:
+    """The key of LENGTHS that is among the `given` ones and not null; None for none. Raises UserError for two of them."""
+    own = [key for key in LENGTHS if key in given and operator.attrgetter(key)(config) is not None]
+    if len(own) > 1:
+        raise UserError(f"{own[0]} and {own[1]} both say how long to train: give one of them")
+    return own[0] if own else None
 
 
 @dataclass
@@ -436,7 +445,7 @@ class Sampling:
                                                "be given several times", typed=list[str], read=_texts_and_ids, verbatim=TEXT)
     logit_bias: Mapping[int, float] = option(dict, "ID:X adds X to a token's logit; may be given several times",
                                              typed=list[str], read=_biases, least=-LARGE, most=LARGE, served=(-100, 100))
-    banned: tuple[int, ...] = option(tuple, "[ID,...]: tokens never chosen; [0]: only max_new_tokens ends a text",
+    banned: tuple[int, ...] = option(tuple, "[ID,...]: tokens never chosen; [0]: a text has its largest number of tokens",
                                      typed=list[int])
     order: str = option("hf", "hf: top_p, top_k and min_p act after the temperature, as in Hugging Face; rwkv: before it, as "
                         "in ChatRWKV", one_of=ORDERS)

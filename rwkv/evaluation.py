@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from rwkv.errors import UserError
-from rwkv.io.utf8 import chunks
+from rwkv.io.utf8 import chunks, require_file
 from rwkv.model.base import Model
 from rwkv.model.state import State
 from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
@@ -222,11 +222,6 @@ def _regrouped(parts: Iterable[list[int]], size: int) -> Iterator[list[int]]:
         rest = rest[whole:]
     if rest:
         yield rest
-
-
-def require_file(path: Path, option: str = "data.path") -> None:
-    if path.exists() and not path.is_file():
-        raise UserError(f"{option}={path} is not a file: it is read twice, so it can be neither a folder nor a pipe")
 
 
 def _exp(value: float) -> float | None:

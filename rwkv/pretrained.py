@@ -20,6 +20,7 @@ from rwkv.checkpoint.files import (
 )
 from rwkv.config import DTYPES, SavedModelConfig
 from rwkv.errors import UserError
+from rwkv.io.lines import wrapped
 from rwkv.model.base import MATRICES, Model, fingerprint, generation, of_linear_layer
 from rwkv.model.operators import operator_for
 from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8
@@ -140,7 +141,7 @@ class OpenCheckpoint(NamedTuple):
     def print_notes(self) -> None:
         """Prints the lines on standard error."""
         for word, note in self.lines():
-            print(f"{word}: {note}", file=sys.stderr)
+            print(wrapped(f"{word}: {note}", sys.stderr), file=sys.stderr)
 
     def model(self) -> RWKV:
         return RWKV.from_checkpoint(self.checkpoint, self.wkv, self.device, self.dtype)

@@ -29,7 +29,8 @@ from training_runs import ENVIRONMENT
 pytestmark = pytest.mark.soak
 SHOWN_PORT = "http://127.0.0.1:8000"
 WORDS = ("the", "quick", "brown", "fox", "jumps", "over", "a", "lazy", "dog", "and", "runs", "far", "away", "from", "here")
-STEPS = "trainer.max_steps=3 trainer.val_every=3 trainer.checkpoint_every=3 trainer.val_tokens=200 trainer.sample_tokens=4"
+LENGTH = "trainer.max_steps=3"
+STEPS = f"{LENGTH} trainer.val_every=3 trainer.checkpoint_every=3 trainer.val_tokens=200 trainer.sample_tokens=4"
 SIZE = "model.n_layer=1 model.n_embd=64 model.ctx_len=32"
 TRAIN = f"{STEPS} logger=csv data.cache_dir=cache"       # of a file's model, whose size is its own
 ANEW = f"{TRAIN} {SIZE}"
@@ -56,7 +57,7 @@ RULES = [
     not_run(r"python -m pytest", "is a part of this suite"),
     not_run(r"python -m kernels\.bench\.gpu_check", "needs a GPU"),
     not_run(r"python -m (kernels\.bench|benchmarks)\.tables", "writes into the documentation"),
-    not_run(r"python -m benchmarks\.(first_token|generations|training)", "has no short form: minutes"),
+    not_run(r"python -m benchmarks\.(first_token|generations|training|tuning_memory)", "has no short form: minutes"),
     not_run(r"python -m benchmarks\.before_after", "compares with a clone of another version, in an environment of its own"),
     not_run(r"python train\.py kernel=NAME", "is of a kernel that the reader writes"),
     not_run(r"python -m kernels\.bench timex --only NAME", "is of a kernel that the reader writes"),
@@ -73,7 +74,7 @@ RULES = [
     Rule(r"python train\.py -m resume=auto out_dir="),
     Rule(r"python train\.py -m experiment=kernel_ablation", f"{ANEW} data.tokenizer=byte seed=0 kernel=conv1d,taichi_v0"),
     Rule(r"python train\.py -m .*trainer\.max_tokens=",
-         f"{ANEW} data.tokenizer=byte data.batch_size=4 trainer.max_tokens=512 out_dir=sweep"),
+         f"{ANEW.replace(LENGTH, '')} data.tokenizer=byte data.batch_size=4 trainer.max_tokens=512 out_dir=sweep"),
     Rule(r"python train\.py -m kernel=conv1d,taichi_v3,taichi_scan seed=0,1", f"{ANEW} data.tokenizer=byte kernel=conv1d"),
     Rule(r"python train\.py", f"{ANEW} data.tokenizer=byte"),
     Rule(r"python -m rwkv\.tools\.(evaluate|report)"),

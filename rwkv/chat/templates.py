@@ -130,7 +130,7 @@ class TurnTemplate(ChatTemplate):
             field = next((field for field in ("content", "reasoning_content") if FLOWER in message.get(field, "")), None)
             if form.end == FLOWER and field:
                 raise UserError(f"messages[{i}].{field} has a {FLOWER}, which ends a turn in the chat template {self.name}: "
-                                "leave it out, or use template=g1")
+                                "leave it out, or take the template g1")
             role = form.assistant if message["role"] == "assistant" else ROLES[message["role"]]
             body = _one_paragraph(message["content"])
             if self.thinks and (thoughts := message.get("reasoning_content")):

@@ -17,6 +17,7 @@ from rwkv.chat.names import trained_length
 from rwkv.checkpoint import formats, tuned
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.generations import config_of, fit, recognise, require_sizes
+from rwkv.checkpoint.location import locate
 from rwkv.checkpoint.stored import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UnreadableError, UserError
@@ -167,7 +168,7 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
                         "file that init_from= names")
     module = formats.load(format) if format else formats.by_suffix(path)
     if form is not None and not hasattr(module, "FORMS"):
-        raise UserError(f"form={form} is for Hugging Face directories: give {path.name} no suffix, or leave the form out")
+        raise UserError(f"the form {form} is for Hugging Face directories: give {path.name} no suffix, or leave the form out")
     block_formats = getattr(module, "QUANTISED", ())
     if dtype is None and checkpoint.packed and "int4" in block_formats:
         dtype = "int4"
@@ -235,28 +236,6 @@ def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Any, name: str = "the
     if tokenizer.vocab_size > checkpoint.vocab_size:
         raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens and {checkpoint.path} {checkpoint.vocab_size}: they "
                               "do not belong together")
-
-
-def locate(path: str | Path) -> Path:
-    """The checkpoint at a path: a file or Hugging Face directory itself, or the last checkpoint of a run's directory."""
-    path = follow(Path(path))
-    last = path / "checkpoints" / "last.ckpt"
-    if path.is_dir() and not (path / "config.json").is_file():
-        if not last.is_file():
-            raise CheckpointError(f"no checkpoint in {path}: expected {last} of a run, or config.json of a Hugging Face "
-                                  "directory")
-        return last
-    if not path.exists():
-        raise CheckpointError(f"no checkpoint at {path}: expected a file, a Hugging Face directory or a run's directory, which "
-                              "train.py makes")
-    return path
-
-
-def follow(path: Path) -> Path:
-    """The run's directory for runs/latest, which is a link, or a file with one line where making links needs special rights."""
-    if path.name == "latest" and path.is_file():
-        return path.parent / path.read_text(encoding="utf-8").strip()
-    return path
 
 
 def _understand(content: Content) -> Checkpoint:

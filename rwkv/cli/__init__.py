@@ -27,7 +27,7 @@ from typing import Any, get_args, get_origin
 
 import yaml
 
-from kernels.arguments import from_home
+from kernels.arguments import as_typed, from_home, of_installed
 from kernels.registry import RENAMED, KernelUnavailable, UnknownKernel, all_names, operators
 from rwkv.cli.help import description, page
 from rwkv.config import PATH, TEXT, free_text, options
@@ -59,8 +59,9 @@ EXPECTED = {bool: "true or false", int: "a whole number, as 1000", float: "a num
 
 
 def command(program: str) -> str:
-    """How a user starts a program: `python train.py` in a clone, `timemix train` where the package is installed."""
-    return f"python {program}.py" if (PACKAGE.parent / f"{program}.py").is_file() else f"timemix {program}"
+    """How a user starts a program: `python train.py` in a clone, unless `timemix` was typed, and `timemix train` elsewhere."""
+    in_a_clone = f"python {program}.py"
+    return as_typed(in_a_clone) if (PACKAGE.parent / f"{program}.py").is_file() else of_installed(in_a_clone)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,8 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
+from kernels.arguments import as_typed
+
 WIDTH = 80                               # of the page
 COLUMN = 30                              # where the texts beside names begin
 
@@ -14,7 +16,7 @@ COLUMN = 30                              # where the texts beside names begin
 def page(about: str, kernels: Iterable[str], choices: Mapping[str, Mapping[str, str]], options: Mapping[str, Field],
          config: Any) -> str:
     """choices: descriptions by group and choice. options: fields by dotted key. config: has the values that are shown."""
-    lines = [about.strip(), "", "Options, OPTION=VALUE, with [the value under this command line]:"]
+    lines = [as_typed(about.strip()), "", "Options, OPTION=VALUE, with [the value under this command line]:"]
     heading = None
     for key, item in options.items():
         if item.metadata["heading"] not in (None, heading):
@@ -25,7 +27,7 @@ def page(about: str, kernels: Iterable[str], choices: Mapping[str, Mapping[str, 
     for group, described in choices.items():
         for name, text in described.items():
             lines += _entry(f"{group}={name}", text)
-    lines += _entry("kernel=", f"{', '.join(kernels)}; described by: python -m kernels")
+    lines += _entry("kernel=", f"{', '.join(kernels)}; described by: {as_typed('python -m kernels')}")
     return "\n".join(lines)
 
 

@@ -26,6 +26,7 @@ from rwkv.data.text_files import stamp, unchanged
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, sha256, write, write_json
+from rwkv.io.lines import counted
 from rwkv.io.utf8 import open_file
 from rwkv.tokenizer.lost import LossCounter
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -61,8 +62,10 @@ class Tokens(NamedTuple):
     unknown: float | None
 
 
-def files(path: str) -> tuple[Path, Path]:
+def files(path: str | None) -> tuple[Path, Path]:
     """The paths NAME.bin and NAME.idx, from NAME or either path. Raises UserError if a file is missing."""
+    if not path:
+        raise UserError("data=binidx needs data.path: NAME, of the files NAME.bin and NAME.idx")
     base = path.removesuffix(".bin").removesuffix(".idx")
     pair = Path(f"{base}.bin"), Path(f"{base}.idx")
     missing = [file.name for file in pair if not file.is_file()]
@@ -185,7 +188,7 @@ def _split(places: np.ndarray, tokens: int, val_fraction: float, path: Path) -> 
         first = int(np.clip(np.searchsorted(places, wanted), 1, len(places) - 1))
         return int(places[first]), first
     if not 0 < wanted < tokens:
-        raise UserError(f"{path} has {tokens} ids: too few to split into training and validation")
+        raise UserError(f"{path} has {counted(tokens, 'id')}: too few to split into training and validation")
     return wanted, 1
 
 

@@ -37,6 +37,7 @@ from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.data.windows import ShuffleIterator, ShuffleSampler
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, sha256, write, write_bytes, write_json
+from rwkv.io.lines import counted
 from rwkv.model.loss import IGNORED
 from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -282,8 +283,9 @@ class ConversationRows(Dataset[Packed]):
     def describe(self) -> str:
         cut = (f"; {self.cut:,} longer than model.ctx_len={self.ctx_len} are cut there (trainer.tbptt reads them whole)"
                if self.cut else "")
-        return (f"{len(self._lengths):,} conversations in {len(self):,} rows, {100 * self.padding():.1f} % of positions padding"
-                f"{cut}; only the answers' {self.counts.sum():,} tokens are learnt")
+        conversations = counted(len(self._lengths), "conversation")
+        return (f"{conversations} in {counted(len(self), 'row')}, {100 * self.padding():.1f} % of positions padding"
+                f"{cut}; only the {counted(int(self.counts.sum()), 'token')} of answers are learnt")
 
 
 class WholeConversations(Dataset[Whole]):

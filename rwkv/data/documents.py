@@ -29,6 +29,7 @@ from rwkv.data.prepare import Corpus
 from rwkv.data.token_array import TokenArray
 from rwkv.data.windows import Permutations
 from rwkv.errors import UserError
+from rwkv.io.lines import counted
 from rwkv.model.loss import IGNORED
 
 
@@ -283,8 +284,10 @@ def chunks_of(corpus: Corpus, ctx_len: int, streams: int) -> DocumentChunks:
 def describe(corpus: Corpus, ctx_len: int, streams: int, K: int) -> str:
     """A line of the plan: the streams with K segments of each in a step, and the padding in all segments."""
     chunks = chunks_of(corpus, ctx_len, streams)
-    divided = f", divided into {len(chunks):,} chunks" if len(chunks) > chunks.documents else ""
+    divided = f", divided into {counted(len(chunks), 'chunk')}" if len(chunks) > chunks.documents else ""
     longer = longer_than(corpus.val, ctx_len) if corpus.conversations else 0
     validation = f"; validation reads conversations whole, {longer:,} of them longer than model.ctx_len" if longer else ""
-    return (f"{streams:,} document streams, {K} segments of each in a step; {chunks.documents:,} documents{divided}, "
-            f"{chunks.segments.sum():,} segments, {100 * chunks.padding():.1f} % of positions padding{validation}")
+    documents = counted(chunks.documents, "document")
+    segments = counted(int(chunks.segments.sum()), "segment")
+    return (f"{counted(streams, 'document stream')}, {counted(K, 'segment')} of each in a step; {documents}{divided}, "
+            f"{segments}, {100 * chunks.padding():.1f} % of positions padding{validation}")

@@ -16,6 +16,7 @@ from torch import Tensor
 from rwkv.data.conversations import ConversationRows, Packed, Rows, Tokenised, packed_rows
 from rwkv.data.token_array import TokenArray
 from rwkv.errors import UserError
+from rwkv.io.lines import counted
 
 
 class Pairs(NamedTuple):
@@ -74,7 +75,8 @@ class PairRows(ConversationRows):
     def describe(self) -> str:
         left_out = (f"; {self.left_out:,} longer than model.ctx_len={self.ctx_len}, both texts together, are left out "
                     f"(model.ctx_len={self.longest} holds all)" if self.left_out else "")
-        return (f"{self.n_pairs - self.left_out:,} pairs of answers in {len(self):,} rows, {100 * self.padding():.1f} % of "
+        pairs = counted(self.n_pairs - self.left_out, "pair")
+        return (f"{pairs} of answers in {counted(len(self), 'row')}, {100 * self.padding():.1f} % of "
                 f"positions padding{left_out}")
 
 

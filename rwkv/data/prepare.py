@@ -23,19 +23,19 @@ from pathlib import Path
 from rwkv.config import DataConfig
 from rwkv.data import binidx, shards
 from rwkv.data.conversations import Tokenised, tokenise
+from rwkv.data.options import check_data
 from rwkv.data.source import Source
 from rwkv.data.sources import open_source
 from rwkv.data.token_array import TokenArray
 from rwkv.distributed import log
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, sha256, write_json
-from rwkv.io.lines import labelled
+from rwkv.io.lines import counted, labelled
 from rwkv.tokenizer.lost import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.split import last_line_end, pieces
-from rwkv.tokenizer.tokenizers import NAMES, CharTokenizer, JsonTokenizer, Tokenizer
+from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, CharTokenizer, JsonTokenizer, Tokenizer
 
 BPE_BYTES = 100_000_000                  # bytes of text, spread evenly over the training text, that train a bpe tokenizer
-FROM_TEXT = ("bpe", "char")              # tokenizers that are made from the data
 
 
 @dataclass(frozen=True)
@@ -126,6 +126,7 @@ def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None
 
     tokenizer: replaces the one that `config` names. pairs: data=chat reads pairs of answers, and needs a tokenizer.
     """
+    check_data(config, tokenizer is None)
     cache = Path(config.cache_dir)
     if config.name == "chat":
         return _from_conversations(config, tokenizer, cache, pairs)
@@ -143,17 +144,13 @@ def _from_conversations(config: DataConfig, tokenizer: Tokenizer | None, cache: 
 
 
 def _from_ids(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
-    if not config.path:
-        raise UserError("data=binidx needs data.path: NAME, of the files NAME.bin and NAME.idx")
-    if tokenizer is None and config.tokenizer in FROM_TEXT:
-        raise UserError(f"data=binidx holds ids, not text to make a {config.tokenizer} tokenizer from: name the tokenizer "
-                        "that made the ids, data.tokenizer=world, FILE.json or FILE.txt")
     tokenizer = tokenizer or Tokenizer.named(config.tokenizer, "data.tokenizer", end_of_text=config.end_of_text)
-    found = binidx.read(config.path, tokenizer, config.val_fraction, cache)
+    found = binidx.read(str(config.path), tokenizer, config.val_fraction, cache)
     _require_context(ctx_len, len(found.train), len(found.val))
     train, val = (round(found.bytes_per_token * (len(split) - 1)) for split in (found.train, found.val))
     sizes = Sizes(len(found.train), len(found.val), train, val, found.gzip_bpb)
-    about = f"{Path(config.path).name}, {found.documents:,} documents, the last {100 * config.val_fraction:g} % for validation"
+    name = Path(str(config.path)).name
+    about = f"{name}, {counted(found.documents, 'document')}, the last {100 * config.val_fraction:g} % for validation"
     return Corpus(tokenizer, found.train, found.val, sizes, about, found.sha256, unknown=found.unknown)
 
 
@@ -176,17 +173,14 @@ def _require_context(ctx_len: int, train: int, val: int, about: str = "", lost: 
     for split, tokens, of_split in zip(("training", "validation"), (train, val), lost, strict=True):
         if tokens < ctx_len + 1:
             why = f"; {of_split.describe('it')}" if of_split.bytes else ""
-            raise UserError(f"the {split} text is shorter than one context: it has {about}{tokens} tokens, and "
+            raise UserError(f"the {split} text is shorter than one context: it has {about}{counted(tokens, 'token')}, and "
                             f"model.ctx_len={ctx_len} needs {ctx_len + 1}{why}; use more text or a smaller model.ctx_len")
 
 
 def _tokenizer(config: DataConfig, source: Source, key: str, cache: Path) -> Tokenizer:
     """The tokenizer that `config` names. char covers both splits and bpe is trained on the training split; both are cached."""
-    if config.tokenizer not in FROM_TEXT:
-        return Tokenizer.named(config.tokenizer, "data.tokenizer", f"char, bpe, {NAMES}", config.end_of_text)
-    if config.end_of_text is not None:
-        raise UserError(f"data.end_of_text names a token of a tokenizer's .json file, and data.tokenizer={config.tokenizer} "
-                        "makes one from the data: leave it out")
+    if config.tokenizer not in MADE_FROM_DATA:
+        return Tokenizer.named(config.tokenizer, "data.tokenizer", end_of_text=config.end_of_text)
     path = cache / (f"bpe-{config.vocab_size}-{key}.json" if config.tokenizer == "bpe" else f"char-{key}.json")
     definition = read_json(path)
     if definition:

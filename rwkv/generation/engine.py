@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rwkv.config import Sampling, strings, whole_number, whole_numbers
+from rwkv.config import LARGEST_SEED, Sampling, strings, whole_number, whole_numbers
 from rwkv.errors import UserError
 from rwkv.generation.decoder import CDecoder, decoder_of
 from rwkv.generation.grammar import Grammar
@@ -28,7 +28,6 @@ from rwkv.model.derived import Watch
 from rwkv.tokenizer.decoders import LAST_IDS, require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-LARGEST_SEED = 2**63 - 1                 # of torch's generators
 WARM_TOKENS = 4                          # of a text that nobody reads
 
 

@@ -19,6 +19,7 @@ from rwkv.config import ModelConfig, whole_numbers
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult
 from rwkv.io.atomic import write_file
+from rwkv.io.state_file import require_state_file
 from rwkv.model.base import Model, generation
 from rwkv.tokenizer.decoders import require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -38,12 +39,6 @@ def save_context(path: str | Path, context: PrefillResult, model: Model, tokeniz
 def load_context(path: str | Path, model: Model, tokenizer: Tokenizer) -> PrefillResult:
     """The result in a file, one row. Raises UserError where it is missing, damaged, or of another model or tokenizer."""
     return StateForm.of(model, tokenizer).load(path)
-
-
-def require_file(path: str | Path) -> None:
-    """Raises UserError where there is no file: a check that needs no model."""
-    if not Path(path).is_file():
-        raise UserError(f"no state file at {path}: write one with save_state={path}")
 
 
 class StateForm:
@@ -68,7 +63,7 @@ class StateForm:
 
     def load(self, path: str | Path) -> PrefillResult:
         """The result in a file. Raises UserError as load_context does."""
-        require_file(path)
+        require_state_file(path)
         try:
             content = Path(path).read_bytes()
         except OSError as error:

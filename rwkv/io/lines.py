@@ -1,4 +1,4 @@
-"""Lines for people: a subject, and a text in a column of its own."""
+"""Lines for people: a subject, and a text in a column of its own; numbers of things."""
 
 import os
 import re
@@ -7,6 +7,11 @@ from typing import TextIO
 
 COLUMN = 11                              # where the texts begin
 NARROWEST = 40                           # a terminal for which lines are broken
+
+
+def counted(n: float, thing: str) -> str:
+    """1 step, 1,500 steps, 0.5 epochs. thing: in the singular; its plural has an s more."""
+    return f"{n:,.15g} {thing}{'s' * (n != 1)}"
 
 
 def labelled(subject: str, text: str, stream: TextIO) -> str:
@@ -23,6 +28,14 @@ def broken(line: str, stream: TextIO) -> str:
     if width is None or len(line) <= width or width < NARROWEST or not re.fullmatch(r"\w* +", line[:COLUMN]):
         return line
     return "\n".join(textwrap.wrap(line, width, subsequent_indent=" " * COLUMN, break_long_words=False, break_on_hyphens=False))
+
+
+def wrapped(text: str, stream: TextIO) -> str:
+    """A text without columns, broken between words for a terminal narrower than it."""
+    width = _width(stream)
+    if width is None or len(text) <= width or width < NARROWEST:
+        return text
+    return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
 
 
 def _width(stream: TextIO) -> int | None:

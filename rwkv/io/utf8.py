@@ -17,11 +17,16 @@ BLOCK = 1 << 16                          # bytes that `chunks` reads at a time
 
 def read_text(path: Path, name: str) -> str:
     """The text of a file, without a byte order mark. Raises UserError if it cannot be read or is not UTF-8."""
+    return decode(read_bytes(path, name), name)
+
+
+def read_bytes(path: Path, name: str, most: int = -1) -> bytes:
+    """The first `most` bytes of a file, all by default. name: of the file. Raises UserError if it cannot be read."""
     try:
-        content = path.read_bytes()
+        with path.open("rb") as file:
+            return file.read(most)
     except OSError as error:
         raise UserError(f"cannot read {name}: {error.strerror}") from None
-    return decode(content, name)
 
 
 def decode(content: bytes, name: str) -> str:
@@ -64,6 +69,13 @@ def open_file(path: Path, option: str = "data.path") -> Any:
         return path.open("rb")
     except OSError as error:
         raise UserError(f"cannot read {option}={path}: {error.strerror}") from None
+
+
+def require_file(path: Path, option: str = "data.path") -> None:
+    """Raises UserError where the path is not a file that can be opened more than once."""
+    if path.exists() and not path.is_file():
+        raise UserError(f"{option}={path} is not a file: it is read twice, so it can be neither a folder nor a pipe")
+    open_file(path, option).close()
 
 
 class WrongCharacter(UserError):

@@ -13,6 +13,7 @@ import torch
 from kernels.arguments import from_home
 from kernels.machine.memory import available_memory
 from rwkv.checkpoint.files import Checkpoint, read_tuned, require_tokenizer
+from rwkv.checkpoint.named import errors_of_adapter
 from rwkv.config import BITS, MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult, prefill
@@ -85,7 +86,7 @@ def require_room(weights: int, n_merged: int, available: int | None) -> None:
 
 
 def _read(name: str, path: str, opened: OpenCheckpoint, form: StateForm) -> Adapter:
-    try:
+    with errors_of_adapter(name):
         if Path(path).is_file() and is_state_file(path):
             context = form.load(path)
             return Adapter(name, path, _digest(context), context=context)
@@ -96,8 +97,6 @@ def _read(name: str, path: str, opened: OpenCheckpoint, form: StateForm) -> Adap
         state = generation(checkpoint.config).empty_state(checkpoint.config, 1)
         learnt = torch.stack([layer.get().float() for layer in checkpoint.time_states])
         return Adapter(name, path, digest, state=state._replace(wkv=learnt.unsqueeze(1)))
-    except UserError as error:
-        raise UserError(f"adapters={name}=...: {error}") from None
 
 
 def _digest(context: PrefillResult) -> str:

@@ -41,6 +41,7 @@ from rwkv.chat.thoughts import Think, ThoughtParser, think_of
 from rwkv.config import ChatConfig, Sampling
 from rwkv.errors import UserError
 from rwkv.io.garbage import uncollected
+from rwkv.io.lines import counted, wrapped
 from rwkv.io.utf8 import decode
 from rwkv.programs.sampling import OF_SAMPLING, SamplingChoice, preset
 
@@ -51,6 +52,9 @@ SETTINGS = (*OF_SAMPLING, "sampling", "max_new_tokens", "think", "seed")     # o
 
 def chat(config: ChatConfig, line: cli.CommandLine) -> None:
     allocator.keep_large_blocks()
+    from rwkv.checkpoint.named import require_files
+
+    require_files(config, config.template, config.state)
     _say(f"loading {config.checkpoint}")
     session = Terminal(*_open(config, line))
     typed = sys.stdin.isatty()
@@ -84,13 +88,13 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoic
     template.answer_start(think)          # refused before the model is loaded
     sampling = SamplingChoice(config, line.keys, opened.checkpoint.path, opened.checkpoint.run, template)
     chosen = sampling.for_answers(think)
-    print(f"chat template: {template_line(opened.checkpoint, choice)}", file=sys.stderr)
-    print(f"sampling {chosen}", file=sys.stderr)
+    _say(f"chat template: {template_line(opened.checkpoint, choice)}")
+    _say(f"sampling {chosen}")
     model = opened.model()
     context = load_context(config.state, model, opened.tokenizer) if config.state else None
     decoding = decoding_line(model)
     if decoding:
-        print(decoding, file=sys.stderr)
+        _say(decoding)
     talk = Chat(model, opened.tokenizer, template, chosen.sampling, config.max_new_tokens, config.seed, think, context)
     if config.system:
         talk.reset(config.system)
@@ -150,7 +154,7 @@ class Terminal:
             answer.show("", last=True)
         print(flush=True)
         if is_empty and not stop.requested:
-            _say("the model ended its answer without a word")
+            _say("the answer has no word in it")
         if answer.in_thoughts and self.talk.stats.written == self.talk.max_new_tokens:
             _say(f"the thoughts were cut by max_new_tokens={self.talk.max_new_tokens}: /set max_new_tokens=NUMBER")
 
@@ -218,8 +222,8 @@ class Terminal:
     def _stats(self, _: str) -> None:
         stats = self.talk.stats
         rate = stats.written / max(stats.all_s - stats.first_s, 1e-9)
-        _say(f"read {stats.read} tokens; first token after {stats.first_s:.2f} s; wrote {stats.written} tokens, "
-             f"{rate:.0f} a second")
+        _say(f"read {counted(stats.read, 'token')}; first token after {stats.first_s:.2f} s; "
+             f"wrote {counted(stats.written, 'token')}, {rate:.0f} a second")
 
 
 class _Answer:
@@ -252,7 +256,7 @@ def _from_yaml(name: str, text: str) -> Any:
 
 
 def _say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
+    print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)
 
 
 def _typed() -> Iterator[str]:

@@ -21,6 +21,7 @@ from kernels.machine import allocator, threads
 from rwkv import cli
 from rwkv.config import GenerateConfig
 from rwkv.io.garbage import uncollected
+from rwkv.io.lines import wrapped
 from rwkv.io.unread import abandon, raise_unwritten, unread
 from rwkv.programs.sampling import Chosen, SamplingChoice
 
@@ -40,10 +41,10 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
         except BrokenPipeError:          # the reader of standard output has seen enough, as in: generate.py | head
             abandon(sys.stdout)
             return
-    print(f"sampling {chosen}", file=sys.stderr)
+    print(wrapped(f"sampling {chosen}", sys.stderr), file=sys.stderr)
     decoding = decoding_line(model)
     if decoding:
-        print(decoding, file=sys.stderr)
+        print(wrapped(decoding, sys.stderr), file=sys.stderr)
     raise_unwritten(output)
     if not whole:
         sys.exit(cli.INTERRUPTED)
@@ -52,13 +53,16 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
 @uncollected()
 def _open(config: GenerateConfig, line: cli.CommandLine) -> tuple[Any, Any, list[str], Any, Chosen]:
     """The model, the tokenizer, the prompts, the context before them, and the options of sampling."""
+    from rwkv.checkpoint.named import require_files
+    from rwkv.generation.options import check_config, prompts_from
+
+    require_files(config, state=config.state)
+    check_config(config)
+    prompts = prompts_from(config)
     print(f"loading {config.checkpoint}", file=sys.stderr, flush=True)
-    from rwkv.generation.output import check_config, prompts_from
     from rwkv.generation.states import load_context
     from rwkv.pretrained import open_checkpoint
 
-    check_config(config)
-    prompts = prompts_from(config)
     opened = open_checkpoint(config)
     opened.print_notes()
     chosen = SamplingChoice(config, line.keys, opened.checkpoint.path, opened.checkpoint.run).for_answers()

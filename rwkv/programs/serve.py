@@ -42,6 +42,7 @@ from rwkv import cli
 from rwkv.chat.thoughts import BEGUN, Think
 from rwkv.config import BITS, MIB, ServeConfig
 from rwkv.errors import UserError
+from rwkv.io.lines import counted
 from rwkv.programs.sampling import Chosen, SamplingChoice
 from rwkv.serving.log import say
 
@@ -50,10 +51,14 @@ if TYPE_CHECKING:
 
 
 def serve(config: ServeConfig, line: cli.CommandLine) -> None:
+    from rwkv.checkpoint.named import require_adapters, require_files
+
     try:
         from rwkv.serving import server
     except ModuleNotFoundError as error:
         raise UserError(f"serving needs the package {error.name}: in the clone, pip install -e '.[serve]'") from None
+    require_files(config, config.template)
+    require_adapters(config)
     say("loading", config.checkpoint)
     server.serve(config, partial(run_engine, given=line.keys))
 
@@ -93,15 +98,15 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
         loaded[adapter.name] = LoadedAdapter(*adapter.load(opened, model), adapter.tokens, adapter.digest)
     copies = sum(adapter.merged is not None for adapter in adapters)
     decoding = decoding_line(model)
-    plan = [("model", f"{model.generation.NAME}, {model.config.n_layer} layers, {model.config.n_embd} wide, {n:,} parameters, "
-                      f"vocabulary {model.vocab_size}"),
+    plan = [("model", f"{model.generation.NAME}, {counted(model.config.n_layer, 'layer')}, {model.config.n_embd} wide, "
+                      f"{n:,} parameters, vocabulary {model.vocab_size}"),
             ("kernel", f"{opened.wkv.name} on {opened.device}, {config.dtype}, threads {torch.get_num_threads()}"),
             *opened.lines(),
             *([("decoding", decoding.partition(": ")[2])] if decoding else []),
             ("chat", f"template {template_line(opened.checkpoint, choice)}"),
             *(("sampling", line) for line in _sampling_lines(chosen)),
             *(("adapter", f"{adapter.name}: {adapter.about}") for adapter in adapters),
-            ("memory", f"weights about {weights * (1 + copies) / MIB:,.0f} MiB; at most {config.max_rows} texts of "
+            ("memory", f"weights about {weights * (1 + copies) / MIB:,.0f} MiB; at most {counted(config.max_rows, 'text')} of "
                        f"{row / MIB:.2f} MiB each, and {config.cache_mib:,} MiB of prefixes"),
             ("states", _kept(config, row))]
     return Loaded(model, opened.tokenizer, choice.template, plan, row, {think: each.sampling for think, each in chosen.items()},

@@ -59,14 +59,14 @@ import sys
 
 from kernels.machine import threads
 from rwkv import cli
-from rwkv.config import SOURCES, TrainConfig
-from rwkv.data.sources import check_path
+from rwkv.config import TrainConfig
 
 
 def train(config: TrainConfig, line: cli.CommandLine) -> None:
     if config.trainer.strategy == "single":       # else each of several processes would say so
-        if config.resume is None and config.data.name in SOURCES:
-            check_path(config.data)               # before PyTorch, which takes seconds to load
+        from rwkv.training.run.options import check_run
+
+        check_run(config, line.keys)
         print("loading    PyTorch and Lightning, then the data", file=sys.stderr, flush=True)
     from rwkv.training import fit
 
@@ -74,7 +74,6 @@ def train(config: TrainConfig, line: cli.CommandLine) -> None:
 
 
 def sweep(line: cli.CommandLine, jobs: cli.Jobs) -> None:
-    print("loading    PyTorch, then the options of every run", file=sys.stderr, flush=True)
     from rwkv.training import sweep
 
     sweep.run(line, jobs)

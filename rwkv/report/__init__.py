@@ -4,15 +4,17 @@ It is made only of the files in the run directories (reading.py), so it can be m
 `python -m rwkv.tools.report DIR`.
 """
 
+import math
 from pathlib import Path
 
 from rwkv.io.atomic import write_file
-from rwkv.report.findings import findings
+from rwkv.report.findings import BAD, findings
 from rwkv.report.numbers import as_csv, compare, rows
 from rwkv.report.page import render
 from rwkv.report.reading import is_finished, read
+from rwkv.report.verdict import verdict
 
-__all__ = ["is_finished", "table", "write"]
+__all__ = ["best", "is_finished", "summary", "table", "write"]
 
 PAGE = "report.html"
 TABLE = "report.csv"
@@ -28,6 +30,24 @@ def write(folder: Path, reference: str | None = None) -> Path:
     write_file(folder / TABLE, lambda file: file.write(as_csv(comparison).encode()))
     write_file(folder / PAGE, lambda file: file.write(render(folder, comparison, findings(comparison)).encode()))
     return folder / PAGE
+
+
+def summary(folder: Path) -> list[str]:
+    """The report in a few sentences: what is wrong, and which kernel has the lowest loss or is the fastest."""
+    comparison = compare(read(folder))
+    wrong = [finding.text for finding in findings(comparison) if finding.kind == BAD]
+    return [*wrong, *verdict(comparison)]
+
+
+def best(folder: Path) -> tuple[str, float] | None:
+    """The name of the finished run with the lowest validation loss, and that loss; None where none was measured."""
+    found = [(numbers["val_loss"], run.name) for kernel in compare(read(folder)).kernels
+             for run, numbers in zip(kernel.runs, kernel.numbers, strict=True)
+             if run.status == "finished" and math.isfinite(numbers.get("val_loss", math.nan))]
+    if not found:
+        return None
+    loss, name = min(found)
+    return name, loss
 
 
 def table(folder: Path) -> tuple[list[dict[str, object]], list[Path]]:

@@ -2,6 +2,7 @@
 
 from typing import NamedTuple
 
+from rwkv.io.lines import counted
 from rwkv.report import units
 from rwkv.report.numbers import EARLY, WHEN, Comparison, Kernel, Numbers, column
 from rwkv.report.reading import Run
@@ -47,7 +48,7 @@ def _lost(comparison: Comparison) -> list[Finding]:
         found.setdefault(numbers["val_lost"], []).append(numbers)
     sentences = []
     for share, runs in found.items():
-        which = "" if len(runs) == len(comparison.runs) else f" in {len(runs)} of {len(comparison.runs)} runs"
+        which = "" if len(runs) == len(comparison.runs) else f" in {len(runs)} of {counted(len(comparison.runs), 'run')}"
         withheld = "" if all("val_bpb" in numbers for numbers in runs) else ", and bits per byte are not given"
         sentences.append(f"The tokenizer loses {100 * share:.3g} % of the validation text{which}: the losses leave that out"
                          f"{withheld}.")
@@ -92,7 +93,7 @@ def _unfinished(kernel: Kernel) -> list[Finding]:
         counts[run.status, run.reason] = counts.get((run.status, run.reason), 0) + 1
     verbs = {"failed": "failed", "unavailable": "cannot run here"}
     return [Finding(BAD if status == "failed" else NOTE,
-                    f"{kernel.label} {verbs.get(status, f'is {status}')} in {count} of {len(kernel.runs)} runs"
+                    f"{kernel.label} {verbs.get(status, f'is {status}')} in {count} of {counted(len(kernel.runs), 'run')}"
                     + (f": {reason}" if reason else ""))
             for (status, reason), count in counts.items() if status != "finished"]
 

@@ -10,6 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from rwkv.io.lines import counted
 from rwkv.report import svg, tuned, units
 from rwkv.report.findings import BAD, NOTE, Finding
 from rwkv.report.numbers import EARLY, REWARDS, WHEN, Comparison, Kernel, column, columns, learns_pairs, unit_of_loss
@@ -57,7 +58,7 @@ def _lead(comparison: Comparison) -> str:
     else:
         seeds = len({run.seed for run in comparison.runs})
         kernels = len(comparison.kernels)
-        subject = (f"{kernels} kernel{'s' * (kernels != 1)}, {seeds} seed{'s' * (seeds != 1)}, {len(comparison.runs)} runs, "
+        subject = (f"{counted(kernels, 'kernel')}, {counted(seeds, 'seed')}, {counted(len(comparison.runs), 'run')}, "
                    "each in a process of its own")
         if comparison.reference:
             subject += f"; compared with {comparison.reference}"
@@ -112,7 +113,8 @@ def _measured(header: str, name: str, form: Callable[[float], str]) -> Column:
         low = form(min(values))
         high = form(max(values))
         same_unit = low.partition(" ")[2] == high.partition(" ")[2]
-        between = f"<small>{low.partition(' ')[0] if same_unit else low} to {high}</small>" if low != high else ""
+        least = low.partition(" ")[0] if same_unit else low
+        between = f"<small>{_unbroken(least)} to {_unbroken(high)}</small>" if low != high else ""
         return f"<td>{form(statistics.median(values))}{between}</td>"
 
     return Column(header, median)
@@ -126,7 +128,7 @@ def _preferences(comparison: Comparison) -> list[str]:
     if not rows:
         return []
     headers = ("margin", "accuracy", "reward of chosen", "reward of rejected")
-    columns = [Column("run", lambda row: cell(row[0].name)), Column("pairs", lambda row: text(SPLITS[row[2]]), words=True),
+    columns = [Column("run", lambda row: _name(row[0])), Column("pairs", lambda row: text(SPLITS[row[2]]), words=True),
                *(Column(header, lambda row, name=name: cell(row[1].get(f"{row[2]}_{name}"), "{:.4f}".format))     # type: ignore[misc]
                  for header, name in zip(headers, REWARDS, strict=True))]
     return ["<h2>Preferences</h2>",
@@ -141,7 +143,17 @@ def _difference(kernel: Kernel) -> str:
     early = kernel.values("difference_early")
     if not largest or not early:
         return ""
-    return f"<td>{units.tiny(max(largest))}<small>{units.tiny(max(early))} in {EARLY} steps</small></td>"
+    return f"<td>{units.tiny(max(largest))}<small>{units.tiny(max(early))} in {_unbroken(f'{EARLY} steps')}</small></td>"
+
+
+def _unbroken(text: str) -> str:
+    """A number and its unit, which stay in one line."""
+    return text.replace(" ", "\u00a0")
+
+
+def _name(run: Run) -> str:
+    """A cell with the name of a run. A narrow one is broken after a comma: kernel=conv1d,seed=0."""
+    return f"<td>{escape(run.name).replace(',', ',<wbr>')}</td>"
 
 
 def _errors(comparison: Comparison) -> list[str]:
@@ -187,7 +199,7 @@ def _runs(comparison: Comparison) -> list[str]:
     if comparison.is_single:
         return []
     rows = [row for kernel in comparison.kernels for row in zip(kernel.runs, kernel.numbers, strict=True)]
-    columns = [Column("run", lambda row: cell(row[0].name)), Column("order", lambda row: cell(row[0].order or "")),
+    columns = [Column("run", lambda row: _name(row[0])), Column("order", lambda row: cell(row[0].order or "")),
                Column("status", lambda row: cell(row[0].status, bad=row[0].status == "failed")),
                *(Column(header, lambda row, key=key, form=form: cell(row[1].get(key), form))      # type: ignore[misc]
                  for header, key, form in OF_RUN),
@@ -205,8 +217,8 @@ def _plots(comparison: Comparison) -> list[str]:
                      marked=True),
              _curves(comparison, "Norm of the gradients, before clipping", "gradient norm", _column("grad_norm"),
                      logarithmic=True),
-             _times(comparison),
-             _curves(comparison, "Tokens per second", "tokens per second", _column("tok_per_sec"), statistics.fmean)]
+             _curves(comparison, "Tokens per second", "tokens per second", _column("tok_per_sec"), statistics.fmean),
+             _times(comparison)]         # the lowest figure, which would leave a gap before another one
     if not any(drawn):
         return []
     names = [f"<span>{svg.swatch(colour)}{escape(kernel.label)}</span>" for colour, kernel in enumerate(comparison.kernels)
@@ -302,7 +314,8 @@ def _method(comparison: Comparison) -> str:
     if not comparison.is_single:
         sentences.insert(0, "Numbers are medians over the runs of a kernel, with the minimum and the maximum below.")
     if probed:
-        sentences.append(f"Times are medians of {len(probed['steps'])} sampled steps of each run after the same warm-up; a "
+        sampled = counted(len(probed["steps"]), "sampled step")
+        sentences.append(f"Times are medians of {sampled} of each run after the same warm-up; a "
                          "step lasts from receiving its batch to the end of the optimiser's step.")
     if comparison.runs[0].order is not None:
         sentences.append("The runs were trained one after the other, each in a process of its own, in an order shuffled with "
@@ -314,7 +327,7 @@ def _method(comparison: Comparison) -> str:
 COLOURS_OF_LINES = """
 :root {
   color-scheme: light dark;
-  --page: #fbfbfa; --card: #ffffff; --text: #1c1d1f; --quiet: #62666d; --rule: #dcdee2;
+  --page: #fbfbfa; --card: #ffffff; --text: #1c1d1f; --quiet: #62666d; --rule: #dcdee2; --shadow: #c3c7cd;
   --bad: #b3261e; --bad-card: #fdecea; --note: #8a5a00; --note-card: #fff5e0; --good: #1b6e37; --good-card: #e8f5ec;
   --c0: #0b62b8; --c1: #d1570a; --c2: #1c8a4b; --c3: #b3268f; --c4: #6a4fc4;
   --c5: #9a7500; --c6: #00838f; --c7: #c62f3e; --c8: #5d6670; --c9: #7a4a26;
@@ -322,7 +335,7 @@ COLOURS_OF_LINES = """
 }
 @media (prefers-color-scheme: dark) {
   :root {
-    --page: #141518; --card: #1d1f23; --text: #e8e9eb; --quiet: #a2a7af; --rule: #363a41;
+    --page: #141518; --card: #1d1f23; --text: #e8e9eb; --quiet: #a2a7af; --rule: #363a41; --shadow: #4d535d;
     --bad: #ff9d94; --bad-card: #3b1d1b; --note: #f0c468; --note-card: #352a12; --good: #82d69d; --good-card: #17301f;
     --c0: #6bb0ff; --c1: #ff9a57; --c2: #5fd08f; --c3: #f084d3; --c4: #b19cff;
     --c5: #e0bd4a; --c6: #4fd0db; --c7: #ff7f8b; --c8: #aab2bd; --c9: #d3a076;
@@ -348,13 +361,17 @@ p { margin: 6px 0; max-width: 100ch; }
 .finding b { margin-right: 4px; }
 .bad b, td.bad { color: var(--bad); } .note b { color: var(--note); } .good b { color: var(--good); }
 td.bad { font-weight: 600; }
-.scroll { overflow-x: auto; border: 1px solid var(--rule); border-radius: 6px; background: var(--card); }
+.scroll { overflow-x: auto; border: 1px solid var(--rule); border-radius: 6px;     /* shadows where more is to the side */
+  background: linear-gradient(to right, var(--card) 24px, transparent) 0 0 / 48px 100% no-repeat local,
+              linear-gradient(to left, var(--card) 24px, transparent) 100% 0 / 48px 100% no-repeat local,
+              linear-gradient(to right, var(--shadow), transparent) 0 0 / 14px 100% no-repeat,
+              linear-gradient(to left, var(--shadow), transparent) 100% 0 / 14px 100% no-repeat, var(--card); }
 table { border-collapse: collapse; font-size: 0.92rem; font-variant-numeric: tabular-nums; width: 100%; }
 th, td { padding: 5px 8px; text-align: right; vertical-align: top; white-space: nowrap; border-bottom: 1px solid var(--rule); }
 tr:last-child td { border-bottom: 0; }
 th { font-weight: 600; font-size: 0.86rem; color: var(--quiet); vertical-align: bottom; white-space: normal; }
 th:first-child, td:first-child, .text { text-align: left; }
-td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 8em; }
+td:first-child { white-space: normal; overflow-wrap: anywhere; min-width: 10.5em; }
 td.text { white-space: normal; overflow-wrap: anywhere; min-width: 12em; }
 figure p { margin: 4px 0 0; font-size: 0.86rem; }
 td small { display: block; white-space: normal; color: var(--quiet); font-size: 0.76rem; }

@@ -17,6 +17,7 @@ import yaml
 
 from rwkv.errors import UserError
 from rwkv.io.json_lines import parse
+from rwkv.io.lines import counted
 
 CONFIG = "config.yaml"
 METRICS = "metrics.csv"
@@ -120,7 +121,7 @@ def read_metrics(path: Path, damaged: Damaged | None = None) -> list[dict[str, s
             _note(path, f"cannot be read after its row {len(rows)}: {error}", damaged)
     with_step = [row for row in rows if re.fullmatch(r"\s*-?\d+\s*", row.get("step") or "")]
     if len(with_step) < len(rows):
-        _note(path, f"has {len(rows) - len(with_step)} rows without the number of a step", damaged)
+        _note(path, f"has {counted(len(rows) - len(with_step), 'row')} without the number of a step", damaged)
     return with_step
 
 

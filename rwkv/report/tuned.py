@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 from html import escape
 
+from rwkv.io.lines import counted
 from rwkv.report.numbers import REWARDS
 from rwkv.report.reading import Run
 from rwkv.report.table import Column, cell, table, text
@@ -60,7 +61,7 @@ def _said(said: str | None) -> str:
 def what_was_tuned(run: Run) -> str:
     """A sentence: the kind and number of trained values, the file of the weights, and the dtype of the frozen weights."""
     tuned = run.tuned["tuned"]
-    values = f"{tuned['trained']:,} values"
+    values = counted(tuned["trained"], "value")
     if tuned["method"] == "full":
         return f"Tuned were all weights of {tuned['base']}: {values}, in {tuned['dtype']}."
     what = "the state before the first token"

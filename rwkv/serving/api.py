@@ -30,6 +30,7 @@ from rwkv.chat.thoughts import Think, begun_by, end_of
 from rwkv.config import MIB, Sampling, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
+from rwkv.io.lines import counted
 from rwkv.serving import openapi, responses
 from rwkv.serving.answers import Answer, Shape, token_string
 from rwkv.serving.errors import ApiError, json_response
@@ -424,8 +425,8 @@ def _ids(service: Service, prompt: str | list[int], param: str = "prompt", start
         if max(ids, default=0) >= service.tokenizer.vocab_size:
             raise ApiError(400, f"{param} has token ids from 0 to {service.tokenizer.vocab_size - 1}; got {max(ids)}", param)
     if len(ids) > service.config.max_prompt_tokens:
-        raise ApiError(400, f"{param} has {len(ids)} tokens, and this server reads at most {service.config.max_prompt_tokens}",
-                       param, "context_length_exceeded")
+        raise ApiError(400, f"{param} has {counted(len(ids), 'token')}, and this server reads at most "
+                            f"{service.config.max_prompt_tokens}", param, "context_length_exceeded")
     follows = start is not None and start.tokens != 0            # a state that was trained has read no token
     return ids if ids or follows else [service.tokenizer.end_of_text]
 

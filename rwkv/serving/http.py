@@ -19,6 +19,7 @@ import msgspec
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from rwkv.io.lines import counted
 from rwkv.io.signals import heeded
 from rwkv.serving.errors import ApiError
 from rwkv.serving.log import say_refused
@@ -205,7 +206,7 @@ class Protocol(HttpToolsProtocol):
         if self._answering:
             self._expect_request()       # the next, pipelined request must not cut off this answer
         elif not self.transport.is_closing():
-            self._refuse(ApiError(408, f"the request did not come within {self.receive_s:g} seconds"))
+            self._refuse(ApiError(408, f"the request did not come within {counted(self.receive_s, 'second')}"))
 
     @property
     def _answering(self) -> bool:

@@ -14,6 +14,7 @@ from rwkv.chat.rendered import for_tokenizer
 from rwkv.chat.templates import chat_template
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
+from rwkv.io.lines import counted
 from rwkv.io.signals import STOPPING, StopRequest
 from rwkv.serving.api import Service, application
 from rwkv.serving.http import Protocol, Server
@@ -92,7 +93,8 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
 
     def stop() -> None:
         if not service.stopping:
-            say("stopping", f"running texts have {config.grace_s:g} seconds; a second Ctrl-C or SIGTERM ends them at once")
+            grace = counted(config.grace_s, "second")
+            say("stopping", f"running texts have {grace}; a second Ctrl-C or SIGTERM ends them at once")
             service.stopping = True
             asyncio.get_running_loop().call_later(config.grace_s, engine.cancel_all)
 

@@ -19,6 +19,7 @@ from typing import Any
 
 import tokenizers
 
+from rwkv.io.lines import counted
 from rwkv.tokenizer.decoders import BYTE_OF
 from rwkv.tokenizer.tokenizers import JsonTokenizer, Tokenizer
 
@@ -54,7 +55,7 @@ class Lost:
     def describe(self, text: str) -> str:
         """A sentence about the loss, without a full stop. text: the name of the text, such as "the validation text"."""
         unknown = f", with {self.unknown:,} unknown tokens" if self.unknown else ""
-        return f"the tokenizer loses {percent(self.share)} of {text}: {self.bytes:,} of its {self.of:,} bytes{unknown}"
+        return f"the tokenizer loses {percent(self.share)} of {text}: {self.bytes:,} of its {counted(self.of, 'byte')}{unknown}"
 
 
 NOTHING = Lost()

@@ -21,7 +21,7 @@ from typing import Any
 import tokenizers
 
 from rwkv.errors import UserError
-from rwkv.io.utf8 import WrongCharacter, read_text, require_unicode
+from rwkv.io.utf8 import WrongCharacter, read_bytes, read_text, require_unicode
 from rwkv.tokenizer import special, world, world_json
 from rwkv.tokenizer.decoders import BytesDecoder, Decoder, TextDecoder, token_bytes
 from rwkv.tokenizer.special import END_OF_TEXT
@@ -31,6 +31,7 @@ Rule = Callable[[Mapping[str, Any]], list[int]]
 JOINING = ("ByteFallback", "Fuse", "Metaspace", "Replace", "Strip")         # decoders that only join the texts of tokens
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")              # a token for byte fallback
 NAMES = "byte, world, or the path of a `tokenizers` .json file or of a World vocabulary's .txt file"
+MADE_FROM_DATA = ("char", "bpe")         # names of data.tokenizer for tokenizers that are made from the text
 
 
 class Tokenizer(ABC):
@@ -182,7 +183,7 @@ class Tokenizer(ABC):
 
         end_of_text, like: as in `named`. option: the name of end_of_text in errors.
         """
-        text = read_text(Path(path), f"the tokenizer file {path}")
+        text = read_text(Path(path), _described(path))
         if Path(path).suffix == ".txt":
             return _without_option(WorldTokenizer(text, str(path)), end_of_text, option)
         if (vocabulary := world_json.vocabulary_in(text)) is not None:
@@ -197,12 +198,28 @@ class Tokenizer(ABC):
         option, names: the option and its legal values, for the message. end_of_text: the name of the token of FILE.json that
         ends a text; None: as the file says. like: another definition; if it is of the same file, its ends of text are used.
         """
+        Tokenizer.check_named(name, option, names)
         end_option = f"{option.rpartition('tokenizer')[0]}end_of_text"
         if name == "byte":
             return _without_option(ByteTokenizer(), end_of_text, end_option)
-        if name != "world" and not name.endswith((".json", ".txt")):
+        return Tokenizer.from_file(_file_named(name), end_of_text, like, end_option)
+
+    @staticmethod
+    def check_named(name: str, option: str = "tokenizer", names: str = NAMES) -> None:
+        """Raises UserError, without reading the vocabulary, for a name that `named` does not take and for a missing file."""
+        if name not in ("byte", "world") and not name.endswith((".json", ".txt")):
             raise UserError(f"{option} is {names}; got {name!r}")
-        return Tokenizer.from_file(world.installed() if name == "world" else name, end_of_text, like, end_option)
+        if name != "byte":
+            read_bytes(Path(_file_named(name)), _described(_file_named(name)), most=1)
+
+
+def _file_named(name: str) -> str | Path:
+    """The file of a vocabulary. Raises UserError if the package of the World vocabulary is not installed."""
+    return world.installed() if name == "world" else name
+
+
+def _described(path: str | Path) -> str:
+    return f"the tokenizer file {path}"
 
 
 class ByteTokenizer(Tokenizer):
@@ -213,8 +230,8 @@ class ByteTokenizer(Tokenizer):
 
     def _encode(self, text: str) -> list[int]:
         if "\0" in text:
-            raise WrongCharacter(text.index("\0"), "U+0000, which data.tokenizer=byte reserves for the end of a text: "
-                                 "remove it, or use data.tokenizer=bpe")
+            raise WrongCharacter(text.index("\0"), "U+0000, which the tokenizer byte reserves for the end of a text: "
+                                 "remove it, or take another tokenizer")
         return list(text.encode())
 
     @cached_property

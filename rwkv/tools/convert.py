@@ -3,8 +3,9 @@
 It converts one tensor at a time, so it needs the memory of the largest tensor. OUT is written whole or not at all.
 """
 
-import argparse
 import sys
+from argparse import ArgumentTypeError
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -12,14 +13,13 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from kernels.arguments import from_home, path_of
+from kernels.arguments import Parser, from_home, path_of
 from rwkv.checkpoint import formats
-from rwkv.checkpoint.files import read_checkpoint, tokenizer_of, write_checkpoint
-from rwkv.checkpoint.formats.huggingface import FORMS
-from rwkv.checkpoint.stored import DTYPES
+from rwkv.checkpoint.location import locate
 from rwkv.cli import exit_on_user_error
 from rwkv.errors import UserError
-from rwkv.model.base import generation, n_parameters
+from rwkv.io.lines import counted
+from rwkv.tokenizer.tokenizers import Tokenizer
 
 WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats that cannot hold one
 
@@ -33,6 +33,9 @@ programs here read. llama.cpp needs the tokenizer in the file."""
 def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     with exit_on_user_error():
+        locate(options.source)           # before PyTorch, which takes seconds to import
+        if options.tokenizer is not None:
+            Tokenizer.check_named(options.tokenizer)
         convert(options.source, options.target, options.dtype, options.format, options.tokenizer, options.end_of_text,
                 options.form)
 
@@ -45,14 +48,17 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     end_of_text: the name of the token of a .json tokenizer that ends a text; None: as in `source`, or else in the file. form:
     of a Hugging Face directory of RWKV-7, fla or official.
     """
+    from rwkv.checkpoint.files import read_checkpoint, tokenizer_of, write_checkpoint
+    from rwkv.model.base import generation, n_parameters
+
     module = formats.load(format) if format else formats.by_suffix(target)
     name = module.__name__.rpartition(".")[2]
     checkpoint = read_checkpoint(source)
     if tokenizer is not None or end_of_text is not None:
-        chosen = tokenizer_of(checkpoint, tokenizer, end_of_text)
+        chosen = tokenizer_of(checkpoint, tokenizer, end_of_text, "--tokenizer")
         checkpoint = replace(checkpoint, tokenizer=chosen.to_dict(), tokenizer_hash=chosen.hash)
     config = checkpoint.config
-    _log(f"{checkpoint.path}: {generation(config).NAME}, {config.n_layer} layers, {config.n_embd} wide, "
+    _log(f"{checkpoint.path}: {generation(config).NAME}, {counted(config.n_layer, 'layer')}, {config.n_embd} wide, "
          f"{n_parameters(config, checkpoint.vocab_size):,} parameters, vocabulary {checkpoint.vocab_size}")
     with suppress(UserError):            # it may be unknown which token of the tokenizer ends a text
         if checkpoint.tokenizer and (end := tokenizer_of(checkpoint).end_line()):
@@ -68,16 +74,41 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
         _log(f"the tokenizer is not in {target}: the format {name} cannot hold one")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("python -m rwkv.tools.convert", description=(__doc__ or "").partition(": ")[2],
-                                     epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter)
+def _dtypes() -> tuple[str, ...]:
+    from rwkv.checkpoint.stored import DTYPES
+
+    return (*DTYPES, *chain(*formats.quantised().values()))
+
+
+def _forms() -> tuple[str, ...]:
+    from rwkv.checkpoint.formats.huggingface import FORMS
+
+    return tuple(FORMS)
+
+
+def _one_of(names: Callable[[], tuple[str, ...]]) -> Callable[[str], str]:
+    """The type of an option whose names are in modules that import PyTorch: they are read when the option is given."""
+    def one(text: str) -> str:
+        if text not in names():
+            raise ArgumentTypeError(f"expected one of {', '.join(names())}; got {text!r}")
+        return text
+
+    return one
+
+
+class _Parser(Parser):
+    def format_help(self) -> str:
+        return f"{super().format_help()}\nDTYPE is one of {', '.join(_dtypes())}; FORM is {' or '.join(_forms())}.\n"
+
+
+def _parser() -> Parser:
+    parser = _Parser("rwkv.tools.convert", (__doc__ or "").partition(": ")[2], EPILOG)
     parser.add_argument("source", metavar="IN", type=path_of, help="the checkpoint to read: a file or a directory")
     parser.add_argument("target", metavar="OUT", type=path_of, help="the file or the directory to write")
-    parser.add_argument("--dtype", choices=(*DTYPES, *chain(*formats.quantised().values())),
-                        help="by default each tensor keeps its own")
+    parser.add_argument("--dtype", type=_one_of(_dtypes), metavar="DTYPE", help="by default each tensor keeps its own")
     parser.add_argument("--format", choices=formats.names(), help="by default OUT's suffix chooses it")
-    parser.add_argument("--form", choices=FORMS, help="of a Hugging Face directory of RWKV-7: fla's, or the official one of "
-                        "transformers' branch; by default fla's")
+    parser.add_argument("--form", type=_one_of(_forms), metavar="FORM", help="of a Hugging Face directory of RWKV-7: fla's, or "
+                        "the official one of transformers' branch; by default fla's")
     parser.add_argument("--tokenizer", metavar="NAME", type=from_home,
                         help="world, FILE.json or FILE.txt, to write too; by default IN's")
     parser.add_argument("--end-of-text", metavar="TEXT", help="the token of FILE.json that ends a text; by default what IN or "

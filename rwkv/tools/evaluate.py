@@ -21,31 +21,32 @@ import math
 import sys
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
-from rwkv import cli, evaluation
-from rwkv.chat.rendered import encode, for_tokenizer, written
-from rwkv.chat.template import ChatTemplate
+from rwkv import cli
 from rwkv.chat.templates import chat_template
+from rwkv.checkpoint.named import require_files
 from rwkv.config import EvaluateConfig
-from rwkv.data.sources.chat import holds_conversations, parts_of
-from rwkv.data.sources.jsonl import entries
 from rwkv.errors import UserError
-from rwkv.io.json_lines import parse, text_of
 from rwkv.io.output_file import require_writable
-from rwkv.io.utf8 import open_file
-from rwkv.model.base import Model
-from rwkv.pretrained import open_checkpoint, template_choice, template_line
-from rwkv.tokenizer.lost import NOTHING, WITHHELD, LossCounter, Lost, percent
+from rwkv.io.utf8 import require_file
+from rwkv.tokenizer.lost import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.tokenizers import Tokenizer
+
+if TYPE_CHECKING:                        # they bring PyTorch
+    from rwkv import evaluation
+    from rwkv.model.base import Model
 
 
 def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     path, out = _files(config)
+    from rwkv import evaluation
+    from rwkv.pretrained import open_checkpoint, template_choice, template_line
+    from rwkv.tools._scored_texts import holds_answers, read_answers, read_last_words
+
     opened = open_checkpoint(config)
     tokenizer = opened.tokenizer
     opened.print_notes()
@@ -78,69 +79,10 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
             raise UserError(f"cannot write out={out}: {error.strerror}; the result is only on standard output") from error
 
 
-def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> list[evaluation.Scored]:
-    """The last words of a file of lines {"text": ...}. Raises UserError with the number of the first wrong line."""
-    evaluation.require_file(path)
-    counter = LossCounter(tokenizer)
-    with open_file(path) as file:
-        words = [_last_word(tokenizer, counter, line, f"line {number} of data.path={path}", start)
-                 for number, line in enumerate(file, start=1) if line.strip()]
-    if not words:
-        raise UserError(f"data.path={path} is empty: expected lines of " '{"text": "..."}')
-    return words
-
-
-def holds_answers(path: Path) -> bool:
-    """Whether the file has conversations. Its first line may be wrong: read_last_words reports that."""
-    evaluation.require_file(path)
-    with suppress(UserError):
-        return path.suffix == ".jsonl" and holds_conversations(path)
-    return False
-
-
-def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> list[evaluation.Scored]:
-    """The conversations of a file, as data=chat reads them, with their answers to predict."""
-    evaluation.require_file(path)
-    template = for_tokenizer(template, tokenizer)
-    counter = LossCounter(tokenizer)
-    found = []
-    for entry, where, _ in entries(path):
-        parts = parts_of(entry, where, template)
-        if not any(learnt for _, learnt in parts):
-            continue
-        try:
-            pieces = [(ids, learnt) for ids, (_, learnt) in
-                      zip(encode(tokenizer, [text for text, _ in parts]), parts, strict=True)]
-        except ValueError as error:
-            raise UserError(f"{where}: {error}") from None
-        answers = [(written(text), ids) for (text, learnt), (ids, _) in zip(parts, pieces, strict=True) if learnt]
-        lost = counter.count([text for text, _ in answers], [ids for _, ids in answers])
-        if pieces[-1][0][-1:] != [tokenizer.end_of_text]:
-            pieces.append(([tokenizer.end_of_text], parts[-1][1]))
-        ids = [token for piece, _ in pieces for token in piece]
-        counts = [learnt for piece, learnt in pieces for _ in piece]
-        found.append(evaluation.Scored(ids, [False, *counts[1:]], lost))
-    if not found:
-        raise UserError(f"data.path={path} has no conversation with an answer that is learnt: expected one on each line")
-    return found
-
-
-def _last_word(tokenizer: Tokenizer, counter: LossCounter, line: bytes, where: str, start: Sequence[int]) -> evaluation.Scored:
-    context, _, word = text_of(parse(line, where), "text", where).rstrip().rpartition(" ")
-    if not context.strip():
-        raise UserError(f"{where} has no word before its last one: nothing to predict it from")
-    try:
-        before = tokenizer.encode(context)
-        whole = tokenizer.encode(f"{context} {word}")
-        goes_on = whole[:len(before)] == before          # otherwise a token spans the context's end
-        ids = whole[len(before):] if goes_on else tokenizer.encode(f" {word}")
-        return evaluation.Scored.ending([*start, *before], ids, counter.count([f" {word}"], [ids]))
-    except ValueError as error:
-        raise UserError(f"{where}: {error}") from None
-
-
 def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_len: int, tokens: int, lost: Lost,
-                  model: Model) -> dict[str, Any]:
+                  model: "Model") -> dict[str, Any]:
+    from rwkv import evaluation
+
     started = time.perf_counter()
     nats = 0.0
     with _bar(tokens, "token") as bar:
@@ -152,8 +94,10 @@ def evaluate_text(path: Path, tokenizer: Tokenizer, start: Sequence[int], chunk_
     return {"task": "text", **score.as_dict(), "seconds": time.perf_counter() - started}
 
 
-def evaluate(task: str, texts: Sequence[evaluation.Scored], config: EvaluateConfig, model: Model) -> dict[str, Any]:
+def evaluate(task: str, texts: Sequence["evaluation.Scored"], config: EvaluateConfig, model: "Model") -> dict[str, Any]:
     """task: last_word or answers."""
+    from rwkv import evaluation
+
     started = time.perf_counter()
     total = evaluation.Score()
     answers = task == "answers"
@@ -175,11 +119,13 @@ def _say_lost(lost: Lost, text: str) -> None:
 
 
 def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:
-    """The paths of data.path= and out=. Raises UserError if no data is given, or if out= cannot be written."""
+    """The paths of data.path= and out=. Raises UserError for a missing file, and if out= cannot be written."""
     if not config.data.path:
         raise UserError("there is nothing to evaluate on: give data.path=FILE, a text in UTF-8, or FILE.jsonl with lines of "
                         '{"text": "..."}')
     require_writable("out", config.out, (config.checkpoint, config.tokenizer, config.data.path))
+    require_files(config, config.data.template)
+    require_file(Path(config.data.path))
     return Path(config.data.path), Path(config.out) if config.out else None
 
 

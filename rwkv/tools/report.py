@@ -5,15 +5,13 @@ another kernel. DIR/report.html is one file that contains its figures; DIR/repor
 (rwkv/report/numbers.py describes its columns).
 """
 
-import argparse
-
-from kernels.arguments import path_of
+from kernels.arguments import Parser, path_of
 from rwkv import report
 from rwkv.cli import exit_on_user_error
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m rwkv.tools.report", description="Report of a sweep or of one run.")
+    parser = Parser("rwkv.tools.report", "Report of a sweep or of one run.")
     parser.add_argument("folder", type=path_of, metavar="DIR", help="the directory of a sweep, of runs, or of one run")
     parser.add_argument("--reference", metavar="KERNEL", help="the kernel whose losses the others are compared "
                         "with; by default reference or formula if one was trained, otherwise the first trained kernel")

@@ -104,7 +104,7 @@ def train(run: Run) -> None:
     distributed.broadcast_from_rank0(lambda: require_unfinished(run))
     data.tokenizer.drop_library()
     give_back_free_blocks()              # memory that the data's preparation took
-    announce_needs(run, kernel, device, data)
+    announce_needs(run, wkv, kernel, device, data)
     reach = len(data.val) if config.trainer.tbptt else config.model.ctx_len
     validated = with_part(data, config.trainer.val_tokens, reach)
     lightning.seed_everything(config.seed, verbose=False)

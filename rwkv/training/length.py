@@ -8,12 +8,11 @@ from collections.abc import Collection
 from dataclasses import replace
 from math import ceil
 
-from rwkv.config import LENGTHS, TrainConfig
+from rwkv.config import LENGTHS, TrainConfig, given_length
 from rwkv.data import documents
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.data.windows import Windows
-from rwkv.errors import UserError
 
 ROUNDING = 1e-9                          # rounding error of epochs times steps, which may be fractions
 CHAT_EPOCHS = 2.0                        # of a new run on conversations that is given no length
@@ -43,13 +42,11 @@ def with_max_steps(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     """The configuration with one length, and with max_steps computed if the length is trainer.max_tokens. A given length
     replaces that of an experiment or of a resumed run.
     """
-    own = [key for key in LENGTHS if key in given and getattr(config.trainer, key.removeprefix("trainer.")) is not None]
-    if len(own) > 1:
-        raise UserError(f"{own[0]} and {own[1]} both say how long to train: give one of them")
+    own = given_length(config, given)
     trainer = config.trainer
     if own:
-        trainer = replace(trainer, max_tokens=trainer.max_tokens if own == ["trainer.max_tokens"] else None,
-                          epochs=trainer.epochs if own == ["trainer.epochs"] else None)
+        trainer = replace(trainer, max_tokens=trainer.max_tokens if own == "trainer.max_tokens" else None,
+                          epochs=trainer.epochs if own == "trainer.epochs" else None)
     if trainer.max_tokens is not None:
         trainer = replace(trainer, max_steps=ceil(trainer.max_tokens / config.tokens_per_step))
     return replace(config, trainer=trainer)

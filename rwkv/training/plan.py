@@ -7,12 +7,14 @@ training steps of the model, which change nothing.
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 
 from kernels.machine import threads
 from kernels.machine.cpu import matrix_dtype, why_slow
 from kernels.machine.memory import resident_memory
+from kernels.select import AUTO
 from rwkv.chat.names import Choice, choose_template
 from rwkv.config import ORTHOGONAL, TrainConfig, TrainerConfig, TuneConfig
 from rwkv.data import documents
@@ -20,8 +22,9 @@ from rwkv.data.conversations import Tokenised
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
-from rwkv.io.lines import labelled
+from rwkv.io.lines import counted, labelled
 from rwkv.model.base import generation, n_parameters
+from rwkv.training import kernel_check
 from rwkv.training.device import bfloat16_is_faster, dtype_for
 from rwkv.training.length import MANY, steps_per_epoch
 from rwkv.training.memory import (
@@ -45,13 +48,17 @@ FORWARD = 1 / 3                          # forward pass as a fraction of a train
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # a duration is given in the first unit of which it has two
 
 
-def announce_needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> None:
-    """Prints on standard error what the run does, and the memory and disk that it needs, before its model is built."""
+def announce_needs(run: Run, wkv: Any, kernel: str, device: torch.device, data: Corpus) -> None:
+    """Prints on standard error what the run does, and the memory and disk that it needs, before its model is built.
+
+    wkv: the operator. kernel: its name, with the reason if auto has chosen it. A kernel that the user has named is compared
+    with the reference; a wrong one is a WARNING.
+    """
     if rank() > 0:
         return
     if run.config.resume is not None and run.resume_from is None:
         log(_why_from_the_start(run))
-    _show(_needs(run, kernel, device, data))
+    _show(_needs(run, wkv, kernel, device, data))
     timed = "" if run.config.trainer.strategy == "fsdp" else ", and timing its first steps"
     _show([("building", f"the model{timed}")])
 
@@ -77,7 +84,7 @@ def _show(lines: Iterable[tuple[str, str]]) -> None:
         log(labelled(subject, text, sys.stderr))
 
 
-def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterator[tuple[str, str]]:
+def _needs(run: Run, wkv: Any, kernel: str, device: torch.device, data: Corpus) -> Iterator[tuple[str, str]]:
     config = run.config
     V = run.init_checkpoint.vocab_size if run.init_checkpoint else data.tokenizer.vocab_size
     programs = resident_memory() if device.type == "cpu" else 0       # measured before pages of the data are read below
@@ -98,7 +105,7 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
         yield "rows", rows_of(data.conversations[0], config.model.ctx_len).describe()
     if data.conversations:
         yield "chat", f"template {_template(run)}"
-    yield "model", (f"{generation(config.model).NAME}, {config.model.n_layer} layers, {config.model.n_embd} wide, "
+    yield "model", (f"{generation(config.model).NAME}, {counted(config.model.n_layer, 'layer')}, {config.model.n_embd} wide, "
                     f"{n_parameters(config.model, V):,} parameters, vocabulary {V}")
     if run.init_checkpoint is not None and run.resume_from is None:
         yield "weights", f"from {run.init_checkpoint.path}, which gives the sizes and the tokenizer; the optimiser is new"
@@ -116,17 +123,20 @@ def _needs(run: Run, kernel: str, device: torch.device, data: Corpus) -> Iterato
     yield "blocks", _blocks(config.trainer.compile, config.tune.method, bool(data.conversations))
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"{', '.join([f'threads per process {torch.get_num_threads()}', *threads.settings()])}")
-    if slow := why_slow(dtype_for(config.trainer.precision), device):
+    dtype = dtype_for(config.trainer.precision)
+    if config.kernel.name != AUTO and (wrong := kernel_check.check(wkv, generation(config.model).OPERATOR, device, dtype)):
+        yield "WARNING", wrong
+    if slow := why_slow(dtype, device):
         yield "WARNING", f"trainer.precision={config.trainer.precision}: {slow}; leave it out, or take auto"
     if device.type == "cuda" and config.trainer.precision == "32-true" and bfloat16_is_faster(device):
         yield "hint", "trainer.precision=bf16-mixed: this GPU multiplies bfloat16 many times as fast as float32"
     if config.optim.name in ORTHOGONAL:
-        dtype = matrix_dtype(device)
-        why = "" if dtype == torch.bfloat16 else ": this CPU has no instructions for products of bfloat16"
-        yield "optimiser", f"{config.optim.name}, with directions computed in {str(dtype).removeprefix('torch.')}{why}"
+        computed = matrix_dtype(device)
+        why = "" if computed == torch.bfloat16 else ": this CPU has no instructions for products of bfloat16"
+        yield "optimiser", f"{config.optim.name}, with directions computed in {str(computed).removeprefix('torch.')}{why}"
     yield from _memory(config, V, device, programs)
-    yield "disk", (f"{readable(checkpoint_bytes(config, V))} for {n_checkpoints(config.trainer.keep_last)} checkpoints; "
-                   f"{readable(free_disk(run.out_dir))} is free")
+    kept = counted(n_checkpoints(config.trainer.keep_last), "checkpoint")
+    yield "disk", f"{readable(checkpoint_bytes(config, V))} for {kept}; {readable(free_disk(run.out_dir))} is free"
 
 
 def _template(run: Run) -> str:
@@ -188,9 +198,10 @@ def _training(run: Run, device: torch.device, task: LanguageModel, data: Corpus)
         duration = in_words((training + validation) * _seconds_per_step(task, config, device, data.conversations))
 
     passes = steps / per_epoch
-    part = f"{passes:.1f} epochs" if passes >= 1 else f"{100 * passes:.2g} % of the training data"
-    yield "training", (f"{_length(trainer, steps)} of {config.tokens_per_step:,} tokens: {steps * config.tokens_per_step:,} "
-                       f"tokens, {duration}" + ("" if trainer.epochs else f"; {part}"))
+    part = counted(float(f"{passes:.1f}"), "epoch") if passes >= 1 else f"{100 * passes:.2g} % of the training data"
+    yield "training", (f"{_length(trainer, steps)} of {counted(config.tokens_per_step, 'token')}: "
+                       f"{counted(steps * config.tokens_per_step, 'token')}, {duration}"
+                       + ("" if trainer.epochs else f"; {part}"))
     yield from _wrong_length(config, trainer.max_steps / per_epoch, bool(data.conversations))
     time_share = validation / max(training + validation, 1e-9)
     yield from _validation(trainer.val_tokens, data.sizes.val_tokens, validations, time_share)
@@ -200,13 +211,9 @@ def _training(run: Run, device: torch.device, task: LanguageModel, data: Corpus)
 def _length(trainer: TrainerConfig, steps: int) -> str:
     """The remaining steps, and the epochs from which they are computed."""
     if not trainer.epochs:
-        return _counted(steps, "step")
-    whole = f"{_counted(trainer.epochs, 'epoch')}, {_counted(trainer.max_steps, 'step')}"
+        return counted(steps, "step")
+    whole = f"{counted(trainer.epochs, 'epoch')}, {counted(trainer.max_steps, 'step')}"
     return whole if steps == trainer.max_steps else f"{whole}, of which {steps:,} are left,"
-
-
-def _counted(n: float, what: str) -> str:
-    return f"{n:,.15g} {what}{'s' * (n != 1)}"
 
 
 def _wrong_length(config: TrainConfig, epochs: float, conversations: bool) -> Iterator[tuple[str, str]]:
@@ -218,7 +225,7 @@ def _wrong_length(config: TrainConfig, epochs: float, conversations: bool) -> It
                           "heart: take trainer.epochs=2, or more conversations")
     if config.init_from is not None and steps <= rising:
         yield "WARNING", (f"little is learnt: the learning rate rises over optim.warmup_steps={rising} steps, and the run has "
-                          f"{steps}; take more data, a smaller data.batch_size, or a lower optim.warmup_steps")
+                          f"{steps:,}; take more data, a smaller data.batch_size, or a lower optim.warmup_steps")
 
 
 def in_words(seconds: float) -> str:
@@ -241,7 +248,7 @@ def validated_part(val_tokens: int | None, whole: int) -> str | None:
     """The part of the validation split's tokens that trainer.val_tokens chooses, in words; None for all of them."""
     if val_tokens is None or val_tokens >= whole:
         return None
-    return f"the first {val_tokens:,} of {whole:,} tokens (trainer.val_tokens)"
+    return f"the first {val_tokens:,} of {counted(whole, 'token')} (trainer.val_tokens)"
 
 
 def _validation(val_tokens: int | None, whole: int, times: int, time_share: float) -> Iterator[tuple[str, str]]:
@@ -249,7 +256,7 @@ def _validation(val_tokens: int | None, whole: int, times: int, time_share: floa
     part = validated_part(val_tokens, whole)
     if part is None and time_share <= MUCH:
         return
-    line = f"{'once' if times == 1 else f'{times:,} times'} {part or f'all {whole:,} tokens'}"
+    line = f"{'once' if times == 1 else f'{times:,} times'} {part or 'all ' + counted(whole, 'token')}"
     if time_share > MUCH:
         line += f", {100 * time_share:.0f} % of the time; less with a lower trainer.val_tokens or a higher trainer.val_every"
     yield "validation", line

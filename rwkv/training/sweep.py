@@ -27,22 +27,17 @@ from shlex import quote
 
 from kernels.registry import KernelUnavailable, UnknownKernel
 from rwkv import cli, report
-from rwkv.checkpoint.files import read_checkpoint
-from rwkv.config import SOURCES, TrainConfig
-from rwkv.data.sources import check_path
-from rwkv.distributed import log
+from rwkv.checkpoint.location import follow
+from rwkv.config import TrainConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
-from rwkv.io.lines import broken, labelled
+from rwkv.io.lines import broken, counted, labelled
 from rwkv.io.signals import STOPPING, StopRequest
 from rwkv.report import reading
 from rwkv.training import sweep_child
-from rwkv.training.device import device_for
-from rwkv.training.loggers import log_report
-from rwkv.training.run.directory import CONFIG_FILE, new_folder, require_unused
+from rwkv.training.run.directory import CONFIG_FILE, LATEST, new_folder, require_unused
 from rwkv.training.run.lock import RunLock
-from rwkv.training.run.opening import require_own_options
-from rwkv.training.setup import kernel_for
+from rwkv.training.run.options import check_new_run
 
 CHILD = Path(sweep_child.__file__)       # the program that trains one run
 LOGS = "logs"
@@ -130,8 +125,8 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
 def train_all(sweep: Sweep) -> bool:
     """Trains the unfinished runs one after the other. Returns whether a signal stopped it."""
     to_do = sorted((entry for entry in sweep.entries if entry.status != FINISHED), key=lambda entry: entry.order)
-    log(labelled("sweep", f"{sweep.folder}: {len(sweep.entries)} runs, {len(to_do)} to do, in an order shuffled with seed "
-                 f"{ORDER_SEED}", sys.stderr))
+    log(labelled("sweep", f"{sweep.folder}: {counted(len(sweep.entries), 'run')}, {len(to_do)} to do, in an order shuffled "
+                 f"with seed {ORDER_SEED}", sys.stderr))
     with Stop() as stop:
         for number, entry in enumerate(to_do, start=1):
             log(f"\n[{number}/{len(to_do)}] {entry.name}")
@@ -191,33 +186,40 @@ def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
                             "one run, or plan=true to train")
         entry = Entry(name_of(job), job.swept, job.arguments, job.config.kernel.name, job.config.seed)
         if entry.name not in known:
-            _require_possible(job.config)
+            check_new_run(job.config, cli.split(job.arguments, TrainConfig).keys)
             known[entry.name] = entry
             added.append(entry)
             sweep.configs[entry.name] = job.config
         elif sorted(known[entry.name].arguments) != sorted(entry.arguments):
             raise UserError(f"the sweep in {sweep.folder} has {entry.name} with other options: give the same options, or "
                             "another out_dir")
+    _require_possible([sweep.configs[entry.name] for entry in added])
     shuffled = random.Random(ORDER_SEED).sample(added, len(added))
     for order, entry in enumerate(shuffled, start=len(sweep.entries) + 1):
         entry.order = order
     sweep.entries += added
 
 
-def _require_possible(config: TrainConfig) -> None:
-    """Raises UserError or UnknownKernel for a run that would fail on any machine, with a kernel or an option of another
-    generation or a missing file. A kernel that only this machine cannot run is accepted; its run's turn reports it.
+def _require_possible(configs: list[TrainConfig]) -> None:
+    """Raises UserError or UnknownKernel for a run with a kernel or an option of another generation. A kernel that only this
+    machine cannot run is accepted; its run's turn reports it.
     """
-    if config.init_from is None:
-        require_own_options(config)
-    with suppress(KernelUnavailable):
-        _require_kernel(config)
-    if config.data.name in SOURCES:
-        check_path(config.data)
+    log("loading    PyTorch, then the kernels of all runs")
+    from rwkv.training.run.opening import require_own_options
+
+    for config in configs:
+        if config.init_from is None:
+            require_own_options(config)
+        with suppress(KernelUnavailable):
+            _require_kernel(config)
 
 
 def _require_kernel(config: TrainConfig) -> None:
     """Raises the errors of kernel_for and, for the file of init_from, which gives the generation, those of read_checkpoint."""
+    from rwkv.checkpoint.files import read_checkpoint
+    from rwkv.training.device import device_for
+    from rwkv.training.setup import kernel_for
+
     if config.init_from is not None:
         config = replace(config, model=read_checkpoint(config.init_from).config)
     kernel_for(config.model, config.kernel.name, device_for(config.trainer.accelerator), config.trainer.precision)
@@ -314,12 +316,29 @@ def conclude(sweep: Sweep) -> None:
     counts = [f"{sweep.count(status)} {word}" for status, word in (
         (FINISHED, "finished"), (FAILED, "failed"), (UNAVAILABLE, "cannot run here"), (STOPPED, "stopped"), (WAITING, "to do"))
         if sweep.count(status)]
-    log(f"\nsweep      {', '.join(counts)}")
-    log(f"report     {written}")
+    log("\n" + labelled("sweep", ", ".join(counts), sys.stderr))
+    for sentence in report.summary(sweep.folder):
+        log(labelled("", sentence, sys.stderr))
+    _say_best(sweep.folder)
+    log(labelled("report", str(written), sys.stderr))
     if sweep.count(STOPPED) + sweep.count(WAITING) + sweep.count(FAILED):
         log(f"continue with: {cli.command('train')} -m resume=auto {quote(f'out_dir={sweep.folder}')}")
     if sweep.count(FINISHED):
+        from rwkv.training.loggers import log_report
+
         log_report(next(iter(sweep.configs.values())).logger, sweep.folder, *report.table(sweep.folder))
+
+
+def _say_best(folder: Path) -> None:
+    """The run with the lowest validation loss, and which run runs/latest is: the one that was trained last."""
+    best = report.best(folder)
+    if best is not None:
+        name, loss = best
+        more = f"{cli.command('generate')} {quote(f'checkpoint={folder / name}')} prompt=..."
+        log(labelled("best", f"{name} has the lowest val/loss, {loss:.4f}: {more}", sys.stderr))
+    latest = follow(LATEST).resolve()
+    if latest.parent == folder.resolve():
+        log(labelled("latest", f"{LATEST} is the run that was trained last, {latest.name}", sys.stderr))
 
 
 def status_of(sweep: Sweep, stopped: bool) -> int:
@@ -328,3 +347,7 @@ def status_of(sweep: Sweep, stopped: bool) -> int:
     if sweep.count(FAILED):
         return SOME_FAILED
     return 0 if sweep.count(FINISHED) else NONE_RAN
+
+
+def log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -25,16 +25,18 @@ from torch.utils.checkpoint import checkpoint
 from kernels.registry import missing_compiler
 from rwkv import cli, report
 from rwkv.checkpoint.files import read_checkpoint
+from rwkv.checkpoint.location import FOLDER, LAST
 from rwkv.config import TrainConfig, TrainerConfig
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import launched, log, rank, world_size
 from rwkv.errors import UserError
 from rwkv.generation.engine import generate
+from rwkv.io.lines import wrapped
 from rwkv.io.unread import unread
 from rwkv.model.base import Model, generation
 from rwkv.report.numbers import REWARDS
 from rwkv.tokenizer.tokenizers import Tokenizer
-from rwkv.training.callbacks.checkpoints import FOLDER, LAST, Checkpoints, RandomState, VerifiedFiles
+from rwkv.training.callbacks.checkpoints import Checkpoints, RandomState, VerifiedFiles
 from rwkv.training.callbacks.divergence import Divergence
 from rwkv.training.callbacks.interruption import StopCleanly
 from rwkv.training.callbacks.kernel_probe import Probe
@@ -152,10 +154,10 @@ def say_result(trainer: lightning.Trainer, data: Corpus, part: str | None = None
     if "val/bpb" in metrics:
         loss += f", val/bpb {metrics['val/bpb']:.4f} bits per byte (gzip -9 of the same text: {data.sizes.gzip_bpb:.4f})"
     lost = data.describe_lost()
-    log(f"{loss}; {lost}" if lost else loss)
+    log(wrapped(f"{loss}; {lost}" if lost else loss, sys.stderr))
     for callback in trainer.callbacks:          # type: ignore[attr-defined]
         if isinstance(callback, BeforeAfter) and callback.after is not None:
-            log(callback.describe())
+            log(wrapped(callback.describe(), sys.stderr))
 
 
 def strategy_for(config: TrainerConfig, block: type[nn.Module]) -> dict[str, Any]:

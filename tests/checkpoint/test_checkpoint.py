@@ -14,7 +14,8 @@ from models import small_model, tokens
 from refusals import refuses
 from torch import Tensor
 
-from rwkv.checkpoint.files import locate, read_checkpoint, require_tokenizer
+from rwkv.checkpoint.files import read_checkpoint, require_tokenizer
+from rwkv.checkpoint.location import locate
 from rwkv.config import ModelConfig
 from rwkv.errors import UserError
 from rwkv.pretrained import RWKV

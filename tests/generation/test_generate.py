@@ -16,7 +16,7 @@ from programs import Run, one_sentence
 
 from rwkv.config import GenerateConfig
 from rwkv.generation.engine import Engine
-from rwkv.generation.output import prompts_from
+from rwkv.generation.options import prompts_from
 from rwkv.tokenizer.tokenizers import CharTokenizer
 
 ROOT = Path(__file__).parent.parent.parent

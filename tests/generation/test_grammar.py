@@ -20,7 +20,8 @@ from rwkv.config import GenerateConfig, Sampling
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine, generate, generate_batch
 from rwkv.generation.grammar import Grammar
-from rwkv.generation.output import check_config, run_generation
+from rwkv.generation.options import check_config
+from rwkv.generation.output import run_generation
 from rwkv.generation.row import NO_TOKEN, Sample
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer

@@ -6,7 +6,7 @@ from io import StringIO
 
 import pytest
 
-from rwkv.io.lines import COLUMN, broken, labelled
+from rwkv.io.lines import COLUMN, broken, counted, labelled, wrapped
 
 TEXT = "4 layers, 192 wide, 2,712,576 parameters, vocabulary 2048, from " + "a_long_path/" * 8
 
@@ -25,7 +25,10 @@ def test_a_terminal_breaks_a_line_between_words_and_keeps_the_column(columns: in
         first, *others = labelled("model", TEXT, stream).splitlines()
         assert broken(labelled("model", TEXT, StringIO()), stream).splitlines() == [first, *others], "as a sweep shows a run's"
         assert broken(TEXT, stream) == TEXT, "a text of the model"
+        lines = wrapped(TEXT, stream).splitlines()
     os.close(here)
+    assert " ".join(lines) == TEXT
+    assert all(len(line) <= columns or " " not in line for line in lines)
     assert first.startswith(f"{'model':{COLUMN}}4 layers")
     assert others
     assert all(line[:COLUMN].isspace() and not line[COLUMN].isspace() for line in others)
@@ -35,3 +38,10 @@ def test_a_terminal_breaks_a_line_between_words_and_keeps_the_column(columns: in
 
 def test_a_file_gets_one_line() -> None:
     assert labelled("model", TEXT, StringIO()) == f"{'model':{COLUMN}}{TEXT}"
+    assert wrapped(TEXT, StringIO()) == TEXT
+
+
+@pytest.mark.parametrize(("n", "said"), [(0, "0 steps"), (1, "1 step"), (1.0, "1 step"), (1500, "1,500 steps"),
+                                         (0.5, "0.5 steps")])
+def test_one_thing_is_in_the_singular(n: float, said: str) -> None:
+    assert counted(n, "step") == said

@@ -21,7 +21,7 @@ from rwkv.errors import UserError
 from rwkv.io import utf8
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
-from rwkv.tools import evaluate
+from rwkv.tools._scored_texts import read_answers, read_last_words
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = "def main(self):\n    return 'naïve café', \"你好, 世界\"  # 😀\n" * 3
@@ -51,7 +51,7 @@ def test_the_last_word_goes_on_after_its_text(tmp_path: Path) -> None:
     (tmp_path / "words.jsonl").write_text('{"text": "bad fed cab"}\n')
     for text in KINDS.values():
         tokenizer = JsonTokenizer(text)
-        word, = evaluate.read_last_words(tokenizer, tmp_path / "words.jsonl", [])
+        word, = read_last_words(tokenizer, tmp_path / "words.jsonl", [])
         assert word.ids == tokenizer.encode("bad fed cab")
 
 
@@ -159,7 +159,7 @@ def score_one(model: RWKV, text: str) -> tuple[float, bool]:
 @pytest.mark.parametrize(("batch_size", "chunk_len"), [(1, 1000), (4, 1000), (100, 1000), (4, 1), (100, 7)])
 def test_last_words_are_scored_in_batches_as_alone(words_model: RWKV, batch_size: int, chunk_len: int, tmp_path: Path) -> None:
     expected = [score_one(words_model, text) for text in TEXTS]
-    words = evaluate.read_last_words(SPACED, write_texts(tmp_path / "texts.jsonl", TEXTS), [0])
+    words = read_last_words(SPACED, write_texts(tmp_path / "texts.jsonl", TEXTS), [0])
     scores = list(evaluation.score_texts(words_model, words, batch_size, chunk_len))
     assert sum(score.texts for score in scores) == len(TEXTS)
     assert max(score.texts for score in scores) == min(batch_size, len(TEXTS))
@@ -273,7 +273,7 @@ def test_a_wrong_text_is_named(tmp_path: Path, content: bytes, named: str) -> No
 def test_a_wrong_line_is_named_with_its_number(tmp_path: Path, content: bytes, named: str) -> None:
     (tmp_path / "x.jsonl").write_bytes(content)
     with pytest.raises(UserError, match=named):
-        evaluate.read_last_words(SPACED, tmp_path / "x.jsonl", [0])
+        read_last_words(SPACED, tmp_path / "x.jsonl", [0])
 
 
 @pytest.mark.parametrize(("arguments", "named"), [
@@ -335,7 +335,7 @@ def test_answers_are_scored_alone(tmp_path: Path) -> None:
             logits = model(ids)[0][0, len(prompt) - 1:-1]
         expected += torch.nn.functional.cross_entropy(logits, ids[0, len(prompt):], reduction="sum").item()
         count += len(said)
-    found = list(evaluation.score_texts(model, evaluate.read_answers(tokenizer, path, chat_template("world")), 2, 5))
+    found = list(evaluation.score_texts(model, read_answers(tokenizer, path, chat_template("world")), 2, 5))
     assert sum(score.texts for score in found) == 3
     assert sum(score.tokens for score in found) == count
     assert sum(score.nats for score in found) == pytest.approx(expected, rel=1e-5)

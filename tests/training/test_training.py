@@ -18,7 +18,8 @@ from programs import Run
 from training_runs import OWN, SMALL, TEXT, Done, content, done_here, finish, losses, rows, same, start, wait_for
 
 from kernels.registry import why_not
-from rwkv.checkpoint.files import locate, read_checkpoint
+from rwkv.checkpoint.files import read_checkpoint
+from rwkv.checkpoint.location import locate
 from rwkv.config import TrainerConfig
 from rwkv.errors import UserError
 from rwkv.generation.engine import generate

@@ -57,7 +57,7 @@ def metadata_of(outgoing: Outgoing) -> dict[str, Any]:
         own = {f"{GGML}model": "gpt2", f"{GGML}pre": PRE_TOKENIZER, f"{GGML}merges": merges, JSON: definition["definition"]}
     else:
         raise UserError(f"GGUF has no place for the tokenizer {definition['kind']}: it holds the World vocabulary or a "
-                        "byte-level BPE, as data.tokenizer=world or bpe; choose another format")
+                        "byte-level BPE, as the tokenizers world and bpe are; choose another format")
     spare = range(len(tokens), outgoing.vocab_size)
     return {**own, f"{GGML}tokens": tokens + [f"[PAD{index}]" for index in spare],
             f"{GGML}token_type": types + [UNUSED for _ in spare], f"{GGML}bos_token_id": ends[0],

@@ -9,6 +9,7 @@ from rwkv.data.source import Source, split_documents
 from rwkv.data.text_files import contents
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
+from rwkv.io.lines import counted
 
 PATH = "a folder that save_to_disk made, a .parquet, .arrow, .json or .csv file, or a dataset's name"
 LOCAL = False
@@ -28,7 +29,7 @@ def source(config: DataConfig, cache: Path) -> Source:
     def documents() -> Iterator[Any]:
         return split_documents(_texts(dataset, config), config.val_fraction, str(config.path))
 
-    about = f"{config.path}, split {config.split}, {len(dataset):,} rows, column {config.field}"
+    about = f"{config.path}, split {config.split}, {counted(len(dataset), 'row')}, column {config.field}"
     identity = sha256([config.field, config.split, str(len(dataset)), *_content(dataset, config, cache)])
     return Source(documents, about, identity, int(dataset.data.nbytes))
 

@@ -26,13 +26,12 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint
 from rwkv.checkpoint.formats import _torch_file
+from rwkv.checkpoint.location import FOLDER, LAST
 from rwkv.distributed import all_gather, rank
 from rwkv.errors import CheckpointError, UnreadableError, UserError
 from rwkv.io.atomic import write_file
 from rwkv.training.callbacks.divergence import Divergence
 
-FOLDER = "checkpoints"
-LAST = Path(FOLDER) / "last.ckpt"
 BEST = Path(FOLDER) / "best.ckpt"
 NEXT = "next.ckpt"
 DAMAGED = "damaged.ckpt"

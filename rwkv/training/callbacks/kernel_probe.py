@@ -15,6 +15,7 @@ step; its gradients are dropped, and the random generators are restored after it
 import importlib
 import inspect
 import json
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -25,14 +26,17 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
 from torch import Tensor
+from tqdm import tqdm
 
-from kernels.compare import err_ratio
+from kernels.compare import err_ratio, misses
 from kernels.machine.hardware import describe
 from rwkv.config import TrainerConfig
 from rwkv.data.documents import Segments
 from rwkv.distributed import rank
 from rwkv.io.atomic import write_file
+from rwkv.io.lines import labelled
 from rwkv.report.reading import KERNEL, read_mapping
+from rwkv.training.kernel_check import sentence
 
 START = 2                                # the step, from 0, at which errors are measured first
 WARM_UP = 20                             # steps before the first timed one; a fifth of a short run
@@ -189,6 +193,7 @@ class Probe(Callback):
         if step == min(START, self._max_steps - 1) and "start" not in self.measured["errors"]:
             start = time.perf_counter()
             self.measured["errors"]["start"] = measure_errors(trainer, pl_module, batch)
+            self._warn(self.measured["errors"]["start"])
             self._write()
             self._exclude(time.perf_counter() - start)
         timed = step - self._first_step - self._warm_up()
@@ -208,12 +213,24 @@ class Probe(Callback):
         self.measured["finished"] = trainer.global_step >= self._max_steps
         if self._batch is not None:
             self.measured["errors"]["end"] = measure_errors(trainer, pl_module, self._batch)
+            self._warn(self.measured["errors"]["end"])
 
     def on_exception(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, exception: BaseException) -> None:
         self._finish()                   # Lightning does not call teardown then
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         self._finish()
+
+    def _warn(self, measured: dict[str, Any]) -> None:
+        """A line above the progress bar if the kernel is wrong on the run's own data."""
+        largest: dict[str, float] = {}
+        for layer in measured["layers"]:
+            for name, error in layer["errors"].items():
+                largest[name] = max(largest.get(name, 0.0), error["err_ratio"])
+        where = f"on the run's data at step {measured['step']}"
+        wrong = sentence(self.measured["kernel"], misses(largest, measured["allowed"]), where)
+        if wrong:
+            tqdm.write(labelled("WARNING", wrong, sys.stderr), file=sys.stderr)
 
     def _finish(self) -> None:
         if self.measured:

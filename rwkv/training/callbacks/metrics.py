@@ -14,6 +14,7 @@ from lightning.pytorch.callbacks import Callback
 from torch.nn.utils import get_total_norm
 
 from rwkv.distributed import all_sum, log, world_size
+from rwkv.io.lines import counted
 from rwkv.model.base import Model
 from rwkv.report.numbers import REWARDS
 from rwkv.training.loggers import norm_names
@@ -73,7 +74,7 @@ class Metrics(Callback):
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         if stage == "fit" and self._ms_per_token:
             ms_per_step = statistics.median(self._ms_per_token) * self._tokens_per_step
-            log(f"median {ms_per_step:.1f} ms a step of {self._tokens_per_step:,} tokens")
+            log(f"median {ms_per_step:.1f} ms a step of {counted(self._tokens_per_step, 'token')}")
 
     def _log(self, trainer: lightning.Trainer, task: Any) -> None:
         loss = all_sum(self._loss.item())[0] / world_size()

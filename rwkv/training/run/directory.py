@@ -9,12 +9,11 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from shlex import quote
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
 from rwkv import report
-from rwkv.checkpoint.files import Checkpoint
 from rwkv.config import TrainConfig
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
@@ -22,7 +21,11 @@ from rwkv.report.reading import KERNEL, METRICS, SAMPLES, SWEEP, TUNED, read_met
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.run.lock import NAME, RunLock
 
+if TYPE_CHECKING:                        # it brings PyTorch
+    from rwkv.checkpoint.files import Checkpoint
+
 RUNS = Path("runs")
+LATEST = RUNS / "latest"                 # the run that began last; of a sweep, the one that was trained last
 CONFIG_FILE = "config.yaml"
 
 
@@ -40,7 +43,7 @@ class Run:
     config: TrainConfig
     resume_from: Path | None = None
     resume_step: int | None = None
-    init_checkpoint: Checkpoint | None = None
+    init_checkpoint: "Checkpoint | None" = None
     tokenizer: Tokenizer | None = None
     tuning_defaults: tuple[str, ...] = ()
     saved_memory: tuple[str, ...] = ()
@@ -107,20 +110,19 @@ def _set_apart(out_dir: Path, folder: Path) -> None:
 
 def _point_latest(out_dir: Path) -> None:
     """Makes runs/latest a symlink to out_dir, or a one-line file if links need rights. A failure is only reported."""
-    latest = RUNS / "latest"
     target = out_dir.resolve()
     if target.is_relative_to(RUNS.resolve()):
         target = target.relative_to(RUNS.resolve())
     try:
         RUNS.mkdir(exist_ok=True)
         try:
-            _replace_link(latest, target)
+            _replace_link(LATEST, target)
         except OSError:
-            if latest.is_symlink():
-                latest.unlink()          # Windows does not replace a link to a directory
-            write_file(latest, lambda file: file.write(f"{target}\n".encode()))
+            if LATEST.is_symlink():
+                LATEST.unlink()          # Windows does not replace a link to a directory
+            write_file(LATEST, lambda file: file.write(f"{target}\n".encode()))
     except OSError as error:
-        print(f"{latest} does not point to this run ({error.strerror}): name it with {quote(f'out_dir={out_dir}')}",
+        print(f"{LATEST} does not point to this run ({error.strerror}): name it with {quote(f'out_dir={out_dir}')}",
               file=sys.stderr)
 
 

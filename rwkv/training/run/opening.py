@@ -5,11 +5,12 @@ from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
-from rwkv.config import GENERATIONS, ModelConfig, TrainConfig, require_effect
+from rwkv.config import GENERATIONS, ModelConfig, TrainConfig
 from rwkv.errors import UserError
 from rwkv.model.base import generation
 from rwkv.training.length import with_default_length
 from rwkv.training.run.directory import Run, new_folder, require_unused
+from rwkv.training.run.options import check_new_run, require_one_beginning
 from rwkv.training.run.resume import Request, resolved, resumed_run
 from rwkv.training.tuning.defaults import with_tuning_defaults
 from rwkv.training.tuning.guard import with_guard
@@ -22,19 +23,17 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
 
     given: the keys that the user set on the command line. chosen: the options that the groups among these keys set.
     """
-    if config.resume is not None and config.init_from is not None:
-        raise UserError("resume= continues a run, and init_from= begins one with the weights of another: give one of them")
+    require_one_beginning(config)
     if config.resume is not None:
         resumed = resumed_run(Request(config, given, chosen))
         if resumed is not None:
             return resumed
-    require_effect(config, given)
+    check_new_run(config, given)
     config = with_default_length(config, {*given, *chosen})
     out_dir = Path(config.out_dir) if config.out_dir else new_folder()
     require_unused(out_dir)
     if config.init_from is None:
         require_own_options(config)
-        _require_new_weights(config, given)
         return Run(out_dir, resolved(config, given))
     config, defaults = with_tuning_defaults(config, {*given, *chosen})
     sized, checkpoint, tokenizer = open_init_checkpoint(config, given)
@@ -62,14 +61,3 @@ def _own_options(model: ModelConfig) -> list[str]:
     """The dotted keys of the model's options that not every generation has."""
     module = generation(model)
     return [*(f"model.{name}" for name in module.OPTIONS), *(f"optim.{name}" for name in module.LR_SCALES.values())]
-
-
-def _require_new_weights(config: TrainConfig, given: Collection[str]) -> None:
-    """Raises UserError for the options that need the weights of init_from=."""
-    if "tune.guard" in given:
-        raise UserError("tune.guard is measured where a run tunes the weights of another: name them with init_from=")
-    if config.tune.method != "full":
-        raise UserError(f"tune={config.tune.method} trains something beside the weights of a model: name them with init_from=")
-    if config.tune.prefers:
-        raise UserError(f"tune.objective={config.tune.objective} changes which answers a trained model prefers: name that "
-                        "model with init_from=")

@@ -10,16 +10,18 @@ from typing import Any, NamedTuple
 
 import yaml
 
-from rwkv.checkpoint.files import Checkpoint, follow, read_checkpoint
+from rwkv.checkpoint.files import Checkpoint, read_checkpoint
+from rwkv.checkpoint.location import FOLDER
 from rwkv.config import LENGTHS, SCALED, TrainConfig
 from rwkv.errors import UserError
 from rwkv.report.reading import is_finished
 from rwkv.tokenizer.tokenizers import Tokenizer
-from rwkv.training.callbacks.checkpoints import FOLDER, newest_sound, settle
+from rwkv.training.callbacks.checkpoints import newest_sound, settle
 from rwkv.training.device import AUTO, resolved_precision
 from rwkv.training.length import with_max_steps
-from rwkv.training.run.directory import CONFIG_FILE, RUNS, Run, as_plain
+from rwkv.training.run.directory import CONFIG_FILE, Run, as_plain
 from rwkv.training.run.lock import RunLock
+from rwkv.training.run.options import nothing_at, resumed_path
 from rwkv.training.tuning.init_from import NOT_A_SIZE, open_init_checkpoint
 from rwkv.training.tuning.passes import same_step
 from rwkv.training.tuning.tuned import tuned_files
@@ -44,22 +46,23 @@ class Request(NamedTuple):
 def resumed_run(request: Request) -> Run | None:
     """The run that `resume` names, at its newest sound checkpoint or at a named one; None if resume=auto finds no run."""
     config = request.config
-    auto = config.resume == "auto"
-    path = Path(config.out_dir) if auto and config.out_dir else follow(RUNS / "latest" if auto else Path(str(config.resume)))
+    path = resumed_path(config)
+    if path is None:
+        return None
     out_dir = path.resolve().parent.parent if path.is_file() else path
     lock = RunLock()
     if (out_dir / CONFIG_FILE).is_file() or (out_dir / FOLDER).is_dir():
         lock.hold(out_dir)
     try:
-        run = _found(request, path, auto)
+        run = _found(request, path)
     except ValueError:
         lock.release()                   # otherwise the traceback would keep it held
         raise
     return run and replace(run, exists=True, lock=lock)
 
 
-def _found(request: Request, path: Path, auto: bool) -> Run | None:
-    if path.is_file() and not auto:
+def _found(request: Request, path: Path) -> Run | None:
+    if path.is_file():
         return _continue(request, path.resolve().parent.parent, read_checkpoint(path))
     if (path / FOLDER).is_dir():
         settle(path)
@@ -68,9 +71,9 @@ def _found(request: Request, path: Path, auto: bool) -> Run | None:
             return _continue(request, path.resolve(), found)
     if (path / CONFIG_FILE).is_file():
         return _restart(request, path.resolve())
-    if auto:
+    if request.config.resume == "auto":
         return None
-    raise UserError(f"nothing to resume from at {request.config.resume!r}: expected a run's directory or a checkpoint in one")
+    raise nothing_at(request.config)
 
 
 def _continue(request: Request, out_dir: Path, checkpoint: Checkpoint) -> Run:

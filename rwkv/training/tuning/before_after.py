@@ -28,7 +28,7 @@ from rwkv.distributed import log, rank
 from rwkv.errors import UserError
 from rwkv.evaluation import TextScore, count_tokens, score_text
 from rwkv.io.atomic import write_file
-from rwkv.io.lines import labelled
+from rwkv.io.lines import counted, labelled
 from rwkv.model.base import Model
 from rwkv.model.lora import chosen
 from rwkv.report.reading import TUNED
@@ -118,7 +118,7 @@ class BeforeAfter(Callback):
     def _announce(self, when: str) -> None:
         """A line above the progress bar, which stands still meanwhile."""
         if rank() == 0:
-            answers = f" and {len(self.prompts)} answers" if self.prompts else ""
+            answers = f" and {counted(len(self.prompts), 'answer')}" if self.prompts else ""
             tqdm.write(labelled("measuring", f"the losses{answers} {when} training", sys.stderr), file=sys.stderr)
 
     def _measure(self, trainer: lightning.Trainer, task: LanguageModel, when: str, validation: Measured) -> Measured:

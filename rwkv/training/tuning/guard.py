@@ -36,6 +36,7 @@ def with_guard(config: TrainConfig, tokenizer: Tokenizer, given: Collection[str]
     data=chat, tune= and tune.guard= ask for one; a run that only goes on with the training of weights has none. Raises
     UserError if the file that tune.guard names cannot be read, is empty or cannot be encoded.
     """
+
     without = replace(config, tune=replace(config.tune, guard=None))
     if config.data.name != "chat" and config.tune.method == "full" and {"tune", "tune.guard"}.isdisjoint(given):
         return without

@@ -10,12 +10,11 @@ from dataclasses import replace
 from rwkv.chat.names import choose_template
 from rwkv.checkpoint.files import Checkpoint, assumed_tokenizer, read_checkpoint, tokenizer_of
 from rwkv.config import DataConfig, ModelConfig, TrainConfig
-from rwkv.data.prepare import FROM_TEXT
 from rwkv.distributed import log
 from rwkv.errors import CheckpointError, UserError
 from rwkv.model.base import generation
 from rwkv.model.lora import chosen
-from rwkv.tokenizer.tokenizers import Tokenizer
+from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, Tokenizer
 
 NOT_A_SIZE = "ctx_len"                   # the option of model on which no weight depends
 
@@ -67,7 +66,7 @@ def _tokenizer(data: DataConfig, given: Collection[str], checkpoint: Checkpoint)
             log(f"tokenizer  {assumed}: {checkpoint.path} carries none, and its vocabulary is as large as that of the World "
                 "models")
         return tokenizer_of(checkpoint, None, data.end_of_text, "data.tokenizer")
-    if data.tokenizer in FROM_TEXT:
+    if data.tokenizer in MADE_FROM_DATA:
         remedy = "leave data.tokenizer out" if checkpoint.tokenizer else "name theirs: data.tokenizer=FILE.json, or world"
         raise CheckpointError(f"data.tokenizer={data.tokenizer} makes a tokenizer from the data, and the weights in "
                               f"{checkpoint.path} ({checkpoint.vocab_size} tokens) were trained with another: {remedy}")

@@ -1,0 +1,30 @@
+"""Finds the checkpoint at a path. Needs no PyTorch: programs call it before they import that."""
+
+from pathlib import Path
+
+from rwkv.errors import CheckpointError
+
+FOLDER = "checkpoints"                   # in a run's directory
+LAST = Path(FOLDER) / "last.ckpt"
+
+
+def locate(path: str | Path) -> Path:
+    """The checkpoint at a path: a file or Hugging Face directory itself, or the last checkpoint of a run's directory."""
+    path = follow(Path(path))
+    last = path / LAST
+    if path.is_dir() and not (path / "config.json").is_file():
+        if not last.is_file():
+            raise CheckpointError(f"no checkpoint in {path}: expected {last} of a run, or config.json of a Hugging Face "
+                                  "directory")
+        return last
+    if not path.exists():
+        raise CheckpointError(f"no checkpoint at {path}: expected a file, a Hugging Face directory or a run's directory, which "
+                              "train.py makes")
+    return path
+
+
+def follow(path: Path) -> Path:
+    """The run's directory for runs/latest, which is a link, or a file with one line where making links needs special rights."""
+    if path.name == "latest" and path.is_file():
+        return path.parent / path.read_text(encoding="utf-8").strip()
+    return path

@@ -1,0 +1,36 @@
+"""Checks what a configuration says of the data, before any of it is read. Needs no PyTorch."""
+
+from rwkv.config import SOURCES, DataConfig
+from rwkv.data import binidx
+from rwkv.data.sources import check_path
+from rwkv.data.sources.chat import template_of
+from rwkv.errors import UserError
+from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, NAMES, Tokenizer
+
+
+def check_data(config: DataConfig, tokenizer: bool = True, template: bool = True) -> None:
+    """Raises UserError for a path or a file that is missing, and for options that do not fit together.
+
+    tokenizer, template: False where that of a checkpoint will be used.
+    """
+    if config.name in SOURCES:
+        check_path(config)
+    else:
+        binidx.files(config.path)
+    if tokenizer:
+        _check_tokenizer(config)
+    if template and config.name == "chat":
+        template_of(config)
+
+
+def _check_tokenizer(config: DataConfig) -> None:
+    name = config.tokenizer
+    if config.name == "binidx" and name in MADE_FROM_DATA:
+        raise UserError(f"data=binidx holds ids, not text to make a {name} tokenizer from: name the tokenizer that made the "
+                        "ids, data.tokenizer=world, FILE.json or FILE.txt")
+    if name not in MADE_FROM_DATA:
+        names = NAMES if config.name == "binidx" else f"{', '.join(MADE_FROM_DATA)}, {NAMES}"
+        Tokenizer.check_named(name, "data.tokenizer", names)
+    elif config.end_of_text is not None:
+        raise UserError(f"data.end_of_text names a token of a tokenizer's .json file, and data.tokenizer={name} makes one from "
+                        "the data: leave it out")

@@ -1,0 +1,73 @@
+"""generate.py's options: checks them, and reads the prompts. Needs no PyTorch."""
+
+import json
+import sys
+from pathlib import Path
+
+from rwkv.config import LARGEST_SEED, GenerateConfig, whole_number
+from rwkv.errors import UserError
+from rwkv.generation.grammar import Grammar
+from rwkv.generation.stopping import StoppingCriteria
+from rwkv.io.json_lines import parse, text_of
+from rwkv.io.output_file import require_writable
+from rwkv.io.utf8 import decode, read_text
+
+
+def check_config(config: GenerateConfig) -> None:
+    """Raises UserError where an option is wrong or two options do not fit together. Needs no model."""
+    if config.prompt is not None and config.prompts is not None:
+        raise UserError("prompt= and prompts= are both given: use one of them")
+    if config.save_state and (config.prompts is not None or config.num_samples > 1):
+        raise UserError("save_state= saves the state of one text: use it with one prompt and num_samples=1")
+    read = config.checkpoint, config.tokenizer, config.prompts
+    require_writable("out", config.out, (*read, config.state))
+    require_writable("save_state", config.save_state, read)
+    if config.out and config.save_state and Path(config.out).resolve() == Path(config.save_state).resolve():
+        raise UserError("out= and save_state= name the same file, and the state would replace the texts: use two files")
+    whole_number("seed", config.seed, most=LARGEST_SEED + 1 - config.num_samples)
+    StoppingCriteria(config.max_new_tokens, config.stop, config.stop_tokens)
+    if grammar := grammar_from(config):
+        grammar.check()
+
+
+def grammar_from(config: GenerateConfig) -> Grammar | None:
+    """The grammar of the texts; None for any text. Raises UserError for two such options, and for a missing or wrong file."""
+    given = [name for name in ("json_schema", "grammar", "regex") if getattr(config, name) is not None]
+    if len(given) > 1:
+        raise UserError(f"{' and '.join(f'{name}=' for name in given)} are both given: use one of them")
+    if config.regex is not None:
+        return Grammar.regex(config.regex)
+    if config.grammar is not None:
+        return Grammar.lark(read_text(Path(config.grammar), f"grammar={config.grammar}"))
+    if config.json_schema is None:
+        return None
+    source = f"json_schema={config.json_schema}"
+    try:
+        schema = json.loads(read_text(Path(config.json_schema), source))
+    except (ValueError, RecursionError) as error:
+        raise error if isinstance(error, UserError) else UserError(f"{source} is not JSON: {error}") from None
+    return Grammar.json_schema(schema)
+
+
+def prompts_from(config: GenerateConfig) -> list[str]:
+    """The prompt of prompt=TEXT (`-`: standard input), or those of prompts=FILE: its lines, or {"prompt": ...} on each line of
+    a .jsonl file.
+
+    Raises UserError where the file is missing, holds no prompt, or has a line that is not one.
+    """
+    if config.prompts is None:
+        if config.prompt == "-":
+            return [decode(sys.stdin.buffer.read(), "standard input").replace("\r\n", "\n")]
+        return [config.prompt or ""]
+    path = Path(config.prompts)
+    if not path.is_file():
+        raise UserError(f"no file of prompts at {path}: prompts= names one, with a prompt on each line")
+    content = path.read_bytes()
+    if path.suffix == ".jsonl":
+        lines = [(f"{path}, line {number}", line) for number, line in enumerate(content.split(b"\n"), start=1)]
+        prompts = [text_of(parse(line, where), "prompt", where) for where, line in lines if line.strip()]
+    else:
+        prompts = [prompt for line in decode(content, str(path)).split("\n") if (prompt := line.removesuffix("\r"))]
+    if not prompts:
+        raise UserError(f"{path} holds no prompt: write one on each line")
+    return prompts

@@ -1,0 +1,77 @@
+"""The texts of a file whose last words or answers rwkv.tools.evaluate scores, as tokens."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+
+from rwkv.chat.rendered import encode, for_tokenizer, written
+from rwkv.chat.template import ChatTemplate
+from rwkv.data.sources.chat import holds_conversations, parts_of
+from rwkv.data.sources.jsonl import entries
+from rwkv.errors import UserError
+from rwkv.evaluation import Scored
+from rwkv.io.json_lines import parse, text_of
+from rwkv.io.utf8 import open_file, require_file
+from rwkv.tokenizer.lost import LossCounter
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+
+def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> list[Scored]:
+    """The last words of a file of lines {"text": ...}. Raises UserError with the number of the first wrong line."""
+    require_file(path)
+    counter = LossCounter(tokenizer)
+    with open_file(path) as file:
+        words = [_last_word(tokenizer, counter, line, f"line {number} of data.path={path}", start)
+                 for number, line in enumerate(file, start=1) if line.strip()]
+    if not words:
+        raise UserError(f"data.path={path} is empty: expected lines of " '{"text": "..."}')
+    return words
+
+
+def holds_answers(path: Path) -> bool:
+    """Whether the file has conversations. Its first line may be wrong: read_last_words reports that."""
+    require_file(path)
+    with suppress(UserError):
+        return path.suffix == ".jsonl" and holds_conversations(path)
+    return False
+
+
+def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> list[Scored]:
+    """The conversations of a file, as data=chat reads them, with their answers to predict."""
+    require_file(path)
+    template = for_tokenizer(template, tokenizer)
+    counter = LossCounter(tokenizer)
+    found = []
+    for entry, where, _ in entries(path):
+        parts = parts_of(entry, where, template)
+        if not any(learnt for _, learnt in parts):
+            continue
+        try:
+            pieces = [(ids, learnt) for ids, (_, learnt) in
+                      zip(encode(tokenizer, [text for text, _ in parts]), parts, strict=True)]
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from None
+        answers = [(written(text), ids) for (text, learnt), (ids, _) in zip(parts, pieces, strict=True) if learnt]
+        lost = counter.count([text for text, _ in answers], [ids for _, ids in answers])
+        if pieces[-1][0][-1:] != [tokenizer.end_of_text]:
+            pieces.append(([tokenizer.end_of_text], parts[-1][1]))
+        ids = [token for piece, _ in pieces for token in piece]
+        counts = [learnt for piece, learnt in pieces for _ in piece]
+        found.append(Scored(ids, [False, *counts[1:]], lost))
+    if not found:
+        raise UserError(f"data.path={path} has no conversation with an answer that is learnt: expected one on each line")
+    return found
+
+
+def _last_word(tokenizer: Tokenizer, counter: LossCounter, line: bytes, where: str, start: Sequence[int]) -> Scored:
+    context, _, word = text_of(parse(line, where), "text", where).rstrip().rpartition(" ")
+    if not context.strip():
+        raise UserError(f"{where} has no word before its last one: nothing to predict it from")
+    try:
+        before = tokenizer.encode(context)
+        whole = tokenizer.encode(f"{context} {word}")
+        goes_on = whole[:len(before)] == before          # otherwise a token spans the context's end
+        ids = whole[len(before):] if goes_on else tokenizer.encode(f" {word}")
+        return Scored.ending([*start, *before], ids, counter.count([f" {word}"], [ids]))
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None

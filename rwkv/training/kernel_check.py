@@ -1,0 +1,39 @@
+"""Compares the kernel that a user has named with its operator's float64 reference: one small case, before the run.
+
+It takes less than a second beside the compilation that the run needs too. Kernels that torch.compile compiles are left out:
+they would be compiled once more for the case's shape, in a minute. python -m pytest tests/kernels -k NAME compares in full.
+"""
+
+import importlib
+from typing import Any
+
+import torch
+
+from kernels.compare import errors, misses
+from kernels.registry import load
+from kernels.select import folder, select
+
+CASE = 2                                 # of the SHAPES of cases.py: small ones of 63 and of 16 steps
+
+
+def check(wkv: Any, operator: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """A sentence on a kernel whose output, state or gradients are off by more than the tests allow; None for all others.
+
+    wkv: the operator. dtype: of its inputs.
+    """
+    if load(folder(operator, wkv.name), wkv.name).REQUIRES.compiled:
+        return None
+    cases = importlib.import_module(f"kernels.{operator}.cases")
+    inputs = cases.inputs(*cases.SHAPES[CASE], dtype=dtype, device=str(device))
+    found = cases.results(wkv, inputs)
+    expected = cases.results(select(operator, "reference", device), cases.double(inputs))
+    return sentence(wkv.name, misses(errors(found, expected), cases.tolerance(dtype)), "on a small case")
+
+
+def sentence(kernel: str, wrong: dict[str, str], where: str) -> str | None:
+    """wrong: what kernels.compare.misses has found. None if that is nothing."""
+    if not wrong:
+        return None
+    named = "; ".join(f"{name.replace('grad ', 'the gradient of ')} by {amount}" for name, amount in wrong.items())
+    return (f"kernel={kernel} is wrong: {where} it differs from the reference in {named} (RMS error / RMS). What is "
+            f"trained with it may be worthless; python -m pytest tests/kernels -k {kernel} tests it")

@@ -1,0 +1,72 @@
+"""Checks a run's options, as far as they can be checked without PyTorch, which takes seconds to import."""
+
+from collections.abc import Collection
+from pathlib import Path
+
+from rwkv.checkpoint.location import FOLDER, follow, locate
+from rwkv.config import TrainConfig, given_length, require_effect
+from rwkv.data.options import check_data
+from rwkv.errors import UserError
+from rwkv.io.utf8 import require_file
+from rwkv.training.run.directory import CONFIG_FILE, LATEST, new_folder, require_unused
+from rwkv.training.tuning import guard
+
+
+def check_run(config: TrainConfig, given: Collection[str]) -> None:
+    """Raises UserError for the first mistake. given: the keys that the user set on the command line.
+
+    The options of a run that is resumed are checked when it is opened, beside those that it began with.
+    """
+    require_one_beginning(config)
+    if config.resume is None or resumed_path(config) is None:
+        require_unused(Path(config.out_dir) if config.out_dir else new_folder())
+        check_new_run(config, given)
+
+
+def check_new_run(config: TrainConfig, given: Collection[str]) -> None:
+    """Raises UserError for an option without effect, for options that do not fit together, and for a missing file."""
+    require_effect(config, given)
+    given_length(config, given)
+    check_data(config.data, config.init_from is None or "data.tokenizer" in given,
+               config.init_from is None or config.data.template is not None)
+    if config.init_from is None:
+        _require_new_weights(config, given)
+        return
+    locate(config.init_from)
+    general_text = guard.text_of(config)
+    if general_text is not None:
+        require_file(general_text, "tune.guard")
+
+
+def require_one_beginning(config: TrainConfig) -> None:
+    if config.resume is not None and config.init_from is not None:
+        raise UserError("resume= continues a run, and init_from= begins one with the weights of another: give one of them")
+
+
+def resumed_path(config: TrainConfig) -> Path | None:
+    """The run's directory, or the checkpoint in one, that `resume` names; None if resume=auto finds no run.
+
+    Raises UserError where there is none at the path of resume=PATH.
+    """
+    auto = config.resume == "auto"
+    path = Path(config.out_dir) if auto and config.out_dir else follow(LATEST if auto else Path(str(config.resume)))
+    if (path / FOLDER).is_dir() or (path / CONFIG_FILE).is_file() or (path.is_file() and not auto):
+        return path
+    if auto:
+        return None
+    raise nothing_at(config)
+
+
+def nothing_at(config: TrainConfig) -> UserError:
+    return UserError(f"nothing to resume from at {config.resume!r}: expected a run's directory or a checkpoint in one")
+
+
+def _require_new_weights(config: TrainConfig, given: Collection[str]) -> None:
+    """Raises UserError for the options that need the weights of init_from=."""
+    if "tune.guard" in given:
+        raise UserError("tune.guard is measured where a run tunes the weights of another: name them with init_from=")
+    if config.tune.method != "full":
+        raise UserError(f"tune={config.tune.method} trains something beside the weights of a model: name them with init_from=")
+    if config.tune.prefers:
+        raise UserError(f"tune.objective={config.tune.objective} changes which answers a trained model prefers: name that "
+                        "model with init_from=")
