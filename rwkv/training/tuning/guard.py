@@ -9,9 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from rwkv.config import ENGLISH, TrainConfig
-from rwkv.distributed import log
 from rwkv.errors import UserError
-from rwkv.evaluation import count_tokens
 from rwkv.io.utf8 import open_file
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -36,6 +34,8 @@ def with_guard(config: TrainConfig, tokenizer: Tokenizer, given: Collection[str]
     data=chat, tune= and tune.guard= ask for one; a run that only goes on with the training of weights has none. Raises
     UserError if the file that tune.guard names cannot be read, is empty or cannot be encoded.
     """
+    from rwkv.distributed import log
+    from rwkv.evaluation import count_tokens
 
     without = replace(config, tune=replace(config.tune, guard=None))
     if config.data.name != "chat" and config.tune.method == "full" and {"tune", "tune.guard"}.isdisjoint(given):
