@@ -694,6 +694,8 @@ class ServeConfig(SavedModelConfig):
         _ = self.adapter_paths           # raises UserError for other forms than NAME=PATH
         if self.port > 65535:
             raise UserError(f"port is from 0 to 65535; got {self.port}")
+        if "*" in self.cors and self.api_key:
+            raise UserError("cors=* lets any page use this server: with api_key= name the origins")
         Sampling.of(self)
 
     @property

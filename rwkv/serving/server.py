@@ -36,8 +36,6 @@ def serve(config: ServeConfig, work: Work) -> None:
 
     Raises UserError, before the model is loaded, for a wrong address or option.
     """
-    if config.cors and "*" in config.cors and config.api_key:
-        raise UserError("cors=* lets any page use this server: with api_key= name the origins")
     if _model_name(config) in config.adapter_paths:
         raise UserError(f"adapters has the name {_model_name(config)!r}, which is the checkpoint's own: name the adapter "
                         "otherwise, or the checkpoint, with model_name=")

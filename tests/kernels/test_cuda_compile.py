@@ -2,11 +2,11 @@
 
 For sm_80, and by nvcc, in make soak."""
 
+import ctypes
 import shutil
 import subprocess
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from cuda_resources import ROOT, TABLE, measure, name_of, read_table, sources
@@ -134,10 +134,7 @@ def test_what_cannot_be_compiled_is_shown(source: Source, nvrtc: str) -> None:
 def test_what_a_launch_hands_over(nvrtc: str) -> None:
     """The sizes, and the arguments in the types that a kernel's parameters have."""
     x = torch.zeros(3)
-    args = [*map(cuda._argument, (x, 7, 0.5))]
-    assert args == [x.data_ptr(), 7, 0.5]
-    assert [type(arg) for arg in args] == [int, np.int32, np.float32]
-    config = cuda._config(5, (32, 2), 64)
-    assert (config.grid, config.block, config.shmem_size) == ((5, 1, 1), (32, 2, 1), 64)
+    assert cuda._parameters((x, 7, 0.5)) == ((x.data_ptr(), 7, 0.5), (ctypes.c_void_p, ctypes.c_int, ctypes.c_float))
+    assert (cuda._three(5), cuda._three((32, 2))) == ((5, 1, 1), (32, 2, 1))
     with pytest.raises(OverflowError):
-        cuda._argument(2**31)
+        cuda._parameters((x, 2**31))

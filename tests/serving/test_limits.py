@@ -364,13 +364,14 @@ def test_a_missing_package_is_named_before_the_model_is_loaded() -> None:
     assert (run.returncode, run.stderr) == (2, said)
 
 
-def test_a_missing_checkpoint_is_one_sentence(start: Callable[..., Running]) -> None:
+def test_a_damaged_checkpoint_is_one_sentence(start: Callable[..., Running], tmp_path: Path) -> None:
     """After the address, which is a URL with IPv6 too."""
     try:
         _bind(ServeConfig(host="::1", port=0)).close()
     except UserError:
         pytest.skip("this machine has no IPv6")
-    failed = start("host=::1", "checkpoint=nothing.pth")
+    (tmp_path / "nothing.pth").write_bytes(b"no weights")
+    failed = start("host=::1", f"checkpoint={tmp_path / 'nothing.pth'}")
     assert failed.process.wait(60) == 2
     assert "address    http://[::1]:" in failed.log
     error = failed.log.splitlines()[-1]

@@ -29,13 +29,13 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """kernel=conv1d is replaced by one whose gradients are NaN from step FIRST on; the plan times some passes before step 1."""
+    """kernel=conv1d is replaced by one whose gradients are NaN from step FIRST on; before, the plan makes some passes."""
     calls = itertools.count()
-    timed = 3
+    before = 4
 
     def backward(w: torch.Tensor, k: torch.Tensor, grad_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         grad_w, grad_k = conv1d.backward(w, k, grad_out)
-        return grad_w, grad_k * (math.nan if next(calls) >= timed + FIRST - 1 else 1.0)
+        return grad_w, grad_k * (math.nan if next(calls) >= before + FIRST - 1 else 1.0)
 
     with stub("timex", conv1d.forward, backward) as name:
         monkeypatch.setattr("rwkv.training.setup.operator_for", lambda *_: WKV4("timex", timex=name))
