@@ -350,7 +350,7 @@ def test_help_shows_the_values_of_this_command_line(run: Run) -> None:
     assert "[a,b]" in output
 
 
-@pytest.mark.parametrize("program", ["train", "generate", "evaluate"])
+@pytest.mark.parametrize("program", PROGRAMS)
 def test_help_fits_a_terminal(program: str) -> None:
     assert max(map(len, help_of(program).splitlines())) <= WIDTH
 

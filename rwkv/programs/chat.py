@@ -20,8 +20,8 @@ Commands:
   /quit               ends; so does Ctrl-D
 
 Ctrl-C stops the answer and not the program. Esc and then Enter begins a new
-line. The state is carried: each turn reads only its new words. A line at the start
-says which chat template and which options of sampling are used, and why.
+line. The state is carried: each turn reads only its new words. A line at the
+start says which chat template and which options of sampling are used, and why.
 Thoughts are dim in a terminal, and between <think> and </think> elsewhere.
 """
 

@@ -14,22 +14,22 @@ tool_calls. A tool_choice of required or of one function begins the answer with
 a call, whose arguments are held to the function's schema. With "strict": true
 in a function, so are those of calls that the model writes by itself.
 
-Thoughts come back as reasoning_content beside content. chat_template_kwargs with
-think (true, false or fake), enable_thinking and reasoning_effort (none, minimal,
-low, medium, high) say how an answer begins.
+Thoughts come back as reasoning_content beside content. chat_template_kwargs
+with think (true, false or fake), enable_thinking and reasoning_effort (none,
+minimal, low, medium, high) say how an answer begins.
 
-POST /v1/states reads a prompt or messages, or takes a state file, and gives an id;
-"state": ID in a request continues it, without reading it again, and
-"save_state": true keeps the end of an answer as another one. /v1/responses goes on
-from previous_response_id by such a state (docs/chat.md).
+POST /v1/states reads a prompt or messages, or takes a state file, and gives an
+id; "state": ID in a request continues it, without reading it again, and
+"save_state": true keeps the end of an answer as another one. /v1/responses
+goes on from previous_response_id by such a state (docs/chat.md).
 
-adapters=NAME=RUN,... serves what tune=state and tune=lora have trained, as further
-models that requests name (docs/serve.md).
+adapters=NAME=RUN,... serves what tune=state and tune=lora have trained, as
+further models that requests name (docs/serve.md).
 
-http://127.0.0.1:8000/ is a page for trying it. pip install -e '.[serve]' adds what
-it needs. SIGTERM or Ctrl-C ends it when running texts have ended, a second one
-at once; SIGHUP and SIGUSR1 end it as the first does. On Linux GOMP_SPINCOUNT is
-set as train.py --help explains.
+http://127.0.0.1:8000/ is a page for trying it. pip install -e '.[serve]' adds
+what it needs. SIGTERM or Ctrl-C ends it when running texts have ended, a second
+one at once; SIGHUP and SIGUSR1 end it as the first does. On Linux
+GOMP_SPINCOUNT is set as train.py --help explains.
 """
 
 from collections.abc import Collection, Mapping
