@@ -1,6 +1,6 @@
 """python -m benchmarks.screenshot PAGE [FILE.png]: a picture of a page, such as docs/report.png, which is of the run
 
-    python train.py out_dir=first logger=csv trainer.max_steps=300 trainer.val_every=100 trainer.val_tokens=50000
+    python train.py out_dir=first logger=csv trainer.max_steps=300 trainer.val_every=100
     python -m benchmarks.screenshot first/report.html --height 1085
 
 Needs the package playwright and a Chromium: Debian's, or that of `playwright install chromium`.
