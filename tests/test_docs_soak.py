@@ -166,7 +166,7 @@ FILES: dict[str, dict[str, Callable[[Path], None]]] = {
                  "runs/latest": latest_run},
     "train.md": {"FILE": text, "FILE.pth": world_model, "enwik8": text, "minipile": tokens},
     "tune.md": {"FILE.pth": world_model, "TALKS.jsonl": talks, "PAIRS.jsonl": pairs},
-    "benchmarks.md": {"FILE": text, "TEXT": text, "CHECKPOINT.pth": byte_model},
+    "benchmarks.md": {"FILE": text, "TEXT": text, "CHECKPOINT.safetensors": byte_model},
     "examples/README.md": {"runs/latest": latest_run},
 }
 # By page, what its placeholders stand for.
@@ -176,7 +176,7 @@ VALUES = {
     "train.md": {"PATH": "FILE.pth", "DIR": "runs/latest", "out_dir=DIR": "out_dir=sweep"},
     "tune.md": {"init_from=FILE": "init_from=FILE.pth"},
     "benchmarks.md": {"OP": "timex", "--json FILE": "--json results.json", "FOLDER": "folder", "PART": "share",
-                      "serving_states PART": "serving_states first", "CHECKPOINT": "CHECKPOINT.pth"},
+                      "serving_states PART": "serving_states first", "CHECKPOINT": "CHECKPOINT.safetensors"},
     "kernels/README.md": {"FOLDER": "folder"},
 }
 
