@@ -127,7 +127,8 @@ def _peer(python: Path) -> Iterator[tuple[Peer | None, str | None]]:
         yield None, None
         return
     script = Path(__file__).with_name("_rwkv_tokenizer.py")
-    with subprocess.Popen([python, script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+    # -E: a PYTHONPATH would make `import rwkv` find this project's package
+    with subprocess.Popen([python, "-E", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         requests = process.stdin
         answers = process.stdout
         assert requests is not None

@@ -19,8 +19,8 @@ Dtype = torch.dtype | str                # that of the inputs; of matvec the for
 
 
 class Rule(NamedTuple):
-    """The kernels that auto tries in turn. measured: benchmarks/results/ shows that the first is the fastest, or it is the
-    only one."""
+    """The kernels that auto tries in turn. measured: benchmarks/results/ shows that the first is the fastest or within
+    noise of it, or it is the only one."""
 
     order: tuple[str, ...]
     measured: bool

@@ -445,7 +445,7 @@ class Sampling:
                                                "be given several times", typed=list[str], read=_texts_and_ids, verbatim=TEXT)
     logit_bias: Mapping[int, float] = option(dict, "ID:X adds X to a token's logit; may be given several times",
                                              typed=list[str], read=_biases, least=-LARGE, most=LARGE, served=(-100, 100))
-    banned: tuple[int, ...] = option(tuple, "[ID,...]: tokens never chosen; [0]: a text has its largest number of tokens",
+    banned: tuple[int, ...] = option(tuple, "[ID,...]: tokens never chosen, such as [0], the end of a text in many models",
                                      typed=list[int])
     order: str = option("hf", "hf: top_p, top_k and min_p act after the temperature, as in Hugging Face; rwkv: before it, as "
                         "in ChatRWKV", one_of=ORDERS)

@@ -55,8 +55,8 @@ class Source:
     def launch(self, kernel: str, grid: Size, block: Size, *args: Tensor | int | float, shared: int = 0) -> None:
         """Runs `kernel` on `grid` blocks of `block` threads, each with `shared` bytes of dynamic shared memory.
 
-        Raises KernelUnavailable if NVRTC is missing or cannot compile the file for the device, and if the launch fails;
-        OverflowError for an int beyond 32 bits.
+        Raises KernelUnavailable if NVRTC is missing or cannot compile the file for the device, RuntimeError if the launch
+        fails, OverflowError for an int beyond 32 bits.
         """
         device = next(arg.device for arg in args if isinstance(arg, Tensor))
         with torch.cuda.device(device):
@@ -64,7 +64,8 @@ class Source:
             stream = torch.cuda.current_stream().cuda_stream
             (error,) = _driver().cuLaunchKernel(function, *_three(grid), *_three(block), shared, stream, _parameters(args), 0)
         if error:
-            raise KernelUnavailable(f"cuda:{device.index} did not run {kernel} of {self.path.name}: {error.name}")
+            raise RuntimeError(f"{error.name}: cuda:{device.index} did not run {kernel} of {self.path.name}, or failed in a "
+                               "kernel before it")
 
     def texts(self) -> Iterator[tuple[str, str]]:
         """(name, text) of the file and of every file that it includes, directly or not, each once."""
@@ -129,20 +130,24 @@ def _function(source: Source, name: str, device: int, shared: int) -> Any:
     _, context = driver.cuCtxGetCurrent()
     if not int(context):
         _core().Device(device).set_current()
-    return _kernel(source, name, device, shared)
+    function, _ = _kernel(source, name, device, shared)
+    return function
 
 
 @cache
-def _kernel(source: Source, name: str, device: int, shared: int) -> Any:
-    """The kernel's handle on one device, with its limit of dynamic shared memory raised to `shared` bytes if needed."""
+def _kernel(source: Source, name: str, device: int, shared: int) -> tuple[Any, Any]:
+    """The kernel's handle on one device, with its limit of dynamic shared memory raised to `shared` bytes if needed, and the
+    library that it lives as long as.
+    """
     driver = _driver()
-    kernel = driver.CUkernel(int(_library(source, device).get_kernel(name).handle))
+    library = _library(source, device)
+    kernel = driver.CUkernel(int(library.get_kernel(name).handle))
     if shared > SHARED_DEFAULT:
         _allow_shared(kernel, device, shared)
     error, function = driver.cuKernelGetFunction(kernel)
     if error:
         raise KernelUnavailable(f"cuda:{device} does not load {name} of {source.path.name}: {error.name}")
-    return function
+    return function, library
 
 
 @cache
@@ -154,6 +159,7 @@ def _library(source: Source, device: int) -> Any:
 @cache
 def _driver() -> ModuleType:
     """CUDA's driver. Its functions return an error code, which is false where there is none, and then what else they return."""
+    _core()                              # its error names the packages and how to install them
     return importlib.import_module("cuda.bindings.driver")
 
 

@@ -2,10 +2,10 @@
 
 The parts are the tests of kernels/, every operator's benchmark, a short training run of RWKV-4 and of RWKV-7 with each of
 their kernels that runs there, and a run of each that is then sampled, evaluated and tuned; train.py and the others are started
-as programs, and nothing of them is imported. A failing part does not stop the others, and each has a time limit. OUT_DIR gets
-summary.json (for each part: ok, seconds, the last lines of its output), log.txt (all output), figures if matplotlib is
-installed, and for each operator the benchmark's data OP.json; copied to benchmarks/results/OP-cuda.json, they appear in the
-README's tables.
+as programs, and nothing of them is imported. Each command has a time limit; a failing part does not stop the others.
+OUT_DIR gets summary.json (for each part: ok, seconds, the last lines of its output), log.txt (all output), figures if
+matplotlib is installed, and for each operator the benchmark's data OP.json; copied to benchmarks/results/OP-cuda.json, they
+appear in the README's tables.
 Exit status: 0 all parts are ok, 1 a part failed, 2 no CUDA device.
 
 --device cpu tries the same on a CPU. --only tests,bench-timex,train runs some of the parts; summary.json keeps the others'

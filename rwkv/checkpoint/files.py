@@ -22,7 +22,7 @@ from rwkv.checkpoint.stored import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UnreadableError, UserError
 from rwkv.model.base import fingerprint, generation
-from rwkv.tokenizer.tokenizers import Tokenizer
+from rwkv.tokenizer.tokenizers import Tokenizer, end_option
 
 MOST_SPARE_ROWS = 255                    # unused rows of an embedding: vocabularies are rounded up to a multiple, such as 256
 WORLD_VOCABULARY = 65536
@@ -224,7 +224,7 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
     if name is not None:
         tokenizer = Tokenizer.named(name, option, end_of_text=end_of_text, like=checkpoint.tokenizer)
     elif checkpoint.tokenizer is not None:
-        tokenizer = Tokenizer.from_dict(checkpoint.tokenizer, end_of_text, f"{option.removesuffix('tokenizer')}end_of_text")
+        tokenizer = Tokenizer.from_dict(checkpoint.tokenizer, end_of_text, end_option(option))
     else:
         suggested = SUGGESTED.get(checkpoint.vocab_size, "FILE.json, FILE.txt, byte or world")
         raise UserError(f"{checkpoint.path} carries no tokenizer: name its own with {option}={suggested}")

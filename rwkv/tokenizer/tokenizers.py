@@ -199,10 +199,9 @@ class Tokenizer(ABC):
         ends a text; None: as the file says. like: another definition; if it is of the same file, its ends of text are used.
         """
         Tokenizer.check_named(name, option, names)
-        end_option = f"{option.rpartition('tokenizer')[0]}end_of_text"
         if name == "byte":
-            return _without_option(ByteTokenizer(), end_of_text, end_option)
-        return Tokenizer.from_file(_file_named(name), end_of_text, like, end_option)
+            return _without_option(ByteTokenizer(), end_of_text, end_option(option))
+        return Tokenizer.from_file(_file_named(name), end_of_text, like, end_option(option))
 
     @staticmethod
     def check_named(name: str, option: str = "tokenizer", names: str = NAMES) -> None:
@@ -211,6 +210,12 @@ class Tokenizer(ABC):
             raise UserError(f"{option} is {names}; got {name!r}")
         if name != "byte":
             read_bytes(Path(_file_named(name)), _described(_file_named(name)), most=1)
+
+
+def end_option(option: str) -> str:
+    """The option for the end of a text beside the `option` for a tokenizer: --end-of-text beside --tokenizer."""
+    before = option.removesuffix("tokenizer")
+    return f"{before}{'end-of-text' if before == '--' else 'end_of_text'}"
 
 
 def _file_named(name: str) -> str | Path:

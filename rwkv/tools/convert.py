@@ -35,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     with exit_on_user_error():
         locate(options.source)           # before PyTorch, which takes seconds to import
         if options.tokenizer is not None:
-            Tokenizer.check_named(options.tokenizer)
+            Tokenizer.check_named(options.tokenizer, "--tokenizer")
         convert(options.source, options.target, options.dtype, options.format, options.tokenizer, options.end_of_text,
                 options.form)
 

@@ -124,12 +124,14 @@ def _needs(run: Run, wkv: Any, kernel: str, device: torch.device, data: Corpus) 
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"{', '.join([f'threads per process {torch.get_num_threads()}', *threads.settings()])}")
     dtype = dtype_for(config.trainer.precision)
-    if config.kernel.name != AUTO and (wrong := kernel_check.check(wkv, generation(config.model).OPERATOR, device, dtype)):
-        yield "WARNING", wrong
+    if config.kernel.name != AUTO and run.resume_from is None:       # a run that is continued has the name that auto chose
+        wrong = kernel_check.check(wkv, generation(config.model).OPERATOR, device, dtype)
+        if wrong:
+            yield "WARNING", wrong
     if slow := why_slow(dtype, device):
         yield "WARNING", f"trainer.precision={config.trainer.precision}: {slow}; leave it out, or take auto"
     if device.type == "cuda" and config.trainer.precision == "32-true" and bfloat16_is_faster(device):
-        yield "hint", "trainer.precision=bf16-mixed: this GPU multiplies bfloat16 many times as fast as float32"
+        yield "hint", "trainer.precision=bf16-mixed: this GPU multiplies bfloat16 faster than float32"
     if config.optim.name in ORTHOGONAL:
         computed = matrix_dtype(device)
         why = "" if computed == torch.bfloat16 else ": this CPU has no instructions for products of bfloat16"

@@ -186,7 +186,10 @@ def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
                             "one run, or plan=true to train")
         entry = Entry(name_of(job), job.swept, job.arguments, job.config.kernel.name, job.config.seed)
         if entry.name not in known:
-            check_new_run(job.config, cli.split(job.arguments, TrainConfig).keys)
+            try:
+                check_new_run(job.config, cli.split(job.arguments, TrainConfig).keys)
+            except UserError as error:
+                raise UserError(f"{entry.name}: {error}") from None
             known[entry.name] = entry
             added.append(entry)
             sweep.configs[entry.name] = job.config
@@ -204,6 +207,8 @@ def _require_possible(configs: list[TrainConfig]) -> None:
     """Raises UserError or UnknownKernel for a run with a kernel or an option of another generation. A kernel that only this
     machine cannot run is accepted; its run's turn reports it.
     """
+    if not configs:
+        return
     log("loading    PyTorch, then the kernels of all runs")
     from rwkv.training.run.opening import require_own_options
 
