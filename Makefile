@@ -29,7 +29,7 @@ quick: $(READY_TO_TEST)                  ## the tests without whole programs, co
 soak: $(READY_TO_TEST)                   ## what takes minutes: twenty kills of a run, a full disk, a thousand damaged files
 	$(BIN)/python -m pytest -m soak $(ARGS)
 
-lint: $(READY_TO_TEST)                   ## what Windows lacks is an error under --platform win32, unless the code asks for the system
+lint: $(READY_TO_TEST)                   ## ruff, and mypy as on this system and as on Windows
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/mypy --platform win32 --cache-dir .mypy_cache/win32

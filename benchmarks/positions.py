@@ -45,7 +45,7 @@ def main(argv: list[str] | None = None) -> None:
                 found[name] = by_octave(measured(args.out, generation, C, T, args.tokens, args.options))
                 print(name, {places: round(loss, 4) for places, loss in found[name].items()}, flush=True)
     print(as_text(found))
-    publish({"machine": hardware.describe(_device()), "tokens": args.tokens, "options": args.options, "runs": found}, args.json)
+    publish({"machine": hardware.describe("cpu"), "tokens": args.tokens, "options": args.options, "runs": found}, args.json)
 
 
 def measured(out: Path, generation: str, C: int, T: int, tokens: int, options: list[str]) -> list[float]:
@@ -70,21 +70,16 @@ def losses_by_position(folder: Path, T: int) -> list[float]:
     """The mean nats of the T positions of the validation split's windows, each of which is read from the empty state."""
     checkpoint = read_checkpoint(folder)
     assert checkpoint.run is not None
-    model = RWKV.from_pretrained(folder, device=_device())
+    model = RWKV.from_pretrained(folder)
     val = prepare(DataConfig(**checkpoint.run["data"]), T).val
     windows = max(1, min(READ_TOKENS, len(val) - 1) // T)
     nats = []
     for start in range(0, windows * T, T):
-        ids = torch.tensor(val[start:start + T + 1], dtype=torch.int64, device=_device())
+        ids = torch.tensor(val[start:start + T + 1], dtype=torch.int64)
         hidden = model.hidden(ids[None, :-1])[0][0]
         nats.append(torch.cat([cross_entropy(rows @ model.head.weight.T, targets, reduction="none")
                                for rows, targets in zip(hidden.split(CHUNK), ids[1:].split(CHUNK), strict=True)]))
     return list(torch.stack(nats).double().mean(0).tolist())
-
-
-def _device() -> str:
-    """The device that train.py takes by itself."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def by_octave(losses: list[float]) -> dict[str, float]:

@@ -125,7 +125,7 @@ def _compiler_errors(source: Source, arch: str) -> Iterator[None]:
 
 
 def _function(source: Source, name: str, device: int, shared: int) -> Any:
-    """The kernel's handle in the current context, which a new thread, such as autograd's, may not have."""
+    """The kernel's handle. A thread without a context, such as a new one of autograd's, first gets the device's."""
     driver = _driver()
     _, context = driver.cuCtxGetCurrent()
     if not int(context):
@@ -136,8 +136,9 @@ def _function(source: Source, name: str, device: int, shared: int) -> Any:
 
 @cache
 def _kernel(source: Source, name: str, device: int, shared: int) -> tuple[Any, Any]:
-    """The kernel's handle on one device, with its limit of dynamic shared memory raised to `shared` bytes if needed, and the
-    library that it lives as long as.
+    """The kernel's handle on one device, and its library: without that the handle is not valid.
+
+    The kernel's limit of dynamic shared memory is raised to `shared` bytes if needed.
     """
     driver = _driver()
     library = _library(source, device)

@@ -85,7 +85,7 @@ def parts(device: str, out_dir: Path, scratch: Path) -> Iterator[Part]:
     python = sys.executable
     results = out_dir.absolute()
     tests = [python, "-m", "pytest", "tests/kernels", "--device", device, "-m", "not soak or implementation"]
-    yield Part("tests", [[*tests, "-W", "default"]], 560)          # other versions of torch may warn where ours does not
+    yield Part("tests", [[*tests, "-W", "default"]], 560)        # other versions of torch may warn where ours does not
     for op in operators():
         bench = [python, "-m", "kernels.bench", op, "--device", device, "--sweep"]
         figures = ["--plot", str(results)] if plot.available() else []
@@ -106,7 +106,7 @@ def training(device: str, scratch: Path, folder: Path, **options: str) -> list[s
 
 
 def used(device: str, scratch: Path, model: str) -> list[list[str]]:
-    """A model trained, sampled in each dtype, evaluated and tuned."""
+    """A model trained, sampled in float32 and bfloat16, evaluated and tuned."""
     python = sys.executable
     folder = scratch / model / "used"
     saved = [f"checkpoint={folder}", f"device={device}"]

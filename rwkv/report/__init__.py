@@ -7,6 +7,7 @@ It is made only of the files in the run directories (reading.py), so it can be m
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from rwkv.io.atomic import write_file
 from rwkv.report.findings import BAD, findings
@@ -15,7 +16,7 @@ from rwkv.report.page import render
 from rwkv.report.reading import is_finished, read
 from rwkv.report.verdict import verdict
 
-__all__ = ["best", "is_finished", "summary", "table", "write"]
+__all__ = ["Summary", "is_finished", "summary", "table", "write"]
 
 PAGE = "report.html"
 TABLE = "report.csv"
@@ -33,25 +34,27 @@ def write(folder: Path, reference: str | None = None) -> Path:
     return folder / PAGE
 
 
-def summary(folder: Path) -> list[str]:
-    """The report in a few sentences: what is wrong, and which kernel has the lowest loss or is the fastest.
-
-    Options that differ are no fault here: whoever has just given several values knows it.
+class Summary(NamedTuple):
+    """sentences: what is wrong, and which kernel has the lowest loss or is the fastest. best: the name of the finished run with
+    the lowest validation loss, and that loss; None where none was measured.
     """
+
+    sentences: list[str]
+    best: tuple[str, float] | None
+
+
+def summary(folder: Path) -> Summary:
+    """The report in a few sentences. Options that differ are no fault here: whoever has just given several values knows it."""
     comparison = compare(read(folder))
     wrong = [finding.text for finding in findings(replace(comparison, options={})) if finding.kind == BAD]
-    return [*wrong, *verdict(comparison)]
-
-
-def best(folder: Path) -> tuple[str, float] | None:
-    """The name of the finished run with the lowest validation loss, and that loss; None where none was measured."""
-    found = [(numbers["val_loss"], run.name) for kernel in compare(read(folder)).kernels
-             for run, numbers in zip(kernel.runs, kernel.numbers, strict=True)
-             if run.status == "finished" and math.isfinite(numbers.get("val_loss", math.nan))]
-    if not found:
-        return None
-    loss, name = min(found)
-    return name, loss
+    losses = [(numbers["val_loss"], run.name) for kernel in comparison.kernels
+              for run, numbers in zip(kernel.runs, kernel.numbers, strict=True)
+              if run.status == "finished" and math.isfinite(numbers.get("val_loss", math.nan))]
+    best = None
+    if losses:
+        loss, name = min(losses)
+        best = name, loss
+    return Summary([*wrong, *verdict(comparison)], best)
 
 
 def table(folder: Path) -> tuple[list[dict[str, object]], list[Path]]:

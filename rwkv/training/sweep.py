@@ -322,9 +322,10 @@ def conclude(sweep: Sweep) -> None:
         (FINISHED, "finished"), (FAILED, "failed"), (UNAVAILABLE, "cannot run here"), (STOPPED, "stopped"), (WAITING, "to do"))
         if sweep.count(status)]
     log("\n" + labelled("sweep", ", ".join(counts), sys.stderr))
-    for sentence in report.summary(sweep.folder):
+    summary = report.summary(sweep.folder)
+    for sentence in summary.sentences:
         log(labelled("", sentence, sys.stderr))
-    _say_best(sweep.folder)
+    _say_best(sweep.folder, summary.best)
     log(labelled("report", str(written), sys.stderr))
     if sweep.count(STOPPED) + sweep.count(WAITING) + sweep.count(FAILED):
         log(f"continue with: {cli.command('train')} -m resume=auto {quote(f'out_dir={sweep.folder}')}")
@@ -334,9 +335,8 @@ def conclude(sweep: Sweep) -> None:
         log_report(next(iter(sweep.configs.values())).logger, sweep.folder, *report.table(sweep.folder))
 
 
-def _say_best(folder: Path) -> None:
+def _say_best(folder: Path, best: tuple[str, float] | None) -> None:
     """The run with the lowest validation loss, and which run runs/latest is: the one that was trained last."""
-    best = report.best(folder)
     if best is not None:
         name, loss = best
         more = f"{cli.command('generate')} {quote(f'checkpoint={folder / name}')} prompt=..."
