@@ -62,7 +62,7 @@ RULES = [
     not_run(r"python train\.py kernel=NAME", "is of a kernel that the reader writes"),
     not_run(r"python -m kernels\.bench timex --only NAME", "is of a kernel that the reader writes"),
     Rule(r"curl "),
-    Rule(r"python serve\.py", "max_tokens=50"),
+    Rule(r"python serve\.py", "max_tokens=200"),
     Rule(r"python chat\.py", "max_new_tokens=4"),
     Rule(r"python generate\.py", "max_new_tokens=4"),
     Rule(r"python train\.py .*plan=true"),
