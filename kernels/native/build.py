@@ -8,6 +8,7 @@ that has to be made again.
 """
 
 import hashlib
+import os
 import subprocess
 import sys
 import tempfile
@@ -55,7 +56,9 @@ def build(target: Target, output: Path, zig: str = sys.executable) -> None:
         library = Path(folder) / target.path.name        # the linker writes this name into it
         subprocess.run([*compiler, "-shared", "-s", options.get(target.system, "-Wl,--as-needed"), *objects,
                         "-o", str(library)], check=True, cwd=ROOT)
-        output.write_bytes(library.read_bytes())
+        new = output.with_suffix(".new")
+        new.write_bytes(library.read_bytes())
+        os.replace(new, output)          # a process that has the old file open keeps it: written into, it would crash it
 
 
 def _pieces(target: Target) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -58,6 +58,14 @@ def heeded() -> list[int]:
     return [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
 
 
+def end_of(status: int) -> str:
+    """What has ended a process, by its exit status as Python has it: `SIGSEGV`, or `exit status 3`."""
+    if status >= 0:
+        return f"exit status {status}"
+    name = signal.Signals(-status).name
+    return f"{name}: out of memory?" if name == "SIGKILL" else name
+
+
 class StopRequest:
     """At the first of `signals`, stop.requested of `with StopRequest() as stop:` becomes True and on_signal(number) is called.
 

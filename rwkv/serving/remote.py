@@ -18,6 +18,7 @@ from typing import Any
 
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
+from rwkv.io.signals import end_of
 from rwkv.serving.errors import STATE_GONE, ApiError
 from rwkv.serving.messages import (
     Cancel,
@@ -79,7 +80,7 @@ class RemoteEngine:
 
     states: the states that clients keep, by id; the process holds their content. adapters: as in Ready. failed: why the process
     has ended; None while it runs. observe: called with each Step, for the metrics. report: called with the reason if the
-    process ends by itself.
+    process ends by itself, after all requests have their error.
     """
 
     def __init__(self, config: ServeConfig, work: Work) -> None:
@@ -237,7 +238,6 @@ class RemoteEngine:
 
     def _fail(self, reason: str) -> None:
         self.failed = reason
-        self.report(reason)
         for answer in self._asked.values():
             if not answer.cancelled():
                 answer.set_exception(ApiError(500, ENDED, code="engine_ended"))
@@ -246,6 +246,7 @@ class RemoteEngine:
             ticket.put(ApiError(500, ENDED, code="engine_ended"))
         self._running.clear()
         self._waiting.clear()
+        self.report(reason)
 
     def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
         with suppress(RuntimeError):     # the loop is closed: the server ends
@@ -255,8 +256,7 @@ class RemoteEngine:
                 reason = message.reason
             except (EOFError, OSError):
                 self._process.join(1)
-                reason = f"its process ended with exit code {self._process.exitcode}; -9 means that the system ended it, " \
-                         "perhaps for lack of memory"
+                reason = f"its process was ended by {end_of(self._process.exitcode or 0)}"
             loop.call_soon_threadsafe(self._fail, reason)
 
     def _send(self) -> None:

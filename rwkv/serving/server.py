@@ -32,7 +32,7 @@ AFTER_GRACE = 10                         # seconds for the last events to be wri
 
 
 def serve(config: ServeConfig, work: Work) -> None:
-    """Serves until SIGINT, SIGTERM or the like; `work` runs in the engine's process.
+    """Serves until SIGINT, SIGTERM or the like, or until the engine's process ends, which is exit status 1; `work` runs in it.
 
     Raises UserError, before the model is loaded, for a wrong address or option.
     """
@@ -82,7 +82,6 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
                       Keeper(config, engine, tokenizer, template, ready.state_bytes), Responses(config, engine),
                       _model_name(config), int(time.time()))
     engine.observe = service.metrics.observe
-    engine.report = lambda reason: say("engine", f"it has ended: {reason}")
     Protocol.receive_s = config.receive_s
     Protocol.most = config.max_connections
     options = uvicorn.Config(application(service), http=Protocol, lifespan="off", log_config=None,
@@ -100,9 +99,16 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
         say("ready", ", ".join((service.model, *engine.adapters)))
         say("try", _example(config, listener))
 
+    server = Server(options, started, stop)
+
+    def engine_ended(reason: str) -> None:
+        say("engine", f"it has ended: {reason}; so the server stops")
+        server.should_exit = True
+
     async def main() -> None:
+        engine.report = engine_ended
         engine.attach(asyncio.get_running_loop())
-        await Server(options, started, stop).serve(sockets=[listener])
+        await server.serve(sockets=[listener])
 
     with asyncio.Runner(loop_factory=_new_event_loop) as runner:
         runner.run(main())

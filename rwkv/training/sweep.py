@@ -32,7 +32,7 @@ from rwkv.config import TrainConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 from rwkv.io.lines import broken, counted, labelled
-from rwkv.io.signals import STOPPING, StopRequest
+from rwkv.io.signals import STOPPING, StopRequest, end_of
 from rwkv.report import reading
 from rwkv.training import sweep_child
 from rwkv.training.run.directory import CONFIG_FILE, LATEST, new_folder, require_unused
@@ -307,8 +307,7 @@ def _one_output() -> bool:
 def reason_of(status: int, reason_file: Path, log_file: Path) -> str:
     """Why a run failed: the signal that ended it, the error that it wrote to reason_file, or the last line of its log."""
     if status < 0:
-        name = signal.Signals(-status).name
-        return f"ended by {name}" + (": out of memory?" if name == "SIGKILL" else "")
+        return f"ended by {end_of(status)}"
     if reason_file.is_file():
         return reason_file.read_text(encoding="utf-8")
     lines = [line for line in log_file.read_text(encoding="utf-8").splitlines() if line.strip()]
