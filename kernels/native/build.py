@@ -8,7 +8,6 @@ that has to be made again.
 """
 
 import hashlib
-import os
 import subprocess
 import sys
 import tempfile
@@ -58,7 +57,7 @@ def build(target: Target, output: Path, zig: str = sys.executable) -> None:
                         "-o", str(library)], check=True, cwd=ROOT)
         new = output.with_suffix(".new")
         new.write_bytes(library.read_bytes())
-        os.replace(new, output)          # a process that has the old file open keeps it: written into, it would crash it
+        new.replace(output)              # a process that has the old file open keeps it: written into, it would crash it
 
 
 def _pieces(target: Target) -> Iterator[tuple[str, tuple[str, ...]]]:

@@ -33,6 +33,8 @@ def findings(comparison: Comparison) -> list[Finding]:
         errors = [sentence for result in comparison.results if (sentence := _largest_error(kernel, result))]
         if errors:
             wrong.insert(0, Finding(BAD, f"{kernel.label} is wrong: the error of {'; of '.join(errors)}"))
+        elif before := {str(run.measured["wrong"]) for run in kernel.runs if run.measured.get("wrong")}:
+            wrong = [*(Finding(BAD, f"{sentence}.") for sentence in sorted(before)), *wrong]
         found += [*wrong, *_unfinished(kernel)]
         if not wrong and any(kernel.numbers):
             same.append(kernel)

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from kernels.machine.allocator import give_back_free_blocks, keep_large_blocks, return_large_blocks
+from kernels.select import AUTO
 from rwkv import cli, distributed
 from rwkv.checkpoint.files import describe
 from rwkv.checkpoint.tuned import identity
@@ -21,6 +22,8 @@ from rwkv.data.validation import with_part
 from rwkv.distributed import log
 from rwkv.errors import UserError
 from rwkv.io.signals import heeded
+from rwkv.model.base import generation
+from rwkv.training import kernel_check
 from rwkv.training.callbacks.divergence import Diverged
 from rwkv.training.callbacks.interruption import Interrupted
 from rwkv.training.device import device_for, dtype_for, process_count, share
@@ -104,7 +107,11 @@ def train(run: Run) -> None:
     distributed.broadcast_from_rank0(lambda: require_unfinished(run))
     data.tokenizer.drop_library()
     give_back_free_blocks()              # memory that the data's preparation took
-    announce_needs(run, wkv, kernel, device, data)
+    wrong = None
+    if config.kernel.name != AUTO and run.resume_from is None:       # a run that is continued has the name that auto chose
+        wrong = distributed.broadcast_from_rank0(lambda: kernel_check.check(
+            wkv, generation(config.model).OPERATOR, device, dtype_for(config.trainer.precision)))
+    announce_needs(run, kernel, wrong, device, data)
     reach = len(data.val) if config.trainer.tbptt else config.model.ctx_len
     validated = with_part(data, config.trainer.val_tokens, reach)
     lightning.seed_everything(config.seed, verbose=False)
@@ -122,7 +129,7 @@ def train(run: Run) -> None:
     if config.tune.prefers:
         task.preferences = preferences_of(run, task, validated, device)
     logs = loggers(config.logger, run.out_dir, resolved, run.resume_step)
-    trainer = build_trainer(run, device, logs, validated)
+    trainer = build_trainer(run, device, logs, validated, wrong)
     batches = replace(config.data, batch_size=rows)
     loaders = DataModule(validated, batches, config.model.ctx_len, config.seed, config.trainer.tbptt)
     continue_with = f"continue with: {cli.command('train')} resume=auto {quote(f'out_dir={run.out_dir}')}"

@@ -7,14 +7,12 @@ training steps of the model, which change nothing.
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 
 from kernels.machine import threads
 from kernels.machine.cpu import matrix_dtype, why_slow
 from kernels.machine.memory import resident_memory
-from kernels.select import AUTO
 from rwkv.chat.names import Choice, choose_template
 from rwkv.config import ORTHOGONAL, TrainConfig, TrainerConfig, TuneConfig
 from rwkv.data import documents
@@ -24,7 +22,6 @@ from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
 from rwkv.io.lines import counted, labelled
 from rwkv.model.base import generation, n_parameters
-from rwkv.training import kernel_check
 from rwkv.training.device import bfloat16_is_faster, dtype_for
 from rwkv.training.length import MANY, steps_per_epoch
 from rwkv.training.memory import (
@@ -48,17 +45,16 @@ FORWARD = 1 / 3                          # forward pass as a fraction of a train
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # a duration is given in the first unit of which it has two
 
 
-def announce_needs(run: Run, wkv: Any, kernel: str, device: torch.device, data: Corpus) -> None:
+def announce_needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data: Corpus) -> None:
     """Prints on standard error what the run does, and the memory and disk that it needs, before its model is built.
 
-    wkv: the operator. kernel: its name, with the reason if auto has chosen it. A kernel that the user has named is compared
-    with the reference; a wrong one is a WARNING.
+    kernel: its name, with the reason if auto has chosen it. wrong: what kernel_check.check says of it.
     """
     if rank() > 0:
         return
     if run.config.resume is not None and run.resume_from is None:
         log(_why_from_the_start(run))
-    _show(_needs(run, wkv, kernel, device, data))
+    _show(_needs(run, kernel, wrong, device, data))
     timed = "" if run.config.trainer.strategy == "fsdp" else ", and timing its first steps"
     _show([("building", f"the model{timed}")])
 
@@ -84,7 +80,7 @@ def _show(lines: Iterable[tuple[str, str]]) -> None:
         log(labelled(subject, text, sys.stderr))
 
 
-def _needs(run: Run, wkv: Any, kernel: str, device: torch.device, data: Corpus) -> Iterator[tuple[str, str]]:
+def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data: Corpus) -> Iterator[tuple[str, str]]:
     config = run.config
     V = run.init_checkpoint.vocab_size if run.init_checkpoint else data.tokenizer.vocab_size
     programs = resident_memory() if device.type == "cpu" else 0       # measured before pages of the data are read below
@@ -123,12 +119,9 @@ def _needs(run: Run, wkv: Any, kernel: str, device: torch.device, data: Corpus) 
     yield "blocks", _blocks(config.trainer.compile, config.tune.method, bool(data.conversations))
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"{', '.join([f'threads per process {torch.get_num_threads()}', *threads.settings()])}")
-    dtype = dtype_for(config.trainer.precision)
-    if config.kernel.name != AUTO and run.resume_from is None:       # a run that is continued has the name that auto chose
-        wrong = kernel_check.check(wkv, generation(config.model).OPERATOR, device, dtype)
-        if wrong:
-            yield "WARNING", wrong
-    if slow := why_slow(dtype, device):
+    if wrong:
+        yield "WARNING", wrong
+    if slow := why_slow(dtype_for(config.trainer.precision), device):
         yield "WARNING", f"trainer.precision={config.trainer.precision}: {slow}; leave it out, or take auto"
     if device.type == "cuda" and config.trainer.precision == "32-true" and bfloat16_is_faster(device):
         yield "hint", "trainer.precision=bf16-mixed: this GPU multiplies bfloat16 faster than float32"

@@ -31,7 +31,7 @@ from rwkv.data.prepare import Corpus
 from rwkv.distributed import launched, log, rank, world_size
 from rwkv.errors import UserError
 from rwkv.generation.engine import generate
-from rwkv.io.lines import wrapped
+from rwkv.io.lines import labelled, wrapped
 from rwkv.io.unread import unread
 from rwkv.model.base import Model, generation
 from rwkv.report.numbers import REWARDS
@@ -53,11 +53,12 @@ UNHELPFUL = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not ha
              ".*srun. command is available")                     # warnings of libraries that users cannot act on
 
 
-def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: Corpus) -> lightning.Trainer:
+def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: Corpus,
+                  wrong_kernel: str | None = None) -> lightning.Trainer:
     """A Trainer that counts optimiser steps, validates every val_every steps and after the last one, and stops cleanly.
 
-    data: for samples, and for a tuned run's losses before and after training. Raises UserError if the prompt of samples cannot
-    be encoded.
+    data: for samples, and for a tuned run's losses before and after training. wrong_kernel: what kernel_check.check says.
+    Raises UserError if the prompt of samples cannot be encoded.
     """
     silence_libraries()
     config = run.config
@@ -67,7 +68,7 @@ def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: C
     divergence = Divergence(out_dir, options.log_every)
     saved = Checkpoints(out_dir, options.checkpoint_every, options.val_every, options.keep_last, divergence)
     metrics = Metrics(options.log_every, options.grad_norms)
-    probe = Probe(out_dir, options, metrics.exclude)
+    probe = Probe(out_dir, options, metrics.exclude, wrong_kernel)
     samples = [Samples(config, data.tokenizer, out_dir, run.resume_step, metrics.exclude)] if sample_every(options) else []
     compared = [BeforeAfter(config, data, out_dir, metrics.exclude)] if is_compared(config) else []
     trainer = lightning.Trainer(
@@ -133,11 +134,13 @@ def _trained_model(task: LanguageModel, strategy: str, out_dir: Path) -> Model:
 
 
 def leave_report(out_dir: Path) -> None:
-    """Writes the run's report. A failure is printed and does not end the run."""
+    """Writes the run's report, and prints what it says is wrong. A failure is printed and does not end the run."""
     if rank() > 0:
         return
     try:
         log(f"report: {report.write(out_dir)}")
+        for sentence in report.summary(out_dir).sentences:
+            log(labelled("WARNING", sentence, sys.stderr))
     except Exception as error:
         log(f"no report: {error!r}")
 

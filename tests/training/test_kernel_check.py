@@ -57,13 +57,21 @@ def test_a_wrong_gradient_is_named_before_the_run(clone: Path) -> None:
 
 @pytest.mark.programs
 def test_the_probe_s_finding_is_a_warning_too(clone: Path) -> None:
-    before, at_start, at_end = trained(clone, "kernel=mistaken", "trainer.probe=true", "out_dir=probed")
+    before, at_start, at_end, of_report = trained(clone, "kernel=mistaken", "trainer.probe=true", "out_dir=probed")
     assert "small case" in before
     assert "at step 2" in at_start
     assert "at step 3" in at_end
+    assert "mistaken is wrong" in of_report
     measured = json.loads((clone / "probed" / "kernel.json").read_text(encoding="utf-8"))
     layer, = measured["errors"]["start"]["layers"]
     assert layer["errors"]["grad time_decay"]["err_ratio"] > measured["errors"]["start"]["allowed"]["grad time_decay"]
+
+
+@pytest.mark.programs
+def test_a_wrong_kernel_is_named_again_at_the_end_and_on_the_page(clone: Path) -> None:
+    before, at_end = trained(clone, "kernel=mistaken", "out_dir=wrong")
+    assert at_end.removesuffix(".") == before
+    assert "gradient of time_decay" in (clone / "wrong" / "report.html").read_text(encoding="utf-8")
 
 
 @pytest.mark.programs

@@ -1,6 +1,6 @@
 """The cost and the error of a run's kernel on the run's own data: out_dir/kernel.json.
 
-The machine is always recorded. trainer.probe=true adds:
+The machine is always recorded, and as `wrong` what kernel_check.py has said of the kernel. trainer.probe=true adds:
 - times of about SAMPLES steps after the warm-up: of the step, and of the operator's forward and backward passes in it. A clock
   measures them on a CPU, CUDA events on a GPU; the events are read after training;
 - errors of the operator's output and gradients in each layer, against the reference in float64. They are measured on the inputs
@@ -157,14 +157,15 @@ class Wrapped:
 class Probe(Callback):
     """Writes out_dir/kernel.json in rank 0 when training begins, and again when it ends or fails.
 
-    exclude(seconds) is called with the time that each measurement of errors took.
+    exclude(seconds) is called with the time that each measurement of errors took. wrong: what kernel_check.check says.
     """
 
-    def __init__(self, out_dir: Path, options: TrainerConfig, exclude: Callable[[float], None]) -> None:
+    def __init__(self, out_dir: Path, options: TrainerConfig, exclude: Callable[[float], None], wrong: str | None) -> None:
         self.path = out_dir / KERNEL
         self.options = options
         self.measured: dict[str, Any] = {}       # the content of kernel.json
         self._exclude = exclude
+        self._wrong = wrong
         self._disabled = _why_disabled(options)  # the reason; None if the probe is on
         self._first_step = 0             # of this part of the run
         self._max_steps = 0
@@ -179,7 +180,8 @@ class Probe(Callback):
         earlier = read_mapping(self.path, json.loads, []) if self._first_step else {}
         self.measured = {
             "kernel": _time_mixers(pl_module)[0].wkv.name, "device": pl_module.device.type, "precision": self.options.precision,
-            "machine": describe(pl_module.device.type), "probe": self._disabled or "on", "warm_up": self._warm_up(),
+            "machine": describe(pl_module.device.type), "wrong": earlier.get("wrong", self._wrong),
+            "probe": self._disabled or "on", "warm_up": self._warm_up(),
             "steps": [row for row in earlier.get("steps", []) if row["step"] < self._first_step],
             "errors": {when: errors for when, errors in earlier.get("errors", {}).items() if when == "start"},
             "finished": False}
