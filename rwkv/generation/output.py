@@ -20,7 +20,7 @@ from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.row import Row, Sample
 from rwkv.generation.states import save_context
 from rwkv.generation.stopping import StoppingCriteria
-from rwkv.io.lines import counted
+from rwkv.io.lines import counted, harmless
 from rwkv.io.signals import StopRequest
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -106,10 +106,10 @@ class _Clock:
 
 
 def _stream(sample: Sample, clock: _Clock, stop: StopRequest) -> None:
-    print(sample.prompt, end="", flush=True)
+    print(harmless(sample.prompt, sys.stdout), end="", flush=True)
     for _, piece in clock:
         if piece:
-            print(piece, end="", flush=True)
+            print(harmless(piece, sys.stdout), end="", flush=True)
         if stop.requested:
             break
     print()
@@ -121,7 +121,7 @@ def _write_texts(samples: Sequence[Sample], clock: _Clock, stop: StopRequest, wr
         if stop.requested:
             break
     for number, sample in enumerate(samples, start=written):
-        print((SEPARATOR if number > 0 else "") + sample.prompt + sample.text, flush=True)
+        print((SEPARATOR if number > 0 else "") + harmless(sample.prompt + sample.text, sys.stdout), flush=True)
 
 
 def _write_json(samples: Sequence[Sample], file: TextIO) -> None:

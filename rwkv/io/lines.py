@@ -7,6 +7,8 @@ from typing import TextIO
 
 COLUMN = 11                              # where the texts begin
 NARROWEST = 40                           # a terminal for which lines are broken
+CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"} | {0x7F: "\u2421"} \
+    | dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")              # what a terminal shows in their place
 
 
 def counted(n: float, thing: str) -> str:
@@ -36,6 +38,13 @@ def wrapped(text: str, stream: TextIO) -> str:
     if width is None or len(text) <= width or width < NARROWEST:
         return text
     return textwrap.fill(text, width, break_long_words=False, break_on_hyphens=False)
+
+
+def harmless(text: str, stream: TextIO) -> str:
+    """A text that a model or a stranger has written. In a terminal its control characters, which could move the cursor or
+    change settings, are shown as symbols; a file or another program gets the text as it is.
+    """
+    return text.translate(CONTROLS) if stream.isatty() else text
 
 
 def _width(stream: TextIO) -> int | None:

@@ -41,7 +41,7 @@ from rwkv.chat.thoughts import Think, ThoughtParser, think_of
 from rwkv.config import ChatConfig, Sampling
 from rwkv.errors import UserError
 from rwkv.io.garbage import uncollected
-from rwkv.io.lines import counted, wrapped
+from rwkv.io.lines import counted, harmless, wrapped
 from rwkv.io.utf8 import decode
 from rwkv.programs.sampling import OF_SAMPLING, SamplingChoice, preset
 
@@ -237,7 +237,7 @@ class _Answer:
         self.in_thoughts = False
 
     def show(self, piece: str, last: bool = False) -> None:
-        thoughts, text = self._parser.push(piece, last)
+        thoughts, text = self._parser.push(harmless(piece, sys.stdout), last)
         before = self._marks[0] if thoughts and not self.in_thoughts else ""
         self.in_thoughts = self.in_thoughts or bool(thoughts)
         after = self._marks[1] if self.in_thoughts and text else ""

@@ -104,7 +104,7 @@ def _logged(app: ASGIApp) -> ASGIApp:
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
                 request = f"{scope['method']} {scope['raw_path'].decode('ascii')}"       # %0A stays: the log gets no line end
-                say_refused(message["status"], request, scope["state"]["request_id"])
+                say_refused(message["status"], request, scope["state"]["request_id"], scope["state"].get("refusal", ""))
             await send(message)
 
         await app(scope, receive, noted)
@@ -121,13 +121,19 @@ def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Re
             handler = handlers["GET" if request.method == "HEAD" else request.method]
             return await handler(service, request)
         except ApiError as error:
-            return error.response()
+            return _refusal(request, error)
         except UserError as error:
-            return ApiError(400, str(error), _field_in(str(error))).response()
+            return _refusal(request, ApiError(400, str(error), _field_in(str(error))))
         except ClientDisconnect:
             return Response(status_code=400)
 
     return endpoint
+
+
+def _refusal(request: Request, error: ApiError) -> Response:
+    """The answer; its message is also for the log."""
+    request.scope["state"]["refusal"] = str(error)
+    return error.response()
 
 
 def _field_in(message: str) -> str | None:

@@ -224,7 +224,7 @@ class Protocol(HttpToolsProtocol):
                    f"content-length: {len(content)}\r\n{retry}x-request-id: {self._name_request()}\r\n" \
                    "connection: close\r\n\r\n"
             self.transport.write(head.encode() + content)
-            say_refused(error.status, "unread", self._name_request())
+            say_refused(error.status, "unread", self._name_request(), str(error))
         self.transport.close()
 
 

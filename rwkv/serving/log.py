@@ -9,6 +9,8 @@ def say(subject: str, text: str) -> None:
     print(labelled(subject, text, sys.stderr), file=sys.stderr, flush=True)
 
 
-def say_refused(status: int, request: str, request_id: str) -> None:
-    """request: the method and the path."""
-    say("refused" if status < 500 else "failed", f"{status} {request[:200]} {request_id}")
+def say_refused(status: int, request: str, request_id: str, reason: str = "") -> None:
+    """request: the method and the path. reason: what the client was told."""
+    told = f": {reason[:200]}" if reason else ""
+    line = f"{status} {request[:200]} {request_id}{told}"
+    say("refused" if status < 500 else "failed", "".join(char if char.isprintable() else "?" for char in line))

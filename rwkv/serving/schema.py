@@ -328,6 +328,8 @@ UNSUPPORTED = {
     "context_management": "context_management is not supported by this server: a state has one size, however long the text is",
 }
 
+JSON_TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
+
 
 def read(body: bytes, kind: type[Body]) -> Body:
     """The body as a `kind`. Raises ApiError with the field's name."""
@@ -358,9 +360,14 @@ def _misfit(error: msgspec.ValidationError, kind: type) -> ApiError:
     if kind in (ChatRequest, ResponseRequest) and field in UNSUPPORTED:
         return ApiError(400, UNSUPPORTED[field], param, "unsupported_parameter")
     where = (path and path[1]) or "the body"
-    problem = message.partition(" - at ")[0].replace("`", "")
+    problem = re.sub("(?<=xpected )`[^`]*`|(?<=got )`[^`]*`", _json_types, message.partition(" - at ")[0]).replace("`", "")
     said = f"{where}: {problem[:1].lower()}{problem[1:]}"
     return ApiError(400, said, param or None, "unknown_parameter" if unknown else None)
+
+
+def _json_types(found: re.Match[str]) -> str:
+    """Python's names of types, in a message of msgspec, as JSON's."""
+    return " or ".join(JSON_TYPES.get(name, name) for name in found[0].strip("`").split(" | "))
 
 
 def schema_of(kind: type) -> tuple[dict[str, Any], dict[str, Any]]:

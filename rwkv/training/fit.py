@@ -21,6 +21,7 @@ from rwkv.data.prepare import Corpus
 from rwkv.data.validation import with_part
 from rwkv.distributed import log
 from rwkv.errors import UserError
+from rwkv.io.lines import harmless
 from rwkv.io.signals import heeded
 from rwkv.model.base import generation
 from rwkv.training import kernel_check
@@ -46,7 +47,7 @@ def show_conversations(data: Corpus) -> None:
     if data.conversations is None:
         raise UserError("data.preview shows conversations, which are the data of data=chat")
     if distributed.rank() == 0:
-        print("\n\n".join(islice(marked(data.conversations[0], data.tokenizer), 2)))
+        print(harmless("\n\n".join(islice(marked(data.conversations[0], data.tokenizer), 2)), sys.stdout))
     sys.exit(0)
 
 

@@ -7,6 +7,7 @@ training steps of the model, which change nothing.
 import sys
 import time
 from collections.abc import Iterable, Iterator
+from statistics import mean
 
 import torch
 
@@ -39,6 +40,7 @@ from rwkv.training.task import LanguageModel
 from rwkv.training.tuning import defaults, guard
 
 TIMED_STEPS = 2                          # after one that warms up
+LONG_STEP = 5                            # seconds: the first one is told, so that nobody waits without a sign of life
 EXCESS = 0.1                             # warn if validation has more of the text than data.val_fraction plus this
 MUCH = 1 / 3                             # the time of validation is printed if it is more than this fraction of all time
 FORWARD = 1 / 3                          # forward pass as a fraction of a training step
@@ -271,14 +273,16 @@ def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.de
         batch = tuple(part.to(device) for part in packed[:3])
     dtype = dtype_for(config.trainer.precision)
     task.to(device)
-    start = 0.0
+    seconds = []
     for step in range(1 + TIMED_STEPS):
-        if step == 1:
-            start = time.perf_counter()
+        start = time.perf_counter()
         with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
             loss = task.loss(*batch)
         loss.backward()
-    loss.item()                          # waits for the device
+        loss.item()                      # waits for the device
+        seconds.append(time.perf_counter() - start)
+        if step == 0 and seconds[0] > LONG_STEP:
+            _show([("timing", f"the first of {1 + TIMED_STEPS} passes took {in_words(seconds[0])}")])
     task.zero_grad(set_to_none=True)
     batches = config.tokens_per_step / (x.numel() * world_size())
-    return (time.perf_counter() - start) / TIMED_STEPS * batches
+    return mean(seconds[1:]) * batches

@@ -31,7 +31,7 @@ from rwkv.data.prepare import Corpus
 from rwkv.distributed import launched, log, rank, world_size
 from rwkv.errors import UserError
 from rwkv.generation.engine import generate
-from rwkv.io.lines import labelled, wrapped
+from rwkv.io.lines import harmless, labelled, wrapped
 from rwkv.io.unread import unread
 from rwkv.model.base import Model, generation
 from rwkv.report.numbers import REWARDS
@@ -112,10 +112,10 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
     log("\nsample:")
     prompt = config.data.sample_prompt
     with redirect_stdout(unread(sys.stdout)):
-        print(prompt, end="")
+        print(harmless(prompt, sys.stdout), end="")
         try:
             for piece in generate(model, tokenizer, prompt, max_new_tokens=config.trainer.sample_tokens, seed=config.seed):
-                print(piece, end="", flush=True)
+                print(harmless(piece, sys.stdout), end="", flush=True)
         except Exception as error:
             log(f"no sample: {error}")
         print(flush=True)

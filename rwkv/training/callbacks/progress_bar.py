@@ -1,6 +1,7 @@
 """The progress bar of a run."""
 
 import math
+import os
 import sys
 import time
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from rwkv.training.callbacks.metrics import Metrics
 
 FIRST_LINE = 3.0                         # seconds between two lines in a file at first,
 LAST_LINE = 30.0                         # and later
+UNKNOWN_WIDTH = 80
 # The metrics beside the bar, in words that fit into a terminal of 80 columns
 SHOWN = {"train/loss": "train {}", "val/loss": "val {}", "tok_per_sec": "{} tokens/s"}
 
@@ -29,9 +31,10 @@ class ProgressBar(Callback):
     _bar: tqdm | None = None
     _validation: tqdm | None = None
 
-    def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if rank() == 0:
-            self._bar = _bar(total=trainer.max_steps, initial=trainer.global_step, unit="step")
+    def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        """The bar's clock begins with the first step, after what is measured before it."""
+        if rank() == 0 and self._bar is None:
+            self._bar = bar(total=trainer.max_steps, initial=trainer.global_step, unit="step")
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         if self._bar is not None and trainer.global_step > self._bar.n:
@@ -42,8 +45,8 @@ class ProgressBar(Callback):
     def on_validation_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if rank() == 0:
             batches = sum(trainer.num_val_batches)
-            self._validation = _bar(total=batches if math.isfinite(batches) else None, desc="validating", unit="batch",
-                                    leave=False)
+            self._validation = bar(total=batches if math.isfinite(batches) else None, desc="validating", unit="batch",
+                                   leave=False)
 
     def on_validation_batch_end(self, *_: Any) -> None:
         if self._validation is not None:
@@ -83,11 +86,14 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if abs(value) >= 999.95 else f"{value:.4g}"
 
 
-def _bar(**options: Any) -> tqdm:
+def bar(**options: Any) -> tqdm:
+    """A progress bar on standard error; outside a terminal, lines."""
     terminal = sys.stderr.isatty()
     interval = 0.2 if terminal else FIRST_LINE
-    return tqdm(mininterval=interval, maxinterval=2 * interval, miniters=None if terminal else 1, dynamic_ncols=True,
-                file=sys.stderr, position=None if terminal else 0, **options)
+    wide = terminal and os.get_terminal_size(sys.stderr.fileno()).columns > 0              # some terminals do not say
+    width = UNKNOWN_WIDTH if terminal and not wide else None
+    return tqdm(mininterval=interval, maxinterval=2 * interval, miniters=1, dynamic_ncols=wide, ncols=width, file=sys.stderr,
+                position=None if terminal else 0, **options)
 
 
 def _advance(bar: tqdm, steps: float) -> None:

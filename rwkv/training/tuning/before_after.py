@@ -33,6 +33,7 @@ from rwkv.model.base import Model
 from rwkv.model.lora import chosen
 from rwkv.report.reading import TUNED
 from rwkv.tokenizer.tokenizers import Tokenizer
+from rwkv.training.callbacks.progress_bar import bar
 from rwkv.training.task import LanguageModel
 from rwkv.training.tuning.guard import sha256_of, text_of
 from rwkv.training.tuning.held_out import continuations, prompts, readable
@@ -116,7 +117,7 @@ class BeforeAfter(Callback):
         return f"nats per token: {'; '.join(changes)}{of_pairs}"
 
     def _announce(self, when: str) -> None:
-        """A line above the progress bar, which stands still meanwhile."""
+        """A line above the progress bar."""
         if rank() == 0:
             answers = f" and {counted(len(self.prompts), 'answer')}" if self.prompts else ""
             tqdm.write(labelled("measuring", f"the losses{answers} {when} training", sys.stderr), file=sys.stderr)
@@ -165,7 +166,11 @@ class BeforeAfter(Callback):
 def score_guard(model: Model, tokenizer: Tokenizer, path: Path, chunk_len: int) -> Measured:
     """guard/loss in nats per token and, unless the tokenizer loses too much of the text, guard/bpb."""
     tokens, lost = count_tokens(tokenizer, path, "tune.guard")
-    nats = sum(nats for _, nats in score_text(model, tokenizer, path, [tokenizer.end_of_text], chunk_len))
+    nats = 0.0
+    with bar(total=tokens, desc="guard", unit="token", leave=False) as shown:
+        for read, more in score_text(model, tokenizer, path, [tokenizer.end_of_text], chunk_len):
+            nats += more
+            shown.update(read)
     score = TextScore(tokens, lost.of, nats, lost).as_dict()
     found = {"guard/loss": score["loss"], "guard/bpb": score["bits_per_byte"]}
     return {name: float(value) for name, value in found.items() if value is not None}
@@ -174,7 +179,8 @@ def score_guard(model: Model, tokenizer: Tokenizer, path: Path, chunk_len: int) 
 def _validation(trainer: lightning.Trainer, task: LanguageModel) -> Measured:
     """The metrics of a validation, as Lightning's own loop would compute them."""
     task.on_validation_epoch_start()
-    for number, batch in enumerate(trainer.val_dataloaders or ()):
+    shown = bar(iterable=trainer.val_dataloaders or (), desc="validating", unit="batch", leave=False, disable=rank() > 0)
+    for number, batch in enumerate(shown):
         moved = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
         trainer.strategy.validation_step(moved, number)
     return task.validation_metrics()
