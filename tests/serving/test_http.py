@@ -123,7 +123,7 @@ def test_what_is_refused_before_it_is_read_has_an_id_too(server: Running) -> Non
     for data in (b"\x16\x03\x01\r\n\r\n", HOST, POST + b"x-request-id: late\r\ncontent-length: 99\r\n\r\n{"):
         made = request_id(server.exchange(data))
         assert made == "late" if b"late" in data else made.startswith("req_")
-        assert f" {made}\n" in server.log
+        assert f" {made}: " in server.log
 
 
 def test_each_of_two_requests_of_a_connection_has_its_id(server: Running) -> None:
