@@ -13,7 +13,6 @@ keeps the part that is not measured now, and the commit of each. Not on Windows.
 """
 
 import argparse
-import json
 import math
 import re
 import sys
@@ -24,11 +23,10 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks import _turns
-from benchmarks._main import run_program
+from benchmarks._main import measure_parts, run_program
 from benchmarks.training import ROOT, metrics, train, train_command
 from kernels.arguments import Parser, at_least, existing_file, existing_folder
-from kernels.bench.results import output_file, publish, read_json
-from kernels.machine import hardware
+from kernels.bench.results import output_file
 
 TURN_S, TIMED_STEPS, WARM = 4.0, 300, 6
 STEPS = {"stdlib": 1000, "shakespeare": 2000}       # RWKV-4's, or nanoGPT's where it takes part
@@ -51,13 +49,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not args.shakespeare and (args.only == "shakespeare" or args.nanogpt):
         parser.error("--only shakespeare and --nanogpt need --shakespeare FILE")
-    before = read_json(args.json) if args.json and args.json.exists() else {}
-    machine = hardware.describe("cpu")
-    report: dict[str, Any] = before | {"machine": machine, "commits": before.get("commits", {})}
-    for name, measure in _parts(args).items():
-        report[name] = measure()
-        report["commits"][name] = machine["commit"]
-    publish(report, args.json)
+    measure_parts(_parts(args), args.json)
 
 
 def _parts(args: argparse.Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
@@ -91,10 +83,8 @@ def compare(rwkv4: Sequence[str], rwkv7: Sequence[str], steps: int, seeds: Seque
                        for seed in seeds] for name in options}
         if nanogpt:
             runs["nanogpt"] = [_nanogpt_end(nanogpt, folder, seed, steps) for seed in seeds]
-    found = {"ms": ms, "steps": lengths, "runs": runs,
-             "mean": {name: {key: mean(run[key] for run in ends) for key in ends[0]} for name, ends in runs.items()}}
-    print(json.dumps(found), flush=True)
-    return found
+    return {"ms": ms, "steps": lengths, "runs": runs,
+            "mean": {name: {key: mean(run[key] for run in ends) for key in ends[0]} for name, ends in runs.items()}}
 
 
 def _step_times(folder: Path, options: dict[str, Sequence[str]]) -> dict[str, float]:

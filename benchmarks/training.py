@@ -29,10 +29,9 @@ from typing import Any
 import torch
 
 from benchmarks import _turns
-from benchmarks._main import run_program
+from benchmarks._main import measure_parts, run_program
 from kernels.arguments import Parser, at_least, some_of
-from kernels.bench.results import output_file, read_json
-from kernels.machine import hardware
+from kernels.bench.results import Report, output_file
 from kernels.machine.cpu import why_slow
 from rwkv.config import TrainerConfig
 
@@ -47,22 +46,12 @@ TOKENS = 4 * 512                         # per step in that shape
 STEPS = {"32-true": 72, "bf16-mixed": 168}       # several turns
 SAVED_EVERY, WARM = 8, 6
 TURNS = {"32-true": 16.0, "bf16-mixed": 8.0}       # seconds, at least five steps
-Report = dict[str, Any]
 
 
 def main(argv: list[str] | None = None) -> None:
     args = _arguments(argv)
-    before = read_json(args.json) if args.json and args.json.exists() else {}
-    machine = hardware.describe("cpu")
-    report: Report = before | {"machine": machine, "commits": before.get("commits", {})}
     with tempfile.TemporaryDirectory() as scratch:
-        for name, measure in _parts(args, Path(scratch)).items():
-            report[name] = measure()
-            report["commits"][name] = machine["commit"]
-            print(f"{name}: {json.dumps(report[name])}", flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(report) + "\n", encoding="utf-8")
-    print(json.dumps(report))
+        measure_parts(_parts(args, Path(scratch)), args.json)
 
 
 def _parts(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[], Report]]:
