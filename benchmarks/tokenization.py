@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
     ours = _ours(text, args.neox)
     libraries = {name: tokenizers.Tokenizer.from_str(it.definition) for name, it in ours.items()
                  if isinstance(it, JsonTokenizer)}
-    with answering([args.peers, "-E", PEER]) if args.peers.exists() else nullcontext() as peer:
+    with answering([args.peers.absolute(), "-E", PEER]) if args.peers.exists() else nullcontext() as peer:
         checks = {**_check_world(ours["world"], peer, args.strings), **_check_json(ours, libraries, args.strings)}
         samples = interleaved(_work(ours, libraries, peer, text), "cpu")
         versions = {name: metadata.version(name) for name in ("tokenizers", "pyrwkv-tokenizer")}
