@@ -1,11 +1,15 @@
-"""What the programs of this folder share: how they end, and how they read a text."""
+"""What the programs of this folder share: how they end, read a text, measure in parts, and ask another process."""
 
+import json
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
-from kernels.bench.results import exit_status
+from kernels.bench.results import Report, exit_status, publish, read_json, save
+from kernels.machine import hardware
 from rwkv.errors import UserError
 from rwkv.io import utf8
 
@@ -21,3 +25,36 @@ def read_text(path: Path) -> str:
     if not text:
         raise UserError(f"{path} is empty: name a file with text")
     return text
+
+
+def measure_parts(parts: Mapping[str, Callable[[], Report]], file: Path | None) -> None:
+    """Measures each part, and publishes them with those of `file` that are not measured now, and the commit of each."""
+    before = read_json(file) if file and file.exists() else {}
+    machine = hardware.describe("cpu")
+    report: Report = before | {"machine": machine, "commits": before.get("commits", {})}
+    for name, measure in parts.items():
+        report[name] = measure()
+        report["commits"][name] = machine["commit"]
+        print(f"{name}: {json.dumps(report[name])}", flush=True)
+        if file:                         # after each part, so that an interrupted run keeps what it has measured
+            save(report, file)
+    publish(report, file)
+
+
+@contextmanager
+def answering(command: Sequence[str | Path]) -> Iterator[Callable[[Any], Any]]:
+    """A process that answers each line of JSON with one, as a function of the request; it ends with the block."""
+    with subprocess.Popen(command, cwd=hardware.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        requests = process.stdin
+        answers = process.stdout
+
+        def ask(request: Any) -> Any:
+            print(json.dumps(request), file=requests, flush=True)
+            return json.loads(answers.readline())
+
+        try:
+            yield ask
+        finally:
+            requests.close()

@@ -1,8 +1,8 @@
 """PyPI's `rwkv` tokenizer for benchmarks/tokenization.py, in an environment and a process of its own.
 
-Run as a script, so that `rwkv` is PyPI's. It prints its version; then it answers each line of standard input, a JSON request,
-with one line: {"text": FILE} reads a text, {"work": "encode" | "decode"} encodes or decodes it once, {"ids_of": [HEX, ...]}
-returns the ids of byte strings.
+Run as a script, so that `rwkv` is PyPI's. It answers each line of standard input, a JSON request, with one line: {"version":
+null}, {"text": FILE} reads a text, {"work": "encode" | "decode"} encodes or decodes it once, {"ids_of": [HEX, ...]} returns the
+ids of byte strings.
 """
 
 import json
@@ -17,6 +17,9 @@ class Answers:
         self.tokenizer = tokenizer
         self.data = b""
         self.ids: list[int] = []
+
+    def version(self, _: None) -> str:
+        return metadata.version("rwkv")
 
     def text(self, path: str) -> None:
         self.data = Path(path).read_bytes()
@@ -34,7 +37,6 @@ def main() -> None:
 
     vocabulary = Path(sys.modules[TRIE_TOKENIZER.__module__].__file__ or "").with_name("rwkv_vocab_v20230424.txt")
     answers = Answers(TRIE_TOKENIZER(str(vocabulary)))
-    print(json.dumps(metadata.version("rwkv")), flush=True)
     for line in sys.stdin:
         ((request, argument),) = json.loads(line).items()
         print(json.dumps(getattr(answers, request)(argument)), flush=True)

@@ -1,11 +1,11 @@
-"""python -m benchmarks.generations [--only NAME] [--shakespeare FILE [--nanogpt FOLDER]] [--seeds 0,1,2] [--json FILE]
+"""python -m benchmarks.generations [--only NAME] [--shakespeare FILE [--nanogpt FOLDER]] [--precision P] [--seeds N,...]
 
 RWKV-7 beside RWKV-4 in the same time.
 
     stdlib              train.py's default run, with model=tiny and with model=rwkv7_tiny
     --shakespeare FILE  experiment=shakespeare_char on that text, with RWKV-4 and with RWKV-7 of the same width and depth
     --nanogpt FOLDER    beside them nanoGPT's CPU recipe, whose time both get (a clone with data/shakespeare_char prepared from
-                        the same text)
+                        the same text); --precision 32-true: RWKV in float32, as nanoGPT computes on a CPU
 
 First two programs train in turns for a while, which gives the ratio of their steps' times; then each gets as many steps as fit
 the time of the first, and trains to its end with each seed. The last line of standard output is the result as JSON. --json FILE
@@ -13,7 +13,6 @@ keeps the part that is not measured now, and the commit of each. Not on Windows.
 """
 
 import argparse
-import json
 import math
 import re
 import sys
@@ -24,16 +23,17 @@ from statistics import mean, median
 from typing import Any
 
 from benchmarks import _turns
-from benchmarks._main import run_program
-from benchmarks.training import NANOGPT, ROOT, metrics, train, train_command
+from benchmarks._main import measure_parts, run_program
+from benchmarks.training import ROOT, metrics, train, train_command
 from kernels.arguments import Parser, at_least, existing_file, existing_folder
-from kernels.bench.results import output_file, publish, read_json
-from kernels.machine import hardware
+from kernels.bench.results import output_file
 
 TURN_S, TIMED_STEPS, WARM = 4.0, 300, 6
 STEPS = {"stdlib": 1000, "shakespeare": 2000}       # RWKV-4's, or nanoGPT's where it takes part
 ENDLESS = 1_000_000
 NEVER = ["trainer.val_every=1000000", "trainer.checkpoint_every=1000000"]
+NANOGPT = ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--log_interval=1", "--block_size=64",
+           "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.0"]
 OFFICIAL_RATES = ["optim.time_mix_lr_scale=1", "optim.time_decay_lr_scale=2", "optim.time_first_lr_scale=3"]     # RWKV-7's
 SEEDED = "import sys; seed = sys.argv.pop(1); exec(open('train.py').read().replace('manual_seed(1337', f'manual_seed({seed}'))"
 
@@ -43,22 +43,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--only", choices=("stdlib", "shakespeare"))
     parser.add_argument("--shakespeare", type=existing_file, metavar="FILE")
     parser.add_argument("--nanogpt", type=existing_folder, metavar="FOLDER")
+    parser.add_argument("--precision", choices=("auto", "32-true", "bf16-mixed"), default="auto")
     parser.add_argument("--seeds", type=_seeds, default=["0", "1", "2"], metavar="SEED,...")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args(argv)
     if not args.shakespeare and (args.only == "shakespeare" or args.nanogpt):
         parser.error("--only shakespeare and --nanogpt need --shakespeare FILE")
-    before = read_json(args.json) if args.json and args.json.exists() else {}
-    machine = hardware.describe("cpu")
-    report: dict[str, Any] = before | {"machine": machine, "commits": before.get("commits", {})}
-    for name, measure in _parts(args).items():
-        report[name] = measure()
-        report["commits"][name] = machine["commit"]
-    publish(report, args.json)
+    measure_parts(_parts(args), args.json)
 
 
 def _parts(args: argparse.Namespace) -> dict[str, Callable[[], dict[str, Any]]]:
-    same = ["experiment=shakespeare_char", f"data.path={args.shakespeare}"]
+    same = ["experiment=shakespeare_char", f"data.path={args.shakespeare}", f"trainer.precision={args.precision}"]
     rwkv7 = [*same, "model.generation=rwkv7", "model.head_size=32", *OFFICIAL_RATES]
     parts = {"stdlib": lambda: compare(["model=tiny"], ["model=rwkv7_tiny"], STEPS["stdlib"], args.seeds)}
     if args.shakespeare:
@@ -88,10 +83,8 @@ def compare(rwkv4: Sequence[str], rwkv7: Sequence[str], steps: int, seeds: Seque
                        for seed in seeds] for name in options}
         if nanogpt:
             runs["nanogpt"] = [_nanogpt_end(nanogpt, folder, seed, steps) for seed in seeds]
-    found = {"ms": ms, "steps": lengths, "runs": runs,
-             "mean": {name: {key: mean(run[key] for run in ends) for key in ends[0]} for name, ends in runs.items()}}
-    print(json.dumps(found), flush=True)
-    return found
+    return {"ms": ms, "steps": lengths, "runs": runs,
+            "mean": {name: {key: mean(run[key] for run in ends) for key in ends[0]} for name, ends in runs.items()}}
 
 
 def _step_times(folder: Path, options: dict[str, Sequence[str]]) -> dict[str, float]:

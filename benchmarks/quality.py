@@ -1,4 +1,4 @@
-"""python -m benchmarks.quality TEXT CHECKPOINT [CHECKPOINT ...] [--json FILE]: what rounded weights cost.
+"""python -m benchmarks.quality TEXT CHECKPOINT [CHECKPOINT ...] [--tokenizer NAME] [--json FILE]: what rounded weights cost.
 
 Bits per byte of the text under each checkpoint, with its weights in each dtype, and how much more that is than in float32. A
 pass reads so few tokens that it uses the products of generation, which in int4 round their inputs. The last line of standard
@@ -10,7 +10,7 @@ from typing import Any
 
 from benchmarks import tables
 from benchmarks._main import read_text, run_program
-from kernels.arguments import Parser, existing, existing_file
+from kernels.arguments import Parser, existing, existing_file, from_home
 from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
 from kernels.machine import hardware
@@ -22,35 +22,38 @@ from rwkv.evaluation import TextScore, count_tokens, score_text
 from rwkv.model.base import n_parameters
 from rwkv.model.operators import operator_for
 from rwkv.pretrained import RWKV, computed_in
+from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = Parser("benchmarks.quality", __doc__)
     parser.add_argument("text", type=existing_file, metavar="TEXT")
     parser.add_argument("checkpoints", nargs="+", type=existing, metavar="CHECKPOINT")
+    parser.add_argument("--tokenizer", type=from_home, metavar="NAME", help="of checkpoints that carry none")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args(argv)
     read_text(args.text)                 # what is refused is so before anything is measured
-    for path in args.checkpoints:
-        _, lost = count_tokens(tokenizer_of(read_checkpoint(path)), args.text)
+    tokenizers = [tokenizer_of(read_checkpoint(path), args.tokenizer, option="--tokenizer") for path in args.checkpoints]
+    for tokenizer in tokenizers:
+        _, lost = count_tokens(tokenizer, args.text)
         if lost.too_much:
             raise UserError(f"{lost.describe(str(args.text))}: bits per byte would leave that out; name a text that it keeps")
-    rows = [row for path in args.checkpoints for row in _rows(read_checkpoint(path), args.text)]
+    rows = [row for path, tokenizer in zip(args.checkpoints, tokenizers, strict=True)
+            for row in _rows(read_checkpoint(path), tokenizer, args.text)]
     report = {"machine": hardware.describe("cpu"), "rows": rows}
     print(tables.quality(report, aligned), flush=True)
     publish(report, args.json)
 
 
-def _rows(checkpoint: Checkpoint, text: Path) -> list[dict[str, Any]]:
+def _rows(checkpoint: Checkpoint, tokenizer: Tokenizer, text: Path) -> list[dict[str, Any]]:
     config = checkpoint.config
     parameters = n_parameters(config, checkpoint.vocab_size)
-    found = {dtype: _bits_per_byte(checkpoint, dtype, text) for dtype in DTYPES}
+    found = {dtype: _bits_per_byte(checkpoint, dtype, tokenizer, text) for dtype in DTYPES}
     return [{"generation": config.generation, "parameters": parameters, "dtype": dtype, "bits_per_byte": bits,
              "more": bits / found["float32"] - 1} for dtype, bits in found.items()]
 
 
-def _bits_per_byte(checkpoint: Checkpoint, dtype: str, text: Path) -> float:
-    tokenizer = tokenizer_of(checkpoint)
+def _bits_per_byte(checkpoint: Checkpoint, dtype: str, tokenizer: Tokenizer, text: Path) -> float:
     model = RWKV.from_checkpoint(checkpoint, operator_for(checkpoint.config, "auto", "cpu", computed_in(dtype)), dtype=dtype)
     passes = list(score_text(model, tokenizer, text, [tokenizer.end_of_text], MOST_ROWS))
     score = TextScore(sum(count for count, _ in passes), text.stat().st_size, sum(nats for _, nats in passes))

@@ -27,7 +27,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks._main import run_program
+from benchmarks._main import answering, run_program
 from kernels.arguments import Parser, above_zero, at_least, program, sizes_of
 from kernels.bench.results import output_file, publish
 
@@ -193,32 +193,23 @@ def read_for(selector: selectors.BaseSelector, seconds: float) -> list[Client]:
 
 
 def share(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    alone = subprocess.Popen([sys.executable, "-m", "benchmarks._serving_engine", str(checkpoint), dtype,
-                              str(checkpoint.with_name(VOCABULARY))], cwd=ROOT, text=True,
-                             stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    assert alone.stdin is not None
-    assert alone.stdout is not None
-    try:
-        with serving(checkpoint, dtype) as server:
-            for texts in args.texts:
-                rates: dict[str, list[float]] = {"http": [], "engine": [], "decoder": []}
-                busy: list[float] = []
-                for turn in range(args.turns):
-                    rate, client = _rate_over_http(server, texts, args.seconds / args.turns, turn)
-                    rates["http"].append(rate)
-                    busy.append(client)
-                    print(json.dumps([texts, args.seconds / args.turns]), file=alone.stdin, flush=True)
-                    for name, found in json.loads(alone.stdout.readline()).items():
-                        rates[name] += found
-                row = {"dtype": dtype, "texts": texts, **{name: median(found) for name, found in rates.items()},
-                       "client_cpu": median(busy)}
-                print(f"{dtype:9}{texts:3} texts: HTTP {row['http']:.0f} tokens/s, engine alone {row['engine']:.0f}, decoder "
-                      f"{row['decoder']:.0f}; HTTP/engine {row['http'] / row['engine']:.0%}, engine/decoder "
-                      f"{row['engine'] / row['decoder']:.0%}; the client took {row['client_cpu']:.0%} of a core", flush=True)
-                yield row
-    finally:
-        alone.stdin.close()
-        alone.wait()
+    engine = [sys.executable, "-m", "benchmarks._serving_engine", checkpoint, dtype, checkpoint.with_name(VOCABULARY)]
+    with answering(engine) as alone, serving(checkpoint, dtype) as server:
+        for texts in args.texts:
+            rates: dict[str, list[float]] = {"http": [], "engine": [], "decoder": []}
+            busy: list[float] = []
+            for turn in range(args.turns):
+                rate, client = _rate_over_http(server, texts, args.seconds / args.turns, turn)
+                rates["http"].append(rate)
+                busy.append(client)
+                for name, found in alone([texts, args.seconds / args.turns]).items():
+                    rates[name] += found
+            row = {"dtype": dtype, "texts": texts, **{name: median(found) for name, found in rates.items()},
+                   "client_cpu": median(busy)}
+            print(f"{dtype:9}{texts:3} texts: HTTP {row['http']:.0f} tokens/s, engine alone {row['engine']:.0f}, decoder "
+                  f"{row['decoder']:.0f}; HTTP/engine {row['http'] / row['engine']:.0%}, engine/decoder "
+                  f"{row['engine'] / row['decoder']:.0%}; the client took {row['client_cpu']:.0%} of a core", flush=True)
+            yield row
 
 
 def _rate_over_http(server: Server, texts: int, seconds: float, turn: int) -> tuple[float, float]:

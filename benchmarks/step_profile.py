@@ -35,7 +35,7 @@ from benchmarks._main import run_program
 from benchmarks._training_job import new_task, training_step
 from kernels import native
 from kernels.arguments import Parser, at_least, sizes_of, some_of
-from kernels.bench.peak_memory import quiet
+from kernels.bench.profiler import quiet
 from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
 from kernels.machine import hardware, threads

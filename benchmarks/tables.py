@@ -63,7 +63,7 @@ def training(report: Report) -> str:
             one = report[part]
             table.append([name, f"{one['tok_per_sec']:,.0f}", f"{one['of_matmuls']:.0%}", f"{one['ms']['step']:.0f}",
                           f"{one['around_a_step']:.1%}"])
-    parts = (markdown(table), AROUND, _losses(report), _shakespeare(report), _head(report), _earlier(report))
+    parts = (markdown(table), AROUND, _losses(report), _head(report), _earlier(report))
     return "\n\n".join(filter(None, parts))
 
 
@@ -83,23 +83,6 @@ def _losses(report: Report) -> str:
     found = [f"{name} {report[part]['float32']:.4f} nats in float32 and {report[part]['bfloat16']:.4f} in bf16-mixed"
              for part, name in (("losses", "RWKV-4"), ("rwkv7_losses", "RWKV-7")) if part in report]
     return f"The loss after 500 of these steps: {'; '.join(found)}." if found else ""
-
-
-PRECISIONS = ("nanoGPT computes in float32 on a CPU, as does the row float32, which stands first. The others have "
-              "trainer.precision=auto: bf16-mixed where the machine multiplies bfloat16 clearly faster.")
-SHAPES = "The model has 4 layers, 128 wide, and 0.81 M weights; nanoGPT's has the same layers and width, and 0.80 M weights."
-
-
-def _shakespeare(report: Report) -> str:
-    """Every variant beside nanoGPT's float32 step, those in float32 first."""
-    if "shakespeare" not in report:
-        return ""
-    rows = [["experiment=shakespeare_char, 2000 steps", "val/loss, nats", "ms a step, median (fastest tenth below)",
-             "nanoGPT's step in float32, in turns"]]
-    for name, one in sorted(report["shakespeare"].items(), key=lambda item: "float32" not in item[0]):
-        peer = f"{one['nanogpt_ms']:.1f} ({one['nanogpt_fast_ms']:.1f})" if "nanogpt_ms" in one else ""
-        rows.append([name, f"{one['val_loss']:.4f}", f"{one['ms']:.1f} ({one['fast_ms']:.1f})", peer])
-    return "\n\n".join([markdown(rows), PRECISIONS, SHAPES])
 
 
 def _head(report: Report) -> str:

@@ -6,12 +6,10 @@ that `make peers` makes. The last line of standard output is the result as JSON.
 """
 
 import argparse
-import json
-import subprocess
 import sysconfig
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -22,7 +20,7 @@ import tokenizers
 from pyrwkv_tokenizer import RWKVTokenizer
 
 from benchmarks import tables
-from benchmarks._main import read_text, run_program
+from benchmarks._main import answering, read_text, run_program
 from benchmarks._strings import unicode_strings
 from kernels.arguments import Parser, at_least, existing_file, program
 from kernels.bench.results import output_file, publish
@@ -33,10 +31,11 @@ from rwkv.data.sources.stdlib import read_stdlib
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
 
 PEERS = Path(__file__).parent.parent / ".venv-peers" / "bin" / "python"
+PEER = Path(__file__).with_name("_rwkv_tokenizer.py")    # run with -E: PYTHONPATH would make `import rwkv` find our package
 STDLIB_CHARACTERS = 1_000_000            # of the standard library, the default text
 BPE_SIZE = 8192
 
-Peer = Callable[[str, Any], Any]         # peer(request, argument) -> answer, see _rwkv_tokenizer.py
+Peer = Callable[[Any], Any]              # peer(request) -> answer, see _rwkv_tokenizer.py
 Work = dict[tuple[str, str], Callable[[], Any]]
 
 
@@ -47,13 +46,12 @@ def main(argv: list[str] | None = None) -> int:
     ours = _ours(text, args.neox)
     libraries = {name: tokenizers.Tokenizer.from_str(it.definition) for name, it in ours.items()
                  if isinstance(it, JsonTokenizer)}
-    with _peer(args.peers) as (peer, version):
+    with answering([args.peers.absolute(), "-E", PEER]) if args.peers.exists() else nullcontext() as peer:
         checks = {**_check_world(ours["world"], peer, args.strings), **_check_json(ours, libraries, args.strings)}
         samples = interleaved(_work(ours, libraries, peer, text), "cpu")
+        versions = {name: metadata.version(name) for name in ("tokenizers", "pyrwkv-tokenizer")}
+        versions |= {"rwkv": peer({"version": None})} if peer else {}
     tokens = {name: len(tokenizer.encode(text)) for name, tokenizer in ours.items()}
-    versions = {name: metadata.version(name) for name in ("tokenizers", "pyrwkv-tokenizer")}
-    if version:
-        versions["rwkv"] = version
     report = {"machine": hardware.describe("cpu"), "versions": versions,
               "text": args.text.name if args.text else "stdlib", "bytes": size, "tokens": tokens, "checks": checks,
               "mb_per_s": _speeds(samples, size)}
@@ -76,7 +74,7 @@ def _check_world(world: Any, peer: Peer | None, count: int) -> dict[str, dict[st
     mine = [world.encode(text) for text in texts]
     checks = {"world and pyrwkv-tokenizer, Unicode": _compared(mine, [library.encode(text) for text in texts])}
     if peer:
-        checks["world and rwkv, Unicode"] = _compared(mine, peer("ids_of", [text.encode().hex() for text in texts]))
+        checks["world and rwkv, Unicode"] = _compared(mine, peer({"ids_of": [text.encode().hex() for text in texts]}))
     return checks
 
 
@@ -101,10 +99,10 @@ def _work(ours: dict[str, Tokenizer], libraries: dict[str, Any], peer: Peer | No
     rust = RWKVTokenizer()
     _add(work, "pyrwkv-tokenizer, world", rust.encode, rust.decode, text, rust.encode(text))
     if peer:
-        _add(work, "rwkv, world", partial(peer, "work"), partial(peer, "work"), "encode", "decode")
+        _add(work, "rwkv, world", peer, peer, {"work": "encode"}, {"work": "decode"})
         with tempfile.TemporaryDirectory() as folder:
             (Path(folder) / "text").write_bytes(text.encode())
-            peer("text", str(Path(folder) / "text"))
+            peer({"text": str(Path(folder) / "text")})
     return work
 
 
@@ -118,29 +116,6 @@ def _speeds(samples: dict[tuple[str, str], list[float]], size: int) -> dict[str,
     for (name, which), seconds in samples.items():
         speeds.setdefault(name, {})[which] = size / median(seconds) / 1e6
     return speeds
-
-
-@contextmanager
-def _peer(python: Path) -> Iterator[tuple[Peer | None, str | None]]:
-    """A function that sends a request to PyPI's rwkv, and its version; None and None without its environment."""
-    if not python.exists():
-        yield None, None
-        return
-    script = Path(__file__).with_name("_rwkv_tokenizer.py")
-    # -E: a PYTHONPATH would make `import rwkv` find this project's package
-    with subprocess.Popen([python, "-E", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        requests = process.stdin
-        answers = process.stdout
-        assert requests is not None
-        assert answers is not None
-
-        def send(request: str, argument: Any) -> Any:
-            requests.write(json.dumps({request: argument}) + "\n")
-            requests.flush()
-            return json.loads(answers.readline())
-
-        yield send, json.loads(answers.readline())
-        requests.close()
 
 
 def _stdlib() -> str:

@@ -1,4 +1,4 @@
-"""python -m benchmarks.training [--only NAME,...] [--losses STEPS] [--shakespeare FILE [--nanogpt FOLDER]] [--json FILE]
+"""python -m benchmarks.training [--only NAME,...] [--losses STEPS] [--json FILE]
 
 The time of a training step in train.py, beside the same step bare (no Lightning, loader, log or checkpoint) and beside its
 matrix products alone, in turns; medians.
@@ -7,9 +7,6 @@ matrix products alone, in turns; medians.
     rwkv7_float32, rwkv7_bfloat16      the same of RWKV-7
     losses, rwkv7_losses       with --losses STEPS: the loss after that many of these steps, in float32 and bf16-mixed; tens of
                                minutes
-    --shakespeare FILE         experiment=shakespeare_char on that text to its end, with three seeds, and in float32;
-                               --nanogpt FOLDER: nanoGPT's CPU recipe, which is in float32, in turns with each of them (a
-                               clone with data/shakespeare_char prepared; not on Windows)
     head                       the peak memory of a step with 65,536 tokens of vocabulary, with and without the chunked loss
 
 A CPU without products of bfloat16 takes hundreds of times as long for them: there the parts in it are left out, unless --only
@@ -22,21 +19,19 @@ not measured now, and the commit of each part.
 import argparse
 import csv
 import json
-import re
 import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from statistics import mean, median, quantiles
+from statistics import mean, median
 from typing import Any
 
 import torch
 
 from benchmarks import _turns
-from benchmarks._main import run_program
-from kernels.arguments import Parser, at_least, existing_file, existing_folder, some_of
-from kernels.bench.results import output_file, read_json
-from kernels.machine import hardware
+from benchmarks._main import measure_parts, run_program
+from kernels.arguments import Parser, at_least, some_of
+from kernels.bench.results import Report, output_file
 from kernels.machine.cpu import why_slow
 from rwkv.config import TrainerConfig
 
@@ -45,32 +40,18 @@ SHAPE = ["model.n_layer=6", "model.n_embd=384", "model.ctx_len=512", "data.vocab
          "data.val_fraction=0.002", "trainer.val_every=100000", "trainer.log_every=1"]
 GENERATIONS = {"": "rwkv4", "rwkv7_": "rwkv7"}            # the prefix of a part's name
 PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed"}
-PARTS = ("float32", "bfloat16", "rwkv7_float32", "rwkv7_bfloat16", "head", "losses", "rwkv7_losses", "shakespeare")
+PARTS = ("float32", "bfloat16", "rwkv7_float32", "rwkv7_bfloat16", "head", "losses", "rwkv7_losses")
 IN_BFLOAT16 = ("bfloat16", "losses")     # the ends of the names of parts that multiply in it
 TOKENS = 4 * 512                         # per step in that shape
 STEPS = {"32-true": 72, "bf16-mixed": 168}       # several turns
 SAVED_EVERY, WARM = 8, 6
-TURNS = {"32-true": 16.0, "bf16-mixed": 8.0, "shakespeare": 4.0}       # seconds, at least five steps
-FLOAT32 = ["trainer.precision=32-true"]              # as nanoGPT computes on a CPU
-VARIANTS = {"float32": FLOAT32, "as it is": [], "seed=1": ["seed=1"], "seed=2": ["seed=2"]}
-NANOGPT = ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--log_interval=1", "--block_size=64",
-           "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.0"]
-Report = dict[str, Any]
+TURNS = {"32-true": 16.0, "bf16-mixed": 8.0}       # seconds, at least five steps
 
 
 def main(argv: list[str] | None = None) -> None:
     args = _arguments(argv)
-    before = read_json(args.json) if args.json and args.json.exists() else {}
-    machine = hardware.describe("cpu")
-    report: Report = before | {"machine": machine, "commits": before.get("commits", {})}
     with tempfile.TemporaryDirectory() as scratch:
-        for name, measure in _parts(args, Path(scratch)).items():
-            report[name] = measure()
-            report["commits"][name] = machine["commit"]
-            print(f"{name}: {json.dumps(report[name])}", flush=True)
-            if args.json:
-                args.json.write_text(json.dumps(report) + "\n", encoding="utf-8")
-    print(json.dumps(report))
+        measure_parts(_parts(args, Path(scratch)), args.json)
 
 
 def _parts(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[], Report]]:
@@ -80,8 +61,6 @@ def _parts(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[], Re
     if args.losses:
         parts |= {f"{prefix}losses": lambda generation=generation: losses(args.losses, generation, scratch)
                   for prefix, generation in GENERATIONS.items()}
-    if args.shakespeare:
-        parts["shakespeare"] = lambda: shakespeare(args.shakespeare, args.nanogpt, scratch)
     slow = why_slow(torch.bfloat16, torch.device("cpu"))
     if slow and not args.only:
         parts = {name: part for name, part in parts.items() if not name.endswith(IN_BFLOAT16)}
@@ -119,35 +98,6 @@ def losses(steps: int, generation: str, scratch: Path) -> Report:
     return found
 
 
-def shakespeare(text: Path, nanogpt: Path | None, scratch: Path) -> Report:
-    """The whole experiment in each variant, in turns with nanoGPT's training."""
-    return {name: _shakespeare(text, nanogpt, scratch / f"shakespeare-{number}", options)
-            for number, (name, options) in enumerate(VARIANTS.items())}
-
-
-def _shakespeare(text: Path, nanogpt: Path | None, out_dir: Path, options: list[str]) -> Report:
-    command = train_command(out_dir, "experiment=shakespeare_char", f"data.path={text}", *options)
-    if nanogpt is None:
-        _turns.alone(command, ROOT)
-        return _of_shakespeare(out_dir)
-    peer = [sys.executable, "-u", "train.py", *NANOGPT, "--eval_iters=1", "--eval_interval=1000000", "--max_iters=1000000"]
-    printed = _turns.beside(command, ROOT, peer, nanogpt, TURNS["shakespeare"])
-    steps = [float(ms) for ms in re.findall(r"time ([0-9.]+)ms", printed)][WARM:]
-    return _of_shakespeare(out_dir) | {"nanogpt_ms": median(steps), "nanogpt_fast_ms": _fast(steps)}
-
-
-def _of_shakespeare(out_dir: Path) -> Report:
-    run = metrics(out_dir)
-    steps = [1000 * 12 * 64 / float(row["tok_per_sec"]) for row in run if row["tok_per_sec"]]
-    return {"ms": median(steps), "fast_ms": _fast(steps),
-            "val_loss": [float(row["val/loss"]) for row in run if row["val/loss"]][-1]}
-
-
-def _fast(steps: list[float]) -> float:
-    """The 10th percentile. Our values are means of ten steps, as train.py logs them; nanoGPT's are single steps."""
-    return quantiles(steps, n=10)[0]
-
-
 def train(out_dir: Path, *options: str) -> list[dict[str, str]]:
     """Trains a run and returns the rows of its metrics.csv."""
     _turns.alone(train_command(out_dir, *options), ROOT)
@@ -178,14 +128,10 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser("benchmarks.training", __doc__)
     parser.add_argument("--only", type=some_of(PARTS), default=[], metavar="NAME,...", help=", ".join(PARTS))
     parser.add_argument("--losses", type=at_least(1), metavar="STEPS")
-    parser.add_argument("--shakespeare", type=existing_file, metavar="FILE")
-    parser.add_argument("--nanogpt", type=existing_folder, metavar="FOLDER")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args(argv)
     if not args.losses and any(name.endswith("losses") for name in args.only):
         parser.error("--only losses and rwkv7_losses need --losses STEPS")
-    if not args.shakespeare and ("shakespeare" in args.only or args.nanogpt):
-        parser.error("--only shakespeare and --nanogpt need --shakespeare FILE")
     return args
 
 

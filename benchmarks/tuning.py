@@ -17,11 +17,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 from benchmarks._main import run_program
+from benchmarks.training import ROOT, metrics
 from kernels.arguments import Parser, at_least, path_of
 from kernels.bench.results import check_folder, output_file, publish
 from kernels.machine import hardware
 
-ROOT = Path(__file__).resolve().parent.parent
 CONSONANTS, VOWELS = "bdfgklmnprstvz", "aeiou"
 WAYS = {"full": ("optim.lr=1e-3",), "lora": ("tune=lora", "optim.lr=5e-3"), "state": ("tune=state", "optim.lr=5e-2")}
 COMMON = ("data.batch_size=8", "model.ctx_len=128", "trainer=cpu", "logger=csv", "data.cache_dir=cache",
@@ -124,9 +124,7 @@ def main() -> None:
     for way in options.ways:
         seconds = train(folder, way, "data=chat", "data.path=rule.jsonl", "data.val_fraction=0.01", "init_from=base",
                         f"trainer.max_steps={options.steps}", *WAYS[way])
-        with (folder / way / "metrics.csv").open(encoding="utf-8") as file:
-            header, *rows = (line.rstrip("\n").split(",") for line in file)
-        peak = max(float(row[header.index("peak_mem")] or 0) for row in rows)
+        peak = max(float(row["peak_mem"] or 0) for row in metrics(folder / way))
         results.append({"way": way, "same_words": matches(folder, way, same), "new_words": matches(folder, way, new),
                         "seconds": round(seconds), "trained": trained_values(folder, way), "peak_mem": peak})
     publish({"machine": hardware.describe("cpu"), "results": results}, options.json)

@@ -6,34 +6,23 @@ A type raises argparse.ArgumentTypeError; its message follows the option's name.
 import argparse
 import math
 import os
-import re
 import shutil
-import sys
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NoReturn
-
-INSTALLED = "timemix"                    # the program that is installed with the packages; it runs all others
-IN_A_CLONE = re.compile(r"python (?:-m rwkv\.tools\.(\w+)|-m kernels\.(bench)\b(?!\.)|-m (kernels)\b(?!\.)|(\w+)\.py\b)")
-
-
-def as_typed(text: str) -> str:
-    """`text` with the commands of a clone as those of the installed program, if that was typed: timemix train."""
-    return of_installed(text) if sys.argv[0].startswith(f"{INSTALLED} ") else text
-
-
-def of_installed(text: str) -> str:
-    return IN_A_CLONE.sub(lambda found: f"{INSTALLED} {found[found.lastindex or 0]}", text)
+from typing import ClassVar, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """The arguments of python -m MODULE, as they were typed. A mistake is one line on standard error, without the usage, and
-    exit status 2.
+    """The arguments of python -m MODULE. A mistake is one line on standard error, without the usage, and exit status 2.
+
+    shown: turns a text into what the user sees; a program that runs others under names of its own sets it.
     """
 
+    shown: ClassVar[Callable[[str], str]] = str
+
     def __init__(self, module: str, description: str | None, epilog: str | None = None) -> None:
-        super().__init__(prog=as_typed(f"python -m {module}"), description=as_typed(description or ""), epilog=epilog,
+        super().__init__(prog=Parser.shown(f"python -m {module}"), description=Parser.shown(description or ""), epilog=epilog,
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def error(self, message: str) -> NoReturn:

@@ -49,8 +49,8 @@ class Requires:
 
     packages: modules beyond torch.  devices: torch device types.  dtypes: what the file takes; other floating
     dtypes are cast to float32 and back.  forms: of packed weights (matvec), by name.
-    T_multiple, B_multiple, N_multiple: sizes that the file takes; callers pad to them.
-    T_max: the longest T, None for any.  wkv: whether the quotient of two such convolutions is numerically sound.
+    T_multiple, N_multiple: sizes that the file takes; callers pad to them.
+    wkv: whether the quotient of two such convolutions is numerically sound.
     compiled: whether torch.compile compiles it, which needs a C++ compiler, and on CUDA Triton too.  scripted: whether
     torch.jit.script does, which torch means to drop.  native: whether it calls the C library of kernels/native.  fbgemm:
     whether it needs FBGEMM in torch.
@@ -61,9 +61,7 @@ class Requires:
     dtypes: "tuple[torch.dtype, ...]" = field(default_factory=_float32)
     forms: tuple[str, ...] = ()
     T_multiple: int = 1
-    B_multiple: int = 1
     N_multiple: int = 1
-    T_max: int | None = None
     wkv: bool = True
     compiled: bool = False
     scripted: bool = False

@@ -58,7 +58,6 @@ RULES = [
     not_run(r"python -m kernels\.bench\.gpu_check", "needs a GPU"),
     not_run(r"python -m (kernels\.bench|benchmarks)\.tables", "writes into the documentation"),
     not_run(r"python -m benchmarks\.(first_token|generations|training|tuning_memory)", "has no short form: minutes"),
-    not_run(r"python -m benchmarks\.before_after", "compares with a clone of another version, in an environment of its own"),
     not_run(r"python train\.py kernel=NAME", "is of a kernel that the reader writes"),
     not_run(r"python -m kernels\.bench timex --only NAME", "is of a kernel that the reader writes"),
     Rule(r"curl "),

@@ -18,9 +18,9 @@ GFLOP/s count B*C*T*(T+1) operations in a pass of timex, and for each step and n
 and 32 in its backward; `x limit` is the time relative to that of so many operations in a matrix product. GB/s count the least
 traffic. `of copy` and `of read` are their shares of the rates of a copy and of reading by all threads, which is the limit of
 matvec: they show how much is left to gain.
-`extra MB` is the peak memory beyond inputs and outputs (peak_memory.py), `launches` the number of kernels or torch operators in
-a pass (launches.py). `spread` is the distance between the quartiles of the runs as a share of their median. Where the spread
-of one of two times is over a quarter, the machine was busy, and their ratio is left out of the table.
+`extra MB` is the peak memory beyond inputs and outputs, `launches` the number of kernels or torch operators in a pass
+(profiler.py). `spread` is the distance between the quartiles of the runs as a share of their median. Where the spread of one of
+two times is over a quarter, the machine was busy, and their ratio is left out of the table.
 """
 
 import argparse
@@ -34,8 +34,7 @@ import torch
 from kernels.arguments import Parser, above_zero, any_sizes, path_of
 from kernels.bench import plot
 from kernels.bench.case import BenchCase, Pass, Shape, case_of
-from kernels.bench.launches import launches
-from kernels.bench.peak_memory import extra_bytes
+from kernels.bench.profiler import extra_bytes, launches
 from kernels.bench.results import exit_status, output_file, save
 from kernels.bench.text import aligned
 from kernels.bench.timing import interleaved, spread
@@ -206,8 +205,7 @@ def _result(key: tuple[str, str], part: Pass, samples: dict[tuple[str, str], lis
     gflops = part.flop / seconds / 1e9
     gbs = part.bytes / seconds / 1e9
     same_pass = samples.get((baseline, pass_name))
-    return {"name": name, "pass": pass_name, "ms": seconds * 1e3, "best_ms": min(samples[key]) * 1e3, "runs": len(samples[key]),
-            "spread": spread(samples[key]),
+    return {"name": name, "pass": pass_name, "ms": seconds * 1e3, "runs": len(samples[key]), "spread": spread(samples[key]),
             "gflops": gflops or None, "of_matmul": gflops / limits["matmul_gflops"] or None,
             "x_limit": limits["matmul_gflops"] / gflops if gflops else None,
             "gbs": gbs, "of_copy": gbs / limits["copy_gbs"], "of_read": gbs / limits["read_gbs"] if part.reads else None,

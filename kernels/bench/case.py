@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kernels import compare, registry
-from kernels.bench.peak_memory import extra_bytes
+from kernels.bench.profiler import extra_bytes
 from kernels.bench.timing import seconds
 
 DISTINCT = 7
@@ -53,7 +53,7 @@ class BenchCase(ABC):
 
     op: the operator.  AXES: the names of the sizes.  DTYPES: the values of --dtype, the default first.  SHAPES: the default
     shapes by device; the first is the one that --sweep varies.  SWEEP: the last axis' sizes for a curve, by device, if any.
-    LAUNCHES: whether launches are counted (launches.py).  baseline: the name that all others are compared with.
+    LAUNCHES: whether launches are counted (profiler.py).  baseline: the name that all others are compared with.
     numbers(*sizes): how many numbers the inputs, the results and their gradients have; all are in memory at once.
     """
 

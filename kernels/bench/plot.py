@@ -24,7 +24,7 @@ OTHERS = "#222222"
 FLOOR = "#8C8C8C"
 STYLES = {"formula": ":", "reference": ":", "conv1d in one block": "--"}
 AXES = {"T": "T, time steps"}
-CONVOLUTIONS = {"timex": {"forward": 1, "backward": 2}, "wkv4": {"forward": 2, "backward": 4}}   # B*C*T*(T+1) operations each
+CONVOLUTIONS = {"forward": 2, "backward": 4}         # of wkv4's passes, B*C*T*(T+1) operations each
 LABEL_GAP = 0.042                        # as a fraction of the axis' height
 
 
@@ -124,10 +124,9 @@ def _floors(op: str, measured: list[dict[str, Any]], part: str) -> dict[str, Poi
     gflops = max(one["limits"]["matmul_gflops"] for one in measured)
     some = {_size(one): next(result for result in one["results"] if result["pass"] == part) for one in measured}
     floors = {"memory floor": {size: result["ms"] * result["gbs"] / gbs for size, result in some.items()}}
-    if op in CONVOLUTIONS:
-        name = "FMA floor" if op == "timex" else "FMA floor of convolving all of T"
-        floors[name] = {_size(one): CONVOLUTIONS[op][part] * timex_cases.flop(*one["shape"].values()) / gflops / 1e6
-                        for one in measured}
+    if op == "wkv4":
+        floors["FMA floor of convolving all of T"] = {
+            _size(one): CONVOLUTIONS[part] * timex_cases.flop(*one["shape"].values()) / gflops / 1e6 for one in measured}
     elif all(result["gflops"] for result in some.values()):
         floors["FMA floor"] = {size: result["ms"] * result["gflops"] / gflops for size, result in some.items()}
     return floors

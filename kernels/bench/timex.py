@@ -40,11 +40,6 @@ class Case(BenchCase):
     def sequence(self) -> Tensor:
         return self.k.detach()
 
-    def why_not(self, name: str) -> str | None:
-        reason = super().why_not(name)
-        T_max = None if reason else TimeX(name).requires.T_max
-        return f"{name} takes T up to {T_max}" if T_max is not None and self.shape[2] > T_max else reason
-
     def estimate(self, name: str) -> Costs:
         """From DISTINCT channels."""
         timex = TimeX(name)

@@ -1,25 +1,21 @@
 """The dtypes for whose products this CPU has instructions; numbers of other dtypes are converted to float32 first."""
 
-from collections.abc import Mapping
 from functools import cache
-from typing import Any
 
 import torch
 
-INSTRUCTIONS = {torch.bfloat16: "_is_avx512_bf16_supported", torch.int8: "_is_vnni_supported"}         # private names of torch
-CAPABILITIES = {torch.bfloat16: ("bf16",), torch.float16: ("avx512_fp16", "fp16_arith")}       # in torch's list
+CAPABILITIES = {torch.bfloat16: ("avx512_bf16", "bf16"), torch.float16: ("avx512_fp16", "fp16_arith"),
+                torch.int8: ("avx512_vnni",)}            # in torch's list
 
 
 @cache
 def multiplies(dtype: torch.dtype) -> bool:
     """Whether the CPU has instructions for products of bfloat16 (AVX-512 BF16, ARM's bf16), float16 or int8 (VNNI), and torch a
-    library that uses them; False where torch does not say.
+    library that uses them.
     """
-    supported = getattr(torch.cpu, INSTRUCTIONS.get(dtype, ""), None)
-    if supported is not None and supported():
-        return True
-    found: Mapping[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
-    return torch.backends.mkldnn.is_available() and any(found.get(name) for name in CAPABILITIES.get(dtype, ()))
+    has_library = dtype == torch.int8 or torch.backends.mkldnn.is_available()          # FBGEMM, or oneDNN
+    found = torch.cpu.get_capabilities()
+    return has_library and any(found.get(name) for name in CAPABILITIES.get(dtype, ()))
 
 
 def matrix_dtype(device: torch.device) -> torch.dtype:

@@ -23,7 +23,7 @@ class TimeX(Operator):
     """One implementation of the operator, by name: `TimeX("taichi_v3")(w, k, eps=0.0) -> out`.
 
     Differentiable in w and k (once); any B, C, T, a size of 0 included. Half-precision inputs are computed in float32 and the
-    result comes back in their dtype. Raises ValueError for an unknown name or inputs of the wrong shape, dtype or length, and
+    result comes back in their dtype. Raises ValueError for an unknown name or inputs of the wrong shape or dtype, and
     KernelUnavailable where the implementation cannot run on the inputs' device.
     """
 
@@ -63,10 +63,6 @@ class TimeX(Operator):
         if w.device != k.device:
             raise ValueError(f"TimeX expects w and k on one device, got {w.device} and {k.device}")
         self.check_dtype(w.dtype, k.dtype)
-        T = k.shape[-1]
-        T_max = self.requires.T_max
-        if T_max is not None and T > T_max:
-            raise ValueError(f"{self.name} takes T up to {T_max}, got T = {T}: use another implementation")
         self.check_device(k.device)
 
     def _compute_dtype(self, w: Tensor, k: Tensor) -> torch.dtype:
@@ -74,18 +70,14 @@ class TimeX(Operator):
         return wanted if wanted in self.requires.dtypes else torch.float32
 
     def _pad(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Zeros on the left of T are exact, because the last column of w is lag 0; zeros after B are further rows."""
+        """Zeros on the left of T are exact, because the last column of w is lag 0."""
         left = -tensor.shape[-1] % self.requires.T_multiple
-        rows = -tensor.shape[0] % self.requires.B_multiple if tensor.dim() == 3 else 0
         tensor = tensor.detach().to(dtype)
-        if left or rows:
-            tensor = F.pad(tensor, (left, 0, 0, 0, 0, rows) if tensor.dim() == 3 else (left, 0))
-        return tensor.contiguous()
+        return (F.pad(tensor, (left, 0)) if left else tensor).contiguous()
 
 
 def _crop(padded: Tensor, like: Tensor) -> Tensor:
-    cropped = padded[..., padded.shape[-1] - like.shape[-1]:]
-    return cropped[:like.shape[0]].to(like.dtype).contiguous()
+    return padded[..., padded.shape[-1] - like.shape[-1]:].to(like.dtype).contiguous()
 
 
 OPERATOR = TimeX

@@ -27,12 +27,13 @@ from typing import Any, get_args, get_origin
 
 import yaml
 
-from kernels.arguments import as_typed, from_home, of_installed
+from kernels.arguments import from_home
 from kernels.registry import RENAMED, KernelUnavailable, UnknownKernel, all_names, operators
 from rwkv.cli.help import description, page
 from rwkv.config import PATH, TEXT, free_text, options
 from rwkv.errors import UserError
 from rwkv.io import signals
+from rwkv.io.commands import as_typed, of_installed
 from rwkv.io.garbage import uncollected
 from rwkv.io.unread import abandon, unread
 

@@ -7,7 +7,7 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from kernels.arguments import as_typed
+from rwkv.io.commands import as_typed
 
 WIDTH = 80                               # of the page
 COLUMN = 30                              # where the texts beside names begin

@@ -2,8 +2,8 @@
 
 from pathlib import Path
 
-from kernels.arguments import as_typed
 from rwkv.errors import UserError
+from rwkv.io.commands import as_typed
 
 
 def require_state_file(path: str | Path) -> None:

@@ -12,8 +12,10 @@ from difflib import get_close_matches
 from importlib.util import find_spec
 from pathlib import Path
 
+from kernels.arguments import Parser
 from kernels.machine import threads
 from rwkv.cli import exit_on_user_error
+from rwkv.io.commands import as_typed
 
 FOLDERS = (Path(__file__).parent.parent / "programs", Path(__file__).parent)
 PROGRAM = 'if __name__ == "__main__":'     # a line in every file that is a program
@@ -37,6 +39,7 @@ def main() -> None:
     else:
         threads.wait_briefly()           # before torch is imported
         sys.argv = [f"timemix {command}", *arguments]
+        Parser.shown = as_typed
         runpy.run_module(COMMANDS[command], run_name="__main__")
 
 

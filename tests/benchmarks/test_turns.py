@@ -58,8 +58,8 @@ def test_the_error_of_a_program_that_fails_is_shown(main: list[str], other: list
 
 
 @pytest.mark.parametrize(("program", "args"), [
-    (training, "--only foo"), (training, "--only shakespeare"), (training, "--only head,losses"), (training, "--losses 0"),
-    (training, "--shakespeare missing.txt"), (generations, "--only shakespeare"), (generations, "--only foo"),
+    (training, "--only foo"), (training, "--only head,losses"), (training, "--losses 0"),
+    (generations, "--only shakespeare"), (generations, "--shakespeare missing.txt"), (generations, "--only foo"),
     (generations, "--seeds a"), (generations, "--nanogpt ."),
 ])
 def test_a_wrong_option_is_one_sentence(program: ModuleType, args: str, capsys: pytest.CaptureFixture[str]) -> None:

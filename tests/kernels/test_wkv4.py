@@ -266,20 +266,6 @@ def test_a_nan_in_a_parameter_or_the_state_is_not_hidden(wkv: WKV4, device: str)
         assert new.a[:, others].isfinite().all(), parameter
 
 
-@pytest.mark.thorough
-def test_gradcheck_over_several_blocks(wkv: WKV4, device: str) -> None:
-    """Of y, a/b and p + log b: raw a and b are at a scale p that has no gradient."""
-    if torch.float64 not in wkv.requires.dtypes:
-        pytest.skip(f"{wkv.name} does not compute in float64")
-    *tensors, (a, b, p) = cases.inputs(2, 70, 3, dtype=torch.float64, device=device)
-
-    def function(*leaves: Tensor) -> tuple[Tensor, ...]:
-        y, state = wkv(*leaves[:4], WKVState(*leaves[4:], p))
-        return y, state.a / state.b, state.p + state.b.log()
-
-    assert torch.autograd.gradcheck(function, [leaf.requires_grad_() for leaf in (*tensors, a, b)], fast_mode=True)
-
-
 @pytest.mark.implementation("wkv4", "torch_compile_scan")
 @pytest.mark.soak
 def test_one_compilation_serves_every_size(device: str) -> None:

@@ -37,7 +37,7 @@ def main(arguments: list[str]) -> int:
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory() as folder:
         tables = compare(Path(folder))
-    peers = versions()
+    peers = versions("torch", "numpy", "rwkv", "transformers")
     print(report(tables, peers))
     if options.json:
         options.json.write_text(json.dumps(as_json(tables, peers)) + "\n", encoding="utf-8")

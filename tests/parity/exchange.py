@@ -27,7 +27,6 @@ EXCHANGED = {"ours.pth": "rwkv", "ours": "transformers", "theirs": "ours"}      
 READS = {"rwkv": [OFFICIAL, "ours.pth"], "transformers": [OFFICIAL, "ours"], "rwkv7": [OFFICIAL, "ours.pth"],
          "llama.cpp": [GGUF]}
 SAVES = {("transformers", OFFICIAL): "theirs", ("llama.cpp", GGUF): THEIR_Q8_0}
-PACKAGES = ("torch", "numpy", "rwkv", "transformers")
 # Read by the peers alone: no compilation, no network, no progress bars.
 ENVIRONMENT = {"RWKV_JIT_ON": "0", "RWKV_CUDA_ON": "0", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
 CONTROL, OFF = "blocks.0.att.value.weight", 1e-3         # the weight changed in control.pth, and by how much
@@ -64,11 +63,15 @@ def job(peer: str, folder: Path, case: Case | Case7, file: str) -> dict[str, Any
                     "greedy": GREEDY, "outputs": str(folder / f"{peer} {file}.npz")}
 
 
-def versions() -> dict[str, str]:
-    """The versions of PACKAGES in the peers' environment, and of llama-cpp-python in its own."""
-    program = "import importlib.metadata as m, json; print(json.dumps({{name: m.version(name) for name in {}}}))"
-    return (json.loads(in_peers_environment("-c", program.format(PACKAGES)))
-            | json.loads(in_peers_environment("-c", program.format(("llama-cpp-python",)), peer="llama.cpp")))
+def versions(*packages: str) -> dict[str, str]:
+    """The versions of those that are in the peers' environment, and of llama-cpp-python in its own."""
+    program = ("import importlib.metadata as m, json\nfound = {}\nfor name in %r:\n    try: found[name] = m.version(name)\n"
+               "    except m.PackageNotFoundError: pass\nprint(json.dumps(found))")
+    found: dict[str, str] = {}
+    for peer, python, names in (("rwkv", PYTHON, packages), ("llama.cpp", PYTHON_LLAMA, ("llama-cpp-python",))):
+        if python.exists():
+            found |= json.loads(in_peers_environment("-c", program % (names,), peer=peer))
+    return found
 
 
 def in_peers_environment(*arguments: str, cwd: Path | None = None, peer: str = "rwkv") -> str:

@@ -26,7 +26,7 @@ from numpy import ndarray
 from numpy_rwkv7 import NumpyRWKV7
 from parity import file_peers
 from parity.cases import Case7, random_weights
-from parity.exchange import ENVIRONMENT, PYTHON, PYTHON_LLAMA
+from parity.exchange import ENVIRONMENT, PYTHON, PYTHON_LLAMA, versions
 
 from kernels.bench.text import filled, markdown
 from kernels.machine import hardware
@@ -187,19 +187,6 @@ def run(environment: str, jobs: list[dict[str, Any]]) -> None:
         jobs = jobs[last + 1:]
 
 
-def versions() -> dict[str, str]:
-    """The versions of the programs that are here."""
-    program = ("import importlib.metadata as m, json\nfound = {}\nfor name in %r:\n    try: found[name] = m.version(name)\n"
-               "    except m.PackageNotFoundError: pass\nprint(json.dumps(found))")
-    found: dict[str, str] = {}
-    for python, names in ((PYTHON, ("torch", "rwkv", "transformers", "rwkv7-hf", "flash-linear-attention", "triton")),
-                          (PYTHON_LLAMA, ("llama-cpp-python",))):
-        if python.exists():
-            found |= json.loads(subprocess.run([python, "-I", "-c", program % (names,)], capture_output=True, text=True,
-                                               check=True).stdout)
-    return found
-
-
 def peers_logits(folder: Path, kinds: list[Kind], rwkv_lm: Path | None) -> None:
     """NAME.npy of every kind that its peer could run."""
     jobs: dict[str, list[dict[str, Any]]] = {"rwkv": [], "llama.cpp": []}
@@ -348,7 +335,8 @@ def main(arguments: list[str]) -> int:
         kinds = [*official_kinds(folder), *directory_kinds(folder), *gguf_kinds(folder)]
         peers_logits(folder, kinds, options.rwkv_lm)
         rows = [row(folder, kind) for kind in kinds]
-    peers, machine = versions(), hardware.describe("cpu")
+    peers = versions("torch", "rwkv", "transformers", "rwkv7-hf", "flash-linear-attention", "triton")
+    machine = hardware.describe("cpu")
     print(section(rows, peers, machine))
     ok = all(map(passed, rows))
     print("\nfiles:", "yes" if ok else "NO")

@@ -21,7 +21,7 @@ from models import OPERATORS
 from programs import Run, one_sentence
 from training_runs import TEXT
 
-from kernels.bench.peak_memory import extra_bytes
+from kernels.bench.profiler import extra_bytes
 from kernels.machine import threads
 from kernels.machine.memory import resident_memory
 from kernels.select import select

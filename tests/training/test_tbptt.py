@@ -14,7 +14,7 @@ from models import assert_same_gradients, assert_same_state, each_form, each_gen
 from token_arrays import token_array_of
 from torch import Tensor
 
-from kernels.bench.peak_memory import extra_bytes
+from kernels.bench.profiler import extra_bytes
 from rwkv.config import OptimConfig, TrainerConfig
 from rwkv.data.documents import DocumentChunks, SegmentDataset, Segments, SegmentSampler, StepLayout
 from rwkv.model.loss import IGNORED

@@ -1,4 +1,4 @@
-"""Peak memory of a function beyond its inputs and outputs."""
+"""What PyTorch's profiler says of a function: its peak memory beyond inputs and outputs, and the number of its launches."""
 
 import os
 import sys
@@ -8,7 +8,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType
+from torch.autograd.profiler_util import FunctionEvent
 from torch.profiler import ProfilerActivity, profile
+
+NO_WORK = {f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", "new_empty", "new_empty_strided", "resize_",
+                                         "promote_types", "result_type")}
 
 
 def extra_bytes(run: Callable[[], Any], device: str) -> int:
@@ -65,6 +70,38 @@ def _size(result: Any) -> int:
     if isinstance(result, Tensor):
         return result.numel() * result.element_size()
     return sum(map(_size, result))
+
+
+def launches(run: Callable[[], Any], device: str) -> int:
+    """Kernels, copies and fills that the GPU executes during run(); on a CPU the operators that compute.
+
+    An operator that calls other operators counts as those; one that calls none counts as 1, whatever its back end does
+    inside. Views and allocations count as 0.
+    """
+    run()                                # compilation and first-use work are not counted
+    if device == "cuda":
+        torch.cuda.synchronize()
+    with quiet(), profile(activities=[ProfilerActivity.CUDA if device == "cuda" else ProfilerActivity.CPU]) as recorded:
+        run()
+        if device == "cuda":
+            torch.cuda.synchronize()
+    events = recorded.events()
+    if device == "cuda":
+        return sum(event.device_type == DeviceType.CUDA for event in events)
+    return sum(_computing(event) for event in events if event.cpu_parent is None)
+
+
+def _computing(event: FunctionEvent) -> int:
+    return sum(map(_computing, event.cpu_children)) or int(_is_operator(event))
+
+
+def _is_operator(event: FunctionEvent) -> bool:
+    """Whether the event is an operator of torch or of this project that is neither a view nor an allocation."""
+    library, _, name = event.name.partition("::")
+    if library != "aten" or event.name in NO_WORK:
+        return library == "timemix"
+    packet = getattr(torch.ops.aten, name)
+    return not any(getattr(packet, overload).is_view for overload in packet.overloads())
 
 
 @contextmanager
