@@ -43,12 +43,6 @@ def kernels(operator: str = "wkv4") -> list[Any]:
             for name in selectable(operator)]
 
 
-def every_kernel() -> list[Any]:
-    """Every generation with each of its kernels, as two parameters."""
-    return [pytest.param(generation, *kernel.values, marks=kernel.marks, id=f"{generation}-{kernel.values[0]}")
-            for generation, operator in OPERATORS.items() for kernel in kernels(operator)]
-
-
 def small_config(generation: str = "rwkv4", **sizes: int) -> ModelConfig:
     return ModelConfig(generation=generation, **{**SMALL, **OWN[generation], **sizes})
 

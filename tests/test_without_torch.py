@@ -77,6 +77,7 @@ def folder(tmp_path: Path) -> Path:
     (("rwkv.tools.evaluate", "checkpoint=nothing.pth", "data.path=text.txt"), "nothing.pth"),
     (("rwkv.tools.evaluate", "checkpoint=text.txt", "data.path=nothing"), "nothing"),
     (("rwkv.tools.convert", "nothing.pth", "out.pth"), "nothing.pth"),
+    (("rwkv.tools.convert", "text.txt", "out.xyz"), "out.xyz"),
     (("rwkv.tools.report", "nothing"), "nothing"),
 ], ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
 def test_a_mistake_is_refused_without_torch(command: tuple[str, ...], said: str, folder: Path) -> None:

@@ -37,7 +37,7 @@ class Content:
 class Outgoing:
     """Tensors by official name in the dtypes to write, and our entry, for formats that have room for it.
 
-    quantised: the block format of the large matrices, one of the format's QUANTISED; None leaves the dtypes of `tensors`.
+    quantised: the block format of the large matrices, one of those in formats.QUANTISED; None leaves the dtypes of `tensors`.
     packed: as in Content. form: of a Hugging Face directory, fla or official.
     """
 

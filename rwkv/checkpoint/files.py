@@ -166,15 +166,16 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
         raise UserError(f"{checkpoint.path} has a learnt state beside its weights, for which the formats have no room: "
                         "it is in the run's directory, as time_state.pth and state.safetensors; its weights are in the "
                         "file that init_from= names")
-    module = formats.load(format) if format else formats.by_suffix(path)
-    if form is not None and not hasattr(module, "FORMS"):
+    format = format or formats.by_suffix(path)
+    module = formats.load(format)
+    if form is not None and format != "huggingface":
         raise UserError(f"the form {form} is for Hugging Face directories: give {path.name} no suffix, or leave the form out")
-    block_formats = getattr(module, "QUANTISED", ())
+    block_formats = formats.QUANTISED.get(format, ())
     if dtype is None and checkpoint.packed and "int4" in block_formats:
         dtype = "int4"
     quantised = dtype if dtype in block_formats else None
     if dtype is not None and dtype not in DTYPES and not quantised:
-        blocks = "".join(f"; in {name} also {', '.join(dtypes)}" for name, dtypes in formats.quantised().items())
+        blocks = "".join(f"; in {name} also {', '.join(dtypes)}" for name, dtypes in formats.QUANTISED.items())
         raise UserError(f"dtype is one of {', '.join(DTYPES)}{blocks}; got {dtype!r}")
     if hasattr(module, "dtype_for"):
         group = generation(checkpoint.config).group

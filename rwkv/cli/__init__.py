@@ -30,7 +30,7 @@ import yaml
 from kernels.arguments import from_home
 from kernels.registry import RENAMED, KernelUnavailable, UnknownKernel, all_names, operators
 from rwkv.cli.help import description, page
-from rwkv.config import PATH, TEXT, free_text, options
+from rwkv.config import PATH, TEXT, TrainConfig, free_text, options
 from rwkv.errors import UserError
 from rwkv.io import signals
 from rwkv.io.commands import as_typed, of_installed
@@ -42,7 +42,7 @@ CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.par
 TIME_MIXING = [name for name in operators() if name.startswith("wkv")]      # one operator for each generation
 KERNELS = tuple(sorted({"auto"}.union(*map(all_names, TIME_MIXING))))       # a model takes those of its operator
 FORMER_KERNELS = tuple(name for op in TIME_MIXING for name in RENAMED.get(op, ()))
-OPTIONAL = ("experiment", "debug")       # groups with null as a choice, the default
+OPTIONAL = ("experiment", "debug")       # groups of train.py with null as a choice, the default
 NO_CHOICE = tuple(f"{group}=null" for group in OPTIONAL)         # the default, which Hydra refuses as an override
 GLOBAL = "# @package _global_"           # in a choice's file: it sets options beside the group, and not inside it
 SHOW_JOB = (["--cfg", "job"], ["-c", "job"])
@@ -204,7 +204,7 @@ def split(arguments: list[str], schema: type) -> CommandLine:
             line.verbatim[key] = from_home(value) if kind == PATH else value
         elif argument.startswith("-"):
             line.flags.extend([argument, *itertools.islice(rest, argument in VALUED_FLAGS)])
-        elif argument not in NO_CHOICE:
+        elif argument not in NO_CHOICE or schema is not TrainConfig:
             line.overrides.append(argument)
     return line
 
@@ -238,8 +238,10 @@ def check_override(override: str, schema: type) -> None:
 
 
 def _groups(schema: type) -> list[str]:
-    names = sorted({item.name for item in fields(schema)}.union(OPTIONAL))
-    return [name for name in names if name == "kernel" or (CONFIGS / name).is_dir()]
+    """The groups of which a program has choices."""
+    named = {item.name for item in fields(schema)}
+    found = named.union(OPTIONAL) if schema is TrainConfig else named & {"kernel", "sampling"}
+    return sorted(name for name in found if name == "kernel" or (CONFIGS / name).is_dir())
 
 
 def _names(schema: type) -> list[str]:

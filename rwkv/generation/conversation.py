@@ -24,8 +24,6 @@ from rwkv.model.base import Model
 from rwkv.model.derived import Watch
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-KEPT_BYTES = 2 ** 30                     # size of the kept results; the oldest are dropped first
-
 
 @dataclass
 class Stats:
@@ -42,7 +40,7 @@ class Chat:
     """messages: the conversation so far. context: the result of reading the text before it, as from a state file; or None.
 
     think: how answers begin, as in thoughts.py. A message keeps its thoughts as reasoning_content; the template decides whether
-    later turns show them.
+    later turns show them. kept_bytes: the most that kept results take; the oldest are dropped first.
     """
 
     model: Model
@@ -53,6 +51,7 @@ class Chat:
     seed: int = 0
     think: Think = False
     context: PrefillResult | None = None
+    kept_bytes: int = 2**30
     messages: list[Message] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     _points: list[tuple[str, PrefillResult]] = field(default_factory=list)
@@ -151,5 +150,5 @@ class Chat:
 
     def _keep(self, text: str, result: PrefillResult) -> None:
         self._points = [point for point in self._points if point[0] != text] + [(text, result)]
-        while len(self._points) > 1 and sum(point[1].nbytes() for point in self._points) > KEPT_BYTES:
+        while len(self._points) > 1 and sum(point[1].nbytes() for point in self._points) > self.kept_bytes:
             self._points.pop(0)

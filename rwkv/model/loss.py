@@ -35,7 +35,10 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 
     out the rows without a target that counts.
     """
     if targets.device.type == "cpu":     # on a GPU the selection would wait for the device
-        hidden, targets = _those_that_count(hidden, targets)
+        counted = (targets != IGNORED).nonzero()[:, 0]
+        if len(counted) < len(targets):
+            hidden = hidden.index_select(0, counted)
+            targets = targets[counted]
     if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
         loss: Tensor = _HeadLoss.apply(hidden, weight, targets, l2_wrap, confidence_penalty)
         return loss
@@ -59,13 +62,6 @@ def log_probabilities(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor
 
 def _log_probabilities(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     return -cross_entropy(_logits(hidden, weight).float(), targets, reduction="none")
-
-
-def _those_that_count(hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    counted = (targets != IGNORED).nonzero()[:, 0]
-    if len(counted) == len(targets):
-        return hidden, targets
-    return hidden.index_select(0, counted), targets[counted]
 
 
 def rows_at_once(vocab_size: int, frozen: bool = False) -> int:

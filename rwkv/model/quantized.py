@@ -43,12 +43,6 @@ def matvec_for(form: str) -> MatVec:
     return matvec
 
 
-def why_no_int8() -> str | None:
-    """None where torch or the C library multiplies integers on this CPU, otherwise the reasons."""
-    reasons = [why_not("matvec", name) for name in ("fbgemm", "c_v0")]
-    return None if None in reasons else "; ".join(filter(None, reasons))
-
-
 class Int8Linear(nn.Module):
     """nn.Linear without a bias, from its float weight (N,K): x (...,K) float32 -> (...,N) float32.
 
@@ -206,20 +200,12 @@ def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda
     been replaced. later: functions that read matrices, by the name of the weight; the model has placeholders for these, and its
     fingerprint_before is set. in_c: as in Int8Linear. Raises UserError where neither torch nor C has the products.
     """
-    reasons = why_no_int8()
-    if reasons is not None:
-        raise UserError(f"dtype=int8 cannot run here: {reasons}: use dtype=bfloat16 or float32")
-    model.fingerprint_before = model.fingerprint()
+    reasons = [why_not("matvec", name) for name in ("fbgemm", IN_C)]
+    if None not in reasons:
+        raise UserError(f"dtype=int8 cannot run here: {'; '.join(filter(None, reasons))}: use dtype=bfloat16 or float32")
     non_negative = model.generation.non_negative(model.config)
-    for name in _linears(model):
-        layer = cast(nn.Linear, model.get_submodule(name))
-        if head or layer is not model.head:
-            weight = later.get(f"{name}.weight", lambda layer=layer: layer.weight)()
-            model.set_submodule(name, Int8Linear(weight, name.endswith(non_negative), in_c=in_c))
-            del layer, weight
-            replaced(name)
-    _halve_embeddings(model)
-    return model
+    return _quantised(model, lambda name, read: Int8Linear(read(), name.endswith(non_negative), in_c=in_c), later, head,
+                      replaced)
 
 
 class Int4Linear(nn.Module):
@@ -263,14 +249,21 @@ def to_int4(model: M, packed: Mapping[str, Int4] | None = None,
 
     packed: matrices that are in int4 already, by the name of the weight; the model has placeholders for these.
     """
+    given = packed or {}
+    return _quantised(model, lambda name, read: Int4Linear(given.get(f"{name}.weight") or Int4.of(read())), later, head,
+                      replaced)
+
+
+def _quantised(model: M, layer_of: Callable[[str, Callable[[], Tensor]], nn.Module], later: Mapping[str, Callable[[], Tensor]],
+               head: bool, replaced: Callable[[str], Any]) -> M:
+    """layer_of: makes a layer from its name and a function that reads its weight. The others: as in to_int8."""
     model.fingerprint_before = model.fingerprint()
     for name in _linears(model):
         layer = cast(nn.Linear, model.get_submodule(name))
         if head or layer is not model.head:
             read = later.get(f"{name}.weight", lambda layer=layer: layer.weight)
-            weight = (packed or {}).get(f"{name}.weight") or Int4.of(read())
-            model.set_submodule(name, Int4Linear(weight))
-            del layer, read, weight
+            model.set_submodule(name, layer_of(name, read))
+            del layer, read              # they keep the old weight in memory
             replaced(name)
     _halve_embeddings(model)
     return model

@@ -223,14 +223,16 @@ class KeptStates:
     def _model_of(self, known: Known, metadata: dict[str, str]) -> str:
         """The name of the model that has read a file's state. Raises UserError where the server does not have it.
 
-        The adapter's digest decides, so an adapter may get another name. Adapters with the same digest compute the same; among
-        them the name in the file decides. A file of another program has only the fingerprint of the weights, which several
-        adapters may share.
+        The adapter's digest decides, so an adapter may get another name; between LoRA adapters that differ in alpha alone, and
+        so have one digest, the fingerprint of the weights decides. Models that have both in common compute the same; among them
+        the name in the file decides. A file of another program has only the fingerprint, which several adapters may share.
         """
+        same = [name for name, form in self._forms.items() if form.identity["model"] == metadata.get("model")]
         if known.adapter is None:
-            names = [name for name, form in self._forms.items() if form.identity["model"] == metadata.get("model")] or [""]
+            names = same or [""]
         else:
-            names = [name for name, digest in self._digests.items() if digest == known.adapter]
+            learnt = [name for name, digest in self._digests.items() if digest == known.adapter]
+            names = [name for name in learnt if name in same] or learnt
         if not names:
             raise UserError("the state was read with an adapter that this server does not have: name it with adapters=")
         return known.name if known.name in names else names[0]

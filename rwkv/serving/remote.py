@@ -35,7 +35,6 @@ from rwkv.serving.messages import (
     Upload,
 )
 
-UNREAD = 256                             # a client that leaves more events of a text unread is cut off
 RETRY_AFTER = 1                          # seconds
 ENDED = "the engine has ended; the server's log says why"
 
@@ -58,10 +57,6 @@ class Ticket:
 
     def put(self, event: Event | ApiError) -> None:
         self._events.put_nowait(event)
-
-    @property
-    def unread(self) -> int:
-        return self._events.qsize()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
         left = len(self.texts)
@@ -216,8 +211,6 @@ class RemoteEngine:
             if event.finish_reason is not None or event.error is not None:
                 del self._running[event.id]
             ticket.put(event)
-            if ticket.unread > UNREAD * len(ticket.texts):
-                self.cancel(ticket)
         for state_id in step.gone:
             self.states.pop(state_id, None)
         self._held = step.cache_bytes, step.cache_entries, step.state_bytes

@@ -21,6 +21,7 @@ import tokenizers
 
 from rwkv.io.lines import counted
 from rwkv.tokenizer.decoders import BYTE_OF
+from rwkv.tokenizer.special import unknown_token
 from rwkv.tokenizer.tokenizers import JsonTokenizer, Tokenizer
 
 WITHHELD = 0.01                          # above this share of lost bytes no number per byte or per word is given
@@ -100,13 +101,8 @@ class LossCounter:
     @cached_property
     def unknown_token(self) -> int | None:
         """The id of the token that replaces characters outside the vocabulary; None if there is no such token."""
-        if self._definition is None:
-            return None
-        model = self._definition["model"]
-        if "unk_id" in model:            # of Unigram
-            return None if model["unk_id"] is None else int(model["unk_id"])
-        unknown = model.get("unk_token")
-        return None if unknown is None else self._library.token_to_id(unknown)
+        name = self._definition and unknown_token(self._definition)
+        return self._library.token_to_id(name) if name else None
 
     @cached_property
     def _library(self) -> tokenizers.Tokenizer:

@@ -4,8 +4,6 @@ It converts one tensor at a time, so it needs the memory of the largest tensor. 
 """
 
 import sys
-from argparse import ArgumentTypeError
-from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
@@ -27,13 +25,16 @@ EPILOG = """IN is recognised by its content: .pth, .ckpt, .safetensors, ggmf, GG
 OUT's suffix chooses the format: .pth, .ckpt, .safetensors; .bin or .ggmf for rwkv.cpp; .gguf for llama.cpp (RWKV-7);
 none for a Hugging Face directory. Decays (time_decay, time_first, w0) are float32 whatever the dtype; ggmf takes
 float32 and float16; ggmf and GGUF keep vectors in float32; q4_0 to q8_0 are for GGUF, and int4 for .safetensors, which all
-programs here read. llama.cpp needs the tokenizer in the file."""
+programs here read. llama.cpp needs the tokenizer in the file.
+"""
+DTYPES = ("float32", "float16", "bfloat16", *chain(*formats.QUANTISED.values()))     # as in stored.py, which needs PyTorch
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     with exit_on_user_error():
-        locate(options.source)           # before PyTorch, which takes seconds to import
+        locate(options.source)           # these checks come before PyTorch, which takes seconds to import
+        options.format = options.format or formats.by_suffix(options.target)
         if options.tokenizer is not None:
             Tokenizer.check_named(options.tokenizer, "--tokenizer")
         convert(options.source, options.target, options.dtype, options.format, options.tokenizer, options.end_of_text,
@@ -51,8 +52,7 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     from rwkv.checkpoint.files import read_checkpoint, tokenizer_of, write_checkpoint
     from rwkv.model.base import generation, n_parameters
 
-    module = formats.load(format) if format else formats.by_suffix(target)
-    name = module.__name__.rpartition(".")[2]
+    name = format or formats.by_suffix(target)
     checkpoint = read_checkpoint(source)
     if tokenizer is not None or end_of_text is not None:
         chosen = tokenizer_of(checkpoint, tokenizer, end_of_text, "--tokenizer")
@@ -74,41 +74,15 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
         _log(f"the tokenizer is not in {target}: the format {name} cannot hold one")
 
 
-def _dtypes() -> tuple[str, ...]:
-    from rwkv.checkpoint.stored import DTYPES
-
-    return (*DTYPES, *chain(*formats.quantised().values()))
-
-
-def _forms() -> tuple[str, ...]:
-    from rwkv.checkpoint.formats.huggingface import FORMS
-
-    return tuple(FORMS)
-
-
-def _one_of(names: Callable[[], tuple[str, ...]]) -> Callable[[str], str]:
-    """The type of an option whose names are in modules that import PyTorch: they are read when the option is given."""
-    def one(text: str) -> str:
-        if text not in names():
-            raise ArgumentTypeError(f"expected one of {', '.join(names())}; got {text!r}")
-        return text
-
-    return one
-
-
-class _Parser(Parser):
-    def format_help(self) -> str:
-        return f"{super().format_help()}\nDTYPE is one of {', '.join(_dtypes())}; FORM is {' or '.join(_forms())}.\n"
-
-
 def _parser() -> Parser:
-    parser = _Parser("rwkv.tools.convert", (__doc__ or "").partition(": ")[2], EPILOG)
+    epilog = f"{EPILOG}\nDTYPE is one of {', '.join(DTYPES)}; FORM is {' or '.join(formats.FORMS)}."
+    parser = Parser("rwkv.tools.convert", (__doc__ or "").partition(": ")[2], epilog)
     parser.add_argument("source", metavar="IN", type=path_of, help="the checkpoint to read: a file or a directory")
     parser.add_argument("target", metavar="OUT", type=path_of, help="the file or the directory to write")
-    parser.add_argument("--dtype", type=_one_of(_dtypes), metavar="DTYPE", help="by default each tensor keeps its own")
+    parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help="by default each tensor keeps its own")
     parser.add_argument("--format", choices=formats.names(), help="by default OUT's suffix chooses it")
-    parser.add_argument("--form", type=_one_of(_forms), metavar="FORM", help="of a Hugging Face directory of RWKV-7: fla's, or "
-                        "the official one of transformers' branch; by default fla's")
+    parser.add_argument("--form", choices=formats.FORMS, metavar="FORM", help="of a Hugging Face directory of RWKV-7: fla's, "
+                        "or the official one of transformers' branch; by default fla's")
     parser.add_argument("--tokenizer", metavar="NAME", type=from_home,
                         help="world, FILE.json or FILE.txt, to write too; by default IN's")
     parser.add_argument("--end-of-text", metavar="TEXT", help="the token of FILE.json that ends a text; by default what IN or "

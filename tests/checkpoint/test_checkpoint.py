@@ -8,8 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from models import small_model, tokens
 from refusals import refuses
 from torch import Tensor
@@ -137,15 +135,6 @@ def test_a_missing_file_says_what_to_give(tmp_path: Path) -> None:
 def test_a_foreign_file_is_refused(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "foreign.ckpt").write_bytes(content)
     refuses(tmp_path / "foreign.ckpt")
-
-
-@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(share=st.floats(0, 1, exclude_max=True))
-def test_a_file_truncated_anywhere_is_refused(saved: Path, share: float) -> None:
-    content = saved.read_bytes()
-    short = saved.with_name("short.pth")
-    short.write_bytes(content[:int(share * len(content))])
-    refuses(short)
 
 
 @pytest.mark.parametrize("content", [Harmful(), {"emb.weight": Harmful()}], ids=["alone", "among weights"])

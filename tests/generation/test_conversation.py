@@ -17,7 +17,6 @@ from rwkv.chat.rendered import encode
 from rwkv.chat.templates import chat_template
 from rwkv.config import Sampling
 from rwkv.errors import UserError
-from rwkv.generation import conversation as chat_module
 from rwkv.generation.conversation import Chat
 from rwkv.generation.engine import Engine, generate
 from rwkv.generation.stopping import StoppingCriteria
@@ -35,16 +34,22 @@ def talk(generation: str = "rwkv7", template: str = "world", temperature: float 
     return Chat(model, ByteTokenizer(), chat_template(template), sampling, 12)
 
 
+def answer_of(chat: Chat, text: str) -> tuple[str, list[int], Engine]:
+    """The answer, which is that of an engine that reads the whole conversation; its ids, and that engine."""
+    answer = "".join(chat.say(text))
+    ids, = encode(chat.tokenizer, [chat.template.render(chat.messages[:-1])])
+    alone = Engine(chat.model, chat.tokenizer)
+    alone.add_all([ids], [0], StoppingCriteria(12, chat.template.stop), chat.sampling)
+    assert answer == "".join(piece for _, piece in alone)
+    return answer, ids, alone
+
+
 @each_generation
 @pytest.mark.parametrize("template", ["world", "g1"])
 def test_answers_are_those_after_the_whole_conversation(generation: str, template: str) -> None:
     chat = talk(generation, template)
     for text in TURNS:
-        answer = "".join(chat.say(text))
-        prompt = chat.template.render(chat.messages[:-1])
-        alone = generate(chat.model, chat.tokenizer, prompt, 12, stop=chat.template.stop, temperature=0,
-                         banned=chat.sampling.banned)
-        assert answer == "".join(alone)
+        answer, _, _ = answer_of(chat, text)
         assert chat.messages[-1] == {"role": "assistant", "content": answer.strip()}
 
 
@@ -53,12 +58,8 @@ def test_end_of_text_stands_after_the_answers_of_a_template_with_eos_token(tmp_p
                                         "{% else %}{{ m.content + eos_token }}{% endif %}{% endfor %}")
     chat = talk(template=str(tmp_path / "eos.jinja"))
     for turn, text in enumerate(TURNS):
-        answer = "".join(chat.say(text))
-        ids, = encode(chat.tokenizer, [chat.template.render(chat.messages[:-1])])
+        _, ids, _ = answer_of(chat, text)
         assert ids.count(chat.tokenizer.end_of_text) == turn
-        alone = Engine(chat.model, chat.tokenizer)
-        alone.add_all([ids], [0], StoppingCriteria(12), chat.sampling)
-        assert answer == "".join(piece for _, piece in alone)
 
 
 def test_a_turn_reads_its_new_words_alone() -> None:
@@ -101,11 +102,7 @@ def test_turns_are_read_as_the_whole_conversation_where_words_have_their_space(t
     sampling = Sampling(temperature=0, banned=tuple({*range(tokenizer.vocab_size)} - letters))
     chat = Chat(model, tokenizer, chat_template(str(tmp_path / "llama.jinja")), sampling, 12)
     for text in ("bad", "cab"):
-        answer = "".join(chat.say(text))
-        ids, = encode(tokenizer, [chat.template.render(chat.messages[:-1])])
-        alone = Engine(chat.model, tokenizer)
-        alone.add_all([ids], [0], StoppingCriteria(12), sampling)
-        assert answer == "".join(piece for _, piece in alone)
+        _, _, alone = answer_of(chat, text)
         assert chat._points[-1][1].last_ids == alone.context().last_ids
     assert chat.stats.read == 1 + len(tokenizer.encode("[cab]"))         # after end_of_text
 
@@ -134,27 +131,28 @@ def test_retry_reads_nothing_and_takes_another_seed() -> None:
     assert chat.messages[-1] != first
 
 
-def test_a_stopped_answer_is_a_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stopped_answer_is_a_turn() -> None:
     chat = talk(temperature=1.0)
     pieces = chat.say(TURNS[0])
     first = next(pieces)
     pieces.close()                                               # type: ignore[attr-defined]
     assert chat.messages[-1] == {"role": "assistant", "content": first.strip()}
-    monkeypatch.setattr(chat_module, "KEPT_BYTES", 0)            # only the newest state is kept
+    chat.kept_bytes = 0                                          # only the newest state is kept
     assert "".join(chat.say(TURNS[1]))
     assert len(chat._points) == 1
 
 
-def test_ctrl_c_while_a_turn_is_read_takes_it_back(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_ctrl_c_while_a_turn_is_read_takes_it_back(capsys: pytest.CaptureFixture[str]) -> None:
     chat = talk()
+    chat.kept_bytes = 0                                          # so that /retry reads, too
     terminal = Terminal(chat)
     terminal.turn(TURNS[0])
     before = list(chat.messages)
 
-    def interrupted(*args: object, **more: object) -> None:
+    def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(chat_module, "Engine", interrupted)
+    chat.model.emb.register_forward_hook(interrupted)
     for text in (TURNS[1], "/retry"):
         terminal.turn(text)
         assert "stopped" in capsys.readouterr().err
@@ -226,13 +224,6 @@ def test_penalties_are_those_of_the_conversation_however_much_of_it_was_read_bef
     whole = first.template.render(first.messages[:-1])
     assert answer == "".join(generate(first.model, first.tokenizer, whole, 12, stop=first.template.stop, seed=4, **{
         item.name: getattr(first.sampling, item.name) for item in fields(Sampling)}))
-
-
-def test_an_answer_without_a_token_has_no_time_of_a_first_one() -> None:
-    chat = talk()
-    chat.max_new_tokens = 0
-    assert not list(chat.say("Hi"))
-    assert (chat.stats.written, chat.stats.first_s) == (0, 0.0)
 
 
 def test_a_file_that_cannot_be_written_is_a_mistake(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,7 +1,7 @@
 """generate.py as a user calls it: text on standard output, a mistake as one sentence, states that are continued later."""
 
 import errno
-import itertools
+import io
 import json
 import os
 import re
@@ -15,7 +15,6 @@ from models import small_model
 from programs import Run, one_sentence
 
 from rwkv.config import GenerateConfig
-from rwkv.generation.engine import Engine
 from rwkv.generation.options import prompts_from
 from rwkv.tokenizer.tokenizers import CharTokenizer
 
@@ -39,6 +38,7 @@ def checkpoint(tmp_path: Path) -> Path:
     ((f"seed={2**63 - 1}", "num_samples=2", "batch_size=1"), "seed"),
     (("logit_bias=99:1",), "logit_bias"),
     (("max_tokens=3",), "max_new_tokens"),
+    (("debug=null",), "unknown option debug"),
     (("state=absent.safetensors",), "absent.safetensors"),
     (("state=model.ckpt",), "model.ckpt"),
     (("prompts=wrong.jsonl",), "wrong.jsonl, line 2"),
@@ -148,20 +148,23 @@ def test_a_saved_state_goes_on_as_without_the_break(run: Run) -> None:
     one_sentence(run("generate", "checkpoint=other.ckpt", "state=kept.safetensors"), "kept.safetensors", "model")
 
 
-def test_ctrl_c_keeps_what_was_written(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+class Interrupting(io.StringIO):
+    """Standard output of a user who presses Ctrl-C after twelve characters."""
+
+    def write(self, text: str) -> int:
+        super().write(text)
+        if text and len(self.getvalue()) == 12:
+            os.kill(os.getpid(), signal.SIGINT)
+        return len(text)
+
+
+def test_ctrl_c_keeps_what_was_written(run: Run) -> None:
     options = (*CHECKPOINT, "prompt=ab", "max_new_tokens=40", "banned=[0]")
     whole = run("generate", *options)[1]
-    step, steps = Engine.step, itertools.count(1)
-
-    def interrupted(self: Engine) -> list[tuple[int, str]]:
-        if next(steps) == 10:
-            os.kill(os.getpid(), signal.SIGINT)
-        return step(self)
-
-    monkeypatch.setattr(Engine, "step", interrupted)
-    status, output, _ = run("generate", *options, "out=text.jsonl", "save_state=kept.safetensors")
+    with redirect_stdout(Interrupting()) as output:
+        status, _, _ = run("generate", *options, "out=text.jsonl", "save_state=kept.safetensors")
     assert status == 130
-    assert output == whole[:2 + 10] + "\n"
+    assert output.getvalue() == whole[:12] + "\n"
     assert json.loads(Path("text.jsonl").read_text())["finish"] is None
     assert Path("kept.safetensors").exists()
 

@@ -30,24 +30,21 @@ DRAWS = 20_000
 PLAIN = {"temperature": 1.0, "top_p": 1.0}
 
 
-draw: Draw | None = None                     # what next_tokens is given
+@pytest.fixture(scope="module", params=["torch", "native"])
+def draw(request: pytest.FixtureRequest) -> Draw | None:
+    """What next_tokens is given."""
+    if request.param == "native" and drawing() is None:
+        pytest.skip("no implementation of kernels/draw runs on this CPU")
+    return drawing() if request.param == "native" else None
 
 
-@pytest.fixture(autouse=True, params=["torch", "native"])
-def _draw(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    if request.param == "native":
-        if drawing() is None:
-            pytest.skip("no implementation of kernels/draw runs on this CPU")
-        monkeypatch.setitem(globals(), "draw", drawing())
-
-
-def draws(logits: Tensor, n: int = DRAWS, seed: int = 0, **options: Any) -> Tensor:
-    uniform = torch.rand(n, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+def draws(draw: Draw | None, logits: Tensor, n: int = DRAWS, **options: Any) -> Tensor:
+    uniform = torch.rand(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return next_tokens(logits.expand(n, -1), uniform, Sampling(**PLAIN | options), draw=draw)
 
 
-def support(**options: Any) -> set[int]:
-    return set(draws(torch.tensor(PROBABILITIES).log(), **options).tolist())
+def support(draw: Draw | None, **options: Any) -> set[int]:
+    return set(draws(draw, torch.tensor(PROBABILITIES).log(), **options).tolist())
 
 
 def exact(logits: np.ndarray, options: Sampling) -> np.ndarray:
@@ -84,7 +81,7 @@ def chi_square(counts: np.ndarray, probabilities: np.ndarray) -> float:
     {"top_p": 0.9, "min_p": 0.05}, {"top_k": 30, "top_p": 0.8, "min_p": 0.1},
     {"order": "rwkv", "top_p": 0.9, "temperature": 0.7}, {"order": "rwkv", "temperature": 0.6},
     {"order": "rwkv", "top_k": 10, "top_p": 0.9, "temperature": 1.3}], ids=str)
-def test_a_draw_lies_where_its_random_number_does(options: dict[str, Any], V: int) -> None:
+def test_a_draw_lies_where_its_random_number_does(draw: Draw | None, options: dict[str, Any], V: int) -> None:
     """In the cumulative probabilities of PyTorch, of which float32's last bits move each by up to 1e-5. Rows lie apart."""
     sampling, rows = Sampling(**PLAIN | options), 48
     logits = torch.randn(rows, V + 3, generator=torch.Generator().manual_seed(V))[:, :V] * 3
@@ -104,10 +101,11 @@ TEMPERATURES = st.sampled_from([1e-30, 1e-6, 0.5, 1.0, 100.0, 1e6, 1e30])
 
 
 @given(st.lists(LOGITS, min_size=2, max_size=200), TEMPERATURES, st.sampled_from([0, 1, 2, 7, 300]),
-       st.sampled_from([1e-9, 0.51, 0.97, 1.0]), st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from(["hf", "rwkv"]),
+       st.sampled_from([2e-30, 0.51, 0.97, 1.0]), st.sampled_from([0.0, 0.3, 1.0]), st.sampled_from(["hf", "rwkv"]),
        st.dictionaries(st.integers(0, 1), BIASES), st.booleans())
-def test_a_draw_is_that_of_float64_also_of_equal_tokens(values: list[float], temperature: float, top_k: int, top_p: float,
-                                                        min_p: float, order: str, biases: dict[int, float], ban: bool) -> None:
+def test_a_draw_is_that_of_float64_also_of_equal_tokens(draw: Draw | None, values: list[float], temperature: float, top_k: int,
+                                                        top_p: float, min_p: float, order: str, biases: dict[int, float],
+                                                        ban: bool) -> None:
     """At any temperature, where weights of different logits may be equal; but for numbers within rounding of a bound."""
     options = Sampling(temperature, top_k, top_p, min_p, logit_bias=biases, banned=(0,) if ban else (), order=order)
     biased = np.array(values, dtype=np.float32)
@@ -128,13 +126,6 @@ def test_a_draw_is_that_of_float64_also_of_equal_tokens(values: list[float], tem
     assert drawn.tolist() == ranked[wanted[ranked] > 1e-3].tolist()
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1.0, 1e6, 1e30])
-def test_top_k_of_one_is_the_argmax_at_any_temperature(temperature: float) -> None:
-    logits = torch.randn(400, 1000, generator=torch.Generator().manual_seed(0))
-    drawn = next_tokens(logits, torch.rand(400), Sampling(temperature, top_k=1, top_p=1.0), draw=draw)
-    assert torch.equal(drawn, logits.argmax(-1))
-
-
 def penalties_of(options: Sampling, prompt: list[int], text: list[int]) -> Penalties:
     """After a text; no_penalty holds ids alone."""
     penalties = Penalties(options, prompt, [token for token in options.no_penalty if isinstance(token, int)])
@@ -144,7 +135,7 @@ def penalties_of(options: Sampling, prompt: list[int], text: list[int]) -> Penal
 
 
 @pytest.mark.parametrize("name", OTHER_OPTIONS)
-def test_each_option_changes_what_is_drawn_as_in_pytorch(name: str) -> None:
+def test_each_option_changes_what_is_drawn_as_in_pytorch(draw: Draw | None, name: str) -> None:
     """Those that act on penalties: where there are some."""
     rows = 100
     logits = torch.randn(rows, 12, generator=torch.Generator().manual_seed(0)) * 2
@@ -162,41 +153,23 @@ def test_each_option_changes_what_is_drawn_as_in_pytorch(name: str) -> None:
 
 
 @pytest.mark.parametrize("wrong", [math.nan, math.inf])
-def test_a_banned_token_may_have_any_logit(wrong: float) -> None:
-    assert set(draws(torch.tensor([0.0, wrong, 0.0]), 50, banned=(1,)).tolist()) == {0, 2}
+def test_a_banned_token_may_have_any_logit(draw: Draw | None, wrong: float) -> None:
+    assert set(draws(draw, torch.tensor([0.0, wrong, 0.0]), 50, banned=(1,)).tolist()) == {0, 2}
 
 
-def test_temperature_zero_takes_the_most_likely() -> None:
-    assert support(temperature=0) == {1}
+def test_temperature_zero_takes_the_most_likely(draw: Draw | None) -> None:
+    assert support(draw, temperature=0) == {1}
     logits = torch.tensor([[0.0, 2.0], [3.0, -1.0]])
     assert next_tokens(logits, torch.zeros(2), Sampling(temperature=0), draw=draw).tolist() == [1, 0]
 
 
-@pytest.mark.parametrize(("top_k", "kept"), [(0, {0, 1, 2, 3}), (1, {1}), (2, {1, 3}), (3, {1, 2, 3}), (4, {0, 1, 2, 3}),
-                                             (9, {0, 1, 2, 3})])
-def test_top_k_keeps_so_many(top_k: int, kept: set[int]) -> None:
-    assert support(top_k=top_k) == kept
-
-
-@pytest.mark.parametrize(("top_p", "kept"), [(1e-9, {1}), (0.39, {1}), (0.41, {1, 3}), (0.69, {1, 3}), (0.71, {1, 2, 3}),
-                                             (0.91, {0, 1, 2, 3}), (1.0, {0, 1, 2, 3})])
-@pytest.mark.parametrize("order", ["hf", "rwkv"])
-def test_top_p_keeps_the_fewest_that_reach_it(top_p: float, kept: set[int], order: str) -> None:
-    assert support(top_p=top_p, order=order) == kept
-
-
-@pytest.mark.parametrize(("min_p", "kept"), [(0.0, {0, 1, 2, 3}), (0.26, {1, 2, 3}), (0.51, {1, 3}), (0.76, {1}), (1.0, {1})])
-def test_min_p_keeps_a_share_of_the_likeliest(min_p: float, kept: set[int]) -> None:
-    assert support(min_p=min_p) == kept
-
-
-def test_hugging_face_tempers_first_chatrwkv_last() -> None:
+def test_hugging_face_tempers_first_chatrwkv_last(draw: Draw | None) -> None:
     """At temperature 0.5 token 1 has 0.53 of the mass; of the two most likely it has 0.57: both cover a top_p of 0.5."""
-    assert support(top_p=0.5) == {1, 3}
-    assert support(top_p=0.5, temperature=0.5) == {1}
-    assert support(top_p=0.5, top_k=2) == {1}
-    assert support(top_p=0.5, temperature=0.5, order="rwkv") == {1, 3}
-    assert support(top_p=0.5, top_k=2, order="rwkv") == {1, 3}
+    assert support(draw, top_p=0.5) == {1, 3}
+    assert support(draw, top_p=0.5, temperature=0.5) == {1}
+    assert support(draw, top_p=0.5, top_k=2) == {1}
+    assert support(draw, top_p=0.5, temperature=0.5, order="rwkv") == {1, 3}
+    assert support(draw, top_p=0.5, top_k=2, order="rwkv") == {1, 3}
 
 
 @given(st.integers(1, 3 * SHORTLIST), st.floats(0.05, 20), st.integers(0, 400), st.floats(0.01, 1.0), st.floats(0, 1),
@@ -214,16 +187,16 @@ def test_the_distribution_is_the_stated_one(V: int, temperature: float, top_k: i
     assert min(np.abs(found - each).max() for each in (wanted, *near)) < 1e-5
 
 
-def test_banned_tokens_never_come_and_biased_ones_more_often() -> None:
-    assert support(banned=(1, 3)) == {0, 2}
-    assert support(temperature=0, logit_bias={0: 5.0}) == {0}
-    assert support(logit_bias={1: -100, 2: -100}) == {0, 3}              # integer biases
-    counts = np.bincount(draws(torch.tensor(PROBABILITIES).log(), logit_bias={0: math.log(4)}), minlength=4)
+def test_banned_tokens_never_come_and_biased_ones_more_often(draw: Draw | None) -> None:
+    assert support(draw, banned=(1, 3)) == {0, 2}
+    assert support(draw, temperature=0, logit_bias={0: 5.0}) == {0}
+    assert support(draw, logit_bias={1: -100, 2: -100}) == {0, 3}              # integer biases
+    counts = np.bincount(draws(draw, torch.tensor(PROBABILITIES).log(), logit_bias={0: math.log(4)}), minlength=4)
     assert chi_square(counts, np.array([0.4, 0.4, 0.2, 0.3]) / 1.3) < 16.3
 
 
 @pytest.mark.parametrize("V", [4, 257, 1000])
-def test_a_bias_leaves_the_logits_as_they_are(V: int) -> None:
+def test_a_bias_leaves_the_logits_as_they_are(draw: Draw | None, V: int) -> None:
     """Also of a token that is biased and banned, and where rows are parts of longer ones."""
     memory = torch.randn(3, V + 100, generator=torch.Generator().manual_seed(0))
     before, logits = memory.clone(), memory[:, 50:50 + V]
@@ -252,35 +225,6 @@ def test_penalties_by_their_definitions() -> None:
     assert after(repetition_penalty=2.0, presence_penalty=0.5, no_penalty=(0, 1)) == [2.0, 3.0, -2.5, 4.0]
 
 
-@pytest.mark.thorough
-def test_2000_draws_with_fading_penalties_are_those_of_float64() -> None:
-    """The logits of each step, and the tokens, from a formula over all tokens so far; rows end with other seeds and options."""
-    V = 40
-    random = np.random.default_rng(0)
-    options = Sampling(temperature=0.9, top_p=1.0, repetition_penalty=1.2, presence_penalty=1.0, frequency_penalty=0.1,
-                       penalty_decay=0.988, no_penalty=(3, 4), logit_bias={5: 0.5})
-    prompt, text = [3, 7, 8], list[int]()
-    penalties = penalties_of(options, prompt, [])
-    for step in range(2000):
-        logits = random.normal(0, 2, V).astype(np.float32)
-        biased = logits.astype(float)
-        biased[5] += 0.5
-        wanted = biased.copy()
-        faded = np.bincount(np.array(text, int), 0.988 ** (step - 1.0 - np.arange(step)), V)
-        for token in {*prompt, *text} - {3, 4}:
-            wanted[token] = wanted[token] / 1.2 if wanted[token] > 0 else wanted[token] * 1.2
-            wanted[token] -= (token in text) + 0.1 * faded[token]
-        found = changed(torch.tensor(logits)[None], options, [penalties])[0].numpy()
-        np.testing.assert_allclose(found, wanted, rtol=1e-6, atol=1e-5)
-        uniform = random.uniform()
-        ends = exact(wanted, options).cumsum()
-        token = int(next_tokens(torch.tensor(logits)[None], torch.tensor([uniform]), options, [penalties], draw))
-        near = int(np.searchsorted(ends, uniform, side="right"))
-        assert token == near or min(abs(ends - uniform)) < 1e-6
-        text.append(token)
-        penalties.add(token)
-
-
 def test_a_token_seen_long_ago_still_has_its_presence() -> None:
     """When its count is so small that it is 0 in float64."""
     options = Sampling(presence_penalty=1.0, frequency_penalty=1.0, penalty_decay=0.5)
@@ -288,8 +232,8 @@ def test_a_token_seen_long_ago_still_has_its_presence() -> None:
     assert changed(torch.zeros(1, 3), options, [penalties]).tolist() == [[-1.0, -3.0, 0.0]]
 
 
-def test_bfloat16_logits_are_drawn_in_float32() -> None:
-    assert set(draws(torch.zeros(300, dtype=torch.bfloat16), n=30_000).tolist()) == set(range(300))
+def test_bfloat16_logits_are_drawn_in_float32(draw: Draw | None) -> None:
+    assert set(draws(draw, torch.zeros(300, dtype=torch.bfloat16), n=30_000).tolist()) == set(range(300))
 
 
 def test_logprobs_are_the_models_own() -> None:
@@ -300,7 +244,7 @@ def test_logprobs_are_the_models_own() -> None:
 
 
 @pytest.mark.parametrize("logits", [[math.nan, 1.0], [math.inf, 1.0], [-math.inf, -math.inf]])
-def test_logits_that_are_not_finite_are_one_sentence(logits: list[float]) -> None:
+def test_logits_that_are_not_finite_are_one_sentence(draw: Draw | None, logits: list[float]) -> None:
     with pytest.raises(ValueError):  # noqa: PT011  which is not an error of the user's
         next_tokens(torch.tensor([logits]), torch.zeros(1), Sampling(), draw=draw)
 
@@ -322,12 +266,6 @@ def test_options_that_mean_nothing_are_one_sentence(options: dict[str, Any]) -> 
 def test_integers_of_numpy_are_integers() -> None:
     options = Sampling(top_k=np.int64(2), banned=np.array([1]), logit_bias={np.int64(3): 0.5})
     assert options == Sampling(top_k=2, banned=(1,), logit_bias={3: 0.5})
-
-
-@pytest.mark.parametrize("order", ["hf", "rwkv"])
-@pytest.mark.parametrize("options", [{"temperature": 1e-30}, {"top_p": 1e-30}], ids=str)
-def test_the_smallest_numbers_leave_the_likeliest(options: dict[str, Any], order: str) -> None:
-    assert support(**options, order=order) == {1}
 
 
 def test_ids_outside_the_vocabulary_are_one_sentence() -> None:

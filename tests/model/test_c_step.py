@@ -9,7 +9,7 @@ from models import assert_same_state, each_generation, exact, in_form, small_mod
 
 from kernels import native
 from kernels.matvec import FORMS
-from rwkv.generation.decoder import CDecoder, Decoder, decoder_of
+from rwkv.generation.decoder import CDecoder, Decoder
 from rwkv.model.decoding.c_step import step_of, why_not
 from rwkv.pretrained import RWKV
 
@@ -172,10 +172,3 @@ def test_nothing_is_written_beyond_the_ends(level: str, form: str, vocab_size: i
     (lambda: small_model("reference").to("meta"), "meta")], ids=["head", "width", "dtype", "device"])
 def test_what_has_no_step_in_c_says_why(changed: Any, said: str) -> None:
     assert said in str(why_not(changed()))
-
-
-def test_a_model_with_a_hook_is_called() -> None:
-    model = small_model("reference")
-    model.blocks[0].register_forward_hook(lambda *_: None)
-    assert "hooks" in str(why_not(model))
-    assert isinstance(decoder_of(model, model.empty_state(1)), Decoder)

@@ -15,7 +15,6 @@ from rwkv.errors import CheckpointError, UserError
 from rwkv.generation.decoder import Decoder, decoder_of
 from rwkv.generation.engine import generate_batch
 from rwkv.model.base import n_parameters
-from rwkv.model.decoding.c_step import why_not
 from rwkv.model.lora import adaptable
 from rwkv.model.rwkv7 import DEEP_EMBED
 from rwkv.pretrained import RWKV
@@ -180,7 +179,3 @@ def test_texts_are_those_of_whole_passes(saved: Path, dtype: str) -> None:
             with torch.no_grad():
                 assert found.prefill(torch.tensor([ids]))[0][0].argmax() == token
             ids.append(token)
-
-
-def test_the_step_in_c_says_that_it_has_none(model: RWKV) -> None:
-    assert "DeepEmbed" in str(why_not(model))

@@ -9,8 +9,7 @@ from functools import cache
 
 import pytest
 import torch
-from implementations import compiled_in_soak
-from models import OPERATORS, assert_same_state, each_form, each_generation, every_kernel, small_config, small_model, tokens
+from models import OPERATORS, assert_same_state, each_form, each_generation, small_config, small_model, tokens
 from torch import Tensor
 
 from kernels.select import select
@@ -23,7 +22,7 @@ def close(actual: Tensor, expected: Tensor, atol: float) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=atol, check_dtype=False)
 
 
-@pytest.mark.parametrize(("generation", "kernel"), compiled_in_soak(every_kernel()))
+@each_form
 @torch.no_grad()
 def test_parallel_chunked_and_recurrent_forms_agree(generation: str, kernel: str) -> None:
     model = small_model(kernel, generation=generation)
@@ -258,12 +257,6 @@ def test_one_layer_of_one_channel_has_finite_weights() -> None:
 
 
 # Only the kernel changes
-
-
-@pytest.mark.parametrize(("generation", "kernel"), [("rwkv4", "conv1d"), ("rwkv4", "torch_scan"), ("rwkv7", "torch_chunk")])
-def test_a_seed_gives_the_same_weights_under_any_kernel(generation: str, kernel: str) -> None:
-    first, second = (seeded(generation, name).state_dict() for name in ("reference", kernel))
-    assert all(torch.equal(weight, first[name]) for name, weight in second.items())
 
 
 def seeded(generation: str, kernel: str) -> RWKV:

@@ -1,6 +1,5 @@
 """adapters=NAME=PATH,...: tuned states and LoRA adapters as models of one server, each giving the texts that it gives alone."""
 
-import json
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -32,14 +31,13 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer
 BYTES = ByteTokenizer()
 PLAIN = {"temperature": 1.0, "top_p": 1.0}
 PROMPT = "once upon a time"
-CHAT = [{"role": "user", "content": "hi"}]
 NAMES = ("base", "calm", "wild", "read", "lora")
 
 
-def write_run(folder: Path, base: Path, method: str, trained: dict[str, Tensor], **entry: Any) -> None:
+def write_run(folder: Path, base: Path, method: str, trained: dict[str, Tensor], alpha: float = 8.0, **entry: Any) -> None:
     """The checkpoint that a run of tune=METHOD leaves."""
     checkpoint = read_checkpoint(base)
-    run = {"model": asdict(checkpoint.config), "init_from": str(base), "tune": {"method": method, "rank": 2, "alpha": 8.0}}
+    run = {"model": asdict(checkpoint.config), "init_from": str(base), "tune": {"method": method, "rank": 2, "alpha": alpha}}
     described = {**describe(run, checkpoint.vocab_size, BYTES), "base": identity(checkpoint), **entry}
     path = folder / "checkpoints" / "last.ckpt"
     path.parent.mkdir(parents=True)
@@ -66,6 +64,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for seed, name in enumerate(("calm", "wild")):
         write_run(made / name, made / "base.safetensors", "state", learnt(seed))
     write_run(made / "lora", made / "base.safetensors", "lora", low_rank(0))
+    write_run(made / "strong", made / "base.safetensors", "lora", low_rank(0), alpha=16.0)
     save_context(made / "read.safetensors", prefill(model, torch.tensor([[*b"read"]]))._replace(last_ids=(*b"read",)), model,
                  BYTES)
     return made
@@ -149,10 +148,11 @@ def test_a_state_belongs_to_the_model_that_has_read_it_also_after_a_restart(serv
         content = api.get(f"/states/{made['lora']['id']}/content").content
         again = api.post("/states", content=content, headers={"content-type": "application/octet-stream"}).json()
         assert (again["model"], go_on(api, "lora", again["id"])) == ("lora", texts["lora"])
-    later = start("checkpoint=" + str(folder / "base.safetensors"), f"adapters=quiet={folder}/calm,lora={folder}/lora",
-                  f"adapters=twin={folder}/wild,wild={folder}/wild", f"states_dir={folder}/kept", "api_key=one")
+    later = start("checkpoint=" + str(folder / "base.safetensors"), f"adapters=quiet={folder}/calm,twin={folder}/wild",
+                  f"adapters=wild={folder}/wild,lora={folder}/strong,weak={folder}/lora", f"states_dir={folder}/kept",
+                  "api_key=one")
     with client(later) as api:
-        for name, now in (("base", "base"), ("calm", "quiet"), ("lora", "lora"), ("wild", "wild")):
+        for name, now in (("base", "base"), ("calm", "quiet"), ("lora", "weak"), ("wild", "wild")):
             assert go_on(api, now, made[name]["id"]) == texts[name]
         for name in ("wild", "read"):
             refused(api.post("/completions", json={"model": "base", "prompt": "a", "state": made[name]["id"]}), "state")
@@ -236,17 +236,12 @@ def test_weights_for_which_there_is_no_room_are_refused() -> None:
         require_room(100, 2, 299)
 
 
-@pytest.mark.programs
-def test_an_adapter_is_merged_before_weights_are_rounded(folder: Path, start: Callable[..., Running]) -> None:
-    server = start(f"checkpoint={folder}/base.safetensors", f"adapters=lora={folder}/lora", "dtype=int8")
-    answer = httpx.post(f"{server.url}/v1/completions", json={"model": "lora", "prompt": "once", "seed": 3, "max_tokens": 20})
-    model = RWKV.from_pretrained(folder / "lora", "reference", dtype="int8")
-    assert answer.json()["choices"][0]["text"] == generate_batch(model, BYTES, ["once"], 20, seeds=[3], **PLAIN)[0].text
-
-
-@pytest.mark.programs
-def test_a_chat_begins_from_the_tuned_state(server: Running, folder: Path) -> None:
-    with client(server) as api:
-        answers = {name: json.dumps(api.post("/chat/completions", json={
-            "model": name, "messages": CHAT, "seed": 1, "max_tokens": 12}).json()["choices"]) for name in ("base", "calm")}
-    assert answers["base"] != answers["calm"]
+def test_an_adapter_is_merged_before_weights_are_rounded(folder: Path) -> None:
+    config = ServeConfig(checkpoint=str(folder / "base.safetensors"), kernel=KernelConfig("reference"), dtype="int8",
+                         adapters=[f"lora={folder}/lora"])
+    opened = open_checkpoint(config)
+    served, _ = read_adapters(config, opened)[0].load(opened, opened.model())
+    alone = RWKV.from_pretrained(folder / "lora", "reference", dtype="int8")
+    assert served.fingerprint() == alone.fingerprint()
+    expected, found = (generate_batch(model, BYTES, ["once"], 20, seeds=[3], **PLAIN) for model in (alone, served))
+    assert found == expected

@@ -50,8 +50,8 @@ def assert_valid(schema: dict[str, Any], text: str) -> None:
     jsonschema_rs.validator_for(schema, validate_formats=True).validate(json.loads(text))
 
 
-@pytest.mark.parametrize("schema", [CITY, SCHEMAS[3], SCHEMAS[12], SCHEMAS[-3]], ids=range(4))
-def test_an_answer_is_valid_and_streamed_the_same(asking: "openai.OpenAI", schema: dict[str, Any]) -> None:
+def test_an_answer_is_valid_and_streamed_the_same(asking: "openai.OpenAI") -> None:
+    schema = SCHEMAS[12]
     answer = ask(asking, response_format=form(schema), n=3)
     for choice in answer.choices:
         assert choice.finish_reason == "stop"
@@ -143,11 +143,8 @@ def test_a_blank_line_does_not_end_json(client: "openai.OpenAI") -> None:
      "response_format.json_schema.name"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": form({"properties": {"a": {"type": "strin"}}})}, "response_format.json_schema.schema.properties.a"),
-    ({"response_format": form({"properties": {"a": {"minProperties": 3}}})}, "response_format.json_schema.schema.properties.a"),
-    ({"response_format": form({"not": {}}), "stream": True}, "response_format.json_schema.schema"),
     ({"response_format": form(CITY), "grammar": {"syntax": "regex", "definition": "a"}}, "grammar"),
     ({"grammar": {"syntax": "regex", "definition": "a("}}, "grammar.definition"),
-    ({"grammar": {"syntax": "lark", "definition": "begin: x"}}, "grammar.definition"),
     ({"grammar": {"syntax": "lark", "definition": ""}}, "grammar.definition"),
     ({"grammar": "a"}, "grammar"),
     ({"tools": [tool("a"), tool("b", {"type": "object", "properties": {"x": {"if": {}}}})], "tool_choice": "required"},

@@ -42,13 +42,10 @@ FALSE, TRUE, FAKE = ({"chat_template_kwargs": {"think": think}} for think in (Fa
 
 @pytest.mark.parametrize(("options", "thoughts", "content", "reason"), [
     ({}, "One, \n\ntwo.", "€ for STOP all", "stop"), ({"extra_body": FALSE}, "One, \n\ntwo.", "€ for STOP all", "stop"),
-    ({"n": 2}, "One, \n\ntwo.", "€ for STOP all", "stop"), ({"stop": "STOP"}, "One, \n\ntwo.", "€ for ", "stop"),
-    ({"stop": "two"}, "One,", "", "stop"), ({"stop": "nk>\nO"}, "", "<thi", "stop"),
-    ({"max_tokens": 1}, "", "<thi", "length"), ({"max_tokens": 2}, "", "", "length"),
-    ({"max_tokens": 3}, "One,", "", "length"),
-    ({"max_tokens": 4}, "One, \n\ntwo. </", "", "length"), ({"max_tokens": 6}, "One, \n\ntwo.", "\ufffd", "length"),
-    ({"extra_body": TRUE}, "Hm. Well", "No!", "stop"), ({"extra_body": TRUE, "max_tokens": 2}, "Hm.", "", "length"),
-    ({"extra_body": {"enable_thinking": True}}, "Hm. Well", "No!", "stop"),
+    ({"n": 2, "stop": "STOP"}, "One, \n\ntwo.", "€ for ", "stop"), ({"stop": "two"}, "One,", "", "stop"),
+    ({"max_tokens": 1}, "", "<thi", "length"), ({"max_tokens": 4}, "One, \n\ntwo. </", "", "length"),
+    ({"max_tokens": 6}, "One, \n\ntwo.", "\ufffd", "length"), ({"extra_body": TRUE}, "Hm. Well", "No!", "stop"),
+    ({"extra_body": {"enable_thinking": True}, "max_tokens": 2}, "Hm.", "", "length"),
     ({"reasoning_effort": "high"}, "Hm. Well", "No!", "stop"), ({"extra_body": FAKE}, "", "Hm. Well </think>\nNo!", "stop"),
     ({"reasoning_effort": "minimal"}, "", "Hm. Well </think>\nNo!", "stop"),
     ({"reasoning_effort": "none", "max_tokens": 3}, "One,", "", "length")], ids=str)

@@ -46,19 +46,14 @@ class Talk(NamedTuple):
 
 TALKS = {
     "a call in a fence": Talk(f" ```json\n{OSLO}\n```", "", [WEATHER]),
-    "a bare call": Talk(f" {OSLO}", "", [WEATHER]),
     "prose around a call": Talk(f" I look.\n\n{OSLO}\n\nOne moment.", "I look.One moment.", [WEATHER]),
-    "a bare list": Talk(f" [{TIME}, {OSLO}]", "", [DAY, WEATHER]),
     "several tags, none closed": Talk(f" <tool_call>{TIME}\n<tool_call>{OSLO}\n<tool_call>{TIME}", "", [DAY, WEATHER, DAY]),
     "several, one is wanted": Talk(f" {TIME}\n{OSLO} and more", "", [DAY], options={"parallel_tool_calls": False}),
     "several, one is wanted and the rest is cut": Talk(f" {OSLO}\n{TIME[:9]}", "", [WEATHER], "tool_calls",
                                                        {"parallel_tool_calls": False, "max_tokens": 11}),
     "unicode": Talk(' {"name": "weather", "arguments": {"city": "Ålesund ☔ \\u96e8 東京", "ü": "🌧"}}', "",
                     [("weather", {"city": "Ålesund ☔ 雨 東京", "ü": "🌧"})]),
-    "cut off": Talk(f" Wait. ```json\n{OSLO[:-9]}", f"Wait. ```json\n{OSLO[:-9]}", reason="length"),
     "cut off after a call": Talk(f" [{OSLO}]\n{OSLO[:-3]}", OSLO[:-3], [WEATHER], "length"),
-    "a function that is not offered": Talk(' {"name": "rm", "arguments": {"city": "Oslo"}}',
-                                           '{"name": "rm", "arguments": {"city": "Oslo"}}'),
     "the function is named": Talk('{"city":"Oslo"}}\n```\n\nMore.', "", [WEATHER], options={"tool_choice": NAMED},
                                   given=' ```json\n{"name":"weather","arguments":'),
     "a call is required": Talk('time_of_day","arguments":{}}\n```\n', "", [DAY], options={"tool_choice": "required"},
@@ -68,7 +63,6 @@ TALKS = {
     "thoughts that are asked for": Talk(f">\nOr {TIME}?\n</think>\n{OSLO}", "", [WEATHER], given=" <think",
                                         thoughts=f"Or {TIME}?", options={"extra_body": {"enable_thinking": True}}),
     "thoughts that do not end": Talk(f" <think>\nIs it {OSLO}", "", reason="length", thoughts=f"Is it {OSLO}"),
-    "no wish for calls": Talk(f" ```json\n{TIME}\n```.", f"```json\n{TIME}\n```.", options={"tool_choice": "none"}),
 }
 NAMES = [*TALKS]
 MODEL = "rwkv7-g1k-tiny"                 # a name of the series whose template is g1

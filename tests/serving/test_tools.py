@@ -132,12 +132,9 @@ def test_a_tool_without_parameters_has_an_empty_list_of_them(tool_client: "opena
 
 @pytest.mark.parametrize(("options", "param"), [
     ({"tools": []}, "tools"), ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
-    ({"tools": [{"type": "custom", "custom": {"name": "a"}}]}, "tools"), ({"tools": TOOLS * 65}, "tools"),
-    ({"tool_choice": "some"}, "tool_choice"),
+    ({"tools": TOOLS * 65}, "tools"), ({"tool_choice": "some"}, "tool_choice"),
     ({"tool_choice": {"type": "function", "function": {"name": "rm"}}}, "tool_choice"),
     ({"tools": None, "tool_choice": "required"}, "tool_choice"),
-    ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages[0].tool_calls[0]"),
-    ({"messages": [{"role": "assistant", "tool_calls": "x"}]}, "messages[0].tool_calls"),
     ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]}]},
      "messages[0].tool_calls[0].function.arguments")], ids=str)
 def test_wrong_tools_are_named(tool_client: "openai.OpenAI", options: dict[str, Any], param: str) -> None:

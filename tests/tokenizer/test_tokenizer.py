@@ -87,10 +87,6 @@ def test_id_by_id_no_half_character_is_shown(tokenizer: Tokenizer, text: str) ->
     assert not any(REPLACEMENT in piece for piece in shown)
 
 
-def test_a_character_is_shown_with_its_last_byte() -> None:
-    assert pieces(ByteTokenizer(), list("é€😀".encode())) == ["", "é", "", "", "€", "", "", "", "😀", ""]
-
-
 def test_an_incomplete_character_is_replaced_at_the_end_or_at_what_cannot_continue_it() -> None:
     assert pieces(ByteTokenizer(), [0xE2, 0x82]) == ["", "", REPLACEMENT]
     assert pieces(ByteTokenizer(), [0xE2, 0x41]) == ["", f"{REPLACEMENT}A", ""]
@@ -110,11 +106,6 @@ def test_any_ids_decode_as_the_library_does(ids: list[int]) -> None:
 @given(st.lists(st.integers(1, 255)))
 def test_any_bytes_decode_as_python_does(ids: list[int]) -> None:
     assert ByteTokenizer().decode(ids) == bytes(ids).decode("utf-8", "replace")
-
-
-@given(st.lists(st.integers(0, FALLBACK.vocab_size - 1)))
-def test_any_ids_decode_without_a_crash(ids: list[int]) -> None:
-    assert isinstance(FALLBACK.decode(ids), str)
 
 
 def test_text_already_returned_does_not_change_the_text_that_follows() -> None:
@@ -208,13 +199,6 @@ def test_a_file_is_read_whatever_its_layout_and_its_truncation_ignored(tmp_path:
     path = tmp_path / "tokenizer.json"
     path.write_text(library.to_str(pretty=True), encoding="utf-8")
     assert Tokenizer.named(str(path)).encode(SAMPLE) == BPE.encode(SAMPLE)
-
-
-def test_a_file_with_its_end_of_text_elsewhere(tmp_path: Path) -> None:
-    library = tokenizers.Tokenizer(models.WordLevel({"a": 0, "b": 1, END_OF_TEXT: 2}, unk_token="a"))
-    (tmp_path / "tokenizer.json").write_text(library.to_str())
-    tokenizer = Tokenizer.from_file(tmp_path / "tokenizer.json")
-    assert (tokenizer.end_of_text, tokenizer.decode([2, 1, 2])) == (2, "b")
 
 
 WRONG = {

@@ -279,11 +279,11 @@ def test_a_wrong_line_is_named_with_its_number(tmp_path: Path, content: bytes, n
 @pytest.mark.parametrize(("arguments", "named"), [
     ((), "data.path"),
     (("data.path=absent.txt",), "data.path=absent.txt"),
-    (("data.path=absent.jsonl",), "data.path=absent.jsonl"),
     (("data.path=.",), "data.path=."),
     (("data.path=text.txt", "out=absent/x.json"), "absent"),
     (("data.path=text.txt", "chunk_len=0"), "chunk_len"),
     (("path=text.txt",), "data.path"),
+    (("data=text",), "data.path"),
     (("data.path=text.txt", "tokenizer=byte"), "tokenizer=byte"),
 ])
 def test_a_mistake_is_one_sentence(run: Run, arguments: tuple[str, ...], named: str) -> None:

@@ -7,11 +7,11 @@
     ggmf          rwkv.cpp's, FP32 and FP16; time_decay is stored as -exp(raw)
     gguf          llama.cpp's, also quantised, with the tokenizer; only RWKV-7
 
-A format module has SUFFIXES, recognises(path), read(path) -> Content and write(path, Outgoing). If the format cannot hold every
-tensor in every dtype, it has dtype_for(tensor, group, dtype), where group is what the generation's group() returns for the
-tensor's name. If it has block formats, it has QUANTISED. How a format names and arranges tensors is in the generation's file
-(rwkv/checkpoint/rwkvN.py). A file is read by its content, and written in the format of its name's suffix. Formats share the
-modules that begin with _.
+A format module has recognises(path), read(path) -> Content and write(path, Outgoing). If the format cannot hold every tensor
+in every dtype, it has dtype_for(tensor, group, dtype), where group is what the generation's group() returns for the tensor's
+name. How a format names and arranges tensors is in the generation's file (rwkv/checkpoint/rwkvN.py). A file is read by its
+content, and written in the format of its name's suffix. Formats share the modules that begin with _. Nothing in this file needs
+PyTorch.
 """
 
 import importlib
@@ -21,6 +21,10 @@ from types import ModuleType
 
 from rwkv.errors import CheckpointError, UserError
 
+SUFFIXES = {".pth": "pth", ".ckpt": "ckpt", ".safetensors": "safetensors", "": "huggingface", ".bin": "ggmf", ".ggmf": "ggmf",
+            ".gguf": "gguf"}             # what each chooses
+QUANTISED = {"gguf": ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), "safetensors": ("int4",)}     # block formats
+FORMS = ("fla", "official")              # of Hugging Face directories of RWKV-7
 BYTES_SHOWN = 16                         # in the message about a file of no known format
 
 
@@ -33,11 +37,6 @@ def load(name: str) -> ModuleType:
     if name not in names():
         raise UserError(f"there is no format {name!r}: choose one of {', '.join(names())}")
     return importlib.import_module(f"{__name__}.{name}")
-
-
-def quantised() -> dict[str, tuple[str, ...]]:
-    """Names of formats that have block formats, each with its block formats."""
-    return {name: blocks for name in names() if (blocks := getattr(load(name), "QUANTISED", ()))}
 
 
 def recognise(path: Path) -> ModuleType:
@@ -53,15 +52,14 @@ def recognise(path: Path) -> ModuleType:
                           "rwkv.cpp's ggmf, or GGUF")
 
 
-def by_suffix(path: Path) -> ModuleType:
-    """The format that a path's suffix chooses. Raises UserError for another suffix."""
+def by_suffix(path: Path) -> str:
+    """The name of the format that a path's suffix chooses. Raises UserError for another suffix."""
     suffix = "" if path.is_dir() else path.suffix
-    for format in map(load, names()):
-        if suffix in format.SUFFIXES:
-            return format
-    known = ", ".join(suffix or "no suffix" for name in names() for suffix in load(name).SUFFIXES)
-    raise UserError(f"{path.name} does not say its format: choose one of these suffixes ({known}), or name a format "
-                    f"({', '.join(names())})")
+    if suffix not in SUFFIXES:
+        known = ", ".join(suffix or "no suffix" for suffix in SUFFIXES)
+        raise UserError(f"{path.name} does not say its format: choose one of these suffixes ({known}), or name a format "
+                        f"({', '.join(names())})")
+    return SUFFIXES[suffix]
 
 
 def first_bytes(path: Path, count: int) -> bytes:

@@ -9,12 +9,11 @@ from rwkv.checkpoint.formats._torch_file import load, stored
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 
-SUFFIXES = (".ckpt",)
 PREFIX = "model."                        # Lightning's, from the name of the model's attribute in rwkv/training/task.py
 
 
 def recognises(path: Path) -> bool:
-    return _torch_file.recognises(path) and path.suffix in SUFFIXES
+    return _torch_file.recognises(path) and path.suffix == ".ckpt"
 
 
 def read(path: Path) -> Content:

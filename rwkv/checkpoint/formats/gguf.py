@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, entry_in
-from rwkv.checkpoint.formats import _gguf_tokenizer, first_bytes
+from rwkv.checkpoint.formats import QUANTISED, _gguf_tokenizer, first_bytes
 from rwkv.checkpoint.formats._gguf_header import read_header
 from rwkv.checkpoint.formats._gguf_types import DTYPES, dequantised, package
 from rwkv.checkpoint.generations import generation_of, generations
@@ -32,8 +32,6 @@ from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 from rwkv.io.gguf import MAGIC, SPLIT_COUNT, parts_of
 
-SUFFIXES = (".gguf",)
-QUANTISED = ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0")
 TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32,                       # general.file_type, by the type of most tensors
               "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q8_0": 7}
@@ -113,7 +111,7 @@ def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
     """The dtype of a tensor of this group: vectors are float32, and a matrix to be quantised keeps its dtype until then."""
     if group == "vector":
         return torch.float32
-    return tensor.dtype if dtype is None or dtype in QUANTISED else DTYPES_BY_NAME[dtype]
+    return tensor.dtype if dtype is None or dtype in QUANTISED["gguf"] else DTYPES_BY_NAME[dtype]
 
 
 def write(path: Path, outgoing: Outgoing) -> None:

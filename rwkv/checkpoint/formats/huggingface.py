@@ -23,19 +23,17 @@ from typing import Any
 
 from rwkv.chat.stated import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
-from rwkv.checkpoint.formats import _torch_file, pth, safetensors
+from rwkv.checkpoint.formats import FORMS, _torch_file, pth, safetensors
 from rwkv.checkpoint.generations import generation_of, generations, supported
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file, write_folder
 from rwkv.tokenizer import special, world_json
 
-SUFFIXES = ("",)
 TOKENIZER = "tokenizer.json"
 WEIGHTS = "model.safetensors"
 SPECIAL_TOKENS = "special_tokens_map.json"
 WORLD = "rwkv_vocab_v20230424.txt"
 OURS = (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WORLD)
-FORMS = ("fla", "official")
 WHOLE = (WEIGHTS, "pytorch_model.bin")
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 

@@ -7,11 +7,9 @@ from rwkv.checkpoint.formats import _torch_file, ckpt
 from rwkv.checkpoint.formats._torch_file import load, stored
 from rwkv.io.atomic import write_file
 
-SUFFIXES = (".pth",)
-
 
 def recognises(path: Path) -> bool:
-    return _torch_file.recognises(path) and path.suffix not in ckpt.SUFFIXES
+    return _torch_file.recognises(path) and path.suffix != ".ckpt"
 
 
 def read(path: Path) -> Content:

@@ -22,14 +22,12 @@ from rwkv.checkpoint.stored import Stored, raw
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 
-SUFFIXES = (".safetensors",)
-QUANTISED = ("int4",)
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def recognises(path: Path) -> bool:
-    return path.is_file() and (path.suffix in SUFFIXES or first_bytes(path, 9)[8:] == b"{")
+    return path.is_file() and (path.suffix == ".safetensors" or first_bytes(path, 9)[8:] == b"{")
 
 
 def read(path: Path) -> Content:
