@@ -15,7 +15,8 @@ from rwkv.training.callbacks.metrics import Metrics
 
 FIRST_LINE = 3.0                         # seconds between two lines in a file at first,
 LAST_LINE = 30.0                         # and later
-# The metrics beside the bar, in words that fit into a terminal of 80 columns
+# The bar, and the metrics beside it in words that fit into a terminal of 80 columns
+FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 SHOWN = {"train/loss": "train {}", "val/loss": "val {}", "tok_per_sec": "{} tokens/s"}
 
 
@@ -31,7 +32,7 @@ class ProgressBar(Callback):
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if rank() == 0:
-            self._bar = _bar(total=trainer.max_steps, initial=trainer.global_step, unit="step")
+            self._bar = _bar(total=trainer.max_steps, initial=trainer.global_step, bar_format=FORMAT)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         if self._bar is not None and trainer.global_step > self._bar.n:
