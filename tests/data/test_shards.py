@@ -342,6 +342,7 @@ def test_a_full_disk_leaves_nothing_half_written(library: DataConfig, monkeypatc
 def test_a_long_text_is_never_in_memory_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are its tokens: what Python has allocated at most is less than a quarter of the text."""
     monkeypatch.setattr(shards, "SHARD", 1 << 14)
+    monkeypatch.setattr("rwkv.io.utf8.BLOCK", 1 << 14)
     (tmp_path / "long.txt").write_text(TEXT * 500)
     config = DataConfig(name="text", path=str(tmp_path / "long.txt"), tokenizer="byte", cache_dir=str(tmp_path / "cache"),
                         tokenize_workers=2)
