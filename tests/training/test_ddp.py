@@ -40,7 +40,7 @@ def test_two_processes_have_the_losses_of_one(folder: Path, one: Done, two: Done
     states, expected = (torch.load(folder / name / "checkpoints/last.ckpt", weights_only=True)["carried"]
                         for name in ("two", "one"))
     for name, state in expected.items():
-        torch.testing.assert_close(states[name], state, rtol=0, atol=1e-4)
+        torch.testing.assert_close(states[name], state, rtol=1e-3, atol=1e-4)
 
 
 def test_two_processes_come_to_the_end(folder: Path, two: Done) -> None:
