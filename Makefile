@@ -26,7 +26,7 @@ test: lint                               ## everything that must be true
 quick: $(READY_TO_TEST)                  ## the tests without whole programs, compilers and depth: a minute on two cores
 	$(BIN)/python -m pytest $(PARALLEL) -m "not programs and not compiles and not thorough and not soak"
 
-soak: $(READY_TO_TEST)                   ## what takes minutes: twenty kills of a run, a full disk, a thousand damaged files
+soak: $(READY_TO_TEST)                   ## what takes minutes: twenty kills of a run, a thousand damaged files
 	$(BIN)/python -m pytest -m soak $(ARGS)
 
 lint: $(READY_TO_TEST)                   ## ruff, and mypy as on this system and as on Windows

@@ -4,8 +4,6 @@ import importlib.util
 import json
 import re
 import shlex
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +11,6 @@ from typing import NamedTuple
 import pytest
 import torch
 from programs import PROGRAMS
-from training_runs import ENVIRONMENT, TEXT
 
 from kernels.timex import formula
 from rwkv import cli
@@ -25,8 +22,6 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").g
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 SCREENS, ROWS, COLUMNS = 3, 50, 132
 FIRST_WORDS = ("python", "python3", "make", "pip", "hf", "curl", "timemix")
-SMALL = ("trainer.max_steps=4", "trainer.val_every=4", "trainer.val_tokens=2000", "trainer.sample_tokens=4", "logger=csv",
-         "model.n_layer=1", "model.n_embd=32", "model.ctx_len=32", "data.cache_dir=cache")
 
 
 class Command(NamedTuple):
@@ -62,7 +57,7 @@ def test_links_lead_to_files() -> None:
     pytest.param(page, id=str(page.relative_to(ROOT)), marks=[pytest.mark.thorough] * (page.parent.name == "docs"))
     for page in PAGES if commands(page)])
 def test_the_commands_of_a_page_exist(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Their programs, options and values are there; soak runs those of the quick start and the examples."""
+    """Their programs, options and values are there; test_docs_soak.py runs them."""
     monkeypatch.chdir(tmp_path)
     for command in commands(page):
         print(*command.words)
@@ -137,32 +132,6 @@ def test_the_readme_s_kernel_computes_the_operator(tmp_path: Path) -> None:
     torch.testing.assert_close(kernel.forward(w, k, 0.5), formula.forward(*exact[:2], 0.5).float())
     for ours, theirs in zip(kernel.backward(w, k, grad), formula.backward(*exact), strict=True):
         torch.testing.assert_close(ours, theirs.float())
-
-
-@pytest.mark.soak
-def test_the_quick_start_s_programs_run(tmp_path: Path) -> None:
-    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
-    small_text = (*SMALL, "data=text", "data.path=text.txt", "data.tokenizer=byte", "data.val_fraction=0.2")
-    shown = [command.words for command in commands(ROOT / "docs" / "quickstart.md") if command.words[-1] != "-m"]
-    ran = [words for words in shown if words[0] == "python"]
-    assert [words[1] for words in ran] == ["train.py", "generate.py", "chat.py", "train.py"]
-    for _, program, *options in ran:
-        more = small_text if program == "train.py" else ("max_new_tokens=4",)
-        done = subprocess.run([sys.executable, str(ROOT / program), *options, *more], cwd=tmp_path, env=ENVIRONMENT,
-                              input="hi\n", capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr
-    assert (tmp_path / "two" / "report.html").is_file()
-
-
-@pytest.mark.soak
-@pytest.mark.parametrize(("arguments", "said"), [
-    (("ablate.py", "out", "--kernels", "conv1d,torch_scan", "--steps", "4"), "torch_scan"),
-    (("tune.py", "out", "--steps", "4"), "after"), (("brick_padding.py", "wall.png", "--kernel", "torch_strips"), "wall.png")])
-def test_an_example_runs(arguments: tuple[str, ...], said: str, tmp_path: Path) -> None:
-    command = [sys.executable, str(ROOT / "examples" / arguments[0]), *arguments[1:]]
-    done = subprocess.run(command, cwd=tmp_path, env=ENVIRONMENT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert said in done.stdout
 
 
 def test_every_example_is_on_its_page() -> None:

@@ -1,44 +1,47 @@
 """Mistakes that can be known without PyTorch, which takes seconds to import, are refused before it is imported.
 
-Each command runs in a process in which importing PyTorch or Lightning is an error that no program shows as a user's mistake.
+The commands run one after the other in a process in which importing PyTorch or Lightning is an error that no program shows as a
+user's mistake.
 """
 
+import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from programs import one_sentence
+from training_runs import ENVIRONMENT, ROOT
 
-ROOT = Path(__file__).parent.parent
-WITHOUT = f"""
-import runpy, sys
-sys.path.insert(0, {str(ROOT)!r})
+WITHOUT = """
+import io, json, runpy, sys, traceback
+from contextlib import redirect_stderr, redirect_stdout
+
 class Refused:
     def find_spec(self, name, path=None, target=None):
         if name in ("torch", "lightning"):
-            raise RuntimeError(f"{{name}} is imported")
+            raise RuntimeError(f"{name} is imported")
+
+def run(command):
+    sys.argv = command
+    output, error, status = io.StringIO(), io.StringIO(), 0
+    with redirect_stdout(output), redirect_stderr(error):
+        try:
+            runpy.run_module(command[0], run_name="__main__")
+        except SystemExit as stop:
+            status = stop.code
+        except BaseException:
+            traceback.print_exc()
+    return status, output.getvalue(), error.getvalue()
+
 sys.meta_path.insert(0, Refused())
-program = sys.argv[1]
-sys.argv = sys.argv[1:]
-runpy.run_module(program, run_name="__main__")
+print(json.dumps([run(command) for command in json.loads(sys.argv[1])]))
 """
 TRAIN = "rwkv.programs.train"
 LORA = (TRAIN, "tune=lora")
 TALKS = ("data=chat", "data.path=talks.jsonl")
 SWEEP = (TRAIN, "-m", "seed=0,1", "logger=csv")
-
-
-@pytest.fixture
-def folder(tmp_path: Path) -> Path:
-    (tmp_path / "text.txt").write_text("a text\n" * 100, encoding="utf-8")
-    (tmp_path / "talks.jsonl").write_text('{"messages": []}\n', encoding="utf-8")
-    (tmp_path / "used").mkdir()
-    (tmp_path / "used" / "file").write_text("", encoding="utf-8")
-    return tmp_path
-
-
-@pytest.mark.programs
-@pytest.mark.parametrize(("command", "said"), [
+MISTAKES = (
+    ((TRAIN, "model.n_layer=two"), "model.n_layer"),
     ((TRAIN, "init_from=nothing.pth"), "nothing.pth"),
     ((*LORA, *TALKS, "init_from=nothing.pth"), "nothing.pth"),
     (LORA, "init_from="),
@@ -79,19 +82,34 @@ def folder(tmp_path: Path) -> Path:
     (("rwkv.tools.convert", "nothing.pth", "out.pth"), "nothing.pth"),
     (("rwkv.tools.convert", "text.txt", "out.xyz"), "out.xyz"),
     (("rwkv.tools.report", "nothing"), "nothing"),
-], ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
-def test_a_mistake_is_refused_without_torch(command: tuple[str, ...], said: str, folder: Path) -> None:
+)
+NO_MISTAKE = ("rwkv.programs.generate", "checkpoint=text.txt")
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, ...], tuple[int, str, str]]:
+    """The exit status and the output of each command. They write no file."""
+    folder = tmp_path_factory.mktemp("without")
+    (folder / "text.txt").write_text("a text\n" * 100, encoding="utf-8")
+    (folder / "talks.jsonl").write_text('{"messages": []}\n', encoding="utf-8")
+    (folder / "used").mkdir()
+    (folder / "used" / "file").write_text("", encoding="utf-8")
     before = sorted(folder.rglob("*"))
-    done = subprocess.run([sys.executable, "-c", WITHOUT, *command], cwd=folder, capture_output=True, text=True, check=False)
-    assert (done.returncode, done.stdout) == (2, ""), done.stderr
-    assert done.stderr.startswith("error: ")
-    assert done.stderr.count("\n") == 1
-    assert said in done.stderr
+    commands = [*(command for command, _ in MISTAKES), NO_MISTAKE]
+    done = subprocess.run([sys.executable, "-W", "ignore::RuntimeWarning:runpy", "-c", WITHOUT, json.dumps(commands)],
+                          cwd=folder, env=ENVIRONMENT | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, check=True)
     assert sorted(folder.rglob("*")) == before
+    return {command: tuple(found) for command, found in zip(commands, json.loads(done.stdout), strict=True)}
 
 
 @pytest.mark.programs
-def test_an_import_of_torch_would_be_noticed(folder: Path) -> None:
-    command = ("rwkv.programs.generate", "checkpoint=text.txt")
-    done = subprocess.run([sys.executable, "-c", WITHOUT, *command], cwd=folder, capture_output=True, text=True, check=False)
-    assert "torch is imported" in done.stderr
+@pytest.mark.parametrize(("command", "said"), MISTAKES,
+                         ids=lambda value: " ".join(value) if isinstance(value, tuple) else "")
+def test_a_mistake_is_refused_without_torch(command: tuple[str, ...], said: str,
+                                            ended: dict[tuple[str, ...], tuple[int, str, str]]) -> None:
+    one_sentence(ended[command], said)
+
+
+@pytest.mark.programs
+def test_an_import_of_torch_would_be_noticed(ended: dict[tuple[str, ...], tuple[int, str, str]]) -> None:
+    assert "torch is imported" in ended[NO_MISTAKE][2]

@@ -6,7 +6,6 @@ data.path=, ...) never reach Hydra's grammar: commas, quotes, equals signs and n
 before Hydra and torch are imported.
 """
 
-import argparse
 import ast
 import atexit
 import io
@@ -48,8 +47,8 @@ GLOBAL = "# @package _global_"           # in a choice's file: it sets options b
 SHOW_JOB = (["--cfg", "job"], ["-c", "job"])
 HELP_FLAGS = ("--help", "-h")
 SWEEP_FLAGS = ("-m", "--multirun")
-VALUED_FLAGS = ("--cfg", "-c", "--package", "-p", "--info", "-i")         # Hydra's: the next argument is their value
-FLAGS = (*HELP_FLAGS, *SWEEP_FLAGS, *VALUED_FLAGS, "--resolve")
+VALUED_FLAGS = ("--cfg", "-c")           # the next argument is their value
+FLAGS = (*HELP_FLAGS, *SWEEP_FLAGS, *VALUED_FLAGS)
 READER_GONE = 1                          # exit statuses
 USER_ERROR = 2
 INTERRUPTED = 130
@@ -98,13 +97,13 @@ Jobs = Callable[[CommandLine], list[Job]]
 
 
 def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str, about: str | None,
-        sweep: Callable[[CommandLine, Jobs], None] | None = None, several: bool = True) -> None:
+        sweep: Callable[[CommandLine, Jobs], None] | None = None) -> None:
     """Composes configs/CONFIG_NAME.yaml with sys.argv into a `schema` and calls task(config, command line).
 
     about: the first part of --help; None for the docstring of the task's file. sweep: called for -m instead of `task`, with the
-    command line and a function that makes its jobs; without `sweep` Hydra runs the jobs. several: False refuses -m. A user's
-    mistake, here or in the task, ends the process with one sentence on standard error and exit status 2. If the reader of
-    standard error goes away, the process continues; if the reader of standard output does, the process ends quietly.
+    command line and a function that makes its jobs; without `sweep`, -m is refused. A user's mistake, here or in the task, ends
+    the process with one sentence on standard error and exit status 2. If the reader of standard error goes away, the process
+    continues; if the reader of standard output does, the process ends quietly.
     """
     with redirect_stderr(unread(sys.stderr)), exit_on_user_error():
         line = split(sys.argv[1:], schema)
@@ -113,14 +112,15 @@ def run(task: Callable[[Any, CommandLine], None], schema: type, config_name: str
             return
         check(line, schema)
         several_values = any(flag in SWEEP_FLAGS for flag in line.flags)
-        if several_values and not several:
-            raise UserError("-m runs a program once for each of several values, and this one goes on until it is ended: leave "
-                            "-m out")
+        if several_values and sweep is None:
+            raise UserError("-m runs train.py once for each of several values, and this program runs once: leave -m out")
         _hint(line, schema, several_values)
-        if sweep and line.flags and all(flag in SWEEP_FLAGS for flag in line.flags):
+        if line.flags in SHOW_JOB:
+            _show(compose(line, schema, config_name))
+        elif sweep and line.flags and all(flag in SWEEP_FLAGS for flag in line.flags):
             sweep(line, partial(jobs, schema=schema, config_name=config_name))
         elif line.flags:
-            _run_by_hydra(task, schema, config_name, line)
+            raise UserError(f"{' '.join(line.flags)}: --cfg job shows all options, and takes no other flag")
         else:
             with uncollected():
                 config = compose(line, schema, config_name)
@@ -337,7 +337,7 @@ def compose(line: CommandLine, schema: type, config_name: str) -> Any:
     with _hydra(schema, config_name):
         for _, swept in _combinations(line.overrides, schema):
             if swept:
-                raise UserError(f"several values of {', '.join(swept)} make a sweep, which starts with the flag -m")
+                raise UserError(f"several values of {', '.join(swept)} make a sweep, which train.py runs with the flag -m")
         return _compose(config_name, schema, line.overrides, line.verbatim)
 
 
@@ -371,26 +371,9 @@ def _hydra(schema: type, config_name: str) -> Iterator[None]:
         yield
 
 
-def _run_by_hydra(task: Callable[[Any, CommandLine], None], schema: type, config_name: str, line: CommandLine) -> None:
-    """For Hydra's own flags, and for -m in a program without sweeps. Our --cfg job also shows the verbatim values."""
-    import hydra
-
-    with _hydra(schema, config_name):                            # errors are found here: Hydra would show them in many lines
-        for overrides, _ in _combinations(line.overrides, schema):
-            _compose(config_name, schema, overrides, line.verbatim)
-    if line.flags in SHOW_JOB:
-        plain = json.loads(json.dumps(asdict(compose(line, schema, config_name))))       # tuples as lists
-        print(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), end="", flush=True)
-        return
-
-    def job(composed: Any) -> None:
-        with exit_on_user_error():
-            task(build(composed, line.verbatim), line)
-
-    if sys.version_info >= (3, 14):      # its argparse wants every help to be a string, and one of Hydra 1.3's is not
-        argparse.ArgumentParser._check_help = lambda self, action: None       # type: ignore[attr-defined]
-    sys.argv[1:] = line.flags + line.overrides
-    hydra.main(version_base="1.3", config_path=str(CONFIGS), config_name=config_name)(job)()
+def _show(config: Any) -> None:
+    plain = json.loads(json.dumps(asdict(config)))               # tuples as lists
+    print(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True), end="", flush=True)
 
 
 def _params(config_name: str, schema: type, line: CommandLine) -> list[str]:

@@ -243,6 +243,7 @@ class ConversationRows(Dataset[Packed]):
         lengths = np.diff(self._bounds) - 1                      # the last id, end_of_text, is only a target
         self.cut = longer_than(tokens, ctx_len)
         self._lengths = np.minimum(lengths, ctx_len)
+        self._read = int(self._lengths.sum())            # tokens in all rows
         self._rows = packed_rows(self._lengths.tolist(), ctx_len)
         before = np.cumsum(np.append(0, learnt[:]), dtype=np.int64)
         first = self._bounds[:-1] + 1
@@ -278,7 +279,7 @@ class ConversationRows(Dataset[Packed]):
 
     def padding(self) -> float:
         """The fraction of the positions in all rows that hold no token."""
-        return 1 - float(self._lengths.sum()) / (len(self) * self.ctx_len)
+        return 1 - self._read / (len(self) * self.ctx_len)
 
     def describe(self) -> str:
         cut = (f"; {self.cut:,} longer than model.ctx_len={self.ctx_len} are cut there (trainer.tbptt reads them whole)"

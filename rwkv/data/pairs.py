@@ -69,9 +69,6 @@ class PairRows(ConversationRows):
                 column += self._lengths[text]
         return Pairs(*packed, torch.from_numpy(answers), torch.tensor(found[::2]) // 2)
 
-    def padding(self) -> float:
-        return 1 - self._read / (len(self) * self.ctx_len)
-
     def describe(self) -> str:
         left_out = (f"; {self.left_out:,} longer than model.ctx_len={self.ctx_len}, both texts together, are left out "
                     f"(model.ctx_len={self.longest} holds all)" if self.left_out else "")

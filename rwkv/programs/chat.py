@@ -282,7 +282,7 @@ def _typed() -> Iterator[str]:
 def main() -> None:
     threads.wait_briefly()               # this line and the next must run before torch is imported
     allocator.use_large_pages()
-    cli.run(chat, ChatConfig, "chat", __doc__, several=False)
+    cli.run(chat, ChatConfig, "chat", __doc__)
 
 
 if __name__ == "__main__":

@@ -136,7 +136,7 @@ def _kept(config: ServeConfig, size: int) -> str:
 def main() -> None:
     threads.wait_briefly()               # this line and the next run before torch is imported, in the engine's process too
     allocator.use_large_pages()
-    cli.run(serve, ServeConfig, "serve", __doc__, several=False)
+    cli.run(serve, ServeConfig, "serve", __doc__)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,8 @@ from rwkv.io.atomic import write_file
 from rwkv.report.findings import BAD, findings
 from rwkv.report.numbers import as_csv, compare, rows
 from rwkv.report.page import render
-from rwkv.report.reading import is_finished, read
+from rwkv.report.reading import read
 from rwkv.report.verdict import verdict
-
-__all__ = ["Summary", "is_finished", "summary", "table", "write"]
 
 PAGE = "report.html"
 TABLE = "report.csv"

@@ -191,25 +191,32 @@ class Tokenizer(ABC):
         return JsonTokenizer(text, str(path), end_of_text, _ends_of_same(text, like) or special.ends_by_rule, option)
 
     @staticmethod
-    def named(name: str, option: str = "tokenizer", names: str = NAMES, end_of_text: str | None = None,
+    def named(name: str, option: str = "tokenizer", end_of_text: str | None = None,
               like: Mapping[str, Any] | None = None) -> "Tokenizer":
         """The tokenizer byte, world (from an installed package), FILE.json or FILE.txt. Raises UserError for other names.
 
-        option, names: the option and its legal values, for the message. end_of_text: the name of the token of FILE.json that
-        ends a text; None: as the file says. like: another definition; if it is of the same file, its ends of text are used.
+        option: for the message. end_of_text: the name of the token of FILE.json that ends a text; None: as the file says. like:
+        another definition; if it is of the same file, its ends of text are used.
         """
-        Tokenizer.check_named(name, option, names)
+        _require_name(name, option)
         if name == "byte":
             return _without_option(ByteTokenizer(), end_of_text, end_option(option))
         return Tokenizer.from_file(_file_named(name), end_of_text, like, end_option(option))
 
     @staticmethod
     def check_named(name: str, option: str = "tokenizer", names: str = NAMES) -> None:
-        """Raises UserError, without reading the vocabulary, for a name that `named` does not take and for a missing file."""
-        if name not in ("byte", "world") and not name.endswith((".json", ".txt")):
-            raise UserError(f"{option} is {names}; got {name!r}")
+        """Raises UserError, without reading the vocabulary, for a name that `named` does not take and for a missing file.
+
+        option, names: the option and its legal values, for the message.
+        """
+        _require_name(name, option, names)
         if name != "byte":
             read_bytes(Path(_file_named(name)), _described(_file_named(name)), most=1)
+
+
+def _require_name(name: str, option: str, names: str = NAMES) -> None:
+    if name not in ("byte", "world") and not name.endswith((".json", ".txt")):
+        raise UserError(f"{option} is {names}; got {name!r}")
 
 
 def end_option(option: str) -> str:

@@ -214,7 +214,6 @@ def test_a_folder_with_json_lines_is_read_without_its_json_files(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("content", "said"), [
-    (b"PAR1....PAR1", "Parquet"), (b"[{}, 3", "t.json begins with"), (b"[3, {}]", "entry 1 is not an object"),
     (b'[{"messages": 3}]', "entry 1: messages is a list"), (b"[]", "has 0 conversations")])
 def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "t.json").write_bytes(content)

@@ -112,10 +112,9 @@ def test_a_wide_vocabulary_takes_wider_integers(config: DataConfig) -> None:
 
 
 def test_a_bpe_tokenizer_of_much_text_is_made_from_all_over_it(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rwkv.data.prepare.BPE_BYTES", 3000)
-    monkeypatch.setattr("rwkv.io.utf8.BLOCK", 100)
+    monkeypatch.setattr("rwkv.data.prepare.BPE_BYTES", 200_000)
     words = ("first", "second", "third")
-    prepared = prepare(with_text(config, "".join(f" {word}" * 800 for word in words)), 16)
+    prepared = prepare(with_text(config, "".join(f" {word}\n" * 80_000 for word in words)), 16)
     assert all(len(prepared.tokenizer.encode(f" {word}")) == 1 for word in words)
 
 
@@ -343,7 +342,6 @@ def test_a_full_disk_leaves_nothing_half_written(library: DataConfig, monkeypatc
 def test_a_long_text_is_never_in_memory_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor are its tokens: what Python has allocated at most is less than a quarter of the text."""
     monkeypatch.setattr(shards, "SHARD", 1 << 14)
-    monkeypatch.setattr("rwkv.data.shards.BATCH", 1 << 12)
     monkeypatch.setattr("rwkv.io.utf8.BLOCK", 1 << 14)
     (tmp_path / "long.txt").write_text(TEXT * 500)
     config = DataConfig(name="text", path=str(tmp_path / "long.txt"), tokenizer="byte", cache_dir=str(tmp_path / "cache"),

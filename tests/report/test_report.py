@@ -1,6 +1,5 @@
 """Reports of runs and sweeps: the measurements of a run, failed runs, damaged files, and the numbers on the page."""
 
-import contextlib
 import csv
 import json
 import math
@@ -20,11 +19,10 @@ import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from models import small_model
-from stubs import stub
+from stubs import selectable_stub
 from training_runs import OF_PROBE, SMALL, TEXT, assert_same_training, losses, rows
 
 from kernels.timex import conv1d
-from kernels.wkv4 import WKV4
 from rwkv import cli, report
 from rwkv.config import DataConfig, KernelConfig, LoggerConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
 from rwkv.report import page as report_page
@@ -34,7 +32,7 @@ from rwkv.report.numbers import columns, compare
 from rwkv.report.reading import Run, read
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools import report as report_tool
-from rwkv.training import fit, sweep, sweep_child
+from rwkv.training import fit, sweep
 from rwkv.training.run.opening import open_run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -163,8 +161,6 @@ def test_a_sweep_goes_on_with_what_is_missing(swept: tuple[int, Path], start: Ca
     (("hydra/launcher=basic", "seed=0,1", "out_dir=new"), "hydra/launcher"),
     (("+hydra.launcher.n_jobs=4", "out_dir=new"), "hydra.launcher.n_jobs"),
     (("kernel=conv1d,torch_chunk", "out_dir=new"), "torch_chunk computes the operator of RWKV-7"),
-    (("seed=0,1", "init_from=nowhere.pth", "out_dir=new"), "nowhere.pth"),
-    (("seed=0,1", "data=text", "data.path=nowhere.txt", "out_dir=new"), "nowhere.txt does not exist"),
     (("seed=0,1", "resume=auto", "out_dir=a, b/kernel=conv1d"), "exists already"),
 ])
 def test_mistakes_in_the_command_line_of_a_sweep(swept: tuple[int, Path], start: Callable[..., int], arguments: tuple[str, ...],
@@ -244,13 +240,13 @@ def test_the_reason_of_a_failed_run(status: int, error: str | None, log: str, re
     ("try:\n    raise ValueError('one\\ntwo')\nexcept ValueError:\n    sys.exit(2)", "one"),
     ("try:\n    raise ValueError('one')\nexcept ValueError:\n    sys.exit(1)", "ValueError: one"),
     ("sys.exit(1)", None), ("", None)])
-def test_a_run_of_a_sweep_writes_the_error_that_ends_it(program: str, reason: str | None, tmp_path: Path,
-                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_of_a_sweep_writes_the_error_that_ends_it(program: str, reason: str | None, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(f"import sys\n{program}\n")
-    monkeypatch.setattr(sweep_child, "PROGRAM", tmp_path / "train.py")
-    with contextlib.suppress(SystemExit, KeyError):
-        sweep_child.run(tmp_path / "reason.txt")
+    child = tmp_path / "rwkv" / "training" / "sweep_child.py"
+    child.parent.mkdir(parents=True)
+    shutil.copy(sweep.CHILD, child)
     found = tmp_path / "reason.txt"
+    subprocess.run([sys.executable, child, found], stderr=subprocess.DEVNULL, check=False)
     assert (found.read_text() if found.exists() else None) == reason
 
 
@@ -279,6 +275,10 @@ def test_a_probe_does_not_change_training_by_a_bit(folder: Path, options: dict[s
     for name, probe in (("with", True), ("without", False)):
         fit.train(open_run(small(folder, name, probe=probe, sample_every=3, sample_tokens=2, **options)))
     assert_same_training(folder / "with", folder / "without", OF_PROBE)
+    page = parsed(folder / "without" / "report.html")
+    assert "torch_scan, seed 0" in page.text
+    assert "Samples" in page.text
+    assert "compared with" not in page.text
     measured, without = (json.loads((folder / name / "kernel.json").read_text()) for name in ("with", "without"))
     assert (measured["finished"], without["finished"], without["probe"], without["errors"]) == (True, True, "off", {})
     assert len(measured["steps"]) == 5
@@ -288,15 +288,28 @@ def test_a_probe_does_not_change_training_by_a_bit(folder: Path, options: dict[s
 
 
 @pytest.mark.programs
-def test_a_wrong_gradient_is_exposed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_gradient_is_exposed(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """In the terminal before the run, by the probe and at the end, and in the report; without the probe too."""
     def wrong(w: torch.Tensor, k: torch.Tensor, grad_out: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         grad_w, grad_k = conv1d.backward(w, k, grad_out)
         return grad_w, grad_k.roll(1, -1)
 
-    with stub("timex", conv1d.forward, wrong) as name:
+    warnings = {}
+    with selectable_stub("timex", conv1d.forward, wrong) as name:
         for kernel in ("conv1d", name):
-            monkeypatch.setattr("rwkv.training.setup.operator_for", lambda *_, kernel=kernel: WKV4("timex", timex=kernel))
             fit.train(open_run(small(folder, f"runs/{kernel}", kernel, probe=True)))
+            warnings[kernel] = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING")]
+        fit.train(open_run(small(folder, "unprobed", name)))
+    assert warnings["conv1d"] == []
+    before, at_start, at_end, of_report = warnings[name]
+    assert f"{name} is wrong" in of_report
+    *_, of_report = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING")]
+    assert of_report == f"{before}."
+    assert before.partition(name)[2] in parsed(folder / "unprobed" / "report.html").text
+    for warning, where in ((before, "small case"), (at_start, "at step 2"), (at_end, "at step 6")):
+        assert where in warning
+        assert "gradient of k" in warning
+        assert "time_decay" not in warning
     report.write(folder / "runs")
     page = parsed(folder / "runs" / "report.html")
     assert f"{name} is wrong: the error of its gradient of k is " in page.text
@@ -305,15 +318,6 @@ def test_a_wrong_gradient_is_exposed(folder: Path, monkeypatch: pytest.MonkeyPat
     right, broken = (next(row for row in table(folder / "runs") if row["kernel"] == kernel) for kernel in ("conv1d", name))
     assert float(broken["err_end_grad_k"]) > 1e-2 > 1e-5 > float(right["err_end_grad_k"])
     assert float(broken["err_end_y"]) < 1e-5
-
-
-def test_a_single_run_has_a_report_of_itself(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fit.train(open_run(small(folder, "alone", sample_every=3, sample_tokens=5)))
-    assert f"report: {folder / 'alone' / 'report.html'}" in capsys.readouterr().err
-    page = parsed(folder / "alone" / "report.html")
-    assert "torch_scan, seed 0" in page.text
-    assert "Samples" in page.text
-    assert "compared with" not in page.text
 
 
 def test_a_report_has_every_sample(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from rwkv import distributed as processes
 
 pytestmark = pytest.mark.programs
 RUN = (*SMALL, "logger=csv", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=20",
-       "trainer.val_every=12", "trainer.checkpoint_every=12", "trainer.accumulate=2")
+       "trainer.val_every=12", "trainer.checkpoint_every=12", "trainer.accumulate=2", "trainer.tbptt=2")
 TWO = ("trainer=ddp", "trainer.devices=2", "trainer.accelerator=cpu")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
 
@@ -37,6 +37,10 @@ def test_two_processes_have_the_losses_of_one(folder: Path, one: Done, two: Done
     for name, steps in (("train/loss", list(range(1, 21))), ("val/loss", [12, 20])):
         assert list(losses(folder / "two", name)) == steps
         assert losses(folder / "two", name) == pytest.approx(losses(folder / "one", name), abs=1e-5)
+    states, expected = (torch.load(folder / name / "checkpoints/last.ckpt", weights_only=True)["carried"]
+                        for name in ("two", "one"))
+    for name, state in expected.items():
+        torch.testing.assert_close(states[name], state, rtol=1e-3, atol=1e-4)
 
 
 def test_two_processes_come_to_the_end(folder: Path, two: Done) -> None:

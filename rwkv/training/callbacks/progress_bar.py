@@ -17,7 +17,8 @@ from rwkv.training.callbacks.metrics import Metrics
 FIRST_LINE = 3.0                         # seconds between two lines in a file at first,
 LAST_LINE = 30.0                         # and later
 UNKNOWN_WIDTH = 80
-# The metrics beside the bar, in words that fit into a terminal of 80 columns
+# The bar, and the metrics beside it in words that fit into a terminal of 80 columns
+FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 SHOWN = {"train/loss": "train {}", "val/loss": "val {}", "tok_per_sec": "{} tokens/s"}
 
 
@@ -34,7 +35,7 @@ class ProgressBar(Callback):
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         """The bar's clock begins with the first step, after what is measured before it."""
         if rank() == 0 and self._bar is None:
-            self._bar = bar(total=trainer.max_steps, initial=trainer.global_step, unit="step")
+            self._bar = bar(total=trainer.max_steps, initial=trainer.global_step, bar_format=FORMAT)
 
     def on_train_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         if self._bar is not None and trainer.global_step > self._bar.n:

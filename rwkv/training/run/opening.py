@@ -8,7 +8,9 @@ from pathlib import Path
 from rwkv.config import GENERATIONS, ModelConfig, TrainConfig
 from rwkv.errors import UserError
 from rwkv.model.base import generation
+from rwkv.training.device import device_for
 from rwkv.training.length import with_default_length
+from rwkv.training.memory import free_memory
 from rwkv.training.run.directory import Run, new_folder, require_unused
 from rwkv.training.run.options import check_new_run, require_one_beginning
 from rwkv.training.run.resume import Request, resolved, resumed_run
@@ -40,7 +42,8 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
     require_own_options(sized)
     guarded = with_guard(sized, tokenizer, given)
     divided, of_passes = with_passes(resolved(guarded, given), checkpoint.vocab_size, given)
-    frugal, of_memory = with_less_memory(divided, checkpoint.vocab_size, given)
+    free = free_memory(device_for(config.trainer.accelerator))
+    frugal, of_memory = with_less_memory(divided, checkpoint.vocab_size, given, free)
     return Run(out_dir, frugal, init_checkpoint=checkpoint, tokenizer=tokenizer, tuning_defaults=defaults,
                saved_memory=tuple(line for line in (of_passes, of_memory) if line))
 

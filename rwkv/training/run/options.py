@@ -34,7 +34,7 @@ def check_new_run(config: TrainConfig, given: Collection[str]) -> None:
         return
     locate(config.init_from)
     general_text = guard.text_of(config)
-    if general_text is not None:
+    if general_text is not None and guard.is_asked_for(config, given):
         require_file(general_text, "tune.guard")
 
 

@@ -20,6 +20,11 @@ def is_compared(config: TrainConfig) -> bool:
     return config.init_from is not None and tuned
 
 
+def is_asked_for(config: TrainConfig, given: Collection[str]) -> bool:
+    """Whether a new run measures the text: data=chat, tune= and tune.guard= ask for it, and training on does not."""
+    return config.data.name == "chat" or config.tune.method != "full" or not {"tune", "tune.guard"}.isdisjoint(given)
+
+
 def text_of(config: TrainConfig) -> Path | None:
     """The general text; None if there is none, and with fsdp, where each process has only a part of the weights."""
     guard = config.tune.guard
@@ -31,14 +36,13 @@ def text_of(config: TrainConfig) -> Path | None:
 def with_guard(config: TrainConfig, tokenizer: Tokenizer, given: Collection[str]) -> TrainConfig:
     """A new run's configuration. tune.guard becomes null if no text is asked for, or if the tokenizer cannot encode ENGLISH.
 
-    data=chat, tune= and tune.guard= ask for one; a run that only goes on with the training of weights has none. Raises
-    UserError if the file that tune.guard names cannot be read, is empty or cannot be encoded.
+    Raises UserError if the file that tune.guard names cannot be read, is empty or cannot be encoded.
     """
     from rwkv.distributed import log
     from rwkv.evaluation import count_tokens
 
     without = replace(config, tune=replace(config.tune, guard=None))
-    if config.data.name != "chat" and config.tune.method == "full" and {"tune", "tune.guard"}.isdisjoint(given):
+    if not is_asked_for(config, given):
         return without
     path = text_of(config)
     if path is None:

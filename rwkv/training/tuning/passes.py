@@ -11,7 +11,7 @@ from typing import Any
 
 from rwkv.config import TrainConfig
 from rwkv.training.device import device_for
-from rwkv.training.memory import LITTLE, estimate, free_memory, readable, with_options
+from rwkv.training.memory import LITTLE, estimate, readable, with_options
 
 PASS_TOKENS = 512                        # least tokens of a pass on a CPU: matrix products have their full speed then
 SMALLER: tuple[dict[str, Any], ...] = ({"malloc": "small"}, {"malloc": "small", "activation_checkpointing": True})
@@ -43,14 +43,14 @@ def same_step(config: TrainConfig, run: TrainConfig) -> bool:
     return run.init_from is not None and run.data.batch_size < config.data.batch_size and rows == of_run
 
 
-def with_less_memory(config: TrainConfig, vocab_size: int, given: Collection[str]) -> tuple[TrainConfig, str | None]:
-    """The configuration with the first of SMALLER with which the run fits into the free memory, or the last one, and a line
-    that says so.
+def with_less_memory(config: TrainConfig, vocab_size: int, given: Collection[str],
+                     free: int | None) -> tuple[TrainConfig, str | None]:
+    """The configuration with the first of SMALLER with which the run fits into `free` bytes, or the last one, and a line that
+    says so.
 
     It is unchanged, without a line, if the run fits, if the user has set one of these options, and if the free memory is not
-    known.
+    known (None).
     """
-    free = free_memory(device_for(config.trainer.accelerator))
     need = estimate(config, vocab_size).total
     if free is None or need <= free or {f"trainer.{option}" for option in SMALLER[-1]} & {*given}:
         return config, None

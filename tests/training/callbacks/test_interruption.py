@@ -34,17 +34,17 @@ def whole(folder: Path) -> Path:
     return folder / "whole"
 
 
-@pytest.mark.parametrize(("name", "environment"), [("SIGUSR1", SLURM), ("SIGHUP", {})])
-def test_a_run_that_is_asked_to_stop_goes_on_to_the_bit(folder: Path, whole: Path, name: str,
+@pytest.mark.parametrize(("name", "times", "environment"), [("SIGINT", 1, {}), ("SIGUSR1", 2, SLURM), ("SIGHUP", 2, {})])
+def test_a_run_that_is_asked_to_stop_goes_on_to_the_bit(folder: Path, whole: Path, name: str, times: int,
                                                         environment: dict[str, str]) -> None:
     """Before its first checkpoint. A terminal that closes sends SIGHUP twice: the kernel, and the shell."""
     run = folder / f"{name}, stopped"
     process = forked(folder, *RUN, f"out_dir={run.name}", **environment)
     wait_for(process, run, 5)
-    for _ in range(2):
+    for _ in range(times):
         process.send_signal(getattr(signal, name))
     stopped = finish(process)
-    assert stopped.status == 130, stopped.error
+    assert (stopped.status, stopped.output) == (130, ""), stopped.error
     assert "Traceback" not in stopped.error
     _, command = stopped.error.rstrip().split("continue with: python train.py ")
     assert 5 <= read_checkpoint(run).step < STEPS

@@ -1,8 +1,6 @@
 """What a run says while it trains and validates."""
 
 import re
-import sys
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -22,10 +20,9 @@ def test_validation_has_a_bar_of_its_own_and_the_median_a_line_of_its_own(tmp_pa
     assert re.search(r"^median [\d.]+ ms a step", done.error, re.MULTILINE)
 
 
-def test_a_file_gets_lines_soon_and_later_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_gets_lines_soon_and_later_fewer(capsys: pytest.CaptureFixture[str]) -> None:
     """A run of a sweep, whose lines a terminal shows, is seen to go on; the log of a long run stays short."""
     clock = 0.0
-    monkeypatch.setattr(sys, "stderr", StringIO())
     bar = progress_bar._bar(total=1000)
     bar._time = lambda: clock
     bar.start_t = bar.last_print_t = 0.0
@@ -37,6 +34,13 @@ def test_a_file_gets_lines_soon_and_later_fewer(monkeypatch: pytest.MonkeyPatch)
             shown.append(second)
     bar.close()
     assert shown == [3, 9, 21, 45, 75, 105, 135]
+
+
+def test_the_bar_fits_into_a_terminal_of_80_columns() -> None:
+    metrics = "train 4.144, val 4.212, 112,345 tokens/s"
+    line = progress_bar.tqdm.format_meter(70_000, 100_000, 3665.0, ncols=80, bar_format=progress_bar.FORMAT, postfix=metrics)
+    assert len(line) <= 80
+    assert line.endswith(f"{metrics}]")
 
 
 @pytest.mark.parametrize(("value", "shown"), [(4.14398, "4.144"), (2379.26, "2,379"), (12345.6, "12,346")])

@@ -29,15 +29,16 @@ def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lock, "PATIENCE", 0.2)
 
 
-def forked(do: Callable[[], None]) -> int:
-    """The number of a process that does this, then waits; whatever happens, it never comes back into the tests."""
+def forked(do: Callable[[], object]) -> int:
+    """The number of a process that does this and ends with status 0, or 1 where that fails."""
     process = os.fork()
     if process == 0:
+        status = 1
         try:
             do()
-            signal.pause()
+            status = 0
         finally:
-            os._exit(1)
+            os._exit(status)
     return process
 
 
@@ -50,9 +51,10 @@ def held_by_another(folder: Path) -> Iterator[None]:
     def hold() -> None:
         try:
             mine.hold(folder)
-            os.write(say, f"{forked(lambda: None)}\n".encode())
+            os.write(say, f"{forked(signal.pause)}\n".encode())
         finally:
             os.close(say)
+        signal.pause()
 
     process = forked(hold)
     os.close(say)
@@ -131,7 +133,7 @@ def test_latest_is_replaced_while_others_replace_it(tmp_path: Path, monkeypatch:
     """It points to a run at any moment, and no process fails."""
     monkeypatch.chdir(tmp_path)
     create(Run(Path("runs/0"), TrainConfig()), {})
-    running = [forked_to_its_end(partial(begin_runs, f"runs/{name}", 60)) for name in "abc"]
+    running = [forked(partial(begin_runs, f"runs/{name}", 60)) for name in "abc"]
     while running:
         assert Path("runs/latest/config.yaml").is_file()
         ended, status = os.waitpid(running[-1], os.WNOHANG)
@@ -154,19 +156,6 @@ def test_what_is_in_the_way_of_latest_is_said_and_ends_no_run(tmp_path: Path, in
 def begin_runs(prefix: str, count: int) -> None:
     for number in range(count):
         create(Run(Path(f"{prefix}{number}"), TrainConfig()), {})
-
-
-def forked_to_its_end(do: Callable[[], None]) -> int:
-    """The number of a process that does this and ends with status 0, or 1 where that fails."""
-    process = os.fork()
-    if process == 0:
-        status = 1
-        try:
-            do()
-            status = 0
-        finally:
-            os._exit(status)
-    return process
 
 
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.ENOSYS, errno.EROFS])

@@ -138,10 +138,8 @@ def muons(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.programs
 @pytest.mark.parametrize(("argument", "named"), [
-    ("optim=adamw", "optim.name"), ("optim.name=normuon", "optim.name"), ("optim.weight_decay=0.1", "optim.weight_decay"),
-    ("optim.time_mix_lr_scale=2", "optim.time_mix_lr_scale"), ("optim.time_decay_lr_scale=1", "optim.time_decay_lr_scale"),
-    ("optim.time_first_lr_scale=1", "optim.time_first_lr_scale"),
-    ("trainer.accumulate=1", "trainer.accumulate"), ("trainer.accumulate=4", "trainer.accumulate"),
+    ("optim=adamw", "optim.name"), ("optim.weight_decay=0.1", "optim.weight_decay"),
+    ("optim.time_mix_lr_scale=2", "optim.time_mix_lr_scale"), ("trainer.accumulate=1", "trainer.accumulate"),
     ("experiment=rwkv4_original", "optim.name"), ("optim.lr=5e-4", "optim.min_lr"),
 ])
 def test_what_would_make_it_another_run_is_refused_and_nothing_written(run: Run, muons: Path, argument: str, named: str,
@@ -226,7 +224,7 @@ def asking_to_stop(validation_step: Callable[..., None], step: int) -> Callable[
 
 
 @pytest.mark.programs
-def test_a_damaged_last_checkpoint_is_said_and_the_one_before_it_used(folder: Path, whole: Path, tmp_path: Path,
+def test_a_damaged_last_checkpoint_is_said_and_the_one_before_it_used(whole: Path, tmp_path: Path,
                                                                       capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     last = tmp_path / "checkpoints" / "last.ckpt"
@@ -235,13 +233,10 @@ def test_a_damaged_last_checkpoint_is_said_and_the_one_before_it_used(folder: Pa
     assert newest_sound(tmp_path).step == expected < STEPS
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"{last} is damaged and now called damaged.ckpt; continuing from the one before it")
-    damage(last.with_name("last-1.ckpt"))
-    with pytest.raises(UserError, match=r"init_from=.*best\.ckpt"):
-        newest_sound(tmp_path)
 
 
 @pytest.mark.programs
-def test_a_run_whose_checkpoints_are_all_damaged_never_begins_again(folder: Path, whole: Path, tmp_path: Path) -> None:
+def test_a_run_whose_checkpoints_are_all_damaged_never_begins_again(whole: Path, tmp_path: Path) -> None:
     """However often it is asked to go on: a new beginning would write over its best.ckpt, which may be sound."""
     shutil.copytree(whole, tmp_path, dirs_exist_ok=True)
     for name in ("last.ckpt", "last-1.ckpt"):

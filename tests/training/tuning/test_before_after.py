@@ -12,7 +12,10 @@ from models import small_model
 from programs import Run, one_sentence
 from training_runs import OWN, content, losses, rows, same
 
+from rwkv.config import TrainConfig, TuneConfig
+from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import CharTokenizer
+from rwkv.training.run.options import check_new_run
 from rwkv.training.tuning.guard import __file__ as GUARD
 
 OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.batch_size=2", "data.cache_dir=cache", "trainer=cpu", "logger=csv",
@@ -142,14 +145,21 @@ def one_sentence_at_the_end(result: tuple[int, str, str], said: str) -> None:
 
 
 @pytest.mark.programs
-@pytest.mark.parametrize("content", [None, b"", b"\xff\xfe\x00"])
-def test_a_general_text_that_cannot_be_read_is_refused(run: Run, content: bytes | None) -> None:
-    if content is not None:
-        Path("bad.txt").write_bytes(content)
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00"])
+def test_a_general_text_that_cannot_be_read_is_refused(run: Run, content: bytes) -> None:
+    Path("bad.txt").write_bytes(content)
     one_sentence(run("train", *OPTIONS, "tune=lora", "tune.guard=bad.txt", "out_dir=out"), "tune.guard=bad.txt")
     without_base = [option for option in OPTIONS if not option.startswith("init_from")]
     one_sentence(run("train", *without_base, "tune.guard=guard.txt", "out_dir=out"), "init_from=")
     assert not Path("out").exists()
+
+
+def test_a_general_text_that_is_not_measured_need_not_be_there() -> None:
+    """An experiment's file names it, and the run goes on with its training."""
+    config = TrainConfig(init_from="base7.safetensors", tune=TuneConfig(guard="nothing.txt"))
+    check_new_run(config, ["init_from"])
+    with pytest.raises(UserError):
+        check_new_run(config, ["init_from", "tune.guard"])
 
 
 @pytest.mark.programs

@@ -2,9 +2,7 @@
 
 import json
 import math
-import os
 import random
-import subprocess
 from pathlib import Path
 from statistics import fmean
 
@@ -36,7 +34,6 @@ OPTIONS = ("data=chat", "data.path=pairs.jsonl", "data.batch_size=2", "data.cach
            "trainer.malloc=default", "tune.guard=null", "tune.objective=dpo", BASE)
 METHODS = ("lora", "state", "full")
 FULL = ["full", *(pytest.param(name, marks=pytest.mark.soak) for name in ("lora", "state"))]      # which has most of its own
-PEER = os.environ.get("TRL_PYTHON", "")
 VALUES = ((-3.0, -5.5), (-2.0, -1.0), (-40.0, -7.25), (0.0, -100.0))     # log p of the chosen and the rejected answers
 REFERENCES = ((-3.5, -5.0), (-2.0, -1.5), (-30.0, -9.0), (-1.0, -2.0))
 LENGTHS = ((2, 3), (1, 1), (10, 4), (5, 9))
@@ -135,22 +132,6 @@ def test_the_reference_is_the_frozen_model(folder: Path) -> None:
     assert not torch.allclose(tuned, before, atol=0.1)
 
 
-def test_trl_computes_the_same_losses_and_rewards(tmp_path: Path) -> None:
-    if not PEER or subprocess.run([PEER, "-I", "-c", "import trl"], capture_output=True).returncode:
-        pytest.skip("TRL_PYTHON names no Python that has trl")
-    cases = [{"objective": tune.objective, "beta": tune.beta, "log_p": VALUES, "reference": REFERENCES, "lengths": LENGTHS}
-             for tune in (TuneConfig(objective="dpo"), TuneConfig(objective="dpo", beta=0.7), TuneConfig(objective="ipo"))]
-    (tmp_path / "cases.json").write_text(json.dumps(cases))
-    script = Path(__file__).with_name("trl_loss.py")
-    done = subprocess.run([PEER, "-I", str(script), "cases.json"], cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    for case, theirs in zip(cases, json.loads(done.stdout.splitlines()[-1]), strict=True):
-        tune = TuneConfig(objective=str(case["objective"]), beta=float(str(case["beta"])))
-        log_p, reference, lengths = (torch.tensor(each) for each in (VALUES, REFERENCES, LENGTHS))
-        assert float(preferences.losses(log_p, reference, lengths, tune).mean()) == pytest.approx(theirs["loss"], rel=1e-6)
-        assert preferences.rewards(log_p, reference, tune).tolist() == pytest.approx(theirs["rewards"], rel=1e-6)
-
-
 # Whole runs
 
 
@@ -238,11 +219,6 @@ def test_what_cannot_be_is_one_sentence(folder: Path, run: Run, options: tuple[s
     left = [option for option in OPTIONS if option.split("=")[0] not in {given.split("=")[0] for given in options}]
     one_sentence(run("train", *left, *options, "out_dir=out", "trainer.max_steps=2"), *words)
     assert not Path("out/checkpoints").exists()
-
-
-@pytest.mark.programs
-def test_a_new_model_has_no_preferences(folder: Path, run: Run) -> None:
-    one_sentence(run("train", *OPTIONS[:-1], "out_dir=out", "trainer.max_steps=2"), "init_from=")
 
 
 # A task whose preferred answers can be checked: of two right answers, the shorter one

@@ -179,7 +179,6 @@ def test_two_processes_tune_as_one(folder: Path, options: tuple[str, ...], alone
 @pytest.mark.programs
 def test_what_cannot_be_tuned_is_refused(folder: Path, run: Run) -> None:
     common = (*OPTIONS, "trainer.max_steps=3")
-    one_sentence(run("train", *common, "tune=lora"), "name them with init_from=")
     one_sentence(run("train", *common, "tune=state", "init_from=base4.safetensors"), "RWKV-7", "use tune=lora")
     one_sentence(run("train", *common, "tune=lora", "tune.modules=[att.query]", "init_from=base4.safetensors"), "att.query")
     one_sentence(run("train", *common, "tune.base=int8"), "tune=full trains them")
@@ -262,7 +261,7 @@ def test_passes_have_512_tokens_where_weights_are_frozen_or_many(options: dict[s
     assert (line is None) == (rows == 8)
 
 
-def test_a_run_that_is_short_of_memory_computes_activations_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_is_short_of_memory_computes_activations_again() -> None:
     config = TrainConfig(model=ModelConfig(generation="rwkv7", n_layer=24, n_embd=2048, ctx_len=2048),
                          data=DataConfig(batch_size=4), tune=TuneConfig(method="lora"),
                          trainer=TrainerConfig(accelerator="cpu"))
@@ -270,8 +269,7 @@ def test_a_run_that_is_short_of_memory_computes_activations_again(monkeypatch: p
     returned = estimate(replace(config, trainer=replace(config.trainer, malloc="small")), 65536).total
     assert returned < need
     for free, malloc, checkpointing in ((need, "tuned", False), (returned, "small", False), (returned - 1, "small", True)):
-        monkeypatch.setattr("rwkv.training.tuning.passes.free_memory", lambda device, free=free: free)
-        found, line = with_less_memory(config, 65536, ())
+        found, line = with_less_memory(config, 65536, (), free)
         assert (found.trainer.malloc, found.trainer.activation_checkpointing) == (malloc, checkpointing)
         assert (line is None) == (malloc == "tuned")
 
