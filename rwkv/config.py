@@ -25,6 +25,7 @@ LARGEST_SEED = 2**63 - 1                 # of torch's generators
 MIB = 2**20                              # bytes; the unit of options whose names end in _mib
 BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}     # for each weight of a matrix; in int4 the scales are included
 DTYPES = tuple(BITS)
+LATEST = Path("runs") / "latest"         # a link to the run that began last; of a sweep, to the one that was trained last
 PREFERENCES = ("dpo", "ipo")             # objectives that learn from pairs of answers
 LIKELIHOOD = ("tune.objective", "likelihood")
 NEXT_PAIR = re.compile(r",(?=[^,=/\\]+=)")              # a comma before NAME=; paths may have other commas
@@ -574,7 +575,7 @@ def with_sampling(config: type[Config]) -> type[Config]:
 class SavedModelConfig:
     """The first options of generate.py, chat.py, serve.py and rwkv.tools.evaluate."""
 
-    checkpoint: str = option("runs/latest", "a file, a Hugging Face directory, or a run's directory", heading="Model",
+    checkpoint: str = option(LATEST.as_posix(), "a file, a Hugging Face directory, or a run's directory", heading="Model",
                              verbatim=PATH)
     tokenizer: str | None = option(None, "byte, world, FILE.json or FILE.txt, where the checkpoint has none", verbatim=PATH)
     end_of_text: str | None = option(None, "text of the token that ends a text; null: what the checkpoint or FILE.json "

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from rwkv.config import LATEST
 from rwkv.errors import CheckpointError
 
 FOLDER = "checkpoints"                   # in a run's directory
@@ -13,6 +14,8 @@ def locate(path: str | Path) -> Path:
     path = follow(Path(path))
     last = path / LAST
     if path.is_dir() and not (path / "config.json").is_file():
+        if not last.is_file() and (runs := sorted(path.glob(f"*/{LAST}"))):
+            raise CheckpointError(f"{path} is a folder of runs: name one of them, such as {runs[0].parents[1]}")
         if not last.is_file():
             raise CheckpointError(f"no checkpoint in {path}: expected {last} of a run, or config.json of a Hugging Face "
                                   "directory")
@@ -25,6 +28,6 @@ def locate(path: str | Path) -> Path:
 
 def follow(path: Path) -> Path:
     """The run's directory for runs/latest, which is a link, or a file with one line where making links needs special rights."""
-    if path.name == "latest" and path.is_file():
+    if path.name == LATEST.name and path.is_file():
         return path.parent / path.read_text(encoding="utf-8").strip()
     return path

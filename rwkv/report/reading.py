@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from rwkv.config import LATEST
 from rwkv.errors import UserError
 from rwkv.io.json_lines import parse
 from rwkv.io.lines import counted
@@ -95,7 +96,7 @@ def read(folder: Path) -> list[Run]:
         raise UserError(f"{folder / SWEEP} is damaged: expected a list of runs, each with {', '.join(OF_SWEEP[0])}; remove "
                         "the file for a report of all runs in the folder")
     runs = [_of_sweep(folder, entry) for entry in entries] or [
-        _run(path.parent, path.parent.name) for path in sorted(folder.glob(f"*/{CONFIG}"))]
+        _run(path.parent, path.parent.name) for path in sorted(folder.glob(f"*/{CONFIG}")) if path.parent.name != LATEST.name]
     if not runs:
         raise UserError(f"no run in {folder}: expected the directory of a run (with {CONFIG}) or of a sweep (with {SWEEP})")
     return runs

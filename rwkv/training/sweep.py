@@ -28,14 +28,14 @@ from shlex import quote
 from kernels.registry import KernelUnavailable, UnknownKernel
 from rwkv import cli, report
 from rwkv.checkpoint.location import follow
-from rwkv.config import TrainConfig
+from rwkv.config import LATEST, TrainConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
 from rwkv.io.lines import broken, counted, labelled
 from rwkv.io.signals import STOPPING, StopRequest, end_of
 from rwkv.report import reading
 from rwkv.training import sweep_child
-from rwkv.training.run.directory import CONFIG_FILE, LATEST, new_folder, require_unused
+from rwkv.training.run.directory import CONFIG_FILE, new_folder, require_unused
 from rwkv.training.run.lock import RunLock
 from rwkv.training.run.options import check_new_run
 

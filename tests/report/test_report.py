@@ -311,6 +311,7 @@ def test_a_wrong_gradient_is_exposed(folder: Path, capsys: pytest.CaptureFixture
         assert "gradient of k" in warning
         assert "time_decay" not in warning
     report.write(folder / "runs")
+    assert {row["run"] for row in table(folder / "runs") if row["run"]} == {"conv1d", name}, "runs/latest is no run of its own"
     page = parsed(folder / "runs" / "report.html")
     assert f"{name} is wrong: the error of its gradient of k is " in page.text
     assert f"{name}: its loss leaves that of conv1d by " in page.text

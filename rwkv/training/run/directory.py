@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from rwkv import report
-from rwkv.config import TrainConfig
+from rwkv.config import LATEST, TrainConfig
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 from rwkv.report.reading import KERNEL, METRICS, SAMPLES, SWEEP, TUNED, read_metrics, read_samples
@@ -24,8 +24,7 @@ from rwkv.training.run.lock import NAME, RunLock
 if TYPE_CHECKING:                        # it brings PyTorch
     from rwkv.checkpoint.files import Checkpoint
 
-RUNS = Path("runs")
-LATEST = RUNS / "latest"                 # the run that began last; of a sweep, the one that was trained last
+RUNS = LATEST.parent
 CONFIG_FILE = "config.yaml"
 
 

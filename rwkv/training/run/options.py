@@ -4,11 +4,11 @@ from collections.abc import Collection
 from pathlib import Path
 
 from rwkv.checkpoint.location import FOLDER, follow, locate
-from rwkv.config import TrainConfig, given_length, require_effect
+from rwkv.config import LATEST, TrainConfig, given_length, require_effect
 from rwkv.data.options import check_data
 from rwkv.errors import UserError
 from rwkv.io.utf8 import require_file
-from rwkv.training.run.directory import CONFIG_FILE, LATEST, new_folder, require_unused
+from rwkv.training.run.directory import CONFIG_FILE, new_folder, require_unused
 from rwkv.training.tuning import guard
 
 
