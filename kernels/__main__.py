@@ -58,7 +58,11 @@ def describe(op: str, name: str, devices: Sequence[str]) -> str:
 def idea(op: str, name: str) -> str:
     """The first sentence of the file's docstring, read without importing the file: its back end may not be installed."""
     text = (Path(__file__).parent / op / f"{name}.py").read_text(encoding="utf-8")
-    paragraph = (ast.get_docstring(ast.parse(text)) or "").partition("\n\n")[0]
+    try:
+        file = ast.parse(text)
+    except SyntaxError:                  # here() gives the reason
+        return ""
+    paragraph = (ast.get_docstring(file) or "").partition("\n\n")[0]
     return " ".join(paragraph.split()).partition(". ")[0].removesuffix(".") + "."
 
 

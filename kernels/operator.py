@@ -35,6 +35,7 @@ class Operator:
     gradients: the inputs that have a gradient, in the order of inputs. None: the operator has no derivative.
     differentiable: the outputs whose gradients backward takes, in the order of outputs, which begin with them.
     saved: the inputs and outputs that backward takes before those gradients.
+    parts: what an implementation has beside REQUIRES, in each way to write one.
 
     Its __call__ checks the inputs and returns self._function(*inputs), a tuple of outputs. For sizes other than 0 it implements
     _forward(*inputs, *kept) -> outputs and _backward(*saved, *kept, *gradients) -> gradients: a tuple, or a tensor where there
@@ -48,6 +49,7 @@ class Operator:
     gradients: ClassVar[tuple[str, ...]] = ()
     differentiable: ClassVar[tuple[str, ...]] = ()
     saved: ClassVar[tuple[str, ...]] = ()
+    parts: ClassVar[tuple[tuple[str, ...], ...]] = (("forward", "backward"),)
 
     _names: ClassVar[tuple[str, ...]]        # of the inputs
 

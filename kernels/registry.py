@@ -7,6 +7,8 @@ import importlib
 import importlib.util
 import shutil
 import sys
+import traceback
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -21,7 +23,6 @@ COMPOSED = {"wkv4": "timex"}             # operators that can also be computed f
 RENAMED = {"wkv7": {"taichi_v4": "c_v0"}}                # old names by operator, which saved configurations may contain
 EXTRAS = {"cuda.core": "-e '.[cuda]'"}   # packages that are installed with others, as an extra of this project
 LAST_PYTHON = {"taichi": (3, 13)}        # the newest Python that a package has wheels for
-FBGEMM = ("x86", "fbgemm")               # the names of torch's engine for quantised products where that is FBGEMM
 COMPILERS = {"darwin": "clang++", "win32": "cl"}     # what torch.compile calls unless told otherwise; elsewhere g++
 
 
@@ -52,8 +53,8 @@ class Requires:
     T_multiple, N_multiple: sizes that the file takes; callers pad to them.
     wkv: whether the quotient of two such convolutions is numerically sound.
     compiled: whether torch.compile compiles it, which needs a C++ compiler, and on CUDA Triton too.  scripted: whether
-    torch.jit.script does, which torch means to drop.  native: whether it calls the C library of kernels/native.  fbgemm:
-    whether it needs FBGEMM in torch.
+    torch.jit.script does, which torch means to drop.  why_not: gives the reason and the remedy, as a part of a sentence, where
+    this machine has not what the file needs beyond all that, and None where it has.
     """
 
     packages: tuple[str, ...] = ()
@@ -65,8 +66,7 @@ class Requires:
     wkv: bool = True
     compiled: bool = False
     scripted: bool = False
-    native: bool = False
-    fbgemm: bool = False
+    why_not: "Callable[[], str | None] | None" = None
 
 
 @cache
@@ -100,13 +100,32 @@ def all_names(op: str) -> set[str]:
 
 @cache
 def load(op: str, name: str) -> ModuleType:
-    """The module kernels/OP/NAME.py. Raises ValueError for an unknown name, KernelUnavailable for a missing package."""
+    """The module kernels/OP/NAME.py. Raises ValueError for an unknown name, KernelUnavailable for a missing package and for a
+    file that cannot be imported or has not all that the operator calls.
+    """
     if name not in names(op):
         raise UnknownKernel(f"unknown {op} implementation {name!r}; there are: {', '.join(names(op))}")
     try:
-        return importlib.import_module(f"kernels.{op}.{name}")
+        module = importlib.import_module(f"kernels.{op}.{name}")
     except ModuleNotFoundError as error:
         raise KernelUnavailable(_package_missing(name, error.name or "?")) from error
+    except Exception as error:           # a mistake of the file's author
+        raise KernelUnavailable(f"kernels/{op}/{name}.py cannot be imported: {_told(error, f'{name}.py')}") from error
+    operator = getattr(sys.modules[f"kernels.{op}"], "OPERATOR", None)
+    ways: tuple[tuple[str, ...], ...] = operator.parts if operator else ((op,),)         # draw is no operator of torch
+    missing = min(([part for part in ("REQUIRES", *way) if not hasattr(module, part)] for way in ways), key=len)
+    if missing:
+        raise KernelUnavailable(f"kernels/{op}/{name}.py has no {' and no '.join(missing)} (kernels/README.md has an example)")
+    return module
+
+
+def _told(error: Exception, file: str) -> str:
+    """The error in one line, with the line of the file where it came up."""
+    if isinstance(error, SyntaxError):
+        return f"line {error.lineno}: {error.msg}"
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == file]
+    where = f"line {lines[-1]}: " if lines else ""
+    return f"{where}{type(error).__name__}: {' '.join(str(error).split())}"
 
 
 @cache
@@ -120,7 +139,9 @@ def why_not(op: str, name: str, device: str = "cpu") -> str | None:
     packages = (*requires.packages, *(["triton"] if requires.compiled and device == "cuda" else []))
     missing = [package for package in packages if not _installed(package)]
     reason = reason or (_package_missing(name, missing[0]) if missing else _compiler_missing(name, requires))
-    return reason or _fbgemm_missing(name, requires) or _library_missing(name, requires)
+    if reason is None and requires.why_not is not None and (lack := requires.why_not()):
+        reason = f"{name} cannot run: {lack}"
+    return reason
 
 
 def check(op: str, name: str, device: "torch.device") -> None:
@@ -175,23 +196,6 @@ def _compiler_missing(name: str, requires: Requires) -> str | None:
     if not requires.compiled or compiler is None:
         return None
     return f"{name} needs a C++ compiler, which torch.compile calls, and there is no {compiler} (install it)"
-
-
-def _fbgemm_missing(name: str, requires: Requires) -> str | None:
-    import torch
-
-    if not requires.fbgemm or torch.backends.quantized.engine in FBGEMM:
-        return None
-    return f"{name} needs a torch with FBGEMM, which is there for x86 CPUs (use another kernel)"
-
-
-def _library_missing(name: str, requires: Requires) -> str | None:
-    if not requires.native:
-        return None
-    from kernels import native
-
-    reason = native.why_not()
-    return reason and f"{name} cannot run: {reason}"
 
 
 def _device_missing(name: str, requires: Requires, device: str) -> str | None:

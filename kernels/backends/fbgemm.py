@@ -8,6 +8,14 @@ import warnings
 import torch
 from torch import Tensor
 
+ENGINES = ("x86", "fbgemm")              # the names of torch's engine for quantised products where that is FBGEMM
+
+
+def why_not() -> str | None:
+    """None where torch has FBGEMM, otherwise the reason."""
+    return None if torch.backends.quantized.engine in ENGINES else \
+        "it needs a torch with FBGEMM, which is there for x86 CPUs (use another kernel)"
+
 
 def ordered(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
     """W, integers (N,K) with a scale (N,) for each row, in FBGEMM's order."""

@@ -7,7 +7,7 @@ from kernels import native
 from kernels.draw import Bias, Filters
 from kernels.registry import Requires
 
-REQUIRES = Requires(devices=("cpu",), native=True)
+REQUIRES = Requires(devices=("cpu",), why_not=native.why_not)
 SMALL = 2**16                            # up to so many logits, one thread is done before another one is awake
 OF_TOKEN, OF_BLOCK, OF_BIAS = 12, 16, 4  # bytes of scratch: of a token in a list, of a block of 512 tokens, of a logit
 

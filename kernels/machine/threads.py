@@ -7,7 +7,9 @@ thread needs, and a training step takes many times as long. Source: libgomp's ma
 
 import os
 import sys
+import time
 from functools import cache
+from pathlib import Path
 
 SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 SPINS = "20000"                          # about half a millisecond; torch's own 300,000 are several
@@ -34,6 +36,18 @@ def _use_one_thread() -> None:
     import torch
 
     torch.set_num_threads(1)
+
+
+def competing() -> int:
+    """How many threads of other programs run or wait for a core, the least of five looks; 0 where the system does not say."""
+    looks = []
+    for _ in range(5):
+        try:
+            looks.append(int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[0]))
+        except (OSError, ValueError, IndexError):
+            return 0
+        time.sleep(0.01)
+    return max(0, min(looks) - 1)        # without this one
 
 
 def settings() -> list[str]:

@@ -223,6 +223,7 @@ class MatVec(Operator):
     folder = "matvec"
     inputs = "Tensor x, str form, Tensor[] tensors, int[] numbers"
     outputs = (("y", "x"),)              # in its dtype; _empty_outputs has the shape
+    parts = (("bind",),)
 
     def __call__(self, x: Tensor, packed: Packed) -> Tensor:
         self._check(x, packed)

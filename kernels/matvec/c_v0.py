@@ -9,7 +9,7 @@ from kernels import native
 from kernels.matvec import FORMS, GROUP, KINDS, TOGETHER, BFloat16, Int4, Int8, Packed
 from kernels.registry import Requires
 
-REQUIRES = Requires(devices=("cpu",), native=True, forms=tuple(FORMS))
+REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, forms=tuple(FORMS))
 BLOCK = TOGETHER * GROUP                 # of a row in int4
 SMALL = 2**16                            # up to so many products, one thread is done before another one is awake
 

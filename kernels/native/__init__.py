@@ -18,6 +18,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kernels.registry import KernelUnavailable
+
 FOLDER = Path(__file__).parent / "lib"
 LEVELS = {"x86_64": ("avx2", "avx512", "avx512bf16"), "aarch64": ("neon", "neondot")}     # the best last, from 1 in levels.c
 SYSTEMS = {"linux": "linux", "darwin": "macos", "win32": "windows"}
@@ -62,8 +64,8 @@ def level() -> str | None:
 
 def run(name: str, threads: int, *arguments: int | float | Tensor | None) -> None:
     """Calls the C function of that name for this CPU, on up to `threads` threads. arguments: as its struct call lists them, a
-    float as a double; a tensor is the address of its first number, None the null address. Raises LookupError where the library
-    has no such function."""
+    float as a double; a tensor is the address of its first number, None the null address. Raises KernelUnavailable where the
+    library has no such function."""
     of_level = level()
     assert of_level is not None, why_not()
     call = (ctypes.c_int64 * len(arguments))(*map(number, arguments))
@@ -89,8 +91,8 @@ def _function(name: str, of_level: str) -> Callable[[Any, int], None]:
     try:
         function = getattr(_library(), f"{name}_{of_level}")
     except AttributeError:               # an author's, who has written the C and not built it
-        raise LookupError(f"the C library has no function {name} for {of_level}: name it ENTRY({name}) in a file in a csrc "
-                          "folder, and run make native") from None
+        raise KernelUnavailable(f"the C library has no function {name} for {of_level}: name it ENTRY({name}) in a file in a "
+                                "csrc folder, and run make native") from None
     function.argtypes = (ctypes.c_void_p, ctypes.c_int64)
     function.restype = None
     return function

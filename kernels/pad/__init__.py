@@ -31,6 +31,7 @@ class BrickPadding(Operator):
     folder = "pad"
     inputs = "Tensor tile, SymInt offset, SymInt top, SymInt left, SymInt height, SymInt width"
     outputs = (("out", "tile"),)         # in its dtype; _empty_outputs has the shape
+    parts = (("forward",),)
 
     def __call__(self, tile: Tensor, offset: int, padding: Padding) -> Tensor:
         self._check(tile)

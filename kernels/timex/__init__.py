@@ -33,6 +33,7 @@ class TimeX(Operator):
     gradients = ("w", "k")
     differentiable = ("out",)
     saved = ("w", "k")
+    parts = (("forward", "backward"), ("forward", "grad_w", "grad_k"))
 
     def __call__(self, w: Tensor, k: Tensor, eps: float = 0.0) -> Tensor:
         self._check(w, k)

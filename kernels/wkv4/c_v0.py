@@ -6,7 +6,7 @@ from torch import Tensor
 from kernels import native
 from kernels.registry import Requires
 
-REQUIRES = Requires(devices=("cpu",), native=True, dtypes=tuple(native.FORMS))
+REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, dtypes=tuple(native.FORMS))
 
 CHUNK, SHARE = 32, 32  # as in wkv4.c: steps between two states that are kept, channels of a task
 KEPT, SAVED, LANES = 3, 5, 16  # vectors for each chunk and for each step of a chunk; at most so many lanes

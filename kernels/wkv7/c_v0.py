@@ -7,7 +7,7 @@ from kernels import native
 from kernels.registry import Requires
 
 CHUNK, STAGED, LANES = 16, 9, 16  # as in wkv7.c: steps, vectors that are made ready for each, lanes at most
-REQUIRES = Requires(devices=("cpu",), native=True, dtypes=tuple(native.FORMS), N_multiple=16)
+REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, dtypes=tuple(native.FORMS), N_multiple=16)
 
 
 def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:

@@ -4,6 +4,7 @@ Sizes come from formulas (rwkv/training/memory.py) and are printed before the mo
 training steps of the model, which change nothing.
 """
 
+import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -123,6 +124,8 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
                      f"{', '.join([f'threads per process {torch.get_num_threads()}', *threads.settings()])}")
     if wrong:
         yield "WARNING", wrong
+    if device.type == "cpu" and (crowded := _crowded()):
+        yield "hint", crowded
     if slow := why_slow(dtype_for(config.trainer.precision), device):
         yield "WARNING", f"trainer.precision={config.trainer.precision}: {slow}; leave it out, or take auto"
     if device.type == "cuda" and config.trainer.precision == "32-true" and bfloat16_is_faster(device):
@@ -134,6 +137,17 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
     yield from _memory(config, V, device, programs)
     kept = counted(n_checkpoints(config.trainer.keep_last), "checkpoint")
     yield "disk", f"{readable(checkpoint_bytes(config, V))} for {kept}; {readable(free_disk(run.out_dir))} is free"
+
+
+def _crowded() -> str | None:
+    """A sentence where the run and other programs have more threads than there are cores."""
+    others = threads.competing()
+    cores = os.cpu_count() or 1
+    free = max(1, cores - others)
+    if others == 0 or torch.get_num_threads() <= free:
+        return None
+    return (f"other programs keep {min(others, cores)} of {counted(cores, 'core')} busy, and each step waits for its slowest "
+            f"thread: OMP_NUM_THREADS={free} may be several times as fast")
 
 
 def _template(run: Run) -> str:

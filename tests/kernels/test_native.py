@@ -26,7 +26,7 @@ from kernels.draw import NO_BIAS, Filters
 from kernels.draw import c_v0 as c_draw
 from kernels.matvec import cases as matvec_cases
 from kernels.native import build
-from kernels.registry import why_not
+from kernels.registry import KernelUnavailable, why_not
 from kernels.select import resolve, rule, why_auto
 from kernels.wkv4 import cases as wkv4_cases
 from kernels.wkv7 import cases as wkv7_cases
@@ -219,7 +219,7 @@ def test_a_library_that_cannot_be_opened_is_a_sentence(unavailable: pytest.Monke
 
 @in_c
 def test_c_that_is_not_built_is_a_sentence() -> None:
-    with pytest.raises(LookupError, match="timex_of_tomorrow"):
+    with pytest.raises(KernelUnavailable, match="timex_of_tomorrow"):
         native.run("timex_of_tomorrow", 1, 3)
 
 

@@ -1,6 +1,9 @@
 """What an implementation declares is what TimeX does about it: padding, cropping, casting, or one sentence of refusal."""
 
 import importlib.util
+import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -77,6 +80,38 @@ def refused(call: Callable[[], object], said: str) -> None:
     assert said in str(error.value)
 
 
+MISTAKES = {
+    "without_backward": ("from kernels.timex.formula import REQUIRES, forward\n", "has no backward"),
+    "without_requires": ("from kernels.timex.formula import backward, forward\n", "has no REQUIRES"),
+    "unreadable": ("def forward(:\n", "line 1: invalid syntax"),
+    "stumbling": ("import torch\ntorch.tensr\n", "line 2: AttributeError"),
+    "unbuilt": ("from kernels import native\nfrom kernels.timex.formula import REQUIRES, backward\n\n"
+                "def forward(w, k, eps):\n    native.run('timex_unbuilt', 1)\n", "run make native")}
+ASKED = """
+import sys, torch
+from kernels import registry
+from kernels.timex import TimeX
+for name in sys.argv[1:]:
+    try:
+        TimeX(name)(torch.ones(2, 3), torch.ones(1, 2, 3))
+    except registry.KernelUnavailable as error:
+        print(name, error)
+"""
+
+
+@pytest.mark.programs
+def test_a_mistake_in_a_kernel_s_file_is_one_sentence(tmp_path: Path) -> None:
+    """And python -m kernels lists all others."""
+    shutil.copytree(Path(registry.__file__).parent, tmp_path / "kernels", ignore=shutil.ignore_patterns("__pycache__"))
+    for name, (text, _) in MISTAKES.items():
+        (tmp_path / "kernels" / "timex" / f"{name}.py").write_text(text, encoding="utf-8")
+    found = subprocess.run([sys.executable, "-c", ASKED, *MISTAKES], cwd=tmp_path, capture_output=True, text=True, check=True)
+    told = dict(line.split(" ", 1) for line in found.stdout.splitlines())
+    assert all(said in told[name] for name, (_, said) in MISTAKES.items()), found.stdout
+    listed = subprocess.run([sys.executable, "-m", "kernels"], cwd=tmp_path, capture_output=True, text=True, check=True).stdout
+    assert all(name in listed for name in (*MISTAKES, "formula"))
+
+
 def test_what_computes_in_float64_is_named() -> None:
     """Of the same operator: softmax has no conv1d."""
     with stub("softmax") as narrow, pytest.raises(ValueError, match=narrow) as error:
@@ -134,9 +169,9 @@ def test_a_torch_that_does_not_script_is_named(monkeypatch: pytest.MonkeyPatch) 
 
 def test_an_error_inside_an_implementation_is_not_taken_for_a_missing_package(tmp_path: Path,
                                                                               monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only ModuleNotFoundError means that something is not installed; anything else must surface."""
+    """Only ModuleNotFoundError means that something is not installed; anything else is told as it is."""
     (tmp_path / "broken.py").write_text("import torch\nfrom torch import no_such_name\n")
     monkeypatch.setattr(timex, "__path__", [str(tmp_path)])
     monkeypatch.setattr(registry, "names", lambda op: ("broken",))
-    with pytest.raises(ImportError, match="no_such_name"):
+    with pytest.raises(KernelUnavailable, match="no_such_name"):
         registry.load("timex", "broken")
