@@ -120,9 +120,10 @@ def test_muons_directions_are_the_same_within_rounding(shape: tuple[int, ...], w
     torch.manual_seed(0)
     matrices = torch.randn(shape)
     exact = orthogonal(matrices)
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
-    cpu.multiplies.cache_clear()
-    rounded = orthogonal(matrices)
+    with monkeypatch.context() as patched:               # undone before the fixture's own
+        patched.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": True})
+        cpu.multiplies.cache_clear()
+        rounded = orthogonal(matrices)
     assert (exact.dtype, rounded.dtype) == (torch.float32, torch.bfloat16)
     assert (exact - rounded.float()).norm() < 0.05 * exact.norm()
 

@@ -23,7 +23,7 @@ def test_validation_has_a_bar_of_its_own_and_the_median_a_line_of_its_own(tmp_pa
 def test_a_file_gets_lines_soon_and_later_fewer(capsys: pytest.CaptureFixture[str]) -> None:
     """A run of a sweep, whose lines a terminal shows, is seen to go on; the log of a long run stays short."""
     clock = 0.0
-    bar = progress_bar._bar(total=1000)
+    bar = progress_bar.bar(total=1000)
     bar._time = lambda: clock
     bar.start_t = bar.last_print_t = 0.0
     shown = []
