@@ -53,4 +53,4 @@ class StopCleanly(Callback):
 
 def _announce_stop(number: int) -> None:
     with suppress(RuntimeError):         # the signal may come while standard error is being written
-        log(f"\n{signal.Signals(number).name}: stopping after this step (Ctrl-C stops at once) ...")
+        log(f"\n{signal.Signals(number).name}: stopping after this step; Ctrl-C now stops at once ...")

@@ -129,7 +129,8 @@ def _merged(request: Request, out_dir: Path, saved: dict[str, Any]) -> TrainConf
         if key == "data.batch_size" and same_step(config, merged):
             continue                     # the run reads these rows in several passes
         if old != new and key not in NOT_FIXED and not {key, key.split(".")[0]}.isdisjoint(FIXED):
-            raise UserError(f"{key} differs from that of the run in {out_dir}, {old}: to resume, leave it out, or the group "
+            own = "null" if old is None else old
+            raise UserError(f"the run in {out_dir} has {key}={own}, which stays: to resume, leave {key}= out, or the group "
                             "that sets it; or start a new run")
         if key == "trainer.precision" and new == AUTO:
             continue                     # the run keeps the precision that it began with
