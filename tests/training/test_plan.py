@@ -325,7 +325,7 @@ def fresh(*arguments: str, **environment: str) -> subprocess.CompletedProcess[st
 @pytest.mark.programs
 @pytest.mark.skipif(sys.platform != "linux", reason="torch has GNU OpenMP on Linux alone")
 @pytest.mark.parametrize("program", [("train.py", "kernel=fft"), pytest.param(
-    ("-m", "rwkv.tools", "generate", "checkpoint=nowhere"), marks=pytest.mark.soak)])
+    ("-m", "rwkv.tools", "train", "kernel=fft"), marks=pytest.mark.soak)])
 def test_the_programs_set_how_long_threads_wait_before_openmp_starts(program: tuple[str, ...]) -> None:
     """libgomp prints the value that it has read. Both command lines are refused after torch is imported."""
     assert f"GOMP_SPINCOUNT = '{threads.SPINS}'" in fresh(*program, OMP_DISPLAY_ENV="VERBOSE").stderr
