@@ -53,8 +53,8 @@ class Requires:
     T_multiple, N_multiple: sizes that the file takes; callers pad to them.
     wkv: whether the quotient of two such convolutions is numerically sound.
     compiled: whether torch.compile compiles it, which needs a C++ compiler, and on CUDA Triton too.  scripted: whether
-    torch.jit.script does, which torch means to drop.  why_not: gives the reason and the remedy, as a part of a sentence, where
-    this machine has not what the file needs beyond all that, and None where it has.
+    torch.jit.script does, which torch means to drop.  why_not: a function that returns why this
+    machine cannot run the file, and the remedy; None where it can.
     """
 
     packages: tuple[str, ...] = ()

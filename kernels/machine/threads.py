@@ -1,4 +1,4 @@
-"""How long the threads of torch's CPU operators wait for one another without giving up their cores.
+"""The threads of torch's CPU operators: how long they wait for one another without giving up their cores, and what competes.
 
 Each parallel operator ends when its last thread is done. GNU OpenMP, which torch has on Linux, lets the others spin for
 milliseconds until then, and after it. Where another program has taken one of the cores, they spin on the core that the last

@@ -14,12 +14,11 @@ def locate(path: str | Path) -> Path:
     path = follow(Path(path))
     last = path / LAST
     if path.is_dir() and not (path / "config.json").is_file():
-        if not last.is_file() and (runs := sorted(path.glob(f"*/{LAST}"))):
+        if last.is_file():
+            return last
+        if runs := sorted(path.glob(f"*/{LAST}")):
             raise CheckpointError(f"{path} is a folder of runs: name one of them, such as {runs[0].parents[1]}")
-        if not last.is_file():
-            raise CheckpointError(f"no checkpoint in {path}: expected {last} of a run, or config.json of a Hugging Face "
-                                  "directory")
-        return last
+        raise CheckpointError(f"no checkpoint in {path}: expected {last} of a run, or config.json of a Hugging Face directory")
     if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}: expected a file, a Hugging Face directory or a run's directory, which "
                               "train.py makes")

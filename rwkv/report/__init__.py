@@ -20,8 +20,19 @@ PAGE = "report.html"
 TABLE = "report.csv"
 
 
-def write(folder: Path, reference: str | None = None) -> Path:
-    """Writes the report on the runs in `folder` and returns the path of its page.
+class Report(NamedTuple):
+    """page: the path of report.html. sentences: what is wrong, and which kernel has the lowest loss or is the fastest.
+    best: the name of the finished run with the lowest validation loss, and that loss; None where none was measured.
+    """
+
+    page: Path
+    sentences: list[str]
+    best: tuple[str, float] | None
+
+
+def write(folder: Path, reference: str | None = None) -> Report:
+    """Writes the report on the runs in `folder`. In its sentences, options that differ are no fault: whoever has just given
+    several values knows it.
 
     reference: the kernel that the others are compared with; None for the rule in numbers.py. Raises UserError if there is no
     run in `folder`, and for a reference that is not among its kernels.
@@ -29,21 +40,6 @@ def write(folder: Path, reference: str | None = None) -> Path:
     comparison = compare(read(folder), reference)
     write_file(folder / TABLE, lambda file: file.write(as_csv(comparison).encode()))
     write_file(folder / PAGE, lambda file: file.write(render(folder, comparison, findings(comparison)).encode()))
-    return folder / PAGE
-
-
-class Summary(NamedTuple):
-    """sentences: what is wrong, and which kernel has the lowest loss or is the fastest. best: the name of the finished run with
-    the lowest validation loss, and that loss; None where none was measured.
-    """
-
-    sentences: list[str]
-    best: tuple[str, float] | None
-
-
-def summary(folder: Path) -> Summary:
-    """The report in a few sentences. Options that differ are no fault here: whoever has just given several values knows it."""
-    comparison = compare(read(folder))
     wrong = [finding.text for finding in findings(replace(comparison, options={})) if finding.kind == BAD]
     losses = [(numbers["val_loss"], run.name) for kernel in comparison.kernels
               for run, numbers in zip(kernel.runs, kernel.numbers, strict=True)
@@ -52,7 +48,7 @@ def summary(folder: Path) -> Summary:
     if losses:
         loss, name = min(losses)
         best = name, loss
-    return Summary([*wrong, *verdict(comparison)], best)
+    return Report(folder / PAGE, [*wrong, *verdict(comparison)], best)
 
 
 def table(folder: Path) -> tuple[list[dict[str, object]], list[Path]]:

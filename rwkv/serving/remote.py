@@ -249,7 +249,7 @@ class RemoteEngine:
                 reason = message.reason
             except (EOFError, OSError):
                 self._process.join(1)
-                reason = f"its process was ended by {end_of(self._process.exitcode or 0)}"
+                reason = end_of(self._process.exitcode or 0)
             loop.call_soon_threadsafe(self._fail, reason)
 
     def _send(self) -> None:

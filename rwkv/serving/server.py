@@ -102,7 +102,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
     server = Server(options, started, stop)
 
     def engine_ended(reason: str) -> None:
-        say("engine", f"it has ended: {reason}; so the server stops")
+        say("engine", f"it has ended ({reason}), and so the server stops")
         server.should_exit = True
 
     async def main() -> None:

@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> None:
                         "with; by default reference or formula if one was trained, otherwise the first trained kernel")
     given = parser.parse_args(arguments)
     with exit_on_user_error():
-        print(report.write(given.folder, given.reference), flush=True)
+        print(report.write(given.folder, given.reference).page, flush=True)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ from rwkv.training.task import LanguageModel
 from rwkv.training.tuning import defaults, guard
 
 TIMED_STEPS = 2                          # after one that warms up
-LONG_STEP = 5                            # seconds: the first one is told, so that nobody waits without a sign of life
+LONG_STEP = 5                            # seconds; a longer first pass gets a line, so that nobody waits without a sign of life
 EXCESS = 0.1                             # warn if validation has more of the text than data.val_fraction plus this
 MUCH = 1 / 3                             # the time of validation is printed if it is more than this fraction of all time
 FORWARD = 1 / 3                          # forward pass as a fraction of a training step
@@ -124,7 +124,7 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
                      f"{', '.join([f'threads per process {torch.get_num_threads()}', *threads.settings()])}")
     if wrong:
         yield "WARNING", wrong
-    if device.type == "cpu" and (crowded := _crowded()):
+    if device.type == "cpu" and world_size() == 1 and (crowded := _crowded()):
         yield "hint", crowded
     if slow := why_slow(dtype_for(config.trainer.precision), device):
         yield "WARNING", f"trainer.precision={config.trainer.precision}: {slow}; leave it out, or take auto"

@@ -321,11 +321,10 @@ def conclude(sweep: Sweep) -> None:
         (FINISHED, "finished"), (FAILED, "failed"), (UNAVAILABLE, "cannot run here"), (STOPPED, "stopped"), (WAITING, "to do"))
         if sweep.count(status)]
     log("\n" + labelled("sweep", ", ".join(counts), sys.stderr))
-    summary = report.summary(sweep.folder)
-    for sentence in summary.sentences:
+    for sentence in written.sentences:
         log(labelled("", sentence, sys.stderr))
-    _say_best(sweep.folder, summary.best)
-    log(labelled("report", str(written), sys.stderr))
+    _say_best(sweep.folder, written.best)
+    log(labelled("report", str(written.page), sys.stderr))
     if sweep.count(STOPPED) + sweep.count(WAITING) + sweep.count(FAILED):
         log(f"continue with: {cli.command('train')} -m resume=auto {quote(f'out_dir={sweep.folder}')}")
     if sweep.count(FINISHED):

@@ -54,7 +54,7 @@ UNHELPFUL = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not ha
 
 
 def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: Corpus,
-                  wrong_kernel: str | None = None) -> lightning.Trainer:
+                  wrong_kernel: str | None) -> lightning.Trainer:
     """A Trainer that counts optimiser steps, validates every val_every steps and after the last one, and stops cleanly.
 
     data: for samples, and for a tuned run's losses before and after training. wrong_kernel: what kernel_check.check says.
@@ -138,8 +138,9 @@ def leave_report(out_dir: Path) -> None:
     if rank() > 0:
         return
     try:
-        log(f"report: {report.write(out_dir)}")
-        for sentence in report.summary(out_dir).sentences:
+        written = report.write(out_dir)
+        log(f"report: {written.page}")
+        for sentence in written.sentences:
             log(labelled("WARNING", sentence, sys.stderr))
     except Exception as error:
         log(f"no report: {error!r}")

@@ -6,7 +6,7 @@ from io import StringIO
 
 import pytest
 
-from rwkv.io.lines import COLUMN, broken, counted, labelled, wrapped
+from rwkv.io.lines import COLUMN, broken, counted, harmless, labelled, wrapped
 
 TEXT = "4 layers, 192 wide, 2,712,576 parameters, vocabulary 2048, from " + "a_long_path/" * 8
 
@@ -34,6 +34,15 @@ def test_a_terminal_breaks_a_line_between_words_and_keeps_the_column(columns: in
     assert all(line[:COLUMN].isspace() and not line[COLUMN].isspace() for line in others)
     assert all(len(line) <= columns or " " not in line.strip() for line in (first[COLUMN:], *others)), "a path stays whole"
     assert " ".join([first, *map(str.strip, others)]) == f"{'model':{COLUMN}}{TEXT}"
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no pseudo-terminals of this kind")
+def test_control_characters_of_a_model_s_text_do_not_reach_a_terminal() -> None:
+    here, there = os.openpty()
+    with os.fdopen(there, "w") as stream:
+        assert harmless("a\x1b[2J\tb\x9b1m\x7f\nc", stream) == "a\u241b[2J\tb\ufffd1m\u2421\nc"
+    os.close(here)
+    assert harmless("a\x1b[2J", StringIO()) == "a\x1b[2J"
 
 
 def test_a_file_gets_one_line() -> None:

@@ -34,7 +34,7 @@ def test_what_is_gained_and_lost_stands_in_the_first_table(tmp_path: Path) -> No
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"kernel": {"name": "conv1d"}, "seed": 0}))
     (tmp_path / "metrics.csv").write_text("step,train/loss,val/loss,grad_norm\n0,,2.0,\n9,1.4,,0.5\n9,,1.5,\n")
     (tmp_path / "tuned.json").write_text(json.dumps(TUNED))
-    page = report.write(tmp_path).read_text(encoding="utf-8")
+    page = report.write(tmp_path).page.read_text(encoding="utf-8")
     table = page[page.index("<table"):page.index("</table>")]
     assert "-0.5000<small>gained" in table
     assert "+0.2500<small>lost" in table
@@ -92,7 +92,7 @@ def test_runs_of_a_sweep_have_a_row_each() -> None:
 def test_damage_does_not_stop_the_report(tmp_path: Path, damaged: dict[str, Any]) -> None:
     (tmp_path / "config.yaml").write_text(yaml.safe_dump({"kernel": {"name": "conv1d"}, "seed": 0}))
     (tmp_path / "tuned.json").write_text(json.dumps(TUNED | damaged))
-    assert report.write(tmp_path).is_file()
+    assert report.write(tmp_path).page.is_file()
     (tmp_path / "tuned.json").write_text("{")
     assert "tuned.json" in read(tmp_path)[0].damaged[0]
-    assert report.write(tmp_path).is_file()
+    assert report.write(tmp_path).page.is_file()

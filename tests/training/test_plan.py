@@ -315,6 +315,13 @@ def test_validation_that_holds_most_of_the_text_is_said(run: Run) -> None:
     assert "data.val_fraction" in error
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="it needs /proc/loadavg")
+def test_another_program_that_computes_is_seen() -> None:
+    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:
+        assert any(threads.competing() for _ in range(100))
+        other.kill()
+
+
 def fresh(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """A Python process without environment variables for how long threads wait, those of `environment` aside."""
     inherited = {name: value for name, value in os.environ.items() if name not in threads.SETTINGS}

@@ -16,7 +16,7 @@ from rwkv.training.callbacks.metrics import Metrics
 
 FIRST_LINE = 3.0                         # seconds between two lines in a file at first,
 LAST_LINE = 30.0                         # and later
-UNKNOWN_WIDTH = 80
+UNKNOWN_SIZE = {"ncols": 80, "nrows": 24}           # of a terminal that does not say it
 # The bar, and the metrics beside it in words that fit into a terminal of 80 columns
 FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
 SHOWN = {"train/loss": "train {}", "val/loss": "val {}", "tok_per_sec": "{} tokens/s"}
@@ -91,10 +91,10 @@ def bar(**options: Any) -> tqdm:
     """A progress bar on standard error; outside a terminal, lines."""
     terminal = sys.stderr.isatty()
     interval = 0.2 if terminal else FIRST_LINE
-    wide = terminal and os.get_terminal_size(sys.stderr.fileno()).columns > 0              # some terminals do not say
-    width = UNKNOWN_WIDTH if terminal and not wide else None
-    return tqdm(mininterval=interval, maxinterval=2 * interval, miniters=1, dynamic_ncols=wide, ncols=width, file=sys.stderr,
-                position=None if terminal else 0, **options)
+    known = not terminal or os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    size = {"dynamic_ncols": True} if known else UNKNOWN_SIZE
+    return tqdm(mininterval=interval, maxinterval=2 * interval, miniters=1, file=sys.stderr, position=None if terminal else 0,
+                **size, **options)
 
 
 def _advance(bar: tqdm, steps: float) -> None:

@@ -1,6 +1,8 @@
 """What a run says while it trains and validates."""
 
+import os
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -34,6 +36,18 @@ def test_a_file_gets_lines_soon_and_later_fewer(capsys: pytest.CaptureFixture[st
             shown.append(second)
     bar.close()
     assert shown == [3, 9, 21, 45, 75, 105, 135]
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="it has no pseudo-terminals of this kind")
+def test_a_terminal_that_does_not_say_its_width_has_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    here, there = os.openpty()
+    with os.fdopen(there, "w") as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        bar = progress_bar.bar(total=10)
+        bar.update(5)
+        bar.close()
+        assert "5/10" in os.read(here, 10_000).decode()
+    os.close(here)
 
 
 def test_the_bar_fits_into_a_terminal_of_80_columns() -> None:
