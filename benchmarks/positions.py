@@ -1,16 +1,17 @@
-"""python -m benchmarks.positions [--contexts 128,512,2048] [--widths 192,384] [--tokens N] [--out FOLDER] [OPTION=VALUE ...]
+"""python -m benchmarks.positions [--contexts T,...] [--widths C,...] [--tokens N,...] [--out FOLDER] [OPTION=VALUE ...]
 
-Loss by position in the context, RWKV-4 beside RWKV-7: train.py with each generation, width and context length, by the same
-recipe over as many tokens, 8,192 of them in each step. OPTION=VALUE: further options of train.py for all runs, as data=text
-data.path=FILE. Each run is a folder of --out; a run whose folder has results is read and not trained again, so that the runs
-can be made a few at a time.
+Loss by position in the context, RWKV-4 beside RWKV-7: train.py with each generation, width, context length and number of
+tokens, by the same recipe, 8,192 tokens in each step. OPTION=VALUE: further options of train.py for all runs, as data=text
+data.path=FILE. Each run is a folder of --out; a run whose folder has results is not trained again, so that the runs can be
+made a few at a time.
 
-A line for each run: the nats per token at the positions 0, 1, 2 to 3, 4 to 7, and so on, each as the mean over windows of the
-validation split. The last line of standard output is the result as JSON.
+A row for each run in --out: the mean nats per token of the validation split's windows, and those at the positions 0, 1, 2 to 3,
+4 to 7, and so on. The last line of standard output is the result as JSON.
 """
 
 import argparse
 import json
+from itertools import product
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -18,9 +19,10 @@ from typing import Any
 import torch
 from torch.nn.functional import cross_entropy
 
+from benchmarks import tables
 from benchmarks._main import run_program
 from benchmarks.training import ROOT, train
-from kernels.arguments import Parser, any_sizes, at_least, path_of, some_of
+from kernels.arguments import Parser, any_sizes, path_of, some_of
 from kernels.bench.results import output_file, publish
 from kernels.bench.text import aligned
 from kernels.machine import hardware
@@ -32,37 +34,38 @@ from rwkv.pretrained import RWKV
 
 STEP_TOKENS = 8192
 READ_TOKENS = 65536                      # of the validation split, at most
+LOSSES = "positions.json"                # in the folder of a run
 CHUNK = 1024                             # rows of logits at once
 
 
 def main(argv: list[str] | None = None) -> None:
     args = _arguments(argv)
-    found: dict[str, Any] = {}
-    for T in args.contexts:
-        for C in args.widths:
-            for generation in args.generation:
-                name = f"{generation}, {C} wide, context {T}"
-                found[name] = by_octave(measured(args.out, generation, C, T, args.tokens, args.options))
-                print(name, {places: round(loss, 4) for places, loss in found[name].items()}, flush=True)
-    print(as_text(found))
-    publish({"machine": hardware.describe("cpu"), "tokens": args.tokens, "options": args.options, "runs": found}, args.json)
+    for tokens, T, C, generation in product(args.tokens, args.contexts, args.widths, args.generation):
+        run = measured(args.out, generation, C, T, tokens, args.options)
+        print(f"{generation}, {C} wide, context {T}, {tokens:,} tokens: {run['nats']['mean']:.4f} nats", flush=True)
+    runs = [json.loads(file.read_text(encoding="utf-8")) for file in args.out.glob(f"*/{LOSSES}")]
+    report = {"machine": hardware.describe("cpu"),
+              "runs": sorted(runs, key=lambda run: (run["tokens"], run["width"], run["context"], run["generation"]))}
+    print(tables.positions(report, aligned))
+    publish(report, args.json)
 
 
-def measured(out: Path, generation: str, C: int, T: int, tokens: int, options: list[str]) -> list[float]:
-    """The mean nats per token at each position of the run, which is trained first where its folder has no losses."""
-    folder = out / f"{generation}-{C}-{T}"
-    asked = {"tokens": tokens, "options": options}
-    losses = folder / "positions.json"
+def measured(out: Path, generation: str, C: int, T: int, tokens: int, options: list[str]) -> dict[str, Any]:
+    """The run's options and its mean nats per token by position; it is trained first where its folder has no losses."""
+    folder = out / f"{generation}-{C}-{T}-{tokens}"
+    losses = folder / LOSSES
     if losses.exists():
-        known = json.loads(losses.read_text(encoding="utf-8"))
-        if known["asked"] != asked:
-            raise UserError(f"{folder} is a run with {known['asked']}, and {asked} is asked for: name another --out")
-        return list(known["losses"])
+        known: dict[str, Any] = json.loads(losses.read_text(encoding="utf-8"))
+        if known["options"] != options:
+            raise UserError(f"{folder} is a run with {known['options']}, and {options} is asked for: name another --out")
+        return known
     train(folder, f"model.generation={generation}", f"model.n_embd={C}", f"model.ctx_len={T}",
           f"data.batch_size={max(1, STEP_TOKENS // T)}", f"trainer.max_tokens={tokens}", "trainer.val_every=1000000", *options)
     found = losses_by_position(folder, T)
-    losses.write_text(json.dumps({"asked": asked, "losses": found}) + "\n", encoding="utf-8")
-    return found
+    run = {"generation": generation, "width": C, "context": T, "tokens": tokens, "options": options,
+           "nats": {"mean": mean(found), **by_octave(found)}}
+    losses.write_text(json.dumps(run) + "\n", encoding="utf-8")
+    return run
 
 
 @torch.no_grad()
@@ -93,19 +96,12 @@ def by_octave(losses: list[float]) -> dict[str, float]:
     return found
 
 
-def as_text(found: dict[str, dict[str, float]]) -> str:
-    places = list(max(found.values(), key=len))
-    return aligned([["nats per token at", *places],
-                    *([name, *(f"{losses[place]:.3f}" if place in losses else "" for place in places)]
-                      for name, losses in found.items())])
-
-
 def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = Parser("benchmarks.positions", __doc__)
     parser.add_argument("--generation", type=some_of(GENERATIONS), default=GENERATIONS, metavar="NAME,...")
     parser.add_argument("--contexts", type=any_sizes, default=(128, 512, 2048), metavar="T,...")
     parser.add_argument("--widths", type=any_sizes, default=(192, 384), metavar="C,...", help="multiples of 64")
-    parser.add_argument("--tokens", type=at_least(STEP_TOKENS), default=4_000_000, metavar="N", help="of each run")
+    parser.add_argument("--tokens", type=any_sizes, default=(2_000_000,), metavar="N,...", help="of each run")
     parser.add_argument("--out", type=path_of, default=ROOT / "runs" / "positions", metavar="FOLDER")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     parser.add_argument("options", nargs="*", metavar="OPTION=VALUE")

@@ -29,7 +29,8 @@ def main(argv: Sequence[str] = ()) -> None:
 
 def caption(report: Report) -> str:
     machine = report["machine"]
-    return (f"{machine['cpu']}, {machine['threads']} threads; torch {machine['torch']}; commit {machine['commit']}, "
+    threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
+    return (f"{machine['cpu']}, {threads}; torch {machine['torch']}; commit {machine['commit']}, "
             f"{machine['date'][:10]}.")
 
 
@@ -116,6 +117,16 @@ def generations(report: Report, table: Callable[..., str] = markdown) -> str:
     return "\n\n".join(filter(None, [table(rows, left=2), _earlier(report)]))
 
 
+def positions(report: Report, table: Callable[..., str] = markdown) -> str:
+    """The loss of each run, as the mean over its context and by position, RWKV-7's below RWKV-4's."""
+    places = list(max((run["nats"] for run in report["runs"]), key=len, default={}))
+    rows = [["", "tokens", "width", "context", *places]]
+    for run in report["runs"]:
+        rows.append([TRAINED[run["generation"]], f"{run['tokens']:,}", f"{run['width']}", f"{run['context']:,}",
+                     *(f"{run['nats'][place]:.3f}" if place in run["nats"] else "" for place in places)])
+    return table(rows)
+
+
 def first_token(report: Report, table: Callable[..., str] = markdown) -> str:
     """The seconds to the first token for each way of loading, and their ratio to the first row."""
     least, *_ = report["seconds"].values()
@@ -154,6 +165,7 @@ TABLES: dict[str, tuple[str, Callable[[Report], str]]] = {
     "generation of RWKV-7": ("generation-rwkv7-cpu*.json", generation),
     "serving": ("serving-peers-cpu.json", serving),
     "training": ("training-cpu.json", training), "generations": ("generations-cpu.json", generations),
+    "positions": ("positions-cpu.json", positions),
     "first token": ("first-token-cpu.json", first_token), "quality": ("quality.json", quality),
     "tuning": ("tuning-cpu.json", tuning),
     "tokenization": ("tokenization.json", tokenization)}
