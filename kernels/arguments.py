@@ -4,13 +4,14 @@ A type raises argparse.ArgumentTypeError; its message follows the option's name.
 """
 
 import argparse
+import difflib
 import math
 import os
 import shutil
 from argparse import ArgumentTypeError
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
@@ -24,6 +25,15 @@ class Parser(argparse.ArgumentParser):
     def __init__(self, module: str, description: str | None, epilog: str | None = None) -> None:
         super().__init__(prog=Parser.shown(f"python -m {module}"), description=Parser.shown(description or ""), epilog=epilog,
                          formatter_class=argparse.RawDescriptionHelpFormatter)
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        found, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            name, _, value = unknown[0].lstrip("-").partition("=")
+            near = difflib.get_close_matches(f"--{name.replace('_', '-')}", self._option_string_actions, n=1)
+            meant = [f"did you mean {option} {value}".rstrip() + "?" for option in near]
+            self.error(f"unknown argument {unknown[0]}: {[*meant, 'see --help'][0]}")
+        return found
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")

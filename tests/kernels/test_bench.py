@@ -246,6 +246,12 @@ def test_what_does_not_fit_into_memory_is_refused_before_anything_is_measured(
     refused([op, option, ",".join(sizes)], monkeypatch, capsys)
 
 
+@pytest.mark.parametrize("argument", ["dtype=bfloat16", "--dtpe=bfloat16", "dtype"])
+def test_an_unknown_argument_is_refused_with_the_option_that_is_near(argument: str, monkeypatch: pytest.MonkeyPatch,
+                                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    assert "--dtype" in refused(["timex", argument], monkeypatch, capsys).partition(argument)[2]
+
+
 def refused(arguments: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
     monkeypatch.setattr(__main__, "measure", lambda *_: pytest.fail("it was measured"))
     with pytest.raises(SystemExit) as status:
