@@ -192,7 +192,8 @@ class OptimConfig:
     """
 
     name: str = option("adamw", "set by optim=", one_of=("adamw", "adam", *ORTHOGONAL), heading="Optimiser")
-    lr: float = option(3e-3, "highest learning rate; with init_from= by tune=: full 1e-5, lora 2e-4, state 0.1")
+    lr: float = option(3e-3, "highest learning rate; less for models wider than 384 channels; with init_from= by tune=: full "
+                       "1e-5, lora 2e-4, state 0.1")
     min_lr: float | None = option(None, "learning rate of the last step; null: a twentieth of lr")
     schedule: str = option("cosine", "how the rate falls: cosine, linear, exponential or constant (with "
                            "init_from=, unless tune=state)",

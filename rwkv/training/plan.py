@@ -24,6 +24,7 @@ from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
 from rwkv.io.lines import counted, labelled
 from rwkv.model.base import generation, n_parameters
+from rwkv.training import rates
 from rwkv.training.device import bfloat16_is_faster, dtype_for
 from rwkv.training.length import MANY, steps_per_epoch
 from rwkv.training.memory import (
@@ -38,7 +39,7 @@ from rwkv.training.memory import (
 )
 from rwkv.training.run.directory import Run, folder_apart
 from rwkv.training.task import LanguageModel
-from rwkv.training.tuning import defaults, guard
+from rwkv.training.tuning import guard
 
 TIMED_STEPS = 2                          # after one that warms up
 LONG_STEP = 5                            # seconds; a longer first pass gets a line, so that nobody waits without a sign of life
@@ -113,8 +114,8 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
                          f"{config.tune.base}")
     if config.tune.prefers:
         yield "objective", _objective(config.tune)
-    if run.tuning_defaults:
-        yield "rate", defaults.describe(config, run.tuning_defaults)
+    if run.default_rates:
+        yield "rate", rates.describe(config, run.default_rates)
     if guard.is_compared(config):
         yield "guard", guard.describe(config)
     for line in run.saved_memory:

@@ -33,7 +33,7 @@ class Run:
     """A run's directory and its configuration, and the checkpoint and step that it resumes from (None for a new run).
 
     init_checkpoint, tokenizer: with init_from=, the file that gives the weights, and the tokenizer for the data.
-    tuning_defaults: in a new run, the options of optim that tune= has set (rwkv/training/tuning/defaults.py).
+    default_rates: in a new run, the options of optim that rwkv/training/rates.py has set.
     saved_memory: in a new run with init_from=, lines for people from rwkv/training/tuning/passes.py.
     exists: the directory belongs to this run already. lock: a resumed run holds it, and a new one once `create` has run.
     """
@@ -44,7 +44,7 @@ class Run:
     resume_step: int | None = None
     init_checkpoint: "Checkpoint | None" = None
     tokenizer: Tokenizer | None = None
-    tuning_defaults: tuple[str, ...] = ()
+    default_rates: tuple[str, ...] = ()
     saved_memory: tuple[str, ...] = ()
     exists: bool = False
     lock: RunLock = field(default_factory=RunLock, compare=False, repr=False)

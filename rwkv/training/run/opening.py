@@ -11,10 +11,10 @@ from rwkv.model.base import generation
 from rwkv.training.device import device_for
 from rwkv.training.length import with_default_length
 from rwkv.training.memory import free_memory
+from rwkv.training.rates import with_default_rates
 from rwkv.training.run.directory import Run, new_folder, require_unused
 from rwkv.training.run.options import check_new_run, require_one_beginning
 from rwkv.training.run.resume import Request, resolved, resumed_run
-from rwkv.training.tuning.defaults import with_tuning_defaults
 from rwkv.training.tuning.guard import with_guard
 from rwkv.training.tuning.init_from import open_init_checkpoint
 from rwkv.training.tuning.passes import with_less_memory, with_passes
@@ -34,17 +34,17 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
     config = with_default_length(config, {*given, *chosen})
     out_dir = Path(config.out_dir) if config.out_dir else new_folder()
     require_unused(out_dir)
+    config, rates = with_default_rates(config, {*given, *chosen})
     if config.init_from is None:
         require_own_options(config)
-        return Run(out_dir, resolved(config, given))
-    config, defaults = with_tuning_defaults(config, {*given, *chosen})
+        return Run(out_dir, resolved(config, given), default_rates=rates)
     sized, checkpoint, tokenizer = open_init_checkpoint(config, given)
     require_own_options(sized)
     guarded = with_guard(sized, tokenizer, given)
     divided, of_passes = with_passes(resolved(guarded, given), checkpoint.vocab_size, given)
     free = free_memory(device_for(config.trainer.accelerator))
     frugal, of_memory = with_less_memory(divided, checkpoint.vocab_size, given, free)
-    return Run(out_dir, frugal, init_checkpoint=checkpoint, tokenizer=tokenizer, tuning_defaults=defaults,
+    return Run(out_dir, frugal, init_checkpoint=checkpoint, tokenizer=tokenizer, default_rates=rates,
                saved_memory=tuple(line for line in (of_passes, of_memory) if line))
 
 

@@ -1,4 +1,4 @@
-"""A new run with init_from= takes the rates of its tune=, unless something else is said; a resumed one keeps its own."""
+"""A new run takes the rates of its model's width, or with init_from= of its tune=, unless something else is said."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,10 +8,10 @@ import yaml
 from files import byte_model
 
 from rwkv import cli
-from rwkv.config import OptimConfig, TrainConfig, TuneConfig
+from rwkv.config import ModelConfig, OptimConfig, TrainConfig, TuneConfig
+from rwkv.training.rates import OF_TUNING, WIDEST, with_default_rates
 from rwkv.training.run.directory import as_plain
 from rwkv.training.run.opening import open_run
-from rwkv.training.tuning.defaults import DEFAULTS, with_tuning_defaults
 
 
 @pytest.fixture
@@ -20,33 +20,41 @@ def base(tmp_path: Path) -> str:
     return str(tmp_path / "base.safetensors")
 
 
-@pytest.mark.parametrize("method", DEFAULTS)
+@pytest.mark.parametrize("method", OF_TUNING)
 def test_a_new_run_takes_the_rates_of_its_method(base: str, tmp_path: Path, method: str) -> None:
     config = TrainConfig(tune=TuneConfig(method=method), init_from=base, out_dir=str(tmp_path / "run"))
     run = open_run(config, ["tune", "init_from"], ["tune.method"])
-    assert {name: getattr(run.config.optim, name) for name in run.tuning_defaults} == DEFAULTS[method]
+    assert {name: getattr(run.config.optim, name) for name in run.default_rates} == OF_TUNING[method]
 
 
-def test_training_from_nothing_keeps_its_rates(tmp_path: Path) -> None:
-    run = open_run(TrainConfig(out_dir=str(tmp_path / "run")), [], [])
-    assert (run.config.optim, run.tuning_defaults) == (OptimConfig(), ())
+@pytest.mark.parametrize(("width", "share"), [(64, 1), (WIDEST, 1), (2 * WIDEST, 1 / 2), (4096, WIDEST / 4096)])
+def test_a_wide_model_trained_from_nothing_takes_less(tmp_path: Path, width: int, share: float) -> None:
+    run = open_run(TrainConfig(model=ModelConfig(n_embd=width), out_dir=str(tmp_path / "run")), ["model.n_embd"], [])
+    assert run.config.optim.lr == pytest.approx(share * OptimConfig.lr, rel=0.05)
+    assert run.default_rates == (() if share == 1 else ("lr",))
 
 
-@pytest.mark.parametrize("method", DEFAULTS)
+@pytest.mark.parametrize(("optim", "chosen"), [(OptimConfig(lr=2e-3), "optim.lr"), (OptimConfig(name="normuon"), "optim.name")])
+def test_a_wide_model_keeps_what_is_chosen(optim: OptimConfig, chosen: str) -> None:
+    config = TrainConfig(model=ModelConfig(n_embd=2 * WIDEST), optim=optim)
+    assert with_default_rates(config, [chosen]) == (config, ())
+
+
+@pytest.mark.parametrize("method", OF_TUNING)
 def test_what_is_chosen_stays_and_a_chosen_rate_has_its_own_last_rate(method: str) -> None:
-    asked = TrainConfig(tune=TuneConfig(method=method), optim=OptimConfig(lr=7e-3, warmup_steps=0))
-    optim = with_tuning_defaults(asked, {"optim.lr", "optim.warmup_steps"})[0].optim
+    asked = TrainConfig(tune=TuneConfig(method=method), init_from="FILE", optim=OptimConfig(lr=7e-3, warmup_steps=0))
+    optim = with_default_rates(asked, {"optim.lr", "optim.warmup_steps"})[0].optim
     assert (optim.lr, optim.warmup_steps, optim.min_lr) == (7e-3, 0, None)
-    assert optim.schedule == DEFAULTS[method]["schedule"]
+    assert optim.schedule == OF_TUNING[method]["schedule"]
 
 
 def test_an_experiments_and_a_debug_runs_options_stay() -> None:
     line = cli.split(["experiment=shakespeare_char", "debug=overfit", "init_from=FILE"], TrainConfig)
-    config = TrainConfig(optim=OptimConfig(lr=3e-3, min_lr=1e-6, schedule="linear", warmup_steps=0))
-    assert with_tuning_defaults(config, {*line.keys, *line.chosen}) == (config, ())
+    config = TrainConfig(init_from="FILE", optim=OptimConfig(lr=3e-3, min_lr=1e-6, schedule="linear", warmup_steps=0))
+    assert with_default_rates(config, {*line.keys, *line.chosen}) == (config, ())
 
 
-@pytest.mark.parametrize("method", DEFAULTS)
+@pytest.mark.parametrize("method", OF_TUNING)
 def test_a_run_begun_before_keeps_its_rate_and_length(base: str, tmp_path: Path, method: str) -> None:
     """Its config.yaml has no epochs, and training's learning rate; the same command line continues it."""
     before = as_plain(TrainConfig(tune=TuneConfig(method=method), init_from=base))
