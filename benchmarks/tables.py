@@ -13,6 +13,7 @@ from kernels.arguments import Parser
 from kernels.bench.results import FOLDER, Report, read_json
 from kernels.bench.text import filled, markdown
 from kernels.machine.hardware import ROOT
+from rwkv.io.lines import counted
 
 PAGE = ROOT / "docs" / "benchmarks.md"
 
@@ -29,8 +30,7 @@ def main(argv: Sequence[str] = ()) -> None:
 
 def caption(report: Report) -> str:
     machine = report["machine"]
-    threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
-    return (f"{machine['cpu']}, {threads}; torch {machine['torch']}; commit {machine['commit']}, "
+    return (f"{machine['cpu']}, {counted(machine['threads'], 'thread')}; torch {machine['torch']}; commit {machine['commit']}, "
             f"{machine['date'][:10]}.")
 
 

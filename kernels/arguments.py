@@ -31,8 +31,8 @@ class Parser(argparse.ArgumentParser):
         if unknown:
             name, _, value = unknown[0].lstrip("-").partition("=")
             near = difflib.get_close_matches(f"--{name.replace('_', '-')}", self._option_string_actions, n=1)
-            meant = [f"did you mean {option} {value}".rstrip() + "?" for option in near]
-            self.error(f"unknown argument {unknown[0]}: {[*meant, 'see --help'][0]}")
+            hint = f"did you mean {' '.join([*near, value]).rstrip()}?" if near else "see --help"
+            self.error(f"unknown argument {unknown[0]}: {hint}")
         return found
 
     def error(self, message: str) -> NoReturn:

@@ -53,8 +53,8 @@ class Requires:
     T_multiple, N_multiple: sizes that the file takes; callers pad to them.
     wkv: whether the quotient of two such convolutions is numerically sound.
     compiled: whether torch.compile compiles it, which needs a C++ compiler, and on CUDA Triton too.  scripted: whether
-    torch.jit.script does, which torch means to drop.  why_not: a function that returns why this
-    machine cannot run the file, and the remedy; None where it can.
+    torch.jit.script does, which torch means to drop.  why_not: a function that returns why this machine cannot run the
+    file, and the remedy; None where it can.
     """
 
     packages: tuple[str, ...] = ()

@@ -24,7 +24,6 @@ from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
 from rwkv.io.lines import counted, labelled
 from rwkv.model.base import generation, n_parameters
-from rwkv.training import rates
 from rwkv.training.device import bfloat16_is_faster, dtype_for
 from rwkv.training.length import MANY, steps_per_epoch
 from rwkv.training.memory import (
@@ -37,6 +36,7 @@ from rwkv.training.memory import (
     readable,
     with_options,
 )
+from rwkv.training.run import rates
 from rwkv.training.run.directory import Run, folder_apart
 from rwkv.training.task import LanguageModel
 from rwkv.training.tuning import guard

@@ -33,7 +33,7 @@ class Run:
     """A run's directory and its configuration, and the checkpoint and step that it resumes from (None for a new run).
 
     init_checkpoint, tokenizer: with init_from=, the file that gives the weights, and the tokenizer for the data.
-    default_rates: in a new run, the options of optim that rwkv/training/rates.py has set.
+    default_rates: in a new run, the options of optim that rwkv/training/run/rates.py has set.
     saved_memory: in a new run with init_from=, lines for people from rwkv/training/tuning/passes.py.
     exists: the directory belongs to this run already. lock: a resumed run holds it, and a new one once `create` has run.
     """

@@ -23,7 +23,9 @@ def with_default_rates(config: TrainConfig, chosen: Collection[str]) -> tuple[Tr
 
     chosen: the options that are set.
     """
-    return (_by_width if config.init_from is None else _by_tuning)(config, chosen)
+    if config.init_from is None:
+        return _by_width(config, chosen)
+    return _by_tuning(config, chosen)
 
 
 def _by_width(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig, tuple[str, ...]]:

@@ -9,9 +9,9 @@ from files import byte_model
 
 from rwkv import cli
 from rwkv.config import ModelConfig, OptimConfig, TrainConfig, TuneConfig
-from rwkv.training.rates import OF_TUNING, WIDEST, with_default_rates
 from rwkv.training.run.directory import as_plain
 from rwkv.training.run.opening import open_run
+from rwkv.training.run.rates import OF_TUNING, WIDEST, with_default_rates
 
 
 @pytest.fixture
