@@ -69,6 +69,12 @@ def norm_and_mixes(tokens, slots, embedding, ln0_weight, ln0_bias, eps0, weight,
 
 
 @triton.jit
+def _of_words(groups, BLOCK_N: tl.constexpr):
+    """A number of each of eight groups (8,BLOCK_N), for each of their 64 words."""
+    return tl.reshape(tl.broadcast_to(groups[None, :, :], (8, 8, BLOCK_N)), (64, BLOCK_N))
+
+
+@triton.jit
 def products(jobs, weights, scales, shifts, wide, narrow, target, wide_size, narrow_size, target_size, rows,
              JOBS: tl.constexpr, FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
              DOT: tl.constexpr):
@@ -96,12 +102,13 @@ def products(jobs, weights, scales, shifts, wide, narrow, target, wide_size, nar
         group = word % 8
         inside_block = 32 * group + 2 * (word // 8)
         G = (K + 255) // 256 * 8
-        scale = scales + tl.load(job + 4) + n[None, :] * G + group[:, None]
-        shift = shifts + tl.load(job + 5) + n[None, :] * G + group[:, None]
+        of_group = tl.arange(0, 8)[:, None] + n[None, :] * G
+        scale = scales + tl.multiple_of(tl.load(job + 4), 8) + of_group
+        shift = shifts + tl.multiple_of(tl.load(job + 5), 8) + of_group
         for block in range(0, G // 8):
             words = tl.load(weight + n[None, :] * (G * 8) + block * 64 + word[:, None], mask=in_n[None, :], other=0).to(tl.int32)
-            own_scale = tl.load(scale + block * 8, mask=in_n[None, :], other=0.0).to(tl.float32)
-            own_shift = tl.load(shift + block * 8, mask=in_n[None, :], other=0.0).to(tl.float32)
+            own_scale = _of_words(tl.load(scale + block * 8, mask=in_n[None, :], other=0.0).to(tl.float32), BLOCK_N)
+            own_shift = _of_words(tl.load(shift + block * 8, mask=in_n[None, :], other=0.0).to(tl.float32), BLOCK_N)
             for nibble in tl.static_range(4):        # byte 0 and 1, the low halves, then the high ones 16 places on
                 k = block * 256 + inside_block + (nibble % 2) + 16 * (nibble // 2)
                 x = tl.load(source[:, None] + k[None, :], mask=in_m[:, None] & (k < K)[None, :], other=0.0)

@@ -260,7 +260,7 @@ class Builder:
                           _distance(job.shift, first.shift), job.source, job.target, job.action, job.gate])
             tiles += -(-job.N // block_n)
         constants = {"JOBS": len(jobs), "FORM": first.form, "BLOCK_N": block_n, "BLOCK_K": self._kernels.BLOCK_K, "DOT": self._dot,
-                     "num_warps": 4 if block_n == 64 else 2, "num_stages": 4}
+                     "num_warps": 4 if block_n == 64 else 2, "num_stages": 2 if first.weight.dtype == torch.float32 else 4}
         args = (torch.tensor(table, device=self._device), first.weight, first.scale, first.shift, self.wide_buffer,
                 self.narrow_buffer, target, self.wide_size, self.narrow_size, target.shape[1])
         self._weights.append(jobs)
