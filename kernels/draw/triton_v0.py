@@ -97,7 +97,7 @@ def _search(numbers, ids, n, bound, top, scale, last_scale, min_p, WHAT: tl.cons
         middle = (low + high) >> 1
         total = tl.zeros([], tl.float64)
         for first in range(0, n, LISTED):
-            x, _, inside = _listed(numbers, ids, n, first, LISTED)
+            x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
             if WHAT == "count":
                 summand = inside.to(tl.float64)
             elif WHAT == "weight":
@@ -112,7 +112,7 @@ def _search(numbers, ids, n, bound, top, scale, last_scale, min_p, WHAT: tl.cons
     equal = tl.zeros([], tl.float64)
     at_key = tl.zeros([], tl.int32)
     for first in range(0, n, LISTED):
-        x, _, inside = _listed(numbers, ids, n, first, LISTED)
+        x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
         if WHAT == "count":
             summand = inside.to(tl.float64)
         elif WHAT == "weight":
@@ -219,22 +219,22 @@ def _draw(logits, uniform, drawn, numbers, ids, stride, V, listed, inverse_tempe
             n += tl.sum(likely.to(tl.int32), 0)
         tl.debug_barrier()
         if TOP_K:
-            key, above, _, _ = _search(numbers, ids, n, top_k, top, scale, 0.0, 0.0, "count", FILTERS_FIRST, LISTED)
+            key, above, n_ties, tie_weight = _search(numbers, ids, n, top_k, top, scale, 0.0, 0.0, "count", FILTERS_FIRST, LISTED)
             n = _keep(numbers, ids, n, key, (top_k - above).to(tl.int32), LISTED)
             if not FILTERS_FIRST:        # top_p is a share of what top_k leaves
                 left = tl.zeros([LISTED], tl.float64)
                 for first in range(0, n, LISTED):
-                    x, _, inside = _listed(numbers, ids, n, first, LISTED)
+                    x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
                     left += tl.where(inside, _weights(x, top, scale), 0.0).to(tl.float64)
                 total = tl.sum(left, 0)
         if top_p < 1:
             bound = top_p * total
-            key, above, _, weight = _search(numbers, ids, n, bound, top, scale, 0.0, 0.0, "weight", FILTERS_FIRST, LISTED)
+            key, above, n_ties, weight = _search(numbers, ids, n, bound, top, scale, 0.0, 0.0, "weight", FILTERS_FIRST, LISTED)
             ties = tl.where(weight > 0, tl.ceil((bound - above) / tl.where(weight > 0, weight, 1.0)), 1.0)
             n = _keep(numbers, ids, n, key, tl.minimum(tl.maximum(ties, 1.0), 2147483647.0).to(tl.int32), LISTED)
         left = tl.zeros([LISTED], tl.float64)
         for first in range(0, n, LISTED):
-            x, _, inside = _listed(numbers, ids, n, first, LISTED)
+            x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
             left += _chosen_weights(x, inside, top, scale, inverse_temperature, min_p, FILTERS_FIRST)
         wanted = u * tl.sum(left, 0)
         seen = tl.zeros([], tl.int32)

@@ -10,6 +10,8 @@ which are unpacked in registers. Inputs of products are rounded to the dtype of 
 else is computed in float32.
 """
 
+import math
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -54,6 +56,12 @@ def why_not(model: Any) -> str | None:
     return None if find_spec("triton") else "the package triton is not installed (pip install triton)"
 
 
+def step_of(model: Any) -> "GpuStep":
+    """The step of a model for which why_not is None."""
+    step: GpuStep = model.kept.of(model, GpuStep)
+    return step
+
+
 def why_not_anywhere(model: Any) -> str | None:
     """why_not without the question of the device."""
     if model.config.deep_embed_dim:
@@ -70,30 +78,41 @@ def why_not_anywhere(model: Any) -> str | None:
 class GpuStep:
     """The step of a model with its present weights, and the slots of all sequences that it generates.
 
-    states (slots,size): the recurrent states, float32. logits (rows,V): float32, of the last step. capacity: the number of
-    sequences that have a slot at the same time; more slots are made when they are needed.
+    states (slots,size): the recurrent states, float32. logits (rows,V): float32, of the last step. users: the decoders that
+    have slots. capacity: the number of sequences that can have a slot at the same time; more slots are made when they are
+    needed.
     """
 
     def __init__(self, model: Any, capacity: int = 1) -> None:
-        self._model = model
+        self._model = weakref.ref(model)                 # which keeps this step
         self._device = model.emb.weight.device
-        empty = model.generation.empty_state(model.config, 1, "meta")
-        self.shapes = [tuple(part.shape[2:]) for part in empty]
-        self.layer_size = sum(part[0, 0].numel() for part in empty)
-        self.states = torch.zeros(1, len(model.blocks) * self.layer_size, device=self._device)
+        self._L = len(model.blocks)
+        self._shapes = [part.shape[2:] for part in model.generation.empty_state(model.config, 1, "meta")]
+        self._sizes = [math.prod(shape) for shape in self._shapes]
+        with torch.inference_mode(False):
+            self.states = torch.zeros(1, self._L * sum(self._sizes), device=self._device)
         self._free: list[int] = []
-        self._users = 0
+        self.users = 0
         self.grow(capacity)
 
+    def add_user(self) -> None:
+        """Counts one more decoder. Logits that another one still reads stay as they are: the buffers are replaced."""
+        if self.users:
+            self.grow(len(self.states) - 1)
+        self.users += 1
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
     def grow(self, capacity: int) -> None:
-        """Makes slots for that many sequences. Graphs are captured again at their next use."""
+        """Makes slots for that many sequences, and new buffers. Graphs are captured again at their next use."""
         before = len(self.states)
-        states = torch.zeros(capacity + 1, self.states.shape[1], device=self._device)
+        model = self._model()
+        states = self.states.new_zeros(capacity + 1, self.states.shape[1])
         states[:before] = self.states
         self.states = states
         self._free += range(before, capacity + 1)
-        self._builder = Builder(self._model, states, bucket_of(capacity))
-        self.launches: list[Launch] = self._model.generation.gpu_launches(self._model, self._builder)
+        self._builder = Builder(model, states, bucket_of(capacity))
+        self.launches: list[Launch] = model.generation.gpu_launches(model, self._builder)
         self.logits = self._builder.logits
         self._graphs: dict[int, Callable[[], None]] = {}
 
@@ -109,10 +128,26 @@ class GpuStep:
     def release(self, slots: Sequence[int]) -> None:
         self._free += slots
 
+    def write(self, slots: Sequence[int], state: Any) -> None:
+        """Writes a state with a row for each slot."""
+        for part, tensor in zip(self._parts(), state, strict=True):
+            part[list(slots)] = tensor.transpose(0, 1).flatten(2).to(part)
+
+    def read(self, slots: Sequence[int]) -> list[Tensor]:
+        """A copy of the tensors (L,rows,...) of a state with a row for each slot."""
+        return [part[list(slots)].transpose(0, 1).contiguous().unflatten(2, shape)
+                for part, shape in zip(self._parts(), self._shapes, strict=True)]
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        """The parts (slots,L,size) of all states."""
+        return self.states.view(len(self.states), self._L, -1).split(self._sizes, 2)
+
     def __call__(self, tokens: Tensor, slots: Tensor) -> Tensor:
         """Reads tokens (n,) int64, one for each of the slots (n,) int64. Returns the logits (n,V), which the next step
         overwrites."""
         n = len(tokens)
+        if not n:
+            return self.logits[:0]
         bucket = bucket_of(n)
         replay = self._graphs.get(bucket) or self.capture(bucket)
         self._builder.tokens[:n].copy_(tokens)
