@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from kernels.backends.graphs import capture
 from rwkv.model.decoding.c_step import is_plain
-from rwkv.model.quantized import Int4Linear, Int8Linear
+from rwkv.model.quantized import PackedLinear
 
 ALIGNED = 8                              # widths are multiples of it, so that a thread loads 16 bytes at a time
 PLACES = 16                              # a number's place in a row of a buffer is a multiple of it
@@ -68,7 +68,7 @@ def why_not_anywhere(model: Any) -> str | None:
         return "the kernels have no DeepEmbed"
     if not is_plain(model):
         return "the model has adapters, hooks or layers of another kind"
-    linears = [layer for layer in model.modules() if isinstance(layer, (nn.Linear, Int8Linear, Int4Linear))]
+    linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear | PackedLinear)]
     uneven = {width for layer in linears for width in (layer.in_features,) if width % ALIGNED}
     if uneven:
         return f"the width {uneven.pop()} is not a multiple of {ALIGNED}"
@@ -255,8 +255,8 @@ class Builder:
     def job(self, layer: nn.Module, source: int, target: int, action: int, gate: int = 0) -> "Job":
         """The product of a linear layer of any form. source: a place of the narrow buffer; target: of the one that the action
         names; gate: of the wide one."""
-        if isinstance(layer, Int8Linear | Int4Linear):
-            packed = layer.packed.map(Tensor.contiguous)
+        if isinstance(layer, PackedLinear):
+            packed = layer.packed
             weight, scale, *shift = packed
             return Job(packed.form, weight, scale, shift[0] if shift else scale, len(weight), packed.K, source, target, action,
                        gate)
