@@ -19,17 +19,32 @@ Legend: B rows, V vocabulary, N candidates after the filters. The options: rwkv.
 import math
 import weakref
 from collections.abc import Collection, Sequence
-from functools import cached_property, lru_cache
+from functools import cache, cached_property, lru_cache
 
 import torch
 from torch import Tensor
 
+from kernels import registry
 from kernels.draw import NO_BIAS, Bias, Draw, Filters, penalize
+from kernels.select import AUTO, resolve
 from rwkv.config import Sampling
 from rwkv.errors import UserError
+from rwkv.model.decoding.c_step import drawing
 
 BLOCK = 512                              # tokens of a block, whose probabilities are added up first
 SHORTLIST = 256                          # candidates sorted at first: sorting a whole vocabulary takes milliseconds
+
+
+@cache
+def drawing_on(device: torch.device, in_c: bool) -> tuple[Draw | None, torch.device]:
+    """The function of kernels/draw for logits on this device, None for PyTorch, and the device on which tokens are drawn.
+
+    in_c: the decoding step is C. A GPU without Triton has its tokens drawn on the CPU.
+    """
+    name = resolve("draw", AUTO, device)
+    if device.type == "cuda" and registry.why_not("draw", name, "cuda") is None:
+        return registry.load("draw", name).draw, device
+    return drawing() if in_c or device.type != "cpu" else None, torch.device("cpu")
 
 
 def filters_of(options: Sampling) -> Filters:
@@ -127,7 +142,12 @@ class PenaltyTable:
         self._flags[slot] = 0
         self._free.append(slot)
 
+    def forget(self) -> None:
+        """Lets go of the rows of the last call."""
+        self._rows = []
+
     def apply(self, logits: Tensor, rows: Sequence["TablePenalties"]) -> Tensor:
+        """The logits (B,V) float32 after the penalties of each row."""
         places = torch.tensor([[row.slot, row.take_last()] for row in rows], device=logits.device)
         if [*rows] != self._rows:
             self._rows = [*rows]

@@ -51,7 +51,7 @@ def why_not(model: Any) -> str | None:
     """None where the model's step can be a graph of Triton kernels, otherwise the reason."""
     if model.emb.weight.device.type != "cuda":
         return f"the model is on {model.emb.weight.device.type}"
-    if why := why_not_anywhere(model):
+    if why := why_not_on_gpu(model):
         return why
     return None if find_spec("triton") else "the package triton is not installed (pip install triton)"
 
@@ -62,7 +62,7 @@ def step_of(model: Any) -> "GpuStep":
     return step
 
 
-def why_not_anywhere(model: Any) -> str | None:
+def why_not_on_gpu(model: Any) -> str | None:
     """why_not without the question of the device."""
     if model.config.deep_embed_dim:
         return "the kernels have no DeepEmbed"
