@@ -24,7 +24,8 @@ def penalize(logits: Tensor, counts: Tensor, flags: Tensor, slots: Tensor, token
     out = torch.empty(rows, V, dtype=torch.float32, device=logits.device)
     if rows:
         with torch.cuda.device_of(logits):
-            _penalize[(rows, triton.cdiv(V, BLOCK))](logits, out, counts, flags, slots, tokens, options, logits.stride(0), V, BLOCK)
+            _penalize[(rows, triton.cdiv(V, BLOCK))](logits, out, counts, flags, slots, tokens, options, logits.stride(0), V,
+                                                     BLOCK)
     return out
 
 

@@ -86,18 +86,19 @@ def _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST: tl.
 
 
 @triton.jit
-def _search(numbers, ids, n, bound, top, scale, last_scale, min_p, WHAT: tl.constexpr, FILTERS_FIRST: tl.constexpr,
+def _search(numbers, ids, n, low, bound, top, scale, last_scale, min_p, WHAT: tl.constexpr, FILTERS_FIRST: tl.constexpr,
             LISTED: tl.constexpr):
-    """The smallest key q at which the sum over tokens with larger keys is below the bound (at most, where WHAT is "draw"),
-    that sum, and the number and weight of the tokens at q. WHAT: sum the number of tokens, their weights before the filters, or
-    those with which they are drawn."""
-    low = tl.full([], -2147483648, tl.int64)             # q is in low .. high
-    high = tl.full([], 2147483647, tl.int64)
+    """The smallest key q, at least `low`, at which the sum over tokens with larger keys is below the bound, or for "draw" at most
+    the bound; that sum; and the number and weight of the tokens at q.
+
+    WHAT: "count" sums the number of tokens, "weight" their weights before the filters, "draw" those with which they are drawn.
+    """
+    high = tl.full([], 2147483647, tl.int64)             # q is in low .. high
     while low < high:
         middle = (low + high) >> 1
         total = tl.zeros([], tl.float64)
         for first in range(0, n, LISTED):
-            x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
+            x, _ids, inside = _listed(numbers, ids, n, first, LISTED)
             if WHAT == "count":
                 summand = inside.to(tl.float64)
             elif WHAT == "weight":
@@ -112,7 +113,7 @@ def _search(numbers, ids, n, bound, top, scale, last_scale, min_p, WHAT: tl.cons
     equal = tl.zeros([], tl.float64)
     at_key = tl.zeros([], tl.int32)
     for first in range(0, n, LISTED):
-        x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
+        x, _ids, inside = _listed(numbers, ids, n, first, LISTED)
         if WHAT == "count":
             summand = inside.to(tl.float64)
         elif WHAT == "weight":
@@ -218,8 +219,10 @@ def _draw(logits, uniform, drawn, numbers, ids, stride, V, listed, inverse_tempe
             tl.store(ids + place, first + lane, mask=likely)
             n += tl.sum(likely.to(tl.int32), 0)
         tl.debug_barrier()
+        lowest = tl.full([], -2147483648, tl.int64)
         if TOP_K:
-            key, above, n_ties, tie_weight = _search(numbers, ids, n, top_k, top, scale, 0.0, 0.0, "count", FILTERS_FIRST, LISTED)
+            key, above, _ties, _one = _search(numbers, ids, n, lowest, top_k, top, scale, 0.0, 0.0, "count", FILTERS_FIRST,
+                                              LISTED)
             n = _keep(numbers, ids, n, key, (top_k - above).to(tl.int32), LISTED)
             if not FILTERS_FIRST:        # top_p is a share of what top_k leaves
                 left = tl.zeros([LISTED], tl.float64)
@@ -229,19 +232,23 @@ def _draw(logits, uniform, drawn, numbers, ids, stride, V, listed, inverse_tempe
                 total = tl.sum(left, 0)
         if top_p < 1:
             bound = top_p * total
-            key, above, n_ties, weight = _search(numbers, ids, n, bound, top, scale, 0.0, 0.0, "weight", FILTERS_FIRST, LISTED)
+            key, above, _ties, weight = _search(numbers, ids, n, lowest, bound, top, scale, 0.0, 0.0, "weight", FILTERS_FIRST,
+                                                LISTED)
             ties = tl.where(weight > 0, tl.ceil((bound - above) / tl.where(weight > 0, weight, 1.0)), 1.0)
             n = _keep(numbers, ids, n, key, tl.minimum(tl.maximum(ties, 1.0), 2147483647.0).to(tl.int32), LISTED)
         left = tl.zeros([LISTED], tl.float64)
+        least = tl.full([], 2147483647, tl.int64)        # the key of the last token that can be drawn, if rounding leads beyond
         for first in range(0, n, LISTED):
             x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
-            left += _chosen_weights(x, inside, top, scale, inverse_temperature, min_p, FILTERS_FIRST)
+            weight = _chosen_weights(x, inside, top, scale, inverse_temperature, min_p, FILTERS_FIRST)
+            least = tl.minimum(least, tl.min(tl.where(weight > 0, _key(x).to(tl.int64), 2147483647), 0))
+            left += weight
         wanted = u * tl.sum(left, 0)
         seen = tl.zeros([], tl.int32)
         if IN_ORDER:
-            key, above, ties, weight = _search(numbers, ids, n, wanted, top, scale, inverse_temperature, min_p, "draw",
+            key, above, ties, of_key = _search(numbers, ids, n, least, wanted, top, scale, inverse_temperature, min_p, "draw",
                                                FILTERS_FIRST, LISTED)
-            rank = tl.minimum(((wanted - above) / tl.where(weight > 0, weight, 1.0)).to(tl.int32), tl.maximum(ties, 1) - 1)
+            rank = tl.minimum((wanted - above) / tl.where(of_key > 0, of_key, 1.0), tl.maximum(ties, 1) - 1.0).to(tl.int32)
             for first in range(0, n, LISTED):
                 x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
                 tie = inside & (_key(x).to(tl.int64) == key)

@@ -72,10 +72,10 @@ class Engine:
     """Continues texts together, one row for each; rows join and leave while it runs. Iterating yields (row's index, piece of
     text), empty pieces included.
 
-    add() adds a row. Its prompt is read between the steps of the other rows, in parts with the work of about Chunks.budget tokens.
-    cache: also gets the result for each whole text when it ends. If the model's weights change, the next step uses the new ones
-    (as far as rwkv/model/derived.py notices) with the states of the old ones. Not for several threads. Raises UserError where
-    the tokenizer has more tokens than the model.
+    add() adds a row. Its prompt is read between the steps of the other rows, in parts with the work of about Chunks.budget
+    tokens. cache: also gets the result for each whole text when it ends. If the model's weights change, the next step, on a GPU
+    one of the next 64, uses the new ones (as far as rwkv/model/derived.py notices) with the states of the old ones. Not for
+    several threads. Raises UserError where the tokenizer has more tokens than the model.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, cache: PrefixCache | None = None) -> None:
@@ -269,7 +269,8 @@ class Engine:
             self._drawn = None
 
     def _read_prompts(self) -> None:
-        """Reads a part of each prompt in turn, the work of Chunks.budget tokens in all. Rows whose prompt is read join the decoder."""
+        """Reads a part of each prompt in turn, the work of Chunks.budget tokens in all; rows whose prompt is read join the
+        decoder."""
         budget = self._chunks.budget
         results = []
         while self._readings and self._readings[0].reading.next_part <= budget:
@@ -314,7 +315,7 @@ class Engine:
             groups.setdefault(row.sampling, []).append(position)
         for options, positions in groups.items():
             rows = [self._rows[position] for position in positions]
-            penalties = [row.penalties for row in rows if row.penalties is not None] or None
+            penalties: Any = [row.penalties for row in rows if row.penalties is not None] or None
             of_group = logits if len(rows) == len(self._rows) else logits[positions]
             uniform = torch.tensor([row.uniform() for row in rows], dtype=torch.float64)
             drawn = next_tokens(of_group, uniform, options, penalties, self._draw_by)

@@ -1,9 +1,9 @@
 """Prefill: reads prompts in passes of bounded size, and caches the results by the tokens read.
 
-A pass has at most Chunks.longest tokens and begins at a multiple of that from the prompt's start, or where a cached prefix ends,
-so the result does not depend on other prompts. A pass goes through the blocks in parts, each with about the work of Chunks.budget
-tokens through all blocks; between two parts, texts are generated. A pass of at most SHORT tokens is one call of C instead, where
-the model's step is in C: the blocks in PyTorch take as long for few tokens as for Chunks.weights more.
+A pass has at most Chunks.longest tokens and begins at a multiple of that from the prompt's start, or where a cached prefix
+ends, so the result does not depend on other prompts. A pass goes through the blocks in parts, each with about the work of
+Chunks.budget tokens through all blocks; between two parts, other sequences advance. A pass of at most SHORT tokens is one call
+of C instead, where the model's step is in C: the blocks in PyTorch take as long for few tokens as for Chunks.weights more.
 
 The result of reading has the same size for every length of text, so the cache holds many; those of a GPU are moved to host
 memory. A prompt that begins with an earlier prompt, or with an earlier prompt and its answer, is read from the end of that on.
@@ -33,8 +33,11 @@ WEIGHTS_IN_C = 8                         # as Chunks.weights, in a call of C
 
 
 class Chunks(NamedTuple):
-    """How a prompt is cut on a device, in tokens. longest: of a pass. budget: bounds how long texts that are being generated wait
-    for a prompt. weights: tokens whose work takes as long as reading all weights, which each pass does once."""
+    """How a prompt is cut on a device, in tokens.
+
+    longest: the most tokens of a pass. budget: the work between two decoding steps, which bounds how long other sequences wait.
+    weights: the tokens whose work takes as long as reading all weights, which each pass does once.
+    """
 
     longest: int
     budget: int

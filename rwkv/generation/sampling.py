@@ -20,6 +20,7 @@ import math
 import weakref
 from collections.abc import Collection, Sequence
 from functools import cache, cached_property, lru_cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -226,7 +227,9 @@ def changed(logits: Tensor, options: Sampling, penalties: AllPenalties | None) -
         logits[:, token] += bias
     if options.banned:
         logits[:, list(options.banned)] = -torch.inf
-    return type(penalties[0]).apply_all(logits, penalties) if penalties else logits
+    if not penalties:
+        return logits
+    return cast(Any, type(penalties[0])).apply_all(logits, penalties)    # all rows of a group are of one class
 
 
 def distribution(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:

@@ -219,7 +219,7 @@ PLAIN = (Block, TimeMix, ChannelMix)     # modules that Step computes without ca
 
 def gpu_launches(model: Any, builder: Any) -> Any:
     """The launches of the decoding step on a GPU (decoding/triton_step.py)."""
-    from rwkv.model.decoding.rwkv4_triton import launches           # Triton is imported where it runs
+    from rwkv.model.decoding.rwkv4_triton import launches  # Triton is imported where it runs
 
     return launches(model, builder)
 

@@ -476,7 +476,7 @@ PLAIN = (Block, TimeMix, ChannelMix, nn.GroupNorm)       # modules that Step com
 
 def gpu_launches(model: Any, builder: Any) -> Any:
     """The launches of the decoding step on a GPU (decoding/triton_step.py)."""
-    from rwkv.model.decoding.rwkv7_triton import launches           # Triton is imported where it runs
+    from rwkv.model.decoding.rwkv7_triton import launches  # Triton is imported where it runs
 
     return launches(model, builder)
 

@@ -153,11 +153,12 @@ def draws(n: int, seed: int) -> None:
             logits[:, 1] += 20
         elif kind == "banned":
             logits[:, ::3] = -torch.inf
-        filters = Filters(pick.choice((0.3, 1.0, 1.7)), pick.choice((0, 0, 1, 3, 40, 1000)),
-                          pick.choice((1.0, 1.0, 0.9, 0.5, 0.05, 0.999)), pick.choice((0, 0, 0.05, 0.3, 1.0)), pick.random() < 0.5)
+        filters = Filters(temperature=pick.choice((0.3, 1.0, 1.7)), top_k=pick.choice((0, 0, 1, 3, 40, 1000)),
+                          top_p=pick.choice((1.0, 1.0, 0.9, 0.5, 0.05, 0.999)), min_p=pick.choice((0, 0, 0.05, 0.3, 1.0)),
+                          filters_first=pick.random() < 0.5)
         bias = pick.choice((NO_BIAS, Bias(torch.tensor([1, 3], dtype=torch.int32), torch.tensor([2.5, -torch.inf]))))
         uniform = torch.rand(4, dtype=torch.float64, generator=generator)
-        uniform[0] = pick.choice((0.0, 0.5, 1 - 2**-53))
+        uniform[0] = pick.choice((0.0, 0.5, 1 - 1e-9))
         expected = c_v0.draw(logits.clone(), uniform, filters, bias)
         assert torch.equal(triton_v0.draw(logits, uniform, filters, bias), expected), (V, kind, filters, bias)
 
@@ -219,7 +220,8 @@ def texts(model: RWKV, n: int = 5) -> list[tuple[str, str | None]]:
 
 @each_generation
 def test_texts_are_those_of_pytorchs_decoder(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = small_model("reference", generation=generation, vocab_size=257, n_layer=1, n_embd=16, n_ffn=16).requires_grad_(False)
+    model = small_model("reference", generation=generation, vocab_size=257, n_layer=1, n_embd=16, n_ffn=16)
+    model.requires_grad_(False)
     monkeypatch.setattr(engine_module, "decoder_of", Decoder)
     expected = texts(model)
 

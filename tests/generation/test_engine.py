@@ -16,7 +16,6 @@ from tokenizer_files import KINDS, chatml
 from torch import nn
 
 from rwkv.errors import UserError
-from rwkv.generation import engine as engine_module
 from rwkv.generation import prefill as prefill_module
 from rwkv.generation.decoder import CDecoder
 from rwkv.generation.engine import Engine, generate, generate_batch

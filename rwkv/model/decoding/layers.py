@@ -38,7 +38,8 @@ def products_function(*layers: nn.Module) -> Products:
     if all(isinstance(layer, Int4Linear) for layer in layers):
         return _of_int4(cast(tuple[Int4Linear, ...], layers))
     if all(isinstance(layer, PackedLinear) for layer in layers):
-        return lambda inputs: [cast(PackedLinear, layer).of_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]
+        packed = cast(tuple[PackedLinear, ...], layers)
+        return lambda inputs: [layer.of_rows(rows) for layer, rows in zip(packed, inputs.unbind(), strict=True)]
     return _of_weights([cast(nn.Linear, layer).weight.detach() for layer in layers])
 
 

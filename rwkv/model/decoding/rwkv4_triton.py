@@ -3,7 +3,6 @@
 # mypy: disable-error-code="no-untyped-def"
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -30,9 +29,10 @@ def launches(model: Any, builder: Builder) -> list[Launch]:
         steps += builder.products(builder.job(att.key, mixed, k, WIDE), builder.job(att.value, mixed + C, v, WIDE),
                                   builder.job(att.receptance, mixed + 2 * C, r, WIDE))
         vectors = builder.vectors(decay_exponent(att.time_decay.detach().float()), att.time_first)
-        steps.append(Launch(_wkv, lambda rows, A=A: (rows, triton.cdiv(A, BLOCK)),
-                            (builder.slots, vectors, builder.wide_buffer, builder.narrow_buffer, builder.states, builder.wide_size,
-                             builder.narrow_size, builder.state_size, state + C, A, k, v, r, y), {"BLOCK": BLOCK}))
+        steps.append(Launch(_wkv, lambda rows: (rows, triton.cdiv(A, BLOCK)),
+                            (builder.slots, vectors, builder.wide_buffer, builder.narrow_buffer, builder.states,
+                             builder.wide_size, builder.narrow_size, builder.state_size, state + C, A, k, v, r, y),
+                            {"BLOCK": BLOCK}))
         steps += builder.products(builder.job(att.output, y, x, ADD))
         past = builder.vectors(1 - ffn.time_mix_k, 1 - ffn.time_mix_r)
         steps.append(builder.norm_and_mixes(block.ln2, x, past, mixed, state + C + 3 * A))

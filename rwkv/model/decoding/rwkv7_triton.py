@@ -13,7 +13,6 @@
 # mypy: disable-error-code="no-untyped-def"
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
@@ -54,7 +53,7 @@ def launches(model: Any, builder: Builder) -> list[Launch]:
         vectors = builder.vectors(att.k_k, att.k_a, att.w0, att.a0, att.v0, att.r_k, att.ln_x.weight, att.ln_x.bias)
         places = (r, k, v, v_first, z, rate, g, share, y)
         steps.append(Launch(
-            _wkv, lambda rows, H=C // N: (rows, H),
+            _wkv, lambda rows: (rows, C // N),
             (builder.slots, vectors, builder.wide_buffer, builder.narrow_buffer, builder.states, builder.wide_size,
              builder.narrow_size, builder.state_size, state + C, readout, C, att.ln_x.eps, *places),
             {"FIRST": number == 0, "N": N, "BLOCK": triton.next_power_of_2(N), "ROWS": min(ROWS, triton.next_power_of_2(N)),

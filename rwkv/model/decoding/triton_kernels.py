@@ -1,8 +1,8 @@
 """Triton kernels that the decoding steps of all generations share: embedding, LayerNorm and mixes; matrix products.
 
 Rows are tokens, one of each sequence. A row has its numbers in two buffers: `wide` (rows,size) in float32, and `narrow`
-(rows,size) in the dtype of the products' inputs; a number's place in a row is the same for all rows. The recurrent state of a row
-is states[slots[row]], a vector in float32, whose parts lie layer by layer.
+(rows,size) in the dtype of the products' inputs; a number's place in a row is the same for all rows. The recurrent state of a
+row is states[slots[row]], a vector in float32, whose parts lie layer by layer.
 
 A row's result does not depend on the other rows or on their number: an output of a product is summed in one order, BLOCK_K
 inputs at a time, whatever the tile.
@@ -105,8 +105,9 @@ def products(jobs, weights, scales, shifts, wide, narrow, target, wide_size, nar
         of_group = tl.arange(0, 8)[:, None] + n[None, :] * G
         scale = scales + tl.multiple_of(tl.load(job + 4), 8) + of_group
         shift = shifts + tl.multiple_of(tl.load(job + 5), 8) + of_group
-        for block in range(0, G // 8):
-            words = tl.load(weight + n[None, :] * (G * 8) + block * 64 + word[:, None], mask=in_n[None, :], other=0).to(tl.int32)
+        for block in range(G // 8):
+            at_words = weight + n[None, :] * (G * 8) + block * 64 + word[:, None]
+            words = tl.load(at_words, mask=in_n[None, :], other=0).to(tl.int32)
             own_scale = _of_words(tl.load(scale + block * 8, mask=in_n[None, :], other=0.0).to(tl.float32), BLOCK_N)
             own_shift = _of_words(tl.load(shift + block * 8, mask=in_n[None, :], other=0.0).to(tl.float32), BLOCK_N)
             for nibble in tl.static_range(4):        # byte 0 and 1, the low halves, then the high ones 16 places on

@@ -106,7 +106,7 @@ class GpuStep:
     def grow(self, capacity: int) -> None:
         """Makes slots for that many sequences, and new buffers. Graphs are captured again at their next use."""
         before = len(self.states)
-        model = self._model()
+        model: Any = self._model()
         states = self.states.new_zeros(capacity + 1, self.states.shape[1])
         states[:before] = self.states
         self.states = states
@@ -180,7 +180,7 @@ class Builder:
     """
 
     def __init__(self, model: Any, states: Tensor, rows: int) -> None:
-        from rwkv.model.decoding import triton_kernels           # Triton is imported where it runs
+        from rwkv.model.decoding import triton_kernels  # Triton is imported where it runs
 
         self._kernels = triton_kernels
         self._model = model
@@ -247,8 +247,10 @@ class Builder:
         mixes = 0 if past is None else len(past)
         block = 1 << (self.C - 1).bit_length()
         constants = {"EMBED": ln0 is not None, "MIXES": mixes, "BLOCK": block, "num_warps": 4 if block <= 2048 else 8}
-        args = (self.tokens, self.slots, self._model.emb.weight.detach(), ln0_weight, ln0_bias, first.eps, weight, bias, own.eps,
-                weight if past is None else past, self.wide_buffer, self.narrow_buffer, self.states, self.V, self.C,
+        embedding = self._model.emb.weight.detach()
+        args = (self.tokens, self.slots, embedding, ln0_weight, ln0_bias, first.eps, weight, bias, own.eps,
+                weight if past is None else past,
+                self.wide_buffer, self.narrow_buffer, self.states, self.V, self.C,
                 self.wide_size, self.narrow_size, self.state_size, x, mixed, state)
         return Launch(self._kernels.norm_and_mixes, lambda rows: (rows,), args, constants)
 
@@ -272,7 +274,8 @@ class Builder:
         weight = weight.contiguous()
         if weight.data_ptr() % (2 * PLACES * weight.element_size()):
             weight = weight.clone()
-        return Job("float", weight, weight, weight, *weight.shape, source, target, action, gate)
+        N, K = weight.shape
+        return Job("float", weight, weight, weight, N, K, source, target, action, gate)
 
     def products(self, *jobs: "Job") -> list[Launch]:
         """One launch for all jobs of the same form and dtype."""
@@ -294,8 +297,9 @@ class Builder:
             table.append([tiles, job.N, job.K, _distance(job.weight, first.weight), _distance(job.scale, first.scale),
                           _distance(job.shift, first.shift), job.source, job.target, job.action, job.gate])
             tiles += -(-job.N // block_n)
-        constants = {"JOBS": len(jobs), "FORM": first.form, "BLOCK_N": block_n, "BLOCK_K": self._kernels.BLOCK_K, "DOT": self._dot,
-                     "num_warps": 4 if block_n == 64 else 2, "num_stages": 2 if first.weight.dtype == torch.float32 else 4}
+        constants = {"JOBS": len(jobs), "FORM": first.form, "BLOCK_N": block_n, "BLOCK_K": self._kernels.BLOCK_K,
+                     "DOT": self._dot, "num_warps": 4 if block_n == 64 else 2,
+                     "num_stages": 2 if first.weight.dtype == torch.float32 else 4}
         args = (torch.tensor(table, device=self._device), first.weight, first.scale, first.shift, self.wide_buffer,
                 self.narrow_buffer, target, self.wide_size, self.narrow_size, target.shape[1])
         self._weights.append(jobs)
