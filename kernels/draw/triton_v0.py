@@ -88,8 +88,8 @@ def _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST: tl.
 @triton.jit
 def _search(numbers, ids, n, low, bound, top, scale, last_scale, min_p, WHAT: tl.constexpr, FILTERS_FIRST: tl.constexpr,
             LISTED: tl.constexpr):
-    """The smallest key q, at least `low`, at which the sum over tokens with larger keys is below the bound, or for "draw" at most
-    the bound; that sum; and the number and weight of the tokens at q.
+    """The smallest key q, at least `low`, at which the sum over tokens with larger keys is below the bound, or for "draw" at
+    most the bound; that sum; and the number and weight of the tokens at q.
 
     WHAT: "count" sums the number of tokens, "weight" their weights before the filters, "draw" those with which they are drawn.
     """
