@@ -300,7 +300,11 @@ def _contents(given: Any, role: str, where: str) -> list[dict[str, Any]]:
 
 
 def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items as messages of a chat. Thoughts, a text and calls that follow each other become one answer."""
+    """The items as messages of a chat. Thoughts, texts and calls that follow each other become one answer.
+
+    Two messages of the assistant without a call between them stay two. Thoughts without text, as other servers encrypt them,
+    are left out.
+    """
     found: list[dict[str, Any]] = []
     answer: dict[str, Any] | None = None         # the last message, if it is an answer, to which the next items may belong
     for item in items:
@@ -311,25 +315,35 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             found.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
             answer = None
             continue
-        if kind == "message":
-            text = "\n".join(part["text"] for part in item["content"])
-            if item["role"] != "assistant":
-                found.append({"role": item["role"], "content": text})
-                answer = None
-                continue
-        begins = kind == "reasoning" or (kind == "message" and answer is not None and answer["content"])
-        if answer is None or begins:
+        if kind == "message" and item["role"] != "assistant":
+            found.append({"role": item["role"], "content": _text_of(item)})
+            answer = None
+            continue
+        if kind == "reasoning" and not _text_of(item, "").strip():
+            continue
+        if answer is None or _begins_another(answer, kind):
             answer = {"role": "assistant", "content": ""}
             found.append(answer)
         if kind == "message":
-            answer["content"] = text
+            answer["content"] = "\n".join(filter(None, (answer["content"], _text_of(item))))
         elif kind == "reasoning":
-            answer["reasoning_content"] = "".join(part["text"] for part in item.get("content") or ())
+            answer["reasoning_content"] = "\n".join(filter(None, (answer.get("reasoning_content"), _text_of(item, ""))))
         else:
             call = {"id": item["call_id"], "type": "function",
                     "function": {"name": item["name"], "arguments": item["arguments"]}}
             answer["tool_calls"] = [*answer.get("tool_calls", ()), call]
     return found
+
+
+def _begins_another(answer: dict[str, Any], kind: str) -> bool:
+    """Whether an item cannot belong to the answer: thoughts after words or calls, or words right after other words."""
+    if kind == "reasoning":
+        return bool(answer["content"] or answer.get("tool_calls"))
+    return kind == "message" and bool(answer["content"]) and not answer.get("tool_calls")
+
+
+def _text_of(item: dict[str, Any], between: str = "\n") -> str:
+    return between.join(part["text"] for part in item.get("content") or ())
 
 
 class Output:
@@ -338,16 +352,6 @@ class Output:
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._open = False               # the last item may get more text
-
-    def add(self, thoughts: str, text: str, calls: list[dict[str, Any]],
-            logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        if thoughts:
-            yield from self._add_text("reasoning", thoughts, [])
-        if text or logprobs:
-            yield from self._add_text("message", text, logprobs)
-        for call in calls:
-            yield from self.close("completed")
-            yield from self._add_call(call)
 
     def close(self, status: str) -> Iterator[dict[str, Any]]:
         """Ends the last item if it is open."""
@@ -365,7 +369,7 @@ class Output:
         yield {"type": "response.content_part.done", **place, "part": part}
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
-    def _add_text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def add_text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if not self._open or self.items[-1]["type"] != kind:
             yield from self.close("completed")
             yield from self.begin(kind)
@@ -391,7 +395,8 @@ class Output:
                "item": {**self.items[-1], "content": []}}
         yield {"type": "response.content_part.added", **self._place(), "part": {**part}}
 
-    def _add_call(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def add_call(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield from self.close("completed")
         name = call["function"]["name"]
         arguments = call["function"]["arguments"]
         item = {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", "status": "completed", "call_id": call["id"],
@@ -459,12 +464,14 @@ class ResponseAnswer(Answer):
         yield sse({"type": f"response.{response['status']}", "response": response})
 
     def _events(self, event: Event) -> Iterator[dict[str, Any]]:
-        thoughts, text, calls, logprobs = self._text.parsed(event)
-        entries = [chat_entry(entry, self._decoder) for entry in logprobs]
-        for entry in entries:
-            for each in (entry, *entry["top_logprobs"]):
-                each["bytes"] = each["bytes"] or []
-        yield from self._output.add(thoughts, text, calls, entries)
+        thoughts, parts = self._text.parsed(event)
+        if thoughts:
+            yield from self._output.add_text("reasoning", thoughts, [])
+        for part in parts:
+            if part.call:
+                yield from self._output.add_call(part.call)
+            else:
+                yield from self._output.add_text("message", part.text, [self._entry(entry) for entry in part.logprobs])
         if event.finish_reason is None:
             return
         self._text.last = event
@@ -472,6 +479,12 @@ class ResponseAnswer(Answer):
         if not self._output.items:       # an empty answer is an empty message
             yield from self._output.begin("message")
         yield from self._output.close(status)
+
+    def _entry(self, logprob: dict[str, Any]) -> dict[str, Any]:
+        entry = chat_entry(logprob, self._decoder)
+        for each in (entry, *entry["top_logprobs"]):
+            each["bytes"] = each["bytes"] or []
+        return entry
 
     def _status(self) -> str:
         return "incomplete" if self._text.reason(self._text.last) == "length" else "completed"
