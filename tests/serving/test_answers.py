@@ -32,8 +32,10 @@ def test_items_and_contents_are_the_same_whole_and_in_pieces() -> None:
 
 
 def answered(tokens: list[bytes], cuts: Any) -> tuple[list[Any], str]:
-    """The items, with the tokens of each text, and the content of a message, which a stream's chunks add up to. cuts: numbers of
-    tokens after which an event ends."""
+    """The items, with the tokens of each text, and the content of a message, which a stream's chunks add up to.
+
+    cuts: numbers of tokens after which an event ends.
+    """
     vocabulary = world_vocabulary(sorted({token for token in tokens if len(token) > 1}))
     tokenizer = WorldTokenizer(vocabulary.to_text())
     ids = [vocabulary.tokens.index(token) for token in tokens]
