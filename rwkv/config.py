@@ -431,7 +431,7 @@ class Sampling:
 
     temperature: float = option(0.8, "temperature; 0: always the likeliest token", least=SMALL, most=LARGE, or_zero=True,
                                 served=(0, 2))
-    top_k: int = option(0, "choose among that many likeliest tokens; 0: all", least=0, served=(0, 2**31 - 1))
+    top_k: int = option(0, "choose among that many likeliest tokens; 0: all", least=0, served=(-1, 2**31 - 1))
     top_p: float = option(0.95, "choose among the likeliest tokens of that total probability; 1: all", least=SMALL, most=1,
                           served=(0, 1))
     min_p: float = option(0.0, "lowest probability, as a fraction of the highest; 0: any", least=0, most=1)
