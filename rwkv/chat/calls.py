@@ -77,6 +77,8 @@ def _description(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     if "properties" not in parameters and not isinstance(parameters.get("type"), str):
         return {**found, "arguments": parameters}        # descriptions by argument name, and no JSON schema
     arguments = parameters.get("properties", {})
+    if not isinstance(arguments, Mapping):
+        raise UserError(f"{where}.function.parameters.properties must be an object, with a schema for each argument")
     required = parameters.get("required", [])
     found["arguments"] = arguments
     if isinstance(required, list) and 0 < len(required) < len(arguments):

@@ -133,6 +133,8 @@ def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Re
             return _refusal(request, error)
         except UserError as error:
             return _refusal(request, ApiError(400, str(error), _field_in(str(error))))
+        except RecursionError:
+            return _refusal(request, ApiError(400, "the body has too many objects or lists inside each other"))
         except ClientDisconnect:
             return Response(status_code=400)
 

@@ -31,7 +31,7 @@ Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
 NewTokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 MaxTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]            # -1: the server's default
 Seed = Annotated[int, msgspec.Meta(ge=-2**63, le=2**63 - 1)]             # -1: a random one
-Name = Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+Name = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")]       # Python's $ matches before a line end, too
 StateId = Annotated[str, msgspec.Meta(max_length=64)]
 Body = TypeVar("Body")
 

@@ -186,6 +186,28 @@ def test_options_of_another_server_s_templates_are_those_of_ours(g1: Running) ->
         == "chat_template_kwargs.enable_thinking"
 
 
+def deep(depth: int) -> Any:
+    value: Any = {}
+    for _ in range(depth):
+        value = {"a": [value]}
+    return value
+
+
+@pytest.mark.parametrize(("path", "field", "value"), [
+    ("chat/completions", "tools", [{"type": "function", "function": {"name": "f\n"}}]),
+    *(("chat/completions", "tools", [{"type": "function", "function": {"name": "f", "parameters": {"properties": value}}}])
+      for value in (3, 1.5, [], "x", [deep(3)])),
+    ("chat/completions", "tools", [{"type": "function", "function": {"name": "f", "parameters": deep(400)}}]),
+    ("chat/completions", "messages", [{"role": "user", "content": [{"type": []}]}]),
+    ("chat/completions", "messages", [{"role": "user", "content": [{"type": {"a": 1}, "text": "x"}]}]),
+    ("responses", "input", [{"role": "user", "content": [{"type": []}]}]),
+    ("responses", "input", [{"type": "reasoning", "content": [[]]}]),
+    ("responses", "input", [{"type": ["message"], "role": "user", "content": "x"}])], ids=lambda each: str(each)[:60])
+def test_values_of_another_form_are_refused_wherever_they_stand(g1: Running, path: str, field: str, value: Any) -> None:
+    body = CHAT if "chat" in path else {"input": "a", "max_output_tokens": 1}
+    refused(httpx.post(f"{g1.url}/v1/{path}", json={**body, field: value}))
+
+
 def test_another_server_s_options_on_a_server_without_thoughts(api: httpx.Client) -> None:
     for options in ({"rwkv_prompt_template": "bot", "rwkv_generation_prompt": "open_think"},
                     {"rwkv_prompt_template": "assistant", "rwkv_generation_prompt": "fake_think"},
