@@ -190,8 +190,8 @@ class _Text:
         self._tokens = ShownTokens(shape.tokenizer.decoder(before)) if shape.logprobs else None
         self._parser = CallParser(shape.functions, shape.call_start, shape.most_calls) if shape.functions else None
         self._calls: list[dict[str, Any]] = []
-        self._shown = False              # text has come
-        self._interrupted = False        # a call has come since
+        self._has_text = False
+        self._after_call = False         # no text has come since the last call
         self._decoder = shape.tokenizer.decoder(
             shape.after if shape.echo_logprobs else before if shape.logprobs else ())
         self._offset = 0                 # of the next token, in characters
@@ -203,7 +203,7 @@ class _Text:
         for part in parts:
             if part.call:
                 self._calls.append(part.call)
-                self._interrupted = True
+                self._after_call = True
             self._content += self._separated(part.text)
             self._logprobs += part.logprobs
         if event.finish_reason is not None:
@@ -242,7 +242,7 @@ class _Text:
             if part.call:
                 found.append(self._choice({"tool_calls": [{"index": len(self._calls), **part.call}]}, None, None))
                 self._calls.append(part.call)
-                self._interrupted = True
+                self._after_call = True
                 continue
             text = self._separated(part.text)
             found.append(self._choice({"content": text} if self._shape.chat else text, self._logprobs_of(part.logprobs), None))
@@ -255,9 +255,9 @@ class _Text:
         """The text, after a line end if a call stands between it and earlier text."""
         if not text:
             return ""
-        between = "\n" if self._shown and self._interrupted else ""
-        self._shown = True
-        self._interrupted = False
+        between = "\n" if self._has_text and self._after_call else ""
+        self._has_text = True
+        self._after_call = False
         return between + text
 
     def parsed(self, event: Event) -> tuple[str, list[Part]]:

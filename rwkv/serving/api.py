@@ -67,7 +67,7 @@ LONG = 2**16                             # a body of more bytes is handled in a 
 COMPLETION_TOKENS = 16                   # max_tokens of a completion, OpenAI's
 ANY = -1                                 # max_tokens of clients that set no limit
 CHARSETS = {"utf-8", "us-ascii", "iso-8859-1", "windows-1252", "utf-16", "utf-16le", "utf-16be"}       # of bodies
-FORM_OF = {"bot": "flower", "assistant": "g1", "function_calling": "g1"}         # rwkv_prompt_template, and our template for it
+TEMPLATE_NAMES = {"bot": "flower", "assistant": "g1", "function_calling": "g1"}          # by rwkv_prompt_template
 OF_SAMPLING = tuple(item.name for item in fields(Sampling))
 OPEN_PATHS = ("/", "/health", "/ready")  # these need no key
 PAGE_HEADERS = {"content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -303,7 +303,7 @@ def _chat_completion(service: Service, sent: bytes, owner: str) -> tuple[list[Ge
 
 def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[Generate], Shape]:
     model = _model(service, body.model)
-    service = _in_form(service, body)
+    service = _with_template(service, body)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
     tools, call_start = _tools(service, body)
@@ -340,7 +340,7 @@ def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[G
     return texts, shape
 
 
-def _in_form(service: Service, body: ChatRequest) -> Service:
+def _with_template(service: Service, body: ChatRequest) -> Service:
     """The service with the chat template that rwkv_prompt_template names, if the server's own has another form."""
     kwargs = body.chat_template_kwargs or TemplateOptions()
     asked = kwargs.rwkv_prompt_template
@@ -350,7 +350,7 @@ def _in_form(service: Service, body: ChatRequest) -> Service:
             "function_calling": own.supports_tools}
     if asked is None or fits[asked]:
         return service
-    template = for_tokenizer(chat_template(FORM_OF[asked]), service.tokenizer)
+    template = for_tokenizer(chat_template(TEMPLATE_NAMES[asked]), service.tokenizer)
     return replace(service, template=template, states=replace(service.states, template=template))
 
 

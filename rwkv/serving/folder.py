@@ -43,7 +43,7 @@ def files_in(folder: Path, name: re.Pattern[str], subject: str) -> Iterator[tupl
 
     subject: of the lines about folders, pipes and links to nothing, which are left out.
     """
-    found = []
+    files = []
     for path in folder.iterdir():
         if not name.fullmatch(path.name):
             continue
@@ -55,6 +55,6 @@ def files_in(folder: Path, name: re.Pattern[str], subject: str) -> Iterator[tupl
         if reason:
             say(subject, f"{path} is left out: {reason}")
         else:
-            found.append((about.st_mtime, path, about.st_size))
-    for _, path, size in sorted(found):
+            files.append((about.st_mtime, path, about.st_size))
+    for _, path, size in sorted(files):
         yield path, size

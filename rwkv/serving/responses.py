@@ -305,25 +305,25 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     Two messages of the assistant without a call between them stay two. Thoughts without text, as other servers encrypt them,
     are left out.
     """
-    found: list[dict[str, Any]] = []
+    messages: list[dict[str, Any]] = []
     answer: dict[str, Any] | None = None         # the last message, if it is an answer, to which the next items may belong
     for item in items:
         kind = item["type"]
         if kind == "function_call_output":
             output = item["output"]
             text = output if isinstance(output, str) else "\n".join(part["text"] for part in output)
-            found.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
             answer = None
             continue
         if kind == "message" and item["role"] != "assistant":
-            found.append({"role": item["role"], "content": _text_of(item)})
+            messages.append({"role": item["role"], "content": _text_of(item)})
             answer = None
             continue
         if kind == "reasoning" and not _text_of(item, "").strip():
             continue
         if answer is None or _begins_another(answer, kind):
             answer = {"role": "assistant", "content": ""}
-            found.append(answer)
+            messages.append(answer)
         if kind == "message":
             answer["content"] = "\n".join(filter(None, (answer["content"], _text_of(item))))
         elif kind == "reasoning":
@@ -332,7 +332,7 @@ def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
             call = {"id": item["call_id"], "type": "function",
                     "function": {"name": item["name"], "arguments": item["arguments"]}}
             answer["tool_calls"] = [*answer.get("tool_calls", ()), call]
-    return found
+    return messages
 
 
 def _begins_another(answer: dict[str, Any], kind: str) -> bool:

@@ -167,7 +167,7 @@ class CompletionRequest(Options, forbid_unknown_fields=True, kw_only=True):
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
 
 
-OF_PROMPT: dict[str, Think] = {"open_think": True, "fake_think": "fake", "no_think": False}      # rwkv_generation_prompt
+THINK_OF_PROMPT: dict[str, Think] = {"open_think": True, "fake_think": "fake", "no_think": False}      # rwkv_generation_prompt
 OF_EFFORT: dict[str, Think] = {"none": False, "minimal": "fake"}          # the other efforts ask for thoughts
 HINT_OF_EFFORT = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
@@ -243,7 +243,7 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
         """
         kwargs = self.chat_template_kwargs or TemplateOptions()
         switches = {"chat_template_kwargs.think": None if kwargs.think is None else think_of(str(kwargs.think).lower()),
-                    "chat_template_kwargs.rwkv_generation_prompt": OF_PROMPT.get(kwargs.rwkv_generation_prompt or ""),
+                    "chat_template_kwargs.rwkv_generation_prompt": THINK_OF_PROMPT.get(kwargs.rwkv_generation_prompt or ""),
                     "enable_thinking": self.enable_thinking, "chat_template_kwargs.enable_thinking": kwargs.enable_thinking,
                     "chat_template_kwargs.thinking": kwargs.thinking}
         efforts = {"reasoning_effort": self.reasoning_effort, "chat_template_kwargs.reasoning_effort": kwargs.reasoning_effort}

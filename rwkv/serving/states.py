@@ -105,15 +105,15 @@ class Keeper:
         if tools and turn.tools != _digest(tools):
             raise ApiError(400, "tools: they stand at the beginning of a conversation, and that of the state has others; send "
                                 "the same ones, or begin anew", "tools")
-        before = _up_to(turn.role)
+        before = _up_to(turn.role, self.template.supports_tools)
         together = [*before, *check_messages(messages)]
         try:
             rendered = render(together, add_generation_prompt, tools, think, effort)
         except UserError as error:
-            raise self._of_request(error, before, tools) from None
+            raise self._with_its_place(error, before, tools) from None
         return self._after_stand_in(rendered).removeprefix(turn.tail)
 
-    def _of_request(self, error: UserError, before: list[dict[str, Any]], tools: Any) -> ApiError | UserError:
+    def _with_its_place(self, error: UserError, before: list[dict[str, Any]], tools: Any) -> ApiError | UserError:
         """An error of rendering the request's messages after `before`, with the places that they have in the request; of the
         state, if `before` alone has one."""
         try:
@@ -131,7 +131,8 @@ class Keeper:
     def turn_of_messages(self, messages: Sequence[Any], tools: Any, start: SavedState | None) -> Turn:
         """The end of a conversation that follows `start`, after these messages."""
         role = check_messages(messages)[-1]["role"]
-        return self._turn(role, self._after_stand_in(self.template.render(_up_to(role), False, tools)), tools, start)
+        rendered = self.template.render(_up_to(role, self.template.supports_tools), False, tools)
+        return self._turn(role, self._after_stand_in(rendered), tools, start)
 
     def _turn(self, role: str, tail: str, tools: Any, start: SavedState | None) -> Turn:
         known = start.turn.tools if start and start.turn else ""
@@ -150,9 +151,10 @@ class Keeper:
         return after
 
 
-def _up_to(role: str) -> list[dict[str, Any]]:
-    """Messages that end with the stand-in, which has this role."""
-    return [*BEFORE.get(role, ()), {"role": role, "content": STAND_IN}]
+def _up_to(role: str, calls: bool) -> list[dict[str, Any]]:
+    """Messages that end with the stand-in, which has this role. calls: the template shows calls of tools."""
+    before = BEFORE.get(role, ())
+    return [*(message for message in before if calls or "tool_calls" not in message), {"role": role, "content": STAND_IN}]
 
 
 def owner_of(key: str) -> str:

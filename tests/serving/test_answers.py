@@ -26,12 +26,12 @@ def test_items_and_contents_are_the_same_whole_and_in_pieces() -> None:
             tokens.append(written[:length])
             written = written[length:]
         n = len(tokens)
-        expected = answered(tokens, [n])
-        assert answered(tokens, range(1, n + 1)) == expected, seed
-        assert answered(tokens, sorted({*random.sample(range(1, n + 1), min(n, 3)), n})) == expected, seed
+        expected = items_and_content(tokens, [n])
+        assert items_and_content(tokens, range(1, n + 1)) == expected, seed
+        assert items_and_content(tokens, sorted({*random.sample(range(1, n + 1), min(n, 3)), n})) == expected, seed
 
 
-def answered(tokens: list[bytes], cuts: Any) -> tuple[list[Any], str]:
+def items_and_content(tokens: list[bytes], cuts: Any) -> tuple[list[Any], str]:
     """The items, with the tokens of each text, and the content of a message, which a stream's chunks add up to.
 
     cuts: numbers of tokens after which an event ends.

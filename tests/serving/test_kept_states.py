@@ -222,6 +222,8 @@ def test_turns_after_a_state_are_those_of_the_whole_conversation(name: str) -> N
     said: list[dict[str, Any]] = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"},
                                   {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"},
                                   {"role": "assistant", "content": "it is"}, {"role": "user", "content": "good"}]
+    if name == "world":                  # which has no form for calls; their results can stand there
+        said += [{"role": "tool", "content": "rain"}, {"role": "assistant", "content": "it rains"}]
     for tools in ([None] if name == "world" else [None, tool]):
         whole = template.render(said, tools=tools)
         for place in range(1, len(said)):
@@ -232,13 +234,19 @@ def test_turns_after_a_state_are_those_of_the_whole_conversation(name: str) -> N
 
 
 @pytest.mark.parametrize(("name", "role", "message", "field"), [
-    ("world", "tool", {"role": "user", "content": "a"}, "state"),
+    ("file", "tool", {"role": "user", "content": "a"}, "state"),
+    ("file", "user", {"role": "tool", "content": "a"}, "the chat template"),
+    ("world", "tool", {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "messages[0].tool_calls"),
     ("world", "user", {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "messages[0].tool_calls"),
     ("flower", "assistant", {"role": "user", "content": "✿"}, "messages[0].content"),
     ("flower", "tool", {"role": "user", "content": "✿"}, "messages[0].content")])
 def test_an_error_after_a_state_names_what_is_wrong_and_where_the_request_has_it(name: str, role: str, message: Any,
-                                                                                 field: str) -> None:
-    keeper = Keeper(ServeConfig(), None, BYTES, chat_template(name), 0)                  # type: ignore[arg-type]
+                                                                                 field: str, tmp_path: Path) -> None:
+    path = tmp_path / "no_tools.jinja"
+    path.write_text("{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
+                    "{{ message.role }}: {{ message.content }}\n{% endfor %}")
+    template = chat_template(str(path) if name == "file" else name)
+    keeper = Keeper(ServeConfig(), None, BYTES, template, 0)                             # type: ignore[arg-type]
     turn = replace(keeper.turn_of_answer(None, None), role=role)
     start: Any = type("State", (), {"turn": turn, "last_ids": ()})
     with pytest.raises((ApiError, UserError)) as error:
