@@ -14,13 +14,14 @@ from starlette.types import Receive, Scope, Send
 from rwkv.chat.calls import CallParser
 from rwkv.chat.thoughts import ThoughtParser
 from rwkv.serving.errors import ApiError, json_response
-from rwkv.serving.logprobs import UNKNOWN, ShownTokens
+from rwkv.serving.logprobs import UNKNOWN, ShownTokens, with_text
 from rwkv.serving.messages import Event
 from rwkv.serving.remote import RemoteEngine, Ticket
 from rwkv.tokenizer.decoders import Decoder
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 REASONS = {"length": "length", "stop": "stop", "end_of_text": "stop", "cancelled": "length", "no_token": "length"}
+LINE_END = "\n"
 SEND_TIMEOUT = 30                        # seconds after which a client that reads nothing is cut off
 
 
@@ -192,6 +193,7 @@ class _Text:
         self._calls: list[dict[str, Any]] = []
         self._has_text = False
         self._after_call = False         # no text has come since the last call
+        self._unnamed = ""               # a line end in the text that no token's string has yet
         self._decoder = shape.tokenizer.decoder(
             shape.after if shape.echo_logprobs else before if shape.logprobs else ())
         self._offset = 0                 # of the next token, in characters
@@ -204,8 +206,10 @@ class _Text:
             if part.call:
                 self._calls.append(part.call)
                 self._after_call = True
-            self._content += self._separated(part.text)
-            self._logprobs += part.logprobs
+                continue
+            separated = self._separated(part)
+            self._content += separated.text
+            self._logprobs += separated.logprobs
         if event.finish_reason is not None:
             self.last = event
 
@@ -244,21 +248,30 @@ class _Text:
                 self._calls.append(part.call)
                 self._after_call = True
                 continue
-            text = self._separated(part.text)
-            found.append(self._choice({"content": text} if self._shape.chat else text, self._logprobs_of(part.logprobs), None))
+            text, logprobs, _ = self._separated(part)
+            found.append(self._choice({"content": text} if self._shape.chat else text, self._logprobs_of(logprobs), None))
         if finished:
             self.last = event
             found.append({**self._choice({} if self._shape.chat else "", None, self.reason(event)), **self._state()})
         return found
 
-    def _separated(self, text: str) -> str:
-        """The text, after a line end if a call stands between it and earlier text."""
-        if not text:
-            return ""
-        between = "\n" if self._has_text and self._after_call else ""
-        self._has_text = True
-        self._after_call = False
-        return between + text
+    def _separated(self, part: Part) -> Part:
+        """The part, with a line end before its text if a call stands between this and earlier text.
+
+        The line end is also in the string of the text's first token, so that the tokens add up to the content.
+        """
+        text = part.text
+        logprobs = part.logprobs
+        if text and self._has_text and self._after_call:
+            text = f"{LINE_END}{text}"
+            self._unnamed = LINE_END
+        if text:
+            self._has_text = True
+            self._after_call = False
+        if self._unnamed and logprobs:
+            logprobs = [with_text(logprobs[0], f"{self._unnamed}{logprobs[0]['text']}"), *logprobs[1:]]
+            self._unnamed = ""
+        return Part(text, logprobs)
 
     def parsed(self, event: Event) -> tuple[str, list[Part]]:
         """What an event adds: thoughts, and then texts and calls in the order in which the model has written them.

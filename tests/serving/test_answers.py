@@ -45,6 +45,7 @@ def items_and_content(tokens: list[bytes], cuts: Any) -> tuple[list[Any], str]:
     whole, streamed, parsed = (_Text(shape, 0, []) for _ in range(3))
     output, decoder, shown = Output(), tokenizer.decoder(()), tokenizer.decoder(())
     chunks = ""
+    entries: list[Any] = []
     begin = 0
     for end in cuts:
         last = end == len(ids)
@@ -52,7 +53,9 @@ def items_and_content(tokens: list[bytes], cuts: Any) -> tuple[list[Any], str]:
         event = Event(0, text, logprobs[begin:end], "stop" if last else None)
         begin = end
         whole.add(event)
-        chunks += "".join(choice["delta"].get("content") or "" for choice in streamed.pieces(event))
+        for choice in streamed.pieces(event):
+            chunks += choice["delta"].get("content") or ""
+            entries += choice["logprobs"]["content"] if choice["logprobs"] else []
         thoughts, parts = parsed.parsed(event)
         if thoughts:
             list(output.add_text("reasoning", thoughts, []))
@@ -62,6 +65,8 @@ def items_and_content(tokens: list[bytes], cuts: Any) -> tuple[list[Any], str]:
     items = [item["name"] if item["type"] == "function_call" else
              (item["type"], item["content"][0]["text"], [entry["token"] for entry in item["content"][0].get("logprobs", [])])
              for item in output.items]
-    content = whole.whole()["message"]["content"] or ""
+    choice = whole.whole()
+    content = choice["message"]["content"] or ""
     assert content == chunks
+    assert choice["logprobs"]["content"] == entries
     return items, content
