@@ -741,7 +741,7 @@ async def page(service: Service, request: Request) -> Response:
     return Response(text, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
 
-OPENAI: dict[str, Any] = {"answers": (JSON, EVENTS), "errors": (400, 401, 404, 413, 429, 503)}
+OPENAI: dict[str, Any] = {"answers": (JSON, EVENTS), "errors": (400, 401, 404, 413, 415, 429, 503)}
 ENDPOINTS = (
     Endpoint("/v1/completions", "POST", completions, CompletionRequest, **OPENAI),
     Endpoint("/v1/chat/completions", "POST", chat_completions, ChatRequest, **OPENAI),
