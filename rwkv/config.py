@@ -431,7 +431,7 @@ class Sampling:
 
     temperature: float = option(0.8, "temperature; 0: always the likeliest token", least=SMALL, most=LARGE, or_zero=True,
                                 served=(0, 2))
-    top_k: int = option(0, "choose among that many likeliest tokens; 0: all", least=0, served=(0, 2**31 - 1))
+    top_k: int = option(0, "choose among that many likeliest tokens; 0: all", least=0, served=(-1, 2**31 - 1))
     top_p: float = option(0.95, "choose among the likeliest tokens of that total probability; 1: all", least=SMALL, most=1,
                           served=(0, 1))
     min_p: float = option(0.0, "lowest probability, as a fraction of the highest; 0: any", least=0, most=1)
@@ -683,8 +683,8 @@ class ServeConfig(SavedModelConfig):
     states_mib: int = option(256, "memory for the states that clients keep (/v1/states, save_state), in MiB; where it is full, "
                              "states used longest ago leave it, of keys with more than an equal share; 0 without states_dir: "
                              "none are kept", least=0, heading="States that clients keep")
-    states_dir: str | None = option(None, "folder where each such state is also a file, which outlives a restart; null: states "
-                                    "that leave memory are lost", verbatim=PATH, filled=True)
+    states_dir: str | None = option(None, "folder where each such state is also a file, which outlives a restart; one server "
+                                    "at a time uses it; null: states that leave memory are lost", verbatim=PATH, filled=True)
     states_dir_mib: int = option(4096, "size of those files, in MiB; those used longest ago are deleted", least=1)
     responses_mib: int = option(64, "memory for the items of stored responses (/v1/responses), in MiB; those used longest ago "
                                 "are dropped; with states_dir they are files there, too", least=0)

@@ -144,20 +144,28 @@ def test_generate_takes_the_files_options(run: Run) -> None:
 
 
 @pytest.mark.programs
-def test_requests_that_ask_for_thoughts_have_their_options(tmp_path: Path) -> None:
-    """Of tokens that are as likely each: all but the 32 of top_k are never drawn; without thoughts, all are."""
+def test_requests_that_say_nothing_have_the_options_of_their_kind(tmp_path: Path) -> None:
+    """Of some 260 tokens that are as likely each: the 32 of top_k with thoughts, three tenths (top_p) without, or all."""
     httpx = pytest.importorskip("httpx")
     model, tokenizer = writing([b"a"])
     model.head.weight.data.zero_()
     path = tmp_path / f"{G1K}.safetensors"
     model.save_pretrained(path, tokenizer)
     with serving(tmp_path, f"checkpoint={path}") as running:
-        def ids(think: Any) -> set[str]:
+        def ids(**fields: Any) -> int:
             body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 200, "seed": 1, "logprobs": True,
-                    "logit_bias": {"0": -100}, "chat_template_kwargs": {"think": think}}
+                    "logit_bias": {"0": -100}, **fields}
             answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60).json()
-            return {str(entry["bytes"]) for entry in answer["choices"][0]["logprobs"]["content"]}
+            return len({str(entry["bytes"]) for entry in answer["choices"][0]["logprobs"]["content"]})
 
-        assert len(ids("fake")) <= 32 < len(ids(False))
-        lines = [line for line in running.log.splitlines() if line.startswith("sampling")]
-        assert [any(name in line for line in lines) for name in ("openai", "g1_think", "g1_fake")] == [True, True, True]
+        assert ids(chat_template_kwargs={"think": "fake"}) <= 32 < ids() < 90
+        assert ids(temperature=2) < 90, "a field replaces the preset's option of that name alone"
+        assert ids(top_p=1, chat_template_kwargs={"think": "fake"}) <= 32
+        assert ids(top_p=1) > 100
+        body = {"prompt": "a", "max_tokens": 200, "seed": 1, "logprobs": 0, "logit_bias": {"0": -100}}
+        answer = httpx.post(f"{running.url}/v1/completions", json=body, timeout=60).json()
+        assert len({*answer["choices"][0]["logprobs"]["tokens"]}) < 90, "a completion, too"
+        (shown,) = httpx.get(f"{running.url}/v1/models").json()["data"]
+        assert Sampling(**{name: value for name, value in shown["meta"]["defaults"].items() if name != "max_tokens"}) == CHAT
+        lines = [line.removeprefix("sampling").strip() for line in running.log.splitlines() if line.startswith("sampling")]
+        assert [name in line for name, line in zip(("chat (", "g1_think (", "g1_fake ("), lines, strict=True)] == [True] * 3

@@ -77,6 +77,8 @@ def _description(tool: Mapping[str, Any], where: str) -> dict[str, Any]:
     if "properties" not in parameters and not isinstance(parameters.get("type"), str):
         return {**found, "arguments": parameters}        # descriptions by argument name, and no JSON schema
     arguments = parameters.get("properties", {})
+    if not isinstance(arguments, Mapping):
+        raise UserError(f"{where}.function.parameters.properties must be an object, with a schema for each argument")
     required = parameters.get("required", [])
     found["arguments"] = arguments
     if isinstance(required, list) and 0 < len(required) < len(arguments):
@@ -134,7 +136,8 @@ class CallParser:
     another language, in other JSON or in thoughts (<think>...</think> at the beginning). White space beside a call is dropped.
 
     start: the beginning of the answer that stands in the prompt. most: the number of calls after which nothing is shown.
-    spans: (start, end) of each part of the text that push returned last; places count from the first character pushed.
+    spans: (start, end) of each part of the text that push returned last; places count from the first character pushed. parts:
+    what push returned last, in the order in which it was written: texts, each with its place, and calls.
     decided: the place before which it is known what is text and what is a call. The places of `start` are negative.
     """
 
@@ -151,22 +154,29 @@ class CallParser:
         self._after_call = False         # only white space has come since a call
         self.decided = -len(start)
         self.spans: list[tuple[int, int]] = []
+        self.parts: list[tuple[str, int] | dict[str, Any]] = []
         self.found = 0                   # calls so far
 
     def push(self, piece: str, last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """The text that can be shown now, and the calls that are now complete, in OpenAI's form. last: the answer ends."""
         self._held += piece
         self.spans = []
+        self.parts = []
         text = ""
         calls: list[dict[str, Any]] = []
         while self._held and (step := self._next(last)) is not None:
-            text += self._shown(self._held[:step.text])
+            shown = self._shown(self._held[:step.text])
+            if shown:
+                self.parts.append((shown, self.spans[-1][0]))
+                text += shown
             self._before = self._held[:step.total][-1:]
             self._held = self._held[step.total:]
             self.decided += step.total
             if step.calls:
-                calls += step.calls[:self._left()]
-                self.found += len(step.calls[:self._left()])
+                wanted = step.calls[:self._left()]
+                calls += wanted
+                self.parts += wanted
+                self.found += len(wanted)
                 self._after_call = True
         return text, calls
 

@@ -118,7 +118,7 @@ def _content(content: Any, refusal: Any, role: str, where: str) -> str:
 def _text(item: Any, role: str, where: str) -> str:
     kinds = ("text", "refusal") if role == "assistant" else ("text",)
     kind = item.get("type") if isinstance(item, Mapping) else None
-    if kind in NO_TEXT:
+    if isinstance(kind, str) and kind in NO_TEXT:
         raise UserError(f"{where} is {NO_TEXT[kind]}, and this model reads text alone")
     if kind not in kinds or not isinstance(item.get(kind), str):
         raise UserError(f'{where} is a text, {{"type": "text", "text": "..."}}; got {_shown(item)}')

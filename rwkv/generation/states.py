@@ -1,10 +1,11 @@
 """Saved states (save_state=FILE, state=FILE): the result of reading a text, from which generation can continue.
 
 The file is in safetensors form: the parts of the state and the logits, with the hashes of the model and the tokenizer that they
-belong to, and the last ids of the text, which decoding the following text needs. The server's files have further metadata,
-which other programs ignore.
+belong to, the last ids of the text, which decoding the following text needs, and a checksum of all of these. The server's files
+have further metadata, which other programs ignore. Files of earlier versions have no checksum and are read all the same.
 """
 
+import hashlib
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,6 +27,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 FORMAT = "timemix-state-1"
 LAST_IDS = "last_ids"                    # a key of the metadata
+CHECKSUM = "sha256"                      # a key of the metadata
 LONGEST_HEADER = 2**20                   # bytes of a file that are read to find its metadata
 PARTS = ("model", "tokenizer")           # keys of the metadata: the hashes of those that a state belongs to
 
@@ -59,7 +61,8 @@ class StateForm:
     def content(self, context: PrefillResult, more: Mapping[str, str] | None = None) -> bytes:
         """The content of a file. more: further metadata."""
         tensors = {name: part.cpu().contiguous() for name, part in _parts(context).items()}
-        return save(tensors, metadata={**(more or {}), **self.identity, LAST_IDS: json.dumps(context.last_ids)})
+        metadata = {**(more or {}), **self.identity, LAST_IDS: json.dumps(context.last_ids)}
+        return save(tensors, metadata={**metadata, CHECKSUM: _checksum(tensors, metadata)})
 
     def load(self, path: str | Path) -> PrefillResult:
         """The result in a file. Raises UserError as load_context does."""
@@ -84,6 +87,9 @@ class StateForm:
         if {name: part.shape for name, part in tensors.items()} != {name: part.shape for name, part in expected.items()}:
             raise UserError(f"{name} does not hold the state of one text for this model: its tensors have other names or "
                             "shapes")
+        if metadata.get(CHECKSUM, checksum := _checksum(tensors, metadata)) != checksum:
+            raise UserError(f"{name} has changed since it was written: its content does not have the checksum that it states; "
+                            "use a whole copy, or save the state again")
         if not all(tensor.is_floating_point() and tensor.isfinite().all() for tensor in tensors.values()):
             raise UserError(f"{name} holds numbers that no state has, such as NaN: the file is damaged")
         logits = tensors.pop("logits").to(self._device)
@@ -131,6 +137,16 @@ def metadata_of(content: bytes) -> dict[str, str]:
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise ValueError("its header is not that of a safetensors file")
     return metadata
+
+
+def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
+    """SHA-256 in hexadecimal digits of the tensors, which are contiguous, and of the metadata other than a checksum."""
+    described = [[name, str(tensor.dtype), [*tensor.shape]] for name, tensor in sorted(tensors.items())]
+    stated = sorted(pair for pair in metadata.items() if pair[0] != CHECKSUM)
+    digest = hashlib.sha256(json.dumps([described, stated]).encode())
+    for _, tensor in sorted(tensors.items()):
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def _parts(context: PrefillResult) -> dict[str, Tensor]:

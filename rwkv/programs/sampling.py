@@ -2,7 +2,8 @@
 
     the user             sampling=NAME
     the file             generation_config.json of a directory, general.sampling of a GGUF file; options that it lacks are off
-    the kind of model    for G1 models, their author's advice on answers that begin with thoughts, or with an empty thought
+    the kind of model    for G1 models, their author's advice on answers that begin with thoughts, or with an empty thought;
+                         without thoughts, and for texts without a chat template on a server, the preset for conversations
     the program          its own preset
 
 A single option that the user gives replaces that option of the source.
@@ -23,7 +24,10 @@ from rwkv.errors import UserError
 
 OF_SAMPLING = tuple(item.name for item in fields(Sampling))
 UNCHANGED = Sampling(temperature=1.0, top_p=1.0)         # the model's own distribution
-OF_G1: dict[Think, tuple[str, str]] = {True: ("g1_think", "thoughts"), "fake": ("g1_fake", "an empty thought")}
+OF_G1: dict[Think, tuple[str, str]] = {       # the preset, and what it is for
+    True: ("g1_think", "the author's for G1 models whose answers begin with thoughts"),
+    "fake": ("g1_fake", "the author's for G1 models whose answers begin with an empty thought"),
+    False: ("chat", "for G1 models whose answers begin without thoughts")}
 OF_G1_FORM = ("g1", "flower")            # chat templates
 
 
@@ -86,10 +90,10 @@ class SamplingChoice:
         kind = kind_of(*self._names)
         if self._template.name in OF_G1_FORM and kind.template != "g1":
             kind = Choice("g1", f"the chat template is {self._template.name}")
-        if begun not in OF_G1 or kind.template != "g1":
+        if kind.template != "g1":
             return None
-        name, how = OF_G1[begun]
-        return Chosen(preset(name), name, f"the author's for G1 models whose answers begin with {how}; {kind.why}")
+        name, purpose = OF_G1[begun]
+        return Chosen(preset(name), name, f"{purpose}; {kind.why}")
 
 
 def preset(name: str) -> Sampling:

@@ -2,9 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 from uuid import uuid4
 
 import msgspec
@@ -14,13 +14,14 @@ from starlette.types import Receive, Scope, Send
 from rwkv.chat.calls import CallParser
 from rwkv.chat.thoughts import ThoughtParser
 from rwkv.serving.errors import ApiError, json_response
-from rwkv.serving.logprobs import UNKNOWN, ShownTokens
+from rwkv.serving.logprobs import UNKNOWN, ShownTokens, with_text
 from rwkv.serving.messages import Event
 from rwkv.serving.remote import RemoteEngine, Ticket
 from rwkv.tokenizer.decoders import Decoder
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 REASONS = {"length": "length", "stop": "stop", "end_of_text": "stop", "cancelled": "length", "no_token": "length"}
+LINE_END = "\n"
 SEND_TIMEOUT = 30                        # seconds after which a client that reads nothing is cut off
 
 
@@ -163,8 +164,19 @@ class Answer:
                 "prompt_tokens_details": {"cached_tokens": cached}}
 
 
+class Part(NamedTuple):
+    """A piece of an answer after its thoughts: text with the log-probabilities of its tokens, or a call."""
+
+    text: str
+    logprobs: list[dict[str, Any]]
+    call: dict[str, Any] | None = None
+
+
 class _Text:
-    """One text of an answer, as choices of completions or of chat completions."""
+    """One text of an answer, as choices of completions or of chat completions.
+
+    A message of a chat has one content. Where the model has written words on both sides of a call, a line end separates them.
+    """
 
     def __init__(self, shape: Shape, number: int, prompt: Sequence[int]) -> None:
         self._shape = shape
@@ -179,17 +191,25 @@ class _Text:
         self._tokens = ShownTokens(shape.tokenizer.decoder(before)) if shape.logprobs else None
         self._parser = CallParser(shape.functions, shape.call_start, shape.most_calls) if shape.functions else None
         self._calls: list[dict[str, Any]] = []
+        self._has_text = False
+        self._after_call = False         # no text has come since the last call
+        self._unnamed = ""               # a line end in the text that no token's string has yet
         self._decoder = shape.tokenizer.decoder(
             shape.after if shape.echo_logprobs else before if shape.logprobs else ())
         self._offset = 0                 # of the next token, in characters
         self.last = Event(-1)
 
     def add(self, event: Event) -> None:
-        thoughts, text, calls, logprobs = self.parsed(event)
+        thoughts, parts = self.parsed(event)
         self._thoughts += thoughts
-        self._content += text
-        self._calls += calls
-        self._logprobs += logprobs
+        for part in parts:
+            if part.call:
+                self._calls.append(part.call)
+                self._after_call = True
+                continue
+            separated = self._separated(part)
+            self._content += separated.text
+            self._logprobs += separated.logprobs
         if event.finish_reason is not None:
             self.last = event
 
@@ -218,44 +238,86 @@ class _Text:
             if not finished:
                 return []
             return [{**self._choice(self._content, self._logprobs_of(self._logprobs), self.reason(event)), **self._state()}]
-        before = self._parser.found if self._parser else 0
-        thoughts, text, calls, logprobs = self.parsed(event)
+        thoughts, parts = self.parsed(event)
         found = []
         if thoughts:
             found.append(self._choice({"reasoning_content": thoughts}, None, None))
-        if text or logprobs:
+        for part in parts:
+            if part.call:
+                found.append(self._choice({"tool_calls": [{"index": len(self._calls), **part.call}]}, None, None))
+                self._calls.append(part.call)
+                self._after_call = True
+                continue
+            text, logprobs, _ = self._separated(part)
             found.append(self._choice({"content": text} if self._shape.chat else text, self._logprobs_of(logprobs), None))
-        if calls:
-            numbered = [{"index": index, **call} for index, call in enumerate(calls, start=before)]
-            found.append(self._choice({"tool_calls": numbered}, None, None))
         if finished:
             self.last = event
             found.append({**self._choice({} if self._shape.chat else "", None, self.reason(event)), **self._state()})
         return found
 
-    def parsed(self, event: Event) -> tuple[str, str, list[dict[str, Any]], list[dict[str, Any]]]:
-        """What an event adds: thoughts, text that is shown, calls, and the log-probabilities of that text."""
+    def _separated(self, part: Part) -> Part:
+        """The part, with a line end before its text if a call stands between this and earlier text.
+
+        The line end is also in the string of the text's first token, so that the tokens add up to the content.
+        """
+        text = part.text
+        logprobs = part.logprobs
+        if text and self._has_text and self._after_call:
+            text = f"{LINE_END}{text}"
+            self._unnamed = LINE_END
+        if text:
+            self._has_text = True
+            self._after_call = False
+        if self._unnamed and logprobs:
+            logprobs = [with_text(logprobs[0], f"{self._unnamed}{logprobs[0]['text']}"), *logprobs[1:]]
+            self._unnamed = ""
+        return Part(text, logprobs)
+
+    def parsed(self, event: Event) -> tuple[str, list[Part]]:
+        """What an event adds: thoughts, and then texts and calls in the order in which the model has written them.
+
+        A token's log-probability comes with the text in which the token begins.
+        """
         last = event.finish_reason is not None
         self._written += len(event.text)
         thoughts = ""
         text = event.text
-        calls: list[dict[str, Any]] = []
         place = 0                        # of the text after the thoughts
         decided = self._written
         if self._answer:
             thoughts, text = self._answer.push(event.text, last)
             place = self._answer.text_place
             decided = self._answer.decided
+        pieces: list[tuple[str, int] | dict[str, Any]] = [(text, self._written - len(text))]
         spans = [(self._written - len(text), self._written)]
         if self._parser:
-            text, calls = self._parser.push(text, last)
+            self._parser.push(text, last)
+            pieces = [piece if isinstance(piece, dict) else (piece[0], piece[1] + place) for piece in self._parser.parts]
             spans = [(start + place, end + place) for start, end in self._parser.spans]
             decided = min(decided, self._parser.decided + place)
-        if self._tokens is None:
-            return thoughts, text, calls, []
-        self._tokens.add(event.logprobs)
-        self._tokens.show(spans)
-        return thoughts, text, calls, self._tokens.take_rest() if last else self._tokens.take(decided)
+        if self._tokens:
+            self._tokens.add(event.logprobs)
+            self._tokens.show(spans)
+        return thoughts, [part for part in self._parts(pieces, decided, last) if part.text or part.logprobs or part.call]
+
+    def _parts(self, pieces: list[tuple[str, int] | dict[str, Any]], decided: int, last: bool) -> Iterator[Part]:
+        """The pieces with their log-probabilities, up to the place `decided`, or all that are left."""
+        starts = [piece[1] for piece in pieces if isinstance(piece, tuple)]
+
+        def logprobs() -> list[dict[str, Any]]:
+            """Of the tokens before the next text."""
+            if self._tokens is None:
+                return []
+            if starts:
+                return self._tokens.take(starts.pop(0))
+            return self._tokens.take_rest() if last else self._tokens.take(decided)
+
+        if not pieces or isinstance(pieces[0], dict):
+            yield Part("", logprobs())   # the last token of the text before a call is known only when the call has come
+        else:
+            starts.pop(0)
+        for piece in pieces:
+            yield Part("", [], piece) if isinstance(piece, dict) else Part(piece[0], logprobs())
 
     def reason(self, event: Event) -> str:
         reason = REASONS[event.finish_reason or "length"]

@@ -5,8 +5,10 @@ events into an answer (answers.py, responses.py).
 """
 
 import asyncio
+import email.message
 import hmac
-import secrets
+import re
+import zlib
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -24,7 +26,9 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rwkv.chat.calls import START, stop_of
+from rwkv.chat.rendered import for_tokenizer
 from rwkv.chat.template import ChatTemplate
+from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import START as START_OF_THOUGHTS
 from rwkv.chat.thoughts import Think, begun_by, end_of
 from rwkv.config import MIB, Sampling, ServeConfig
@@ -49,6 +53,7 @@ from rwkv.serving.schema import (
     Options,
     ResponseRequest,
     StateRequest,
+    TemplateOptions,
     Thinking,
     TokenizeRequest,
     Tool,
@@ -60,6 +65,9 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONG = 2**16                             # a body of more bytes is handled in a thread, not in the event loop
 COMPLETION_TOKENS = 16                   # max_tokens of a completion, OpenAI's
+ANY = -1                                 # max_tokens of clients that set no limit
+CHARSETS = {"utf-8", "us-ascii", "iso-8859-1", "windows-1252", "utf-16", "utf-16le", "utf-16be"}       # of bodies
+TEMPLATE_NAMES = {"bot": "flower", "assistant": "g1", "function_calling": "g1"}          # by rwkv_prompt_template
 OF_SAMPLING = tuple(item.name for item in fields(Sampling))
 OPEN_PATHS = ("/", "/health", "/ready")  # these need no key
 PAGE_HEADERS = {"content-security-policy": "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; "
@@ -101,13 +109,14 @@ def application(service: Service) -> ASGIApp:
 
 def _logged(app: ASGIApp) -> ASGIApp:
     async def logged(scope: Scope, receive: Receive, send: Send) -> None:
+        """Paths with slashes at the end or twice, as of a base address that ends with one, are those without."""
         async def noted(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
                 request = f"{scope['method']} {scope['raw_path'].decode('ascii')}"       # %0A stays: the log gets no line end
                 say_refused(message["status"], request, scope["state"]["request_id"], scope["state"].get("refusal", ""))
             await send(message)
 
-        await app(scope, receive, noted)
+        await app({**scope, "path": re.sub("/+", "/", scope["path"]).rstrip("/") or "/"}, receive, noted)
 
     return logged
 
@@ -124,6 +133,8 @@ def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Re
             return _refusal(request, error)
         except UserError as error:
             return _refusal(request, ApiError(400, str(error), _field_in(str(error))))
+        except RecursionError:
+            return _refusal(request, ApiError(400, "the body has too many objects or lists inside each other"))
         except ClientDisconnect:
             return Response(status_code=400)
 
@@ -178,9 +189,17 @@ def _owner(request: Request) -> str:
 
 
 async def _body(service: Service, request: Request, least: int = 0) -> bytes:
-    """The request's body. least: bytes that are allowed whatever max_body_mib is. Raises ApiError where it is too large."""
+    """The request's body, decompressed. least: bytes that are allowed whatever max_body_mib is.
+
+    Raises ApiError where it is too large, or compressed by anything but gzip.
+    """
     limit = max(service.config.max_body_mib * MIB, least)
     too_large = ApiError(413, f"the body is larger than {limit // MIB} MiB", code="body_too_large")
+    codings = ",".join(request.headers.getlist("content-encoding")).lower().replace("x-gzip", "gzip").split(",")
+    codings = [coding.strip() for coding in codings if coding.strip() not in ("", "identity")]
+    if codings not in ([], ["gzip"]):
+        raise ApiError(415, f"content-encoding must be gzip, or there must be none; got {', '.join(codings)[:100]}",
+                       code="unsupported_encoding")
     announced = request.headers.get("content-length", "0")
     if announced.isdigit() and int(announced) > limit:
         raise too_large
@@ -191,12 +210,46 @@ async def _body(service: Service, request: Request, least: int = 0) -> bytes:
         size += len(part)
         if size > limit:
             raise too_large
-    return b"".join(parts)
+    sent = b"".join(parts)
+    if not codings:
+        return sent
+    content = await asyncio.to_thread(_decompressed, sent, limit)
+    if len(content) > limit:
+        raise too_large
+    return content
+
+
+def _decompressed(sent: bytes, limit: int) -> bytes:
+    """The content of a gzip file, cut after limit + 1 bytes. Raises ApiError where it is not whole."""
+    inflate = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+    try:
+        content = inflate.decompress(sent, limit + 1)
+        whole = len(content) > limit or (inflate.eof and not inflate.unused_data)
+    except zlib.error:
+        whole = False
+    if not whole:
+        raise ApiError(400, "content-encoding is gzip, and the body is not one whole gzip file")
+    return content
+
+
+def _as_utf8(request: Request, sent: bytes) -> bytes:
+    """A JSON body in UTF-8. Raises ApiError where content-type names an unknown charset, or one that the bytes are not in."""
+    header = email.message.Message()
+    header["content-type"] = request.headers.get("content-type", "")
+    charset = header.get_content_charset() or "utf-8"
+    if charset in ("utf-8", "utf8", "us-ascii"):
+        return sent
+    if charset not in CHARSETS:
+        raise ApiError(415, f"the charset of content-type must be utf-8; got {charset[:100]}", code="unsupported_charset")
+    try:
+        return sent.decode(charset).encode()
+    except UnicodeError:
+        raise ApiError(400, f"the body is not in {charset}, which content-type names as its charset") from None
 
 
 async def _worked(service: Service, request: Request, work: Callable[[Service, bytes], Result]) -> Result:
     """work(service, body). A long body is handled in a thread, so that no other request waits."""
-    sent = await _body(service, request)
+    sent = _as_utf8(request, await _body(service, request))
     return await asyncio.to_thread(work, service, sent) if len(sent) > LONG else work(service, sent)
 
 
@@ -224,7 +277,7 @@ def _completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generat
         raise ApiError(400, "best_of is 1 on this server; use n, and choose by logprobs", "best_of")
     start = service.states.start(body.state, owner, model)
     prompts = [_ids(service, prompt, start=start) for prompt in _prompts(body)]
-    maximum = _most_tokens(service)["completions"] if body.max_tokens is None else body.max_tokens
+    maximum = _most_tokens(service)["completions"] if body.max_tokens in (None, ANY) else body.max_tokens
     n = body.n or 1
     echoed = bool(body.echo and body.logprobs is not None)
     if echoed and n * sum(map(len, prompts)) > service.config.max_prompt_tokens:
@@ -250,6 +303,7 @@ def _chat_completion(service: Service, sent: bytes, owner: str) -> tuple[list[Ge
 
 def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[Generate], Shape]:
     model = _model(service, body.model)
+    service = _with_template(service, body)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
     tools, call_start = _tools(service, body)
@@ -268,7 +322,7 @@ def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[G
     if body.max_completion_tokens is not None:
         limit = "max_completion_tokens"
         maximum = body.max_completion_tokens
-    maximum = _most_tokens(service)["chat"] if maximum is None else maximum
+    maximum = _most_tokens(service)["chat"] if maximum in (None, ANY) else maximum
     one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
     stops = (*service.template.stop, *body.stops(), *((stop_of(call_start),) if one_call else ()))
     n = body.n or 1
@@ -284,6 +338,20 @@ def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[G
                   most_calls=1 if one_call else None, thinks=service.template.thinks,
                   after=start.last_ids if start else (), saves=bool(body.save_state))
     return texts, shape
+
+
+def _with_template(service: Service, body: ChatRequest) -> Service:
+    """The service with the chat template that rwkv_prompt_template names, if the server's own has another form."""
+    kwargs = body.chat_template_kwargs or TemplateOptions()
+    asked = kwargs.rwkv_prompt_template
+    own = service.template
+    without_thoughts = kwargs.rwkv_generation_prompt in (None, "no_think")
+    fits = {"bot": own.name == "flower", "assistant": own.name == "g1" or (own.name == "world" and without_thoughts),
+            "function_calling": own.supports_tools}
+    if asked is None or fits[asked]:
+        return service
+    template = for_tokenizer(chat_template(TEMPLATE_NAMES[asked]), service.tokenizer)
+    return replace(service, template=template, states=replace(service.states, template=template))
 
 
 def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
@@ -392,7 +460,7 @@ def _texts(service: Service, body: Options, ids: list[int], n: int, maximum: int
     """The n texts that continue a prompt, with consecutive seeds. limit: the name of the field that holds `maximum`."""
     if maximum > service.config.max_tokens:
         raise ApiError(400, f"{limit} is at most {service.config.max_tokens} on this server; got {maximum}", limit)
-    seed = secrets.randbelow(2**62) if body.seed is None else body.seed
+    seed = body.first_seed()
     sampling = body.sampling(service.sampling[think], service.tokenizer)
     return [Generate(-1, ids, seed + number, maximum, stops, sampling, bool(body.stream), n_logprobs, prompt_logprobs,
                      grammar)
@@ -673,7 +741,7 @@ async def page(service: Service, request: Request) -> Response:
     return Response(text, media_type="text/html; charset=utf-8", headers=PAGE_HEADERS)
 
 
-OPENAI: dict[str, Any] = {"answers": (JSON, EVENTS), "errors": (400, 401, 404, 413, 429, 503)}
+OPENAI: dict[str, Any] = {"answers": (JSON, EVENTS), "errors": (400, 401, 404, 413, 415, 429, 503)}
 ENDPOINTS = (
     Endpoint("/v1/completions", "POST", completions, CompletionRequest, **OPENAI),
     Endpoint("/v1/chat/completions", "POST", chat_completions, ChatRequest, **OPENAI),

@@ -22,6 +22,8 @@ class ApiError(Exception):
 
     def response(self) -> Response:
         headers = {"retry-after": str(self.retry_after)} if self.retry_after else {}
+        if self.status == 415:
+            headers["accept-encoding"] = "gzip"
         return json_response(self.body, self.status, headers)
 
 

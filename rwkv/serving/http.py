@@ -122,6 +122,7 @@ class Protocol(HttpToolsProtocol):
         super().on_headers_complete()
         self.cycle.default_headers = [*self.cycle.default_headers, (b"x-request-id", request_id.encode())]
         if self.parser.get_http_version() == "1.0":
+            self.cycle.waiting_for_100_continue = False          # HTTP/1.0 has no such answer (RFC 9110, 10.1.1)
             _send_without_chunks(self.cycle)
 
     def on_message_complete(self) -> None:

@@ -6,7 +6,6 @@ states take no more than an equal share of the room loses none to others.
 """
 
 import os
-import re
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -16,16 +15,17 @@ from typing import Annotated
 
 import msgspec
 
+from rwkv.chat.messages import ROLES
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.states import LONGEST_HEADER, StateForm, metadata_of
 from rwkv.io.atomic import write_file
 from rwkv.io.shares import Shares
+from rwkv.serving.folder import STATE, files_in
 from rwkv.serving.log import say
 from rwkv.serving.messages import SavedState, Turn
 
-NAME = re.compile(r"(state_[0-9a-f]{32})\.safetensors")
 OURS = "timemix-serve"                   # the key of Known in the metadata of a file
 MOST_UNWRITTEN = 8                       # number of states that may wait to be written
 
@@ -52,7 +52,7 @@ class StateGone(UserError):
 class KeptStates:
     """forms: by the model's name. digests: of the trained values, by the adapter's name.
 
-    found: the states that the folder has held before, also those of other models. Raises UserError for an unusable folder.
+    found: the states that the folder, which folder.claim() has made, has held before, also those of other models.
     """
 
     def __init__(self, config: ServeConfig, forms: Mapping[str, StateForm], digests: Mapping[str, str]) -> None:
@@ -114,7 +114,8 @@ class KeptStates:
             self._files.remove(state_id)
             self._gone.append(state_id)
             say("states", f"{path} is lost: {error}")
-            raise StateGone(f"there is no state {state_id} any more: its file cannot be read") from None
+            reason = "has changed or is damaged" if isinstance(error, UserError) else "cannot be read"
+            raise StateGone(f"there is no state {state_id} any more: its file {reason}") from None
         self._remember(state, context)
         return context
 
@@ -185,20 +186,9 @@ class KeptStates:
         return folder / f"{state_id}.safetensors"
 
     def _scan(self, folder: Path) -> list[SavedState]:
-        try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            write_file(folder / ".try", lambda file: file.write(b""))
-            (folder / ".try").unlink()
-            for unfinished in folder.glob(".state_*.safetensors.*"):     # of a process that was killed
-                unfinished.unlink()
-            paths = [path for path in folder.iterdir() if NAME.fullmatch(path.name)]
-            paths.sort(key=lambda path: path.stat().st_mtime)
-        except OSError as error:
-            raise UserError(f"states_dir={folder} cannot be used: {error.strerror}") from None
         found = []
-        for path in paths:
+        for path, size in files_in(folder, STATE, "states"):
             state_id = path.stem
-            size = path.stat().st_size
             try:
                 with path.open("rb") as file:
                     metadata = metadata_of(file.read(LONGEST_HEADER))
@@ -246,6 +236,9 @@ class KeptStates:
 def _known(metadata: dict[str, str]) -> Known:
     """Raises UserError where the metadata are damaged."""
     try:
-        return msgspec.json.decode(metadata.get(OURS, "{}"), type=Known)
+        known = msgspec.json.decode(metadata.get(OURS, "{}"), type=Known)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        raise UserError("the file has metadata that no server wrote: it is damaged") from None
+        known = None
+    if known is None or (known.turn and known.turn.role not in ROLES):
+        raise UserError("the file has metadata that no server wrote: it is damaged")
+    return known

@@ -65,5 +65,10 @@ def _cut(entries: list[Entry], text: str, shown: str) -> list[Entry]:
     rest = shown.removeprefix(broken)
     if not rest:
         return earlier
-    top = [{**other, "text": rest} if other["token"] == last["token"] else other for other in last.get("top", ())]
-    return [*earlier, {**last, "text": rest, "top": top}]
+    return [*earlier, with_text(last, rest)]
+
+
+def with_text(entry: Entry, text: str) -> Entry:
+    """The entry with another text for its token, also among the likeliest ones."""
+    top = [{**other, "text": text} if other["token"] == entry["token"] else other for other in entry.get("top", ())]
+    return {**entry, "text": text, "top": top}

@@ -25,13 +25,13 @@ from rwkv.io.atomic import write_file
 from rwkv.io.shares import Shares
 from rwkv.serving.answers import Answer, Shape, chat_entry
 from rwkv.serving.errors import STATE_GONE, ApiError, json_response
+from rwkv.serving.folder import RESPONSE, files_in
 from rwkv.serving.log import say
 from rwkv.serving.messages import Event, Generate, SavedState
 from rwkv.serving.remote import RemoteEngine, Ticket
 from rwkv.serving.schema import ChatRequest, ResponseRequest, converted
 from rwkv.serving.states import Keeper
 
-NAME = re.compile(r"(resp_[0-9a-f]{32})\.json")
 LOGPROBS = "message.output_text.logprobs"        # a value in `include`
 RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
            "response_format": "text.format"}     # fields of chat completions, and their names here
@@ -62,15 +62,13 @@ class Responses:
         self._folder = Path(config.states_dir) if config.states_dir else None
         self._kept: dict[str, bytes] = {}
         self._shares = Shares[str]()
-        paths = [path for path in self._folder.iterdir() if NAME.fullmatch(path.name)] if self._folder else []
-        for path in sorted(paths, key=lambda path: path.stat().st_mtime):
-            content = path.read_bytes()
+        for path, _ in files_in(self._folder, RESPONSE, "responses") if self._folder else ():
             try:
-                stored = msgspec.json.decode(content, type=Stored)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+                stored = _read(path.read_bytes(), path.stem)
+            except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ApiError) as error:
                 say("responses", f"{path} is left out: {error}")
             else:
-                self._remember(path.stem, stored.owner, content)
+                self._remember(path.stem, stored.owner, msgspec.json.encode(stored))
 
     def get(self, response_id: str, owner: str, field: str | None = None) -> Stored:
         """field: the request's field that names the response. Raises ApiError where the owner has no such response."""
@@ -102,13 +100,31 @@ class Responses:
         if state is not None and not stored.kept:
             self._engine.drop(state)
         if self._folder:
-            (self._folder / f"{response_id}.json").unlink(missing_ok=True)
+            path = self._folder / f"{response_id}.json"
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                say("responses", f"{path} cannot be deleted: {error.strerror}")
 
     def _remember(self, response_id: str, owner: str, content: bytes) -> None:
         self._kept[response_id] = content
         self._shares.add(response_id, owner, len(content))
         while self._shares.total > self._most:
             self.drop(self._shares.first_to_go(self._most))
+
+
+def _read(content: bytes, response_id: str) -> Stored:
+    """The response in a file. Raises ApiError and errors of decoding where it is none that a server can continue."""
+    stored = msgspec.json.decode(content, type=Stored)
+    response = stored.response
+    optional = (response.get("previous_response_id"), response.get("instructions"))
+    if response.get("id") != response_id or not all(isinstance(value, str | None) for value in optional):
+        raise ApiError(400, "it holds another response than its name says")
+    output = response.get("output")
+    if not isinstance(output, list) or not all(isinstance(item, dict) for item in output):
+        raise ApiError(400, "its output must be a list of items")
+    input_items(output)
+    return msgspec.structs.replace(stored, input=input_items(stored.input))
 
 
 @dataclass
@@ -159,19 +175,25 @@ def ask(body: ResponseRequest, owner: str, model: str, kept: Responses, states: 
 def _start(previous: Stored, asked: Asked, model: str, states: Keeper, tools: Any) -> SavedState | None:
     """The state to continue; None where the conversation's beginning or the model has changed, or the state is gone."""
     state = states.engine.states.get(previous.state or "")
-    same = previous.response["instructions"] == asked.body.instructions
+    same = previous.response.get("instructions") == asked.body.instructions
     if state is None or state.refusal is not None or state.model != model or not same or not states.goes_on(state, tools):
         return None
     return state
 
 
 def _items_up_to(last: Stored, owner: str, kept: Responses) -> list[dict[str, Any]]:
-    """The items of a response and of all responses before it. Raises ApiError where one of those is gone."""
-    parts = [[*last.input, *last.response["output"]]]
-    while (earlier := last.response["previous_response_id"]) is not None:
+    """The items of a response and of all responses before it.
+
+    Raises ApiError where one of those is gone, and where they name each other in a circle, as files that were edited can.
+    """
+    chain = {last.response["id"]: last}
+    while (earlier := last.response.get("previous_response_id")) is not None:
+        if earlier in chain:
+            raise ApiError(400, "previous_response_id: the stored responses before it name each other in a circle, at "
+                                f"{earlier}; send the conversation's items as input", "previous_response_id")
         last = kept.get(earlier, owner, "previous_response_id")
-        parts.insert(0, [*last.input, *last.response["output"]])
-    return [item for part in parts for item in part]
+        chain[earlier] = last
+    return [item for each in reversed(chain.values()) for item in (*each.input, *input_items(each.response["output"]))]
 
 
 def _chat_request(asked: Asked, items: list[dict[str, Any]], instructions: bool = True) -> ChatRequest:
@@ -268,7 +290,7 @@ def _contents(given: Any, role: str, where: str) -> list[dict[str, Any]]:
     found = []
     for i, part in enumerate(given):
         sort = part.get("type") if isinstance(part, dict) else None
-        if sort in NO_TEXT:
+        if isinstance(sort, str) and sort in NO_TEXT:
             raise ApiError(400, f"{where}[{i}] is {NO_TEXT[sort]}, and this model reads text alone", where)
         text = part.get("refusal" if sort == "refusal" else "text") if isinstance(part, dict) else None
         if sort not in TEXTS or not isinstance(text, str):
@@ -278,36 +300,50 @@ def _contents(given: Any, role: str, where: str) -> list[dict[str, Any]]:
 
 
 def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The items as messages of a chat. Thoughts, a text and calls that follow each other become one answer."""
-    found: list[dict[str, Any]] = []
+    """The items as messages of a chat. Thoughts, texts and calls that follow each other become one answer.
+
+    Two messages of the assistant without a call between them stay two. Thoughts without text, as other servers encrypt them,
+    are left out.
+    """
+    messages: list[dict[str, Any]] = []
     answer: dict[str, Any] | None = None         # the last message, if it is an answer, to which the next items may belong
     for item in items:
         kind = item["type"]
         if kind == "function_call_output":
             output = item["output"]
             text = output if isinstance(output, str) else "\n".join(part["text"] for part in output)
-            found.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
             answer = None
             continue
-        if kind == "message":
-            text = "\n".join(part["text"] for part in item["content"])
-            if item["role"] != "assistant":
-                found.append({"role": item["role"], "content": text})
-                answer = None
-                continue
-        begins = kind == "reasoning" or (kind == "message" and answer is not None and answer["content"])
-        if answer is None or begins:
+        if kind == "message" and item["role"] != "assistant":
+            messages.append({"role": item["role"], "content": _text_of(item)})
+            answer = None
+            continue
+        if kind == "reasoning" and not _text_of(item, "").strip():
+            continue
+        if answer is None or _begins_another(answer, kind):
             answer = {"role": "assistant", "content": ""}
-            found.append(answer)
+            messages.append(answer)
         if kind == "message":
-            answer["content"] = text
+            answer["content"] = "\n".join(filter(None, (answer["content"], _text_of(item))))
         elif kind == "reasoning":
-            answer["reasoning_content"] = "".join(part["text"] for part in item.get("content") or ())
+            answer["reasoning_content"] = "\n".join(filter(None, (answer.get("reasoning_content"), _text_of(item, ""))))
         else:
             call = {"id": item["call_id"], "type": "function",
                     "function": {"name": item["name"], "arguments": item["arguments"]}}
             answer["tool_calls"] = [*answer.get("tool_calls", ()), call]
-    return found
+    return messages
+
+
+def _begins_another(answer: dict[str, Any], kind: str) -> bool:
+    """Whether an item cannot belong to the answer: thoughts after words or calls, or words right after other words."""
+    if kind == "reasoning":
+        return bool(answer["content"] or answer.get("tool_calls"))
+    return kind == "message" and bool(answer["content"]) and not answer.get("tool_calls")
+
+
+def _text_of(item: dict[str, Any], between: str = "\n") -> str:
+    return between.join(part["text"] for part in item.get("content") or ())
 
 
 class Output:
@@ -316,16 +352,6 @@ class Output:
     def __init__(self) -> None:
         self.items: list[dict[str, Any]] = []
         self._open = False               # the last item may get more text
-
-    def add(self, thoughts: str, text: str, calls: list[dict[str, Any]],
-            logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        if thoughts:
-            yield from self._add_text("reasoning", thoughts, [])
-        if text or logprobs:
-            yield from self._add_text("message", text, logprobs)
-        for call in calls:
-            yield from self.close("completed")
-            yield from self._add_call(call)
 
     def close(self, status: str) -> Iterator[dict[str, Any]]:
         """Ends the last item if it is open."""
@@ -343,7 +369,7 @@ class Output:
         yield {"type": "response.content_part.done", **place, "part": part}
         yield {"type": "response.output_item.done", "output_index": len(self.items) - 1, "item": item}
 
-    def _add_text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    def add_text(self, kind: str, text: str, logprobs: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
         if not self._open or self.items[-1]["type"] != kind:
             yield from self.close("completed")
             yield from self.begin(kind)
@@ -369,7 +395,8 @@ class Output:
                "item": {**self.items[-1], "content": []}}
         yield {"type": "response.content_part.added", **self._place(), "part": {**part}}
 
-    def _add_call(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def add_call(self, call: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        yield from self.close("completed")
         name = call["function"]["name"]
         arguments = call["function"]["arguments"]
         item = {"id": f"fc_{secrets.token_hex(16)}", "type": "function_call", "status": "completed", "call_id": call["id"],
@@ -437,12 +464,14 @@ class ResponseAnswer(Answer):
         yield sse({"type": f"response.{response['status']}", "response": response})
 
     def _events(self, event: Event) -> Iterator[dict[str, Any]]:
-        thoughts, text, calls, logprobs = self._text.parsed(event)
-        entries = [chat_entry(entry, self._decoder) for entry in logprobs]
-        for entry in entries:
-            for each in (entry, *entry["top_logprobs"]):
-                each["bytes"] = each["bytes"] or []
-        yield from self._output.add(thoughts, text, calls, entries)
+        thoughts, parts = self._text.parsed(event)
+        if thoughts:
+            yield from self._output.add_text("reasoning", thoughts, [])
+        for part in parts:
+            if part.call:
+                yield from self._output.add_call(part.call)
+            else:
+                yield from self._output.add_text("message", part.text, [self._entry(entry) for entry in part.logprobs])
         if event.finish_reason is None:
             return
         self._text.last = event
@@ -450,6 +479,12 @@ class ResponseAnswer(Answer):
         if not self._output.items:       # an empty answer is an empty message
             yield from self._output.begin("message")
         yield from self._output.close(status)
+
+    def _entry(self, logprob: dict[str, Any]) -> dict[str, Any]:
+        entry = chat_entry(logprob, self._decoder)
+        for each in (entry, *entry["top_logprobs"]):
+            each["bytes"] = each["bytes"] or []
+        return entry
 
     def _status(self) -> str:
         return "incomplete" if self._text.reason(self._text.last) == "length" else "completed"

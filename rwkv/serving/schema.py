@@ -1,11 +1,14 @@
 """The bodies of requests: fields, types and ranges. Where OpenAI has the field, they are OpenAI's.
 
 OpenAI's fields that do not change the text are accepted and ignored. Fields for things that this server cannot do, and unknown
-fields, are refused. null in an optional field means the same as leaving it out.
+fields, are refused. null in an optional field means the same as leaving it out; so does -1 in seed, max_tokens and top_k, which
+clients of llama.cpp, LM Studio and vLLM send.
 """
 
 import math
 import re
+import secrets
+from codecs import BOM_UTF8
 from collections.abc import Mapping
 from dataclasses import Field, fields, replace
 from itertools import combinations
@@ -26,7 +29,9 @@ MOST_TOOLS = 128                         # of one request
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
 NewTokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Name = Annotated[str, msgspec.Meta(pattern="^[a-zA-Z0-9_-]{1,64}$")]
+MaxTokens = Annotated[int, msgspec.Meta(ge=-1, le=2**31 - 1)]            # -1: the server's default
+Seed = Annotated[int, msgspec.Meta(ge=-2**63, le=2**63 - 1)]             # -1: a random one
+Name = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")]       # Python's $ matches before a line end, too
 StateId = Annotated[str, msgspec.Meta(max_length=64)]
 Body = TypeVar("Body")
 
@@ -39,11 +44,11 @@ class StreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TextFormat(msgspec.Struct, tag="text", tag_field="type", forbid_unknown_fields=True):
-    pass
+    json_schema: None = None             # as in ObjectFormat
 
 
 class ObjectFormat(msgspec.Struct, tag="json_object", tag_field="type", forbid_unknown_fields=True):
-    pass
+    json_schema: None = None             # some clients write the fields of all formats, those of others as null
 
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -87,7 +92,7 @@ class Shared(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     model: str | None = None
     stream: bool | None = None
     stop: str | list[str] | None = None
-    seed: Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1 - MOST_ROWS)] | None = None
+    seed: Seed | None = None
     state: StateId | None = None         # the state that the prompt continues
     save_state: bool | None = None       # keep the end of each text as a state
     user: Any = None                     # this one and those below are ignored
@@ -97,6 +102,12 @@ class Shared(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_options: Any = None
     prompt_cache_retention: Any = None
 
+    def first_seed(self) -> int:
+        """The seed of the first text; those of further texts follow it. It is from 0 to 2**63 - 1 - MOST_ROWS."""
+        if self.seed is None or self.seed == -1:
+            return secrets.randbelow(2**62)
+        return self.seed % (2**63 - MOST_ROWS)
+
 
 class Options(Shared, forbid_unknown_fields=True, kw_only=True):
     """The fields that completions and chat completions share."""
@@ -105,7 +116,7 @@ class Options(Shared, forbid_unknown_fields=True, kw_only=True):
 
     stream_options: StreamOptions | None = None
     n: Count | None = None
-    max_tokens: NewTokens | None = None
+    max_tokens: MaxTokens | None = None
     response_format: TextFormat | ObjectFormat | SchemaFormat | None = None
     grammar: GrammarText | None = None
     store: Any = None                    # ignored, as the next
@@ -137,8 +148,8 @@ class Options(Shared, forbid_unknown_fields=True, kw_only=True):
             value = getattr(self, item.name)
             if value is None:
                 continue
-            if item.type is float and value < item.metadata["least"]:
-                value = 0.0 if item.metadata["or_zero"] else item.metadata["least"]      # OpenAI's ranges begin at 0
+            if item.type in (int, float) and value < item.metadata["least"]:     # OpenAI's ranges begin at 0, and top_k at -1
+                value = 0.0 if item.metadata["or_zero"] else item.metadata["least"]
             given[item.name] = value
         sampling = replace(otherwise, **given)
         sampling.check_ids(tokenizer.vocab_size)
@@ -156,14 +167,19 @@ class CompletionRequest(Options, forbid_unknown_fields=True, kw_only=True):
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=5)] | None = None
 
 
+THINK_OF_PROMPT: dict[str, Think] = {"open_think": True, "fake_think": "fake", "no_think": False}      # rwkv_generation_prompt
 OF_EFFORT: dict[str, Think] = {"none": False, "minimal": "fake"}          # the other efforts ask for thoughts
 HINT_OF_EFFORT = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
 class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
     enable_thinking: bool | None = None
+    thinking: bool | None = None         # the same in some other templates
     think: bool | Literal["true", "false", "fake"] | None = None         # as think= of chat.py
     reasoning_effort: Effort | None = None       # vLLM's clients have it here, too
+    # Of rwkv-rs/vllm-rwkv (vllm/tokenizers/rwkv_chat.py)
+    rwkv_prompt_template: Literal["bot", "assistant", "function_calling"] | None = None
+    rwkv_generation_prompt: Literal["open_think", "fake_think", "no_think"] | None = None
 
 
 class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -227,7 +243,9 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
         """
         kwargs = self.chat_template_kwargs or TemplateOptions()
         switches = {"chat_template_kwargs.think": None if kwargs.think is None else think_of(str(kwargs.think).lower()),
-                    "enable_thinking": self.enable_thinking, "chat_template_kwargs.enable_thinking": kwargs.enable_thinking}
+                    "chat_template_kwargs.rwkv_generation_prompt": THINK_OF_PROMPT.get(kwargs.rwkv_generation_prompt or ""),
+                    "enable_thinking": self.enable_thinking, "chat_template_kwargs.enable_thinking": kwargs.enable_thinking,
+                    "chat_template_kwargs.thinking": kwargs.thinking}
         efforts = {"reasoning_effort": self.reasoning_effort, "chat_template_kwargs.reasoning_effort": kwargs.reasoning_effort}
         asked: dict[str, Think] = {field: think for field, think in switches.items() if think is not None}
         by_effort, effort = next(((field, effort) for field, effort in efforts.items() if effort and thinks), ("", None))
@@ -332,9 +350,9 @@ JSON_TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boo
 
 
 def read(body: bytes, kind: type[Body]) -> Body:
-    """The body as a `kind`. Raises ApiError with the field's name."""
+    """The body, perhaps after a byte order mark, as a `kind`. Raises ApiError with the field's name."""
     try:
-        return msgspec.json.decode(body, type=kind)
+        return msgspec.json.decode(body.removeprefix(BOM_UTF8), type=kind)
     except msgspec.ValidationError as error:
         raise _misfit(error, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:

@@ -17,6 +17,7 @@ from rwkv.errors import UserError
 from rwkv.io.lines import counted
 from rwkv.io.signals import STOPPING, StopRequest
 from rwkv.serving.api import Service, application
+from rwkv.serving.folder import claim
 from rwkv.serving.http import Protocol, Server
 from rwkv.serving.log import say
 from rwkv.serving.messages import Ready
@@ -40,6 +41,7 @@ def serve(config: ServeConfig, work: Work) -> None:
         raise UserError(f"adapters has the name {_model_name(config)!r}, which is the checkpoint's own: name the adapter "
                         "otherwise, or the checkpoint, with model_name=")
     listener = _bind(config)
+    lock = claim(Path(config.states_dir)) if config.states_dir else None
     warning = "" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"
     say("address", f"http://{_bracketed(config.host)}:{listener.getsockname()[1]}{warning}")
     # Before uvicorn handles signals: sys.exit runs the `finally` that ends the engine's process
@@ -54,6 +56,8 @@ def serve(config: ServeConfig, work: Work) -> None:
                 sys.exit(1)              # the reason was told when it failed
         finally:
             engine.close()
+            if lock is not None:
+                lock.release()
 
 
 def _bind(config: ServeConfig) -> socket.socket:

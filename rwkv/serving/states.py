@@ -7,6 +7,7 @@ read, and the rendered text up to the stand-in is dropped.
 
 import hashlib
 import json
+import re
 import secrets
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from rwkv.chat.rendered import encode
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import Think
 from rwkv.config import MIB, ServeConfig
+from rwkv.errors import UserError
 from rwkv.serving.errors import STATE_GONE, ApiError
 from rwkv.serving.messages import SavedState, Turn
 from rwkv.serving.remote import RemoteEngine
@@ -103,8 +105,24 @@ class Keeper:
         if tools and turn.tools != _digest(tools):
             raise ApiError(400, "tools: they stand at the beginning of a conversation, and that of the state has others; send "
                                 "the same ones, or begin anew", "tools")
-        together = [*_up_to(turn.role), *check_messages(messages)]
-        return self._after_stand_in(render(together, add_generation_prompt, tools, think, effort)).removeprefix(turn.tail)
+        before = _up_to(turn.role, self.template.supports_tools)
+        together = [*before, *check_messages(messages)]
+        try:
+            rendered = render(together, add_generation_prompt, tools, think, effort)
+        except UserError as error:
+            raise self._with_its_place(error, before, tools) from None
+        return self._after_stand_in(rendered).removeprefix(turn.tail)
+
+    def _with_its_place(self, error: UserError, before: list[dict[str, Any]], tools: Any) -> ApiError | UserError:
+        """An error of rendering the request's messages after `before`, with the places that they have in the request; of the
+        state, if `before` alone has one."""
+        try:
+            self.template.render(before, False, tools)
+        except UserError:
+            role = before[-1]["role"]
+            return ApiError(400, f"state: its conversation ends with a message of the role {role}, which the chat template "
+                            f"{self.template.name} cannot continue: send all messages without state", "state")
+        return UserError(re.sub(r"^messages\[(\d+)\]", lambda place: f"messages[{int(place[1]) - len(before)}]", str(error)))
 
     def turn_of_answer(self, tools: Any, start: SavedState | None) -> Turn:
         """The end of a conversation that follows `start`, after the model's answer. The engine's process adds the tail."""
@@ -113,7 +131,8 @@ class Keeper:
     def turn_of_messages(self, messages: Sequence[Any], tools: Any, start: SavedState | None) -> Turn:
         """The end of a conversation that follows `start`, after these messages."""
         role = check_messages(messages)[-1]["role"]
-        return self._turn(role, self._after_stand_in(self.template.render(_up_to(role), False, tools)), tools, start)
+        rendered = self.template.render(_up_to(role, self.template.supports_tools), False, tools)
+        return self._turn(role, self._after_stand_in(rendered), tools, start)
 
     def _turn(self, role: str, tail: str, tools: Any, start: SavedState | None) -> Turn:
         known = start.turn.tools if start and start.turn else ""
@@ -132,9 +151,10 @@ class Keeper:
         return after
 
 
-def _up_to(role: str) -> list[dict[str, Any]]:
-    """Messages that end with the stand-in, which has this role."""
-    return [*BEFORE.get(role, ()), {"role": role, "content": STAND_IN}]
+def _up_to(role: str, calls: bool) -> list[dict[str, Any]]:
+    """Messages that end with the stand-in, which has this role. calls: the template shows calls of tools."""
+    before = BEFORE.get(role, ())
+    return [*(message for message in before if calls or "tool_calls" not in message), {"role": role, "content": STAND_IN}]
 
 
 def owner_of(key: str) -> str:

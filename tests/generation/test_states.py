@@ -5,10 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 from models import each_generation, small_model
+from safetensors.torch import load, save
 
 from rwkv.errors import UserError
 from rwkv.generation.prefill import prefill
-from rwkv.generation.states import load_context, save_context
+from rwkv.generation.states import CHECKSUM, load_context, metadata_of, save_context
 from rwkv.model.quantized import to_int8
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
@@ -65,3 +66,40 @@ def test_a_missing_or_damaged_file_is_one_sentence(saved: Path) -> None:
         saved.write_bytes(damaged)
         with pytest.raises(ValueError, match=r"state\.safetensors"):
             load_context(saved, model, BYTES)
+
+
+@each_generation
+def test_a_file_that_has_changed_is_refused(tmp_path: Path, generation: str) -> None:
+    """Its form is whole, and each of its numbers is one that a state can have: only the checksum tells."""
+    model = small_model(vocab_size=256, generation=generation)
+    saved = tmp_path / "state.safetensors"
+    save_context(saved, prefill(model, torch.tensor([[1, 2, 3]]))._replace(last_ids=(1, 2, 3)), model, BYTES)
+    whole = saved.read_bytes()
+    tensors = load(whole)
+    metadata = metadata_of(whole)
+    half = len(whole) // 2
+    name = next(name for name in tensors if name != "logits")
+    changed = {
+        "zeros from the middle on": whole[:half] + bytes(len(whole) - half),
+        "one bit": whole[:-1] + bytes([whole[-1] ^ 1]),
+        "a page of zeros": save({**tensors, name: torch.zeros_like(tensors[name])}, metadata),
+        "a sign": save({**tensors, "logits": -tensors["logits"]}, metadata),
+        "another dtype": save({**tensors, "logits": tensors["logits"].bfloat16()}, metadata),
+        "layers in another order": save({**tensors, name: tensors[name].flip(0).contiguous()}, metadata),
+        "other last ids": save(tensors, {**metadata, "last_ids": "[1, 2, 4]"}),
+        "further metadata": save(tensors, {**metadata, "timemix-serve": "{}"}),
+        "another checksum": save(tensors, {**metadata, CHECKSUM: "0" * 64})}
+    for what, content in changed.items():
+        saved.write_bytes(content)
+        with pytest.raises(UserError, match=r"state\.safetensors has changed"):
+            load_context(saved, model, BYTES)
+        assert content != whole, what
+
+
+def test_a_file_of_an_earlier_version_has_no_checksum_and_is_read(saved: Path) -> None:
+    model = small_model(vocab_size=256)
+    expected = load_context(saved, model, BYTES)
+    metadata = metadata_of(saved.read_bytes())
+    del metadata[CHECKSUM]
+    saved.write_bytes(save(load(saved.read_bytes()), metadata))
+    assert torch.equal(load_context(saved, model, BYTES).logits, expected.logits)

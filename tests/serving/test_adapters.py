@@ -148,8 +148,9 @@ def test_a_state_belongs_to_the_model_that_has_read_it_also_after_a_restart(serv
         content = api.get(f"/states/{made['lora']['id']}/content").content
         again = api.post("/states", content=content, headers={"content-type": "application/octet-stream"}).json()
         assert (again["model"], go_on(api, "lora", again["id"])) == ("lora", texts["lora"])
+    shutil.copytree(folder / "kept", folder / "copied")          # the first server still uses its folder
     later = start("checkpoint=" + str(folder / "base.safetensors"), f"adapters=quiet={folder}/calm,twin={folder}/wild",
-                  f"adapters=wild={folder}/wild,lora={folder}/strong,weak={folder}/lora", f"states_dir={folder}/kept",
+                  f"adapters=wild={folder}/wild,lora={folder}/strong,weak={folder}/lora", f"states_dir={folder}/copied",
                   "api_key=one")
     with client(later) as api:
         for name, now in (("base", "base"), ("calm", "quiet"), ("lora", "weak"), ("wild", "wild")):

@@ -4,11 +4,27 @@ The fields are those of the official client, and what LangChain, LiteLLM, Contin
 and vLLM's clients send beside them.
 """
 
+import re
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
+from serving_runs import Running
 from test_limits import refused
+
+from rwkv.chat.template import END
+from rwkv.chat.templates import chat_template
+from rwkv.serving.schema import (
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ResponseRequest,
+    StateRequest,
+    TemplateOptions,
+    TokenizeRequest,
+)
+from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 pytestmark = pytest.mark.programs
 
@@ -100,6 +116,116 @@ def test_every_optional_field_may_be_null(api: httpx.Client) -> None:
     for name in {*completions.CompletionCreateParamsBase.__annotations__, "stream"} - kept:
         completion(api, **{name: None})
     completion(api, seed=None)
+
+
+@pytest.mark.parametrize(("path", "kind", "body"), [
+    ("completions", CompletionRequest, {"prompt": "a", "max_tokens": 1}), ("chat/completions", ChatRequest, CHAT),
+    ("responses", ResponseRequest, {"input": "a", "max_output_tokens": 1}), ("states", StateRequest, {"prompt": "a"}),
+    ("../tokenize", TokenizeRequest, {"prompt": "a"}), ("../detokenize", DetokenizeRequest, {"tokens": [97]})])
+def test_every_optional_field_of_a_body_may_be_null(api: httpx.Client, path: str, kind: type[msgspec.Struct],
+                                                    body: dict[str, Any]) -> None:
+    nulls = {item.name: None for item in msgspec.structs.fields(kind) if not item.required and item.name not in body}
+    for fields in ({}, *({name: None} for name in nulls), nulls):
+        assert api.post(path, json={**body, **fields}).status_code == 200, fields
+
+
+@pytest.mark.parametrize("fields", [
+    {"stream": True, "stream_options": dict.fromkeys(("include_usage", "include_obfuscation"))},
+    {"chat_template_kwargs": dict.fromkeys(TemplateOptions.__struct_fields__)},
+    {"response_format": {"type": "text", "json_schema": None}},
+    {"response_format": {"type": "json_object", "json_schema": None}}], ids=str)
+def test_null_inside_a_field_is_no_value(api: httpx.Client, fields: dict[str, Any]) -> None:
+    assert api.post("/chat/completions", json={**CHAT, **fields}).status_code == 200
+
+
+def test_minus_one_is_no_value_of_one_s_own(api: httpx.Client) -> None:
+    answers = {chat(api, seed=-1, max_tokens=40) for _ in range(3)}
+    assert len(answers) > 1, "each time another seed"
+    for seed in (-2, -2**63, 2**63 - 1):
+        assert chat(api, seed=seed) == chat(api, seed=seed)
+        assert api.post("/completions", json={**COMPLETION, "n": 3, "seed": seed}).status_code == 200
+    assert chat(api, top_k=-1) == chat(api)
+    assert completion(api, max_tokens=-1) == completion(api, max_tokens=None)
+
+
+@pytest.mark.parametrize(("field", "value", "words"), [
+    ("max_tokens", "9", "integer"), ("temperature", "0.5", "number"), ("seed", "1", "integer"), ("stream", "true", "boolean"),
+    ("n", "1", "integer"), ("logprobs", "true", "boolean"), ("top_p", True, "number"), ("stop", 3, "string")])
+def test_a_value_of_another_type_is_refused_in_words(api: httpx.Client, field: str, value: Any, words: str) -> None:
+    answer = api.post("/chat/completions", json={**CHAT, field: value})
+    refused(answer, field)
+    message = answer.json()["error"]["message"]
+    assert message.startswith(f"{field}: ")
+    assert words in message
+    assert not re.search(r"`|\b(int|str|bool|float|None)\b", message)
+
+
+FORMS: list[tuple[dict[str, Any], dict[str, Any]]] = [           # rwkv-rs' names, and ours, on a server with the template g1
+    ({"rwkv_prompt_template": "assistant"}, {}), ({"rwkv_prompt_template": "function_calling"}, {}),
+    ({"rwkv_generation_prompt": "no_think"}, {"think": False}), ({"rwkv_generation_prompt": "fake_think"}, {"think": "fake"}),
+    ({"rwkv_generation_prompt": "open_think"}, {"think": True}), ({"thinking": True}, {"enable_thinking": True}),
+    ({"rwkv_prompt_template": "assistant", "rwkv_generation_prompt": "fake_think"}, {"think": "fake"}),
+    ({"rwkv_generation_prompt": "fake_think", "enable_thinking": False}, {"think": "fake"})]
+
+
+def test_options_of_another_server_s_templates_are_those_of_ours(g1: Running) -> None:
+    def prompt_tokens(options: dict[str, Any], status: int = 200) -> Any:
+        answer = httpx.post(f"{g1.url}/v1/chat/completions", json={**CHAT, "max_tokens": 1, "chat_template_kwargs": options})
+        assert answer.status_code == status, answer.text
+        return answer.json()["usage"]["prompt_tokens"] if status == 200 else answer.json()["error"]["param"]
+
+    for theirs, ours in FORMS:
+        assert prompt_tokens(theirs) == prompt_tokens(ours), theirs
+    flower = chat_template("flower")
+    for theirs, think in (("no_think", False), ("fake_think", "fake"), ("open_think", True)):
+        options = {"rwkv_prompt_template": "bot", "rwkv_generation_prompt": theirs}
+        rendered = flower.render(CHAT["messages"], think=think)                          # type: ignore[arg-type]
+        assert prompt_tokens(options) == len(ByteTokenizer().encode(rendered.removeprefix(END))) + 1, theirs
+    assert prompt_tokens({"rwkv_prompt_template": "poet"}, 400) == "chat_template_kwargs.rwkv_prompt_template"
+    assert prompt_tokens({"rwkv_generation_prompt": "no_think", "enable_thinking": True}, 400) \
+        == "chat_template_kwargs.enable_thinking"
+
+
+def deep(depth: int) -> Any:
+    value: Any = {}
+    for _ in range(depth):
+        value = {"a": [value]}
+    return value
+
+
+@pytest.mark.parametrize(("path", "field", "value"), [
+    ("chat/completions", "tools", [{"type": "function", "function": {"name": "f\n"}}]),
+    *(("chat/completions", "tools", [{"type": "function", "function": {"name": "f", "parameters": {"properties": value}}}])
+      for value in (3, 1.5, [], "x", [deep(3)])),
+    ("chat/completions", "tools", [{"type": "function", "function": {"name": "f", "parameters": deep(400)}}]),
+    ("chat/completions", "messages", [{"role": "user", "content": [{"type": []}]}]),
+    ("chat/completions", "messages", [{"role": "user", "content": [{"type": {"a": 1}, "text": "x"}]}]),
+    ("responses", "input", [{"role": "user", "content": [{"type": []}]}]),
+    ("responses", "input", [{"type": "reasoning", "content": [[]]}]),
+    ("responses", "input", [{"type": ["message"], "role": "user", "content": "x"}])], ids=lambda each: str(each)[:60])
+def test_values_of_another_form_are_refused_wherever_they_stand(g1: Running, path: str, field: str, value: Any) -> None:
+    body = CHAT if "chat" in path else {"input": "a", "max_output_tokens": 1}
+    refused(httpx.post(f"{g1.url}/v1/{path}", json={**body, field: value}))
+
+
+def test_another_server_s_options_on_a_server_without_thoughts(api: httpx.Client) -> None:
+    for options in ({"rwkv_prompt_template": "bot", "rwkv_generation_prompt": "open_think"},
+                    {"rwkv_prompt_template": "assistant", "rwkv_generation_prompt": "fake_think"},
+                    {"rwkv_prompt_template": "function_calling"}):
+        assert chat(api, chat_template_kwargs=options) is not None
+    assert chat(api, chat_template_kwargs={"rwkv_prompt_template": "assistant"}) == chat(api)
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    chat(api, tools=tools, chat_template_kwargs={"rwkv_prompt_template": "function_calling"})
+    refused(api.post("/chat/completions", json={**CHAT, "chat_template_kwargs": {"rwkv_generation_prompt": "open_think"}}),
+            "chat_template_kwargs.rwkv_generation_prompt")
+
+
+def test_slashes_too_many_change_no_address(server: Running) -> None:
+    for path in ("/v1/chat/completions/", "/v1//chat/completions", "//v1/chat/completions//"):
+        answer = httpx.post(server.url + path, json=CHAT)
+        assert (answer.status_code, answer.history) == (200, []), path
+    for path in ("/health/", "//health", "/v1/models/", "/v1/models/tiny/", "//"):
+        assert httpx.get(server.url + path).status_code == 200, path
 
 
 @pytest.mark.parametrize(("field", "value"), NOT_HERE + OUT_OF_RANGE, ids=lambda each: str(each)[:40])

@@ -1,7 +1,9 @@
 """Requests in bytes: what HTTP (RFC 9110 and 9112) lets a server answer, and the ids of requests."""
 
+import gzip
 import json
 import re
+import zlib
 
 import httpx
 import pytest
@@ -60,6 +62,53 @@ REQUESTS: dict[str, tuple[bytes, int]] = {
     "a header with a space before its colon": (GET + b"host : localhost\r\n" + CLOSE + b"\r\n", 400),
 }
 
+LARGE = gzip.compress(b" " * 2**22)      # of max_body_mib=1
+
+
+def posted(content: bytes, *headers: bytes) -> bytes:
+    return POST + CLOSE + b"content-length: %d\r\n" % len(content) + b"".join(b"%s\r\n" % each for each in headers) \
+        + b"\r\n" + content
+
+
+JSON = b"content-type: application/json; charset="
+GZIP = b"content-encoding: gzip"
+WORDS = json.dumps({**OK, "prompt": "é"}, ensure_ascii=False)
+REQUESTS |= {
+    "gzip": (posted(gzip.compress(BODY), GZIP), 200),
+    "GZIP in capitals": (posted(gzip.compress(BODY), b"Content-Encoding: X-GZIP"), 200),
+    "gzip in chunks": (POST + CLOSE + CHUNKED + GZIP + b"\r\n\r\n%x\r\n%s\r\n0\r\n\r\n"
+                       % (len(gzip.compress(BODY)), gzip.compress(BODY)), 200),
+    "identity": (posted(BODY, b"content-encoding: identity"), 200),
+    "an empty encoding": (posted(BODY, b"content-encoding:"), 200),
+    "brotli": (posted(BODY, b"content-encoding: br"), 415),
+    "deflate": (posted(zlib.compress(BODY), b"content-encoding: deflate"), 415),
+    "gzip twice": (posted(gzip.compress(gzip.compress(BODY)), b"content-encoding: gzip, gzip"), 415),
+    "gzip in two headers": (posted(gzip.compress(BODY), GZIP, GZIP), 415),
+    "gzip that is none": (posted(BODY, GZIP), 400),
+    "gzip that is cut": (posted(gzip.compress(BODY)[:-9], GZIP), 400),
+    "gzip with something after it": (posted(gzip.compress(BODY) + b"x", GZIP), 400),
+    "gzip of nothing": (posted(b"", GZIP), 400),
+    "gzip of too much": (posted(LARGE, GZIP), 413),
+    "gzip of 4 GiB": (posted(gzip.compress(LARGE * 64), GZIP), 400),
+    "a byte order mark": (posted(b"\xef\xbb\xbf" + BODY), 200),
+    "a byte order mark in gzip": (posted(gzip.compress(b"\xef\xbb\xbf" + BODY), GZIP), 200),
+    "UTF-16 unsaid": (posted(BODY.decode().encode("utf-16")), 400),
+    "a charset": (posted(WORDS.encode(), JSON + b"utf-8"), 200),
+    "a charset in quotes": (posted(WORDS.encode(), JSON + b'"UTF-8"'), 200),
+    "latin-1": (posted(WORDS.encode("latin-1"), JSON + b"ISO-8859-1"), 200),
+    "UTF-16": (posted(WORDS.encode("utf-16"), JSON + b"utf-16"), 200),
+    "a charset that it is not in": (posted(b"\xff", JSON + b"utf-16"), 400),
+    "a charset that nobody knows": (posted(BODY, JSON + b"klingon"), 415),
+    "a charset that is a program": (posted(BODY, JSON + b"rot13"), 415),
+    "no type": (posted(BODY), 200), "a form's type": (posted(BODY, b"content-type: application/x-www-form-urlencoded"), 200),
+    "an expectation in HTTP/1.0": (posted(BODY, b"expect: 100-continue").replace(b"HTTP/1.1", b"HTTP/1.0"), 200),
+    "chunks with extensions and a trailer": (POST + CLOSE + CHUNKED + b"\r\n%x;a=b\r\n%s\r\n0\r\nx: y\r\n\r\n"
+                                             % (len(BODY), BODY), 200),
+    "one byte a chunk": (POST + CLOSE + CHUNKED + b"\r\n" + b"".join(b"1\r\n%c\r\n" % byte for byte in BODY)
+                         + b"0\r\n\r\n", 200),
+    "HEAD of the page": (b"HEAD / HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n", 200),
+    "HEAD of a list": (b"HEAD /v1/models/ HTTP/1.1\r\n" + HOST + CLOSE + b"\r\n", 200)}
+
 
 @pytest.mark.parametrize(("data", "status"), REQUESTS.values(), ids=REQUESTS)
 def test_requests_are_answered_as_http_says(server: Running, data: bytes, status: int) -> None:
@@ -69,6 +118,9 @@ def test_requests_are_answered_as_http_says(server: Running, data: bytes, status
         assert b"\r\n\r\nHTTP/1.1 200 OK\r\n" in answer
     if status >= 400 and not data.startswith(b"HEAD"):
         assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["message"]
+    if data.startswith(b"HEAD"):
+        assert answer.endswith(b"\r\n\r\n")
+    assert (b"\r\naccept-encoding: gzip\r\n" in answer) == (status == 415)
 
 
 def test_a_stream_in_http_1_0_has_no_chunks_and_ends_with_the_connection(server: Running) -> None:

@@ -1,9 +1,11 @@
 """States as values: made of prompts, messages, files and answers; continued, listed, downloaded, freed; kept over a restart."""
 
 import json
+import os
 import re
 import socket
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,13 @@ from test_limits import BODIES, refused
 
 from rwkv.chat.templates import chat_template
 from rwkv.config import Sampling, ServeConfig
+from rwkv.errors import UserError
 from rwkv.generation.engine import Engine, generate, generate_batch
 from rwkv.generation.prefill import prefill
-from rwkv.generation.states import StateForm, load_context, metadata_of, save_context
+from rwkv.generation.states import CHECKSUM, StateForm, load_context, metadata_of, save_context
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.pretrained import RWKV
+from rwkv.serving.errors import ApiError
 from rwkv.serving.kept_states import KeptStates, StateGone
 from rwkv.serving.states import Keeper
 from rwkv.tokenizer.tokenizers import ByteTokenizer
@@ -30,6 +34,7 @@ pytestmark = pytest.mark.programs
 BYTES = ByteTokenizer()
 FILE = {"content-type": "application/octet-stream"}
 PLAIN = {"temperature": 1.0, "top_p": 1.0}
+TURN = ("role", "tail", "tools", "template")
 STATE_MIB = 1                            # holds a number of small states
 
 
@@ -137,12 +142,19 @@ def test_a_file_comes_back_and_one_of_generate_is_taken(api: httpx.Client, model
         assert completed(api, state=each["id"], prompt=" a")["choices"][0]["text"] == text_after(model, "once upon a")
 
 
+def unchecked(content: bytes) -> dict[str, str]:
+    """The metadata of a state file without the checksum, so that the content can be changed."""
+    return {name: value for name, value in metadata_of(content).items() if name != CHECKSUM}
+
+
 def test_other_files_are_refused_in_a_sentence(api: httpx.Client, model: RWKV, tmp_path: Path) -> None:
     content = api.get(f"/states/{made(api, prompt='a')['id']}/content").content
     other = small_model("reference", vocab_size=256, n_embd=32, seed=1)
     save_context(tmp_path / "other.safetensors", prefill(other, torch.tensor([[1]])), other, BYTES)
-    tensors, metadata = load(content), metadata_of(content)
-    broken = [*BODIES, b"x" * 100, content[:-1], content[:50], (tmp_path / "other.safetensors").read_bytes(),
+    tensors, metadata = load(content), unchecked(content)
+    changed = save({**tensors, "logits": torch.zeros_like(tensors["logits"])}, metadata_of(content))
+    broken = [*BODIES, b"x" * 100, content[:-1], content[:50], (tmp_path / "other.safetensors").read_bytes(), changed,
+              save(tensors, {**metadata, "timemix-serve": json.dumps({"turn": dict.fromkeys(TURN, "nobody")})}),
               save({**tensors, "logits": tensors["logits"] * torch.nan}, metadata), save({"a": torch.ones(1)}, metadata),
               save(tensors, {**metadata, "last_ids": "[300]"}), save(tensors, {**metadata, "timemix-serve": '{"turn": 3}'}),
               save(tensors, {**metadata, "timemix-serve": '{"tokens": -1}'}),
@@ -151,6 +163,7 @@ def test_other_files_are_refused_in_a_sentence(api: httpx.Client, model: RWKV, t
     for each in broken:
         refused(api.post("/states", content=each, headers=FILE))
     assert "another model" in api.post("/states", content=broken[len(BODIES) + 3], headers=FILE).json()["error"]["message"]
+    assert "has changed" in api.post("/states", content=changed, headers=FILE).json()["error"]["message"]
     assert completed(api, prompt="a")["choices"]
 
 
@@ -158,7 +171,7 @@ def test_other_files_are_refused_in_a_sentence(api: httpx.Client, model: RWKV, t
 def test_numbers_at_the_limit_of_float32_end_nothing(api: httpx.Client, size: float) -> None:
     content = api.get(f"/states/{made(api, prompt='a')['id']}/content").content
     tensors = {name: torch.full_like(tensor, size) for name, tensor in load(content).items()}
-    state = ok(api.post("/states", content=save(tensors, metadata_of(content)), headers=FILE))["id"]
+    state = ok(api.post("/states", content=save(tensors, unchecked(content)), headers=FILE))["id"]
     for options in ({}, {"temperature": 0}, {"top_k": 5, "temperature": 2}, {"logprobs": 2, "presence_penalty": 1},
                     {"save_state": True}, {"prompt": "", "save_state": True, "max_tokens": 0}, {"stream": True}):
         assert api.post("/completions", json={"prompt": "a", "state": state, "max_tokens": 5, **options}).status_code < 500
@@ -209,6 +222,8 @@ def test_turns_after_a_state_are_those_of_the_whole_conversation(name: str) -> N
     said: list[dict[str, Any]] = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"},
                                   {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"},
                                   {"role": "assistant", "content": "it is"}, {"role": "user", "content": "good"}]
+    if name == "world":                  # which has no form for calls; their results can stand there
+        said += [{"role": "tool", "content": "rain"}, {"role": "assistant", "content": "it rains"}]
     for tools in ([None] if name == "world" else [None, tool]):
         whole = template.render(said, tools=tools)
         for place in range(1, len(said)):
@@ -216,6 +231,27 @@ def test_turns_after_a_state_are_those_of_the_whole_conversation(name: str) -> N
             start: Any = type("State", (), {"turn": turn, "last_ids": ()})
             read = template.render(said[:place], False, tools)
             assert read + keeper.prompt(start, said[place:], tools) == whole
+
+
+@pytest.mark.parametrize(("name", "role", "message", "field"), [
+    ("file", "tool", {"role": "user", "content": "a"}, "state"),
+    ("file", "user", {"role": "tool", "content": "a"}, "the chat template"),
+    ("world", "tool", {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "messages[0].tool_calls"),
+    ("world", "user", {"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}, "messages[0].tool_calls"),
+    ("flower", "assistant", {"role": "user", "content": "✿"}, "messages[0].content"),
+    ("flower", "tool", {"role": "user", "content": "✿"}, "messages[0].content")])
+def test_an_error_after_a_state_names_what_is_wrong_and_where_the_request_has_it(name: str, role: str, message: Any,
+                                                                                 field: str, tmp_path: Path) -> None:
+    path = tmp_path / "no_tools.jinja"
+    path.write_text("{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
+                    "{{ message.role }}: {{ message.content }}\n{% endfor %}")
+    template = chat_template(str(path) if name == "file" else name)
+    keeper = Keeper(ServeConfig(), None, BYTES, template, 0)                             # type: ignore[arg-type]
+    turn = replace(keeper.turn_of_answer(None, None), role=role)
+    start: Any = type("State", (), {"turn": turn, "last_ids": ()})
+    with pytest.raises((ApiError, UserError)) as error:
+        keeper.prompt(start, [message], None)
+    assert re.match(rf"{re.escape(field)}\b", str(error.value))
 
 
 def test_a_file_of_a_tuned_state_precedes_a_whole_conversation(api: httpx.Client, model: RWKV, tmp_path: Path) -> None:
@@ -325,6 +361,57 @@ def test_what_a_folder_keeps_survives_a_restart_and_belongs_to_its_key(start: Ca
     with pytest.raises(StateGone):
         states.get(found)
     states.close()
+
+
+def test_a_folder_is_one_server_s_and_holds_files_that_no_server_wrote(start: Callable[..., Running], tmp_path: Path) -> None:
+    """They are left out with a line each, and no request waits for them."""
+    kept = tmp_path / "kept"
+    options = ("states_mib=0", f"states_dir={kept}")
+    first = start(*options)
+    with httpx.Client(base_url=f"{first.url}/v1", timeout=60) as api:
+        state = made(api, prompt="once")["id"]
+        one, two, three = (ok(api.post("/responses", json={"input": "hi", "max_output_tokens": 2}))["id"] for _ in range(3))
+        wait_until((kept / f"{state}.safetensors").is_file)
+        second = start(*options)
+        assert second.process.wait() == 2
+        assert f"another server uses states_dir={kept}" in second.log
+        assert ok(api.get(f"/states/{state}"))["id"] == state
+    first.process.kill()
+    first.process.wait()
+
+    def change(response: str, **fields: Any) -> None:
+        path = kept / f"{response}.json"
+        stored = json.loads(path.read_text())
+        path.write_text(json.dumps({**stored, "state": None, "response": {**stored["response"], **fields}}))
+
+    change(one, previous_response_id=one)
+    change(two, previous_response_id=three)
+    change(three, previous_response_id=two)
+    content = (kept / f"{state}.safetensors").read_bytes()
+    (kept / f"{state}.safetensors").write_bytes(content[:-1000] + bytes(1000))
+    kinds = (("state", "safetensors"), ("resp", "json"))
+    names = [f"{kind}_{digit * 32}.{ending}" for digit in "abcdef" for kind, ending in kinds]
+    for name, other in zip(names[:4], names[4:8], strict=True):
+        (kept / name).symlink_to(kept / ("nothing" if name < "s" else other))
+    for name in names[4:6]:
+        (kept / name).mkdir()
+    os.mkfifo(kept / names[6])
+    os.mkfifo(kept / names[7])
+    (kept / names[8]).write_bytes(content)
+    (kept / names[9]).write_text('{"owner": "", "response": {"id": "another"}, "input": []}')
+    (kept / names[11]).write_text('{"owner": "", "response": {}, "input": [{}]}')
+    (kept / f".{names[11]}.1").write_text("not finished")
+    third = start(*options)
+    with httpx.Client(base_url=f"{third.url}/v1", timeout=20) as api:
+        assert sum("is left out" in line for line in third.log.splitlines()) == 10, third.log
+        assert not (kept / f".{names[11]}.1").exists()
+        for response in (one, two):
+            body = {"input": "a", "previous_response_id": response, "max_output_tokens": 1}
+            refused(api.post("/responses", json=body), "previous_response_id")
+        gone = api.post("/completions", json={"prompt": "a", "state": state})
+        refused(gone, "state")
+        assert "has changed" in gone.json()["error"]["message"]
+        assert ok(api.get("/states"))["data"] != []
 
 
 def test_a_client_that_hangs_up_leaves_no_state(server: Running, api: httpx.Client) -> None:

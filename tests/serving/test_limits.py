@@ -30,11 +30,13 @@ ENDLESS = {"prompt": "a", "max_tokens": 100_000, "stream": True, "logit_bias": {
 OK = {"prompt": "a", "max_tokens": 1}
 WRONG: list[tuple[str, Any]] = [
     *[("temperature", value) for value in (-1, 2.1, "1", [], {}, True)],
-    *[("top_p", value) for value in (-0.1, 1.1, "x")], *[("top_k", value) for value in (-1, 1.5, 2**40)],
+    *[("top_p", value) for value in (-0.1, 1.1, "x")],
+    *[("top_k", value) for value in (-2, 1.5, 2**40)],
     *[("min_p", value) for value in (-1, 2)], *[("presence_penalty", value) for value in (-2.1, 3, "a")],
     *[("frequency_penalty", value) for value in (-2.1, 3, [])], *[("repetition_penalty", value) for value in (0, -1, 1000)],
-    *[("seed", value) for value in (-1, 2**63, 2**70, 1.5, "1")], *[("n", value) for value in (0, -1, 129, 5, "2", 1.5)],
-    *[("max_tokens", value) for value in (-1, 2**40, 100_001, 1.5, "9")],
+    *[("seed", value) for value in (-2**63 - 1, 2**63, 2**70, 1.5, "1")],
+    *[("n", value) for value in (0, -1, 129, 5, "2", 1.5)],
+    *[("max_tokens", value) for value in (-2, 2**40, 100_001, 1.5, "9")],
     *[("stop", value) for value in ("", [""], ["a"] * 17, ["a"] * 10_000, 3, [3], "x" * 257, {})],
     *[("logit_bias", value) for value in ({"a": 1}, {"256": 1}, {"-1": 1}, {"1": 101}, {"1": "x"}, [], {"²": 1},
                                           {"9" * 5000: 1})],

@@ -59,7 +59,7 @@ def ask(client: "openai.OpenAI", question: str, **options: Any) -> Any:
     ("4", {}, "one two", ["one", " two"]),
     ("5", {"stop": "STOP"}, "xy", ["x", "y"]),
     ("5", {"stop": "x"}, "", []),
-    ("6", {"tools": TOOLS}, "Say sothen end <tool", ["Say ", "so", "then", " end <tool"]),
+    ("6", {"tools": TOOLS}, "Say so\nthen end <tool", ["Say ", "so", "\nthen", " end <tool"]),
     ("7", {"max_tokens": 1}, "\ufffd", ["token_id:209"]),
     ("7", {}, "ж", ["token_id:209", "token_id:183"]),
     ("8", {"stop": "STOP"}, "ш", None),

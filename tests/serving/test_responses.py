@@ -212,6 +212,34 @@ def test_items_are_messages() -> None:
         {"role": "assistant", "content": "e"}, {"role": "assistant", "content": "f"}]
 
 
+BARE: list[dict[str, Any]] = [{"type": "reasoning", "summary": [], "encrypted_content": "zz"},
+                              {"type": "reasoning", "content": [], "summary": [{"type": "summary_text", "text": "s"}]},
+                              {"type": "reasoning", "content": None}, {"type": "reasoning", "content": [{"text": " "}]}]
+CALL = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "1", "output": "c"}
+QUESTION, ANSWER = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+
+
+@pytest.mark.parametrize("items", [[QUESTION, ANSWER, QUESTION], [QUESTION, CALL, RESULT], [QUESTION], [ANSWER, CALL, RESULT],
+                                   [QUESTION, ANSWER, ANSWER]], ids=str)
+def test_reasoning_without_text_changes_nothing(items: list[dict[str, Any]]) -> None:
+    expected = messages_of(input_items(items))
+    for bare in BARE:
+        for place in range(len(items) + 1):
+            assert messages_of(input_items([*items[:place], bare, bare, *items[place:]])) == expected
+
+
+def test_what_is_written_around_calls_is_one_answer() -> None:
+    """Its results follow the message with the calls, as templates expect."""
+    thought = {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "hm"}]}
+    after = {"role": "assistant", "content": "c"}
+    answer, tool = messages_of(input_items([thought, thought, ANSWER, CALL, after, RESULT]))
+    assert (answer["content"], answer["reasoning_content"], len(answer["tool_calls"])) == ("b\nc", "hm\nhm", 1)
+    assert tool["role"] == "tool"
+    assert [message["content"] for message in messages_of(input_items([CALL, after, ANSWER]))] == ["c\nb"]
+    assert [message.get("reasoning_content") for message in messages_of(input_items([ANSWER, thought, after]))] == [None, "hm"]
+
+
 WRONG: list[tuple[str, Any]] = [
     *[("input", value) for value in ([], 3, {}, [3], [{}], [{"role": "nobody", "content": "x"}], [{"role": "user"}],
                                      [{"role": "user", "content": 3}], [{"role": "user", "content": [{"type": "input_image"}]}],

@@ -46,7 +46,7 @@ class Talk(NamedTuple):
 
 TALKS = {
     "a call in a fence": Talk(f" ```json\n{OSLO}\n```", "", [WEATHER]),
-    "prose around a call": Talk(f" I look.\n\n{OSLO}\n\nOne moment.", "I look.One moment.", [WEATHER]),
+    "prose around a call": Talk(f" I look.\n\n{OSLO}\n\nOne moment.", "I look.\nOne moment.", [WEATHER]),
     "several tags, none closed": Talk(f" <tool_call>{TIME}\n<tool_call>{OSLO}\n<tool_call>{TIME}", "", [DAY, WEATHER, DAY]),
     "several, one is wanted": Talk(f" {TIME}\n{OSLO} and more", "", [DAY], options={"parallel_tool_calls": False}),
     "several, one is wanted and the rest is cut": Talk(f" {OSLO}\n{TIME[:9]}", "", [WEATHER], "tool_calls",
@@ -63,6 +63,8 @@ TALKS = {
     "thoughts that are asked for": Talk(f">\nOr {TIME}?\n</think>\n{OSLO}", "", [WEATHER], given=" <think",
                                         thoughts=f"Or {TIME}?", options={"extra_body": {"enable_thinking": True}}),
     "thoughts that do not end": Talk(f" <think>\nIs it {OSLO}", "", reason="length", thoughts=f"Is it {OSLO}"),
+    "words between calls": Talk(f" First:\n{OSLO} then:\n<tool_call>{TIME}</tool_call>\n\ndone.", "First:\nthen:\ndone.",
+                                [WEATHER, DAY]),
 }
 NAMES = [*TALKS]
 MODEL = "rwkv7-g1k-tiny"                 # a name of the series whose template is g1
@@ -158,6 +160,28 @@ def test_a_conversation_whole_and_streamed(client: "openai.OpenAI", name: str) -
     assert [(function, json.loads(arguments)) for function, arguments in calls] == [*talk.calls]
     assert reason == (talk.reason or ("tool_calls" if talk.calls else "stop"))
     assert streamed(client, **request) == (thoughts, content, calls, reason)
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("logprobs", [False, True])
+@pytest.mark.parametrize(("name", "items"), [
+    ("a call in a fence", [WEATHER[0]]), ("prose around a call", ["I look.", WEATHER[0], "One moment."]),
+    ("several tags, none closed", [DAY[0], WEATHER[0], DAY[0]]),
+    ("words between calls", ["First:", WEATHER[0], "then:", DAY[0], "done."]),
+    ("thoughts before a call", [f"Do I say {OSLO} now?", DAY[0]])])
+def test_the_items_of_a_response_stand_in_the_order_in_which_they_were_written(client: "openai.OpenAI", name: str,
+                                                                               items: list[str], logprobs: bool) -> None:
+    """Whole and streamed; each message has the log-probabilities of its own tokens."""
+    request: dict[str, Any] = {
+        "model": MODEL, "input": question(name), "temperature": 0, "max_output_tokens": 50,
+        "tools": [{"type": "function", **tool["function"]} for tool in TOOLS],                   # type: ignore[dict-item]
+        **({"include": ["message.output_text.logprobs"], "top_logprobs": 1} if logprobs else {})}
+    responses = [client.responses.create(**request), list(client.responses.create(**request, stream=True))[-1].response]
+    for response in responses:
+        assert [item.name if item.type == "function_call" else item.content[0].text for item in response.output] == items
+        for item in response.output:
+            if item.type == "message" and logprobs:
+                assert "".join(entry.token for entry in item.content[0].logprobs) == item.content[0].text
 
 
 @pytest.mark.programs

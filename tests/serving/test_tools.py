@@ -73,7 +73,7 @@ def streamed(client: "openai.OpenAI", question: str, **options: Any) -> tuple[st
     ("1", {}, "Let me see.", [("weather", {"city": "Oslo"})]),
     ("2", {}, None, [("weather", {"city": "Rome"}), ("time_of_day", {})]),
     ("1", {"tool_choice": "auto"}, "Let me see.", [("weather", {"city": "Oslo"})]),
-    ("1", {"tools": [STRICT]}, "Let me see.More.", [("weather", {"city": "Bergen"})]),     # where the model says More
+    ("1", {"tools": [STRICT]}, "Let me see.\nMore.", [("weather", {"city": "Bergen"})]),     # where the model says More
     ("3", {"tools": [STRICT]}, WRITTEN[2], []),
     ("1", {"tool_choice": "none"}, WRITTEN[0], []),
     ("1", {"tool_choice": WEATHER}, None, [("weather", {"city": "Bergen"})]),

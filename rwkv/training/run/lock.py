@@ -1,15 +1,14 @@
 """A lock on a run's directory, so that one process trains it at a time. The system releases it when the process ends."""
 
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, SoftFileLock, Timeout
+from filelock import FileLock
 
-from rwkv.errors import UserError
+from rwkv.io.locked import NAME as NAME
+from rwkv.io.locked import lock_folder
 
-NAME = ".lock"
 PATIENCE = 6.0                           # seconds to wait: the data workers of a killed run end within 5
 
 
@@ -25,7 +24,9 @@ class RunLock:
         If files cannot be locked there, it warns on standard error that the run is not protected.
         """
         if self._lock is None:
-            self._lock = _acquired(out_dir)
+            in_use = (f"another process is training the run in {out_dir}: wait until it ends or stop it, or choose another "
+                      "out_dir")
+            self._lock = lock_folder(out_dir, PATIENCE, in_use, lambda reason: _warn_unprotected(out_dir, reason))
 
     def release(self) -> None:
         if self._lock is not None:
@@ -34,26 +35,6 @@ class RunLock:
 
     def __reduce__(self) -> Any:
         return RunLock, ()
-
-
-def _acquired(out_dir: Path) -> FileLock | None:
-    lock = FileLock(out_dir / NAME, thread_local=False)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")          # _warn_unprotected replaces the library's warning
-            lock.acquire(timeout=PATIENCE, poll_interval=0.05)
-    except Timeout:
-        if not isinstance(lock, SoftFileLock):
-            raise UserError(f"another process is training the run in {out_dir}: wait until it ends or stop it, or choose "
-                            "another out_dir") from None
-    except OSError as error:
-        _warn_unprotected(out_dir, error.strerror or "no locks")
-        return None
-    if not isinstance(lock, SoftFileLock):
-        return lock
-    lock.release(force=True)             # the library falls back on a file as the lock, which would outlive its process
-    _warn_unprotected(out_dir, "not on this file system")
-    return None
 
 
 def _warn_unprotected(out_dir: Path, reason: str) -> None:

@@ -1,0 +1,35 @@
+"""A lock on a folder, so that one process uses it at a time. The system releases it when the process ends."""
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from filelock import FileLock, SoftFileLock, Timeout
+
+from rwkv.errors import UserError
+
+NAME = ".lock"
+
+
+def lock_folder(folder: Path, patience: float, in_use: str, unprotected: Callable[[str], object]) -> FileLock | None:
+    """The lock on an existing folder, until release() or until the object is deleted.
+
+    Raises UserError(in_use) if another process, or another lock of this one, holds it for `patience` seconds. If files cannot
+    be locked there, calls unprotected(reason) and returns None.
+    """
+    lock = FileLock(folder / NAME, thread_local=False)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")          # unprotected() replaces the library's warning
+            lock.acquire(timeout=patience, poll_interval=0.05)
+    except Timeout:
+        if not isinstance(lock, SoftFileLock):
+            raise UserError(in_use) from None
+    except OSError as error:
+        unprotected(error.strerror or "no locks")
+        return None
+    if not isinstance(lock, SoftFileLock):
+        return lock
+    lock.release(force=True)             # the library falls back on a file as the lock, which would outlive its process
+    unprotected("not on this file system")
+    return None

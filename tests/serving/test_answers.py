@@ -1,0 +1,72 @@
+"""Answers as items, messages and chunks: the cuts of the events make no difference."""
+
+from random import Random
+from typing import Any
+
+from models import world_vocabulary
+
+from rwkv.serving.answers import Shape, _Text, chat_entry
+from rwkv.serving.messages import Event
+from rwkv.serving.responses import Output
+from rwkv.tokenizer.tokenizers import WorldTokenizer
+
+CALL = '{"name":"f","arguments":{"a":"é東"}}'
+PIECES = (" I look ", CALL, " now.", "\n\n", f"<tool_call>{CALL}</tool_call>", f"```json\n{CALL}\n```", "é words", '{"x":1}',
+          "```py\ncode\n```", f"<think>\nhm {CALL}\n</think>\n")
+
+
+def test_items_and_contents_are_the_same_whole_and_in_pieces() -> None:
+    """Each text has the log-probabilities of its own tokens."""
+    for seed in range(150):
+        random = Random(seed)
+        written = "".join(random.choice(PIECES) for _ in range(random.randint(1, 6))).encode()
+        tokens = []
+        while written:
+            length = random.choice((1, 2, 3, 5, 8, 12))
+            tokens.append(written[:length])
+            written = written[length:]
+        n = len(tokens)
+        expected = items_and_content(tokens, [n])
+        assert items_and_content(tokens, range(1, n + 1)) == expected, seed
+        assert items_and_content(tokens, sorted({*random.sample(range(1, n + 1), min(n, 3)), n})) == expected, seed
+
+
+def items_and_content(tokens: list[bytes], cuts: Any) -> tuple[list[Any], str]:
+    """The items, with the tokens of each text, and the content of a message, which a stream's chunks add up to.
+
+    cuts: numbers of tokens after which an event ends.
+    """
+    vocabulary = world_vocabulary(sorted({token for token in tokens if len(token) > 1}))
+    tokenizer = WorldTokenizer(vocabulary.to_text())
+    ids = [vocabulary.tokens.index(token) for token in tokens]
+    logprobs = [{"token": token, "text": name, "logprob": -1.0, "top": []}
+                for token, name in zip(ids, tokenizer.names(ids), strict=True)]
+    shape = Shape("chatcmpl", "m", False, True, [""], 1, tokenizer, functions=["f"], thinks=True)
+    whole, streamed, parsed = (_Text(shape, 0, []) for _ in range(3))
+    output, decoder, shown = Output(), tokenizer.decoder(()), tokenizer.decoder(())
+    chunks = ""
+    entries: list[Any] = []
+    begin = 0
+    for end in cuts:
+        last = end == len(ids)
+        text = "".join(map(decoder.push, ids[begin:end])) + (decoder.flush() if last else "")
+        event = Event(0, text, logprobs[begin:end], "stop" if last else None)
+        begin = end
+        whole.add(event)
+        for choice in streamed.pieces(event):
+            chunks += choice["delta"].get("content") or ""
+            entries += choice["logprobs"]["content"] if choice["logprobs"] else []
+        thoughts, parts = parsed.parsed(event)
+        if thoughts:
+            list(output.add_text("reasoning", thoughts, []))
+        for part in parts:
+            list(output.add_call(part.call) if part.call else
+                 output.add_text("message", part.text, [chat_entry(entry, shown) for entry in part.logprobs]))
+    items = [item["name"] if item["type"] == "function_call" else
+             (item["type"], item["content"][0]["text"], [entry["token"] for entry in item["content"][0].get("logprobs", [])])
+             for item in output.items]
+    choice = whole.whole()
+    content = choice["message"]["content"] or ""
+    assert content == chunks
+    assert choice["logprobs"]["content"] == entries
+    return items, content
