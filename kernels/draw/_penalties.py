@@ -25,7 +25,7 @@ def penalize(logits: Tensor, counts: Tensor, flags: Tensor, slots: Tensor, token
     if rows:
         with torch.cuda.device_of(logits):
             _penalize[(rows, triton.cdiv(V, BLOCK))](logits, out, counts, flags, slots, tokens, options, logits.stride(0), V,
-                                                     BLOCK)
+                                                     BLOCK, enable_fp_fusion=True)
     return out
 
 

@@ -41,7 +41,7 @@ def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias) -> Tenso
                        1 / filters.temperature, top_k, filters.top_p, filters.min_p, FILTERED=filtered, TOP_K=top_k > 0,
                        IN_ORDER=bool(top_k or filters.top_p < 1), FILTERS_FIRST=filtered and filters.filters_first,
                        BLOCK=block, PARTS=triton.next_power_of_2(triton.cdiv(V, PART)), LISTED=min(LISTED, block), PART=PART,
-                       num_warps=8)
+                       num_warps=8, enable_fp_fusion=True)
     return drawn
 
 

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rwkv.model.base import Model, State
-from rwkv.model.decoding import triton_step
+from rwkv.model.decoding import c_step, triton_step
 from rwkv.model.decoding.c_step import CStep, is_plain, step_of, why_not
 from rwkv.model.decoding.layers import norm_function, product_function
 from rwkv.model.decoding.triton_step import GpuStep
@@ -29,6 +29,16 @@ def decoder_of(model: Model, state: State) -> "Decoder | CDecoder | GpuDecoder":
     if triton_step.why_not(model) is None:
         return GpuDecoder(model, state)
     return Decoder(model, state)
+
+
+def decoding_line(model: Model) -> str:
+    """A line for people that says what computes a step of decoding."""
+    if model.emb.weight.device.type == "cpu":
+        return c_step.decoding_line(model)
+    reason = triton_step.why_not(model)
+    if reason is None:
+        return "decoding: by Triton, one CUDA graph a token; tokens drawn on the GPU"
+    return f"decoding: by PyTorch ({reason})"
 
 
 class Decoder:
@@ -198,6 +208,10 @@ class GpuDecoder:
         """A copy of the state, of these rows or of all."""
         slots = self._slots if rows is None else [self._slots[row] for row in rows]
         return self._state_type(*self._step.read(slots))
+
+    def warm_up(self, rows: int) -> None:
+        """Makes slots for that many rows, and captures the graph of every bucket that they may need."""
+        self._step.reserve(rows)
 
     def _use(self, slots: list[int]) -> None:
         self._slots[:] = slots                           # the list that _leave has, too

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from rwkv.config import LARGEST_SEED, Sampling, strings, whole_number, whole_numbers
 from rwkv.errors import UserError
-from rwkv.generation.decoder import CDecoder, decoder_of
+from rwkv.generation.decoder import CDecoder, GpuDecoder, decoder_of
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.logprobs import entry, logprobs
 from rwkv.generation.prefill import EMPTY, Key, PrefillResult, PrefixCache, Reading, chunks_on, prefill
@@ -149,9 +149,11 @@ class Engine:
         self._added += 1
         return row
 
-    def warm_up(self) -> None:
+    def warm_up(self, rows: int = 1) -> None:
         """Reads and generates a few tokens, so that no later text waits for things that are made at their first use: compiled
-        kernels, weights in the order of a product, memory, threads."""
+        kernels, weights in the order of a product, memory, threads; on a GPU the graphs for up to that many rows."""
+        if isinstance(self._decoder, GpuDecoder):
+            self._decoder.warm_up(rows)
         for tokens in (self._chunks.budget, self._chunks.longest):       # kernels may treat short sequences in another way
             prefill(self._model, torch.zeros(1, tokens, dtype=torch.long))
         texts = Engine(self._model, self._tokenizer)     # without the cache

@@ -44,7 +44,8 @@ class Launch:
 
     def run(self, rows: int) -> None:
         constants = self.constants(rows) if callable(self.constants) else self.constants
-        self.kernel[self.grid(rows)](*self.args, *([rows] if self.takes_rows else ()), **constants)
+        self.kernel[self.grid(rows)](*self.args, *([rows] if self.takes_rows else ()), **constants,
+                                     enable_fp_fusion=True)
 
 
 def why_not(model: Any) -> str | None:
@@ -116,6 +117,18 @@ class GpuStep:
         self.logits = self._builder.logits
         self._graphs: dict[int, Callable[[], None]] = {}
 
+    def reserve(self, rows: int) -> None:
+        """Makes slots for that many sequences, and captures the graphs of all buckets up to that size, the largest first."""
+        if rows >= len(self.states):
+            self.grow(rows)
+        for bucket in reversed([2**i for i in range(bucket_of(rows).bit_length())]):
+            if bucket not in self._graphs:
+                self.capture(bucket)
+
+    def nbytes(self) -> int:
+        """The memory of slots and buffers, in bytes."""
+        return self.states.nbytes + self._builder.nbytes()
+
     def take(self, n: int) -> list[int]:
         """n free slots."""
         if n > len(self._free):
@@ -168,6 +181,11 @@ class GpuStep:
             launch.run(rows)
 
 
+def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which inputs of that dtype are multiplied. Triton's interpreter, on a CPU, has no product in bfloat16."""
+    return torch.float32 if device.type == "cpu" else dtype
+
+
 def bucket_of(rows: int) -> int:
     """The smallest power of 2 that is at least `rows`."""
     return 1 << (rows - 1).bit_length()
@@ -196,8 +214,7 @@ class Builder:
         self.logits = torch.zeros(rows, self.V, device=self._device)
         weight = model.head.weight if isinstance(model.head, nn.Linear) else None
         self._dtype = torch.bfloat16 if weight is None else weight.dtype
-        in_interpreter = self._device.type == "cpu"              # which has no product in bfloat16
-        self._dot = triton_kernels.dtype_of(torch.float32 if in_interpreter else self._dtype)
+        self._dot = triton_kernels.dtype_of(product_dtype(self._dtype, self._device))
 
     def wide(self, width: int) -> int:
         """A new place for that many numbers in the buffer in float32."""
@@ -218,6 +235,10 @@ class Builder:
     @cached_property
     def narrow_buffer(self) -> Tensor:
         return torch.zeros(self._rows, self._narrow, dtype=self._dtype, device=self._device)
+
+    def nbytes(self) -> int:
+        """The memory of the buffers of all rows, in bytes."""
+        return self.wide_buffer.nbytes + self.narrow_buffer.nbytes + self.logits.nbytes
 
     @property
     def wide_size(self) -> int:
