@@ -50,6 +50,7 @@ RULES = {
     ("matvec", "cpu", "int8"): Rule(("fbgemm", "c_v0", "reference"), measured=False),
     ("matvec", "cpu", "int4"): Rule(("c_v0", "reference"), measured=False),
     ("draw", "cpu", "float32"): Rule(("c_v0",), measured=True),
+    ("draw", "cuda", "float32"): Rule(("triton_v0",), measured=False),
 }
 
 

@@ -23,7 +23,7 @@ from rwkv.errors import UserError
 from rwkv.io.lines import wrapped
 from rwkv.model.base import MATRICES, Model, fingerprint, generation, of_linear_layer
 from rwkv.model.operators import operator_for
-from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8
+from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8, to_packed
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 QUANTISED = ("int8", "int4")             # dtypes of a model with quantised matrices, on a CPU
@@ -75,8 +75,9 @@ class RWKV(Model):
 
         A matrix that is no view of the file, such as one of a quantised GGUF, is read only when it is converted.
         """
-        if device != "cpu":
-            raise UserError(f"dtype={dtype} runs on a CPU, not on {device}: use dtype=bfloat16 there")
+        kind = torch.device(device).type
+        if kind not in ("cpu", "cuda"):
+            raise UserError(f"dtype={dtype} runs on a CPU or a CUDA device, not on {device}: use dtype=bfloat16 there")
         group = generation(checkpoint.config).group
         as_packed = dtype == "int4" and checkpoint.fingerprint is not None       # packed weights do not give the fingerprint
         packed = {name: read() for name, read in checkpoint.packed.items()} if as_packed else {}
@@ -91,6 +92,8 @@ class RWKV(Model):
         if later and checkpoint.fingerprint is None:
             model.fingerprint_before = fingerprint(generation(checkpoint.config), checkpoint.weights)
         model.merge()
+        if kind == "cuda":
+            return to_packed(model, dtype, device, packed, later)
         return to_int8(model, later=later) if dtype == "int8" else to_int4(model, packed, later)
 
     def save_pretrained(self, path: str | Path, tokenizer: Any = None, dtype: str | None = None,

@@ -49,7 +49,8 @@ class Rule(NamedTuple):
 RULES = (
     Rule(r".*", r"train|generate|chat|serve|tests|benchmarks"),
     Rule(r"kernels\b.*", r"rwkv|lightning|pytorch_lightning|hydra|omegaconf|wandb"),
-    Rule(r"(?!kernels\b).*", BACK_ENDS),
+    Rule(r"(?!kernels\b|rwkv\.model\.).*", BACK_ENDS),
+    Rule(r"rwkv\.model\.(?!.*triton).*", BACK_ENDS),              # a generation's forms in Triton are beside its others
     Rule(r"(?!kernels\.backends\.taichi$).*", r"taichi"),
     Rule(rf"kernels\.({OPERATORS})(\.cases)?", BACK_ENDS),
     Rule(r".*", IMPLEMENTATIONS),                                # an implementation is loaded by its name

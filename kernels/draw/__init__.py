@@ -38,3 +38,10 @@ class Bias(NamedTuple):
 
 NO_BIAS = Bias(torch.empty(0, dtype=torch.int32), torch.empty(0))
 Draw = Callable[[Tensor, Tensor, Filters, Bias], Tensor]
+
+
+def penalize(logits: Tensor, counts: Tensor, flags: Tensor, slots: Tensor, tokens: Tensor, options: Tensor) -> Tensor:
+    """The logits (B,V) after penalties of repeated tokens, on a GPU: _penalties.py has the arguments."""
+    from kernels.draw import _penalties  # Triton is imported where it runs
+
+    return _penalties.penalize(logits, counts, flags, slots, tokens, options)

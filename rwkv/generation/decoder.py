@@ -1,11 +1,13 @@
 """Decoders: read one token after the other for a batch of rows.
 
-A CDecoder makes one call of C for each token, on a CPU (model/decoding/c_step.py). A Decoder uses PyTorch: the generation's
-step for each block (model/decoding/rwkvN_step.py), which reads the weights and calls no module. For a model with adapters,
-hooks or other layers it calls the model itself.
+A CDecoder makes one call of C for each token, on a CPU (model/decoding/c_step.py). A GpuDecoder replays one CUDA graph for each
+token (model/decoding/triton_step.py). A Decoder uses PyTorch: the generation's step for each block
+(model/decoding/rwkvN_step.py), which reads the weights and calls no module. For a model with adapters, hooks or other layers it
+calls the model itself.
 """
 
 import math
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -13,14 +15,30 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rwkv.model.base import Model, State
+from rwkv.model.decoding import c_step, triton_step
 from rwkv.model.decoding.c_step import CStep, is_plain, step_of, why_not
 from rwkv.model.decoding.layers import norm_function, product_function
+from rwkv.model.decoding.triton_step import GpuStep
 from rwkv.model.derived import tensors_of
 
 
-def decoder_of(model: Model, state: State) -> "Decoder | CDecoder":
+def decoder_of(model: Model, state: State) -> "Decoder | CDecoder | GpuDecoder":
     """The fastest decoder that fits the model."""
-    return CDecoder(model, state) if why_not(model) is None else Decoder(model, state)
+    if why_not(model) is None:
+        return CDecoder(model, state)
+    if triton_step.why_not(model) is None:
+        return GpuDecoder(model, state)
+    return Decoder(model, state)
+
+
+def decoding_line(model: Model) -> str:
+    """A line for people that says what computes a step of decoding."""
+    if model.emb.weight.device.type == "cpu":
+        return c_step.decoding_line(model)
+    reason = triton_step.why_not(model)
+    if reason is None:
+        return "decoding: by Triton, one CUDA graph a token; tokens drawn on the GPU"
+    return f"decoding: by PyTorch ({reason})"
 
 
 class Decoder:
@@ -151,3 +169,55 @@ class CDecoder:
         if not len(self._work):
             self._work = self._memory.new_empty(len(self._places), self._c.size)
         return self._c
+
+
+class GpuDecoder:
+    """A Decoder whose step is one CUDA graph; its logits are float32, on the GPU.
+
+    The graphs and the slots of all sequences belong to the model's GpuStep, which its decoders share.
+    """
+
+    def __init__(self, model: Model, state: State) -> None:
+        self._step = triton_step.step_of(model)
+        self._state_type = type(state)
+        self._slots: list[int] = []                      # of each row
+        self._step.add_user()
+        weakref.finalize(self, _leave, self._step, self._slots)
+        self.join(state)
+
+    def step(self, tokens: Tensor) -> Tensor:
+        """The logits (B,V) that follow tokens (B,), in memory that the next step may overwrite."""
+        logits = self._step(tokens, self._order)
+        return logits if self._step.users == 1 else logits.clone()
+
+    @torch.inference_mode()
+    def keep(self, rows: list[int]) -> None:
+        """Keeps only these rows, each once, in this order."""
+        kept = [self._slots[row] for row in rows]
+        self._step.release([slot for slot in self._slots if slot not in {*kept}])
+        self._use(kept)
+
+    @torch.inference_mode()
+    def join(self, state: State) -> None:
+        slots = self._step.take(state[0].shape[1])
+        self._step.write(slots, state)
+        self._use([*self._slots, *slots])
+
+    @torch.inference_mode()
+    def state(self, rows: list[int] | None = None) -> State:
+        """A copy of the state, of these rows or of all."""
+        slots = self._slots if rows is None else [self._slots[row] for row in rows]
+        return self._state_type(*self._step.read(slots))
+
+    def warm_up(self, rows: int) -> None:
+        """Makes slots for that many rows, and captures the graph of every bucket that they may need."""
+        self._step.reserve(rows)
+
+    def _use(self, slots: list[int]) -> None:
+        self._slots[:] = slots                           # the list that _leave has, too
+        self._order = torch.tensor(slots, dtype=torch.int64, device=self._step.states.device)
+
+
+def _leave(step: GpuStep, slots: list[int]) -> None:
+    step.release(slots)
+    step.users -= 1

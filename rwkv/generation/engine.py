@@ -15,20 +15,20 @@ from torch import Tensor
 
 from rwkv.config import LARGEST_SEED, Sampling, strings, whole_number, whole_numbers
 from rwkv.errors import UserError
-from rwkv.generation.decoder import CDecoder, decoder_of
+from rwkv.generation.decoder import CDecoder, GpuDecoder, decoder_of
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.logprobs import entry, logprobs
-from rwkv.generation.prefill import EMPTY, PASS, SLICE, Key, PrefillResult, PrefixCache, Reading, prefill
+from rwkv.generation.prefill import EMPTY, Key, PrefillResult, PrefixCache, Reading, chunks_on, prefill
 from rwkv.generation.row import CANCELLED, Row, Sample
-from rwkv.generation.sampling import Penalties, next_tokens
+from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, drawing_on, next_tokens
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model, State
-from rwkv.model.decoding.c_step import drawing
 from rwkv.model.derived import Watch
 from rwkv.tokenizer.decoders import LAST_IDS, require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 WARM_TOKENS = 4                          # of a text that nobody reads
+WATCH_ON_GPU = 64                        # steps between two looks at the weights, each of which waits for the GPU
 
 
 def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_tokens: int = 200, seed: int = 0,
@@ -72,10 +72,10 @@ class Engine:
     """Continues texts together, one row for each; rows join and leave while it runs. Iterating yields (row's index, piece of
     text), empty pieces included.
 
-    add() adds a row. Its prompt is read between the steps of the other rows, in parts with the work of about SLICE tokens.
-    cache: also gets the result for each whole text when it ends. If the model's weights change, the next step uses the new ones
-    (as far as rwkv/model/derived.py notices) with the states of the old ones. Not for several threads. Raises UserError where
-    the tokenizer has more tokens than the model.
+    add() adds a row. Its prompt is read between the steps of the other rows, in parts with the work of about Chunks.budget
+    tokens. cache: also gets the result for each whole text when it ends. If the model's weights change, the next step, on a GPU
+    one of the next 64, uses the new ones (as far as rwkv/model/derived.py notices) with the states of the old ones. Not for
+    several threads. Raises UserError where the tokenizer has more tokens than the model.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, cache: PrefixCache | None = None) -> None:
@@ -89,8 +89,13 @@ class Engine:
         self._rows: list[Row] = []                       # in the decoder's order; rows that have ended leave at the next step
         self._logits = torch.empty(0, model.vocab_size, device=model.emb.weight.device)       # (rows, V)
         self._decode_from(model.empty_state(0))
+        on_gpu = self._draw_device.type == "cuda"
+        self._penalty_table = PenaltyTable(tokenizer.vocab_size, self._draw_device) if on_gpu else None
         self._drawn: Tensor | None = None                # the tokens drawn last, until the decoder has read them
         self._added = 0                                  # number of rows added so far
+        self._chunks = chunks_on(model.emb.weight.device)
+        self._steps = 0
+        self._watch_every = WATCH_ON_GPU if self._logits.is_cuda else 1
 
     def add_all(self, prompts: Sequence[str | list[int]], seeds: Sequence[int],
                 stopping: StoppingCriteria | None = None, sampling: Sampling | None = None,
@@ -128,9 +133,10 @@ class Engine:
         sampling.check_ids(self._tokenizer.vocab_size)
         ids = self._prompt_ids(prompt, context)
         sample = Sample(prompt if isinstance(prompt, str) else "", whole_number("seed", seed, most=LARGEST_SEED))
-        penalties = None
+        penalties: Penalties | TablePenalties | None = None
         if sampling.has_penalties:
-            penalties = Penalties(sampling, [*earlier, *ids], sampling.ids_without_penalty(self._tokenizer))
+            make = self._penalty_table.row if self._penalty_table else Penalties
+            penalties = make(sampling, [*earlier, *ids], sampling.ids_without_penalty(self._tokenizer))
         row = Row(self._added, sample, ids, self._tokenizer, stopping or StoppingCriteria(), sampling, penalties, n_logprobs,
                   self._cache_for(context, after), context, grammar, keep, after or EMPTY)
         n_of_prompt = (n_logprobs or 0) if prompt_logprobs else None
@@ -143,10 +149,12 @@ class Engine:
         self._added += 1
         return row
 
-    def warm_up(self) -> None:
+    def warm_up(self, rows: int = 1) -> None:
         """Reads and generates a few tokens, so that no later text waits for things that are made at their first use: compiled
-        kernels, weights in the order of a product, memory, threads."""
-        for tokens in (SLICE, PASS):                     # kernels may treat short sequences in another way
+        kernels, weights in the order of a product, memory, threads; on a GPU the graphs for up to that many rows."""
+        if isinstance(self._decoder, GpuDecoder):
+            self._decoder.warm_up(rows)
+        for tokens in (self._chunks.budget, self._chunks.longest):       # kernels may treat short sequences in another way
             prefill(self._model, torch.zeros(1, tokens, dtype=torch.long))
         texts = Engine(self._model, self._tokenizer)     # without the cache
         for n_logprobs in (None, 1):                     # one row, then two
@@ -169,11 +177,12 @@ class Engine:
     def step(self) -> list[tuple[int, str]]:
         """Draws one token for each unfinished row whose prompt is read; returns (row's index, piece of text) for each.
 
-        Before that, rows that have ended leave, and waiting prompts are read, with the work of about SLICE tokens.
+        Before that, rows that have ended leave, and waiting prompts are read, with the work of about Chunks.budget tokens.
         """
         if not self.unfinished:          # the last rows stay, for context()
             return []
-        if not self._weights.unchanged():
+        self._steps += 1
+        if self._steps % self._watch_every == 0 and not self._weights.unchanged():
             self._read_new_weights()
         self._drop_finished()
         self._read_drawn()
@@ -217,7 +226,7 @@ class Engine:
         self._weights = Watch(self._model)
         self._decoder = decoder_of(self._model, state)
         self._in_c = self._decoder if isinstance(self._decoder, CDecoder) else None
-        self._draw_by = drawing() if self._in_c else None
+        self._draw_by, self._draw_device = drawing_on(self._model.emb.weight.device, self._in_c is not None)
 
     def _read_new_weights(self) -> None:
         """Continues with the model's new weights and reads unfinished prompts again. Results of old weights are not cached."""
@@ -229,8 +238,8 @@ class Engine:
             shared.logprobs.clear()
 
     def _result(self, position: int) -> PrefillResult:
-        """A copy of the result of reading, for the row at this position."""
-        return PrefillResult(self._logits[[position]], self._decoder.state([position]))
+        """A copy of the result of reading, for the row at this position, in host memory."""
+        return PrefillResult(self._logits[[position]], self._decoder.state([position])).to("cpu")
 
     def _end_of(self, position: int) -> PrefillResult:
         """_result(position) with the last ids of the row's text, so that another text can follow it."""
@@ -262,8 +271,9 @@ class Engine:
             self._drawn = None
 
     def _read_prompts(self) -> None:
-        """Reads a part of each prompt in turn, the work of SLICE tokens in all. Rows whose prompt is read join the decoder."""
-        budget = SLICE
+        """Reads a part of each prompt in turn, the work of Chunks.budget tokens in all; rows whose prompt is read join the
+        decoder."""
+        budget = self._chunks.budget
         results = []
         while self._readings and self._readings[0].reading.next_part <= budget:
             shared = self._readings.popleft()
@@ -300,14 +310,14 @@ class Engine:
 
     def _draw(self) -> list[int]:
         """The next token of each row; rows with equal options are drawn together."""
-        logits = self._of_grammars(self._logits[:, :self._tokenizer.vocab_size])
+        logits = self._of_grammars(self._logits[:, :self._tokenizer.vocab_size].to(self._draw_device))
         tokens = [0] * len(self._rows)
         groups: dict[Sampling, list[int]] = {}
         for position, row in enumerate(self._rows):
             groups.setdefault(row.sampling, []).append(position)
         for options, positions in groups.items():
             rows = [self._rows[position] for position in positions]
-            penalties = [row.penalties for row in rows if row.penalties is not None] or None
+            penalties: Any = [row.penalties for row in rows if row.penalties is not None] or None
             of_group = logits if len(rows) == len(self._rows) else logits[positions]
             uniform = torch.tensor([row.uniform() for row in rows], dtype=torch.float64)
             drawn = next_tokens(of_group, uniform, options, penalties, self._draw_by)

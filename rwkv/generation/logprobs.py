@@ -11,11 +11,14 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def logprobs(logits: Tensor, tokens: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The log-probabilities (B,) of tokens (B,), the ids (B,n) of the n likeliest tokens, and their log-probabilities (B,n)."""
-    every = torch.log_softmax(logits.float().cpu(), -1)
+    """The log-probabilities (B,) of tokens (B,), the ids (B,n) of the n likeliest tokens, and their log-probabilities (B,n).
+
+    They are computed on the device of the logits (B,V), and returned on the CPU.
+    """
+    every = torch.log_softmax(logits.float(), -1)
     likeliest = every.topk(min(n, every.shape[-1]))
-    of_tokens = every.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
-    return of_tokens, likeliest.indices, likeliest.values
+    of_tokens = every.gather(-1, tokens.to(every.device).unsqueeze(-1)).squeeze(-1)
+    return of_tokens.cpu(), likeliest.indices.cpu(), likeliest.values.cpu()
 
 
 def entry(tokenizer: Tokenizer, token: int, logprob: Tensor, likeliest: Tensor, their_logprobs: Tensor, n: int | None,

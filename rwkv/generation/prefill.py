@@ -1,12 +1,12 @@
 """Prefill: reads prompts in passes of bounded size, and caches the results by the tokens read.
 
-A pass has at most PASS tokens and begins at a multiple of PASS from the prompt's start, or where a cached prefix ends, so the
-result does not depend on other prompts. A pass goes through the blocks in parts, each with about the work of SLICE tokens
-through all blocks; between two parts, texts are generated. A pass of at most SHORT tokens is one call of C instead, where the
-model's step is in C: the blocks in PyTorch take as long for few tokens as for START more.
+A pass has at most Chunks.longest tokens and begins at a multiple of that from the prompt's start, or where a cached prefix
+ends, so the result does not depend on other prompts. A pass goes through the blocks in parts, each with about the work of
+Chunks.budget tokens through all blocks; between two parts, other sequences advance. A pass of at most SHORT tokens is one call
+of C instead, where the model's step is in C: the blocks in PyTorch take as long for few tokens as for Chunks.weights more.
 
-The result of reading has the same size for every length of text, so the cache holds many. A prompt that begins with an earlier
-prompt, or with an earlier prompt and its answer, is read from the end of that on.
+The result of reading has the same size for every length of text, so the cache holds many; those of a GPU are moved to host
+memory. A prompt that begins with an earlier prompt, or with an earlier prompt and its answer, is read from the end of that on.
 """
 
 import secrets
@@ -27,11 +27,29 @@ from rwkv.model.base import Model, State
 from rwkv.model.derived import Watch
 from rwkv.model.hooks import untouched
 
-PASS = 512                               # tokens of a pass: with fewer rows products are slower, by a third for 128
-SLICE = 32                               # tokens: bounds how long texts that are being generated wait for a prompt
-START = 48                               # tokens whose work takes as long as reading all weights, which each pass does once
+LOGPROB_ROWS = 32                        # tokens of a prompt whose log-probabilities are computed at a time
 SHORT = 64                               # tokens that C reads as fast as PyTorch or faster, in every form of weights
-START_IN_C = 8                           # as START, in a call of C
+WEIGHTS_IN_C = 8                         # as Chunks.weights, in a call of C
+
+
+class Chunks(NamedTuple):
+    """How a prompt is cut on a device, in tokens.
+
+    longest: the most tokens of a pass. budget: the work between two decoding steps, which bounds how long other sequences wait.
+    weights: the tokens whose work takes as long as reading all weights, which each pass does once.
+    """
+
+    longest: int
+    budget: int
+    weights: int
+
+
+ON_CPU = Chunks(512, 32, 48)             # with fewer rows products are slower, by a third for 128
+ON_GPU = Chunks(4096, 2048, 300)         # an H100 multiplies some 300 rows in the time in which it reads the weights
+
+
+def chunks_on(device: torch.device) -> Chunks:
+    return ON_GPU if device.type == "cuda" else ON_CPU
 
 
 class PrefillResult(NamedTuple):
@@ -47,6 +65,9 @@ class PrefillResult(NamedTuple):
 
     def nbytes(self) -> int:
         return self.logits.nbytes + self.state.nbytes()
+
+    def to(self, device: torch.device | str) -> "PrefillResult":
+        return self._replace(logits=self.logits.to(device), state=self.state.to(device))
 
     @staticmethod
     def cat(results: Sequence["PrefillResult"]) -> "PrefillResult":
@@ -126,6 +147,7 @@ class PrefixCache:
             return found, self._entries[found]
 
     def put(self, key: Key, result: PrefillResult) -> None:
+        result = result.to("cpu")
         size = result.nbytes()
         with self._lock:
             if key in self._entries:
@@ -163,6 +185,8 @@ class Reading:
         if start is not None:
             model.check_state(start.state, B=1)
         self._model = model
+        self._device = model.emb.weight.device
+        self._chunks = chunks_on(self._device)
         self._cache = cache
         self._n_logprobs = n_logprobs
         self._vocab_size = vocab_size
@@ -174,6 +198,8 @@ class Reading:
         if cache is not None and n_logprobs is None:
             self._key, found = cache.longest(self.tokens, after)
             self._so_far = found or start
+        if self._so_far is not None:
+            self._so_far = self._so_far.to(self._device)
         self._position = self._key.length
         self.cached = self._position                             # tokens that need not be read
         self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # results of logprobs() that are not taken yet
@@ -182,13 +208,13 @@ class Reading:
 
     @property
     def next_part(self) -> int:
-        """The work of the next part, measured in tokens through all blocks, at most SLICE; 0 when all is read."""
+        """The work of the next part, measured in tokens through all blocks, at most Chunks.budget; 0 when all is read."""
         length = self._end - self._position
         if not length:
             return 0
         if self._decoder is not None and length <= SHORT and self._n_logprobs is None:
-            return min(SLICE, START_IN_C + length)
-        return min(SLICE, ceil((START + length) / self._n_parts(length)))
+            return min(self._chunks.budget, WEIGHTS_IN_C + length)
+        return min(self._chunks.budget, ceil((self._chunks.weights + length) / self._n_parts(length)))
 
     @property
     def result(self) -> PrefillResult | None:
@@ -205,18 +231,19 @@ class Reading:
 
     @property
     def _end(self) -> int:
-        return min(len(self.tokens), (self._position // PASS + 1) * PASS)
+        longest = self._chunks.longest
+        return min(len(self.tokens), (self._position // longest + 1) * longest)
 
     def _n_parts(self, length: int) -> int:
-        """The smallest number of parts of whole blocks that each fit into SLICE; a part per block if one does not fit."""
+        """The smallest number of parts of whole blocks that each fit into the budget; a part per block if one does not fit."""
         L = len(self._model.blocks)
-        blocks = SLICE * L // (START + length)
+        blocks = self._chunks.budget * L // (self._chunks.weights + length)
         return ceil(L / max(1, blocks))
 
     @torch.no_grad()
     def _read_pass(self) -> Iterator[None]:
         end = self._end
-        ids = torch.tensor([self.tokens[self._position:end]], device=self._model.emb.weight.device)
+        ids = torch.tensor([self.tokens[self._position:end]], device=self._device)
         state = self._so_far.state if self._so_far else None
         if self._decoder is not None and ids.shape[1] <= SHORT:
             if self._n_logprobs is not None:             # nothing else of this pass is used: the text is the one without them
@@ -245,7 +272,7 @@ class Reading:
             head = nn.Identity()
         if self._n_logprobs is not None:
             following = torch.tensor(self.tokens[self._position + 1:self._position + ids.shape[1] + 1])
-            for rows, targets in zip(hidden[0].split(SLICE), following.split(SLICE), strict=False):
+            for rows, targets in zip(hidden[0].split(LOGPROB_ROWS), following.split(LOGPROB_ROWS), strict=False):
                 logits = head(rows[:len(targets)])[:, :self._vocab_size]
                 self.logprobs.append(logprobs(logits, targets, self._n_logprobs))
                 yield
@@ -255,7 +282,8 @@ class Reading:
 
 def prefill(model: Model, tokens: Tensor, start: PrefillResult | None = None) -> PrefillResult:
     state = start.state if start else None
-    for part in tokens.to(model.emb.weight.device).split(PASS, dim=1):
+    device = model.emb.weight.device
+    for part in tokens.to(device).split(chunks_on(device).longest, dim=1):
         logits, state = model.prefill(part, state)
     assert state is not None
     return PrefillResult(logits, state)

@@ -9,7 +9,7 @@ from torch import Tensor
 from rwkv.config import Sampling, whole_number
 from rwkv.generation.grammar import Grammar, Matcher
 from rwkv.generation.prefill import EMPTY, Key, PrefillResult, PrefixCache
-from rwkv.generation.sampling import Penalties
+from rwkv.generation.sampling import Penalties, TablePenalties
 from rwkv.generation.stopping import StoppingCriteria, StopStrings
 from rwkv.tokenizer.decoders import LAST_IDS
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -50,9 +50,9 @@ class Row:
     """
 
     def __init__(self, index: int, sample: Sample, prompt_ids: list[int], tokenizer: Tokenizer, stopping: StoppingCriteria,
-                 sampling: Sampling, penalties: Penalties | None, n_logprobs: int | None, cache: PrefixCache | None,
-                 context: PrefillResult | None = None, grammar: Grammar | None = None, keep: bool = False,
-                 after: Key = EMPTY) -> None:
+                 sampling: Sampling, penalties: Penalties | TablePenalties | None, n_logprobs: int | None,
+                 cache: PrefixCache | None, context: PrefillResult | None = None, grammar: Grammar | None = None,
+                 keep: bool = False, after: Key = EMPTY) -> None:
         self.index = index
         self.sample = sample
         self.prompt_ids = prompt_ids

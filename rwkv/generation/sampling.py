@@ -17,18 +17,35 @@ Legend: B rows, V vocabulary, N candidates after the filters. The options: rwkv.
 """
 
 import math
+import weakref
 from collections.abc import Collection, Sequence
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from kernels.draw import NO_BIAS, Bias, Draw, Filters
+from kernels import registry
+from kernels.draw import NO_BIAS, Bias, Draw, Filters, penalize
+from kernels.select import AUTO, resolve
 from rwkv.config import Sampling
 from rwkv.errors import UserError
+from rwkv.model.decoding.c_step import drawing
 
 BLOCK = 512                              # tokens of a block, whose probabilities are added up first
 SHORTLIST = 256                          # candidates sorted at first: sorting a whole vocabulary takes milliseconds
+
+
+@cache
+def drawing_on(device: torch.device, in_c: bool) -> tuple[Draw | None, torch.device]:
+    """The function of kernels/draw for logits on this device, None for PyTorch, and the device on which tokens are drawn.
+
+    in_c: the decoding step is C. A GPU without Triton has its tokens drawn on the CPU.
+    """
+    name = resolve("draw", AUTO, device)
+    if device.type == "cuda" and registry.why_not("draw", name, "cuda") is None:
+        return registry.load("draw", name).draw, device
+    return drawing() if in_c or device.type != "cpu" else None, torch.device("cpu")
 
 
 def filters_of(options: Sampling) -> Filters:
@@ -83,31 +100,126 @@ class Penalties:
         own = own - options.presence_penalty * self._in_text - options.frequency_penalty * self._counts
         logits.index_copy_(0, self._ids, own.float())
 
+    @staticmethod
+    def apply_all(logits: Tensor, rows: Sequence["Penalties"]) -> Tensor:
+        """The logits (B,V) float32 after the penalties of each row, which may be the same tensor, changed."""
+        for row, penalties in zip(logits, rows, strict=True):
+            penalties.apply(row)
+        return logits
+
+
+class PenaltyTable:
+    """The penalties of rows whose logits are on a GPU: counts of V tokens for each, in float64, as in kernels/draw.
+
+    A row has a slot from its first logits on, until it is deleted. A slot takes 9 V bytes.
+    """
+
+    def __init__(self, V: int, device: torch.device) -> None:
+        self._counts = torch.zeros(0, V, dtype=torch.float64, device=device)
+        self._flags = torch.zeros(0, V, dtype=torch.uint8, device=device)
+        self._free: list[int] = []
+        self._rows: list[TablePenalties] = []            # of the last call
+        self._options = torch.empty(0)
+
+    def row(self, options: Sampling, prompt: Collection[int] = (), without: Collection[int] = ()) -> "TablePenalties":
+        """As Penalties."""
+        return TablePenalties(self, options, prompt, without)
+
+    def slot(self) -> int:
+        """A free slot, with zeros."""
+        if not self._free:
+            n = len(self._counts)
+            more = max(1, n)
+            self._counts = torch.cat((self._counts, self._counts.new_zeros(more, self._counts.shape[1])))
+            self._flags = torch.cat((self._flags, self._flags.new_zeros(more, self._flags.shape[1])))
+            self._free = list(range(n, n + more))
+        return self._free.pop()
+
+    def mark(self, slot: int, ids: Collection[int], flag: int) -> None:
+        self._flags[slot, torch.tensor([*ids], dtype=torch.int64, device=self._flags.device)] |= flag
+
+    def release(self, slot: int) -> None:
+        self._counts[slot] = 0
+        self._flags[slot] = 0
+        self._free.append(slot)
+
+    def forget(self) -> None:
+        """Lets go of the rows of the last call."""
+        self._rows = []
+
+    def apply(self, logits: Tensor, rows: Sequence["TablePenalties"]) -> Tensor:
+        """The logits (B,V) float32 after the penalties of each row."""
+        places = torch.tensor([[row.slot, row.take_last()] for row in rows], device=logits.device)
+        if [*rows] != self._rows:
+            self._rows = [*rows]
+            self._options = torch.tensor([row.numbers for row in rows], dtype=torch.float64, device=logits.device)
+        return penalize(logits, self._counts, self._flags, places[:, 0].contiguous(),
+                                           places[:, 1].contiguous(), self._options)
+
+
+class TablePenalties:
+    """The penalties of one row in a PenaltyTable."""
+
+    def __init__(self, table: PenaltyTable, options: Sampling, prompt: Collection[int], without: Collection[int]) -> None:
+        self.table = table
+        self.numbers = (options.repetition_penalty, options.presence_penalty, options.frequency_penalty, options.penalty_decay)
+        self._prompt = prompt
+        self._without = without
+        self._last = -1
+
+    @cached_property
+    def slot(self) -> int:
+        slot = self.table.slot()
+        self.table.mark(slot, self._prompt, 1)
+        self.table.mark(slot, self._without, 4)
+        weakref.finalize(self, self.table.release, slot)
+        return slot
+
+    def add(self, token: int) -> None:
+        self._last = token
+
+    def take_last(self) -> int:
+        """The token added last, which is counted once; -1 for none."""
+        last = self._last
+        self._last = -1
+        return last
+
+    @staticmethod
+    def apply_all(logits: Tensor, rows: Sequence["TablePenalties"]) -> Tensor:
+        """As Penalties.apply_all."""
+        return rows[0].table.apply(logits, rows)
+
+
+AllPenalties = Sequence[Penalties] | Sequence[TablePenalties]
+
 
 def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
-                penalties: Sequence[Penalties] | None = None, draw: Draw | None = None) -> Tensor:
-    """The next token of each row, (B,) int64, from logits (B,V) and uniform (B,), random numbers from [0, 1).
+                penalties: AllPenalties | None = None, draw: Draw | None = None) -> Tensor:
+    """The next token of each row, (B,) int64 on the CPU, from logits (B,V) and uniform (B,), random numbers from [0, 1).
 
-    penalties: of each row; None if the options have none. draw: a function of kernels/draw, for logits on a CPU; by default
-    PyTorch draws. Raises UserError where the logits are not finite.
+    penalties: of each row; None if the options have none. draw: a function of kernels/draw for the device of the logits; None
+    for PyTorch, which draws on the CPU. Raises UserError where the logits are not finite.
     """
-    if draw is not None and options.temperature > 0:
-        if penalties is not None:        # they act on biased logits
-            drawn = draw(changed(logits.float(), options, penalties), uniform, filters_of(options), NO_BIAS)
-        else:
-            drawn = draw(logits.float(), uniform, filters_of(options), bias_of(options))
-        _require_finite(bool((drawn >= 0).all()))
-        return drawn
-    logits = changed(logits.float().cpu(), options, penalties)
-    _require_finite(bool(logits.amax(-1).isfinite().all()))
+    logits = logits.float()
     if options.temperature == 0:
-        return logits.argmax(-1)
-    ids, probabilities = distribution(logits, options)
-    drawn = pick(probabilities, uniform)
-    return drawn if ids is None else ids.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
+        logits = changed(logits, options, penalties)
+        drawn = torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1)
+    elif draw is None:
+        logits = changed(logits.cpu(), options, penalties)
+        _require_finite(bool(logits.amax(-1).isfinite().all()))
+        ids, probabilities = distribution(logits, options)
+        drawn = pick(probabilities, uniform)
+        drawn = drawn if ids is None else ids.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
+    elif penalties is not None:          # they act on biased logits
+        drawn = draw(changed(logits, options, penalties), uniform, filters_of(options), NO_BIAS)
+    else:
+        drawn = draw(logits, uniform, filters_of(options), bias_of(options))
+    drawn = drawn.cpu()                  # the one point at which the host waits for a GPU
+    _require_finite(bool((drawn >= 0).all()))
+    return drawn
 
 
-def changed(logits: Tensor, options: Sampling, penalties: Sequence[Penalties] | None) -> Tensor:
+def changed(logits: Tensor, options: Sampling, penalties: AllPenalties | None) -> Tensor:
     """The logits (B,V) after bias, bans and penalties. The tensor that is given does not change."""
     if options.logit_bias or options.banned or penalties is not None:
         logits = logits.clone()
@@ -115,9 +227,9 @@ def changed(logits: Tensor, options: Sampling, penalties: Sequence[Penalties] | 
         logits[:, token] += bias
     if options.banned:
         logits[:, list(options.banned)] = -torch.inf
-    for row, of_row in enumerate(penalties or ()):
-        of_row.apply(logits[row])
-    return logits
+    if not penalties:
+        return logits
+    return cast(Any, type(penalties[0])).apply_all(logits, penalties)    # all rows of a group are of one class
 
 
 def distribution(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:

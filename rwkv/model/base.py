@@ -61,6 +61,9 @@ class Generation(Protocol):
     def c_model(self, model: Any, builder: Any) -> Any:
         """The structs that the step in C reads (decoding/c_step.py)."""
 
+    def gpu_launches(self, model: Any, builder: Any) -> Any:
+        """The launches of the step on a GPU (decoding/triton_step.py)."""
+
     def non_negative(self, config: ModelConfig) -> tuple[str, ...]:
         """Linear layers whose inputs are never negative, for int8."""
 

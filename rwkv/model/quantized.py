@@ -1,4 +1,4 @@
-"""Matrix products in int8 and int4 on a CPU.
+"""Matrix products in int8 and int4: on a CPU, where inputs are rounded too, and on a GPU (PackedLinear).
 
 In int8 weights are rounded once, with a scale for each output channel, and inputs at each call. In int4 weights are rounded in
 groups of 32, and so are the inputs of few rows (kernels/matvec).
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from kernels.backends import fbgemm
 from kernels.machine.cpu import multiplies
-from kernels.matvec import MOST_ROWS, Int4, Int8, MatVec
+from kernels.matvec import FORMS, MOST_ROWS, Int4, Int8, MatVec
 from kernels.registry import load, why_not
 from kernels.select import AUTO, select
 from rwkv.errors import UserError
@@ -151,6 +151,35 @@ def _product(layer: Any, x: Tensor) -> Tensor:
     return product.view(*x.shape[:-1], layer.out_features)
 
 
+class PackedLinear(nn.Module):
+    """nn.Linear without a bias on a GPU, from its weight W (N,K) packed in int8 or int4: x (...,K) -> (...,N) in its dtype.
+
+    Only weights are rounded to integers. Rows are multiplied in bfloat16, by a part of W at a time.
+    """
+
+    def __init__(self, packed: Int8 | Int4) -> None:
+        super().__init__()
+        self.out_features, self.in_features = len(packed.weight), packed.K
+        self.packed = packed
+
+    @property
+    def form(self) -> str:
+        return self.packed.form
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _product(self, x)
+
+    def of_rows(self, rows: Tensor) -> Tensor:
+        """forward for rows (B,K)."""
+        return torch.cat([F.linear(rows.bfloat16(), part) for part in self.parts(torch.bfloat16)], dim=1).to(rows.dtype)
+
+    def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
+        """The rounded weight (N,K), a part of its rows at a time."""
+        step = max(1, UNPACKED // self.in_features)
+        for start in range(0, self.out_features, step):
+            yield self.packed.map(itemgetter(slice(start, start + step))).dense(dtype)
+
+
 class BFloat16Linear(nn.Linear):
     """nn.Linear without a bias whose frozen weight (N,K) is kept in bfloat16: x (...,K) -> (...,N) in the dtype of x.
 
@@ -252,6 +281,22 @@ def to_int4(model: M, packed: Mapping[str, Int4] | None = None,
     given = packed or {}
     return _quantised(model, lambda name, read: Int4Linear(given.get(f"{name}.weight") or Int4.of(read())), later, head,
                       replaced)
+
+
+@torch.no_grad()
+def to_packed(model: M, form: str, device: torch.device | str, packed: Mapping[str, Int4] | None = None,
+              later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})) -> M:
+    """Converts every matrix of a model on a CPU to int8 or int4, one at a time, and moves the model to a GPU.
+
+    packed, later: as in to_int4.
+    """
+    given = packed or {}
+
+    def layer_of(name: str, read: Callable[[], Tensor]) -> nn.Module:
+        matrix = given.get(f"{name}.weight") or FORMS[form].of(read())
+        return PackedLinear(cast(Int8 | Int4, matrix.map(lambda tensor: tensor.contiguous().to(device))))
+
+    return _quantised(model, layer_of, later, True, lambda name: None).to(device)
 
 
 def _quantised(model: M, layer_of: Callable[[str, Callable[[], Tensor]], nn.Module], later: Mapping[str, Callable[[], Tensor]],

@@ -217,6 +217,13 @@ class Block(nn.Module):
 PLAIN = (Block, TimeMix, ChannelMix)     # modules that Step computes without calling them
 
 
+def gpu_launches(model: Any, builder: Any) -> Any:
+    """The launches of the decoding step on a GPU (decoding/triton_step.py)."""
+    from rwkv.model.decoding.rwkv4_triton import launches  # Triton is imported where it runs
+
+    return launches(model, builder)
+
+
 def init_weights(model: Any) -> None:
     """Spreads the decays over channels and layers, and makes matrices orthogonal or zero, with torch's global generator."""
     nn.init.uniform_(model.emb.weight, -1e-4, 1e-4)

@@ -474,6 +474,13 @@ class Block(nn.Module):
 PLAIN = (Block, TimeMix, ChannelMix, nn.GroupNorm)       # modules that Step computes without calling them
 
 
+def gpu_launches(model: Any, builder: Any) -> Any:
+    """The launches of the decoding step on a GPU (decoding/triton_step.py)."""
+    from rwkv.model.decoding.rwkv7_triton import launches  # Triton is imported where it runs
+
+    return launches(model, builder)
+
+
 @torch.no_grad()
 def init_weights(model: Any) -> None:
     """The official initialisation, on which the model's quality depends, with torch's global generator."""

@@ -76,8 +76,8 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoic
     """The conversation, and the object that chooses its options of sampling."""
     from rwkv.chat.templates import chat_template
     from rwkv.generation.conversation import Chat
+    from rwkv.generation.decoder import decoding_line
     from rwkv.generation.states import load_context
-    from rwkv.model.decoding.c_step import decoding_line
     from rwkv.pretrained import open_checkpoint, template_choice, template_line
 
     opened = open_checkpoint(config)
@@ -92,9 +92,7 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoic
     _say(f"sampling {chosen}")
     model = opened.model()
     context = load_context(config.state, model, opened.tokenizer) if config.state else None
-    decoding = decoding_line(model)
-    if decoding:
-        _say(decoding)
+    _say(decoding_line(model))
     talk = Chat(model, opened.tokenizer, template, chosen.sampling, config.max_new_tokens, config.seed, think, context)
     if config.system:
         talk.reset(config.system)

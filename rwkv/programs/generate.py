@@ -30,8 +30,8 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     allocator.keep_large_blocks()
     model, tokenizer, prompts, context, chosen = _open(config, line)
 
+    from rwkv.generation.decoder import decoding_line
     from rwkv.generation.output import run_generation
-    from rwkv.model.decoding.c_step import decoding_line
 
     files = config.out or config.save_state
     output = unread(sys.stdout) if files else sys.stdout         # the files become whole even if nobody reads the output
@@ -42,9 +42,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
             abandon(sys.stdout)
             return
     print(wrapped(f"sampling {chosen}", sys.stderr), file=sys.stderr)
-    decoding = decoding_line(model)
-    if decoding:
-        print(wrapped(decoding, sys.stderr), file=sys.stderr)
+    print(wrapped(decoding_line(model), sys.stderr), file=sys.stderr)
     raise_unwritten(output)
     if not whole:
         sys.exit(cli.INTERRUPTED)

@@ -75,8 +75,9 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
     import torch
 
     from rwkv.chat.templates import chat_template
+    from rwkv.generation.decoder import decoding_line
     from rwkv.model.base import n_parameters, state_nbytes
-    from rwkv.model.decoding.c_step import decoding_line, step_of, why_not
+    from rwkv.model.decoding.c_step import step_of, why_not
     from rwkv.pretrained import open_checkpoint, template_choice, template_line, trained_with
     from rwkv.programs.adapters import read_adapters
     from rwkv.serving.worker import Loaded, LoadedAdapter
@@ -97,12 +98,11 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
     for adapter in adapters:
         loaded[adapter.name] = LoadedAdapter(*adapter.load(opened, model), adapter.tokens, adapter.digest)
     copies = sum(adapter.merged is not None for adapter in adapters)
-    decoding = decoding_line(model)
     plan = [("model", f"{model.generation.NAME}, {counted(model.config.n_layer, 'layer')}, {model.config.n_embd} wide, "
                       f"{n:,} parameters, vocabulary {model.vocab_size}"),
             ("kernel", f"{opened.wkv.name} on {opened.device}, {config.dtype}, threads {torch.get_num_threads()}"),
             *opened.lines(),
-            *([("decoding", decoding.partition(": ")[2])] if decoding else []),
+            ("decoding", decoding_line(model).partition(": ")[2]),
             ("chat", f"template {template_line(opened.checkpoint, choice)}"),
             *(("sampling", line) for line in _sampling_lines(chosen)),
             *(("adapter", f"{adapter.name}: {adapter.about}") for adapter in adapters),

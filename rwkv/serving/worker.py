@@ -82,7 +82,7 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
         served = {"": LoadedAdapter(loaded.model, None, 0, ""), **loaded.adapters}
         engines = {each.model: Engine(each.model, loaded.tokenizer, cache=cache) for each in served.values()}
         for engine in engines.values():
-            engine.warm_up()
+            engine.warm_up(config.max_rows)
         forms = {name: StateForm.of(each.model, loaded.tokenizer) for name, each in served.items()}
         states = KeptStates(config, forms, {name: each.digest for name, each in served.items()})
         models = {name: _Model(engines[each.model], each.start) for name, each in served.items()}

@@ -16,7 +16,6 @@ from tokenizer_files import KINDS, chatml
 from torch import nn
 
 from rwkv.errors import UserError
-from rwkv.generation import engine as engine_module
 from rwkv.generation import prefill as prefill_module
 from rwkv.generation.decoder import CDecoder
 from rwkv.generation.engine import Engine, generate, generate_batch
@@ -57,9 +56,7 @@ def constant(model: RWKV, token: int) -> RWKV:
 
 def cut_into(patch: pytest.MonkeyPatch, whole: int, part: int) -> None:
     """Prompts are read in passes of `whole` tokens, in parts of `part` tokens."""
-    for place, size in ((f"{prefill_module.__name__}.PASS", whole), (f"{prefill_module.__name__}.SLICE", part),
-                        (f"{engine_module.__name__}.SLICE", part)):
-        patch.setattr(place, size)
+    patch.setattr(prefill_module, "ON_CPU", prefill_module.ON_CPU._replace(longest=whole, budget=part))
 
 
 def by_hand(model: RWKV, ids: list[int], n: int, seed: int, options: Sampling) -> list[int]:
@@ -308,7 +305,7 @@ def test_a_prompt_is_read_as_the_model_reads_it(length: int) -> None:
 @pytest.mark.parametrize("n_logprobs", [None, 2])
 def test_parts_of_a_pass_are_the_pass_to_the_bit(n_logprobs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = MODELS["rwkv7"], [*range(1, 60)]
-    cut_into(monkeypatch, 32, prefill_module.SLICE)
+    cut_into(monkeypatch, 32, prefill_module.ON_CPU.budget)
     whole = prefill(model, torch.tensor([ids]))
     cut_into(monkeypatch, 32, 8)
     reading, parts = Reading(model, ids, n_logprobs=n_logprobs), 0

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.matvec import MOST_ROWS
-from rwkv.model.quantized import Int4Linear, Int8Linear, matvec_for, products
+from rwkv.model.quantized import Int4Linear, Int8Linear, PackedLinear, matvec_for, products
 
 Products = Callable[[Tensor], list[Tensor]]
 VECTOR = 32                              # a multiple of the lanes of PyTorch's vectors
-PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear, Int4Linear)     # decoding computes these by itself
+PLAIN = (nn.ModuleList, nn.Embedding, nn.LayerNorm, nn.Linear, Int8Linear, Int4Linear, PackedLinear)     # computed by decoding
 
 
 def norm_function(norm: nn.Module) -> Callable[[Tensor], Tensor]:
@@ -37,6 +37,9 @@ def products_function(*layers: nn.Module) -> Products:
         return partial(products, cast(list[Int8Linear], layers))
     if all(isinstance(layer, Int4Linear) for layer in layers):
         return _of_int4(cast(tuple[Int4Linear, ...], layers))
+    if all(isinstance(layer, PackedLinear) for layer in layers):
+        packed = cast(tuple[PackedLinear, ...], layers)
+        return lambda inputs: [layer.of_rows(rows) for layer, rows in zip(packed, inputs.unbind(), strict=True)]
     return _of_weights([cast(nn.Linear, layer).weight.detach() for layer in layers])
 
 

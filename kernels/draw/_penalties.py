@@ -1,0 +1,54 @@
+"""Penalties of repeated tokens on a GPU: counts that fade, for many rows at once. The formulas: rwkv/generation/sampling.py.
+
+counts (slots,V) float64 and flags (slots,V) uint8 lie on the GPU, a slot for each sequence. A flag's bits: the token is in the
+prompt; it is in the text; no penalty changes it.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+IN_PROMPT, IN_TEXT, EXEMPT = 1, 2, 4
+BLOCK = 1024
+
+
+def penalize(logits: Tensor, counts: Tensor, flags: Tensor, slots: Tensor, tokens: Tensor, options: Tensor) -> Tensor:
+    """Counts the token drawn last for each row, and returns the logits (B,V) float32 after the penalties.
+
+    slots (B,) int64; tokens (B,) int64: -1 for none; options (B,4) float64: repetition, presence and frequency penalty, and the
+    factor by which counts fade at each token.
+    """
+    rows, V = logits.shape
+    out = torch.empty(rows, V, dtype=torch.float32, device=logits.device)
+    if rows:
+        with torch.cuda.device_of(logits):
+            _penalize[(rows, triton.cdiv(V, BLOCK))](logits, out, counts, flags, slots, tokens, options, logits.stride(0), V,
+                                                     BLOCK, enable_fp_fusion=True)
+    return out
+
+
+@triton.jit
+def _penalize(logits, out, counts, flags, slots, tokens, options, stride, V, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < V
+    place = tl.load(slots + row) * V + c
+    token = tl.load(tokens + row)
+    flag = tl.load(flags + place, mask=inside, other=0)
+    count = tl.load(counts + place, mask=inside, other=0.0)
+    if token >= 0:
+        drawn = (c == token) & ((flag & 4) == 0)
+        count = count * tl.load(options + row * 4 + 3) + tl.where(drawn, 1.0, 0.0)
+        flag = tl.where(drawn, flag | 2, flag)
+        tl.store(counts + place, count, mask=inside)
+        tl.store(flags + place, flag, mask=inside)
+    x = tl.load(logits + row * stride + c, mask=inside, other=0.0).to(tl.float32)
+    repetition = tl.load(options + row * 4)
+    own = x.to(tl.float64)
+    own = tl.where(own > 0, own / repetition, own * repetition)
+    own = own - tl.load(options + row * 4 + 1) * tl.where((flag & 2) > 0, 1.0, 0.0)
+    own = own - tl.load(options + row * 4 + 2) * count
+    counted = ((flag & 3) > 0) & ((flag & 4) == 0)
+    tl.store(out + row * V + c, tl.where(counted, own.to(tl.float32), x), mask=inside)

@@ -1,0 +1,291 @@
+"""A program for each row, which sorts nothing: top_k, top_p and the draw are each a search for a logit.
+
+The tokens that the filters can keep are first copied to a list, in the order of the vocabulary. In the order of logits, the
+weight of all tokens before one is S(logit) + rank * weight, where S sums the weights of all larger logits and rank counts equal
+logits that come first in the vocabulary. S falls as the logit rises, so the bits of the logit at which it passes a bound are
+found one by one: 32 sums over the list, mostly of a few hundred tokens, in float64.
+"""
+
+# mypy: disable-error-code="no-untyped-def"
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from kernels.draw import Bias, Filters
+from kernels.registry import Requires
+
+REQUIRES = Requires(packages=("triton",), devices=("cuda",))
+
+BLOCK, LISTED = 4096, 1024               # tokens of the vocabulary, and of the list, that a program holds at a time
+PART = 64                                # tokens of which the likeliest stands for all, when top_k looks for a bound
+LEAST = tl.constexpr(-3.4028234663852886e38)             # the smallest finite logit: a token at -inf is never drawn
+
+
+def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias) -> Tensor:
+    rows, V = logits.shape
+    drawn = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    if not rows:
+        return drawn
+    if len(bias.ids):
+        logits = _biased(logits, bias.ids.to(logits.device).long(), bias.values.to(logits.device))
+    logits = logits if logits.stride(1) == 1 else logits.contiguous()
+    top_k = filters.top_k if filters.top_k < V else 0
+    filtered = bool(top_k or filters.top_p < 1 or filters.min_p > 0)
+    listed = V + PART if filtered else 0
+    numbers = logits.new_empty(rows, listed, dtype=torch.float32)
+    ids = logits.new_empty(rows, listed, dtype=torch.int32)
+    block = min(BLOCK, max(PART, triton.next_power_of_2(V)))
+    with torch.cuda.device_of(logits):
+        _draw[(rows,)](logits, uniform.to(logits.device, torch.float64), drawn, numbers, ids, logits.stride(0), V, listed,
+                       1 / filters.temperature, top_k, filters.top_p, filters.min_p, FILTERED=filtered, TOP_K=top_k > 0,
+                       IN_ORDER=bool(top_k or filters.top_p < 1), FILTERS_FIRST=filtered and filters.filters_first,
+                       BLOCK=block, PARTS=triton.next_power_of_2(triton.cdiv(V, PART)), LISTED=min(LISTED, block), PART=PART,
+                       num_warps=8, enable_fp_fusion=True)
+    return drawn
+
+
+def _biased(logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
+    banned = values == -torch.inf
+    logits = logits.float().clone()
+    logits.index_add_(1, ids, torch.where(banned, 0.0, values).expand(len(logits), -1))
+    logits[:, ids[banned]] = -torch.inf
+    return logits
+
+
+@triton.jit
+def _weights(x, top, scale):
+    """e^((x - top) scale); 0 below e^-80."""
+    exponent = (x - top) * scale
+    return tl.where(exponent >= -80.0, tl.exp(exponent), 0.0)
+
+
+@triton.jit
+def _key(x):
+    """An integer that is in the order of the floats."""
+    bits = x.to(tl.int32, bitcast=True)
+    return tl.where(x == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
+
+
+@triton.jit
+def _listed(numbers, ids, n, first, LISTED: tl.constexpr):
+    """Part of the list: the logits, ids, and which of these exist."""
+    place = first + tl.arange(0, LISTED)
+    inside = place < n
+    return tl.load(numbers + place, mask=inside, other=-float("inf")), tl.load(ids + place, mask=inside, other=0), inside
+
+
+@triton.jit
+def _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST: tl.constexpr):
+    """The weights with which tokens of the list are drawn: 0 for those that min_p drops."""
+    weight = _weights(x, top, scale)
+    likely = inside & tl.where(min_p < 1, weight >= min_p, x == top)
+    if FILTERS_FIRST:
+        weight = _weights(x, top, last_scale)
+    return tl.where(likely, weight, 0.0).to(tl.float64)
+
+
+@triton.jit
+def _search(numbers, ids, n, low, bound, top, scale, last_scale, min_p, WHAT: tl.constexpr, FILTERS_FIRST: tl.constexpr,
+            LISTED: tl.constexpr):
+    """The smallest key q, at least `low`, at which the sum over tokens with larger keys is below the bound, or for "draw" at
+    most the bound; that sum; and the number and weight of the tokens at q.
+
+    WHAT: "count" sums the number of tokens, "weight" their weights before the filters, "draw" those with which they are drawn.
+    """
+    high = tl.full([], 2147483647, tl.int64)             # q is in low .. high
+    while low < high:
+        middle = (low + high) >> 1
+        total = tl.zeros([], tl.float64)
+        for first in range(0, n, LISTED):
+            x, _ids, inside = _listed(numbers, ids, n, first, LISTED)
+            if WHAT == "count":
+                summand = inside.to(tl.float64)
+            elif WHAT == "weight":
+                summand = tl.where(inside, _weights(x, top, scale), 0.0).to(tl.float64)
+            else:
+                summand = _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST)
+            total += tl.sum(tl.where(_key(x).to(tl.int64) > middle, summand, 0.0), 0)
+        enough = total <= bound if WHAT == "draw" else total < bound
+        high = tl.where(enough, middle, high)
+        low = tl.where(enough, low, middle + 1)
+    above = tl.zeros([], tl.float64)
+    equal = tl.zeros([], tl.float64)
+    at_key = tl.zeros([], tl.int32)
+    for first in range(0, n, LISTED):
+        x, _ids, inside = _listed(numbers, ids, n, first, LISTED)
+        if WHAT == "count":
+            summand = inside.to(tl.float64)
+        elif WHAT == "weight":
+            summand = tl.where(inside, _weights(x, top, scale), 0.0).to(tl.float64)
+        else:
+            summand = _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST)
+        above += tl.sum(tl.where(_key(x).to(tl.int64) > low, summand, 0.0), 0)
+        at = inside & (_key(x).to(tl.int64) == low) & (summand > 0)
+        at_key += tl.sum(at.to(tl.int32), 0)
+        equal = tl.maximum(equal, tl.max(tl.where(at, summand, 0.0), 0))
+    return low, above, at_key, equal
+
+
+@triton.jit
+def _keep(numbers, ids, n, key, ties, LISTED: tl.constexpr):
+    """Leaves in the list the tokens with larger keys, and the first `ties` with this one. Returns how many these are."""
+    kept = tl.zeros([], tl.int32)
+    seen = tl.zeros([], tl.int32)
+    for first in range(0, n, LISTED):
+        x, token, inside = _listed(numbers, ids, n, first, LISTED)
+        own = _key(x).to(tl.int64)
+        tie = (inside & (own == key)).to(tl.int32)
+        stays = inside & ((own > key) | ((tie > 0) & (seen + tl.cumsum(tie, 0) <= ties)))
+        place = kept + tl.cumsum(stays.to(tl.int32), 0) - 1
+        tl.debug_barrier()               # all of this part has been loaded, and it may be overwritten
+        tl.store(numbers + place, x, mask=stays)
+        tl.store(ids + place, token, mask=stays)
+        kept += tl.sum(stays.to(tl.int32), 0)
+        seen += tl.sum(tie, 0)
+        tl.debug_barrier()
+    return kept
+
+
+@triton.jit
+def _logit_of_likeliest(row, numbers, V, k, BLOCK: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr):
+    """A logit that k tokens have at least: the k-th largest of the largest of parts of the vocabulary."""
+    for first in range(0, V, BLOCK):
+        c = first + tl.arange(0, BLOCK)
+        x = tl.load(row + c, mask=c < V, other=-float("inf")).to(tl.float32)
+        part = first // PART + tl.arange(0, BLOCK // PART)
+        largest = tl.max(tl.reshape(x, (BLOCK // PART, PART)), 1)
+        tl.store(numbers + part, largest, mask=part * PART < V)
+    tl.debug_barrier()
+    part = tl.arange(0, PARTS)
+    in_parts = part * PART < V
+    keys = _key(tl.load(numbers + part, mask=in_parts, other=-float("inf"))).to(tl.int64)
+    tl.debug_barrier()                   # the list will lie in the same memory
+    low = tl.full([], -2147483648, tl.int64)
+    high = tl.full([], 2147483647, tl.int64)
+    while low < high:                    # the largest key that k parts reach
+        middle = (low + high + 1) >> 1
+        reached = tl.sum((in_parts & (keys >= middle)).to(tl.int32), 0) >= k
+        low = tl.where(reached, middle, low)
+        high = tl.where(reached, high, middle - 1)
+    least = tl.min(tl.where(in_parts & (keys >= low), keys, 2147483647), 0)
+    key = tl.where(low == -2147483648, -2147483648, least).to(tl.int32)
+    bits = key ^ ((key >> 31) & 0x7FFFFFFF)
+    found = bits.to(tl.float32, bitcast=True)
+    return tl.where(found >= LEAST, found, LEAST)        # NaN for too few parts
+
+
+@triton.jit
+def _draw(logits, uniform, drawn, numbers, ids, stride, V, listed, inverse_temperature, top_k, top_p, min_p,
+          FILTERED: tl.constexpr, TOP_K: tl.constexpr, IN_ORDER: tl.constexpr, FILTERS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
+          PARTS: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr):
+    number = tl.program_id(0).to(tl.int64)
+    row = logits + number * stride
+    numbers += number * listed
+    ids += number * listed
+    lane = tl.arange(0, BLOCK)
+    largest = tl.full([BLOCK], -float("inf"), tl.float32)
+    wrong = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, V, BLOCK):
+        x = tl.load(row + first + lane, mask=first + lane < V, other=-float("inf")).to(tl.float32)
+        wrong |= (x != x).to(tl.int32)
+        largest = tl.maximum(largest, x)
+    top = tl.max(largest, 0)
+    finite = (tl.max(wrong, 0) == 0) & (top - top == 0)
+    scale = inverse_temperature
+    if FILTERS_FIRST:
+        scale = 1.0
+    sums = tl.zeros([BLOCK], tl.float64)
+    for first in range(0, V, BLOCK):
+        x = tl.load(row + first + lane, mask=first + lane < V, other=-float("inf")).to(tl.float32)
+        sums += _weights(x, top, scale).to(tl.float64)
+    total = tl.sum(sums, 0)
+    u = tl.load(uniform + number)
+    token = tl.zeros([], tl.int32)
+    if FILTERED:
+        least_logit = tl.full([], LEAST, tl.float32)
+        least_weight = tl.full([], 0.0, tl.float32)
+        if TOP_K:
+            least_logit = _logit_of_likeliest(row, numbers, V, top_k, BLOCK, PARTS, PART)
+        else:                            # tokens with less add up to less than what top_p drops
+            least_weight = tl.where(top_p < 1, 0.99 * (1 - top_p) * total / V, 1e-36).to(tl.float32)
+            least_weight = tl.maximum(least_weight, min_p)
+        n = tl.zeros([], tl.int32)
+        for first in range(0, V, BLOCK):
+            x = tl.load(row + first + lane, mask=first + lane < V, other=-float("inf")).to(tl.float32)
+            likely = (x >= least_logit) & (_weights(x, top, scale) >= least_weight)
+            place = n + tl.cumsum(likely.to(tl.int32), 0) - 1
+            tl.store(numbers + place, x, mask=likely)
+            tl.store(ids + place, first + lane, mask=likely)
+            n += tl.sum(likely.to(tl.int32), 0)
+        tl.debug_barrier()
+        lowest = tl.full([], -2147483648, tl.int64)
+        if TOP_K:
+            key, above, _ties, _one = _search(numbers, ids, n, lowest, top_k, top, scale, 0.0, 0.0, "count", FILTERS_FIRST,
+                                              LISTED)
+            n = _keep(numbers, ids, n, key, (top_k - above).to(tl.int32), LISTED)
+            if not FILTERS_FIRST:        # top_p is a share of what top_k leaves
+                left = tl.zeros([LISTED], tl.float64)
+                for first in range(0, n, LISTED):
+                    x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
+                    left += tl.where(inside, _weights(x, top, scale), 0.0).to(tl.float64)
+                total = tl.sum(left, 0)
+        if top_p < 1:
+            bound = top_p * total
+            key, above, _ties, weight = _search(numbers, ids, n, lowest, bound, top, scale, 0.0, 0.0, "weight", FILTERS_FIRST,
+                                                LISTED)
+            ties = tl.where(weight > 0, tl.ceil((bound - above) / tl.where(weight > 0, weight, 1.0)), 1.0)
+            n = _keep(numbers, ids, n, key, tl.minimum(tl.maximum(ties, 1.0), 2147483647.0).to(tl.int32), LISTED)
+        left = tl.zeros([LISTED], tl.float64)
+        least = tl.full([], 2147483647, tl.int64)        # the key of the last token that can be drawn, if rounding leads beyond
+        for first in range(0, n, LISTED):
+            x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
+            weight = _chosen_weights(x, inside, top, scale, inverse_temperature, min_p, FILTERS_FIRST)
+            least = tl.minimum(least, tl.min(tl.where(weight > 0, _key(x).to(tl.int64), 2147483647), 0))
+            left += weight
+        wanted = u * tl.sum(left, 0)
+        seen = tl.zeros([], tl.int32)
+        if IN_ORDER:
+            key, above, ties, of_key = _search(numbers, ids, n, least, wanted, top, scale, inverse_temperature, min_p, "draw",
+                                               FILTERS_FIRST, LISTED)
+            rank = tl.minimum((wanted - above) / tl.where(of_key > 0, of_key, 1.0), tl.maximum(ties, 1) - 1.0).to(tl.int32)
+            for first in range(0, n, LISTED):
+                x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
+                tie = inside & (_key(x).to(tl.int64) == key)
+                place = seen + tl.cumsum(tie.to(tl.int32), 0) - 1
+                token += tl.sum(tl.where(tie & (place == rank), token_ids, 0), 0)
+                seen += tl.sum(tie.to(tl.int32), 0)
+        else:
+            before = tl.zeros([], tl.float64)
+            last = tl.zeros([], tl.int32)
+            done = tl.zeros([], tl.int32)
+            for first in range(0, n, LISTED):
+                x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
+                weight = _chosen_weights(x, inside, top, scale, inverse_temperature, min_p, FILTERS_FIRST)
+                past = (before + tl.cumsum(weight, 0) > wanted) & (weight > 0)
+                found = tl.min(tl.where(past, token_ids, 2147483647), 0)
+                last = tl.maximum(last, tl.max(tl.where(weight > 0, token_ids, 0), 0))
+                token = tl.where((done == 0) & (found < 2147483647), found, token)
+                done |= (found < 2147483647).to(tl.int32)
+                before += tl.sum(weight, 0)
+            token = tl.where(done > 0, token, last)
+    else:
+        wanted = u * total
+        before = tl.zeros([], tl.float64)
+        start = tl.zeros([], tl.int32)   # of the block in which the token is, and the sum before that block
+        before_start = tl.zeros([], tl.float64)
+        done = tl.zeros([], tl.int32)
+        for first in range(0, V, BLOCK):
+            x = tl.load(row + first + lane, mask=first + lane < V, other=-float("inf")).to(tl.float32)
+            own = tl.sum(_weights(x, top, scale).to(tl.float64), 0)
+            start = tl.where((done == 0) & (own > 0), first, start)
+            before_start = tl.where((done == 0) & (own > 0), before, before_start)
+            before += own
+            done |= (before > wanted).to(tl.int32)
+        x = tl.load(row + start + lane, mask=start + lane < V, other=-float("inf")).to(tl.float32)
+        weight = _weights(x, top, scale).to(tl.float64)
+        past = (before_start + tl.cumsum(weight, 0) > wanted) & (weight > 0)
+        found = tl.min(tl.where(past, start + lane, 2147483647), 0)
+        last = tl.max(tl.where(weight > 0, start + lane, 0), 0)
+        token = tl.where(found < 2147483647, found, last)
+    tl.store(drawn + number, tl.where(finite, token, -1).to(tl.int64))

@@ -1,0 +1,72 @@
+"""RWKV-4's decoding step on a GPU: seven launches a layer. The formulas are at the top of rwkv/model/rwkv4.py."""
+
+# mypy: disable-error-code="no-untyped-def"
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from kernels.wkv4 import decay_exponent
+from rwkv.model.decoding.triton_kernels import ADD, ADD_GATED, SQUARED_RELU, WIDE
+from rwkv.model.decoding.triton_step import Builder, Launch
+
+BLOCK = 256                              # channels of a program of _wkv
+
+
+def launches(model: Any, builder: Builder) -> list[Launch]:
+    """The launches of one step."""
+    att, ffn = model.blocks[0].att, model.blocks[0].ffn
+    C, A, F = model.config.n_embd, att.key.out_features, ffn.key.out_features
+    x, gate = builder.wide(C), builder.wide(C)
+    k, v, r = (builder.wide(A) for _ in range(3))
+    mixed, y, relu = builder.narrow(3 * C), builder.narrow(A), builder.narrow(F)
+    steps = []
+    for number, block in enumerate(model.blocks):
+        att, ffn = block.att, block.ffn
+        state = builder.state_place(number)
+        past = builder.vectors(*(1 - mu for mu in (att.time_mix_k, att.time_mix_v, att.time_mix_r)))
+        steps.append(builder.norm_and_mixes(block.ln1, x, past, mixed, state, ln0=block.ln0 if number == 0 else None))
+        steps += builder.products(builder.job(att.key, mixed, k, WIDE), builder.job(att.value, mixed + C, v, WIDE),
+                                  builder.job(att.receptance, mixed + 2 * C, r, WIDE))
+        vectors = builder.vectors(decay_exponent(att.time_decay.detach().float()), att.time_first)
+        steps.append(Launch(_wkv, lambda rows: (rows, triton.cdiv(A, BLOCK)),
+                            (builder.slots, vectors, builder.wide_buffer, builder.narrow_buffer, builder.states,
+                             builder.wide_size, builder.narrow_size, builder.state_size, state + C, A, k, v, r, y),
+                            {"BLOCK": BLOCK}))
+        steps += builder.products(builder.job(att.output, y, x, ADD))
+        past = builder.vectors(1 - ffn.time_mix_k, 1 - ffn.time_mix_r)
+        steps.append(builder.norm_and_mixes(block.ln2, x, past, mixed, state + C + 3 * A))
+        steps += builder.products(builder.job(ffn.key, mixed, relu, SQUARED_RELU),
+                                  builder.job(ffn.receptance, mixed + C, gate, WIDE))
+        steps += builder.products(builder.job(ffn.value, relu, x, ADD_GATED, gate))
+    return [*steps, builder.norm_and_mixes(model.ln_out, x, None, mixed, 0), *builder.head(model.head, mixed)]
+
+
+@triton.jit
+def _wkv(slots, vectors, wide, narrow, states, wide_size, narrow_size, state_size, state_place, A, k_place, v_place, r_place,
+         y_place, BLOCK: tl.constexpr):
+    """y = sigmoid(r) wkv(k, v) of some channels of one row. vectors (2,A): the logarithm of the decay, and time_first."""
+    row = tl.program_id(0).to(tl.int64)
+    c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = c < A
+    own = wide + row * wide_size + c
+    k = tl.load(own + k_place, mask=inside, other=0.0)
+    v = tl.load(own + v_place, mask=inside, other=0.0)
+    r = tl.load(own + r_place, mask=inside, other=0.0)
+    w = tl.load(vectors + c, mask=inside, other=0.0)
+    u = tl.load(vectors + A + c, mask=inside, other=0.0)
+    at_state = states + tl.load(slots + row) * state_size + state_place + c
+    a = tl.load(at_state, mask=inside, other=0.0)
+    b = tl.load(at_state + A, mask=inside, other=0.0)
+    p = tl.load(at_state + 2 * A, mask=inside, other=0.0)
+    top = tl.maximum(p, u + k)
+    past = tl.exp(p - top)
+    now = tl.exp(u + k - top)
+    y = tl.sigmoid(r) * ((past * a + now * v) / (past * b + now))
+    tl.store(narrow + row * narrow_size + y_place + c, y.to(narrow.dtype.element_ty), mask=inside)
+    top = tl.maximum(p + w, k)
+    past = tl.exp(p + w - top)
+    now = tl.exp(k - top)
+    tl.store(at_state, past * a + now * v, mask=inside)
+    tl.store(at_state + A, past * b + now, mask=inside)
+    tl.store(at_state + 2 * A, top, mask=inside)

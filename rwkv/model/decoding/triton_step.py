@@ -1,0 +1,354 @@
+"""A model's decoding step on a GPU: Triton kernels (triton_kernels.py, rwkvN_triton.py), replayed as one CUDA graph a step.
+
+A step reads one token of each sequence. A sequence has a slot, which holds its recurrent state while it is generated; slot 0 is
+for rows that stand for no sequence. A step for n rows runs in the smallest bucket that has n rows (1, 2, 4, 8, ...), and each
+bucket is captured once, at its first use or at warm-up. The buffers of the captured kernels never move: when more slots are
+needed than there are, larger buffers replace them and the graphs are captured again.
+
+Weights stay in the form in which the model has them: float32, bfloat16, float16, or packed int8 and int4 (kernels/matvec),
+which are unpacked in registers. Inputs of products are rounded to the dtype of the weights, for packed ones to bfloat16. All
+else is computed in float32.
+"""
+
+import math
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from kernels.backends.graphs import capture
+from rwkv.model.decoding.c_step import is_plain
+from rwkv.model.quantized import PackedLinear
+
+ALIGNED = 8                              # widths are multiples of it, so that a thread loads 16 bytes at a time
+PLACES = 16                              # a number's place in a row of a buffer is a multiple of it
+MANY_OUTPUTS = 8192                      # of a launch; it then has enough tiles of the larger size for every multiprocessor
+HALF = (torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One kernel of a step. grid: from the number of rows. constants: the kernel's constexpr arguments, or a function that
+    returns them for a number of rows; takes_rows: the number is the last argument, too."""
+
+    kernel: Any
+    grid: Callable[[int], tuple[int, ...]]
+    args: tuple[Any, ...]
+    constants: dict[str, Any] | Callable[[int], dict[str, Any]]
+    takes_rows: bool = False
+
+    def run(self, rows: int) -> None:
+        constants = self.constants(rows) if callable(self.constants) else self.constants
+        self.kernel[self.grid(rows)](*self.args, *([rows] if self.takes_rows else ()), **constants,
+                                     enable_fp_fusion=True)
+
+
+def why_not(model: Any) -> str | None:
+    """None where the model's step can be a graph of Triton kernels, otherwise the reason."""
+    if model.emb.weight.device.type != "cuda":
+        return f"the model is on {model.emb.weight.device.type}"
+    if why := why_not_on_gpu(model):
+        return why
+    return None if find_spec("triton") else "the package triton is not installed (pip install triton)"
+
+
+def step_of(model: Any) -> "GpuStep":
+    """The step of a model for which why_not is None."""
+    step: GpuStep = model.kept.of(model, GpuStep)
+    return step
+
+
+def why_not_on_gpu(model: Any) -> str | None:
+    """why_not without the question of the device."""
+    if model.config.deep_embed_dim:
+        return "the kernels have no DeepEmbed"
+    if not is_plain(model):
+        return "the model has adapters, hooks or layers of another kind"
+    linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear | PackedLinear)]
+    uneven = {width for layer in linears for width in (layer.in_features,) if width % ALIGNED}
+    if uneven:
+        return f"the width {uneven.pop()} is not a multiple of {ALIGNED}"
+    return None
+
+
+class GpuStep:
+    """The step of a model with its present weights, and the slots of all sequences that it generates.
+
+    states (slots,size): the recurrent states, float32. logits (rows,V): float32, of the last step. users: the decoders that
+    have slots. capacity: the number of sequences that can have a slot at the same time; more slots are made when they are
+    needed.
+    """
+
+    def __init__(self, model: Any, capacity: int = 1) -> None:
+        self._model = weakref.ref(model)                 # which keeps this step
+        self._device = model.emb.weight.device
+        self._L = len(model.blocks)
+        self._shapes = [part.shape[2:] for part in model.generation.empty_state(model.config, 1, "meta")]
+        self._sizes = [math.prod(shape) for shape in self._shapes]
+        with torch.inference_mode(False):
+            self.states = torch.zeros(1, self._L * sum(self._sizes), device=self._device)
+        self._free: list[int] = []
+        self.users = 0
+        self.grow(capacity)
+
+    def add_user(self) -> None:
+        """Counts one more decoder. Logits that another one still reads stay as they are: the buffers are replaced."""
+        if self.users:
+            self.grow(len(self.states) - 1)
+        self.users += 1
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def grow(self, capacity: int) -> None:
+        """Makes slots for that many sequences, and new buffers. Graphs are captured again at their next use."""
+        before = len(self.states)
+        model: Any = self._model()
+        states = self.states.new_zeros(capacity + 1, self.states.shape[1])
+        states[:before] = self.states
+        self.states = states
+        self._free += range(before, capacity + 1)
+        self._builder = Builder(model, states, bucket_of(capacity))
+        self.launches: list[Launch] = model.generation.gpu_launches(model, self._builder)
+        self.logits = self._builder.logits
+        self._graphs: dict[int, Callable[[], None]] = {}
+
+    def reserve(self, rows: int) -> None:
+        """Makes slots for that many sequences, and captures the graphs of all buckets up to that size, the largest first."""
+        if rows >= len(self.states):
+            self.grow(rows)
+        for bucket in reversed([2**i for i in range(bucket_of(rows).bit_length())]):
+            if bucket not in self._graphs:
+                self.capture(bucket)
+
+    def nbytes(self) -> int:
+        """The memory of slots and buffers, in bytes."""
+        return self.states.nbytes + self._builder.nbytes()
+
+    def take(self, n: int) -> list[int]:
+        """n free slots."""
+        if n > len(self._free):
+            in_use = len(self.states) - 1 - len(self._free)
+            self.grow(bucket_of(in_use + n))
+        taken = self._free[:n]
+        del self._free[:n]
+        return taken
+
+    def release(self, slots: Sequence[int]) -> None:
+        self._free += slots
+
+    def write(self, slots: Sequence[int], state: Any) -> None:
+        """Writes a state with a row for each slot."""
+        for part, tensor in zip(self._parts(), state, strict=True):
+            part[list(slots)] = tensor.transpose(0, 1).flatten(2).to(part)
+
+    def read(self, slots: Sequence[int]) -> list[Tensor]:
+        """A copy of the tensors (L,rows,...) of a state with a row for each slot."""
+        return [part[list(slots)].transpose(0, 1).contiguous().unflatten(2, shape)
+                for part, shape in zip(self._parts(), self._shapes, strict=True)]
+
+    def _parts(self) -> tuple[Tensor, ...]:
+        """The parts (slots,L,size) of all states."""
+        return self.states.view(len(self.states), self._L, -1).split(self._sizes, 2)
+
+    def __call__(self, tokens: Tensor, slots: Tensor) -> Tensor:
+        """Reads tokens (n,) int64, one for each of the slots (n,) int64. Returns the logits (n,V), which the next step
+        overwrites."""
+        n = len(tokens)
+        if not n:
+            return self.logits[:0]
+        bucket = bucket_of(n)
+        replay = self._graphs.get(bucket) or self.capture(bucket)
+        self._builder.tokens[:n].copy_(tokens)
+        self._builder.slots[:n].copy_(slots)
+        self._builder.slots[n:bucket].zero_()
+        replay()
+        return self.logits[:n]
+
+    def capture(self, bucket: int) -> Callable[[], None]:
+        """The graph of a bucket. What is run while it is captured reads and writes slot 0 alone."""
+        self._builder.slots.zero_()
+        self._graphs[bucket] = capture(lambda: self.run(bucket), self._device)
+        return self._graphs[bucket]
+
+    def run(self, rows: int) -> None:
+        """Launches the kernels one by one."""
+        for launch in self.launches:
+            launch.run(rows)
+
+
+def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
+    """The dtype in which inputs of that dtype are multiplied. Triton's interpreter, on a CPU, has no product in bfloat16."""
+    return torch.float32 if device.type == "cpu" else dtype
+
+
+def bucket_of(rows: int) -> int:
+    """The smallest power of 2 that is at least `rows`."""
+    return 1 << (rows - 1).bit_length()
+
+
+class Builder:
+    """Makes a generation's launches: assigns places in the rows of the buffers, and makes tables of products.
+
+    All places must be assigned before the first launch is made, since the buffers are allocated then.
+    """
+
+    def __init__(self, model: Any, states: Tensor, rows: int) -> None:
+        from rwkv.model.decoding import triton_kernels  # Triton is imported where it runs
+
+        self._kernels = triton_kernels
+        self._model = model
+        self._rows = rows
+        self._device = states.device
+        (self.V, self.C), self.states, self.state_size = model.emb.weight.shape, states, states.shape[1]
+        self._layer_size = self.state_size // len(model.blocks)
+        self._wide = 0
+        self._narrow = 0
+        self._weights: list[list[Job]] = []                      # keeps the memory that the tables point to
+        self.tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)
+        self.slots = torch.zeros(rows, dtype=torch.int64, device=self._device)
+        self.logits = torch.zeros(rows, self.V, device=self._device)
+        weight = model.head.weight if isinstance(model.head, nn.Linear) else None
+        self._dtype = torch.bfloat16 if weight is None else weight.dtype
+        self._dot = triton_kernels.dtype_of(product_dtype(self._dtype, self._device))
+
+    def wide(self, width: int) -> int:
+        """A new place for that many numbers in the buffer in float32."""
+        place = self._wide
+        self._wide += -(-width // PLACES) * PLACES
+        return place
+
+    def narrow(self, width: int) -> int:
+        """A new place for that many numbers in the buffer of the products' inputs."""
+        place = self._narrow
+        self._narrow += -(-width // PLACES) * PLACES
+        return place
+
+    @cached_property
+    def wide_buffer(self) -> Tensor:
+        return torch.zeros(self._rows, self._wide, device=self._device)
+
+    @cached_property
+    def narrow_buffer(self) -> Tensor:
+        return torch.zeros(self._rows, self._narrow, dtype=self._dtype, device=self._device)
+
+    def nbytes(self) -> int:
+        """The memory of the buffers of all rows, in bytes."""
+        return self.wide_buffer.nbytes + self.narrow_buffer.nbytes + self.logits.nbytes
+
+    @property
+    def wide_size(self) -> int:
+        return self.wide_buffer.shape[1]
+
+    @property
+    def narrow_size(self) -> int:
+        return self.narrow_buffer.shape[1]
+
+    def state_place(self, layer: int) -> int:
+        """Where a layer's part of a state begins."""
+        return layer * self._layer_size
+
+    def vectors(self, *values: Tensor) -> Tensor:
+        """Several vectors as one tensor (n,C) in float32."""
+        return torch.stack([value.detach().float().flatten() for value in values])
+
+    def norm_and_mixes(self, norm: nn.Module, x: int, past: Tensor | None, mixed: int, state: int,
+                       ln0: nn.Module | None = None) -> Launch:
+        """LayerNorm of x, and its mixes (past (n,C)) with the state at that place; with past=None the LayerNorm alone.
+
+        ln0: x is the embedding through this LayerNorm.
+        """
+        own = cast(nn.LayerNorm, norm)
+        first = cast(nn.LayerNorm, ln0 or norm)
+        weight, bias, ln0_weight, ln0_bias = self.vectors(own.weight, own.bias, first.weight, first.bias)
+        mixes = 0 if past is None else len(past)
+        block = 1 << (self.C - 1).bit_length()
+        constants = {"EMBED": ln0 is not None, "MIXES": mixes, "BLOCK": block, "num_warps": 4 if block <= 2048 else 8}
+        embedding = self._model.emb.weight.detach()
+        args = (self.tokens, self.slots, embedding, ln0_weight, ln0_bias, first.eps, weight, bias, own.eps,
+                weight if past is None else past,
+                self.wide_buffer, self.narrow_buffer, self.states, self.V, self.C,
+                self.wide_size, self.narrow_size, self.state_size, x, mixed, state)
+        return Launch(self._kernels.norm_and_mixes, lambda rows: (rows,), args, constants)
+
+    def job(self, layer: nn.Module, source: int, target: int, action: int, gate: int = 0) -> "Job":
+        """The product of a linear layer of any form. source: a place of the narrow buffer; target: of the one that the action
+        names; gate: of the wide one."""
+        if isinstance(layer, PackedLinear):
+            packed = layer.packed
+            weight, scale, *shift = packed
+            return Job(packed.form, weight, scale, shift[0] if shift else scale, len(weight), packed.K, source, target, action,
+                       gate)
+        return self._float_job(cast(nn.Linear, layer).weight.detach(), source, target, action, gate)
+
+    def job_of_matrix(self, weight: Tensor, source: int, target: int, action: int) -> "Job":
+        """The product with a matrix (N,K) of the model's own, filled up with zeros to multiples of ALIGNED."""
+        N, K = weight.shape
+        padded = nn.functional.pad(weight.detach(), (0, -K % ALIGNED, 0, -N % ALIGNED))
+        return self._float_job(padded, source, target, action)
+
+    def _float_job(self, weight: Tensor, source: int, target: int, action: int, gate: int = 0) -> "Job":
+        weight = weight.contiguous()
+        if weight.data_ptr() % (2 * PLACES * weight.element_size()):
+            weight = weight.clone()
+        N, K = weight.shape
+        return Job("float", weight, weight, weight, N, K, source, target, action, gate)
+
+    def products(self, *jobs: "Job") -> list[Launch]:
+        """One launch for all jobs of the same form and dtype."""
+        groups: dict[Any, list[Job]] = {}
+        for job in jobs:
+            groups.setdefault((job.form, job.weight.dtype), []).append(job)
+        return [self._launch(group, self.wide_buffer) for group in groups.values()]
+
+    def head(self, layer: nn.Module, source: int) -> list[Launch]:
+        return [self._launch([self.job(layer, source, 0, self._kernels.WIDE)], self.logits)]
+
+    def _launch(self, jobs: list["Job"], target: Tensor) -> Launch:
+        first = jobs[0]
+        total = sum(job.N for job in jobs)
+        block_n = 64 if total >= MANY_OUTPUTS else 16
+        table = []
+        tiles = 0
+        for job in jobs:
+            table.append([tiles, job.N, job.K, _distance(job.weight, first.weight), _distance(job.scale, first.scale),
+                          _distance(job.shift, first.shift), job.source, job.target, job.action, job.gate])
+            tiles += -(-job.N // block_n)
+        constants = {"JOBS": len(jobs), "FORM": first.form, "BLOCK_N": block_n, "BLOCK_K": self._kernels.BLOCK_K,
+                     "DOT": self._dot, "num_warps": 4 if block_n == 64 else 2,
+                     "num_stages": 2 if first.weight.dtype == torch.float32 else 4}
+        args = (torch.tensor(table, device=self._device), first.weight, first.scale, first.shift, self.wide_buffer,
+                self.narrow_buffer, target, self.wide_size, self.narrow_size, target.shape[1])
+        self._weights.append(jobs)
+        return Launch(self._kernels.products, lambda rows: (tiles, -(-rows // _block_m(rows))), args,
+                      lambda rows: {**constants, "BLOCK_M": _block_m(rows)}, takes_rows=True)
+
+
+@dataclass(frozen=True)
+class Job:
+    """One matrix W (N,K) of a launch of products, and where its inputs and outputs lie in a row."""
+
+    form: str
+    weight: Tensor
+    scale: Tensor
+    shift: Tensor
+    N: int
+    K: int
+    source: int
+    target: int
+    action: int
+    gate: int
+
+
+def _block_m(rows: int) -> int:
+    """Rows of a tile. Larger tiles would be multiplied by other instructions, which add in another order."""
+    return 16 if rows <= 16 else 32
+
+
+def _distance(tensor: Tensor, base: Tensor) -> int:
+    """How many elements `tensor` lies behind `base` in memory."""
+    return (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()

@@ -1,0 +1,236 @@
+"""Decoding on a GPU, on a CPU: under Triton's interpreter, with a graph whose replay launches the kernels again.
+
+test_gpu.py runs this file in a process with TRITON_INTERPRET=1.
+"""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+import torch
+from models import each_generation, exact, small_model, tokens
+
+from kernels.draw import NO_BIAS, Bias, Filters, c_v0, triton_v0
+from rwkv.config import Sampling
+from rwkv.generation import engine as engine_module
+from rwkv.generation.decoder import Decoder, GpuDecoder
+from rwkv.generation.engine import Engine
+from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties
+from rwkv.generation.stopping import StoppingCriteria
+from rwkv.model.decoding.triton_step import GpuStep, bucket_of, why_not_on_gpu
+from rwkv.model.quantized import to_packed
+from rwkv.model.state import State
+from rwkv.pretrained import RWKV
+from rwkv.tokenizer.tokenizers import ByteTokenizer
+
+
+@pytest.fixture(autouse=True)
+def _inference() -> Iterator[None]:
+    with torch.no_grad():
+        yield
+
+
+@pytest.fixture(autouse=True)
+def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_v0, "BLOCK", 128)
+    monkeypatch.setattr(triton_v0, "LISTED", 64)
+
+
+def model_of(generation: str, **sizes: int) -> RWKV:
+    sizes = {"n_layer": 2, "n_embd": 32, "n_ffn": 48, **({"head_size": 16} if generation == "rwkv7" else {}), **sizes}
+    return small_model("reference", generation=generation, **sizes).requires_grad_(False).eval()
+
+
+def error(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@each_generation
+def test_rows_that_join_and_leave_are_pytorchs_in_float64(generation: str) -> None:
+    model = model_of(generation)
+    decoder, reference = GpuDecoder(model, model.empty_state(0)), Decoder(exact(model), model.empty_state(0))
+    joined = 0
+    for join, leave in ((2, []), (3, [1]), (0, [0, 3]), (1, [])):
+        for each in (decoder, reference):
+            each.join(model.empty_state(join))
+        joined += join
+        read = tokens(model, B=joined, T=1)[:, 0]
+        assert error(decoder.step(read), reference.step(read)) < 1e-6
+        for each in (decoder, reference):
+            each.keep([row for row in range(joined) if row not in leave])
+        joined -= len(leave)
+        for mine, theirs in zip(decoder.state(), reference.state(), strict=True):
+            torch.testing.assert_close(mine, theirs.float(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(("C", "N"), [(64, 64), (128, 128), (48, 24)])
+def test_heads_of_other_sizes(C: int, N: int) -> None:
+    model = model_of("rwkv7", n_layer=1, n_embd=C, head_size=N)
+    decoder, reference = GpuDecoder(model, model.empty_state(1)), Decoder(exact(model), model.empty_state(1))
+    for token in (3, 7):
+        assert error(decoder.step(torch.tensor([token])), reference.step(torch.tensor([token]))) < 1e-6
+
+
+@each_generation
+@pytest.mark.parametrize("form", ["bfloat16", "int8", "int4"])
+def test_weights_of_16_8_and_4_bits_are_unpacked_exactly(generation: str, form: str) -> None:
+    """Beside float64 products of the same weights; the inputs of products are rounded to bfloat16."""
+    model = model_of(generation, n_embd=48, n_ffn=264)
+    low = model.bfloat16() if form == "bfloat16" else to_packed(model, form, "cpu")
+    dense = model_of(generation, n_embd=48, n_ffn=264)
+    for name, weight in dense.named_parameters():
+        layer = low.get_submodule(name.rpartition(".")[0])
+        packed = getattr(layer, "packed", None)
+        weight.copy_(packed.dense() if packed is not None and name.endswith(".weight") else low.get_parameter(name))
+    decoder, reference = GpuDecoder(low, low.empty_state(3)), Decoder(exact(dense), dense.empty_state(3))
+    for read in tokens(dense, B=3, T=2).T:
+        assert error(decoder.step(read), reference.step(read)) < 0.015
+
+
+@each_generation
+def test_a_row_is_to_the_bit_what_it_is_in_any_bucket(generation: str) -> None:
+    model = model_of(generation)
+    read = tokens(model, B=6, T=3)
+    together = GpuDecoder(model, model.empty_state(6))
+    alone = GpuDecoder(model, model.empty_state(1))
+    for t in range(3):
+        assert torch.equal(together.step(read[:, t])[4], alone.step(read[4:5, t])[0])
+
+
+@each_generation
+def test_decoders_of_one_model_share_slots_and_not_rows(generation: str) -> None:
+    model = model_of(generation)
+    one = GpuDecoder(model, model.empty_state(2))
+    logits = one.step(torch.tensor([1, 2]))
+    before = logits.clone()
+    other = GpuDecoder(model, model.empty_state(3))
+    other.step(torch.tensor([3, 4, 5]))
+    assert torch.equal(logits, before)
+    expected = Decoder(model, model.empty_state(2))
+    expected.step(torch.tensor([1, 2]))
+    assert error(one.step(torch.tensor([6, 7])), expected.step(torch.tensor([6, 7]))) < 1e-6
+    step = one._step
+    in_use = len(step.states) - 1 - len(step._free)
+    del other
+    assert (step.users, in_use - (len(step.states) - 1 - len(step._free))) == (1, 3)
+
+
+@each_generation
+def test_a_number_that_is_no_token_gives_nan(generation: str) -> None:
+    decoder = GpuDecoder(model_of(generation), model_of(generation).empty_state(3))
+    assert decoder.step(torch.tensor([1, 10**6, -1])).isfinite().all(1).tolist() == [True, False, False]
+
+
+@each_generation
+def test_launches_a_layer(generation: str) -> None:
+    """The aim was 12. Packed weights are multiplied in a launch of their own, beside the gates, which are floats."""
+    budget = {"rwkv4": 7, "rwkv7": 8}[generation]
+    assert len(GpuStep(model_of(generation)).launches) == 2 * budget + 2
+    packed = GpuStep(to_packed(model_of(generation), "int4", "cpu")).launches
+    assert len(packed) <= 2 * 9 + 2
+
+
+def test_what_the_kernels_cannot_compute() -> None:
+    assert why_not_on_gpu(model_of("rwkv7")) is None
+    assert "multiple" in str(why_not_on_gpu(model_of("rwkv7", n_ffn=49)))
+    assert "DeepEmbed" in str(why_not_on_gpu(model_of("rwkv7", deep_embed_dim=4)))
+
+
+def test_buckets() -> None:
+    assert [bucket_of(n) for n in (1, 2, 3, 4, 5, 9, 512, 513)] == [1, 2, 4, 4, 8, 16, 512, 1024]
+
+
+def draws(n: int, seed: int) -> None:
+    """n draws of 4 rows with options at random are those of C for the same logits."""
+    pick, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    for _ in range(n):
+        V = pick.choice((5, 64, 200, 300, 520))
+        logits = torch.randn(4, V, generator=generator) * pick.choice((0.1, 1, 3, 10))
+        kind = pick.choice(("plain", "ties", "peaked", "banned"))
+        if kind == "ties":
+            logits = logits.round()
+        elif kind == "peaked":
+            logits[:, 1] += 20
+        elif kind == "banned":
+            logits[:, ::3] = -torch.inf
+        filters = Filters(temperature=pick.choice((0.3, 1.0, 1.7)), top_k=pick.choice((0, 0, 1, 3, 40, 1000)),
+                          top_p=pick.choice((1.0, 1.0, 0.9, 0.5, 0.05, 0.999)), min_p=pick.choice((0, 0, 0.05, 0.3, 1.0)),
+                          filters_first=pick.random() < 0.5)
+        bias = pick.choice((NO_BIAS, Bias(torch.tensor([1, 3], dtype=torch.int32), torch.tensor([2.5, -torch.inf]))))
+        uniform = torch.rand(4, dtype=torch.float64, generator=generator)
+        uniform[0] = pick.choice((0.0, 0.5, 1 - 1e-9))
+        expected = c_v0.draw(logits.clone(), uniform, filters, bias)
+        assert torch.equal(triton_v0.draw(logits, uniform, filters, bias), expected), (V, kind, filters, bias)
+
+
+def test_a_few_draws_are_those_of_c() -> None:
+    draws(6, seed=1)
+
+
+@pytest.mark.soak
+def test_2000_draws_are_those_of_c() -> None:
+    draws(500, seed=2)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")       # NumPy's
+def test_logits_that_are_not_finite_give_no_token() -> None:
+    logits = torch.zeros(4, 70)
+    logits[1, 3] = torch.nan
+    logits[2, 3] = torch.inf
+    logits[3] = -torch.inf
+    for filters in (Filters(), Filters(top_k=3), Filters(top_p=0.5)):
+        assert triton_v0.draw(logits, torch.full((4,), 0.5), filters, NO_BIAS)[1:].tolist() == [-1, -1, -1]
+
+
+def test_penalties_are_to_the_bit_those_of_the_host() -> None:
+    torch.manual_seed(0)
+    table = PenaltyTable(40, torch.device("cpu"))
+    options = [Sampling(repetition_penalty=1.3, presence_penalty=0.5, frequency_penalty=0.2, penalty_decay=0.9),
+               Sampling(presence_penalty=1.0, frequency_penalty=0.1, penalty_decay=0.988), Sampling(repetition_penalty=1.1)]
+    host = [Penalties(each, [1, 2, 3, 9], [9, 5]) for each in options]
+    device = [table.row(each, [1, 2, 3, 9], [9, 5]) for each in options]
+    for step in range(12):
+        logits = torch.randn(len(host), 40)
+        assert torch.equal(Penalties.apply_all(logits.clone(), host), TablePenalties.apply_all(logits, device))
+        for mine, theirs, token in zip(host, device, torch.randint(0, 12, (len(host),)).tolist(), strict=True):
+            mine.add(token)
+            theirs.add(token)
+        if step == 5:                    # a row leaves, and another one gets its slot
+            table.forget()
+            del host[1], device[1]
+            host.append(Penalties(options[1], [4]))
+            device.append(table.row(options[1], [4]))
+
+
+def texts(model: RWKV, n: int = 5) -> list[tuple[str, str | None]]:
+    """Rows with options of their own, more of them after two steps; one is cancelled."""
+    engine = Engine(model, ByteTokenizer())
+    options = [Sampling(), Sampling(temperature=0), Sampling(top_k=5, top_p=0.8, presence_penalty=0.5, penalty_decay=0.9),
+               Sampling(logit_bias={65: 3.0}, banned=(66,)), Sampling(min_p=0.1, temperature=0.7)]
+    rows = [engine.add(f"prompt {i}", i, StoppingCriteria(3 + i), options[i]) for i in range(2)]
+    for step in range(20):
+        if step == 2:
+            rows += [engine.add(f"prompt {i}", i, StoppingCriteria(3 + i), options[i], n_logprobs=1) for i in range(2, n)]
+        if step == 4:
+            rows[3].cancel()
+        engine.step()
+    assert all(row.complete for row in rows)
+    return [(row.sample.text, row.sample.finish_reason) for row in rows]
+
+
+@each_generation
+def test_texts_are_those_of_pytorchs_decoder(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("reference", generation=generation, vocab_size=257, n_layer=1, n_embd=16, n_ffn=16)
+    model.requires_grad_(False)
+    monkeypatch.setattr(engine_module, "decoder_of", Decoder)
+    expected = texts(model)
+
+    class OnGpu(Engine):
+        def _decode_from(self, state: State) -> None:
+            super()._decode_from(state)
+            self._draw_by = triton_v0.draw
+            self._penalty_table = PenaltyTable(257, torch.device("cpu"))
+
+    monkeypatch.setattr(engine_module, "decoder_of", GpuDecoder)
+    monkeypatch.setitem(globals(), "Engine", OnGpu)
+    assert texts(model) == expected
