@@ -242,7 +242,7 @@ class TrainerConfig:
                                     least=1)
     checkpoint_every: int = option(500, "steps between two checkpoints", least=1)
     keep_last: int = option(2, "number of checkpoints kept beside the best", least=1)
-    log_every: int = option(10, "steps between two rows of metrics", least=1)
+    log_every: int = option(10, "steps between two rows of metrics; train/loss is their mean", least=1)
     grad_norms: bool = option(False, "log the gradient norm of each part of the model, before clipping")
     sample_every: int | None = option(None, "steps between two texts in samples.jsonl; 0: none; null: val_every", least=0)
     sample_tokens: int = option(200, "tokens of each sample", least=0)

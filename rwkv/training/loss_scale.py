@@ -44,9 +44,10 @@ class LossScale:
             take()
             if self._scaler.get_scale() >= before:       # a step that is taken never lowers the scale
                 return
-        raise Diverged(f"training diverged: at step {self._trainer.global_step + 1} the gradients in float16 are not finite, even "
-                       f"with a loss scale of {self._scaler.get_scale():.3g}; try a lower optim.lr or "
-                       "trainer.precision=bf16-mixed in a new run; the checkpoints of earlier steps are intact")
+        step, scale = self._trainer.global_step + 1, self._scaler.get_scale()
+        raise Diverged(f"training diverged: at step {step} the gradients in float16 are not finite, even with a loss scale of "
+                       f"{scale:.3g}; try a lower optim.lr or trainer.precision=bf16-mixed in a new run; the checkpoints of "
+                       "earlier steps are intact")
 
     def _compute_earlier_batches(self, optimizer: torch.optim.Optimizer) -> None:
         """The gradients of all batches of the step but the last, as Lightning's loop computes them."""

@@ -141,8 +141,8 @@ class Checkpoints(Callback):
 class RandomState(Callback):
     """Saves and restores the states of torch's, Python's and NumPy's random number generators, for each process.
 
-    Every process but the first seeds its own before a new run, and where it joins a resumed one: dropout then draws another mask
-    for each process's rows.
+    Every process but the first seeds its own before a new run, and where it joins a resumed one: dropout draws another mask for
+    each process's rows.
     """
 
     def __init__(self, seed: int) -> None:
