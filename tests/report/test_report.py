@@ -306,7 +306,7 @@ def test_a_wrong_gradient_is_exposed(folder: Path, capsys: pytest.CaptureFixture
     *_, of_report = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING")]
     assert of_report == f"{before}."
     assert before.partition(name)[2] in parsed(folder / "unprobed" / "report.html").text
-    for warning, where in ((before, "small case"), (at_start, "at step 2"), (at_end, "at step 6")):
+    for warning, where in ((before, "2 of 2 runs"), (at_start, "at step 2"), (at_end, "at step 6")):
         assert where in warning
         assert "gradient of k" in warning
         assert "time_decay" not in warning
