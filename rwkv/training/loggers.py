@@ -46,9 +46,11 @@ def require(config: LoggerConfig) -> None:
         raise UserError(f"logger=wandb needs the package wandb, which cannot be imported ({error!r}): install it again (pip "
                         "install --force-reinstall wandb), or use logger=csv") from error
     try:
-        wandb.Settings(project=config.project or PROJECT, run_group=config.group, run_name=config.run_name)
-    except wandb.errors.UsageError as error:
-        raise UserError(f"W&B refuses the names of logger.project, logger.group or logger.run_name: {error}") from None
+        names = _Names.of(config, None, "run")
+        wandb.Settings(project=names.project, run_group=names.group, run_name=names.name, run_id=_users_own("run_id"))
+    except (wandb.errors.UsageError, ValueError) as error:       # pydantic's ValidationError is a ValueError
+        raise UserError("W&B refuses logger.project, logger.group, logger.run_name or one of its own settings, such as a "
+                        f"WANDB_ variable: {' '.join(str(error).split())}") from None
 
 
 def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at: int | None = None) -> list[Logger]:

@@ -14,6 +14,7 @@ from programs import Run, one_sentence
 from training_runs import TEXT
 
 from rwkv.config import LoggerConfig, TrainConfig
+from rwkv.errors import UserError
 from rwkv.training import loggers
 from rwkv.training.run.directory import as_plain
 
@@ -76,6 +77,15 @@ def test_the_users_settings_win_over_defaults_and_options_over_both(tmp_path: Pa
     given = LoggerConfig(name="wandb", project="timemix", group="ours", run_name="this")
     run = wandb_run(given, tmp_path / "given")
     assert (run.project, run.group, run.name) == ("timemix", "ours", "this")
+
+
+@pytest.mark.parametrize(("name", "value"), [("WANDB_PROJECT", "a/b"), ("WANDB_MODE", "sometimes"), ("WANDB_RUN_ID", "a/b"),
+                                             ("WANDB_RESUME", "maybe")])
+def test_a_setting_that_wandb_refuses_is_a_sentence_before_the_data_are_read(name: str, value: str,
+                                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="W&B refuses"):
+        loggers.require(CONFIG)
 
 
 @pytest.mark.programs
