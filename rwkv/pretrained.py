@@ -1,6 +1,7 @@
 """The public model, RWKV: Model with from_pretrained and save_pretrained. The tokenizer and chat template of a checkpoint."""
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -18,6 +19,7 @@ from rwkv.checkpoint.files import (
     tokenizer_of,
     write_checkpoint,
 )
+from rwkv.checkpoint.tuned import surviving
 from rwkv.config import DTYPES, SavedModelConfig
 from rwkv.errors import UserError
 from rwkv.io.lines import wrapped
@@ -27,6 +29,7 @@ from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8, to_pa
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 QUANTISED = ("int8", "int4")             # dtypes of a model with quantised matrices, on a CPU
+ALL_LEFT = 0.995                         # shares above it are not worth a line
 ROUNDED_AGAIN = "blocks.0.att.key.weight"        # the matrix by which the error of a second rounding is measured
 
 
@@ -43,7 +46,8 @@ class RWKV(Model):
         the model. mmap=False copies them. trainable=True gives a model for training, with gradients, in memory of its own;
         its weights are in `dtype`, which should be float32 unless the optimiser is made for another. Raises CheckpointError
         (a ValueError) where the file is missing, damaged or of another kind, KernelUnavailable where the kernel cannot run on
-        `device`.
+        `device`. Adapters of a run with tune=lora are merged in float32; where `dtype` rounds the sums, a warning says how much
+        of what the run has learnt is left.
         """
         if dtype not in DTYPES:
             raise UserError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
@@ -51,6 +55,8 @@ class RWKV(Model):
             raise UserError(f"weights in {dtype} cannot be trained: use dtype=float32 or bfloat16, or leave trainable out")
         checkpoint = read_checkpoint(path)
         wkv = operator_for(checkpoint.config, kernel, device, computed_in(dtype))
+        for line in rounded_adapters(checkpoint, dtype):
+            warnings.warn(line, stacklevel=2)
         if trainable:
             return cls.with_weights(checkpoint.config, wkv, checkpoint.tensors(dtype, device))
         return cls.from_checkpoint(checkpoint, wkv, device, dtype, mmap)
@@ -130,7 +136,7 @@ class OpenCheckpoint(NamedTuple):
     assumed: str | None = None
 
     def lines(self) -> list[tuple[str, str]]:
-        """Pairs of a word and a sentence: slow products, an assumed tokenizer, what ends a text, a second rounding."""
+        """Pairs of a word and a sentence: slow products, an assumed tokenizer, what ends a text, what rounding loses."""
         found = []
         if slow := why_slow(computed_in(self.dtype), torch.device(self.device)):
             found.append(("WARNING", f"dtype={self.dtype}: {slow}; use dtype=float32, int8 or int4"))
@@ -139,7 +145,8 @@ class OpenCheckpoint(NamedTuple):
                           "the World models"))
         if end := self.tokenizer.end_line():
             found.append(("texts", f"end with {end}"))
-        return found + [("weights", line) for line in second_rounding(self.checkpoint, self.dtype)]
+        rounding = [*second_rounding(self.checkpoint, self.dtype), *rounded_adapters(self.checkpoint, self.dtype)]
+        return found + [("weights", line) for line in rounding]
 
     def print_notes(self) -> None:
         """Prints the lines on standard error."""
@@ -168,6 +175,17 @@ def second_rounding(checkpoint: Checkpoint, dtype: str) -> list[str]:
     exact = stored.get().float()
     error = (pack(exact, dtype).dense() - exact).norm() / exact.norm()
     return [f"{dtype} rounds the file's {stored.blocks} once more, which changes {ROUNDED_AGAIN} by {error:.1%}"]
+
+
+def rounded_adapters(checkpoint: Checkpoint, dtype: str) -> list[str]:
+    """A line with the share of what adapters have learnt that is left where their sums with the weights are rounded to `dtype`;
+    none where nothing is lost.
+    """
+    left = surviving(checkpoint, dtype)
+    if left > ALL_LEFT:
+        return []
+    return [f"{dtype} rounds the sums of weights and adapters: {left:.0%} of what tune=lora has learnt is left; "
+            "dtype=float32 keeps all of it"]
 
 
 def computed_in(dtype: str) -> torch.dtype:

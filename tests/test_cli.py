@@ -200,7 +200,7 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
     ("trainer.precision=16", "32-true, bf16-mixed, fp16-mixed, auto; got '16'"),
     ("seed=1,2", "-m"),
     ("data.field=", "data.field is empty"),
-    ("logger.project=null", "logger.project cannot be null"),
+    ("data.tokenizer=null", "data.tokenizer cannot be null"),
     ("optim.lrr=1", "optim.lrr; did you mean optim.lr?"),
     ("n_layer=1", "n_layer; did you mean model.n_layer?"), ("max_stepz=3", "did you mean trainer.max_steps?"),
     ("model.layers=1", "did you mean model.n_layer?"), ("trainr.max_stepz=1", "did you mean trainer.max_steps?"),

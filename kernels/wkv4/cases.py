@@ -7,6 +7,7 @@ from kernels.compare import LOG_SIZE, ROUNDING, loss
 from kernels.wkv4 import WKV4, WKVState
 
 SHAPES = ((1, 1, 1), (3, 11, 5), (2, 63, 4), (5, 129, 3), (2, 256, 16))              # (B, T, C)
+CHECKED = (8, 260, 200)                              # many blocks of odd sizes, before a run (rwkv/training/kernel_check.py)
 EMPTY_SHAPES = ((0, 4, 3), (2, 0, 3), (2, 4, 0))
 BENCH_SHAPES = {"cpu": ((8, 1024, 768), (8, 8192, 768), (12, 64, 128)),
                 "cuda": ((32, 768, 768), (8, 1024, 768), (8, 8192, 768))}

@@ -9,6 +9,7 @@ from torch.nn.functional import normalize
 from kernels.compare import ROUNDING, loss
 
 SHAPES = ((3, 1, 4, 64), (2, 11, 3, 64), (1, 16, 2, 8), (2, 63, 1, 64), (1, 64, 2, 20), (1, 129, 1, 64))    # (B, T, H, N)
+CHECKED = (3, 129, 6, 64)                        # many blocks and chunks, before a run (rwkv/training/kernel_check.py)
 EMPTY_SHAPES = ((0, 4, 3, 8), (2, 0, 3, 8), (2, 4, 0, 8), (2, 4, 3, 0))
 BENCH_SHAPES = {"cpu": ((8, 1024, 12, 64), (8, 8192, 12, 64), (4, 512, 6, 64)),
                 "cuda": ((8, 1024, 12, 64), (8, 8192, 12, 64), (8, 4096, 32, 64))}

@@ -59,7 +59,8 @@ class Checkpoint:
     configuration.
 
     packed: as in Content. fingerprint: Model.fingerprint of the weights before they were packed in int4; None where the file
-    has none. Only the path is sent to another process, which reads the file again.
+    has none. unadapted: the matrices into which `weights` merges adapters, as they were before the first adapter. Only the path
+    is sent to another process, which reads the file again.
     """
 
     path: Path
@@ -73,6 +74,7 @@ class Checkpoint:
     time_states: list[Stored] | None = None      # if learnt: for each layer, the state before the first token, (H,N,N)
     packed: Mapping[str, Callable[[], Int4]] = field(default_factory=dict)
     fingerprint: str | None = None
+    unadapted: Mapping[str, Stored] = field(default_factory=dict)
 
     def __reduce__(self) -> Any:
         return read_checkpoint, (self.path,)
@@ -150,9 +152,11 @@ def _tuned(content: Content, chosen: Checkpoint | None = None) -> Checkpoint:
         raise UnreadableError(f"{content.path} belongs to other weights, which cannot be read: {error}") from error
     tuned.require_same(content.path, base, entry, chosen is not None)
     config = generation(base.config).resolved(base.config)
-    weights, states = tuned.applied(content, base.weights.stored, config)
+    stored = base.weights.stored
+    weights, states = tuned.applied(content, stored, config)
+    unadapted = {name: stored[name] for name, tensor in weights.items() if tensor is not stored[name]}
     return _with_entry(replace(base, path=content.path, step=content.step, weights=Weights(weights), time_states=states,
-                               packed={}, config=config), entry)
+                               packed={}, config=config, unadapted={**unadapted, **base.unadapted}), entry)
 
 
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None = None, format: str | None = None,

@@ -1,8 +1,13 @@
-"""Checkpoints of runs with tune=lora or tune=state: they hold the trained values, and name the file of the frozen weights."""
+"""Checkpoints of runs with tune=lora or tune=state: they hold the trained values, and name the file of the frozen weights.
+
+Adapters are merged when a matrix is read: the sum is float32, also where the file of the frozen weights is in 16 bits. A reader
+that rounds the sum again, to bfloat16 or int8, loses a part of the change (`surviving`).
+"""
 
 import hashlib
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +15,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kernels.matvec import pack
 from rwkv.checkpoint.content import Content
-from rwkv.checkpoint.stored import Stored
+from rwkv.checkpoint.formats._gguf_types import rounded_to_blocks
+from rwkv.checkpoint.stored import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UnreadableError
-from rwkv.model.base import TIME_STATE, fingerprint, generation
+from rwkv.model.base import MATRICES, TIME_STATE, fingerprint, generation
 from rwkv.model.lora import merged
 
+MEASURED = 8                             # adapted matrices that `surviving` reads
 ADAPTER = re.compile(r".*?(blocks\.\d+\..+)\.lora_([AB])\.weight")
 
 
@@ -77,6 +85,7 @@ def digest(content: Content) -> str:
 def applied(content: Content, base: Mapping[str, Stored], config: ModelConfig) -> tuple[dict[str, Stored], list[Stored] | None]:
     """The weights of the base, into which adapters are merged when they are read, and the learnt state of each layer or None.
 
+    A merged matrix is float32, whatever the dtype of the base.
     Raises CheckpointError where the file lacks a part, or a part does not have the shape that the base needs.
     """
     states = {name.rpartition("blocks.")[2]: tensor for name, tensor in content.tensors.items() if name.endswith(TIME_STATE)}
@@ -101,6 +110,40 @@ def applied(content: Content, base: Mapping[str, Stored], config: ModelConfig) -
         _require_shape(content.path, f"{name.removesuffix('.weight')}.lora_B.weight", pair["B"], (out, tune["rank"]))
     scale = tune["alpha"] / tune["rank"]
     return dict(base) | {name: _merged(base[name], pair["A"], pair["B"], scale) for name, pair in pairs.items()}, None
+
+
+def is_exact(checkpoint: Any, dtype: str) -> bool:
+    """Whether all matrices are in `dtype` already, so that it rounds none."""
+    group = generation(checkpoint.config).group
+    matrices = (tensor for name, tensor in checkpoint.weights.stored.items() if group(name) in MATRICES)
+    return all(tensor.dtype == DTYPES.get(dtype) for tensor in matrices)
+
+
+def surviving(checkpoint: Any, dtype: str) -> float:
+    """The share of what adapters have changed that is left once the merged matrices are rounded to `dtype`, from 0 to 1.
+
+    It is 1 - |(round(W + D) - round(W)) - D| / |D| of at most MEASURED matrices W and their changes D. dtype: a name in
+    stored.DTYPES, int8, int4, or one of GGUF's block types. 1 where the checkpoint has no adapters.
+    """
+    rounded, names = _rounding(dtype), sorted(checkpoint.unadapted)
+    changed = lost = 0.0
+    with torch.no_grad():
+        for name in names[::-(-len(names) // MEASURED) or 1]:
+            after = checkpoint.weights.stored[name].get().float()
+            before = checkpoint.unadapted[name].get().float()
+            change = after - before
+            changed += float(change.square().sum())
+            lost += float((rounded(after) - rounded(before) - change).square().sum())
+    return max(0.0, 1 - math.sqrt(lost / changed)) if changed else 1.0
+
+
+def _rounding(dtype: str) -> Callable[[Tensor], Tensor]:
+    """A function that rounds a float32 matrix to `dtype` and returns it in float32."""
+    if dtype in DTYPES:
+        return lambda matrix: matrix.to(DTYPES[dtype]).float()
+    if dtype in ("int8", "int4"):
+        return lambda matrix: pack(matrix, dtype).dense()
+    return lambda matrix: rounded_to_blocks(matrix, dtype.upper())
 
 
 def _require_shape(path: Path, name: str, tensor: Stored, shape: tuple[int, ...]) -> None:

@@ -2,8 +2,9 @@
 
     row 0   [ chosen 3 .... ][ rejected 3 .. ][ chosen 0 ][ rejected 0 ]   T = ctx_len positions; at [ the state is emptied
 
-So a batch has both texts of each of its pairs, and a run continues from any step as with other rows. A pair that is longer
-than a row is left out: a cut answer has another probability.
+So a batch has both texts of each of its pairs, and a run continues from any step as with other rows. Two kinds of pairs are
+left out: those that are longer than a row, since a cut answer has another probability, and those whose two texts are equal,
+which say nothing and whose gradient is rounding.
 """
 
 from functools import lru_cache
@@ -35,7 +36,10 @@ class Pairs(NamedTuple):
 
 
 class PairRows(ConversationRows):
-    """The rows of a split of pairs. counts (rows,): the pairs of each row. left_out: the number of pairs longer than a row."""
+    """The rows of a split of pairs. counts (rows,): the pairs of each row. left_out: the number of pairs longer than a row.
+
+    equal: the number of pairs whose texts have the same ids. Raises UserError where no pair is left.
+    """
 
     def __init__(self, tokens: TokenArray, learnt: TokenArray, ctx_len: int) -> None:
         self.tokens = tokens
@@ -45,16 +49,28 @@ class PairRows(ConversationRows):
         self._lengths = np.diff(self._bounds) - 1                # the last id, end_of_text, is only a target
         of_pairs = self._lengths.reshape(-1, 2).sum(1)
         self.n_pairs = len(of_pairs)
-        self.longest = int(of_pairs.max(initial=0))
-        kept = np.flatnonzero(of_pairs <= ctx_len)
-        self.left_out = len(of_pairs) - len(kept)
+        differs = np.ones(self.n_pairs, bool)
+        for number in np.flatnonzero(self._lengths[::2] == self._lengths[1::2]).tolist():
+            differs[number] = not self._are_equal(number)
+        self.equal = int((~differs).sum())
+        self.longest = int(of_pairs[differs].max(initial=0))
+        kept = np.flatnonzero(differs & (of_pairs <= ctx_len))
+        self.left_out = self.n_pairs - self.equal - len(kept)
+        if not differs.any():
+            raise UserError(f"both answers are the same text in all {counted(self.n_pairs, 'pair')} of the training or the "
+                            "validation data, so that there is nothing to prefer: chosen and rejected must differ")
         if not len(kept):
             raise UserError(f"no pair of answers fits into a row of model.ctx_len={ctx_len} tokens, in which both of its texts "
-                            f"stand: the shortest has {of_pairs.min()}; raise model.ctx_len")
+                            f"stand: the shortest has {of_pairs[differs].min()}; raise model.ctx_len")
         self._read = int(of_pairs[kept].sum())
         rows = packed_rows(of_pairs[kept].tolist(), ctx_len)
         self._rows = [[int(text) for number in row for text in (2 * kept[number], 2 * kept[number] + 1)] for row in rows]
         self.counts = np.array([len(row) // 2 for row in self._rows])
+
+    def _are_equal(self, number: int) -> bool:
+        """Whether the two texts of this pair have the same ids."""
+        begin, middle, end = self._bounds[2 * number:2 * number + 3].tolist()
+        return np.array_equal(self.tokens[begin:middle], self.tokens[middle:end])
 
     def __getitems__(self, rows: Rows | list[int]) -> Pairs:     # type: ignore[override]
         packed: Packed = super().__getitems__(rows)
@@ -72,7 +88,9 @@ class PairRows(ConversationRows):
     def describe(self) -> str:
         left_out = (f"; {self.left_out:,} longer than model.ctx_len={self.ctx_len}, both texts together, are left out "
                     f"(model.ctx_len={self.longest} holds all)" if self.left_out else "")
-        pairs = counted(self.n_pairs - self.left_out, "pair")
+        if self.equal:
+            left_out = f"; {self.equal:,} whose two answers are equal are left out{left_out}"
+        pairs = counted(int(self.counts.sum()), "pair")
         return (f"{pairs} of answers in {counted(len(self), 'row')}, {100 * self.padding():.1f} % of "
                 f"positions padding{left_out}")
 

@@ -104,5 +104,6 @@ def adapter_of(names: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def merged(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
-    """W + scale B A, computed in float32, in W's dtype."""
-    return torch.addmm(weight.float(), B.float(), A.float(), alpha=scale).to(weight.dtype)
+    """W + scale B A, at least float32 whatever the dtype of W: 16 bits round away most of what a short run learns."""
+    dtype = torch.promote_types(weight.dtype, torch.float32)
+    return torch.addmm(weight.to(dtype), B.to(dtype), A.to(dtype), alpha=scale)

@@ -20,7 +20,7 @@ from rwkv.generation.prefill import PrefillResult, prefill
 from rwkv.generation.states import StateForm, is_state_file
 from rwkv.model.base import Model, fingerprint, generation, n_parameters
 from rwkv.model.state import State
-from rwkv.pretrained import RWKV, OpenCheckpoint
+from rwkv.pretrained import RWKV, OpenCheckpoint, rounded_adapters
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Adapter:
     """An adapter that has been read and checked; no weights are loaded yet. digest: of the trained values.
 
     One of three is set. context: the content of a state file. state: the state that a run has learnt, one row. merged: the
-    checkpoint with a LoRA adapter merged into it.
+    checkpoint with a LoRA adapter merged into it. notes: lines for people about what the server's dtype loses of it.
     """
 
     name: str
@@ -37,6 +37,7 @@ class Adapter:
     context: PrefillResult | None = None
     state: State | None = None
     merged: Checkpoint | None = None
+    notes: tuple[str, ...] = ()
 
     @property
     def tokens(self) -> int | None:
@@ -93,7 +94,7 @@ def _read(name: str, path: str, opened: OpenCheckpoint, form: StateForm) -> Adap
         checkpoint, digest = read_tuned(path, opened.checkpoint)
         require_tokenizer(checkpoint, opened.tokenizer, "the server's tokenizer")
         if checkpoint.time_states is None:
-            return Adapter(name, path, digest, merged=checkpoint)
+            return Adapter(name, path, digest, merged=checkpoint, notes=tuple(rounded_adapters(checkpoint, opened.dtype)))
         state = generation(checkpoint.config).empty_state(checkpoint.config, 1)
         learnt = torch.stack([layer.get().float() for layer in checkpoint.time_states])
         return Adapter(name, path, digest, state=state._replace(wkv=learnt.unsqueeze(1)))

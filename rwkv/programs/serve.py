@@ -105,7 +105,7 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
             ("decoding", decoding_line(model).partition(": ")[2]),
             ("chat", f"template {template_line(opened.checkpoint, choice)}"),
             *(("sampling", line) for line in _sampling_lines(chosen)),
-            *(("adapter", f"{adapter.name}: {adapter.about}") for adapter in adapters),
+            *(("adapter", f"{adapter.name}: {line}") for adapter in adapters for line in (adapter.about, *adapter.notes)),
             ("memory", f"weights about {weights * (1 + copies) / MIB:,.0f} MiB; at most {counted(config.max_rows, 'text')} of "
                        f"{row / MIB:.2f} MiB each, and {config.cache_mib:,} MiB of prefixes"),
             ("states", _kept(config, row))]

@@ -243,9 +243,9 @@ QUANTITIES = {
     "val_loss": "last validation loss, nats per token; of pairs of answers, the objective per pair",
     "val_bpb": "last validation loss, bits per byte; not given where the tokenizer loses too much of the text",
     "val_lost": "share of the validation text that the tokenizer loses, if any; of ids made elsewhere, of unknown tokens",
-    "train_loss": "training loss of the last logged step, nats per token; of pairs of answers, the objective per pair",
+    "train_loss": "mean training loss of the last logged interval, nats per token; of pairs of answers, the objective per pair",
     **{f"{split}_{name}": f"{words}, of {pairs}" for split, pairs in (
-        ("train", "the last logged step's pairs"), ("val", "the last validation's pairs"))
+        ("train", "the last logged interval's pairs"), ("val", "the last validation's pairs"))
        for name, words in zip(REWARDS, (
            "reward of the chosen answer less that of the rejected one",
            "share of pairs whose chosen answer has the higher reward", "reward of the chosen answer",

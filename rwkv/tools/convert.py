@@ -8,6 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
@@ -18,6 +19,9 @@ from rwkv.cli import exit_on_user_error
 from rwkv.errors import UserError
 from rwkv.io.lines import counted
 from rwkv.tokenizer.tokenizers import Tokenizer
+
+if TYPE_CHECKING:                        # it brings PyTorch
+    from rwkv.checkpoint.files import Checkpoint
 
 WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats that cannot hold one
 
@@ -60,6 +64,8 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     config = checkpoint.config
     _log(f"{checkpoint.path}: {generation(config).NAME}, {counted(config.n_layer, 'layer')}, {config.n_embd} wide, "
          f"{n_parameters(config, checkpoint.vocab_size):,} parameters, vocabulary {checkpoint.vocab_size}")
+    if checkpoint.unadapted:
+        _log(_of_adapters(checkpoint, dtype))
     with suppress(UserError):            # it may be unknown which token of the tokenizer ends a text
         if checkpoint.tokenizer and (end := tokenizer_of(checkpoint).end_line()):
             _log(f"texts end with {end}")
@@ -72,6 +78,15 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     _log(f"written: {target} ({name})")
     if checkpoint.tokenizer and name in WITHOUT_TOKENIZER:
         _log(f"the tokenizer is not in {target}: the format {name} cannot hold one")
+
+
+def _of_adapters(checkpoint: "Checkpoint", dtype: str | None) -> str:
+    from rwkv.checkpoint.tuned import surviving
+
+    merged = f"adapters are merged into the weights of {counted(len(checkpoint.unadapted), 'layer')}"
+    if dtype in (None, "float32"):
+        return f"{merged}, which are written in float32"
+    return f"{merged} and rounded to {dtype}: {surviving(checkpoint, str(dtype)):.0%} of what tune=lora has learnt is left"
 
 
 def _parser() -> Parser:

@@ -1,8 +1,9 @@
-"""Compares the kernel that a user has named with its operator's float64 reference: one small case, before the run.
+"""Compares the kernel that a user has named with its operator's float64 reference, before the run.
 
-It takes less than a second, and on a GPU perhaps a compilation for the case's width. Kernels that torch.compile compiles are
-left out: they would be compiled once more for the case's shape, in a minute. python -m pytest tests/kernels -k NAME compares in
-full.
+The case has many blocks and is computed RUNS times, so that a kernel whose threads race is likely to be seen: a small case that
+is computed once has one block, and the luck of the first launch. It takes less than a second, and on a GPU perhaps a
+compilation for the case's width. Kernels that torch.compile compiles are left out: they would be compiled once more for the
+case's shape, in a minute. python -m pytest tests/kernels -k NAME compares in full.
 """
 
 import importlib
@@ -14,7 +15,7 @@ from kernels.compare import errors, misses
 from kernels.registry import KernelUnavailable, load
 from kernels.select import folder, select
 
-CASE = 2                                 # of the SHAPES of cases.py: small ones of 63 and of 16 steps
+RUNS = 2
 
 
 def check(wkv: Any, operator: str, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -25,15 +26,17 @@ def check(wkv: Any, operator: str, device: torch.device, dtype: torch.dtype) -> 
     if load(folder(operator, wkv.name), wkv.name).REQUIRES.compiled:
         return None
     cases = importlib.import_module(f"kernels.{operator}.cases")
-    inputs = cases.inputs(*cases.SHAPES[CASE], dtype=dtype, device=str(device))
+    inputs = cases.inputs(*cases.CHECKED, dtype=dtype, device=str(device))
     try:
-        found = cases.results(wkv, inputs)
+        runs = [cases.results(wkv, inputs) for _ in range(RUNS)]
     except KernelUnavailable:
         raise
     except Exception as error:           # such as a kernel that takes the run's shape and no other: the run will show it
-        return f"kernel={wkv.name} could not be compared with the reference on a small case: {' '.join(str(error).split())}"
+        return f"kernel={wkv.name} could not be compared with the reference before the run: {' '.join(str(error).split())}"
     expected = cases.results(select(operator, "reference", device), cases.double(inputs))
-    return sentence(wkv.name, misses(errors(found, expected), cases.tolerance(dtype)), "on a small case")
+    wrong = [misses(errors(found, expected), cases.tolerance(dtype)) for found in runs]
+    where = f"in {sum(map(bool, wrong))} of {RUNS} runs of one case"
+    return sentence(wkv.name, next(filter(None, wrong), {}), where)
 
 
 def sentence(kernel: str, wrong: dict[str, str], where: str) -> str | None:

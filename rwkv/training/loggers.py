@@ -1,16 +1,18 @@
 """Loggers of metrics: metrics.csv in the run's directory, and W&B or the logger of Lightning that logger._target_ names. W&B
-runs online if the user is logged in, otherwise offline.
+runs online if the user is logged in, otherwise offline. The user's own W&B settings, such as WANDB_PROJECT, win over our
+defaults, and an option given to the program wins over both.
 """
 
 import csv
 import importlib
 import io
+import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from shlex import quote
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import yaml
 from lightning.pytorch.loggers import Logger, WandbLogger
@@ -23,6 +25,8 @@ from rwkv.report.numbers import reward_names
 from rwkv.report.reading import METRICS, SWEEP, read_metrics
 
 COLUMNS = ("train/loss", "val/loss", "val/bpb", "val/lost", "lr", "grad_norm", "tok_per_sec", "peak_mem")
+PROJECT = "timemix"                      # in W&B
+RECORD = Path("wandb", "timemix.json")   # in a run's directory: the id of its W&B run, and the directory's path
 Mode = Literal["online", "offline", "disabled"]
 GUARD_COLUMNS = ("guard/loss", "guard/bpb")           # of runs with tune.guard
 SAMPLE_COLUMNS = ("step", "prompt", "text")
@@ -42,9 +46,11 @@ def require(config: LoggerConfig) -> None:
         raise UserError(f"logger=wandb needs the package wandb, which cannot be imported ({error!r}): install it again (pip "
                         "install --force-reinstall wandb), or use logger=csv") from error
     try:
-        wandb.Settings(project=config.project, run_group=config.group, run_name=config.run_name)
-    except wandb.errors.UsageError as error:
-        raise UserError(f"W&B refuses the names of logger.project, logger.group or logger.run_name: {error}") from None
+        names = _Names.of(config, None, "run")
+        wandb.Settings(project=names.project, run_group=names.group, run_name=names.name, run_id=_users_own("run_id"))
+    except (wandb.errors.UsageError, ValueError) as error:       # pydantic's ValidationError is a ValueError
+        raise UserError("W&B refuses logger.project, logger.group, logger.run_name or one of its own settings, such as a "
+                        f"WANDB_ variable: {' '.join(str(error).split())}") from None
 
 
 def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at: int | None = None) -> list[Logger]:
@@ -110,12 +116,13 @@ def log_report(config: LoggerConfig, sweep: Path, rows: Sequence[Mapping[str, An
     mode = _mode()
     if mode == "disabled":
         return
-    group = config.group or sweep.name
+    names = _Names.of(config, sweep.name, "")
     columns: list[str | int] = [*dict.fromkeys(name for row in rows for name in row)]
-    with wandb.init(project=config.project, group=group, name=f"{group}-report", job_type="report", dir=sweep,
-                    settings=wandb.Settings(silent=True, mode=mode)) as run:
+    with wandb.init(project=names.project, group=names.group, name=f"{names.group}-report", job_type="report",
+                    dir=_users_own("root_dir") or sweep,
+                    settings=wandb.Settings(silent=_silent(), mode=mode)) as run:
         table = [[row.get(str(name)) if row.get(str(name)) != "" else None for name in columns] for row in rows]
-        artifact = wandb.Artifact(f"report-{re.sub('[^A-Za-z0-9_.-]', '_', group)}", "report")
+        artifact = wandb.Artifact(f"report-{re.sub('[^A-Za-z0-9_.-]', '_', str(names.group))}", "report")
         for file in files:
             artifact.add_file(str(file))
         run.log_artifact(artifact)
@@ -168,34 +175,99 @@ class MetricsFile(Logger):
         return text.getvalue().encode()
 
 
+class _Names(NamedTuple):
+    """What a W&B run is filed under."""
+
+    project: str
+    group: str | None
+    name: str
+
+    @classmethod
+    def of(cls, config: LoggerConfig, group: str | None, name: str) -> "_Names":
+        """The options, or else the user's W&B settings, or else our defaults. group, name: the defaults."""
+        return cls(config.project or _users_own("project") or PROJECT, config.group or _users_own("run_group") or group,
+                   config.run_name or _users_own("run_name") or name)
+
+
 def _wandb(config: LoggerConfig, out_dir: Path, run: dict[str, Any], mode: Mode) -> WandbLogger:
     import wandb
 
     if wandb.run is not None:            # of an earlier training in the same process
         wandb.finish()
-    earlier_id = _id_of(out_dir)
+    earlier_id = _earlier_id(out_dir)
+    names = _Names.of(config, out_dir.parent.name if _in_sweep(out_dir) else None, _default_name(out_dir, run))
     logger = WandbLogger(
-        id=earlier_id, resume="allow" if earlier_id else None,
-        project=config.project, group=config.group, name=config.run_name or f"{run['kernel']['name']}-{out_dir.name}",
-        save_dir=out_dir, config=run, settings=wandb.Settings(silent=True, mode=mode))
-    folder = Path(logger.experiment.dir).parent
-    if mode == "offline" and not (out_dir.parent / SWEEP).is_file():      # a sweep prints this once, at its end
+        id=_users_own("run_id") or earlier_id, resume=_users_own("resume") or ("allow" if earlier_id else None),
+        project=names.project, group=names.group, name=names.name, save_dir=_users_own("root_dir") or out_dir, config=run,
+        settings=wandb.Settings(silent=_silent(), mode=mode))
+    experiment = logger.experiment
+    record = {"id": experiment.id, "out_dir": str(out_dir.resolve())}
+    (out_dir / RECORD).parent.mkdir(exist_ok=True)
+    write_file(out_dir / RECORD, lambda file: file.write(json.dumps(record).encode()))
+    folder = Path(experiment.dir).parent
+    if mode == "offline" and not _in_sweep(out_dir):     # a sweep prints this once, at its end
         how = f"`wandb sync {quote(str(folder))}` uploads this run"
-        if earlier_id is not None:
+        if experiment.id == earlier_id:
             how = (f"each part of a continued run is a folder of its own; `wandb sync --id {earlier_id} "
-                   f"{quote(str(folder.parent))}/*run-*` uploads them into one run")
+                   f"{quote(str(folder.parent))}/*run-*-{earlier_id}` uploads them into one run")
         print(f"W&B: offline; {how}", file=sys.stderr)
     return logger
+
+
+def _in_sweep(out_dir: Path) -> bool:
+    return (out_dir.parent / SWEEP).is_file()
+
+
+def _default_name(out_dir: Path, run: dict[str, Any]) -> str:
+    """KERNEL-FOLDER; in a sweep, whose folders are called after what is swept, KERNEL-seedSEED and the other swept options."""
+    if not _in_sweep(out_dir):
+        return f"{run['kernel']['name']}-{out_dir.name}"
+    others = [part for part in out_dir.name.split(",") if not part.startswith(("kernel=", "seed="))]
+    return "-".join([run["kernel"]["name"], f"seed{run['seed']}", *others])
+
+
+def _users_own(setting: str) -> Any:
+    """A value that a WANDB_* variable or a settings file of W&B sets; None for none."""
+    import wandb
+
+    settings = wandb.setup().settings
+    return getattr(settings, setting) if setting in settings.model_fields_set else None
+
+
+def _silent() -> bool:
+    stated = _users_own("silent")
+    return True if stated is None else bool(stated)
 
 
 def _mode() -> Mode:
     """The mode of the user's own W&B settings; offline if nobody is logged in."""
     import wandb
 
-    settings = wandb.setup(wandb.Settings(silent=True)).settings
+    settings = wandb.setup(wandb.Settings(silent=_silent())).settings
     if settings._noop:                   # set by mode=disabled
         return "disabled"
     return "offline" if settings._offline or not _logged_in() else "online"
+
+
+def _earlier_id(out_dir: Path) -> str | None:
+    """The id under which a continued run goes on; None for a new run, and for a copy of a run that is still there."""
+    record = _record_in(out_dir)
+    if record is None:                   # runs of earlier versions have none
+        return _id_of(out_dir)
+    original = Path(record["out_dir"])
+    if original != out_dir.resolve() and _record_in(original) == record:
+        print(f"W&B: a new run, since {out_dir} is a copy of {original}, which has the id {record['id']}", file=sys.stderr)
+        return None
+    return str(record["id"])
+
+
+def _record_in(out_dir: Path) -> dict[str, str] | None:
+    """RECORD; None where it is missing or damaged."""
+    try:
+        record = json.loads((out_dir / RECORD).read_bytes())
+        return {"id": str(record["id"]), "out_dir": str(record["out_dir"])}
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
 
 
 def _id_of(out_dir: Path) -> str | None:
@@ -206,6 +278,8 @@ def _id_of(out_dir: Path) -> str | None:
 
 def _how_to_upload_all(sweep: Path) -> str:
     """One command for the report and all runs of a sweep, and one for each run that was continued."""
+    if root := _users_own("root_dir"):   # where other runs may be too
+        return f"its runs and its report are in {Path(root, 'wandb')}; `wandb sync FOLDER` uploads one of them"
     parts = {folder: sorted(folder.glob("*run-*")) for folder in sorted(sweep.glob("*/wandb"))}
     continued = [folder for folder, several in parts.items() if len(several) > 1]
     shell = quote(str(sweep))

@@ -16,6 +16,7 @@ from kernels.machine import threads
 from kernels.machine.cpu import matrix_dtype, why_slow
 from kernels.machine.memory import resident_memory
 from rwkv.chat.names import Choice, choose_template
+from rwkv.checkpoint.tuned import is_exact, surviving
 from rwkv.config import ORTHOGONAL, TrainConfig, TrainerConfig, TuneConfig
 from rwkv.data import documents
 from rwkv.data.conversations import Tokenised
@@ -110,8 +111,7 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
     if run.init_checkpoint is not None and run.resume_from is None:
         yield "weights", f"from {run.init_checkpoint.path}, which gives the sizes and the tokenizer; the optimiser is new"
     if config.tune.method != "full":
-        yield "tuning", (f"{config.tune.method}: {n_trained(config, V):,} trained values beside frozen weights in "
-                         f"{config.tune.base}")
+        yield from _tuning(run, n_trained(config, V))
     if config.tune.prefers:
         yield "objective", _objective(config.tune)
     if run.default_rates:
@@ -158,6 +158,20 @@ def _template(run: Run) -> str:
     if run.init_checkpoint is not None:
         choice = choose_template(None, str(run.config.init_from), run.init_checkpoint.run)
     return f"{choice.template} ({choice.why})" if given in (None, choice.template) else str(given)
+
+
+def _tuning(run: Run, trained: int) -> Iterator[tuple[str, str]]:
+    """What is trained, and how far the weights that losses are measured with differ from those that the programs read."""
+    tune, base = run.config.tune, run.init_checkpoint
+    line = f"{tune.method}: {trained:,} trained values beside frozen weights in {tune.base}"
+    if base is None or tune.base == "float32" or is_exact(base, tune.base):
+        yield "tuning", line
+        return
+    yield "tuning", (f"{line}; the losses are those of the rounded weights, and the programs read them as they are in "
+                     f"{run.config.init_from}")
+    if (left := surviving(base, tune.base)) < 1:
+        yield "WARNING", (f"tune.base={tune.base} rounds the adapters of {run.config.init_from} too: {left:.0%} of what they "
+                          "have learnt is left while this run trains; tune.base=float32 keeps all of it")
 
 
 def _objective(tune: TuneConfig) -> str:

@@ -268,14 +268,10 @@ def train(sweep: Sweep, entry: Entry, stop: Stop) -> None:
 def options_of(sweep: Sweep, entry: Entry) -> list[str]:
     """The command line that trains one run, or continues it if its directory exists."""
     folder = sweep.folder / entry.name
-    config = sweep.configs[entry.name]
     begun = (folder / CONFIG_FILE).is_file()
     arguments = [argument for argument in entry.arguments if not (begun and argument.startswith("init_from="))]
     given = {argument.partition("=")[0] for argument in arguments}
-    others = [f"{key}={value}" for key, value in entry.swept.items() if key not in ("kernel", "seed")]
-    run_name = "-".join([config.kernel.name, f"seed{config.seed}", *others])
-    ours = {"out_dir": str(folder), "logger.group": sweep.folder.name, "logger.run_name": run_name,
-            "trainer.probe": "true"} | ({"resume": "auto"} if begun else {})
+    ours = {"out_dir": str(folder), "trainer.probe": "true"} | ({"resume": "auto"} if begun else {})
     return [*arguments, *(f"{key}={value}" for key, value in ours.items() if key not in given)]
 
 

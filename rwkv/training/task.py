@@ -27,6 +27,7 @@ from rwkv.model.base import Model
 from rwkv.model.loss import IGNORED, head_loss
 from rwkv.report.numbers import REWARDS
 from rwkv.tokenizer.tokenizers import Tokenizer
+from rwkv.training.loss_scale import LossScale
 from rwkv.training.optim import OPTIMISERS, lr_factor, parameter_groups
 from rwkv.training.tbptt import Carried, hidden_of_segments
 
@@ -53,6 +54,7 @@ class LanguageModel(lightning.LightningModule):
         self.val_lost = val_lost
         self.entry: dict[str, Any] = {}  # what every checkpoint has under ENTRY: the run and the tokenizer
         self.carried = Carried()
+        self.loss_scale: LossScale | None = None         # with fp16-mixed
         self.tuned = not all(parameter.requires_grad for parameter in model.parameters())
         self.strict_loading = not self.tuned     # a checkpoint lacks the frozen weights
         self.grad_norm: Tensor | None = None     # of the last step, before clipping; None if gradients are not clipped
@@ -151,8 +153,9 @@ class LanguageModel(lightning.LightningModule):
     def configure_optimizers(self) -> Any:
         optim = self.optim
         groups = parameter_groups(self.model, optim)
-        scaled = self._trainer is not None and getattr(self._trainer.precision_plugin, "scaler", None) is not None
-        optimizer = OPTIMISERS[optim.name](groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=not scaled)
+        scaler = getattr(self._trainer.precision_plugin, "scaler", None) if self._trainer is not None else None
+        self.loss_scale = None if scaler is None else LossScale(self.trainer, scaler, self.carried)
+        optimizer = OPTIMISERS[optim.name](groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=scaler is None)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(optim, self.max_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
@@ -167,6 +170,16 @@ class LanguageModel(lightning.LightningModule):
         for group, options in zip(optimizer.param_groups, configured, strict=True):
             parameters = group["params"]
             group.update(options, params=parameters, initial_lr=options["lr"], lr=options["lr"] * factor)
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+        if self.loss_scale is not None:
+            self.loss_scale.begin(batch, batch_idx)
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        def take() -> None:
+            super(LanguageModel, self).optimizer_step(epoch, batch_idx, optimizer, optimizer_closure)
+
+        take() if self.loss_scale is None else self.loss_scale.step(take, optimizer)
 
     def on_after_backward(self) -> None:
         if self.model.gives_back:        # what the first block's backward pass leaves free

@@ -60,6 +60,13 @@ class Carried:
     def after(self, part: int, state: State) -> None:
         self._parts[part] = state.detach()
 
+    def states(self) -> dict[int, State]:
+        """The states as they are now, by batch of a step."""
+        return dict(self._parts)
+
+    def restore(self, states: dict[int, State]) -> None:
+        self._parts = dict(states)
+
     def state_dict(self) -> dict[str, Tensor]:
         """The same in every process. All processes must call it, since it gathers their states."""
         ranks = all_gather([[tensor.cpu() for tensor in self._parts[part]] for part in sorted(self._parts)])

@@ -79,7 +79,7 @@ def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: C
         limit_train_batches=options.overfit_batches or None, gradient_clip_val=config.optim.grad_clip or None, logger=loggers,
         log_every_n_steps=1,
         callbacks=[probe, metrics, ProgressBar(metrics), divergence, *samples,
-                   *compared, saved, StopCleanly(saved), RandomState()],
+                   *compared, saved, StopCleanly(saved), RandomState(config.seed)],
         default_root_dir=out_dir / FOLDER, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False)
     if run.resume_step == options.max_steps:
         trainer.fit_loop.run = partial(_validate_alone, trainer)  # type: ignore[method-assign]

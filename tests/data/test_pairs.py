@@ -191,3 +191,23 @@ def test_pairs_that_are_too_long_are_said(tmp_path: Path) -> None:
     assert found.conversations is not None
     assert "1 longer than model.ctx_len=80" in rows_of(found.conversations[0], 80).describe()
     assert "left out" not in rows_of(found.conversations[0], 500).describe()
+
+
+def test_pairs_of_equal_answers_are_left_out_and_counted(tmp_path: Path) -> None:
+    """Equal as the model reads them: the template strips the second one's space."""
+    equal = [{"prompt": "same", "chosen": "no", "rejected": answer} for answer in ("no", " no ")]
+    alike = {"prompt": "same", "chosen": "on", "rejected": "no"}         # of equal length
+    found = corpus(tmp_path, [*ENTRIES, *equal, alike])
+    rows = [rows_of(split, 80) for split in found.conversations or ()]
+    assert sum(int(each.counts.sum()) for each in rows) == len(ENTRIES) + 1
+    assert "2 whose two answers are equal are left out" in rows[0].describe()
+    read = rows[0].__getitems__([*range(len(rows[0]))])
+    assert isinstance(read, Pairs)
+    assert len(read.numbers) == int(rows[0].counts.sum())
+
+
+def test_where_all_answers_are_equal_there_is_nothing_to_prefer(tmp_path: Path) -> None:
+    found = corpus(tmp_path, [entry | {"rejected": entry["chosen"]} for entry in ENTRIES])
+    assert found.conversations is not None
+    with pytest.raises(UserError, match="chosen and rejected must differ"):
+        rows_of(found.conversations[0], 80)

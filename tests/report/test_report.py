@@ -37,7 +37,7 @@ from rwkv.training.run.opening import open_run
 
 ROOT = Path(__file__).parent.parent.parent
 BREAKS = '\n_backward, _calls = backward, []\n\n\ndef backward(*inputs):\n    _calls.append(1)\n' \
-         '    if len(_calls) > 8:\n        raise RuntimeError("out of <luck> & such")\n    return _backward(*inputs)\n'
+         '    if len(_calls) > 9:\n        raise RuntimeError("out of <luck> & such")\n    return _backward(*inputs)\n'
 RESULTS = ("y", *(f"grad {name}" for name in ("time_decay", "time_first", "k", "v")))
 
 
@@ -306,7 +306,7 @@ def test_a_wrong_gradient_is_exposed(folder: Path, capsys: pytest.CaptureFixture
     *_, of_report = [line for line in capsys.readouterr().err.splitlines() if line.startswith("WARNING")]
     assert of_report == f"{before}."
     assert before.partition(name)[2] in parsed(folder / "unprobed" / "report.html").text
-    for warning, where in ((before, "small case"), (at_start, "at step 2"), (at_end, "at step 6")):
+    for warning, where in ((before, "2 of 2 runs"), (at_start, "at step 2"), (at_end, "at step 6")):
         assert where in warning
         assert "gradient of k" in warning
         assert "time_decay" not in warning

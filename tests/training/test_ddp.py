@@ -43,6 +43,15 @@ def test_two_processes_have_the_losses_of_one(folder: Path, one: Done, two: Done
         torch.testing.assert_close(states[name], state, rtol=1e-3, atol=1e-4)
 
 
+def test_each_process_draws_random_numbers_of_its_own(folder: Path, two: Done) -> None:
+    """Dropout's masks are others for each process's rows."""
+    checkpoint = torch.load(folder / "two/checkpoints/last.ckpt", weights_only=True)
+    first, second = checkpoint["callbacks"]["RandomState"]["ranks"]
+    assert not torch.equal(first["torch"], second["torch"])
+    assert first["python"] != second["python"]
+    assert first["numpy"] != second["numpy"]
+
+
 def test_two_processes_come_to_the_end(folder: Path, two: Done) -> None:
     """Through a validation whose last batch is one process's alone, to the last sample and the report."""
     windows = -(-(len(TEXT.encode()) // 10) // 16)

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import wandb
@@ -13,6 +14,7 @@ from programs import Run, one_sentence
 from training_runs import TEXT
 
 from rwkv.config import LoggerConfig, TrainConfig
+from rwkv.errors import UserError
 from rwkv.training import loggers
 from rwkv.training.run.directory import as_plain
 
@@ -41,6 +43,66 @@ def test_a_continued_run_keeps_its_id(name: str, tmp_path: Path, monkeypatch: py
     assert isinstance(second, WandbLogger)
     assert second.experiment.id == name
     assert f"wandb sync --id {name} " in capsys.readouterr().err
+
+
+def wandb_run(config: LoggerConfig, out_dir: Path, resumed_at: int | None = None) -> Any:
+    """A run of W&B, begun or continued; W&B reads its environment anew."""
+    wandb.finish()
+    wandb.teardown()
+    out_dir.mkdir(exist_ok=True)
+    _, logger = loggers.loggers(config, out_dir, RUN, resumed_at)
+    assert isinstance(logger, WandbLogger)
+    return logger.experiment
+
+
+VARIABLES = {"WANDB_PROJECT": "theirs", "WANDB_NAME": "a name", "WANDB_RUN_GROUP": "a group", "WANDB_NOTES": "a note",
+             "WANDB_TAGS": "one,two", "WANDB_JOB_TYPE": "train", "WANDB_ENTITY": "someone"}
+
+
+@pytest.mark.programs
+def test_the_users_settings_win_over_defaults_and_options_over_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    run = wandb_run(CONFIG, tmp_path / "plain")
+    assert (run.project, run.group, run.name) == ("timemix", "", f"{RUN['kernel']['name']}-plain")
+    assert run.dir.startswith(str(tmp_path / "plain"))
+    for name, value in VARIABLES.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("WANDB_DIR", str(tmp_path))
+    run = wandb_run(CONFIG, tmp_path / "out")
+    assert (run.project, run.group, run.name) == ("theirs", "a group", "a name")
+    assert (run.notes, run.tags, run.job_type, run.entity) == ("a note", ("one", "two"), "train", "someone")
+    assert Path(run.dir).parts[len(tmp_path.parts)] == "wandb"
+    again = wandb_run(CONFIG, tmp_path / "out", resumed_at=1)
+    assert again.id == run.id, "though W&B's folder is elsewhere"
+    given = LoggerConfig(name="wandb", project="timemix", group="ours", run_name="this")
+    run = wandb_run(given, tmp_path / "given")
+    assert (run.project, run.group, run.name) == ("timemix", "ours", "this")
+
+
+@pytest.mark.parametrize(("name", "value"), [("WANDB_PROJECT", "a/b"), ("WANDB_MODE", "sometimes"), ("WANDB_RUN_ID", "a/b"),
+                                             ("WANDB_RESUME", "maybe")])
+def test_a_setting_that_wandb_refuses_is_a_sentence_before_the_data_are_read(name: str, value: str,
+                                                                             monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match="W&B refuses"):
+        loggers.require(CONFIG)
+
+
+@pytest.mark.programs
+def test_a_copy_of_a_run_is_a_run_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                             capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    first = wandb_run(CONFIG, tmp_path / "one").id
+    wandb.finish()
+    shutil.copytree(tmp_path / "one", tmp_path / "two")
+    copied = wandb_run(CONFIG, tmp_path / "two", resumed_at=1).id
+    assert copied != first
+    assert "is a copy" in capsys.readouterr().err
+    assert wandb_run(CONFIG, tmp_path / "two", resumed_at=1).id == copied, "it goes on under its own"
+    assert wandb_run(CONFIG, tmp_path / "one", resumed_at=1).id == first
+    wandb.finish()
+    (tmp_path / "one").rename(tmp_path / "moved")
+    assert wandb_run(CONFIG, tmp_path / "moved", resumed_at=1).id == first, "a run that was moved is the same one"
 
 
 @pytest.mark.programs

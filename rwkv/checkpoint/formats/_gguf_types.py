@@ -94,6 +94,15 @@ def dequantised(type_: str, bytes_: Tensor) -> Tensor:
     return values
 
 
+def rounded_to_blocks(matrix: Tensor, type_: str) -> Tensor:
+    """A float32 matrix as blocks of this type hold it, in float32; in float16 if its rows are no multiple of a block."""
+    gguf = package(f"writing {type_}")
+    kind = gguf.GGMLQuantizationType[type_]
+    if matrix.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
+        return matrix.half().float()
+    return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(matrix.numpy(), kind), kind))
+
+
 def _by_package(type_: str, bytes_: Tensor) -> Tensor:
     import gguf
 

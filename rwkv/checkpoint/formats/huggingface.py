@@ -14,6 +14,7 @@ Source: huggingface/transformers, models/rwkv/modeling_rwkv.py and configuration
 rwkv-rs/hf-adapter.
 """
 
+import functools
 import json
 from collections.abc import Iterator
 from dataclasses import replace
@@ -21,12 +22,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
+
 from rwkv.chat.stated import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import FORMS, _torch_file, pth, safetensors
 from rwkv.checkpoint.generations import generation_of, generations, supported
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file, write_folder
+from rwkv.model.base import MATRICES
 from rwkv.tokenizer import special, world_json
 
 TOKENIZER = "tokenizer.json"
@@ -109,13 +113,20 @@ def _write(folder: Path, outgoing: Outgoing) -> None:
         write_file(folder / name, lambda file, text=text: file.write(text.encode()))     # type: ignore[misc]
 
 
+def _stated_dtype(outgoing: Outgoing) -> torch.dtype:
+    """The widest dtype of the matrices. A program that loads all in it then keeps merged adapters, which are float32."""
+    group = generation_of(outgoing.config).model.group
+    dtypes = (tensor.dtype for name, tensor in outgoing.tensors.items() if group(name) in MATRICES)
+    return functools.reduce(torch.promote_types, dtypes)
+
+
 def _texts(outgoing: Outgoing) -> dict[str, str]:
     """The text of each file beside the weights."""
     tokenizer = outgoing.entry.get("tokenizer") or {}
     in_json = tokenizer.get("kind") == "json" and isinstance(tokenizer.get("definition"), str)
     ends = (special.ends_of(tokenizer) if in_json else []) or [0]
     ids = {"bos_token_id": ends[0], "eos_token_id": ends if len(ends) > 1 else ends[0]}
-    dtype = outgoing.tensors["emb.weight"].dtype
+    dtype = _stated_dtype(outgoing)
     form = {} if outgoing.form is None else {"form": outgoing.form}
     config = {**generation_of(outgoing.config).hugging_face_config(outgoing.config, outgoing.vocab_size, dtype, **form), **ids,
               "tie_word_embeddings": False, "use_cache": True, "torch_dtype": str(dtype).removeprefix("torch.")}

@@ -139,9 +139,14 @@ class Checkpoints(Callback):
 
 
 class RandomState(Callback):
-    """Saves and restores the states of torch's, Python's and NumPy's random number generators, for each process."""
+    """Saves and restores the states of torch's, Python's and NumPy's random number generators, for each process.
 
-    def __init__(self) -> None:
+    Every process but the first seeds its own before a new run, and where it joins a resumed one: dropout draws another mask for
+    each process's rows.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self.seed = seed
         self._loaded: list[dict[str, Any]] = []
 
     def state_dict(self) -> dict[str, Any]:
@@ -150,9 +155,11 @@ class RandomState(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self._loaded = state_dict["ranks"]
 
-    def on_train_start(self, *_: Any) -> None:
-        if self._loaded:                 # restored only now, since setting up the run draws random numbers
-            _set_random_state(self._loaded[rank() % len(self._loaded)])
+    def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+        if rank() < len(self._loaded):   # restored only now, since setting up the run draws random numbers
+            _set_random_state(self._loaded[rank()])
+        elif rank():
+            _seed(int(np.random.SeedSequence((self.seed, rank(), trainer.global_step)).generate_state(1)[0]))
 
 
 def settle(out_dir: Path, keep: int | None = None) -> None:
@@ -237,6 +244,12 @@ def _random_state() -> dict[str, Any]:
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, np.asarray(keys).tolist(), *rest)}
     return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
+
+
+def _seed(seed: int) -> None:
+    torch.manual_seed(seed)              # the GPU's generators too
+    random.seed(seed)
+    np.random.seed(seed)
 
 
 def _set_random_state(state: dict[str, Any]) -> None:

@@ -13,8 +13,6 @@ from torch import Tensor
 from rwkv.distributed import all_sum
 from rwkv.errors import UserError
 
-FP16_PATIENCE = 20                       # consecutive non-finite losses allowed with fp16: its scaler skips such steps
-
 
 class Diverged(UserError):
     """The loss or a weight is not finite. The checkpoints saved before are intact."""
@@ -31,7 +29,6 @@ class Divergence(Callback):
     log_every: int
     _lr: float = 0.0
     _loss: Any = 0.0                     # of the current step; every accumulated batch adds its share
-    _consecutive: int = 0                # the number of steps in succession whose loss is not finite
     _unread: list[tuple[int, float, Tensor]] = field(default_factory=list)       # step, learning rate and loss
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
@@ -63,10 +60,8 @@ class Divergence(Callback):
             return
         losses = torch.stack([loss for _, _, loss in self._unread]).tolist()
         processes = all_sum(*(not math.isfinite(loss) for loss in losses))       # in how many each loss is not finite
-        has_scaler = getattr(trainer.precision_plugin, "scaler", None) is not None
         for (step, lr, _), diverged in zip(self._unread, processes, strict=True):
-            self._consecutive = self._consecutive + 1 if diverged else 0
-            if self._consecutive > (FP16_PATIENCE if has_scaler else 0):
+            if diverged:
                 raise self._diverged("train/loss", step, lr)
         self._unread.clear()
 

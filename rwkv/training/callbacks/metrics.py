@@ -13,7 +13,7 @@ import torch
 from lightning.pytorch.callbacks import Callback
 from torch.nn.utils import get_total_norm
 
-from rwkv.distributed import all_sum, log, world_size
+from rwkv.distributed import all_gather, all_sum, log, rank, world_size
 from rwkv.io.lines import counted
 from rwkv.model.base import Model
 from rwkv.report.numbers import REWARDS
@@ -24,9 +24,12 @@ from rwkv.training.loggers import norm_names
 class Metrics(Callback):
     """Logs train/loss, lr, tok_per_sec, grad_norm (before clipping) and peak_mem (MiB, of rank 0) every `log_every` steps.
 
+    train/loss is the mean of the steps since the row before, as are train/rewards_* of pairs of answers; the other numbers are
+    the last step's. Checkpoints hold the sums of the steps after the last row, so that a continued run logs the same means.
+
     tok_per_sec excludes the time of validation and sampling, and the padding of trainer.tbptt's segments. With grad_norms, the
-    gradient norm of each part of the model is logged too, and for pairs of answers train/rewards_*, means over the step's
-    pairs. After training, the median milliseconds of the logged steps are printed.
+    gradient norm of each part of the model is logged too. After training, the median milliseconds of the logged steps are
+    printed.
     """
 
     log_every: int
@@ -39,9 +42,22 @@ class Metrics(Callback):
     _ms_per_token: list[float] = field(default_factory=list)
     _lr: float = 0.0
     _part_norms: dict[str, float] = field(default_factory=dict)
-    _loss: Any = 0.0                     # of the current step; every accumulated batch adds its share
+    _steps: int = 0                      # steps since the last row
+    _loss: Any = 0.0                     # sum of their losses, on the device; every accumulated batch adds its share
+    _rewards: Any = 0.0                  # sum of their REWARDS (4,), for pairs of answers
+
+    def state_dict(self) -> dict[str, Any]:
+        """All processes must call it, since it gathers their sums."""
+        sums = [float(self._loss), *torch.as_tensor(self._rewards).expand(len(REWARDS)).tolist()]
+        return {"steps": self._steps, "ranks": all_gather(sums)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._steps, ranks = state_dict["steps"], torch.tensor(state_dict["ranks"])
+        sums = ranks[rank()] if len(ranks) == world_size() else ranks.mean(0)
+        self._loss, self._rewards = float(sums[0]), sums[1:]
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
+        self._rewards = torch.as_tensor(self._rewards, device=pl_module.device)
         self._start_interval()
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
@@ -61,11 +77,14 @@ class Metrics(Callback):
         self._loss = self._loss + outputs["loss"].detach()
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
+        self._steps += 1
+        if pl_module.preferences is not None:
+            self._rewards = self._rewards + pl_module.rewards
         if trainer.global_step % self.log_every == 0:
             self._tokens_per_step = tokens * trainer.accumulate_grad_batches
             self._log(trainer, pl_module)
             self._start_interval()
-        self._loss = 0.0
+            self._steps, self._loss, self._rewards = 0, 0.0, 0.0
 
     def exclude(self, seconds: float) -> None:
         """Excludes `seconds`, spent on other work than training, from the current interval."""
@@ -77,7 +96,8 @@ class Metrics(Callback):
             log(f"median {ms_per_step:.1f} ms a step of {counted(self._tokens_per_step, 'token')}")
 
     def _log(self, trainer: lightning.Trainer, task: Any) -> None:
-        loss = all_sum(self._loss.item())[0] / world_size()
+        summed = self._steps * world_size()
+        loss = all_sum(self._loss.item())[0] / summed
         seconds = time.perf_counter() - self._interval_start
         self._ms_per_token.append(1000 * (seconds / self._interval_tokens))
         metrics = {"train/loss": loss, "lr": self._lr, "tok_per_sec": self._interval_counted / seconds}
@@ -85,7 +105,7 @@ class Metrics(Callback):
             metrics["grad_norm"] = float(task.grad_norm)
         metrics |= self._part_norms
         if task.preferences is not None:
-            means = [total / world_size() for total in all_sum(*task.rewards.tolist())]
+            means = [total / summed for total in all_sum(*self._rewards.tolist())]
             metrics |= {f"train/{name}": mean for name, mean in zip(REWARDS, means, strict=True)}
         metrics["peak_mem"] = peak_memory_mib(task.device)
         self.latest = metrics

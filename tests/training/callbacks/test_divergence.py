@@ -7,7 +7,7 @@ import pytest
 import torch
 from lightning.pytorch.plugins.precision import MixedPrecision
 from programs import Run
-from training_runs import SMALL, TEXT, content, losses
+from training_runs import SMALL, TEXT, content, losses, rows
 
 BRIEF = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=6", "out_dir=run",
          "trainer.checkpoint_every=1", "trainer.val_every=100", "data.num_workers=0")
@@ -53,15 +53,39 @@ def test_losses_are_named_by_the_first_step_that_is_not_finite(run: Run, folder:
     assert not list(Path("run").glob("checkpoints/*"))
 
 
-@pytest.mark.programs
-@pytest.mark.filterwarnings("ignore:Detected call of .lr_scheduler.step")
-def test_steps_that_the_scaler_of_fp16_skips_are_no_divergence(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0 ** 20)
+def scaled(monkeypatch: pytest.MonkeyPatch, **options: float) -> torch.amp.GradScaler:
+    """The scaler of the next run."""
+    scaler = torch.amp.GradScaler("cpu", **options)                      # type: ignore[arg-type]
     monkeypatch.setattr("rwkv.training.trainer.MixedPrecision", partial(MixedPrecision, scaler=scaler))
-    status, _, error = run("train", *BRIEF, "trainer.precision=fp16-mixed", "trainer.max_steps=12")
-    assert status == 0, error
-    assert scaler.get_scale() < 2.0 ** 20, "some were skipped"
-    assert len(losses(Path("run"))) == 12
+    return scaler
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("options", [("data.batch_size=4",), ("data.batch_size=2", "trainer.accumulate=2"),
+                                     ("data.batch_size=2", "trainer.accumulate=2", "trainer.tbptt=2")])
+def test_a_step_that_the_scaler_of_fp16_skips_is_repeated(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch,
+                                                          options: tuple[str, ...]) -> None:
+    """Steps, rates and weights are those of a run whose scale never was too large."""
+    for name, scale in (("low", 2.0 ** 8), ("high", 2.0 ** 24)):
+        scaler = scaled(monkeypatch, init_scale=scale, growth_interval=100)
+        status, _, error = run("train", *BRIEF, "trainer.precision=fp16-mixed", "optim.lr=1e-3", f"out_dir={name}", *options)
+        assert status == 0, error
+        assert (scaler.get_scale() < scale) == (name == "high")
+        held = content(Path(name) / "checkpoints/last.ckpt")
+        assert {float(value) for key, value in held.items() if key.endswith("/step") and "optimizer" in key} == {6.0}
+    low, high = ([row["lr"] for row in rows(Path(name))] for name in ("low", "high"))
+    assert low == high
+    assert list(losses(Path("low")).values()) == pytest.approx(list(losses(Path("high")).values()), rel=2e-3)
+
+
+@pytest.mark.programs
+def test_a_run_whose_every_step_is_skipped_fails(run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled(monkeypatch, init_scale=2.0 ** 120)
+    status, output, error = run("train", *BRIEF, "trainer.precision=fp16-mixed")
+    assert (status, output) == (2, "")
+    assert "step 1 " in error.splitlines()[-1]
+    assert "loss scale" in error.splitlines()[-1]
+    assert not list(Path("run").glob("checkpoints/*"))
 
 
 @pytest.mark.programs

@@ -229,6 +229,30 @@ def test_the_plan_counts_what_is_trained(folder: Path, run: Run) -> None:
 
 
 @pytest.mark.programs
+def test_the_losses_of_a_run_on_a_bfloat16_file_are_those_of_what_is_read(folder: Path, run: Run) -> None:
+    """Where a program or tune.base rounds the sums again, it says how much of the change is left."""
+    convert(folder / "base7.safetensors", folder / "half.safetensors", "bfloat16")
+    out = tuned(run, "tune=lora", "tune.rank=2", "optim.lr=1e-4", base="half.safetensors")
+    held = torch.load(out / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
+    apart = RWKV.from_pretrained("half.safetensors", mmap=False)
+    add_adapters(apart, (), 2, 32.0)
+    apart.load_state_dict({name.removeprefix("model."): tensor for name, tensor in held.items()}, strict=False)
+    ids = tokens(apart, T=40)
+    trained, before, read = (model(ids)[0] for model in (apart.eval(), RWKV.from_pretrained("half.safetensors"),
+                                                         RWKV.from_pretrained(out)))
+    assert (read - trained).norm() < 0.01 * (before - trained).norm()
+    said = {}
+    for dtype in ("float32", "bfloat16"):
+        status, _, error = run("generate", "checkpoint=out", "prompt=a", "max_new_tokens=1", f"dtype={dtype}")
+        assert status == 0, error
+        said[dtype] = "learnt is left" in error
+        status, _, plan = run("train", *OPTIONS, "tune=lora", "init_from=out", "plan=true", f"tune.base={dtype}")
+        assert status == 0, plan
+        assert ("rounds the adapters" in plan) == said[dtype]
+    assert said == {"float32": False, "bfloat16": True}
+
+
+@pytest.mark.programs
 def test_a_step_that_is_read_in_passes_is_continued_by_the_same_command(folder: Path, run: Run) -> None:
     """4 rows of 256 positions are 2 passes of 512; the plan says so, and the run counts steps of 4 rows."""
     options = ("tune=lora", "tune.rank=2", "model.ctx_len=256", "data.batch_size=4", "trainer.val_every=3")

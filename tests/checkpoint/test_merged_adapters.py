@@ -1,0 +1,157 @@
+"""Adapters beside frozen weights in 16 bits or blocks: what they have learnt is read and written, or a line says how much."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from files import SIZES
+from models import small_model, tokens
+from torch import Tensor
+from tuned_runs import write_run
+
+from rwkv.checkpoint.files import read_checkpoint
+from rwkv.checkpoint.tuned import is_exact, surviving
+from rwkv.generation.decoder import decoder_of
+from rwkv.model.decoding.c_step import is_plain
+from rwkv.pretrained import RWKV, rounded_adapters
+from rwkv.tools import convert
+
+SCALE = 4.0                              # alpha / rank of write_run
+NAMES = [f"blocks.{layer}.{module}.weight" for layer in range(3) for module in ("att.key", "ffn.value")]
+BASES = ("float32", "float16", "bfloat16", "q8_0")
+
+
+def adapters(base: Path, size: float, seed: int = 1) -> dict[str, Tensor]:
+    """Of the matrices NAMES: A, random, and B so small that a change is about `size`."""
+    random, found = torch.Generator().manual_seed(seed), {}
+    for name in NAMES:
+        out, inputs = read_checkpoint(base).weights[name].shape
+        stem = name.removesuffix(".weight")
+        found[f"{stem}.lora_A.weight"] = torch.randn(2, inputs, generator=random)
+        found[f"{stem}.lora_B.weight"] = size / SCALE * torch.randn(out, 2, generator=random)
+    return found
+
+
+def expected(base: Path, trained: dict[str, Tensor]) -> dict[str, Tensor]:
+    """W + alpha / rank B A in float64."""
+    weights = {name: tensor.double() for name, tensor in read_checkpoint(base).weights.items()}
+    for name in NAMES:
+        stem = name.removesuffix(".weight")
+        weights[name] += SCALE * trained[f"{stem}.lora_B.weight"].double() @ trained[f"{stem}.lora_A.weight"].double()
+    return weights
+
+
+def holds(path: Path, weights: dict[str, Tensor]) -> None:
+    """The file has these matrices to the precision of float32."""
+    read = read_checkpoint(path).weights
+    for name in (*NAMES, "blocks.1.att.value.weight", "head.weight"):
+        torch.testing.assert_close(read[name].double(), weights[name], rtol=1e-6, atol=1e-7, msg=name)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A base in each of BASES, NAME.safetensors or q8_0.gguf, and runs whose changes are small beside its rounding."""
+    made = tmp_path_factory.mktemp("tuned")
+    small_model(generation="rwkv7", **SIZES["rwkv7"]).save_pretrained(made / "float32.safetensors")
+    for dtype in BASES[1:]:
+        convert.convert(made / "float32.safetensors", base_of(made, dtype), dtype)
+    for dtype in BASES:
+        write_run(made / dtype, base_of(made, dtype), "lora", adapters(base_of(made, dtype), 1e-4))
+    return made
+
+
+def base_of(folder: Path, dtype: str) -> Path:
+    return folder / (f"{dtype}.gguf" if dtype[0] == "q" else f"{dtype}.safetensors")
+
+
+@pytest.mark.parametrize("dtype", BASES)
+def test_a_merged_sum_is_not_rounded_to_the_dtype_of_the_file(folder: Path, dtype: str) -> None:
+    base = base_of(folder, dtype)
+    weights = expected(base, adapters(base, 1e-4))
+    holds(folder / dtype, weights)
+    for options in ({}, {"mmap": False}, {"trainable": True}):
+        model = RWKV.from_pretrained(folder / dtype, **options)          # type: ignore[arg-type]
+        for name in NAMES:
+            torch.testing.assert_close(model.get_parameter(name).data.double(), weights[name], rtol=1e-6, atol=1e-7)
+
+
+@torch.inference_mode()
+def test_the_step_computes_with_the_sums(folder: Path) -> None:
+    """The one in C copies matrices that are exact in bfloat16; these are not."""
+    model = RWKV.from_pretrained(folder / "bfloat16")
+    exact = RWKV.from_pretrained(folder / "bfloat16", "reference", mmap=False).double()
+    exact.load_state_dict(expected(folder / "bfloat16.safetensors", adapters(folder / "bfloat16.safetensors", 1e-4)))
+    before = RWKV.from_pretrained(folder / "bfloat16.safetensors")
+    assert is_plain(model)
+    ids = tokens(model, B=1, T=12)
+    whole = exact(ids)[0][0, -1].double()
+    logits = {name: decoder_of(each, each.empty_state(1)) for name, each in (("after", model), ("before", before))}
+    last = {name: [decoder.step(ids[:, t])[0] for t in range(12)][-1].double() for name, decoder in logits.items()}
+    change = (last["before"] - whole).norm()
+    assert (last["after"] - whole).norm() < 0.01 * change
+
+
+@pytest.mark.parametrize("target", ["out.pth", "out.safetensors", "out.ckpt", "out", "out.gguf"])
+def test_a_converted_run_has_what_was_trained(folder: Path, tmp_path: Path, target: str) -> None:
+    convert.convert(folder / "bfloat16", tmp_path / target)
+    base = folder / "bfloat16.safetensors"
+    holds(tmp_path / target, expected(base, adapters(base, 1e-4)))
+    if target == "out":
+        assert '"torch_dtype": "float32"' in (tmp_path / "out" / "config.json").read_text()
+
+
+@pytest.mark.parametrize(("dtype", "most"), [("bfloat16", 0.9), ("float16", 0.99), ("q8_0", 0.1), ("int4", 0.1)])
+def test_a_conversion_that_rounds_says_what_is_left(folder: Path, tmp_path: Path, dtype: str, most: float,
+                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / ("out.gguf" if dtype[0] == "q" else "out.safetensors")
+    convert.convert(folder / "bfloat16", target, dtype)
+    (line,) = (line for line in capsys.readouterr().err.splitlines() if "learnt" in line)
+    base, trained = folder / "bfloat16.safetensors", adapters(folder / "bfloat16.safetensors", 1e-4)
+    sums, weights = expected(base, trained), read_checkpoint(base).weights
+    convert.convert(base, tmp_path / f"base{target.suffix}", dtype)
+    read, rounded = read_checkpoint(target).weights, read_checkpoint(tmp_path / f"base{target.suffix}").weights
+    change = torch.cat([(sums[name] - weights[name].double()).flatten() for name in NAMES])
+    kept = torch.cat([(read[name].double() - rounded[name].double()).flatten() for name in NAMES])
+    left = max(0.0, 1 - ((kept - change).norm() / change.norm()).item())
+    assert f": {left:.0%} of" in line
+    assert left < most
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "int8", "int4"])
+def test_a_model_in_a_dtype_that_rounds_says_what_is_left(folder: Path, dtype: str) -> None:
+    checkpoint = read_checkpoint(folder / "bfloat16")
+    (line,) = rounded_adapters(checkpoint, dtype)
+    assert f"{surviving(checkpoint, dtype):.0%}" in line
+    with pytest.warns(UserWarning, match=dtype):
+        RWKV.from_pretrained(folder / "bfloat16", dtype=dtype)
+
+
+def test_where_nothing_is_lost_nothing_is_said(folder: Path, tmp_path: Path) -> None:
+    base = folder / "bfloat16.safetensors"
+    write_run(tmp_path / "nothing", base, "lora", adapters(base, 0.0))
+    write_run(tmp_path / "much", base, "lora", adapters(base, 30.0))
+    assert rounded_adapters(read_checkpoint(folder / "bfloat16"), "float32") == []
+    for path in (base, tmp_path / "nothing", tmp_path / "much"):
+        assert rounded_adapters(read_checkpoint(path), "bfloat16") == [], path
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        RWKV.from_pretrained(folder / "bfloat16")
+
+
+def test_adapters_on_adapters_are_all_there(folder: Path, tmp_path: Path) -> None:
+    """The second run's change and the first one's; what is left is measured of both."""
+    base = folder / "bfloat16.safetensors"
+    first, second = adapters(base, 1e-4), adapters(base, 1e-6, seed=2)
+    write_run(tmp_path / "second", folder / "bfloat16", "lora", second)
+    weights, more = expected(base, first), expected(base, second)
+    for name in NAMES:
+        weights[name] += more[name] - read_checkpoint(base).weights[name].double()
+    holds(tmp_path / "second", weights)
+    lefts = [surviving(read_checkpoint(path), "bfloat16") for path in (folder / "bfloat16", tmp_path / "second")]
+    assert lefts[1] == pytest.approx(lefts[0], abs=0.02)
+
+
+def test_matrices_are_exact_in_the_dtype_of_their_file_alone(folder: Path) -> None:
+    files = ("bfloat16.safetensors", "float32.safetensors", "bfloat16")
+    assert [is_exact(read_checkpoint(folder / name), "bfloat16") for name in files] == [True, False, False]

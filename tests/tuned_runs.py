@@ -1,0 +1,22 @@
+"""The files that runs of tune=lora and tune=state leave, made without a run."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rwkv.checkpoint.files import describe, read_checkpoint
+from rwkv.checkpoint.tuned import identity
+
+
+def write_run(folder: Path, base: Path, method: str, trained: dict[str, Tensor], alpha: float = 8.0, **entry: Any) -> None:
+    """The checkpoint that a run of tune=METHOD leaves."""
+    checkpoint = read_checkpoint(base)
+    run = {"model": asdict(checkpoint.config), "init_from": str(base), "tune": {"method": method, "rank": 2, "alpha": alpha}}
+    described = {**describe(run, checkpoint.vocab_size, None), "tokenizer": checkpoint.tokenizer,
+                 "tokenizer_hash": checkpoint.tokenizer_hash, "base": identity(checkpoint), **entry}
+    path = folder / "checkpoints" / "last.ckpt"
+    path.parent.mkdir(parents=True)
+    torch.save({"state_dict": {f"model.{name}": tensor for name, tensor in trained.items()}, "timemix": described}, path)
