@@ -32,7 +32,7 @@ REST = "REST: /(?s:.+)/"
 THOUGHTS = 'thoughts[suffix="</think>"]: /(?s:.*)/'
 TRIES = 500                              # schemas that are tried to find the place of an error
 PLACE_S = 1.0                            # seconds that may take
-COMPILED = 16                            # number of compiled grammars that are kept
+COMPILED = 32                            # number of compiled grammars that are kept
 WALKS, STEPS = 48, 160                   # texts that are begun to find out whether each beginning has an end; tokens of each
 LAST_WALKS, LAST_STEPS = 4, 8_000        # where none of these has ended
 # Bounds of llguidance's work for one token: a lexer's states take 1 to 2 kB each
@@ -255,6 +255,10 @@ class Matcher:
         """Whether a limit of the work for one token has been reached."""
         return any(library.stop_reason() in ("ParserTooComplex", "LexerTooComplex") for library in self._libraries)
 
+    @property
+    def error(self) -> str:
+        return next((library.get_error() for library in self._libraries if library.is_error()), "")
+
     def push(self, token: int) -> None:
         """Follows an allowed token that was drawn. Not for a token that ends the text."""
         for library in self._libraries:
@@ -270,6 +274,10 @@ def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 @lru_cache(maxsize=COMPILED)
 def compiled(grammar: Grammar, tokenizer: Tokenizer) -> list[Any]:
     """llguidance's matchers, which are copied for each text. Raises UserError as Grammar.check and require_ends do."""
+    return compile_grammar(grammar, tokenizer)
+
+
+def compile_grammar(grammar: Grammar, tokenizer: Tokenizer) -> list[Any]:
     both = (grammar, grammar.with_finite_numbers())
     libraries = [_library(each, tokenizer) for each in both if each is not None]
     if not vocabulary(tokenizer).has_all_characters:
@@ -308,7 +316,7 @@ def _walk(libraries: Sequence[Any], words: Vocabulary, grammar: Grammar, seed: i
         if mask is None:
             if matcher.too_complex:
                 return False
-            raise UserError(f"{grammar.parts[0].where}: {_without_end(grammar, written, words)}")
+            raise UserError(f"{grammar.parts[0].where}: {_without_end(grammar, written, words, matcher.error)}")
         close = closing is not None and step >= closing
         preferred = [token for token in (*words.ends, *words.closing) if mask[token // 8] >> token % 8 & 1] if close else []
         token = draw.choice(preferred) if preferred else _drawn(mask, draw)
@@ -326,10 +334,12 @@ def _drawn(mask: bytearray, draw: Random) -> int:
     return place * 8 + draw.choice([bit for bit in range(8) if mask[place] >> bit & 1])
 
 
-def _without_end(grammar: Grammar, written: bytes, words: Vocabulary) -> str:
-    """Why a text cannot go on after `written`: which character the tokenizer lacks, or that nothing may come."""
+def _without_end(grammar: Grammar, written: bytes, words: Vocabulary, error: str) -> str:
+    """Why a text cannot go on after `written`: which character the tokenizer lacks, or that nothing may come. error: of
+    llguidance, or ""."""
     if words.has_all_characters:
-        return f"nothing may follow {written.decode(errors='replace')[-40:]!r}, so an answer could not be finished"
+        reason = f" ({_sentence(error).partition(';')[0]})" if error else ""
+        return f"nothing may follow {written.decode(errors='replace')[-40:]!r}, so an answer could not be finished{reason}"
     libraries = [_library(each, BYTES) for each in (grammar, grammar.with_finite_numbers()) if each]
     matcher = Matcher([library.deep_copy() for library in libraries], vocabulary(BYTES))
     place = 0

@@ -396,7 +396,7 @@ def _without_empty_rules(schema: Mapping[str, Any]) -> dict[str, Any]:
               "minContains": "contains" not in schema, "maxContains": "contains" not in schema,
               "contains": schema.get("minContains") == 0 and "maxContains" not in schema,
               "then": "if" not in schema, "else": "if" not in schema,
-              "if": "then" not in schema and "else" not in schema, "contentSchema": True, "deprecated": True,
+              "contentSchema": True, "deprecated": True,
               "minimum": schema.get("minimum") == -math.inf, "maximum": schema.get("maximum") == math.inf}
     if always["contains"]:
         always["minContains"] = True

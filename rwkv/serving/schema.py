@@ -26,7 +26,7 @@ MOST_TOOLS = 128                         # of one request
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Count = Annotated[int, msgspec.Meta(ge=1, le=MOST_ROWS)]
 NewTokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
-Name = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")]           # in Python $ also stands before a last line end
+Name = Annotated[str, msgspec.Meta(pattern=r"^[a-zA-Z0-9_-]{1,64}$(?!\n)")]       # $ also matches before a last line end
 StateId = Annotated[str, msgspec.Meta(max_length=64)]
 Body = TypeVar("Body")
 
