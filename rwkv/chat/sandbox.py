@@ -22,7 +22,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 SECONDS = 3.0                            # CPU time of one rendering
-CHARACTERS = 2**25                       # characters that one rendering may make, beside COPIES of each one that it is given
+CHARACTERS = 2**25                       # characters that one rendering may make, beside COPIES of each one in the conversation
 COPIES = 50
 ITEM = 8                                 # characters that an item of a list counts as
 BITS = 10_000                            # of a whole number
@@ -40,11 +40,11 @@ class LimitReached(Exception):
 
 
 class Limit:
-    """What one rendering may still take. given: the number of characters in the conversation."""
+    """The time and text that one rendering may still use. characters: of the conversation."""
 
-    def __init__(self, given: int = 0) -> None:
+    def __init__(self, characters: int = 0) -> None:
         self._end = thread_time() + SECONDS
-        self._characters = CHARACTERS + COPIES * given
+        self._characters = CHARACTERS + COPIES * characters
         self._steps = 0
 
     def step(self) -> None:
@@ -63,8 +63,8 @@ _limit: ContextVar[Limit] = ContextVar("limit")
 
 
 @contextmanager
-def limited(given: int = 0) -> Iterator[Limit]:
-    limit = Limit(given)
+def limited(characters: int = 0) -> Iterator[Limit]:
+    limit = Limit(characters)
     token = _limit.set(limit)
     try:
         yield limit
@@ -202,17 +202,17 @@ def _counting_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any
             limit.make(len(values[0]) if isinstance(values[0], Sized) else 0)
         if name in SHOWN:
             _check_shown(values)
-        given = [*values[1:], *kwargs.values()]
+        arguments = [*values[1:], *kwargs.values()]
         if name in PADDED:
-            _check_width(given)
+            _check_width(arguments)
         if name == "join" and values:
             values = ([*values[0]], *values[1:])
             limit.make(sum(len(str(value)) for value in values[0]))
         if name in ("join", "replace", "indent", "format") and values:
-            most = max((len(text) for text in given if isinstance(text, str)), default=0)
+            most = max((len(text) for text in arguments if isinstance(text, str)), default=0)
             limit.make(most * (len(values[0]) if name != "indent" else 0))
         if name == "indent" and values:
-            width = next((width for width in given if isinstance(width, int)), 4)
+            width = next((width for width in arguments if isinstance(width, int)), 4)
             limit.make(str(values[0]).count("\n") * width)
         if name == "format":
             _check_format(values[0] if values else "")
@@ -243,9 +243,9 @@ def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str,
     """Counts what a method of a text makes, before it is made. Returns its arguments, read where they were an iterator."""
     limit = _limit.get()
     limit.make(len(text))
-    given = [*args, *kwargs.values()]
+    arguments = [*args, *kwargs.values()]
     if name in PADDING:
-        _check_width(given)
+        _check_width(arguments)
         limit.make(text.count("\t") * WIDTH if name == "expandtabs" else WIDTH)
     elif name == "join" and args:
         args = ([*_counted(args[0])],)
@@ -256,12 +256,12 @@ def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str,
         raise LimitReached("it calls translate, which this project does not allow")
     elif name in ("format", "format_map"):
         _check_format(text)
-        limit.make(text.count("{") * max((len(str(each)) for each in given), default=0))
+        limit.make(text.count("{") * max((len(str(each)) for each in arguments), default=0))
     return args
 
 
-def _check_width(given: Iterable[Any]) -> None:
-    if any(isinstance(width, (int, float)) and width > WIDTH for width in given):
+def _check_width(arguments: Iterable[Any]) -> None:
+    if any(isinstance(width, (int, float)) and width > WIDTH for width in arguments):
         raise LimitReached(f"it pads a text to more than {WIDTH} characters")
 
 

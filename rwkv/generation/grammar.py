@@ -236,19 +236,19 @@ class Matcher:
 
     def allowed(self) -> bytearray | None:
         """One bit for each token, the lowest bit of a byte first: 1 where the token may come next. None where no token may."""
-        together = -1
+        both = -1
         for library in self._libraries:
             if library.is_error():
                 return None
             mask = library.compute_bitmask()
             if library.is_error():       # the grammar has become too complex, and the mask allows only the end of text
                 return None
-            together &= int.from_bytes(mask, "little")
-        found = bytearray(together.to_bytes(len(mask), "little"))
-        complete = bool(found[self._end // 8] >> self._end % 8 & 1)
+            both &= int.from_bytes(mask, "little")
+        allowed = bytearray(both.to_bytes(len(mask), "little"))
+        complete = bool(allowed[self._end // 8] >> self._end % 8 & 1)
         for token in self._ends:
-            found[token // 8] = found[token // 8] & ~(1 << token % 8) | complete << token % 8
-        return found if any(found) else None
+            allowed[token // 8] = allowed[token // 8] & ~(1 << token % 8) | complete << token % 8
+        return allowed if any(allowed) else None
 
     @property
     def too_complex(self) -> bool:
@@ -288,11 +288,11 @@ def compile_grammar(grammar: Grammar, tokenizer: Tokenizer) -> list[Any]:
 def _library(grammar: Grammar, tokenizer: Tokenizer) -> Any:
     llguidance = _llguidance()
     limits = llguidance.LLParserLimits(**LIMITS)
-    found = llguidance.LLMatcher(vocabulary(tokenizer).library, grammar.definition, log_level=0, limits=limits)
-    if found.is_error():
+    library = llguidance.LLMatcher(vocabulary(tokenizer).library, grammar.definition, log_level=0, limits=limits)
+    if library.is_error():
         grammar.check()
-        raise UserError(f"{grammar.parts[0].where}: {_sentence(found.get_error())}")
-    return found
+        raise UserError(f"{grammar.parts[0].where}: {_sentence(library.get_error())}")
+    return library
 
 
 def require_ends(grammar: Grammar, libraries: Sequence[Any], tokenizer: Tokenizer, walks: int = WALKS) -> None:

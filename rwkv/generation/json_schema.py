@@ -268,16 +268,16 @@ class _Finite:
         """The schema at a JSON pointer; None where the reference is none, or leads out of the schema."""
         if reference != "#" and not reference.startswith("#/"):
             return None
-        found = self._root
+        target = self._root
         for step in unquote(reference[2:]).split("/") if len(reference) > 1 else ():
             step = step.replace("~1", "/").replace("~0", "~")
-            if isinstance(found, Mapping) and step in found:
-                found = found[step]
-            elif isinstance(found, list) and step.isdecimal() and int(step) < len(found):
-                found = found[int(step)]
+            if isinstance(target, Mapping) and step in target:
+                target = target[step]
+            elif isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+                target = target[int(step)]
             else:
                 return None
-        return found if _is_schema(found) else None
+        return target if _is_schema(target) else None
 
 
 def _require_multiples(schema: Mapping[str, Any], where: str) -> None:
@@ -315,65 +315,65 @@ class _Rewriting:
     def rewritten(self, schema: Any, where: str) -> Any:
         if not isinstance(schema, Mapping):
             return schema
-        found = _without_empty_rules(schema)
+        rules = _without_empty_rules(schema)
         for key in BY_NAME:
-            if key in found:
-                found[key] = {name: self._inner(sub, f"{where}.{key}.{name}", key) for name, sub in found[key].items()}
+            if key in rules:
+                rules[key] = {name: self._inner(sub, f"{where}.{key}.{name}", key) for name, sub in rules[key].items()}
         for key in IN_LIST:
-            if isinstance(found.get(key), list):
-                found[key] = [self._inner(sub, f"{where}.{key}[{i}]", key) for i, sub in enumerate(found[key])]
+            if isinstance(rules.get(key), list):
+                rules[key] = [self._inner(sub, f"{where}.{key}[{i}]", key) for i, sub in enumerate(rules[key])]
         for key in ALONE:
-            if isinstance(found.get(key), (Mapping, bool)):
-                found[key] = self._inner(found[key], f"{where}.{key}", key)
+            if isinstance(rules.get(key), (Mapping, bool)):
+                rules[key] = self._inner(rules[key], f"{where}.{key}", key)
         for key in ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"):
-            if key in found:
-                found[key] = int(found[key])
-        _enforce_format(found)
-        if "pattern" in found:
-            found["pattern"] = rust_pattern(found["pattern"])
-        _enforce_bounds(found, where)
-        _require_exact(found, where)
-        self._enforce_names(found)
-        return found
+            if key in rules:
+                rules[key] = int(rules[key])
+        _enforce_format(rules)
+        if "pattern" in rules:
+            rules["pattern"] = rust_pattern(rules["pattern"])
+        _enforce_bounds(rules, where)
+        _require_exact(rules, where)
+        self._enforce_names(rules)
+        return rules
 
     def _inner(self, schema: Any, where: str, key: str) -> Any:
         if key not in ("$defs", "definitions") and not self._finite.has_instance(schema):
             return False
         return self.rewritten(schema, where)
 
-    def _enforce_names(self, found: dict[str, Any]) -> None:
+    def _enforce_names(self, rules: dict[str, Any]) -> None:
         """Drops patterns that only declared names match, as no other key could follow a comma. llguidance writes declared names
         in their order; so no other key may begin as a name that may no longer come, such as forecasts for forecast."""
-        patterns = {rust_pattern(pattern): sub for pattern, sub in found.get("patternProperties", {}).items()}
-        names = {*found.get("properties", ()), *found.get("required", ())}
-        if patterns and found.get("additionalProperties") is False:
+        patterns = {rust_pattern(pattern): sub for pattern, sub in rules.get("patternProperties", {}).items()}
+        names = {*rules.get("properties", ()), *rules.get("required", ())}
+        if patterns and rules.get("additionalProperties") is False:
             other = [f"^{_complement(names)}$"] if names else []
             for pattern in [pattern for pattern in patterns if self._is_empty([pattern, *other])]:
-                self._move_to_names(found, pattern, patterns.pop(pattern), names)
-        if patterns or "patternProperties" in found:
-            found["patternProperties"] = patterns
+                self._move_to_names(rules, pattern, patterns.pop(pattern), names)
+        if patterns or "patternProperties" in rules:
+            rules["patternProperties"] = patterns
             return
-        late = _late_names(found)
-        if not late or self._keeps_open or found.get("additionalProperties") is False:
+        late = _late_names(rules)
+        if not late or self._keeps_open or rules.get("additionalProperties") is False:
             return
-        other = found.get("additionalProperties", True)
-        properties = found.get("properties", {})
-        found["properties"] = {**properties, **{name: other for name in found.get("required", ()) if name not in properties}}
+        other = rules.get("additionalProperties", True)
+        properties = rules.get("properties", {})
+        rules["properties"] = {**properties, **{name: other for name in rules.get("required", ()) if name not in properties}}
         if self._late_names is None:
             possible = [_avoiding(late)]
         else:                            # joined schemas must allow each other's names
             possible = [_avoiding(self._late_names), *map(_escaped, sorted(self._declared))]
-        found["patternProperties"] = {f"^({'|'.join(possible)})$": other}
-        found["additionalProperties"] = False
+        rules["patternProperties"] = {f"^({'|'.join(possible)})$": other}
+        rules["additionalProperties"] = False
 
-    def _move_to_names(self, found: dict[str, Any], pattern: str, schema: Any, names: set[str]) -> None:
-        properties = {name: found.get("properties", {}).get(name, True)
-                      for name in (*found.get("properties", ()), *found.get("required", ()))}
+    def _move_to_names(self, rules: dict[str, Any], pattern: str, schema: Any, names: set[str]) -> None:
+        properties = {name: rules.get("properties", {}).get(name, True)
+                      for name in (*rules.get("properties", ()), *rules.get("required", ()))}
         for name in names:
             if not self._is_empty([pattern, f"^{_escaped(name)}$"]):
                 properties[name] = schema if properties[name] is True else {"allOf": [properties[name], schema]}
-        found["properties"] = {name: sub for name, sub in properties.items()
-                               if name in found.get("properties", ()) or sub is not True}
+        rules["properties"] = {name: sub for name, sub in properties.items()
+                               if name in rules.get("properties", ()) or sub is not True}
 
 
 def _late_names(schema: Mapping[str, Any]) -> set[str]:
@@ -417,28 +417,28 @@ def _is_any_name(schema: Any) -> bool:
     return ("string" in kind if isinstance(kind, list) else kind == "string") and (not rules or rules == {"minLength": 0})
 
 
-def _enforce_format(found: dict[str, Any]) -> None:
-    kind = found.pop("format", None)
+def _enforce_format(rules: dict[str, Any]) -> None:
+    kind = rules.pop("format", None)
     if kind is None:
         return
     enforced = NARROWER.get(kind, kind)
     if enforced in ENFORCED:
-        found["format"] = enforced
+        rules["format"] = enforced
     patterns = OF_FORMAT.get(kind, OF_FORMAT.get(enforced, []))
     if patterns:
-        found["allOf"] = [*found.get("allOf", ()), *({"pattern": pattern} for pattern in patterns)]
+        rules["allOf"] = [*rules.get("allOf", ()), *({"pattern": pattern} for pattern in patterns)]
 
 
-def _enforce_bounds(found: dict[str, Any], where: str) -> None:
+def _enforce_bounds(rules: dict[str, Any], where: str) -> None:
     """Numbers as llguidance compares them, in float64 and int64: never a wider range than the schema's."""
-    types = _types(found)
+    types = _types(rules)
     whole = "integer" in types and "number" not in types
-    low, low_open = _bound(found, "minimum", "exclusiveMinimum", max)
-    high, high_open = _bound(found, "maximum", "exclusiveMaximum", min)
+    low, low_open = _bound(rules, "minimum", "exclusiveMinimum", max)
+    high, high_open = _bound(rules, "maximum", "exclusiveMaximum", min)
     if low is None and high is None:
         return
     for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
-        found.pop(key, None)
+        rules.pop(key, None)
     if low is not None:
         if whole:
             low = (math.floor(low) + 1) if low_open else math.ceil(low)
@@ -446,7 +446,7 @@ def _enforce_bounds(found: dict[str, Any], where: str) -> None:
         if low > (LARGEST_INT if whole else LARGEST_FLOAT):
             raise UserError(f"{where}: minimum must be less than 2^63; got {low}")
         low = _whole(max(_float_above(low), least) if not (whole and abs(low) < 2**53) else low)
-        found["exclusiveMinimum" if low_open and not whole else "minimum"] = low
+        rules["exclusiveMinimum" if low_open and not whole else "minimum"] = low
     if high is not None:
         if whole:
             high = (math.ceil(high) - 1) if high_open else math.floor(high)
@@ -456,15 +456,15 @@ def _enforce_bounds(found: dict[str, Any], where: str) -> None:
             high = LARGEST_INT
         elif not (whole and abs(high) < 2**53):
             high = _whole(min(_float_below(high), LARGEST_FLOAT))
-        found["exclusiveMaximum" if high_open and not whole else "maximum"] = high
+        rules["exclusiveMaximum" if high_open and not whole else "maximum"] = high
     elif whole and low is not None and low >= 10**18:
-        found["maximum"] = LARGEST_INT
+        rules["maximum"] = LARGEST_INT
 
 
-def _bound(found: Mapping[str, Any], key: str, exclusive: str, tighter: Callable[..., Any]) -> tuple[Any, bool]:
+def _bound(rules: Mapping[str, Any], key: str, exclusive: str, tighter: Callable[..., Any]) -> tuple[Any, bool]:
     """A bound, and whether it is excluded. In draft 4 the second key is true or false."""
-    bound = found.get(key)
-    other = found.get(exclusive)
+    bound = rules.get(key)
+    other = rules.get(exclusive)
     if isinstance(other, bool) or other is None:
         return bound, other is True
     if bound is None or tighter(bound, other) == other:
@@ -474,10 +474,10 @@ def _bound(found: Mapping[str, Any], key: str, exclusive: str, tighter: Callable
 
 def _float_below(value: Any) -> Any:
     try:
-        found = float(value)
+        rules = float(value)
     except OverflowError:
         return math.copysign(LARGEST_FLOAT * 2, value)
-    return math.nextafter(found, -math.inf) if found > value else found
+    return math.nextafter(rules, -math.inf) if rules > value else rules
 
 
 def _whole(value: Any) -> Any:
@@ -489,8 +489,8 @@ def _float_above(value: Any) -> Any:
     return -_float_below(-value)
 
 
-def _require_exact(found: Mapping[str, Any], where: str) -> None:
-    for key, values in (("const", [found.get("const")]), ("enum", found.get("enum", ()))):
+def _require_exact(rules: Mapping[str, Any], where: str) -> None:
+    for key, values in (("const", [rules.get("const")]), ("enum", rules.get("enum", ()))):
         left = [*values]
         while left:
             value = left.pop()
@@ -510,29 +510,29 @@ def _require_exact(found: Mapping[str, Any], where: str) -> None:
 def rust_pattern(pattern: str) -> str:
     """A pattern of ECMA 262 for Rust's crate regex, where the two read the same text in different ways: white space, the dot,
     and in brackets [, && and ~~."""
-    found = []
+    read = []
     in_class = False
     place = 0
     while place < len(pattern):
         character = pattern[place]
         if character == "\\" and place + 1 < len(pattern):
             escape = pattern[place:place + 2]
-            found.append({r"\s": f"[{WHITE_SPACE}]", r"\S": f"[^{WHITE_SPACE}]"}.get(escape, escape))
+            read.append({r"\s": f"[{WHITE_SPACE}]", r"\S": f"[^{WHITE_SPACE}]"}.get(escape, escape))
             place += 2
             continue
         if in_class:
             in_class = character != "]"
-            found.append(f"\\{character}" if character in "[&~" else character)
+            read.append(f"\\{character}" if character in "[&~" else character)
         elif character == "[":
             in_class = True
-            found.append("[")
+            read.append("[")
             if pattern[place + 1:place + 2] == "^":
-                found.append("^")
+                read.append("^")
                 place += 1
         else:
-            found.append(NO_LINE_END if character == "." else character)
+            read.append(NO_LINE_END if character == "." else character)
         place += 1
-    return "".join(found)
+    return "".join(read)
 
 
 def _escaped(text: str) -> str:

@@ -8,6 +8,7 @@ MEMORY; the request is then refused. Grammars wait in a queue for each API key, 
 import asyncio
 import multiprocessing
 import signal
+import sys
 from collections import OrderedDict, deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -30,7 +31,7 @@ SECONDS = 5.0                            # for one grammar
 START_S = 120.0                          # for the start of a process
 LAST_S = 60
 MEMORY = 512 * MIB                       # that a process may need beside what it needs at its start
-KEPT = 64 * MIB                          # that a compiled grammar may need in the engine's process
+RETAINED = 64 * MIB                          # that a compiled grammar may need in the engine's process
 MOST_WAITING = 256                       # grammars
 REMEMBERED = 256                         # grammars whose result is known
 WALKS = 12                               # texts that are begun to find beginnings without an end
@@ -178,8 +179,8 @@ def _reason(grammar: Grammar, tokenizer: Tokenizer) -> str:
         require_ends(grammar, libraries, tokenizer, WALKS)
     except UserError as error:
         return str(error)
-    if _resident() - before > KEPT:
-        return f"{grammar.parts[0].where}: it needs more than {KEPT // MIB} MiB when it is compiled: make it smaller or simpler"
+    if _resident() - before > RETAINED:
+        return f"{grammar.parts[0].where}: it needs more than {RETAINED // MIB} MiB once it is compiled: make it simpler"
     return ""
 
 
@@ -192,16 +193,18 @@ def _resident() -> int:
 
 
 def _limit_memory() -> None:
-    with suppress(ImportError, OSError, ValueError):     # the system has no such limit
+    if sys.platform != "win32":
         import resource
 
-        addresses = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
-        resource.setrlimit(resource.RLIMIT_AS, (addresses + MEMORY, addresses + MEMORY))
+        with suppress(OSError, ValueError):              # macOS has neither the file nor the limit
+            addresses = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+            resource.setrlimit(resource.RLIMIT_AS, (addresses + MEMORY, addresses + MEMORY))
 
 
 def _limit_time() -> None:
     """Ends this process after LAST_S more seconds of work, should the HTTP process end without a word."""
-    with suppress(ImportError, OSError, ValueError):
+    if sys.platform != "win32":
         import resource
 
-        resource.setrlimit(resource.RLIMIT_CPU, (int(process_time()) + LAST_S, resource.RLIM_INFINITY))
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_CPU, (int(process_time()) + LAST_S, resource.RLIM_INFINITY))
