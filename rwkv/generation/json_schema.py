@@ -27,7 +27,7 @@ JOINING = ("allOf", "anyOf", "oneOf", "$ref")            # keys whose schemas ll
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 SCALARS = ("null", "boolean", "integer", "number", "string")
 MOST_VALUES = 100_000                    # values in a schema
-MOST_MULTIPLE = 100_000                  # of multipleOf, in units of its last digit: there is a state for each remainder
+MOST_MULTIPLE = 5_000                    # of multipleOf, in units of its last digit: llguidance gives up at 10,000
 LARGEST_INT, LOWEST_INT = 2**63 - 1, -(2**63 - 1024)     # that llguidance can compare; numbers of 64 bits, the lower as a float
 LARGEST_FLOAT = float(2**63 - 1024)      # the largest bound of a `number` that llguidance can compare
 CONTROL = re.compile("[\x00-\x1f\x7f]")
@@ -49,6 +49,7 @@ NARROWER = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri", "uri
 ENFORCED = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
 # ECMA 262's white space and line ends, and the classes of Rust's crate regex that differ from them
 WHITE_SPACE = r"\t-\r \u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}\u{feff}"
+NUL = r"\x00"                            # without it llguidance 1.9.1 lets [^"] match an escaped "
 NO_LINE_END = r"[^\n\r\u{2028}\u{2029}]"
 
 Place = tuple[Any, ...]
@@ -347,23 +348,24 @@ class _Rewriting:
         patterns = {rust_pattern(pattern): sub for pattern, sub in rules.get("patternProperties", {}).items()}
         names = {*rules.get("properties", ()), *rules.get("required", ())}
         if patterns and rules.get("additionalProperties") is False:
-            other = [f"^{_complement(names)}$"] if names else []
-            for pattern in [pattern for pattern in patterns if self._is_empty([pattern, *other])]:
+            other = f"^{_others(set(), names)}$"
+            for pattern in [pattern for pattern in patterns if self._is_empty([pattern, other])]:
                 self._move_to_names(rules, pattern, patterns.pop(pattern), names)
         if patterns or "patternProperties" in rules:
             rules["patternProperties"] = patterns
             return
         late = _late_names(rules)
-        if not late or self._keeps_open or rules.get("additionalProperties") is False:
-            return
         other = rules.get("additionalProperties", True)
+        joined = self._late_names is not None
+        if not late or other is False or self._keeps_open or (joined and not _is_any(other)):
+            return
         properties = rules.get("properties", {})
         rules["properties"] = {**properties, **{name: other for name in rules.get("required", ()) if name not in properties}}
-        if self._late_names is None:
-            possible = [_avoiding(late)]
-        else:                            # joined schemas must allow each other's names
-            possible = [_avoiding(self._late_names), *map(_escaped, sorted(self._declared))]
-        rules["patternProperties"] = {f"^({'|'.join(possible)})$": other}
+        if self._late_names is not None:                 # joined schemas must allow each other's names
+            possible = "|".join([_others(self._late_names, set()), *map(_escaped, sorted(self._declared))])
+        else:
+            possible = _others(late, names)
+        rules["patternProperties"] = {f"^({possible})$": other}
         rules["additionalProperties"] = False
 
     def _move_to_names(self, rules: dict[str, Any], pattern: str, schema: Any, names: set[str]) -> None:
@@ -435,6 +437,9 @@ def _enforce_bounds(rules: dict[str, Any], where: str) -> None:
     whole = "integer" in types and "number" not in types
     low, low_open = _bound(rules, "minimum", "exclusiveMinimum", max)
     high, high_open = _bound(rules, "maximum", "exclusiveMaximum", min)
+    if "multipleOf" in rules:            # with_finite_numbers must not end a number before it is a multiple
+        low = -LARGEST_FLOAT if low is None else low
+        high = LARGEST_FLOAT if high is None else high
     if low is None and high is None:
         return
     for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
@@ -457,8 +462,11 @@ def _enforce_bounds(rules: dict[str, Any], where: str) -> None:
         elif not (whole and abs(high) < 2**53):
             high = _whole(min(_float_below(high), LARGEST_FLOAT))
         rules["exclusiveMaximum" if high_open and not whole else "maximum"] = high
-    elif whole and low is not None and low >= 10**18:
-        rules["maximum"] = LARGEST_INT
+    # llguidance has no range without an end that begins at 19 digits
+    if high is None and low >= 10**18:
+        rules["maximum"] = LARGEST_INT if whole else int(LARGEST_FLOAT)
+    if low is None and high <= -(10**18):
+        rules["minimum"] = LOWEST_INT
 
 
 def _bound(rules: Mapping[str, Any], key: str, exclusive: str, tighter: Callable[..., Any]) -> tuple[Any, bool]:
@@ -527,7 +535,7 @@ def rust_pattern(pattern: str) -> str:
             in_class = True
             read.append("[")
             if pattern[place + 1:place + 2] == "^":
-                read.append("^")
+                read.append(f"^{NUL}")
                 place += 1
         else:
             read.append(NO_LINE_END if character == "." else character)
@@ -540,24 +548,16 @@ def _escaped(text: str) -> str:
                    for character in text)
 
 
-def _avoiding(beginnings: set[str]) -> str:
-    """A pattern, to be matched as a whole, for every text that begins with none of these."""
-    following: dict[str, set[str]] = {}
-    for text in beginnings:
-        following.setdefault(text[0], set()).add(text[1:])
-    alternatives = [f"{_escaped(first)}{_avoiding(rests)}" for first, rests in sorted(following.items()) if "" not in rests]
-    others = f"[^{''.join(map(_escaped, sorted(following)))}](?s:.*)"
-    return f"({'|'.join([*alternatives, others])})?"
-
-
-def _complement(texts: set[str]) -> str:
-    """A pattern, to be matched as a whole, for every text but these."""
-    if texts <= {""}:
-        return "(?s:.+)" if texts else "(?s:.*)"
-    following: dict[str, set[str]] = {}
-    for text in texts:
-        if text:
-            following.setdefault(text[0], set()).add(text[1:])
-    alternatives = [f"{_escaped(first)}{_complement(rests)}" for first, rests in sorted(following.items())]
-    alternatives.append(f"[^{''.join(map(_escaped, sorted(following)))}](?s:.*)")
-    return f"({'|'.join(alternatives)}){'' if '' in texts else '?'}"
+def _others(beginnings: set[str], texts: set[str]) -> str:
+    """A pattern, to be matched as a whole, for the texts that begin with none of `beginnings` and are none of `texts`."""
+    following: dict[str, tuple[set[str], set[str]]] = {}
+    for i, group in enumerate((beginnings, texts)):
+        for text in group:
+            if text:
+                following.setdefault(text[0], (set(), set()))[i].add(text[1:])
+    may_end = "" not in texts
+    if not following:
+        return "(?s:.*)" if may_end else "(?s:.+)"
+    alternatives = [f"{_escaped(first)}{_others(*rests)}" for first, rests in sorted(following.items()) if "" not in rests[0]]
+    alternatives.append(f"[^{NUL}{''.join(map(_escaped, sorted(following)))}](?s:.*)")
+    return f"({'|'.join(alternatives)}){'?' if may_end else ''}"
