@@ -119,6 +119,7 @@ LONGEST_BEGINNING = 200                  # characters that BEGINNING is matched 
 JSON_LIKE = re.compile(r'\{\s*"|\[\s*["{\[]')          # not a bracket in prose
 BRACKETS = re.compile(r'[{}\[\]"\\]')                   # the characters that decide where JSON ends
 SPACE = re.compile(r"\s*")
+NO_ARGUMENTS = {"name", "id", "type"}    # keys of a call that may have no arguments
 
 
 class _Step(NamedTuple):
@@ -392,7 +393,9 @@ def _call(written: str) -> tuple[str, str]:
     fields = dict(_members(written))
     if "function" in fields:
         fields = dict(_members(fields["function"]))
-    arguments = fields["arguments"]
+    if "arguments" not in fields and not fields.keys() <= NO_ARGUMENTS:
+        raise LookupError("arguments")   # other JSON that has a name
+    arguments = fields.get("arguments", "{}")
     if arguments.startswith('"'):        # JSON in a string, as in OpenAI's interface
         arguments = json.loads(arguments).strip()
     if arguments in ("null", ""):

@@ -2,13 +2,14 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from datetime import datetime
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from copy import copy
 from functools import cached_property
+from itertools import product
 from typing import Any, NamedTuple
 
-from rwkv.chat.messages import Message, check_messages, is_learnt
+from rwkv.chat.messages import ROLES, Message, check_messages, is_learnt
 from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.thoughts import Think, begun_by, with_hint
 from rwkv.errors import UserError
@@ -16,7 +17,30 @@ from rwkv.errors import UserError
 WORLD_END = "<|rwkv_tokenizer_end_of_text|>"             # in the templates of Hugging Face directories of fla's form
 
 A_TOOL = {"type": "function", "function": {"name": "a_name", "description": "A tool.", "parameters": {}}}
+SYSTEM: Message = {"role": "system", "content": "Answer."}
+INSTRUCTIONS: Message = {"role": "system", "content": "Instructions that no template contains."}
+QUESTION: Message = {"role": "user", "content": "A question that no template contains."}
+ANSWER: Message = {"role": "assistant", "content": "An answer that no template contains."}
+CALL: Message = {"role": "assistant", "content": "", "tool_calls": [
+    {"id": "call00001", "type": "function", "function": {"name": "a_name", "arguments": {"a_key": "a value"}}}]}
+RESULT: Message = {"role": "tool", "tool_call_id": "call00001", "name": "a_name",
+                   "content": "A result that no template contains."}
+PART = re.compile("""['"]type['"]: ?['"]text['"]""")     # parts that a template wrote as they are
 OF_G1 = re.compile(r"(\n\nAssistant: ?|\nBot✿)<think>?\s*\Z")       # the end of a prompt for thoughts, as of g1 or flower
+
+
+class TemplateLimit(UserError):
+    """A template takes too much time or memory (sandbox.py)."""
+
+
+@contextmanager
+def _refusals_ignored() -> Iterator[None]:
+    try:
+        yield
+    except TemplateLimit:                # each try would take as long
+        raise
+    except UserError:
+        pass
 
 
 class Ending(NamedTuple):
@@ -43,8 +67,11 @@ class JinjaTemplate(ChatTemplate):
     if enable_thinking is true and fake_think if not, and a tool's message has rwkv_json_content, its content read as JSON.
     """
 
-    def __init__(self, text: str, name: str) -> None:
+    def __init__(self, text: str, name: str, tool_use: str | None = None) -> None:
+        """tool_use: the template for conversations with tools; None if `text` is for these, too."""
         from jinja2 import TemplateError
+
+        from rwkv.chat.sandbox import LimitReached, Sandbox, limited
 
         self.name = name
         self.definition = text
@@ -52,38 +79,126 @@ class JinjaTemplate(ChatTemplate):
         self.thinks = bool(re.search("<think|enable_thinking|reasoning_content", text))
         self._bos_token = ""
         try:
-            self._template = _sandbox().from_string(text.replace(WORLD_END, END))
-        except TemplateError as error:
+            with limited():
+                self._template = Sandbox().from_string(text.replace(WORLD_END, END))
+        except (TemplateError, LimitReached, RecursionError, MemoryError) as error:
             raise UserError(f"the chat template {name} is not a jinja2 template: {error}") from None
         if not re.search(r"\bmessages\b", text):
             raise UserError(f"the chat template {name} does not use `messages`, so the model would not see the conversation: "
                             "is it a jinja2 template?")
         self._demanded: list[Message] = []               # turns that the template demands before the user's first turn
-        try:
-            self._ending = self._ending_after([])
-        except UserError as refused:
-            self._demanded = [{"role": "system", "content": "Answer."}]
-            try:
-                self._ending = self._ending_after(self._demanded)
-            except UserError:
-                raise refused from None
+        self._in_parts: frozenset[str] = frozenset()     # the roles whose contents the template reads as parts
+        self._unread: frozenset[str] = frozenset()       # the roles whose contents it may not write
+        self._find_form()
+        self._ending = self._ending_after(self._demanded)
         self.stop = self._ending.stop
         if self.supports_tools:
-            with suppress(UserError):    # conversations with tools may have turns in another form
+            with _refusals_ignored():    # conversations with tools may have turns in another form
                 with_tools = self._ending_after(self._demanded, [A_TOOL]).stop
                 self.stop += tuple(stop for stop in with_tools if stop not in self.stop)
             self.call_start = self._find_call_start()
+        if self._in_parts:               # so that tokens cached without the texts are not used
+            self.definition += f", parts: {sorted(self._in_parts)}"
+        self._tool_use: JinjaTemplate | UserError | None = None      # an error is raised where the template is needed
+        if tool_use is not None:
+            try:
+                self._tool_use = JinjaTemplate(tool_use, f"{name} (tool_use)")
+            except UserError as error:
+                self._tool_use = error
+        if isinstance(self._tool_use, JinjaTemplate):
+            self.definition += f", tool_use: {self._tool_use.definition}"
+            self.supports_tools = True
+            self.call_start = self._tool_use.call_start
+            self.stop += tuple(stop for stop in self._tool_use.stop if stop not in self.stop)
+
+    def _find_form(self) -> None:
+        """Finds which contents the template reads as texts and which as parts. Raises UserError where it does not write the
+        user's text in either form."""
+        refused = None
+        lost = False
+        for demanded, in_parts in product(([], [SYSTEM]), (frozenset[str](), frozenset(ROLES), frozenset({"user"}))):
+            self._demanded = [*demanded]
+            try:
+                lost = self._loses("user", in_parts, [*demanded, QUESTION], [*demanded, QUESTION, ANSWER])
+            except TemplateLimit:
+                raise
+            except UserError as error:
+                refused = refused or error
+                continue
+            if not lost:
+                break
+        else:
+            if not lost and refused is not None:
+                raise refused
+            raise UserError(f"the chat template {self.name} does not write what the user says: it must write each message's "
+                            'content, which is a text or a list of parts, {"type": "text", "text": "..."}')
+        talk = [*self._demanded, QUESTION]
+        self._find_form_of("assistant", [*talk, ANSWER], [*talk, ANSWER, QUESTION])
+        self._find_form_of("system", [INSTRUCTIONS], [INSTRUCTIONS, QUESTION], [INSTRUCTIONS, QUESTION, ANSWER])
+        self._find_form_of("tool", [*talk, CALL, RESULT], [*talk, CALL, RESULT, ANSWER])
+
+    def _find_form_of(self, role: str, *talks: Sequence[Message]) -> None:
+        """The same for another role. Where the template writes its text in neither form, the role becomes unread."""
+        unread = False
+        found = self._in_parts
+        for in_parts in (found, found ^ {role}):
+            with _refusals_ignored():    # the template says why it refuses the role where a conversation has it
+                unread = self._loses(role, in_parts, *talks)
+                if not unread:
+                    return
+        self._in_parts = found - {role}
+        if unread:
+            self._unread |= {role}
+
+    def _loses(self, role: str, in_parts: frozenset[str], *talks: Sequence[Message]) -> bool:
+        """Whether none of the talks shows the role's text as it is if contents of `in_parts` are parts.
+
+        Raises UserError where the template refuses all talks.
+        """
+        self._in_parts = in_parts
+        refused = None
+        lost = False
+        for talk in talks:
+            try:
+                tools = [A_TOOL] if self.supports_tools and CALL in talk else None
+                text = self._render(talk, talk[-1]["role"] != "assistant", tools)
+            except TemplateLimit:
+                raise
+            except UserError as error:
+                refused = error
+                continue
+            lost = True
+            if all(message["content"] in text for message in talk if message["role"] == role) and not PART.search(text):
+                return False
+        if refused is not None and not lost:
+            raise refused
+        return lost
+
+    def _for(self, messages: Sequence[Message], tools: Any) -> "JinjaTemplate":
+        """The template for this conversation: the one named tool_use where tools are shown, called or answer."""
+        called = any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+        if self._tool_use is None or not (tools or called):
+            return self
+        if isinstance(self._tool_use, UserError):
+            raise self._tool_use
+        other = copy(self._tool_use)
+        other.learns = self.learns
+        return other
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Sequence[Mapping[str, Any]] | None = None, think: Think = False, effort: str | None = None) -> str:
         if tools and not self.supports_tools:
             raise UserError(f"tools: {self.no_tools}")
         messages = check_messages(messages)
+        template = self._for(messages, tools)
+        if template is not self:
+            return template.render(messages, add_generation_prompt, tools, think, effort)
         if think is not True:
             effort = None
         if effort and self._takes_hints:
             messages = with_hint(messages, effort)
         text = self._render(messages, add_generation_prompt, tools, think is True, effort)
+        self._require_read(messages, tools)
         return text if add_generation_prompt else text.removesuffix(self._ending.prompt)
 
     @cached_property
@@ -93,6 +208,18 @@ class JinjaTemplate(ChatTemplate):
     def begin_with_end_of_text(self) -> None:
         """Makes bos_token END, for a tokenizer whose texts begin and end with the same token."""
         self._bos_token = END
+        if isinstance(self._tool_use, JinjaTemplate):
+            self._tool_use.begin_with_end_of_text()
+
+    def _require_read(self, messages: Sequence[Message], tools: Any) -> None:
+        """Raises UserError for a message of an unread role whose text makes no difference."""
+        for i, message in enumerate(messages):
+            if message["role"] not in self._unread or not message["content"]:
+                continue
+            empty = [*messages[:i], {**message, "content": ""}, *messages[i + 1:]]
+            if self._render(messages, False, tools) == self._render(empty, False, tools):
+                raise UserError(f"messages[{i}]: the chat template {self.name} does not write texts of the role "
+                                f"{message['role']}, so the model would not see this one")
 
     def answer_start(self, think: Think = False) -> str:
         start = begun_by(self._short_prompt(think is True))
@@ -112,6 +239,9 @@ class JinjaTemplate(ChatTemplate):
         The text after eos_token is not learnt: a model that has written eos_token has ended its answer.
         """
         messages = check_messages(messages)
+        template = self._for(messages, tools)
+        if template is not self:
+            return template.parts(messages, tools)
         whole = self.render(messages, False, tools)
         found: list[Part] = []
         done = 0
@@ -149,6 +279,8 @@ class JinjaTemplate(ChatTemplate):
                 effort: str | None = None) -> str:
         from jinja2 import TemplateError
 
+        from rwkv.chat.sandbox import LimitReached, limited
+
         given = {"reasoning_effort": effort} if effort else {}
         shown = [dict(message) for message in messages]
         for message in shown:
@@ -156,10 +288,20 @@ class JinjaTemplate(ChatTemplate):
                 message["rwkv_json_content"] = message["content"]
                 with suppress(ValueError, RecursionError):
                     message["rwkv_json_content"] = json.loads(message["content"])
+            if message["role"] in self._in_parts:
+                message["content"] = [{"type": "text", "text": message["content"]}]
+        variables = {"messages": shown, "add_generation_prompt": prompt, "tools": tools or None, "bos_token": self._bos_token,
+                     "eos_token": END, "enable_thinking": think,
+                     "rwkv_generation_prompt": "open_think" if think else "fake_think", **given}
         try:
-            return self._template.render(messages=shown, add_generation_prompt=prompt, tools=tools or None,
-                                         bos_token=self._bos_token, eos_token=END, enable_thinking=think,
-                                         rwkv_generation_prompt="open_think" if think else "fake_think", **given)
+            with limited(sum(len(message["content"]) for message in messages)) as limit:
+                pieces = []
+                for piece in self._template.generate(**variables):
+                    limit.make(len(piece))
+                    pieces.append(piece)
+                return "".join(pieces)
+        except (LimitReached, MemoryError) as error:
+            raise TemplateLimit(f"the chat template {self.name} cannot be rendered: {error}") from None
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             # the template's own errors, raise_exception among them
             raise UserError(f"the chat template {self.name} refuses the conversation: {error}") from None
@@ -172,9 +314,9 @@ class JinjaTemplate(ChatTemplate):
         text = self._render(talk, False, tools)
         closed = text.partition(answer)[2]
         prompted = between = ""
-        with suppress(UserError):        # some templates allow no prompt after an answer
+        with _refusals_ignored():        # some templates allow no prompt after an answer
             prompted = self._render(talk, True, tools).partition(answer)[2]
-        with suppress(UserError):
+        with _refusals_ignored():
             longer = self._render([*talk, {"role": "user", "content": question}], False, tools)
             between = longer.partition(answer)[2].partition(question)[0]
         end = _end(text, closed, prompted, between)
@@ -191,10 +333,9 @@ class JinjaTemplate(ChatTemplate):
         call = {"type": "function", "function": {"name": "a_name", "arguments": {"a_key": "a value"}}}
         messages: list[Message] = [{"role": "user", "content": "A question."},
                                    {"role": "assistant", "content": "", "tool_calls": [{"id": "call_1", **call}]}]
-        try:
+        text = ""
+        with _refusals_ignored():
             text = self._render(messages, False, [A_TOOL])
-        except UserError:
-            return None
         found = re.search(r'(<tool_call>\s*\{"name":\s*")a_name(",\s*"arguments":\s*)\{"a_key":\s*"a value"\}\}\s*</tool_call>',
                           text)
         return (found[1], found[2]) if found else None
@@ -247,41 +388,3 @@ def _stop(end: str, between: str) -> tuple[str, ...]:
     if not stop and END not in end:
         stop = between.partition(END)[0].rstrip() or between or end
     return (stop,) if stop else ()
-
-
-def _sandbox() -> Any:
-    """An environment like transformers': its functions, its white space, and a tojson that escapes no letters or quotes."""
-    from jinja2 import TemplateError
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    def raise_exception(message: str) -> None:
-        raise TemplateError(message)
-
-    def tojson(x: Any, ensure_ascii: bool = False, indent: int | str | None = None,
-               separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-    def strftime_now(format: str) -> str:
-        return datetime.now().astimezone().strftime(format)
-
-    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True,
-                                                extensions=[_generation_block(), "jinja2.ext.loopcontrols"])
-    environment.filters["tojson"] = tojson
-    environment.globals |= {"raise_exception": raise_exception, "strftime_now": strftime_now}
-    return environment
-
-
-def _generation_block() -> type:
-    """The block {% generation %}, with which some templates mark answers. Its content is rendered unchanged."""
-    from jinja2.ext import Extension
-    from jinja2.nodes import Node
-    from jinja2.parser import Parser
-
-    class GenerationBlock(Extension):
-        tags = {"generation"}                                    # noqa: RUF012
-
-        def parse(self, parser: Parser) -> Node | list[Node]:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    return GenerationBlock

@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 from rwkv.errors import UserError
+from rwkv.io.utf8 import without_surrogates
 
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
 OTHER_ROLES = {"developer": "system", "function": "tool"}       # OpenAI's newer name, and its older one
@@ -92,7 +93,7 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         arguments = _read_arguments(arguments)
     if arguments is not None and not isinstance(arguments, Mapping):
         raise UserError(f"{where}.function.arguments is a JSON object; got {_shown(arguments)}")
-    known = {**function, "arguments": arguments or {}}
+    known = {**function, "arguments": without_surrogates(arguments or {})}
     return {**call, "function": known} if "function" in call else known
 
 

@@ -2,7 +2,8 @@
 
 A template is a text in jinja2: the file chat_template.jinja of a Hugging Face directory, `chat_template` in its
 tokenizer_config.json, or tokenizer.chat_template in the metadata of a GGUF file. If there are several, the one called default
-counts.
+counts, and the one called tool_use for conversations with tools; beside chat_template.jinja that is the file
+additional_chat_templates/tool_use.jinja, and in a GGUF file tokenizer.chat_template.tool_use.
 
 llama.cpp's converter writes one and the same template for every RWKV model. It is ignored, and recognised as llama.cpp
 recognises it. Sources: transformers, tokenization_utils_base.py; llama.cpp, conversion/base.py and src/llama-chat.cpp.
@@ -21,6 +22,8 @@ TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
 CONFIG = "config.json"
 IN_GGUF = "tokenizer.chat_template"
+TOOL_USE = "tool_use"
+TOOL_USE_FILE = f"additional_chat_templates/{TOOL_USE}.jinja"
 OF_CONVERTER = ("rwkv-world", r"{{- 'User: ' + message['content']|trim + '\n\n' -}}")
 NAMES_IN_GGUF = ("general.name", "general.basename", "general.base_model.0.name")
 NAMES_IN_DIRECTORY = ("_name_or_path", "name_or_path")
@@ -50,6 +53,17 @@ def template_in(file: Path) -> str | None:
     return read_text(file, f"the chat template {file}")
 
 
+def tool_template_in(file: Path) -> str | None:
+    """The template for conversations with tools that stands beside the one of template_in; None where there is none."""
+    if _is_gguf(file):
+        return _chosen(_of_gguf(file).get(f"{IN_GGUF}.{TOOL_USE}"))
+    if file.suffix == ".json":
+        stated = _named(_json(file).get("chat_template"))
+        return _chosen(stated.get(TOOL_USE)) if isinstance(stated, dict) else None
+    beside = file.parent / TOOL_USE_FILE
+    return read_text(beside, f"the chat template {beside}") if file.name == JINJA and beside.is_file() else None
+
+
 def names_in(checkpoint: Path) -> list[str]:
     if _is_gguf(checkpoint):
         return _texts(_of_gguf(checkpoint), NAMES_IN_GGUF)
@@ -70,9 +84,15 @@ def sampling_in(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
     return file, _numbers(stated, SAMPLING) if stated.get("do_sample") is True else {}
 
 
-def _chosen(stated: Any) -> str | None:
+def _named(stated: Any) -> Any:
+    """Several templates by their names; one template as it is."""
     if isinstance(stated, list):
-        stated = {each.get("name"): each.get("template") for each in stated if isinstance(each, dict)}
+        return {each.get("name"): each.get("template") for each in stated if isinstance(each, dict)}
+    return stated
+
+
+def _chosen(stated: Any) -> str | None:
+    stated = _named(stated)
     if isinstance(stated, dict):
         stated = stated.get("default")
     if not isinstance(stated, str) or any(part in stated for part in OF_CONVERTER):

@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 from rwkv.chat import calls
 from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import ROLES, Message, check_messages, is_learnt
-from rwkv.chat.stated import template_in
+from rwkv.chat.stated import template_in, tool_template_in
 from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.thoughts import BEGUN, Think, end_of, with_hint
 from rwkv.errors import UserError
@@ -68,7 +68,7 @@ def chat_template(name: str) -> ChatTemplate:
     text = template_in(Path(name))
     if text is None:
         raise UserError(f"{name} holds no chat template: name a jinja2 file, or one of {', '.join(FORMS)}")
-    return JinjaTemplate(text, name)
+    return JinjaTemplate(text, name, tool_template_in(Path(name)))
 
 
 class TurnTemplate(ChatTemplate):

@@ -10,16 +10,19 @@ file needs neither torch nor llguidance.
 """
 
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
+from hashlib import sha256
+from random import Random
+from time import monotonic
 from typing import Any, NamedTuple
 
 from rwkv.errors import UserError
+from rwkv.generation.json_schema import DEFINITIONS, enforceable, inside, named, require_schema, unbounded_numbers
 from rwkv.io.utf8 import require_unicode
-from rwkv.tokenizer.tokenizers import Tokenizer
+from rwkv.tokenizer.tokenizers import ByteTokenizer, Tokenizer
 
 MISSING = 'grammars and schemas need llguidance, which is not installed: pip install "timemix[serve]" or pip install llguidance'
 # A string without control characters can be written in only one way, so that no key is another key with escapes: no "\/".
@@ -27,38 +30,50 @@ JSON_FORM = {"whitespace_pattern": r"\n?[ ]{0,32}", "json_allowed_escapes": 'bfn
 SPACE = 'SPACE: /[ \\n]/'                # may stand before an answer, after a template's "Assistant:" or after thoughts
 REST = "REST: /(?s:.+)/"
 THOUGHTS = 'thoughts[suffix="</think>"]: /(?s:.*)/'
-# The keys under which a schema holds other schemas: in a mapping, in a list, or a single schema.
-BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-ALONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
-         "unevaluatedItems", "unevaluatedProperties")
-DEFINITIONS = ("$schema", "$defs", "definitions")        # keys of the root schema that references need
-CONTROL = re.compile("[\x00-\x1f\x7f]")
-NO_LEAP_SECOND = "^[^:]+:[0-9]+:[0-5]"    # there are very few times with a second 60
-LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
-DAY_OF_YEAR = f"^([0-9]{{4}}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))|{LEAP_YEAR}-02-29)"         # 29 February only in leap years
-LENGTHS = r"[^.@]{1,63}(\.[^.@]{1,63})*$"                # a domain whose parts have at most 63 characters
-# By format, patterns for rules that llguidance does not enforce: an address has at most 64 characters before the @ and 254 in
-# all (RFC 5321), a domain at most 253 (RFC 1035).
-OF_FORMAT = {"time": [NO_LEAP_SECOND], "date": [DAY_OF_YEAR], "date-time": [NO_LEAP_SECOND, DAY_OF_YEAR],
-             "email": [f"^[^@]{{1,64}}@{LENGTHS}", "^.{1,254}$"], "hostname": [f"^{LENGTHS}", "^.{1,253}$"]}
 TRIES = 500                              # schemas that are tried to find the place of an error
+PLACE_S = 1.0                            # seconds that may take
 COMPILED = 32                            # number of compiled grammars that are kept
+WALKS, STEPS = 48, 160                   # texts that are begun to find out whether each beginning has an end; tokens of each
+LAST_WALKS, LAST_STEPS = 4, 8_000        # where none of these has ended
+# Bounds of llguidance's work for one token: a lexer's states take 1 to 2 kB each
+LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
+# JSON whose numbers are finite as float64. Without an exponent they have at most 308 digits before the point.
+FINITE_JSON = r"""start: value
+value: object | array | STRING | NUMBER | "true" | "false" | "null"
+object: "{" (pair ("," pair)*)? "}"
+pair: STRING ":" value
+array: "[" (value ("," value)*)? "]"
+STRING: /"([^"\\\x00-\x1f]|\\[^\x00-\x1f])*"/
+NUMBER: PLAIN | SCIENTIFIC
+PLAIN: /-?(0|[1-9][0-9]{0,307}|1[0-6][0-9]{307})(\.[0-9]+)?/
+SCIENTIFIC: /-?(0|[1-9][0-9]{0,17})(\.[0-9]+)?[eE](-[0-9]{1,3}|[+]?0*([1-9]?[0-9]|1[0-9]{2}|2[0-8][0-9]))/
+%ignore /[ \n]+/
+"""
+
+CHARACTERS = (*range(0x20, 0x7f), *range(0x80, 0xc0), *range(0xc2, 0xf5))       # bytes with which all text can be written
+BYTES = ByteTokenizer()
 
 Schema = Mapping[str, Any]
 
 
 class Part(NamedTuple):
-    """A grammar within a grammar. content: a schema as JSON, or a Lark grammar. where: the name of this part in errors."""
+    """A grammar within a grammar. content: a schema as JSON, or a Lark grammar. where: the name of this part in errors. name:
+    its name in the rules; equal for equal parts alone."""
 
     kind: str                            # "json_schema" or "lark_grammar"
     content: str
     where: str
+    name: str
+
+    @classmethod
+    def of(cls, kind: str, content: str, where: str) -> "Part":
+        digest = sha256("\0".join((kind, content, where)).encode("utf-8", "surrogatepass")).hexdigest()
+        return cls(kind, content, where, f"part_{digest[:20]}")
 
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a text may be. start: the right side of Lark's rule `start`, in which @part0 stands for the first of `parts`.
+    """What a text may be. start: the right side of Lark's rule `start`, in which @NAME stands for the part of this name.
 
     Equal grammars have equal hashes, and a grammar can be sent to another process. check() and matcher() raise UserError for a
     grammar that llguidance refuses.
@@ -70,22 +85,24 @@ class Grammar:
 
     @classmethod
     def json_schema(cls, schema: Schema, where: str = "json_schema") -> "Grammar":
-        """JSON that is valid by a schema. Raises UserError where the schema is no object, and as _check_keys does."""
-        if not isinstance(schema, Mapping):
-            raise UserError(f"{where} is a JSON schema, an object; got {json.dumps(schema, default=repr)[:60]}")
-        return cls("@part0", (_schema_part(schema, where),))
+        """JSON that is valid by a schema. Raises UserError as require_schema does."""
+        return cls.only(_schema_part(schema, where))
+
+    @classmethod
+    def only(cls, part: Part) -> "Grammar":
+        return cls(f"@{part.name}", (part,))
 
     @classmethod
     def lark(cls, text: str, where: str = "grammar") -> "Grammar":
         """llguidance's dialect of Lark."""
-        return cls("@part0", (Part("lark_grammar", text, where),))
+        return cls.only(Part.of("lark_grammar", text, where))
 
     @classmethod
     def regex(cls, pattern: str, where: str = "regex") -> "Grammar":
         """A text that as a whole matches a regular expression in the syntax of Rust's crate regex."""
         require_unicode(pattern)
         content = json.loads(_llguidance().LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
-        return cls("@part0", (Part("lark_grammar", content, where),))
+        return cls.only(Part.of("lark_grammar", content, where))
 
     @classmethod
     def calls(cls, start: tuple[str, str], functions: Sequence[tuple[str, Schema, str]], closing: str,
@@ -101,7 +118,8 @@ class Grammar:
                     if head.startswith(written)]
         parts = tuple(_schema_part({**parameters, "type": "object"}, where) for _, parameters, where in possible)
         end = f'"}}" ({_literal(closing)} {"REST?" if written else ""})?'
-        alternatives = [f"{_literal(rest) if rest else ''} @part{i} {end}" for i, (rest, _, _) in enumerate(possible)]
+        alternatives = [f"{_literal(rest) if rest else ''} @{part.name} {end}"
+                        for part, (rest, _, _) in zip(parts, possible, strict=True)]
         return cls(" | ".join(alternatives), parts, (REST,) if written else ())
 
     @classmethod
@@ -111,16 +129,14 @@ class Grammar:
         Not held to the schemas are calls in which the arguments or another key stand before the name.
         """
         parts = tuple(_schema_part({**parameters, "type": "object"}, where) for _, parameters, where in functions)
-        heads = tuple(rf'head{i}[lazy]: /(?s:.*)\{{\s*"name"\s*:\s*"{name}"\s*,\s*"arguments"\s*:/'
-                      for i, (name, _, _) in enumerate(functions))
-        calls = " | ".join(f'head{i} SPACE? @part{i} SPACE? "}}"' for i in range(len(functions)))
+        heads = tuple(rf'head_{part.name}[lazy]: /(?s:.*)\{{\s*"name"\s*:\s*"{name}"\s*,\s*"arguments"\s*:/'
+                      for part, (name, _, _) in zip(parts, functions, strict=True))
+        calls = " | ".join(f'head_{part.name} SPACE? @{part.name} SPACE? "}}"' for part in parts)
         return cls(f"({calls})* REST?", parts, (*heads, SPACE, REST))
 
     def or_else(self, other: "Grammar") -> "Grammar":
-        moved = other.start
-        for i in reversed(range(len(other.parts))):
-            moved = moved.replace(f"@part{i}", f"@part{i + len(self.parts)}")
-        return Grammar(f"({self.start}) | ({moved})", self.parts + other.parts, tuple({*self.rules, *other.rules}))
+        return Grammar(f"({self.start}) | ({other.start})", tuple(dict.fromkeys(self.parts + other.parts)),
+                       tuple(dict.fromkeys(self.rules + other.rules)))
 
     def after_space(self) -> "Grammar":
         """This grammar, perhaps after a space or a line end."""
@@ -136,29 +152,38 @@ class Grammar:
 
     @property
     def definition(self) -> str:
-        """llguidance's JSON."""
+        """llguidance's JSON. Raises UserError, with the place, for a schema that cannot be enforced."""
         rules = "\n".join([f"start: {self.start}", *dict.fromkeys(self.rules)])
-        parts = [{"name": f"part{i}", part.kind: json.loads(part.content) if part.kind == "json_schema" else part.content}
-                 for i, part in enumerate(self.parts)]
+        parts = [{"name": part.name, part.kind: _enforceable(part) if part.kind == "json_schema" else part.content}
+                 for part in dict.fromkeys(self.parts)]
         return json.dumps({"grammars": [{"lark_grammar": rules}, *parts]})
+
+    def with_finite_numbers(self) -> "Grammar | None":
+        """The same with any JSON that has finite numbers for each schema: a text must follow both. None where no schema allows
+        other numbers."""
+        parts = tuple(part._replace(kind="lark_grammar", content=FINITE_JSON) if part.kind == "json_schema" else part
+                      for part in self.parts)
+        schemas = [json.loads(part.content) for part in self.parts if part.kind == "json_schema"]
+        return replace(self, parts=parts) if any(map(unbounded_numbers, schemas)) else None
 
     def check(self) -> None:
         """Raises UserError, with the place, if the grammar cannot be compiled, and if llguidance is not installed."""
-        reason = _error(self)
+        reason = _error(self.definition)
         if not reason:
             return
         for part in self.parts:
             if part.kind == "json_schema":
-                schema = json.loads(part.content)
+                schema = _enforceable(part)
                 if of_schema := _schema_error(schema):
                     raise UserError(f"{_place(schema, of_schema, part.where)}: {of_schema}")
-            elif of_part := _error(Grammar("@part0", (part,))):
+            elif of_part := _error(Grammar.only(part).definition):
                 raise UserError(f"{part.where}: {of_part}")
         raise UserError(f"{self.parts[0].where}: {reason}")
 
     def matcher(self, tokenizer: Tokenizer, stop_tokens: Sequence[int] = ()) -> "Matcher":
-        """A matcher for a new text. stop_tokens: further tokens that end it. Raises UserError as check() does."""
-        return Matcher(compiled(self, tokenizer).deep_copy(), vocabulary(tokenizer), stop_tokens)
+        """A matcher for a new text. stop_tokens: further tokens that end it. Raises UserError as compiled() does."""
+        libraries = [library.deep_copy() for library in compiled(self, tokenizer)]
+        return Matcher(libraries, vocabulary(tokenizer), stop_tokens)
 
 
 class Vocabulary:
@@ -175,6 +200,8 @@ class Vocabulary:
         self._tokenizer = tokenizer
         self._ids = {token: index for index, token in reversed([*enumerate(self.tokens)]) if token}
         self._longest = max(map(len, self._ids))
+        self.closing = [self._ids[mark] for mark in (b'"', b"}", b"]", b":", b",") if mark in self._ids]
+        self.has_all_characters = all(bytes([byte]) in self._ids for byte in CHARACTERS)
         self.library = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))
 
     def __call__(self, text: bytes) -> list[int]:
@@ -200,28 +227,42 @@ class Vocabulary:
 
 
 class Matcher:
-    """Follows one text in its grammar."""
+    """Follows one text in its grammars, all of which must allow it."""
 
-    def __init__(self, library: Any, vocabulary: Vocabulary, stop_tokens: Sequence[int]) -> None:
-        self._library = library
+    def __init__(self, libraries: Sequence[Any], vocabulary: Vocabulary, stop_tokens: Sequence[int] = ()) -> None:
+        self._libraries = libraries
         self._end = vocabulary.ends[0]
         self._ends = {*vocabulary.ends, *{*stop_tokens}.intersection(vocabulary.special_token_ids)}
 
     def allowed(self) -> bytearray | None:
         """One bit for each token, the lowest bit of a byte first: 1 where the token may come next. None where no token may."""
-        if self._library.is_error():
-            return None
-        mask = bytearray(self._library.compute_bitmask())
-        if self._library.is_error():     # the grammar has become too complex, and the mask allows only the end of text
-            return None
-        complete = bool(mask[self._end // 8] >> self._end % 8 & 1)
+        both = -1
+        for library in self._libraries:
+            if library.is_error():
+                return None
+            mask = library.compute_bitmask()
+            if library.is_error():       # the grammar has become too complex, and the mask allows only the end of text
+                return None
+            both &= int.from_bytes(mask, "little")
+        allowed = bytearray(both.to_bytes(len(mask), "little"))
+        complete = bool(allowed[self._end // 8] >> self._end % 8 & 1)
         for token in self._ends:
-            mask[token // 8] = mask[token // 8] & ~(1 << token % 8) | complete << token % 8
-        return mask if any(mask) else None
+            allowed[token // 8] = allowed[token // 8] & ~(1 << token % 8) | complete << token % 8
+        return allowed if any(allowed) else None
+
+    @property
+    def too_complex(self) -> bool:
+        """Whether a limit of the work for one token has been reached."""
+        return any(library.stop_reason() in ("ParserTooComplex", "LexerTooComplex") for library in self._libraries)
+
+    @property
+    def error(self) -> str:
+        return next((library.get_error() for library in self._libraries if library.is_error()), "")
 
     def push(self, token: int) -> None:
         """Follows an allowed token that was drawn. Not for a token that ends the text."""
-        self._library.consume_token(token)
+        for library in self._libraries:
+            library.consume_token(token)
 
 
 @lru_cache(maxsize=4)
@@ -231,13 +272,83 @@ def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
 
 
 @lru_cache(maxsize=COMPILED)
-def compiled(grammar: Grammar, tokenizer: Tokenizer) -> Any:
-    """llguidance's matcher, which is copied for each text. Raises UserError as Grammar.check does."""
-    found = _llguidance().LLMatcher(vocabulary(tokenizer).library, grammar.definition, log_level=0)
-    if found.is_error():
+def compiled(grammar: Grammar, tokenizer: Tokenizer) -> list[Any]:
+    """llguidance's matchers, which are copied for each text. Raises UserError as Grammar.check and require_ends do."""
+    return compile_grammar(grammar, tokenizer)
+
+
+def compile_grammar(grammar: Grammar, tokenizer: Tokenizer) -> list[Any]:
+    both = (grammar, grammar.with_finite_numbers())
+    libraries = [_library(each, tokenizer) for each in both if each is not None]
+    if not vocabulary(tokenizer).has_all_characters:
+        require_ends(grammar, libraries, tokenizer)
+    return libraries
+
+
+def _library(grammar: Grammar, tokenizer: Tokenizer) -> Any:
+    llguidance = _llguidance()
+    limits = llguidance.LLParserLimits(**LIMITS)
+    library = llguidance.LLMatcher(vocabulary(tokenizer).library, grammar.definition, log_level=0, limits=limits)
+    if library.is_error():
         grammar.check()
-        raise UserError(f"{grammar.parts[0].where}: {_sentence(found.get_error())}")
-    return found
+        raise UserError(f"{grammar.parts[0].where}: {_sentence(library.get_error())}")
+    return library
+
+
+def require_ends(grammar: Grammar, libraries: Sequence[Any], tokenizer: Tokenizer, walks: int = WALKS) -> None:
+    """Raises UserError if a text of random tokens comes to a place where no token may come: the grammar has a beginning without
+    an end, or the tokenizer lacks a character. If it lacks some, one of a few texts must also end."""
+    words = vocabulary(tokenizer)
+    walk = partial(_walk, libraries, words, grammar)
+    ended = sum(walk(seed, STEPS) for seed in range(walks))
+    if not (ended or words.has_all_characters or any(walk(seed, LAST_STEPS, STEPS) for seed in range(LAST_WALKS))):
+        raise UserError(f"{grammar.parts[0].where}: no text could be finished with the tokenizer's {len(words.tokens)} tokens")
+
+
+def _walk(libraries: Sequence[Any], words: Vocabulary, grammar: Grammar, seed: int, steps: int,
+          closing: int | None = None) -> bool:
+    """Whether a text of at most `steps` random tokens has ended. closing: from this token on it closes what is open."""
+    draw = Random(seed)
+    matcher = Matcher([library.deep_copy() for library in libraries], words)
+    written = b""
+    for step in range(steps):
+        mask = matcher.allowed()
+        if mask is None:
+            if matcher.too_complex:
+                return False
+            raise UserError(f"{grammar.parts[0].where}: {_without_end(grammar, written, words, matcher.error)}")
+        close = closing is not None and step >= closing
+        preferred = [token for token in (*words.ends, *words.closing) if mask[token // 8] >> token % 8 & 1] if close else []
+        token = draw.choice(preferred) if preferred else _drawn(mask, draw)
+        if token in words.ends:
+            return True
+        matcher.push(token)
+        written += words.tokens[token]
+    return False
+
+
+def _drawn(mask: bytearray, draw: Random) -> int:
+    """One of the tokens of a mask."""
+    start = draw.randrange(len(mask))
+    place = next(place % len(mask) for place in range(start, start + len(mask)) if mask[place % len(mask)])
+    return place * 8 + draw.choice([bit for bit in range(8) if mask[place] >> bit & 1])
+
+
+def _without_end(grammar: Grammar, written: bytes, words: Vocabulary, error: str) -> str:
+    """Why a text cannot go on after `written`: which character the tokenizer lacks, or that nothing may come. error: of
+    llguidance, or ""."""
+    if words.has_all_characters:
+        reason = f" ({_sentence(error).partition(';')[0]})" if error else ""
+        return f"nothing may follow {written.decode(errors='replace')[-40:]!r}, so an answer could not be finished{reason}"
+    libraries = [_library(each, BYTES) for each in (grammar, grammar.with_finite_numbers()) if each]
+    matcher = Matcher([library.deep_copy() for library in libraries], vocabulary(BYTES))
+    place = 0
+    while (mask := matcher.allowed()) and place < len(written) and mask[written[place] // 8] >> written[place] % 8 & 1:
+        matcher.push(written[place])
+        place += 1
+    begun = written[:place].decode(errors="replace")[-40:]
+    needed = [chr(byte) for byte in range(33, 127) if mask and mask[byte // 8] >> byte % 8 & 1]
+    return f"the text {begun!r} must go on with {' or '.join(needed[:10]) or 'nothing'}, for which the tokenizer has no token"
 
 
 def _llguidance() -> Any:
@@ -252,99 +363,58 @@ def _literal(text: str) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def _error(grammar: Grammar) -> str:
-    return _sentence(_llguidance().LLMatcher.validate_grammar(grammar.definition))
+def _error(definition: str) -> str:
+    return _sentence(_llguidance().LLMatcher.validate_grammar(definition))
 
 
 def _sentence(message: str) -> str:
     """llguidance's message without the lines that quote the grammar; "" for a warning."""
     if message.startswith("WARNING"):
         return ""
+    if "coerce_one_of" in message:       # an option of llguidance
+        return "oneOf: one text may be valid by two of its schemas, and that cannot be enforced: use anyOf"
     lines = [line.strip() for line in message.strip().splitlines()]
     return " ".join(line for i, line in enumerate(lines) if i == 0 or line.startswith("error:"))
 
 
 def _schema_part(schema: Schema, where: str) -> Part:
+    require_schema(schema, where)
+    return Part.of("json_schema", json.dumps(schema), where)
+
+
+def _enforceable(part: Part) -> dict[str, Any]:
     try:
-        _check_keys(schema, where)
-        return Part("json_schema", json.dumps({**_as_held(schema), "x-guidance": JSON_FORM}), where)
+        return {**enforceable(json.loads(part.content), part.where, _is_empty), "x-guidance": JSON_FORM}
     except RecursionError:
-        raise UserError(f"{where} is nested too deeply") from None
+        raise UserError(f"{part.where} is nested too deeply") from None
 
 
-def _as_held(schema: Any) -> Any:
-    """The schema with OF_FORMAT's patterns, and without "uniqueItems": false, a rule that means nothing and that llguidance
-    refuses."""
-    if not isinstance(schema, Mapping):
-        return schema
-    found = {key: value for key, value in schema.items() if not (key == "uniqueItems" and value is False)}
-    for place, sub in _inside(schema):
-        holder: Any = found
-        *way, last = place
-        for step in way:
-            holder[step] = holder[step].copy()
-            holder = holder[step]
-        holder[last] = _as_held(sub)
-    if patterns := OF_FORMAT.get(str(schema.get("format"))):
-        found["allOf"] = [*found.get("allOf", ()), *({"pattern": pattern} for pattern in patterns)]
-    return found
-
-
-def _inside(schema: Any) -> Iterator[tuple[tuple[Any, ...], Any]]:
-    """(place, schema) for each schema directly inside `schema`."""
-    if not isinstance(schema, Mapping):
-        return
-    for key in BY_NAME:
-        if isinstance(schema.get(key), Mapping):
-            yield from (((key, name), sub) for name, sub in schema[key].items())
-    for key in IN_LIST:
-        if isinstance(schema.get(key), list):
-            yield from (((key, i), sub) for i, sub in enumerate(schema[key]))
-    for key in ALONE:
-        if isinstance(schema.get(key), Mapping):
-            yield (key,), schema[key]
-
-
-def _check_keys(schema: Any, where: str) -> None:
-    """Raises UserError for rules that a text could seem to fulfil by writing a key twice, or with other escapes."""
-    if not isinstance(schema, Mapping):
-        return
-    least = schema.get("minProperties", 0)
-    required = schema.get("required", [])
-    if isinstance(least, int) and isinstance(required, list) and least > max(1, len({*map(str, required)})):
-        raise UserError(f"{where}: minProperties is at most the number of required properties, or 1; got {least}")
-    names = schema.get("properties")
-    more = schema.get("additionalProperties", True)
-    if isinstance(names, Mapping) and more is not False and any(CONTROL.search(name) for name in names):
-        raise UserError(f"{where}: a property's name has a control character, which goes only with additionalProperties=false")
-    for place, sub in _inside(schema):
-        _check_keys(sub, _named(where, place))
+def _is_empty(patterns: Sequence[str]) -> bool:
+    reason = _schema_error({"type": "string", "allOf": [{"pattern": pattern} for pattern in patterns]})
+    return "Unsatisfiable" in reason
 
 
 def _place(schema: Schema, reason: str, where: str) -> str:
     """The place of the innermost schema that has this error by itself, or of an outer one after TRIES tries."""
     root = schema
     left = TRIES
+    end = monotonic() + PLACE_S
     found = True
     while found:
         found = False
-        for place, sub in _inside(schema):
+        for place, sub in inside(schema):
             left -= 1
-            if left < 0:
+            if left < 0 or monotonic() > end:
                 return where
             definitions = {key: root[key] for key in DEFINITIONS if key in root and place[0] not in DEFINITIONS}
             if isinstance(sub, Mapping) and _schema_error({**definitions, **sub}) == reason:
                 schema = sub
-                where = _named(where, place)
+                where = named(where, place)
                 found = True
                 break
     return where
 
 
-def _named(where: str, place: Sequence[Any]) -> str:
-    return where + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
-
-
 def _schema_error(schema: Schema) -> str:
-    part = Part("json_schema", json.dumps({**schema, "x-guidance": JSON_FORM}), "")
-    return _error(Grammar("@part0", (part,)))
+    part = {"name": "schema", "json_schema": {**schema, "x-guidance": JSON_FORM}}
+    return _error(json.dumps({"grammars": [{"lark_grammar": "start: @schema"}, part]}))

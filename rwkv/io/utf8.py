@@ -2,7 +2,7 @@
 
 import codecs
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,15 @@ def require_unicode(text: str) -> None:
         text.encode()
     except UnicodeEncodeError as error:
         raise WrongCharacter(error.start, "half a surrogate pair, which UTF-8 cannot hold: remove it") from None
+
+
+def without_surrogates(value: Any) -> Any:
+    """A JSON value in whose texts U+FFFD stands for each half of a surrogate pair."""
+    if isinstance(value, str):
+        return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+    if isinstance(value, Mapping):
+        return {without_surrogates(key): without_surrogates(item) for key, item in value.items()}
+    return [without_surrogates(item) for item in value] if isinstance(value, list) else value
 
 
 def not_utf8(name: str, place: int, value: int, content: bytes) -> str:

@@ -37,6 +37,7 @@ from rwkv.generation.grammar import Grammar
 from rwkv.io.lines import counted
 from rwkv.serving import openapi, responses
 from rwkv.serving.answers import Answer, Shape, token_string
+from rwkv.serving.compiling import Compilers
 from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.log import say_refused
 from rwkv.serving.messages import About, Generate, SavedState, Turn
@@ -88,6 +89,7 @@ class Service:
     metrics: Metrics
     states: Keeper
     responses: Responses
+    compilers: Compilers
     model: str
     created: int
     stopping: bool = False
@@ -445,8 +447,8 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
 
 
 async def _submitted(service: Service, texts: list[Generate]) -> Ticket:
-    if texts[0].grammar is not None:     # compiling it may take long
-        await asyncio.to_thread(texts[0].grammar.check)
+    if texts[0].grammar is not None:
+        await service.compilers.check(texts[0].grammar, texts[0].owner)
     if service.stopping:
         raise ApiError(503, "the server is stopping", code="stopping")
     ticket = service.engine.submit(texts)

@@ -17,6 +17,7 @@ from rwkv.errors import UserError
 from rwkv.io.lines import counted
 from rwkv.io.signals import STOPPING, StopRequest
 from rwkv.serving.api import Service, application
+from rwkv.serving.compiling import Compilers
 from rwkv.serving.folder import claim
 from rwkv.serving.http import Protocol, Server
 from rwkv.serving.log import say
@@ -81,10 +82,11 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
     tokenizer = Tokenizer.from_dict(ready.tokenizer)
     tokenizer.encode(LONG)               # so that the first long prompt need not wait for the library
     template = for_tokenizer(chat_template(ready.template), tokenizer)
+    compilers = Compilers(ready.tokenizer)
     service = Service(config, ready.about, ready.sampling, engine, tokenizer, template,
                       Metrics(lambda: engine.n_running, lambda: engine.n_waiting),
                       Keeper(config, engine, tokenizer, template, ready.state_bytes), Responses(config, engine),
-                      _model_name(config), int(time.time()))
+                      compilers, _model_name(config), int(time.time()))
     engine.observe = service.metrics.observe
     Protocol.receive_s = config.receive_s
     Protocol.most = config.max_connections
@@ -114,8 +116,11 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
         engine.attach(asyncio.get_running_loop())
         await server.serve(sockets=[listener])
 
-    with asyncio.Runner(loop_factory=_new_event_loop) as runner:
-        runner.run(main())
+    try:
+        with asyncio.Runner(loop_factory=_new_event_loop) as runner:
+            runner.run(main())
+    finally:
+        compilers.close()
 
 
 def _model_name(config: ServeConfig) -> str:

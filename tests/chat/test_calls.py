@@ -170,7 +170,7 @@ def test_several_calls_in_a_row(written: str) -> None:
     "", "  \n", "<tool_call", "```", "**Tool Call:**", "a </tool_call> <tool_call>{} b",
     "5 < 6 <tools> <tool_call>{weather}</tool_call>!", "[1], [a](b), {c} and {", '{"type": "object"}',
     '{"name": "rm", "arguments": {}}', '<tool_call>{"name": "rm", "arguments": {}}</tool_call>.', f"[{RAIN}, {{}}]",
-    f'[{RAIN}, {{"name": "rm", "arguments": {{}}}}]', '{"name": "weather"}', '{"name": "weather", "arguments": [1]}',
+    f'[{RAIN}, {{"name": "rm", "arguments": {{}}}}]', '{"name": "weather", "age": 3}', '{"name": "weather", "arguments": [1]}',
     '{"name": "weather", "arguments": "Oslo"}', '{"name": "weather", "arguments": {"city": NaN}}',
     '{"name": "weather", "arguments": {"city": "Osl', '<tool_call>{"name": "weather", "argu', "```json\n{\"name\": \"wea",
     f'{{"result": {OSLO}}}', f'["x", {OSLO}]', f"```python\ncall = {OSLO}\n```", '```json\n{"a": 1}\n```',
@@ -187,6 +187,13 @@ def test_arguments_are_as_they_were_written(arguments: str) -> None:
     for written in (f'{{"name": "weather", "arguments": {arguments}}}',
                     f'```json\n{{"arguments":{arguments},"name":"weather"}}\n```'):
         assert parsed([*written, ""]) == parsed([written]) == ("", [("weather", arguments)])
+
+
+@pytest.mark.parametrize("written", [
+    '{"name": "rain"}', '```json\n{"name":"rain"}\n```', '<tool_call>{"name": "rain"}</tool_call>',
+    '[{"name": "rain", "id": "1"}]', '{"type": "function", "function": {"name": "rain"}}'])
+def test_a_call_may_have_no_arguments(written: str) -> None:
+    assert parsed([written]) == parsed([*written, ""]) == ("", [("rain", "{}")])
 
 
 @pytest.mark.parametrize("arguments", ["null", '""', '"{}"', '" {} "'])

@@ -1,0 +1,286 @@
+"""The jinja2 environment of chat templates: as transformers', without access to Python, and with bounded time and memory.
+
+A template comes with a downloaded checkpoint. Its loops, calls and operators count against a Limit, so that it can neither run
+for ever nor fill the memory: `{% for i in range(99999) %}{% for j in range(99999) %}`, `{{ "a" * 10 ** 10 }}`, or a text that
+doubles itself. jinja2's own sandbox (https://jinja.palletsprojects.com/en/stable/sandbox/) leaves this to its users.
+"""
+
+import json
+import re
+from collections.abc import Callable, Iterable, Iterator, Sized
+from contextlib import contextmanager
+from contextvars import ContextVar
+from datetime import datetime
+from time import thread_time
+from typing import Any
+
+from jinja2 import TemplateError, nodes, pass_context
+from jinja2.ext import Extension
+from jinja2.parser import Parser
+from jinja2.runtime import Context, LoopContext
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from jinja2.visitor import NodeTransformer
+
+SECONDS = 3.0                            # CPU time of one rendering
+CHARACTERS = 2**25                       # characters that one rendering may make, beside COPIES of each one in the conversation
+COPIES = 50
+ITEM = 8                                 # characters that an item of a list counts as
+BITS = 10_000                            # of a whole number
+WIDTH = 10_000                           # of a padded or indented text
+EVERY = 128                              # steps between two looks at the clock
+
+PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs")            # methods of texts
+PADDED = ("center", "indent", "wordwrap", "batch", "slice", "tojson", "round", "truncate")       # filters
+SHOWN = ("tojson", "string", "join", "format", "pprint", "escape", "e", "urlencode", "replace", "upper", "lower", "trim")
+WIDE = re.compile(r"\d{5,}|\*")          # a width in a format
+
+
+class LimitReached(Exception):
+    """A template has taken too much time or memory. No TemplateError: nothing in this project may go on after it."""
+
+
+class Limit:
+    """The time and text that one rendering may still use. characters: of the conversation."""
+
+    def __init__(self, characters: int = 0) -> None:
+        self._end = thread_time() + SECONDS
+        self._characters = CHARACTERS + COPIES * characters
+        self._steps = 0
+
+    def step(self) -> None:
+        self._steps += 1
+        if self._steps % EVERY == 0 and thread_time() > self._end:
+            raise LimitReached(f"it takes more than {SECONDS:g} seconds")
+
+    def make(self, size: int) -> None:
+        """size: characters or items that are about to be made, or that have been made."""
+        self._characters -= size
+        if self._characters < 0:
+            raise LimitReached("it makes too much text")
+
+
+_limit: ContextVar[Limit] = ContextVar("limit")
+
+
+@contextmanager
+def limited(characters: int = 0) -> Iterator[Limit]:
+    limit = Limit(characters)
+    token = _limit.set(limit)
+    try:
+        yield limit
+    finally:
+        _limit.reset(token)
+
+
+class Sandbox(ImmutableSandboxedEnvironment):
+    """Compile and render templates only inside limited()."""
+
+    intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    def __init__(self) -> None:
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlock, "jinja2.ext.loopcontrols"])
+        del self.globals["lipsum"]
+        self.globals |= {"raise_exception": _raise_exception, "strftime_now": _strftime_now}
+        self.filters["tojson"] = _tojson
+        self.filters |= {name: _counting_filter(name, filter) for name, filter in self.filters.items()}
+        self.filters |= {"counted passes": _passes, "counted text": _text, "joined": _joined}
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        parsed: nodes.Template = _Counting().visit(super()._parse(source, name, filename))
+        return parsed
+
+    def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        _check_operator(operator, left, right)
+        return _made(super().call_binop(context, operator, left, right))
+
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+        _limit.get().step()
+        if isinstance(__obj, LoopContext) and args:              # loop(...) of a recursive loop
+            args = (_counted(args[0]), *args[1:])
+        method = getattr(__obj, "__wrapped__", __obj)            # jinja2 wraps format
+        owner = getattr(method, "__self__", None)
+        if isinstance(owner, str):
+            args = _check_method(owner, method.__name__, args, kwargs)
+        return _made(super().call(__context, __obj, *args, **kwargs))
+
+
+class GenerationBlock(Extension):
+    """The block {% generation %}, with which some templates mark answers. Its content is rendered unchanged."""
+
+    tags = {"generation"}                                        # noqa: RUF012
+
+    def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+class _Counting(NodeTransformer):
+    """Puts filters that count around what a template loops over, writes, joins by ~ and cuts out."""
+
+    def visit_For(self, node: nodes.For) -> nodes.For:
+        self.generic_visit(node)
+        node.iter = _filter(node.iter, "counted passes")
+        return node
+
+    def visit_Output(self, node: nodes.Output) -> nodes.Output:
+        self.generic_visit(node)
+        node.nodes = [_filter(nodes.Const(each.data) if isinstance(each, nodes.TemplateData) else each, "counted text")
+                      for each in node.nodes]
+        return node
+
+    def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
+        self.generic_visit(node)
+        return _filter(nodes.List(node.nodes, lineno=node.lineno), "joined")
+
+    def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
+        self.generic_visit(node)
+        return _filter(node, "counted text") if isinstance(node.arg, nodes.Slice) else node
+
+
+def _filter(node: Any, name: str) -> nodes.Expr:
+    return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
+
+
+@pass_context                            # such filters are not computed when the template is compiled
+def _passes(context: Context, value: Any) -> Any:
+    return _counted(value)
+
+
+@pass_context
+def _text(context: Context, value: Any) -> Any:
+    _limit.get().step()
+    _check_shown(value)
+    return _made(value)
+
+
+@pass_context
+def _joined(context: Context, values: Iterable[Any]) -> str:
+    _check_shown(values)
+    texts = [str(value) for value in values]
+    _limit.get().make(sum(map(len, texts)))
+    return "".join(texts)
+
+
+def _counted(values: Iterable[Any]) -> Iterator[Any]:
+    limit = _limit.get()
+    for value in values:
+        limit.step()
+        yield value
+
+
+def _check_shown(value: Any) -> None:
+    """Counts what a list or a dict is as a text: it may hold one list many times."""
+    limit = _limit.get()
+    if isinstance(value, dict):
+        value = [*value, *value.values()]
+    if isinstance(value, (list, tuple)):
+        limit.make(len(value))
+        for item in value:
+            limit.step()
+            _check_shown(item)
+    elif isinstance(value, str):
+        limit.make(len(value))
+
+
+def _made(value: Any) -> Any:
+    """The value, its characters or items counted. An iterator of a filter is counted as it is read."""
+    if isinstance(value, (str, list, tuple, dict)):
+        _limit.get().make(len(value) * (1 if isinstance(value, str) else ITEM))
+    elif isinstance(value, Iterator) and not isinstance(value, LoopContext):
+        return _counted(value)
+    return value
+
+
+def _counting_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any]:
+    passed = getattr(filter, "jinja_pass_arg", None)             # the filter's first argument is a context
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        limit = _limit.get()
+        limit.step()
+        values = args[1:] if passed else args
+        if values:
+            limit.make(len(values[0]) if isinstance(values[0], Sized) else 0)
+        if name in SHOWN:
+            _check_shown(values)
+        arguments = [*values[1:], *kwargs.values()]
+        if name in PADDED:
+            _check_width(arguments)
+        if name == "join" and values:
+            values = ([*values[0]], *values[1:])
+            limit.make(sum(len(str(value)) for value in values[0]))
+        if name in ("join", "replace", "indent", "format") and values:
+            most = max((len(text) for text in arguments if isinstance(text, str)), default=0)
+            limit.make(most * (len(values[0]) if name != "indent" else 0))
+        if name == "indent" and values:
+            width = next((width for width in arguments if isinstance(width, int)), 4)
+            limit.make(str(values[0]).count("\n") * width)
+        if name == "format":
+            _check_format(values[0] if values else "")
+        return _made(filter(*((args[0], *values) if passed else values), **kwargs))
+
+    if passed is not None:
+        counting.jinja_pass_arg = passed                         # type: ignore[attr-defined]
+    return counting
+
+
+def _check_operator(operator: str, left: Any, right: Any) -> None:
+    limit = _limit.get()
+    limit.step()
+    if operator == "*":
+        for one, other in ((left, right), (right, left)):
+            if isinstance(one, (str, list, tuple)) and isinstance(other, int):
+                limit.make(len(one) * max(other, 0) * (1 if isinstance(one, str) else ITEM))
+    if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
+        bits = left.bit_length() * max(right, 1) if operator == "**" else left.bit_length() + right.bit_length()
+        if bits > BITS:
+            raise LimitReached("it makes too large a number")
+    if operator == "%" and isinstance(left, str):
+        _check_format(left)
+        _check_shown(right)
+
+
+def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+    """Counts what a method of a text makes, before it is made. Returns its arguments, read where they were an iterator."""
+    limit = _limit.get()
+    limit.make(len(text))
+    arguments = [*args, *kwargs.values()]
+    if name in PADDING:
+        _check_width(arguments)
+        limit.make(text.count("\t") * WIDTH if name == "expandtabs" else WIDTH)
+    elif name == "join" and args:
+        args = ([*_counted(args[0])],)
+        limit.make(sum(len(str(each)) + len(text) for each in args[0]))
+    elif name == "replace" and len(args) > 1 and isinstance(args[1], str):
+        limit.make(text.count(str(args[0])) * len(args[1]))
+    elif name == "translate":
+        raise LimitReached("it calls translate, which this project does not allow")
+    elif name in ("format", "format_map"):
+        _check_format(text)
+        limit.make(text.count("{") * max((len(str(each)) for each in arguments), default=0))
+    return args
+
+
+def _check_width(arguments: Iterable[Any]) -> None:
+    if any(isinstance(width, (int, float)) and width > WIDTH for width in arguments):
+        raise LimitReached(f"it pads a text to more than {WIDTH} characters")
+
+
+def _check_format(text: Any) -> None:
+    if WIDE.search(str(text)):
+        raise LimitReached("it formats a text with a wide field")
+
+
+def _raise_exception(message: str) -> None:
+    raise TemplateError(message)
+
+
+def _strftime_now(format: str) -> str:
+    if WIDE.search(format):
+        raise LimitReached("it formats a date with a wide field")
+    return datetime.now().astimezone().strftime(format)
+
+
+def _tojson(x: Any, ensure_ascii: bool = False, indent: int | str | None = None, separators: tuple[str, str] | None = None,
+            sort_keys: bool = False) -> str:
+    """transformers' tojson, which escapes neither letters nor quotes."""
+    return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)

@@ -1,0 +1,563 @@
+"""JSON schemas as llguidance can enforce them.
+
+`require_schema` and `require_keywords` refuse what is no JSON schema. `enforceable` returns another schema by which fewer texts
+are valid, and every one of them by the original, too: it has the rules that llguidance lacks, and none that it refuses without
+need. Places that lead nowhere, such as references in a circle, become `false`: llguidance would let a text begin there.
+
+Dialect: draft 2020-12 and the older forms that llguidance knows. There `format` is an annotation unless it is enforced here.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+from urllib.parse import unquote
+
+from rwkv.errors import UserError
+
+# The keys under which a schema holds other schemas: in a mapping, in a list, or a single schema.
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+ALONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
+         "unevaluatedItems", "unevaluatedProperties")
+DEFINITIONS = ("$schema", "$defs", "definitions")        # keys of the root schema that references need
+JOINING = ("allOf", "anyOf", "oneOf", "$ref")            # keys whose schemas llguidance may join with the others beside them
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+SCALARS = ("null", "boolean", "integer", "number", "string")
+MOST_VALUES = 100_000                    # values in a schema
+MOST_MULTIPLE = 5_000                    # of multipleOf, in units of its last digit: llguidance gives up at 10,000
+LARGEST_INT, LOWEST_INT = 2**63 - 1, -(2**63 - 1024)     # that llguidance can compare; numbers of 64 bits, the lower as a float
+LARGEST_FLOAT = float(2**63 - 1024)      # the largest bound of a `number` that llguidance can compare
+CONTROL = re.compile("[\x00-\x1f\x7f]")
+
+NO_LEAP_SECOND = "^[^:]+:[0-9]+:[0-5]"    # there are very few times with a second 60
+LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+DAY_OF_YEAR = f"^([0-9]{{4}}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))|{LEAP_YEAR}-02-29)"         # 29 February only in leap years
+LENGTHS = r"[^.@]{1,63}(\.[^.@]{1,63})*$"                # a domain whose parts have at most 63 characters
+POINTER = "(/([^/~]|~[01])*)*$"
+# By format, patterns for rules that llguidance does not enforce: an address has at most 64 characters before the @ and 254 in
+# all (RFC 5321), a domain at most 253 (RFC 1035).
+OF_FORMAT = {"time": [NO_LEAP_SECOND], "date": [DAY_OF_YEAR], "date-time": [NO_LEAP_SECOND, DAY_OF_YEAR],
+             "email": [f"^[^@]{{1,64}}@{LENGTHS}", "^.{1,254}$"], "hostname": [f"^{LENGTHS}", "^.{1,253}$"],
+             "json-pointer": [f"^{POINTER}"], "relative-json-pointer": [f"^(0|[1-9][0-9]*)(#$|{POINTER})"],
+             "uri-template": ["^[^']*$"]}
+# A format that llguidance lacks, and one that it has and whose texts are all valid by the first
+NARROWER = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri", "uri-reference": "uri", "iri-reference": "uri",
+            "uri-template": "uri"}
+ENFORCED = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+# ECMA 262's white space and line ends, and the classes of Rust's crate regex that differ from them
+WHITE_SPACE = r"\t-\r \u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}\u{feff}"
+NUL = r"\x00"                            # without it llguidance 1.9.1 lets [^"] match an escaped "
+NO_LINE_END = r"[^\n\r\u{2028}\u{2029}]"
+
+Place = tuple[Any, ...]
+IsEmpty = Callable[[Sequence[str]], bool]        # whether no text matches all of these patterns, as llguidance reads them
+
+
+def require_schema(schema: Any, where: str) -> None:
+    """Raises UserError, with the place, for a schema that is too large, and for rules that a text could seem to fulfil by
+    writing a key twice, or with other escapes. Takes time in proportion to the schema."""
+    if not isinstance(schema, Mapping):
+        raise UserError(f"{where} must be a JSON schema, an object; got {_shown(schema)}")
+    try:
+        _require_size(schema, where)
+        _require_safe_keys(schema, where)
+    except RecursionError:
+        raise UserError(f"{where} is nested too deeply") from None
+
+
+def _require_size(schema: Any, where: str) -> None:
+    left = [schema]
+    count = 0
+    while left:
+        value = left.pop()
+        count += 1
+        if count > MOST_VALUES:
+            raise UserError(f"{where} must have at most {MOST_VALUES} values")
+        if isinstance(value, Mapping):
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+
+
+def _require_safe_keys(schema: Any, where: str) -> None:
+    if not isinstance(schema, Mapping):
+        return
+    least = schema.get("minProperties", 0)
+    required = schema.get("required", [])
+    if isinstance(least, int) and isinstance(required, list) and least > max(1, len({*map(str, required)})):
+        raise UserError(f"{where}: minProperties is at most the number of required properties, or 1; got {least}")
+    names = schema.get("properties")
+    more = schema.get("additionalProperties", True)
+    if isinstance(names, Mapping) and more is not False and any(CONTROL.search(name) for name in names):
+        raise UserError(f"{where}: a property's name has a control character, which goes only with additionalProperties=false")
+    for place, sub in inside(schema):
+        _require_safe_keys(sub, named(where, place))
+
+
+def inside(schema: Any) -> Iterator[tuple[Place, Any]]:
+    """(place, schema) for each schema directly inside `schema`."""
+    if not isinstance(schema, Mapping):
+        return
+    for key in BY_NAME:
+        if isinstance(schema.get(key), Mapping):
+            yield from (((key, name), sub) for name, sub in schema[key].items())
+    for key in IN_LIST:
+        if isinstance(schema.get(key), list):
+            yield from (((key, i), sub) for i, sub in enumerate(schema[key]))
+    for key in ALONE:
+        if isinstance(schema.get(key), (Mapping, bool)):
+            yield (key,), schema[key]
+
+
+def named(where: str, place: Sequence[Any]) -> str:
+    return where + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
+
+
+def all_schemas(schema: Any) -> Iterator[Any]:
+    yield schema
+    for _, sub in inside(schema):
+        yield from all_schemas(sub)
+
+
+# The forms of keywords
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 0 and value % 1 == 0
+
+
+def _is_schema(value: Any) -> bool:
+    return isinstance(value, (Mapping, bool))
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _are_schemas(value: Any) -> bool:
+    return isinstance(value, list) and all(map(_is_schema, value))
+
+
+def _are_types(value: Any) -> bool:
+    types = value if isinstance(value, list) else [value]
+    return bool(types) and all(kind in TYPES for kind in types if isinstance(kind, str)) and _are_names(types)
+
+
+FORMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("type",), _are_types, f"one of {', '.join(TYPES)}, or a list of them"),
+    (("required",), _are_names, "a list of names, which stands beside properties"),
+    (BY_NAME, lambda value: isinstance(value, Mapping) and all(map(_is_schema, value.values())), "an object of schemas"),
+    (("allOf", "anyOf", "oneOf"), lambda value: bool(value) and _are_schemas(value), "a list of at least one schema"),
+    (("prefixItems",), _are_schemas, "a list of schemas"),
+    (("items",), lambda value: _is_schema(value) or _are_schemas(value), "a schema"),
+    (tuple(key for key in ALONE if key != "items"), _is_schema, "a schema"),
+    (("enum",), lambda value: isinstance(value, list) and bool(value), "a list of at least one value"),
+    (("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _is_count, "a whole number from 0"),
+    (("minimum", "maximum"), _is_number, "a number"),
+    (("exclusiveMinimum", "exclusiveMaximum"), lambda value: _is_number(value) or isinstance(value, bool), "a number"),
+    (("multipleOf",), lambda value: _is_number(value) and 0 < value < math.inf, "a number above 0"),
+    (("pattern", "format", "$ref"), lambda value: isinstance(value, str), "a text"),
+    (("uniqueItems",), lambda value: isinstance(value, bool), "true or false"))
+
+
+def require_keywords(schema: Any, where: str) -> None:
+    """Raises UserError, with the place, for a keyword whose value has another form than JSON Schema gives it."""
+    if not isinstance(schema, Mapping):
+        return
+    for keys, fits, form in FORMS:
+        for key in keys:
+            if key in schema and not fits(schema[key]):
+                raise UserError(f"{where}: {key} must be {form}; got {_shown(schema[key])}")
+    most = schema.get("maxProperties", math.inf)
+    if most < max(schema.get("minProperties", 0), len({*schema.get("required", ())})):
+        raise UserError(f"{where}: maxProperties must be at least minProperties and the number of required names; got {most}")
+    if schema.get("format") == "regex":
+        raise UserError(f"{where}: the format regex cannot be enforced: use pattern, or leave it out")
+    for place, sub in inside(schema):
+        require_keywords(sub, named(where, place))
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=repr)[:60]
+
+
+# The schema for llguidance
+
+
+def enforceable(schema: Mapping[str, Any], where: str, is_empty: IsEmpty) -> dict[str, Any]:
+    """The schema for llguidance, without x-guidance. Raises UserError, with the place, where it cannot be enforced."""
+    require_keywords(schema, where)
+    finite = _Finite(schema)
+    if not finite.has_instance(schema):
+        raise UserError(f"{where}: no text is valid by it, because its references form a circle, or what they require does")
+    _require_multiples(schema, where)
+    return _Rewriting(schema, finite, is_empty).rewritten(schema, where)
+
+
+def unbounded_numbers(schema: Any) -> bool:
+    """Whether a text may have numbers without bounds, and so 1e999."""
+    return any(map(_may_be_any_number, all_schemas(schema)))
+
+
+def _may_be_any_number(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return bool(schema)
+    if "const" in schema or "enum" in schema or ("type" not in schema and any(key in schema for key in JOINING)):
+        return False
+    types = _types(schema)
+    bounded = any(key in schema for key in ("minimum", "exclusiveMinimum")) and any(
+        key in schema for key in ("maximum", "exclusiveMaximum"))
+    return (("number" in types or "integer" in types) and not bounded) or (
+        "object" in types and "additionalProperties" not in schema) or ("array" in types and "items" not in schema)
+
+
+def _types(schema: Mapping[str, Any]) -> list[str]:
+    types = schema.get("type", TYPES)
+    return [types] if isinstance(types, str) else [*types]
+
+
+class _Finite:
+    """Which schemas have a valid text of finite length. A reference to itself has none, nor has one that requires itself."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        targets = {sub["$ref"]: self._target(sub["$ref"]) for sub in all_schemas(root)
+                   if isinstance(sub, Mapping) and isinstance(sub.get("$ref"), str)}
+        self._known = {reference: target is None for reference, target in targets.items()}       # foreign ones: llguidance's
+        changed = True
+        order = [*targets.items()]
+        while changed:
+            changed = False
+            order.reverse()              # a chain of references is soon known in either order
+            for reference, target in order:
+                if not self._known[reference] and self.has_instance(target):
+                    self._known[reference] = changed = True
+
+    def has_instance(self, schema: Any) -> bool:
+        if not isinstance(schema, Mapping):
+            return schema is not False
+        if not self._known.get(schema.get("$ref", ""), True):
+            return False
+        if not all(map(self.has_instance, schema.get("allOf", ()))):
+            return False
+        if any(key in schema and not any(map(self.has_instance, schema[key])) for key in ("anyOf", "oneOf")):
+            return False
+        types = _types(schema)
+        return (any(kind in SCALARS for kind in types) or "const" in schema or "enum" in schema
+                or ("object" in types and self._has_object(schema)) or ("array" in types and self._has_array(schema)))
+
+    def _has_object(self, schema: Mapping[str, Any]) -> bool:
+        names = schema.get("properties", {})
+        other = schema.get("additionalProperties", True) if not schema.get("patternProperties") else True
+        return all(self.has_instance(names.get(name, other)) for name in schema.get("required", ()))
+
+    def _has_array(self, schema: Mapping[str, Any]) -> bool:
+        items = schema.get("items", True)
+        first = items if isinstance(items, list) else schema.get("prefixItems", [])
+        rest = schema.get("additionalItems", True) if isinstance(items, list) else items
+        least = schema.get("minItems", 0)
+        return all(map(self.has_instance, first[:int(least)])) and (least <= len(first) or self.has_instance(rest))
+
+    def _target(self, reference: str) -> Any:
+        """The schema at a JSON pointer; None where the reference is none, or leads out of the schema."""
+        if reference != "#" and not reference.startswith("#/"):
+            return None
+        target = self._root
+        for step in unquote(reference[2:]).split("/") if len(reference) > 1 else ():
+            step = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, Mapping) and step in target:
+                target = target[step]
+            elif isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+                target = target[int(step)]
+            else:
+                return None
+        return target if _is_schema(target) else None
+
+
+def _require_multiples(schema: Mapping[str, Any], where: str) -> None:
+    """llguidance multiplies the numbers of joined schemas in 32 bits, and makes a state for each remainder of the product."""
+    schemas = [sub for sub in all_schemas(schema) if isinstance(sub, Mapping)]
+    multiples = {Decimal(str(sub["multipleOf"])) for sub in schemas if "multipleOf" in sub}
+    places = max((-multiple.normalize().as_tuple().exponent for multiple in multiples), default=0)       # type: ignore[operator]
+    units = [int(multiple.scaleb(max(places, 0))) for multiple in multiples]
+    for multiple in multiples:
+        own = multiple.scaleb(max(-multiple.normalize().as_tuple().exponent, 0))         # type: ignore[operator]
+        if own > MOST_MULTIPLE:
+            raise UserError(f"{where}: multipleOf must be at most {MOST_MULTIPLE}, in units of its last digit; got {multiple}")
+    if len(units) > 1 and math.prod(units) >= 2**32 and _is_joined(schemas):
+        raise UserError(f"{where}: several multipleOf in schemas that are joined must have a product below 2^32, in units of "
+                        f"their last digit; got {', '.join(map(str, sorted(multiples)))}")
+
+
+def _is_joined(schemas: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether llguidance may join two schemas."""
+    return any(key in sub and (len(sub) > 1 or key == "allOf") for sub in schemas for key in JOINING)
+
+
+class _Rewriting:
+    def __init__(self, root: Mapping[str, Any], finite: _Finite, is_empty: IsEmpty) -> None:
+        schemas = [sub for sub in all_schemas(root) if isinstance(sub, Mapping)]
+        self._finite = finite
+        self._is_empty = is_empty
+        self._declared = {name for sub in schemas for name in (*sub.get("properties", ()), *sub.get("required", ()))}
+        joined = _is_joined(schemas)
+        patterns = any(sub.get("patternProperties") for sub in schemas)
+        # Patterns of joined objects must be equal or have no text in common
+        self._late_names = {name for sub in schemas for name in _late_names(sub)} if joined and not patterns else None
+        self._keeps_open = joined and patterns
+
+    def rewritten(self, schema: Any, where: str) -> Any:
+        if not isinstance(schema, Mapping):
+            return schema
+        rules = _without_empty_rules(schema)
+        for key in BY_NAME:
+            if key in rules:
+                rules[key] = {name: self._inner(sub, f"{where}.{key}.{name}", key) for name, sub in rules[key].items()}
+        for key in IN_LIST:
+            if isinstance(rules.get(key), list):
+                rules[key] = [self._inner(sub, f"{where}.{key}[{i}]", key) for i, sub in enumerate(rules[key])]
+        for key in ALONE:
+            if isinstance(rules.get(key), (Mapping, bool)):
+                rules[key] = self._inner(rules[key], f"{where}.{key}", key)
+        for key in ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"):
+            if key in rules:
+                rules[key] = int(rules[key])
+        _enforce_format(rules)
+        if "pattern" in rules:
+            rules["pattern"] = rust_pattern(rules["pattern"])
+        _enforce_bounds(rules, where)
+        _require_exact(rules, where)
+        self._enforce_names(rules)
+        return rules
+
+    def _inner(self, schema: Any, where: str, key: str) -> Any:
+        if key not in ("$defs", "definitions") and not self._finite.has_instance(schema):
+            return False
+        return self.rewritten(schema, where)
+
+    def _enforce_names(self, rules: dict[str, Any]) -> None:
+        """Drops patterns that only declared names match, as no other key could follow a comma. llguidance writes declared names
+        in their order; so no other key may begin as a name that may no longer come, such as forecasts for forecast."""
+        patterns = {rust_pattern(pattern): sub for pattern, sub in rules.get("patternProperties", {}).items()}
+        names = {*rules.get("properties", ()), *rules.get("required", ())}
+        if patterns and rules.get("additionalProperties") is False:
+            other = f"^{_others(set(), names)}$"
+            for pattern in [pattern for pattern in patterns if self._is_empty([pattern, other])]:
+                self._move_to_names(rules, pattern, patterns.pop(pattern), names)
+        if patterns or "patternProperties" in rules:
+            rules["patternProperties"] = patterns
+            return
+        late = _late_names(rules)
+        other = rules.get("additionalProperties", True)
+        joined = self._late_names is not None
+        if not late or other is False or self._keeps_open or (joined and not _is_any(other)):
+            return
+        properties = rules.get("properties", {})
+        rules["properties"] = {**properties, **{name: other for name in rules.get("required", ()) if name not in properties}}
+        if self._late_names is not None:                 # joined schemas must allow each other's names
+            possible = "|".join([_others(self._late_names, set()), *map(_escaped, sorted(self._declared))])
+        else:
+            possible = _others(late, names)
+        rules["patternProperties"] = {f"^({possible})$": other}
+        rules["additionalProperties"] = False
+
+    def _move_to_names(self, rules: dict[str, Any], pattern: str, schema: Any, names: set[str]) -> None:
+        properties = {name: rules.get("properties", {}).get(name, True)
+                      for name in (*rules.get("properties", ()), *rules.get("required", ()))}
+        for name in names:
+            if not self._is_empty([pattern, f"^{_escaped(name)}$"]):
+                properties[name] = schema if properties[name] is True else {"allOf": [properties[name], schema]}
+        rules["properties"] = {name: sub for name, sub in properties.items()
+                               if name in rules.get("properties", ()) or sub is not True}
+
+
+def _late_names(schema: Mapping[str, Any]) -> set[str]:
+    """Names that a text can leave out and that cannot come after a later name."""
+    required = {*schema.get("required", ())}
+    names = [*schema.get("properties", ())]
+    if not required.difference(names):
+        names = names[:-1]
+    return {name for name in names if name and name not in required}
+
+
+def _without_empty_rules(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema without keywords that every value fulfils, some of which llguidance refuses."""
+    always = {"uniqueItems": schema.get("uniqueItems") is False or schema.get("maxItems", 2) <= 1,
+              "not": schema.get("not") is False, "propertyNames": _is_any_name(schema.get("propertyNames")),
+              "dependentRequired": not schema.get("dependentRequired"), "dependentSchemas": not schema.get("dependentSchemas"),
+              "dependencies": not schema.get("dependencies"),
+              "unevaluatedProperties": _is_any(schema.get("unevaluatedProperties")),
+              "unevaluatedItems": _is_any(schema.get("unevaluatedItems")),
+              "minContains": "contains" not in schema, "maxContains": "contains" not in schema,
+              "contains": schema.get("minContains") == 0 and "maxContains" not in schema,
+              "then": "if" not in schema, "else": "if" not in schema,
+              "contentSchema": True, "deprecated": True,
+              "minimum": schema.get("minimum") == -math.inf, "maximum": schema.get("maximum") == math.inf}
+    if always["contains"]:
+        always["minContains"] = True
+    return {key: value for key, value in schema.items() if not always.get(key, False)}
+
+
+def _is_any(schema: Any) -> bool:
+    return schema is True or schema == {}
+
+
+def _is_any_name(schema: Any) -> bool:
+    """Whether every property's name, a text, is valid."""
+    if not isinstance(schema, Mapping):
+        return schema is True
+    rules = {key: value for key, value in schema.items()
+             if key not in ("$comment", "title", "description", "default", "examples", "$schema")}
+    kind = rules.pop("type", "string")
+    return ("string" in kind if isinstance(kind, list) else kind == "string") and (not rules or rules == {"minLength": 0})
+
+
+def _enforce_format(rules: dict[str, Any]) -> None:
+    kind = rules.pop("format", None)
+    if kind is None:
+        return
+    enforced = NARROWER.get(kind, kind)
+    if enforced in ENFORCED:
+        rules["format"] = enforced
+    patterns = OF_FORMAT.get(kind, OF_FORMAT.get(enforced, []))
+    if patterns:
+        rules["allOf"] = [*rules.get("allOf", ()), *({"pattern": pattern} for pattern in patterns)]
+
+
+def _enforce_bounds(rules: dict[str, Any], where: str) -> None:
+    """Numbers as llguidance compares them, in float64 and int64: never a wider range than the schema's."""
+    types = _types(rules)
+    whole = "integer" in types and "number" not in types
+    low, low_open = _bound(rules, "minimum", "exclusiveMinimum", max)
+    high, high_open = _bound(rules, "maximum", "exclusiveMaximum", min)
+    if "multipleOf" in rules:            # with_finite_numbers must not end a number before it is a multiple
+        low = -LARGEST_FLOAT if low is None else low
+        high = LARGEST_FLOAT if high is None else high
+    if low is None and high is None:
+        return
+    for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
+        rules.pop(key, None)
+    if low is not None:
+        if whole:
+            low = (math.floor(low) + 1) if low_open else math.ceil(low)
+        least = LOWEST_INT if whole else -LARGEST_FLOAT
+        if low > (LARGEST_INT if whole else LARGEST_FLOAT):
+            raise UserError(f"{where}: minimum must be less than 2^63; got {low}")
+        low = _whole(max(_float_above(low), least) if not (whole and abs(low) < 2**53) else low)
+        rules["exclusiveMinimum" if low_open and not whole else "minimum"] = low
+    if high is not None:
+        if whole:
+            high = (math.ceil(high) - 1) if high_open else math.floor(high)
+        if high < (LOWEST_INT if whole else -LARGEST_FLOAT):
+            raise UserError(f"{where}: maximum must be greater than -2^63; got {high}")
+        if whole and high >= LARGEST_INT:
+            high = LARGEST_INT
+        elif not (whole and abs(high) < 2**53):
+            high = _whole(min(_float_below(high), LARGEST_FLOAT))
+        rules["exclusiveMaximum" if high_open and not whole else "maximum"] = high
+    # llguidance has no range without an end that begins at 19 digits
+    if high is None and low >= 10**18:
+        rules["maximum"] = LARGEST_INT if whole else int(LARGEST_FLOAT)
+    if low is None and high <= -(10**18):
+        rules["minimum"] = LOWEST_INT
+
+
+def _bound(rules: Mapping[str, Any], key: str, exclusive: str, tighter: Callable[..., Any]) -> tuple[Any, bool]:
+    """A bound, and whether it is excluded. In draft 4 the second key is true or false."""
+    bound = rules.get(key)
+    other = rules.get(exclusive)
+    if isinstance(other, bool) or other is None:
+        return bound, other is True
+    if bound is None or tighter(bound, other) == other:
+        return other, True
+    return bound, False
+
+
+def _float_below(value: Any) -> Any:
+    try:
+        rules = float(value)
+    except OverflowError:
+        return math.copysign(LARGEST_FLOAT * 2, value)
+    return math.nextafter(rules, -math.inf) if rules > value else rules
+
+
+def _whole(value: Any) -> Any:
+    """The same number, as an int if it is one: llguidance reads long floats inexactly."""
+    return int(value) if value == int(value) else value
+
+
+def _float_above(value: Any) -> Any:
+    return -_float_below(-value)
+
+
+def _require_exact(rules: Mapping[str, Any], where: str) -> None:
+    for key, values in (("const", [rules.get("const")]), ("enum", rules.get("enum", ()))):
+        left = [*values]
+        while left:
+            value = left.pop()
+            if isinstance(value, Mapping):
+                left += value.values()
+            elif isinstance(value, list):
+                left += value
+            elif isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"{where}: {key} must have finite numbers")
+            elif isinstance(value, int) and abs(value) > 2**53 and (abs(value) > 2**1000 or int(float(value)) != value):
+                raise UserError(f"{where}: {key} must have whole numbers of at most 2^53; got {value}"[:200])
+
+
+# Patterns
+
+
+def rust_pattern(pattern: str) -> str:
+    """A pattern of ECMA 262 for Rust's crate regex, where the two read the same text in different ways: white space, the dot,
+    and in brackets [, && and ~~."""
+    read = []
+    in_class = False
+    place = 0
+    while place < len(pattern):
+        character = pattern[place]
+        if character == "\\" and place + 1 < len(pattern):
+            escape = pattern[place:place + 2]
+            read.append({r"\s": f"[{WHITE_SPACE}]", r"\S": f"[^{WHITE_SPACE}]"}.get(escape, escape))
+            place += 2
+            continue
+        if in_class:
+            in_class = character != "]"
+            read.append(f"\\{character}" if character in "[&~" else character)
+        elif character == "[":
+            in_class = True
+            read.append("[")
+            if pattern[place + 1:place + 2] == "^":
+                read.append(f"^{NUL}")
+                place += 1
+        else:
+            read.append(NO_LINE_END if character == "." else character)
+        place += 1
+    return "".join(read)
+
+
+def _escaped(text: str) -> str:
+    return "".join(character if character.isascii() and character.isalnum() else f"\\u{{{ord(character):x}}}"
+                   for character in text)
+
+
+def _others(beginnings: set[str], texts: set[str]) -> str:
+    """A pattern, to be matched as a whole, for the texts that begin with none of `beginnings` and are none of `texts`."""
+    following: dict[str, tuple[set[str], set[str]]] = {}
+    for i, group in enumerate((beginnings, texts)):
+        for text in group:
+            if text:
+                following.setdefault(text[0], (set(), set()))[i].add(text[1:])
+    may_end = "" not in texts
+    if not following:
+        return "(?s:.*)" if may_end else "(?s:.+)"
+    alternatives = [f"{_escaped(first)}{_others(*rests)}" for first, rests in sorted(following.items()) if "" not in rests[0]]
+    alternatives.append(f"[^{NUL}{''.join(map(_escaped, sorted(following)))}](?s:.*)")
+    return f"({'|'.join(alternatives)}){'?' if may_end else ''}"

@@ -1,0 +1,139 @@
+"""One client's grammar stops no other's: a compile that takes long ends with its process, and each key has its turn."""
+
+import asyncio
+import multiprocessing
+import time
+from collections.abc import Awaitable, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import httpx
+import pytest
+from serving_runs import Running
+
+from rwkv.errors import UserError
+from rwkv.generation.grammar import Grammar
+from rwkv.serving.compiling import PROCESSES, Compilers
+from rwkv.tokenizer.tokenizers import ByteTokenizer
+
+pytestmark = pytest.mark.programs
+SHORT = Grammar.json_schema({"type": "boolean"})
+
+
+def slow(n: int = 0) -> Grammar:
+    """Takes minutes and gigabytes: a state for each remainder of 4999 * 4993."""
+    return Grammar.json_schema({"type": "integer", "title": str(n), "allOf": [{"multipleOf": 4999}, {"multipleOf": 4993}]})
+
+
+def with_compilers(work: Callable[[Compilers], Awaitable[Any]], seconds: float = 1.5) -> Any:
+    async def main() -> Any:
+        compilers = Compilers(ByteTokenizer().to_dict(), seconds)
+        try:
+            return await work(compilers)
+        finally:
+            compilers.close()
+
+    return asyncio.run(main())
+
+
+def test_a_compile_beyond_its_time_ends_and_others_go_on() -> None:
+    async def work(compilers: Compilers) -> None:
+        await compilers.check(SHORT, "a")
+        before = time.monotonic()
+        with pytest.raises(UserError, match=r"json_schema: .*seconds"):
+            await compilers.check(slow(), "a")
+        assert time.monotonic() - before < 30
+        with pytest.raises(UserError):                   # known, and not compiled again
+            await asyncio.wait_for(compilers.check(slow(), "b"), 0.1)
+        await compilers.check(Grammar.json_schema({"type": "null"}), "a")
+
+    with_compilers(work)
+    assert not multiprocessing.active_children()
+
+
+def test_each_key_has_its_turn() -> None:
+    """Many slow grammars of one key, then one of another: it waits for less than the first key's second round."""
+    async def work(compilers: Compilers) -> list[str]:
+        ended: list[str] = []
+
+        async def check(name: str, grammar: Grammar, owner: str) -> None:
+            with suppress(UserError):
+                await compilers.check(grammar, owner)
+            ended.append(name)
+
+        many = [asyncio.create_task(check("slow", slow(n), "a")) for n in range(3 * PROCESSES)]
+        await asyncio.sleep(0)
+        await asyncio.create_task(check("short", SHORT, "b"))
+        for task in many:
+            task.cancel()
+        return ended
+
+    ended = with_compilers(work)
+    assert len(ended) <= PROCESSES + 1
+
+
+def test_what_cannot_be_compiled_names_its_place() -> None:
+    async def work(compilers: Compilers) -> None:
+        for grammar, place in ((Grammar.json_schema({"properties": {"a": {"type": "strin"}}}), "json_schema.properties.a: "),
+                               (Grammar.lark("start: missing"), "grammar: "),
+                               (Grammar.lark('start: "a" B\nB: /x/ & /y/'), "grammar: ")):
+            with pytest.raises(UserError, match=f"^{place}"):
+                await compilers.check(grammar, "a")
+
+    with_compilers(work)
+
+
+def form(schema: dict[str, Any]) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+
+
+def ask(server: Running, schema: dict[str, Any], **options: Any) -> httpx.Response:
+    body = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 300, "response_format": form(schema), **options}
+    return httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=120)
+
+
+def test_a_server_answers_others_while_it_compiles(g1: Running) -> None:
+    bomb = {"type": "integer", "allOf": [{"multipleOf": 4993}, {"multipleOf": 4999}]}
+    long = {"anyOf": [{"type": "string", "const": f"number {i}"} for i in range(1400)]}          # 65 kB
+    with ThreadPoolExecutor() as threads:
+        slow = threads.submit(ask, g1, bomb)
+        large = threads.submit(ask, g1, long, max_tokens=1)
+        assert ask(g1, {"type": "boolean"}).json()["choices"][0]["message"]["content"].strip() in ("true", "false")
+        assert httpx.get(f"{g1.url}/health").status_code == 200
+        assert not slow.done()
+        assert slow.result().status_code == 400
+        assert slow.result().json()["error"]["param"] == "response_format.json_schema.schema"
+        assert large.result().status_code == 200
+
+
+@pytest.mark.parametrize("schema", [
+    {"type": "object", "properties": {"x": {"$ref": "#/$defs/a"}}, "required": ["x"],
+     "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}},
+    {"type": "object", "properties": {"a": {"type": "integer", "required": True}}, "additionalProperties": False},
+    {"type": "integer", "multipleOf": 2000003}, {"oneOf": [{"type": "number"}, {"type": "integer"}]}])
+def test_what_cannot_be_enforced_is_a_400(g1: Running, schema: dict[str, Any]) -> None:
+    answer = ask(g1, schema)
+    assert answer.status_code == 400, answer.text
+    assert answer.json()["error"]["param"].startswith("response_format.json_schema.schema")
+
+
+def tool(name: str) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": {}}}}
+
+
+def test_many_tools_beside_a_schema(g1: Running) -> None:
+    answer = ask(g1, {"type": "boolean"}, tools=[tool(f"f{i}") for i in range(25)], temperature=0)
+    assert answer.status_code == 200, answer.text
+
+
+def test_names_with_a_line_end_and_calls_with_half_a_surrogate_pair(g1: Running) -> None:
+    for name in ("f\n", "\n", "f\r", "f\u2028"):
+        answer = httpx.post(f"{g1.url}/v1/chat/completions", json={"messages": [{"role": "user", "content": "hi"}],
+                                                                  "tools": [tool(name)], "max_tokens": 1})
+        assert answer.status_code == 400, name
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a":"\\ud800"}'}}
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "1", "content": "x"}]
+    answer = httpx.post(f"{g1.url}/v1/chat/completions", json={"messages": messages, "max_tokens": 1})
+    assert answer.status_code == 200, answer.text
