@@ -49,7 +49,7 @@ class Rule(NamedTuple):
 RULES = (
     Rule(r".*", r"train|generate|chat|serve|tests|benchmarks"),
     Rule(r"kernels\b.*", r"rwkv|lightning|pytorch_lightning|hydra|omegaconf|wandb"),
-    Rule(r"(?!kernels\b).*", BACK_ENDS),
+    Rule(r"(?!kernels\b|rwkv\.model\.\w+_triton$).*", BACK_ENDS),
     Rule(r"(?!kernels\.backends\.taichi$).*", r"taichi"),
     Rule(rf"kernels\.({OPERATORS})(\.cases)?", BACK_ENDS),
     Rule(r".*", IMPLEMENTATIONS),                                # an implementation is loaded by its name
@@ -227,7 +227,7 @@ def test_importing_has_no_effects(package: str, tmp_path: Path) -> None:
 
 @pytest.mark.programs
 @pytest.mark.parametrize(("modules", "absent"), [
-    ([module_of(path) for path in (ROOT / "rwkv" / "model").glob("*.py")],
+    ([module_of(path) for path in (ROOT / "rwkv" / "model").glob("*.py") if not path.stem.endswith("_triton")],
      ("hydra", "omegaconf", "lightning", "wandb", "taichi", "triton")),
     (["rwkv.pretrained", "rwkv.generation.output"], ("hydra", "lightning", "wandb")),
     (["rwkv.tools.evaluate", "rwkv.tools.convert", "rwkv.training.sweep", "rwkv.training.run.options", "rwkv.checkpoint.named",

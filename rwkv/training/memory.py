@@ -12,7 +12,8 @@ W, the numbers that its operator works with for each token (operator_work); S, t
                                                        matrix takes BITS of tune.base, one of the embedding 2 bytes
     activations kept for the backward pass             N L K; K is kept_when_frugal with frozen weights, and in rows of
                                                        conversations
-      in half precision                                with another K, and a copy of the weights in P / 2
+      in half precision                                with another K, and a copy of the weights in P / 2; with fsdp that of
+                                                       a block at a time, unless K is kept_when_frugal
       with activation checkpointing                    N L C, and one block's activations while it is recomputed
       with tbptt=k                                     those of one segment, N/k tokens; k states of S for each row; the
                                                        head's input and its gradient, 2 N C
@@ -108,13 +109,21 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
         kept = L * block
     activations = kept + max(0, backward - loss - (0 if tuned or trainer.accumulate > 1 else weights))
     if half and config.tune.base != "bfloat16":
-        activations += FLOAT * vocab_size * C // 2 if rounded else weights // 2
+        activations += FLOAT * vocab_size * C // 2 if rounded else _copied(config, vocab_size, weights)
     if trainer.tbptt:
         activations += N // config.model.ctx_len * state_nbytes(config.model) + FLOAT * 2 * N * C
     if _has_holes(config):
         activations = round(HOLES * activations)
         loss = round(HOLES * loss)
     return Memory(weights, trained, MOMENTS * trained, round(activations), loss, config.data.num_workers * DATA_WORKER)
+
+
+def _copied(config: TrainConfig, vocab_size: int, weights: int) -> int:
+    """The bytes of the copies of the weights in half precision (rwkv/model/weight_cache.py). weights: those of a process."""
+    if config.trainer.strategy != "fsdp":
+        return weights // 2
+    whole = FLOAT * n_parameters(config.model, vocab_size) // 2
+    return whole if _is_frugal(config) else whole // config.model.n_layer
 
 
 def gives_back(config: TrainConfig, vocab_size: int) -> bool:

@@ -23,6 +23,7 @@ from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
 from rwkv.io.lines import counted, labelled
+from rwkv.model import fused_form
 from rwkv.model.base import generation, n_parameters
 from rwkv.training.device import bfloat16_is_faster, dtype_for
 from rwkv.training.length import MANY, steps_per_epoch
@@ -120,7 +121,7 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
         yield "guard", guard.describe(config)
     for line in run.saved_memory:
         yield "memory", line
-    yield "blocks", _blocks(config.trainer.compile, config.tune.method, bool(data.conversations))
+    yield "blocks", _blocks(config.trainer.compile, config.tune.method, bool(data.conversations), device.type)
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"{', '.join([f'threads per process {torch.get_num_threads()}', *threads.settings()])}")
     if wrong:
@@ -168,8 +169,8 @@ def _objective(tune: TuneConfig) -> str:
             f"of the model of init_from= are {reference}")
 
 
-def _blocks(compiled: bool, method: str, conversations: bool) -> str:
-    """How blocks are computed in training; fused.can_fuse chooses it. method: tune.method."""
+def _blocks(compiled: bool, method: str, conversations: bool, device: str) -> str:
+    """How blocks are computed in training; fused.can_fuse and fused_form choose it. method: tune.method."""
     if compiled:
         return "plain formulas: trainer.compile=true fuses them"
     why = ""
@@ -177,7 +178,7 @@ def _blocks(compiled: bool, method: str, conversations: bool) -> str:
         why = f"tune={method} freezes weights"
     elif conversations:
         why = "rows of conversations are read text by text"
-    return "fused, with gradients of their own" + (f"; steps between the products are computed twice: {why}" if why else "")
+    return f"fused {fused_form.describe(device)}, with gradients of their own" + (f"; steps between the products are computed twice: {why}" if why else "")
 
 
 def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs: int) -> Iterator[tuple[str, str]]:

@@ -1,0 +1,90 @@
+"""The Triton forms on a CPU, under Triton's interpreter: test_fused_triton.py runs this file with TRITON_INTERPRET=1.
+
+Each function beside the formulas in float64 and beside C, and whole models of both generations beside C: values and gradients.
+"""
+
+import pytest
+import test_fused_c
+import torch
+from models import each_generation, small_model, tokens
+from torch import Tensor
+
+from rwkv.model import fused_form, fused_triton
+from rwkv.model.loss import head_loss
+from rwkv.model.weight_cache import WeightCache
+
+
+@pytest.fixture(autouse=True)
+def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Small blocks: there are to be several of them, whole and not."""
+    monkeypatch.setitem(fused_form.FORMS, "cpu", "rwkv.model.fused_triton")
+    for name, size in (("ROWS", 8), ("ROWS_BACK", 4), ("BLOCK", 16), ("ELEMENTS", 64)):
+        monkeypatch.setattr(fused_triton, name, size)
+
+
+@test_fused_c.DTYPES
+@pytest.mark.parametrize("shape", [(1, 1, 1, 8), (2, 5, 3, 8), (3, 4, 1, 64), (1, 3, 2, 128)], ids=str)
+def test_each_function_computes_the_formulas(dtype: torch.dtype, shape: tuple[int, int, int, int]) -> None:
+    torch.manual_seed(0)
+    for name, (function, inputs) in test_fused_c.cases(dtype, *shape).items():
+        test_fused_c.check(dtype, function(*inputs), test_fused_c.of_float64(function, inputs), name)
+
+
+def gradients(generation: str, form: str, half: bool, monkeypatch: pytest.MonkeyPatch, packed: bool = False,
+              cached: bool = False) -> dict[str, Tensor]:
+    """The head's input of a model of 2 layers, and the gradient of every parameter."""
+    monkeypatch.setitem(fused_form.FORMS, "cpu", f"rwkv.model.fused_{form}")
+    model = small_model("c_v0", generation=generation, n_layer=2)
+    if cached:
+        WeightCache(model.parameters())
+    x = tokens(model, 2, 9)
+    starts = torch.zeros(x.shape, dtype=torch.bool).index_fill_(1, torch.tensor([0, 5]), True) if packed else None
+    with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        hidden = model.forward_features(x, starts)
+        loss = head_loss(hidden.flatten(0, 1), model.head.weight, x.roll(-1, 1).flatten(), 1e-4)
+    loss.backward()
+    return {"hidden": hidden.detach().float()} | {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    assert found.keys() == expected.keys()
+    return {name: float((found[name] - expected[name]).norm() / expected[name].norm().clamp(min=1e-12)) for name in expected}
+
+
+@each_generation
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_gradients_of_a_whole_model_are_those_of_c(generation: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    errors = worst(*(gradients(generation, form, False, monkeypatch, packed) for form in ("triton", "c")))
+    assert max(errors.values()) < 2e-5, errors
+
+
+@each_generation
+def test_in_half_precision_the_gradients_are_as_exact_as_those_of_c(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside float32. The interpreter truncates where a GPU rounds: errors are up to twice as large."""
+    exact = gradients(generation, "c", False, monkeypatch)
+    mine, of_c = (worst(gradients(generation, form, True, monkeypatch), exact) for form in ("triton", "c"))
+    ratios = torch.tensor([mine[name] / (of_c[name] + 1e-3) for name in exact])
+    assert ratios.median() < 2.0 and ratios.max() < 6.0, dict(zip(exact, ratios.tolist(), strict=True))
+
+
+def test_no_rows_launch_nothing() -> None:
+    empty = torch.empty(0, 4, 16)
+    assert fused_triton.squared_relu(empty).shape == empty.shape
+    assert [part.shape for part in fused_triton.gated_backward(empty.view(0, 4, 2, 8), *[empty] * 4, 8,
+                                                               (torch.ones(2, 8), torch.ones(16), torch.ones(16)), empty)[1]] == [(16,)] * 3
+
+
+def test_rows_with_gaps_are_read_as_they_are() -> None:
+    """x[:, -1] and halves of a wider tensor have gaps between their rows, which kernels that count places would misread."""
+    torch.manual_seed(0)
+    for name, (function, inputs) in test_fused_c.cases(torch.float32, 2, 5, 3, 8).items():
+        spread = [torch.stack((tensor, torch.full_like(tensor, torch.nan)), -1)[..., 0] for tensor in inputs]
+        for one, other in zip(function(*inputs), function(*spread), strict=True):
+            assert (one is None) == (other is None) and (one is None or torch.equal(one, other)), name
+
+
+def test_heads_that_are_no_power_of_two_are_left_to_the_formulas() -> None:
+    k = torch.randn(1, 2, 12)
+    assert fused_form.form_for(k, N=6) is None
+    assert fused_form.form_for(k, N=4) is fused_form._form("rwkv.model.fused_triton")
+    assert fused_form.form_for(k.double(), N=4) is None
