@@ -19,6 +19,7 @@ from torch import Tensor
 from kernels import native
 
 FORMS = {"cpu": "rwkv.model.fused_c", "cuda": "rwkv.model.fused_triton"}         # by device type
+LOSS_FORMS = {"cuda": "rwkv.model.loss_triton"}
 Tensors = tuple[Tensor, ...]
 
 
@@ -52,8 +53,26 @@ def form_for(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> 
     dtype: that of the results, if it is another one. N: the channels of a head, for the functions that have heads.
     """
     kind = tensors[0].device.type
-    form = _form(FORMS[kind]) if kind in FORMS and why_not(kind) is None else None
+    form = cast(FusedForm, _form(FORMS[kind])) if kind in FORMS and why_not(kind) is None else None
     return form if form is not None and form.takes(*tensors, dtype=dtype, N=N) else None
+
+
+class LossForm(Protocol):
+    """Cross-entropy and its gradient over the logits; the arguments are those of loss.py."""
+
+    def takes(self, logits: Tensor) -> bool: ...
+
+    def replace_by_gradient(self, logits: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float,
+                            ignored: int) -> Tensor: ...
+
+    def negative_log_likelihood(self, logits: Tensor, targets: Tensor, ignored: int) -> Tensor: ...
+
+
+def loss_form_for(logits: Tensor) -> LossForm | None:
+    """The fused cross-entropy for these logits (rows,V), or None."""
+    kind = logits.device.type
+    form = cast(LossForm, _form(LOSS_FORMS[kind])) if kind in LOSS_FORMS and why_not(kind) is None else None
+    return form if form is not None and form.takes(logits) else None
 
 
 def describe(device: str) -> str:
@@ -74,5 +93,5 @@ def why_not(device: str) -> str | None:
 
 
 @cache
-def _form(module: str) -> FusedForm:
-    return cast(FusedForm, importlib.import_module(module))
+def _form(module: str) -> Any:
+    return importlib.import_module(module)

@@ -15,7 +15,7 @@ TESTS = Path(__file__).parent.parent
 sys.path[:0] = [str(TESTS.parent), str(TESTS / "kernels")]
 from triton_cubins import cubins
 
-from rwkv.model import fused_triton
+from rwkv.model import fused_triton, loss_triton
 
 
 def launches(N: int) -> Iterator[Any]:
@@ -41,6 +41,10 @@ def launches(N: int) -> Iterator[Any]:
                 x, x, f, z, N, v, i, (w, x, x, x, x), (x, x))
         yield lambda x=x, y=y, m=matrix, v=vector: fused_triton.gated(y, x, x, x, x, N, (m, v, v))
         yield lambda x=x, y=y, m=matrix, v=vector: fused_triton.gated_backward(y, x, x, x, x, N, (m, v, v), x)
+        logits, targets = torch.empty(3, 65536, dtype=dtype), torch.zeros(3, dtype=torch.long)
+        for penalty in (0.0, 0.1):
+            yield lambda x=logits, t=targets, p=penalty: loss_triton.replace_by_gradient(x, t, 1e-4, p, -100)
+        yield lambda x=logits, t=targets: loss_triton.negative_log_likelihood(x, t, -100)
 
 
 if __name__ == "__main__":

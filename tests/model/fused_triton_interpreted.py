@@ -5,12 +5,13 @@ Each function beside the formulas in float64 and beside C, and whole models of b
 
 import pytest
 import test_fused_c
+import test_loss
 import torch
 from models import each_generation, small_model, tokens
 from torch import Tensor
 
-from rwkv.model import fused_form, fused_triton
-from rwkv.model.loss import head_loss
+from rwkv.model import fused_form, fused_triton, loss_triton
+from rwkv.model.loss import IGNORED, head_loss
 from rwkv.model.weight_cache import WeightCache
 
 
@@ -88,3 +89,49 @@ def test_heads_that_are_no_power_of_two_are_left_to_the_formulas() -> None:
     assert fused_form.form_for(k, N=6) is None
     assert fused_form.form_for(k, N=4) is fused_form._form("rwkv.model.fused_triton")
     assert fused_form.form_for(k.double(), N=4) is None
+
+
+# The loss
+
+
+@pytest.fixture
+def triton_loss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, but for products with a wider result, which a CPU has not."""
+    monkeypatch.setitem(fused_form.LOSS_FORMS, "cpu", "rwkv.model.loss_triton")
+    monkeypatch.setattr("rwkv.model.loss_triton.MOST", 8)
+
+
+@pytest.mark.parametrize("penalty", [0.0, 0.2])
+@pytest.mark.parametrize("l2_wrap", [0.0, 0.3])
+@pytest.mark.parametrize(("N", "ignored", "V"), [(1, 0, 11), (7, 3, 11), (5, 4, 8), (3, 0, 3), (4, 1, 1)])
+def test_the_loss_and_its_gradients(triton_loss: None, N: int, ignored: int, V: int, l2_wrap: float, penalty: float) -> None:
+    generator = torch.Generator().manual_seed(N)
+    hidden, weight = torch.randn(N, 6, generator=generator), torch.randn(V, 6, generator=generator)
+    targets = torch.randint(V, (N,), generator=generator)
+    targets[:ignored] = IGNORED
+    found = test_loss.fused(hidden, weight, targets, l2_wrap, confidence_penalty=penalty)
+    expected = test_loss.plain(hidden, weight, targets, l2_wrap, penalty)
+    for one, other in zip(found, expected, strict=True):
+        assert float((one - other).abs().max()) <= 2e-6 * float(other.abs().max().clamp(min=1))
+    with torch.no_grad():
+        assert float((head_loss(hidden, weight, targets) - expected[0]).abs()) < 2e-6
+
+
+def test_the_loss_in_bfloat16_is_the_float32_loss_of_its_rounded_logits(triton_loss: None) -> None:
+    torch.manual_seed(0)
+    logits, targets = (4 * torch.randn(6, 37)).bfloat16(), torch.tensor([0, 36, IGNORED, 5, 17, 8])
+    expected = logits.float().requires_grad_()
+    loss = torch.nn.functional.cross_entropy(expected, targets, reduction="sum")
+    loss.backward()
+    nll = loss_triton.replace_by_gradient(logits, targets, 0.0, 0.0, IGNORED)
+    torch.testing.assert_close(nll, loss.detach(), rtol=1e-6, atol=0)
+    torch.testing.assert_close(logits.float(), expected.grad, rtol=2 ** -7, atol=1e-6)       # truncated
+
+
+def test_extreme_logits_stay_exact_and_nan_shows(triton_loss: None) -> None:
+    logits = torch.tensor([[1e4, -1e4, 0.0], [-3e38, -3e38, -3e38], [float("nan"), 0.0, 1.0]])
+    targets = torch.tensor([1, 0, 2])
+    nll = torch.stack([loss_triton.negative_log_likelihood(row[None], target[None], IGNORED)
+                       for row, target in zip(logits, targets, strict=True)])
+    torch.testing.assert_close(nll[:2], torch.tensor([2e4, 1.0986123]))
+    assert nll[2].isnan()
