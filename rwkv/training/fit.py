@@ -27,7 +27,7 @@ from rwkv.model.base import generation
 from rwkv.training import kernel_check
 from rwkv.training.callbacks.divergence import Diverged
 from rwkv.training.callbacks.interruption import Interrupted
-from rwkv.training.device import device_for, dtype_for, process_count, share
+from rwkv.training.device import device_for, dtype_for, process_count, set_product_precision, share
 from rwkv.training.length import with_steps_of_epochs
 from rwkv.training.loggers import loggers, require
 from rwkv.training.memory import gives_back
@@ -96,6 +96,7 @@ def train(run: Run) -> None:
         return_large_blocks()
     elif config.trainer.malloc == "tuned":
         keep_large_blocks()
+    set_product_precision(str(config.trainer.precision), device)
     # Before the data are read: this raises UserError if the processes cannot share the rows
     rows = share(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
     wkv, kernel = kernel_for(config.model, config.kernel.name, device, config.trainer.precision)

@@ -41,10 +41,9 @@ from rwkv.distributed import world_size
 from rwkv.model.base import generation, n_parameters, of_linear_layer, state_nbytes
 from rwkv.model.lora import adaptable, chosen
 from rwkv.model.loss import rows_at_once
-from rwkv.training.device import device_for
+from rwkv.training.device import device_for, dtype_for
 
 FLOAT = 4                                # bytes
-FULL = ("32-true", "tf32")               # precisions in which everything is kept in float32
 NARROW = 2                               # bytes of a value of a frozen embedding and head, as in released files
 MOMENTS = 2                              # Adam's
 BETWEEN = 40                             # times n_embd: values per token in the backward pass of a block with frozen weights,
@@ -87,7 +86,7 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
     """The memory of each of the `processes` that share data.batch_size."""
     trainer = config.trainer
     model = generation(config.model)
-    half, rounded = trainer.precision not in FULL, config.tune.base in ("int8", "int4")
+    half, rounded = dtype_for(trainer.precision) != torch.float32, config.tune.base in ("int8", "int4")
     L, C = config.model.n_layer, config.model.n_embd
     N = config.tokens_per_step // trainer.accumulate // processes
     weights = FLOAT * n_parameters(config.model, vocab_size) // (processes if trainer.strategy == "fsdp" else 1)
@@ -123,7 +122,7 @@ def _loss(config: TrainConfig, vocab_size: int, N: int, head: int) -> int:
     """The bytes of the loss of N tokens. head: those of the head's gradient, of which a second one is added to the first where
     several chunks are multiplied in half precision. A GPU has a chunk once, in the dtype of its product; a CPU has two in half
     precision."""
-    half = config.trainer.precision not in FULL
+    half = dtype_for(config.trainer.precision) != torch.float32
     device = device_for(config.trainer.accelerator)
     itemsize = NARROW if half and device.type == "cuda" else FLOAT
     rows = min(N, rows_at_once(vocab_size, config.tune.method != "full", device, itemsize))
@@ -158,7 +157,8 @@ def _is_frugal(config: TrainConfig) -> bool:
 
 def _kept(config: TrainConfig) -> float:
     """How many float32 values per token a block keeps. Products in int8 give float32 in half precision too."""
-    model, half = generation(config.model), config.trainer.precision not in FULL and config.tune.base != "int8"
+    model = generation(config.model)
+    half = dtype_for(config.trainer.precision) != torch.float32 and config.tune.base != "int8"
     if not _is_frugal(config):
         kept: float = model.kept_for_backward(config.model, half)
         return kept

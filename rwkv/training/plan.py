@@ -25,7 +25,7 @@ from rwkv.distributed import log, rank, world_size
 from rwkv.io.lines import counted, labelled
 from rwkv.model import fused_form
 from rwkv.model.base import generation, n_parameters
-from rwkv.training.device import bfloat16_is_faster, dtype_for
+from rwkv.training.device import dtype_for, why_precision
 from rwkv.training.length import MANY, steps_per_epoch
 from rwkv.training.memory import (
     checkpoint_bytes,
@@ -130,8 +130,8 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
         yield "hint", crowded
     if slow := why_slow(dtype_for(config.trainer.precision), device):
         yield "WARNING", f"trainer.precision={config.trainer.precision}: {slow}; leave it out, or take auto"
-    if device.type == "cuda" and config.trainer.precision == "32-true" and bfloat16_is_faster(device):
-        yield "hint", "trainer.precision=bf16-mixed: this GPU multiplies bfloat16 faster than float32"
+    if why := why_precision(str(config.trainer.precision), device):
+        yield "precision", f"{config.trainer.precision}: {why}"
     if config.optim.name in ORTHOGONAL:
         computed = matrix_dtype(device)
         why = "" if computed == torch.bfloat16 else ": this CPU has no instructions for products of bfloat16"

@@ -185,7 +185,8 @@ def precision_for(config: TrainerConfig, device: torch.device) -> dict[str, Any]
     """Lightning's arguments for the precision. On a CPU Lightning's own fp16 would silently be bf16."""
     if config.precision == "fp16-mixed" and config.strategy != "fsdp":
         return {"plugins": [MixedPrecision("16-mixed", device.type)]}
-    return {"precision": config.precision.replace("fp16", "16")}
+    half = dtype_for(config.precision) != torch.float32
+    return {"precision": str(config.precision).replace("fp16", "16") if half else "32-true"}
 
 
 def prepare_blocks(model: Model, config: TrainerConfig) -> Model:

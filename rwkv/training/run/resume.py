@@ -132,7 +132,7 @@ def _merged(request: Request, out_dir: Path, saved: dict[str, Any]) -> TrainConf
             own = "null" if old is None else old
             raise UserError(f"the run in {out_dir} has {key}={own}, which stays: to resume, leave {key}= out, or the group "
                             "that sets it; or start a new run")
-        if key == "trainer.precision" and new == AUTO:
+        if key == "trainer.precision" and new in (None, AUTO):
             continue                     # the run keeps the precision that it began with
         group, _, name = key.rpartition(".")
         setattr(attrgetter(group)(merged) if group else merged, name, new)
@@ -141,7 +141,7 @@ def _merged(request: Request, out_dir: Path, saved: dict[str, Any]) -> TrainConf
 
 
 def resolved(config: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """The configuration with one length, its max_steps if they are known, and trainer.precision=auto resolved."""
+    """The configuration with one length, its max_steps if they are known, and trainer.precision resolved."""
     config = with_max_steps(config, given)
     precision = resolved_precision(config.trainer.precision, config.trainer.accelerator)
     return replace(config, trainer=replace(config.trainer, precision=precision))
