@@ -127,7 +127,8 @@ class OpenCheckpoint(NamedTuple):
     assumed: str | None = None
 
     def lines(self) -> list[tuple[str, str]]:
-        """Pairs of a word and a sentence: slow products, the dtype on a GPU, an assumed tokenizer, what ends a text, a second rounding."""
+        """Pairs of a word and a sentence: slow products, a GPU's dtype, an assumed tokenizer, what ends a text, a second
+        rounding."""
         found = []
         if slow := why_slow(computed_in(self.dtype), torch.device(self.device)):
             found.append(("WARNING", f"dtype={self.dtype}: {slow}; use dtype=float32, int8 or int4"))

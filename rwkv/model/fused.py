@@ -45,9 +45,10 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if lower else x.dtype
 
 
-def last(x: Tensor) -> Tensor:
-    """A copy of the last step of x (B,T,C), for the next state: (B,C). A view would keep all of x in memory."""
-    return x[:, -1].clone()
+def last(x: Tensor, saved: bool = False) -> Tensor:
+    """The last step of x (B,T,C), for the next state: (B,C). saved: x stays in memory for a backward pass anyway, and a view of
+    it is enough; else a copy, since a view would keep all of x."""
+    return x[:, -1] if saved and torch.is_grad_enabled() else x[:, -1].clone()
 
 
 def can_fuse(*layers: nn.Module) -> bool:
@@ -152,9 +153,9 @@ class _ProductOfSquaredRelu(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
-        x, *weights = ctx.saved_tensors
-        grad_square, grad_weight = product_backward(grad, squared_relu(x).to(ctx.dtype), *rounded(ctx.dtype, weights),
-                                                    ctx.weight_dtype)
+        x, weight = ctx.saved_tensors
+        (weight,) = rounded(ctx.dtype, (weight,))
+        grad_square, grad_weight = product_backward(grad, squared_relu(x).to(ctx.dtype), weight, ctx.weight_dtype)
         return None, squared_relu_backward(grad_square.to(x.dtype), x), grad_weight
 
 

@@ -42,7 +42,7 @@ def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, shares: Tensors,
     _, T, C = x.shape
     rows = x.numel() // C
     mixes = x.new_empty(len(shares), *x.shape, dtype=dtype)
-    _launch(_mix, (triton.cdiv(rows, ROWS), triton.cdiv(C, BLOCK)), x, _or(last_x, x), *_padded(shares, MOST_MIXES), mixes,
+    launch(_mix, (triton.cdiv(rows, ROWS), triton.cdiv(C, BLOCK)), x, _or(last_x, x), *_padded(shares, MOST_MIXES), mixes,
             rows, T, C, len(shares), last_x is not None, of_before, ROWS, BLOCK, num_warps=4)
     return (x, last_x, *shares), mixes.unbind()
 
@@ -56,7 +56,7 @@ def mix_backward(kept: Sequence[Any], grads: Tensors, of_before: bool) -> tuple[
     grad_x = torch.empty_like(x)
     grad_last_x = None if last_x is None else torch.empty_like(last_x)
     sums = x.new_empty(programs, len(shares), C, dtype=torch.float32)
-    _launch(_mix_backward, (programs, triton.cdiv(C, BLOCK)), x, _or(last_x, x), *_padded(tuple(shares), MOST_MIXES),
+    launch(_mix_backward, (programs, triton.cdiv(C, BLOCK)), x, _or(last_x, x), *_padded(tuple(shares), MOST_MIXES),
             *_padded(_contiguous(*grads), MOST_MIXES), grad_x, _or(grad_last_x, x), sums,
             rows, T, C, len(shares), last_x is not None, of_before, ROWS_BACK, BLOCK, num_warps=8)
     return grad_x, grad_last_x, *sums.sum(0).view(len(shares), 1, 1, C).unbind()
@@ -66,7 +66,7 @@ def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
     """max(x, 0)^2. If grad is given, the gradient of that square: the gradient of x."""
     x = x.contiguous()
     out = torch.empty_like(x)
-    _launch(_squared_relu, (triton.cdiv(x.numel(), ELEMENTS),), x, x if grad is None else grad.contiguous(), out, x.numel(),
+    launch(_squared_relu, (triton.cdiv(x.numel(), ELEMENTS),), x, x if grad is None else grad.contiguous(), out, x.numel(),
             grad is not None, ELEMENTS, num_warps=4)
     return out
 
@@ -81,7 +81,7 @@ def gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vect
     new_k, a, b = torch.empty_like(k), torch.empty_like(k), torch.empty_like(k)
     new_v = v if v_first is None else torch.empty_like(v)
     R = _rows(N)
-    _launch(_gates, (triton.cdiv(rows, R), H), k, v, v if v_first is None else v_first.contiguous(), *_padded(z, 3),
+    launch(_gates, (triton.cdiv(rows, R), H), k, v, v if v_first is None else v_first.contiguous(), *_padded(z, 3),
             *_padded(_contiguous(*vectors), 5), inverse, log_w, new_k, new_v, a, b, rows, H, N, v_first is not None, R,
             num_warps=4)
     return log_w, new_k, new_v, a, b, inverse
@@ -100,7 +100,7 @@ def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: 
     sums = k.new_empty(programs, len(vectors), C, dtype=torch.float32)
     grads = _contiguous(*grads)
     more_k, more_v = (None if grad is None else grad.contiguous() for grad in more)
-    _launch(_gates_backward, (programs, H), k, v, v if v_first is None else v_first.contiguous(), *_padded(z, 3),
+    launch(_gates_backward, (programs, H), k, v, v if v_first is None else v_first.contiguous(), *_padded(z, 3),
             *_padded(_contiguous(*vectors), 5), inverse, *grads, _or(more_k, k), _or(more_v, v), grad_k, grad_v,
             _or(grad_first, v), *_padded(grad_z, 3), sums, rows, H, N, len(vectors), v_first is not None, more_k is not None,
             more_v is not None, R, num_warps=4)
@@ -113,7 +113,7 @@ def gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int, vectors
     C = r.shape[-1]
     rows, H, R = r.numel() // C, C // N, _rows(N)
     out = torch.empty_like(r)
-    _launch(_gated, (triton.cdiv(rows, R), H), y, r, k, v, g, *vectors, out, rows, H, N, R, num_warps=4)
+    launch(_gated, (triton.cdiv(rows, R), H), y, r, k, v, g, *vectors, out, rows, H, N, R, num_warps=4)
     return out
 
 
@@ -126,11 +126,11 @@ def gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int
     programs = triton.cdiv(rows, R)
     grads = tuple(torch.empty_like(tensor) for tensor in (y, r, k, v, g))
     sums = r.new_empty(programs, 3, C, dtype=torch.float32)
-    _launch(_gated_backward, (programs, H), y, r, k, v, g, *vectors, grad, *grads, sums, rows, H, N, R, num_warps=4)
+    launch(_gated_backward, (programs, H), y, r, k, v, g, *vectors, grad, *grads, sums, rows, H, N, R, num_warps=4)
     return grads, sums.sum(0).unbind()
 
 
-def _launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *others: Any, num_warps: int) -> None:
+def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *others: Any, num_warps: int) -> None:
     """Runs on the device of x: Triton would take the current one. Without rows or channels there is nothing to run."""
     if x.numel():
         with torch.cuda.device_of(x):

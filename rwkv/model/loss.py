@@ -74,8 +74,8 @@ def _log_probabilities(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tenso
 
 
 def rows_at_once(vocab_size: int, frozen: bool = False, device: torch.device = CPU, itemsize: int = 4) -> int:
-    """The number of rows of the (N,V) logits in one chunk. frozen: the head's weight has no gradient; itemsize: bytes of a logit
-    on a GPU."""
+    """The number of rows of the (N,V) logits in one chunk. frozen: the head's weight has no gradient. itemsize: bytes of a
+    logit, on a GPU."""
     if device.type == "cuda":
         room = CHUNK_SHARE * torch.cuda.get_device_properties(device).total_memory
         return max(LEAST_ROWS, int(room) // (itemsize * vocab_size) // LEAST_ROWS * LEAST_ROWS)

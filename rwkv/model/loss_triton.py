@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from rwkv.model.fused_triton import launch
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MOST = 4096                              # logits that a program reads at a time
 LEAST_LOGIT = tl.constexpr(-3.4e38)
@@ -32,10 +34,8 @@ def _run(logits: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: fl
     rows, V = logits.shape
     nll = logits.new_empty(rows, dtype=torch.float32)
     block = min(MOST, triton.next_power_of_2(V))
-    if rows:
-        with torch.cuda.device_of(logits):
-            _cross_entropy[(rows,)](logits, targets.contiguous(), nll, V, l2_wrap, confidence_penalty, ignored, gradient,
-                                    confidence_penalty != 0, block, num_warps=8, enable_fp_fusion=True)
+    launch(_cross_entropy, (rows,), logits, targets.contiguous(), nll, V, l2_wrap, confidence_penalty, ignored, gradient,
+           confidence_penalty != 0, block, num_warps=8)
     return nll.sum()
 
 

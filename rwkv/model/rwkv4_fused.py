@@ -45,8 +45,9 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> Tensors:
-        gate, x, gated, *weights = ctx.saved_tensors
-        grad_gated, grad_weight = product_backward(grad, gated, *rounded(gate.dtype, weights), ctx.weight_dtype)
+        gate, x, gated, weight = ctx.saved_tensors
+        (weight,) = rounded(gate.dtype, (weight,))
+        grad_gated, grad_weight = product_backward(grad, gated, weight, ctx.weight_dtype)
         return *gate_backward(grad_gated, gate, x), grad_weight
 
 

@@ -319,7 +319,8 @@ class _Output(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> Tensors:
         y, r, k, v, g, gated, *vectors, matrix = ctx.saved_tensors
-        grad_gated, grad_matrix = product_backward(grad, gated, *rounded(g.dtype, (matrix,)), ctx.weight_dtype)
+        (matrix,) = rounded(g.dtype, (matrix,))
+        grad_gated, grad_matrix = product_backward(grad, gated, matrix, ctx.weight_dtype)
         grads, (grad_r_k, grad_weight, grad_bias) = _gated_backward(y, r, k, v, g, tuple(vectors), grad_gated)
         return *grads, grad_r_k.view_as(vectors[0]), grad_weight, grad_bias, grad_matrix
 

@@ -51,7 +51,8 @@ class WeightCache:
 
     @torch.no_grad()
     def _refresh(self) -> None:
-        torch._foreach_copy_([copy.tensor for _, copy in self._copied], [weight for weight, _ in self._copied])
+        copies = [copy.tensor for _, copy in self._copied if copy.tensor is not None]
+        torch._foreach_copy_(copies, [weight for weight, _ in self._copied])
         for weight, copy in self._copied:
             copy.state = _state(weight)
 

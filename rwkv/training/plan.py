@@ -178,7 +178,8 @@ def _blocks(compiled: bool, method: str, conversations: bool, device: str) -> st
         why = f"tune={method} freezes weights"
     elif conversations:
         why = "rows of conversations are read text by text"
-    return f"fused {fused_form.describe(device)}, with gradients of their own" + (f"; steps between the products are computed twice: {why}" if why else "")
+    twice = f"; steps between the products are computed twice: {why}" if why else ""
+    return f"fused {fused_form.describe(device)}, with gradients of their own{twice}"
 
 
 def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs: int) -> Iterator[tuple[str, str]]:

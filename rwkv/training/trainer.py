@@ -190,8 +190,8 @@ def precision_for(config: TrainerConfig, device: torch.device) -> dict[str, Any]
 
 
 def prepare_blocks(model: Model, config: TrainerConfig) -> Model:
-    """Applies trainer.activation_checkpointing and trainer.compile to each block, and gives the weights a cache of their rounded
-    copies in half precision; names and values of the weights stay.
+    """Applies trainer.activation_checkpointing and trainer.compile to each block; names and values of the weights stay. In half
+    precision the weights get a cache of their rounded copies.
 
     Raises UserError if there is no compiler for trainer.compile.
     """

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 TESTS = Path(__file__).parent.parent
-sys.path[:0] = [str(TESTS.parent), str(TESTS / "kernels")]
+sys.path.insert(0, str(TESTS / "kernels"))
+sys.path.insert(0, str(TESTS.parent))
 from triton_cubins import cubins
 
 from rwkv.model import fused_triton, loss_triton
