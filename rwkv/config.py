@@ -258,6 +258,8 @@ class TrainerConfig:
     tbptt: int = option(0, "segments of ctx_len tokens in a step, with gradients through the state between them and "
                         "documents read to their end; 0: independent windows", least=0)
     compile: bool = option(False, "compile each block with torch.compile")
+    graphs: bool | None = option(None, "on a GPU replay all blocks as one CUDA graph: the host launches no single operations; "
+                                 "null: in runs whose steps are so small that the host would be the limit")
     malloc: str = option("tuned", "tuned: the process keeps large freed blocks of memory, which is faster, and a large run "
                          "with frozen weights or conversations returns them after each block; small: it returns them at once "
                          "(Linux); default: as the C library does", one_of=("tuned", "small", "default"))

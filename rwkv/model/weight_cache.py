@@ -49,6 +49,11 @@ class WeightCache:
             self._refresh()
         return copy.tensor
 
+    def update(self) -> None:
+        """Brings the copies up to date, for a CUDA graph that reads them."""
+        if any(copy.state != _state(weight) for weight, copy in self._copied):
+            self._refresh()
+
     @torch.no_grad()
     def _refresh(self) -> None:
         copies = [copy.tensor for _, copy in self._copied if copy.tensor is not None]

@@ -25,6 +25,7 @@ from rwkv.distributed import log, rank, world_size
 from rwkv.io.lines import counted, labelled
 from rwkv.model import fused_form
 from rwkv.model.base import generation, n_parameters
+from rwkv.training import graphs
 from rwkv.training.device import dtype_for, why_precision
 from rwkv.training.length import MANY, steps_per_epoch
 from rwkv.training.memory import (
@@ -122,6 +123,8 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
     for line in run.saved_memory:
         yield "memory", line
     yield "blocks", _blocks(config.trainer.compile, config.tune.method, bool(data.conversations), device.type)
+    if graphed := graphs.describe(config, device, kernel.partition(" ")[0]):
+        yield "graphs", graphed
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"{', '.join([f'threads per process {torch.get_num_threads()}', *threads.settings()])}")
     if wrong:

@@ -199,7 +199,7 @@ def prepare_blocks(model: Model, config: TrainerConfig) -> Model:
         raise UserError(f"trainer.compile=true needs a C++ compiler, and there is no {compiler} on the PATH: install it, or "
                         "leave trainer.compile out")
     if dtype_for(config.precision) != torch.float32 and config.strategy != "fsdp" and not config.compile:
-        WeightCache(parameter for parameter in model.parameters() if parameter.requires_grad)
+        model.weight_cache = WeightCache(parameter for parameter in model.parameters() if parameter.requires_grad)
     for block in model.blocks:
         if config.activation_checkpointing:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)

@@ -11,9 +11,8 @@ from typing import Any
 
 import torch
 
-TESTS = Path(__file__).parent.parent
-sys.path.insert(0, str(TESTS / "kernels"))
-sys.path.insert(0, str(TESTS.parent))
+sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
+sys.path.insert(0, str(Path(__file__).parent.parent.parent))
 from triton_cubins import cubins
 
 from rwkv.model import fused_triton, loss_triton

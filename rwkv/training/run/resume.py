@@ -32,7 +32,8 @@ FIXED = ("model", "data", "tune", "seed",    # options and groups that may not c
          "trainer.val_tokens")           # the losses are compared, for best.ckpt
 NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview")      # exceptions
 DELETED = {"optim.matrix_every": 1, "optim.matrix_iterations": 3}        # options of earlier versions, and their defaults
-ADDED = {"tune.guard": None}             # options that earlier versions lacked, and values with which runs act as they did then
+# Options that earlier versions lacked, and values with which runs act as they did then
+ADDED = {"tune.guard": None, "trainer.graphs": False}
 
 
 class Request(NamedTuple):
