@@ -12,7 +12,6 @@ from torch import Tensor
 
 from rwkv.model import fused_form, fused_triton, loss_triton
 from rwkv.model.loss import IGNORED, head_loss
-from rwkv.model.weight_cache import WeightCache
 
 
 @pytest.fixture(autouse=True)
@@ -31,13 +30,11 @@ def test_each_function_computes_the_formulas(dtype: torch.dtype, shape: tuple[in
         test_fused_c.check(dtype, function(*inputs), test_fused_c.of_float64(function, inputs), name)
 
 
-def gradients(generation: str, form: str, half: bool, monkeypatch: pytest.MonkeyPatch, packed: bool = False,
-              cached: bool = False) -> dict[str, Tensor]:
+def gradients(generation: str, form: str, half: bool, monkeypatch: pytest.MonkeyPatch,
+              packed: bool = False) -> dict[str, Tensor]:
     """The head's input of a model of 2 layers, and the gradient of every parameter."""
     monkeypatch.setitem(fused_form.FORMS, "cpu", f"rwkv.model.fused_{form}")
     model = small_model("c_v0", generation=generation, n_layer=2)
-    if cached:
-        WeightCache(model.parameters())
     x = tokens(model, 2, 9)
     starts = torch.zeros(x.shape, dtype=torch.bool).index_fill_(1, torch.tensor([0, 5]), True) if packed else None
     with torch.autocast("cpu", torch.bfloat16, enabled=half):

@@ -1,4 +1,4 @@
-"""CUDA graphs of blocks: which runs have them, and that a replay computes what the blocks compute, with a stand-in for torch's."""
+"""CUDA graphs of blocks: which runs have them, and that a replay computes what the blocks compute, with a fake capture."""
 
 from dataclasses import replace
 from typing import Any
