@@ -1,4 +1,4 @@
-"""One question selects the fused form for tensors on any device, and where there is none the formulas run and a line says why."""
+"""One question selects the fused form for tensors on any device; where there is none the formulas run, and a line says why."""
 
 import importlib.util
 from collections.abc import Iterator
