@@ -33,7 +33,7 @@ from kernels.registry import why_not
 from kernels.select import AUTO, folder, select, selectable
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import ModelConfig, OptimConfig, Sampling, TrainerConfig
-from rwkv.generation.decoder import Decoder
+from rwkv.generation.decoder import decoder_of
 from rwkv.generation.prefill import prefill
 from rwkv.generation.sampling import next_tokens
 from rwkv.model import fused_form
@@ -374,7 +374,7 @@ def decode(check: Check) -> None:
             about: dict[str, Any] = {"model": name, "dtype": str(dtype)}
             for B in (1, 8, 64, 512) if check.on_gpu else (1, 2):
                 with check.measuring(**about, rows=B):
-                    decoder, tokens = Decoder(model, model.empty_state(B)), torch.zeros(B, dtype=torch.long)
+                    decoder, tokens = decoder_of(model, model.empty_state(B)), torch.zeros(B, dtype=torch.long)
                     logits = decoder.step(tokens)
                     row = {"step_ms": milliseconds(check, lambda d=decoder, t=tokens: d.step(t))}
                     uniform = torch.rand(B, dtype=torch.float64)
