@@ -65,8 +65,8 @@ files: $(READY_TO_TEST) $(PEERS)/files $(LLAMA)/installed     ## every kind of f
 native: $(READY_TO_TEST) $(ZIG)/installed        ## the C kernels for every system, into kernels/native/lib: zig's clang from PyPI
 	$(BIN)/python -m kernels.native.build --zig $(ZIG)/bin/python $(ARGS)
 
-gpu-check:                               ## on a CUDA machine, with its own Python: conformance, benchmarks, short runs
-	$(PYTHON) -m kernels.bench.gpu_check $(OUT)
+gpu-check:                               ## on a CUDA machine, with its own Python: every measurement, in ten minutes; ARGS=--device=cpu
+	$(PYTHON) -m benchmarks.gpu_check $(OUT) $(ARGS)
 
 ifneq ($(origin PYTHON),file)            # make PYTHON=python3.13: an environment of another Python is made anew
 ifneq ($(shell ($(PYTHON) --version) 2>&1),$(shell ($(BIN)/python --version) 2>&1))

@@ -248,14 +248,18 @@ class TrainerConfig:
     sample_tokens: int = option(200, "tokens of each sample", least=0)
     probe: bool = option(False, "measure the kernel's share of the time and its errors, as sweeps do")
     overfit_batches: int = option(0, "train on that many batches again and again; 0: on all", least=0)
-    precision: str = option("32-true", "32-true, bf16-mixed, fp16-mixed, or auto: bf16-mixed where that is faster",
-                            one_of=("32-true", "bf16-mixed", "fp16-mixed", "auto"), heading="Memory, speed and devices")
+    precision: str | None = option(None, "32-true, tf32 (products on a GPU round float32 to 10 bits), bf16-mixed, fp16-mixed, "
+                                   "or auto: bf16-mixed where that is faster; null: bf16-mixed on a GPU that has it, else "
+                                   "32-true", one_of=("32-true", "tf32", "bf16-mixed", "fp16-mixed", "auto"),
+                                   heading="Memory, speed and devices")
     accumulate: int = option(1, "batches whose gradients one step adds up", least=1)
     activation_checkpointing: bool = option(False, "compute each block again in its backward pass: less memory, a third more "
                                             "time")
     tbptt: int = option(0, "segments of ctx_len tokens in a step, with gradients through the state between them and "
                         "documents read to their end; 0: independent windows", least=0)
     compile: bool = option(False, "compile each block with torch.compile")
+    graphs: bool | None = option(None, "on a GPU replay all blocks as one CUDA graph: the host launches no single operations; "
+                                 "null: in runs whose steps are so small that the host would be the limit")
     malloc: str = option("tuned", "tuned: the process keeps large freed blocks of memory, which is faster, and a large run "
                          "with frozen weights or conversations returns them after each block; small: it returns them at once "
                          "(Linux); default: as the C library does", one_of=("tuned", "small", "default"))
@@ -583,7 +587,8 @@ class SavedModelConfig:
                                      "says", verbatim=NAME)
     kernel: KernelConfig = field(default_factory=KernelConfig)
     device: str = option("auto", "auto, cpu or cuda", one_of=("auto", "cpu", "cuda"))
-    dtype: str = option("float32", "float32, bfloat16, or int8 or int4 (of the matrices, on a CPU)", one_of=DTYPES)
+    dtype: str | None = option(None, "float32, bfloat16, or int8 or int4 (of the matrices, on a CPU); null: bfloat16 on a GPU "
+                               "that has it, else float32", one_of=DTYPES)
 
 
 @dataclass
@@ -646,6 +651,7 @@ class EvaluateDataConfig:
 
 @dataclass
 class EvaluateConfig(SavedModelConfig):
+    dtype: str | None = option("float32", "as for generate.py: float32, bfloat16, or int8 or int4", one_of=DTYPES)
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
     chunk_len: int = option(1024, "tokens in a pass", least=1)
     batch_size: int = option(16, "texts in a pass, of FILE.jsonl", least=1)

@@ -136,10 +136,13 @@ class OpenCheckpoint(NamedTuple):
     assumed: str | None = None
 
     def lines(self) -> list[tuple[str, str]]:
-        """Pairs of a word and a sentence: slow products, an assumed tokenizer, what ends a text, what rounding loses."""
+        """Pairs of a word and a sentence: slow products, a GPU's dtype, an assumed tokenizer, what ends a text, what rounding
+        loses."""
         found = []
         if slow := why_slow(computed_in(self.dtype), torch.device(self.device)):
             found.append(("WARNING", f"dtype={self.dtype}: {slow}; use dtype=float32, int8 or int4"))
+        if (self.device, self.dtype) == ("cuda", "bfloat16"):
+            found.append(("dtype", "bfloat16, the default on a GPU that multiplies it; dtype=float32 computes in float32"))
         if self.assumed:
             found.append(("tokenizer", f"{self.assumed}, for the file carries none and its vocabulary is as large as that of "
                           "the World models"))
@@ -161,10 +164,16 @@ def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
     """Raises UserError for a file that cannot be read, a kernel that cannot run, and a tokenizer that does not fit."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     checkpoint = read_checkpoint(config.checkpoint)
-    wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(config.dtype))
+    dtype = config.dtype or default_dtype(device)
+    wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(dtype))
     tokenizer = tokenizer_of(checkpoint, config.tokenizer, config.end_of_text)
     assumed = assumed_tokenizer(checkpoint) if config.tokenizer is None else None
-    return OpenCheckpoint(checkpoint, wkv, tokenizer, device, config.dtype, assumed)
+    return OpenCheckpoint(checkpoint, wkv, tokenizer, device, dtype, assumed)
+
+
+def default_dtype(device: str) -> str:
+    """The dtype of a model that generates on this device: bfloat16 on a GPU that multiplies it, else float32."""
+    return "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
 
 
 def second_rounding(checkpoint: Checkpoint, dtype: str) -> list[str]:

@@ -197,7 +197,7 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
     ("optim.min_lr=1e-2", "optim.min_lr"),
     ("optim.lr=${nothing}", "nothing"),
     ("trainer.max_steps=(3", "cannot read"),
-    ("trainer.precision=16", "32-true, bf16-mixed, fp16-mixed, auto; got '16'"),
+    ("trainer.precision=16", "32-true, tf32, bf16-mixed, fp16-mixed, auto; got '16'"),
     ("seed=1,2", "-m"),
     ("data.field=", "data.field is empty"),
     ("data.tokenizer=null", "data.tokenizer cannot be null"),

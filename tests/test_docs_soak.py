@@ -55,7 +55,7 @@ RULES = [
     not_run(r"make\b", "installs environments, or runs this suite, benchmarks or checks of many minutes"),
     not_run(r"(\S+/)?pip |python3 -m venv|hf download", "downloads packages or weights"),
     not_run(r"python -m pytest", "is a part of this suite"),
-    not_run(r"python -m kernels\.bench\.gpu_check", "needs a GPU"),
+    not_run(r"python -m benchmarks\.gpu_check", "needs a GPU"),
     not_run(r"python -m (kernels\.bench|benchmarks)\.tables", "writes into the documentation"),
     not_run(r"python -m benchmarks\.(first_token|generations|training|tuning_memory)", "has no short form: minutes"),
     not_run(r"python train\.py kernel=NAME", "is of a kernel that the reader writes"),

@@ -9,7 +9,7 @@ it.
 import hashlib
 import importlib
 import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, Self, cast
 
@@ -25,6 +25,7 @@ from rwkv.model.derived import Kept
 from rwkv.model.hooks import untouched
 from rwkv.model.packing import Packing
 from rwkv.model.state import State
+from rwkv.model.weight_cache import WeightCache
 
 MATRICES = ("matrix", "gate", "embedding")       # groups of the weights of linear layers and of the embedding
 TIME_STATE = "att.time_state"            # how the name of a layer's learnt state before the first token ends
@@ -137,6 +138,11 @@ def _through(blocks: Iterable[nn.Module], x: Tensor, carry: Any, before: Iterabl
     return x, carry, after
 
 
+def through_blocks(blocks: nn.ModuleList, x: Tensor) -> Tensor:
+    """The last block's x (B,T,C) from the first block's, from the empty state, for a model whose blocks need nothing else."""
+    return _through(blocks, x, None, [None] * len(blocks))[0]
+
+
 def _require_own_options(config: ModelConfig) -> None:
     """Raises UserError for an option that only other generations have, unless it is at its default."""
     own = generation(config).OPTIONS
@@ -166,6 +172,8 @@ class Model(nn.Module):
         self.fingerprint_before: str | None = None       # the fingerprint before the weights were quantised or merged
         self.kept = Kept()                               # what its decoding in C has made of its weights
         self.gives_back = False                          # whether training returns memory to the system after each block
+        self.weight_cache: WeightCache | None = None     # in training in half precision: the rounded copies of the weights
+        self.replay: Callable[[Tensor], Tensor] | None = None    # in training: computes through_blocks as a CUDA graph
         self.emb = nn.Embedding(vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(self.generation.Block(config, layer, operator) for layer in range(config.n_layer))
         if config.deep_embed_dim:
@@ -199,6 +207,10 @@ class Model(nn.Module):
 
         starts (B,T) bool: where a text begins in rows with several; each text is read from the empty state.
         """
+        if self.replay is not None and starts is None:
+            x, _, _ = self._embedded(tokens, None)
+            hidden: Tensor = self.ln_out(self.replay(x))
+            return hidden
         return self._blocks(tokens, None, None if starts is None else Packing(starts))[0]
 
     def _blocks(self, tokens: Tensor, state: State | None, packing: Packing | None = None) -> tuple[Tensor, list[State]]:

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear, pad
 
 from kernels.backends.torch_private import transforms_active
-from rwkv.model import fused_c
 from rwkv.model.first_derivative import first_derivative
+from rwkv.model.fused_form import form_for
 from rwkv.model.hooks import untouched
+from rwkv.model.weight_cache import rounded, to_save
 
+WIDE_PRODUCTS = ("cuda",)                # devices that multiply half precision into float32
 Tensors = tuple[Tensor, ...]
 
 
@@ -43,9 +45,10 @@ def product_dtype(x: Tensor) -> torch.dtype:
     return torch.get_autocast_dtype(x.device.type) if lower else x.dtype
 
 
-def last(x: Tensor) -> Tensor:
-    """A copy of the last step of x (B,T,C), for the next state: (B,C). A view would keep all of x in memory."""
-    return x[:, -1].clone()
+def last(x: Tensor, saved: bool = False) -> Tensor:
+    """The last step of x (B,T,C), for the next state: (B,C). saved: x stays in memory for a backward pass anyway, and a view of
+    it is enough; else a copy, since a view would keep all of x."""
+    return x[:, -1] if saved and torch.is_grad_enabled() else x[:, -1].clone()
 
 
 def can_fuse(*layers: nn.Module) -> bool:
@@ -142,15 +145,17 @@ def of_squared_relu(layer: nn.Module, x: Tensor) -> Tensor:
 class _ProductOfSquaredRelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.dtype = dtype
-        return linear(squared_relu(x).to(dtype), weight.to(dtype))
+        (multiplied,) = rounded(dtype, (weight,))
+        ctx.save_for_backward(x, *to_save((weight,), (multiplied,)))
+        ctx.dtype, ctx.weight_dtype = dtype, weight.dtype
+        return linear(squared_relu(x).to(dtype), multiplied)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
         x, weight = ctx.saved_tensors
-        grad_square, grad_weight = product_backward(grad, squared_relu(x).to(ctx.dtype), weight.to(ctx.dtype))
+        (weight,) = rounded(ctx.dtype, (weight,))
+        grad_square, grad_weight = product_backward(grad, squared_relu(x).to(ctx.dtype), weight, ctx.weight_dtype)
         return None, squared_relu_backward(grad_square.to(x.dtype), x), grad_weight
 
 
@@ -179,16 +184,20 @@ def mixed_products(x: Tensor, last_x: Tensor | None, mus: Tensors, weights: Tens
 class _MixedProducts(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, *others: Tensor) -> Tensors:
-        mus, weights = others[:len(others) // 2], cast(dtype, others[len(others) // 2:])
+        mus, weights = others[:len(others) // 2], others[len(others) // 2:]
+        multiplied = rounded(dtype, weights)
         kept, mixes = mix(dtype, x, last_x, mus)
-        ctx.save_for_backward(*mixes, *weights, *kept)
-        return tuple(map(linear, mixes, weights))
+        ctx.save_for_backward(*mixes, *to_save(weights, multiplied), *kept)
+        ctx.dtype, ctx.weight_dtype = dtype, weights[0].dtype
+        return tuple(map(linear, mixes, multiplied))
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         n, saved = len(grads), ctx.saved_tensors
-        products = list(map(product_backward, grads, saved[:n], saved[n:2 * n]))
+        weights = rounded(ctx.dtype, saved[n:2 * n])
+        products = [product_backward(grad, x, weight, ctx.weight_dtype)
+                    for grad, x, weight in zip(grads, saved[:n], weights, strict=True)]
         grad_mixes, grad_weights = zip(*products, strict=True)
         grad_x, grad_last_x, *grad_mus = mix_backward(saved[2 * n:], grad_mixes)
         return None, grad_x, grad_last_x, *grad_mus, *grad_weights
@@ -228,8 +237,8 @@ def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, shares: Tensors,
 
     shares: the share mu of x_t in each mix; with of_before the share 1 - mu of x_{t-1}.
     """
-    if fused_c.takes(x, dtype=dtype):
-        return fused_c.mix(dtype, x, last_x, shares, of_before)
+    if form := form_for(x, dtype=dtype):
+        return form.mix(dtype, x, last_x, shares, of_before)
     x, shares = x.to(dtype), cast(dtype, shares)
     before = _before(x, last_x)
     mixes = _mixes(x, before - x, shares) if of_before else _mixes(before, x - before, shares)
@@ -239,8 +248,8 @@ def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, shares: Tensors,
 def mix_backward(kept: Sequence[Any], grads: Tensors, of_before: bool = False) -> tuple[Tensor | None, ...]:
     """The gradients of x, last_x and each share from those of the mixes."""
     x, last_x, *shares = kept
-    if fused_c.takes(x, dtype=grads[0].dtype):
-        return fused_c.mix_backward(kept, grads, of_before)
+    if form := form_for(x, dtype=grads[0].dtype):
+        return form.mix_backward(kept, grads, of_before)
     before = _before(x, last_x)
     grad_x, grad_last_x = _grad_x(grads, [1 - share for share in shares] if of_before else shares)
     grad_shares = _grad_mus(before - x if of_before else x - before, grads)
@@ -249,13 +258,14 @@ def mix_backward(kept: Sequence[Any], grads: Tensors, of_before: bool = False) -
 
 def squared_relu(x: Tensor) -> Tensor:
     """max(x, 0)^2."""
-    return fused_c.squared_relu(x) if fused_c.takes(x) else torch.relu(x).square_()
+    form = form_for(x)
+    return form.squared_relu(x) if form else torch.relu(x).square_()
 
 
 def squared_relu_backward(grad: Tensor, x: Tensor) -> Tensor:
     """The gradient of x from that of its squared ReLU."""
-    if fused_c.takes(x, grad):
-        return fused_c.squared_relu(x, grad)
+    if form := form_for(x, grad):
+        return form.squared_relu(x, grad)
     return torch.addcmul(grad.new_zeros(()), grad, torch.relu(x), value=2)
 
 
@@ -264,9 +274,19 @@ def wide_sum(tensor: Tensor) -> torch.dtype | None:
     return torch.float32 if tensor.dtype == torch.float16 else None
 
 
-def product_backward(grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x (B,T,I) and W (O,I) from the gradient of W x (B,T,O)."""
-    return grad @ weight, grad.flatten(0, 1).T @ x.flatten(0, 1)
+def product_backward(grad: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """The gradients of x (B,T,I) and W (O,I) from the gradient of W x (B,T,O). dtype: that of the weight itself, if it is
+    another one."""
+    return grad @ weight, product_in(dtype or weight.dtype, grad.flatten(0, 1).T, x.flatten(0, 1))
+
+
+def product_in(dtype: torch.dtype, one: Tensor, other: Tensor) -> Tensor:
+    """one @ other, for a result that is wanted in dtype: from the product itself where the device's products can be wider than
+    what they multiply, else in the dtype of its factors.
+    """
+    if one.dtype == dtype or one.device.type not in WIDE_PRODUCTS:
+        return one @ other
+    return torch.mm(one, other, out_dtype=dtype)
 
 
 def gate_backward(grad: Tensor, gate: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:

@@ -22,11 +22,10 @@ SERIAL = 2 ** 14                         # up to so many elements one thread is 
 Tensors = tuple[Tensor, ...]
 
 
-def takes(*tensors: Tensor, dtype: torch.dtype | None = None) -> bool:
-    """Whether the C functions take these tensors. They must have one dtype, and C a form for it, or for `dtype` if given."""
+def takes(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool:
+    """Whether the C functions take these tensors, of one dtype and with heads of any N. dtype: that of the results."""
     first = tensors[0]
-    return (first.device.type == "cpu" and (dtype or first.dtype) in native.FORMS and native.why_not() is None
-            and all(tensor.dtype == first.dtype for tensor in tensors))
+    return (dtype or first.dtype) in native.FORMS and all(tensor.dtype == first.dtype for tensor in tensors)
 
 
 def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, shares: Tensors,

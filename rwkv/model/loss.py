@@ -16,14 +16,19 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from rwkv.model.first_derivative import first_derivative
+from rwkv.model.fused import WIDE_PRODUCTS, product_dtype, product_in
+from rwkv.model.fused_form import loss_form_for
+from rwkv.model.weight_cache import rounded
 
-CHUNK_LOGITS = 2 ** 21                   # logits in one chunk: 8 MiB
+CHUNK_LOGITS = 2 ** 21                   # logits in one chunk on a CPU: 8 MiB
+CHUNK_SHARE = 1 / 64                     # of a GPU's memory, for the logits of one chunk
 LEAST_ROWS = 256                         # rows in one chunk for any vocabulary: matrix products need them for full speed
 LEAST_FROZEN = 128                       # the same for a frozen head: such runs have little else in memory
 NARROW_ROWS = 2 ** 11                    # rows of a frozen head in another dtype that are converted at a time
 BLOCK_LOGITS = 2 ** 20                   # logits whose softmax is computed at a time on a CPU: they stay in its cache
 ARGMAX_BLOCK = 128                       # block size of the two-stage argmax
 IGNORED = -100                           # a target that does not count
+CPU = torch.device("cpu")
 
 
 def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 0.0, confidence_penalty: float = 0.0) -> Tensor:
@@ -44,8 +49,12 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 
         return loss
     total = hidden.new_zeros((), dtype=torch.float32)
     for chunk in _chunks(hidden, weight, frozen=not weight.requires_grad):
-        for logits, block in _blocks(_logits(hidden[chunk], weight), targets[chunk]):
-            total += cross_entropy(logits.float(), block, ignore_index=IGNORED, reduction="sum")
+        logits = _logits(hidden[chunk], weight)
+        if form := loss_form_for(logits):
+            total += form.negative_log_likelihood(logits, targets[chunk], IGNORED)
+            continue
+        for rows, of_rows in _blocks(logits, targets[chunk]):
+            total += cross_entropy(rows.float(), of_rows, ignore_index=IGNORED, reduction="sum")
     return total / _counted(targets)
 
 
@@ -64,28 +73,33 @@ def _log_probabilities(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tenso
     return -cross_entropy(_logits(hidden, weight).float(), targets, reduction="none")
 
 
-def rows_at_once(vocab_size: int, frozen: bool = False) -> int:
-    """The number of rows of the (N,V) logits in one chunk. frozen: the head's weight has no gradient."""
+def rows_at_once(vocab_size: int, frozen: bool = False, device: torch.device = CPU, itemsize: int = 4) -> int:
+    """The number of rows of the (N,V) logits in one chunk. frozen: the head's weight has no gradient. itemsize: bytes of a
+    logit, on a GPU."""
+    if device.type == "cuda":
+        room = CHUNK_SHARE * torch.cuda.get_device_properties(device).total_memory
+        return max(LEAST_ROWS, int(room) // (itemsize * vocab_size) // LEAST_ROWS * LEAST_ROWS)
     return max(LEAST_FROZEN if frozen else LEAST_ROWS, CHUNK_LOGITS // vocab_size)
 
 
 class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float) -> Tensor:
-        grad_hidden, grad_weight = torch.empty_like(hidden), torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        trained = ctx.needs_input_grad[1]
+        grad_hidden = torch.empty_like(hidden)
+        grad_weight = torch.zeros_like(weight) if trained and weight.device.type not in WIDE_PRODUCTS else None
+        weight_dtype = weight.dtype
         total, counted = hidden.new_zeros((), dtype=torch.float32), _counted(targets)
-        hidden = _as_multiplied(hidden)
-        weight = _as_multiplied(weight) if weight.dtype == torch.float32 else weight
+        dtype = product_dtype(hidden)
+        hidden = hidden.to(dtype)
+        weight = rounded(dtype, (weight,))[0] if weight.dtype == torch.float32 else weight
         with torch.autocast(hidden.device.type, enabled=False):
-            for chunk in _chunks(hidden, weight, frozen=grad_weight is None):
-                logits = _logits(hidden[chunk], weight).float()
-                for block, of_block in _blocks(logits, targets[chunk]):
-                    total += _replace_by_gradient(block, of_block, l2_wrap, confidence_penalty)
-                grad_logits = logits.to(hidden.dtype)
+            for chunk in _chunks(hidden, weight, frozen=not trained):
+                grad_logits = _add_loss(total, _logits(hidden[chunk], weight), targets[chunk], l2_wrap, confidence_penalty)
                 grad_hidden[chunk] = _times(grad_logits, weight)
-                if grad_weight is not None:
-                    _add_product(grad_weight, grad_logits.T, hidden[chunk])
-                del logits, grad_logits, block           # before the next chunk's are computed
+                if trained:
+                    grad_weight = _add_product(grad_weight, grad_logits.T, hidden[chunk], weight_dtype)
+                del grad_logits          # before the next chunk's are computed
         ctx.save_for_backward(grad_hidden, counted)
         ctx.grad_weight = grad_weight
         return total / counted
@@ -124,7 +138,7 @@ def _times(grad_logits: Tensor, weight: Tensor) -> Tensor:
 
 
 def _chunks(hidden: Tensor, weight: Tensor, frozen: bool = False) -> Iterator[slice]:
-    rows = rows_at_once(len(weight), frozen)
+    rows = rows_at_once(len(weight), frozen, hidden.device, hidden.element_size())
     return (slice(start, start + rows) for start in range(0, len(hidden), rows))
 
 
@@ -132,10 +146,16 @@ def _counted(targets: Tensor) -> Tensor:
     return (targets != IGNORED).sum().clamp(min=1)
 
 
-def _as_multiplied(x: Tensor) -> Tensor:
-    """x in the dtype that autocast gives to products, cast once for all chunks."""
-    kind = x.device.type
-    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+def _add_loss(total: Tensor, logits: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float) -> Tensor:
+    """Adds the negative log-likelihood of the rows that count to the total. Returns its gradient, in the dtype of the logits
+    (rows,V), which are overwritten."""
+    if form := loss_form_for(logits):
+        total += form.replace_by_gradient(logits, targets, l2_wrap, confidence_penalty, IGNORED)
+        return logits
+    dtype, logits = logits.dtype, logits.float()
+    for rows, of_rows in _blocks(logits, targets):
+        total += _replace_by_gradient(rows, of_rows, l2_wrap, confidence_penalty)
+    return logits.to(dtype)
 
 
 def _blocks(logits: Tensor, targets: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -185,9 +205,10 @@ def _argmax(x: Tensor) -> Tensor:
     return first + x.gather(-1, places).argmax(-1, keepdim=True)
 
 
-def _add_product(total: Tensor, one: Tensor, other: Tensor) -> None:
-    """total += one @ other, in one pass where the dtypes are the same."""
-    if one.dtype == total.dtype:
-        total.addmm_(one, other)
-    else:
-        total += one @ other
+def _add_product(total: Tensor | None, one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + one @ other in dtype, in place, in one pass where the dtypes are the same. total: None for zeros."""
+    if total is None:
+        return product_in(dtype, one, other)
+    if one.dtype == dtype:
+        return total.addmm_(one, other)
+    return total.add_(product_in(dtype, one, other))

@@ -152,7 +152,7 @@ class TimeMix(nn.Module):
         weights = self.key.weight, self.value.weight, self.receptance.weight
         k, v, r = fused.mixed_products(x, last_x, mus, weights)
         y, after = self._wkv(k, v, before)
-        return rwkv4_fused.gated_product(r, y, self.output.weight), fused.last(x), after
+        return rwkv4_fused.gated_product(r, y, self.output.weight), fused.last(x, saved=True), after
 
     def _wkv(self, k: Tensor, v: Tensor, before: WKVState | None,
              packing: Packing | None = None) -> tuple[Tensor, WKVState | None]:
@@ -182,7 +182,7 @@ class ChannelMix(nn.Module):
             mixed = fused.of_squared_relu(self.value, self.key(mix_k))
             return torch.sigmoid(self.receptance(mix_r)) * mixed, fused.last(x)
         weights = self.key.weight, self.receptance.weight, self.value.weight
-        return rwkv4_fused.channel_mixing(x, last_x, mus, *weights), fused.last(x)
+        return rwkv4_fused.channel_mixing(x, last_x, mus, *weights), fused.last(x, saved=True)
 
 
 class Block(nn.Module):

@@ -9,7 +9,6 @@ from torch.nn.functional import linear
 from rwkv.model.first_derivative import first_derivative
 from rwkv.model.fused import (
     Tensors,
-    cast,
     gate_backward,
     mix,
     mix_backward,
@@ -18,6 +17,7 @@ from rwkv.model.fused import (
     squared_relu,
     squared_relu_backward,
 )
+from rwkv.model.weight_cache import rounded, to_save
 
 
 def gated_product(gate: Tensor, x: Tensor, weight: Tensor) -> Tensor:
@@ -36,16 +36,18 @@ class _GatedProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, x: Tensor, weight: Tensor) -> Tensor:
         gate = torch.sigmoid(gate)
-        weight = weight.to(gate.dtype)
+        (multiplied,) = rounded(gate.dtype, (weight,))
         gated = gate * x
-        ctx.save_for_backward(gate, x, gated, weight)
-        return linear(gated, weight)
+        ctx.save_for_backward(gate, x, gated, *to_save((weight,), (multiplied,)))
+        ctx.weight_dtype = weight.dtype
+        return linear(gated, multiplied)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> Tensors:
         gate, x, gated, weight = ctx.saved_tensors
-        grad_gated, grad_weight = product_backward(grad, gated, weight)
+        (weight,) = rounded(gate.dtype, (weight,))
+        grad_gated, grad_weight = product_backward(grad, gated, weight, ctx.weight_dtype)
         return *gate_backward(grad_gated, gate, x), grad_weight
 
 
@@ -54,21 +56,23 @@ class _ChannelMixing(torch.autograd.Function):
     def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mu_k: Tensor, mu_r: Tensor,
                 *weights: Tensor) -> Tensor:
         kept, (mix_k, mix_r) = mix(dtype, x, last_x, (mu_k, mu_r))
-        key, receptance, value = weights = cast(dtype, weights)
+        key, receptance, value = multiplied = rounded(dtype, weights)
         k = linear(mix_k, key)
         gate = linear(mix_r, receptance).sigmoid_()
         hidden = squared_relu(k)
         kv = linear(hidden, value)
-        ctx.save_for_backward(mix_k, mix_r, k, hidden, gate, kv, *weights, *kept)
+        ctx.save_for_backward(mix_k, mix_r, k, hidden, gate, kv, *to_save(weights, multiplied), *kept)
+        ctx.weight_dtype = weights[0].dtype
         return gate * kv
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mix_k, mix_r, k, hidden, gate, kv, key, receptance, value, *kept = ctx.saved_tensors
+        mix_k, mix_r, k, hidden, gate, kv, *saved = ctx.saved_tensors
+        (key, receptance, value), kept = rounded(k.dtype, saved[:3]), saved[3:]
         grad_r, grad_kv = gate_backward(grad, gate, kv)
-        grad_hidden, grad_value = product_backward(grad_kv, hidden, value)
-        grad_mix_k, grad_key = product_backward(squared_relu_backward(grad_hidden, k), mix_k, key)
-        grad_mix_r, grad_receptance = product_backward(grad_r, mix_r, receptance)
+        grad_hidden, grad_value = product_backward(grad_kv, hidden, value, ctx.weight_dtype)
+        grad_mix_k, grad_key = product_backward(squared_relu_backward(grad_hidden, k), mix_k, key, ctx.weight_dtype)
+        grad_mix_r, grad_receptance = product_backward(grad_r, mix_r, receptance, ctx.weight_dtype)
         grad_x, grad_last_x, *grad_mus = mix_backward(kept, (grad_mix_k, grad_mix_r))
         return None, grad_x, grad_last_x, *grad_mus, grad_key, grad_receptance, grad_value

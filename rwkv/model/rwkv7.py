@@ -228,13 +228,14 @@ class TimeMix(nn.Module):
         before = self._initial(len(x)) if before is None else before
         if packing is not None:
             last_x = before = None
-        if packing is None and self._can_fuse():
+        fuses = packing is None and self._can_fuse()
+        if fuses:
             out, after, v_first = self._fused_mix(x, last_x, before, v_first)
         elif self._can_be_frugal():
             out, after, v_first = self._frugal_mix(x, last_x, before, v_first, packing, source or (lambda: x))
         else:
             out, after, v_first = self._plain_mix(x, last_x, before, v_first, packing)
-        return out, fused.last(x), after, v_first
+        return out, fused.last(x, saved=fuses), after, v_first
 
     def _can_fuse(self) -> bool:
         """Whether the layers may be computed without being called, and no weight is frozen.
@@ -369,7 +370,7 @@ class ChannelMix(nn.Module):
             with fused.kept_as_source(source or (lambda: x), last_x, past, first, mixes):
                 k = self.key(*mixes)
             return fused.of_squared_relu(self.value, k), fused.last(x)
-        return rwkv7_fused.channel_mixing(x, last_x, self.x_k, self.key.weight, self.value.weight), fused.last(x)
+        return rwkv7_fused.channel_mixing(x, last_x, self.x_k, self.key.weight, self.value.weight), fused.last(x, saved=True)
 
 
 class Carry(NamedTuple):

@@ -10,6 +10,7 @@ B rows, T steps, C channels in H heads of N, d the ranks of the low-rank gates. 
 """
 
 from collections.abc import Iterable
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from rwkv.model import fused_c
 from rwkv.model.first_derivative import first_derivative
 from rwkv.model.fused import (
     Tensors,
@@ -26,10 +26,13 @@ from rwkv.model.fused import (
     mix_backward,
     product_backward,
     product_dtype,
+    product_in,
     squared_relu,
     squared_relu_backward,
     wide_sum,
 )
+from rwkv.model.fused_form import form_for
+from rwkv.model.weight_cache import rounded, to_save
 
 EPS = 64e-5                              # epsilon of the normalisation of each head
 FASTEST_LOG_W = -0.6065306597126334      # the least log_w, of the fastest decay: -e^-0.5
@@ -131,34 +134,39 @@ class _Inputs(torch.autograd.Function):
     def forward(ctx: Any, dtype: torch.dtype, N: int, x: Tensor, last_x: Tensor | None, v_first: Tensor | None,
                 *parameters: Tensor | None) -> tuple[Tensor | None, ...]:
         p = Parameters(*parameters)      # type: ignore[arg-type]
-        squares = cast(dtype, (p.receptance, p.key, p.value))
-        downs = cast(dtype, _given(p.w1, p.a1, p.g1, p.v1))
+        weights = p.receptance, p.key, p.value, *_given(p.w1, p.a1, p.g1, p.v1)
+        multiplied = rounded(dtype, weights)
+        squares, downs = multiplied[:3], multiplied[3:]
         kept, mixes = mix(dtype, x, last_x, p[:6], of_before=True)
         m_r, m_w, m_k, m_v, m_a, m_g = mixes
         r, k, v = map(linear, (m_r, m_k, m_v), squares)
         hidden = tuple(m @ down for m, down in zip((m_w, m_a, m_g, m_v), downs, strict=False))
         vectors = _given(p.k_k, p.k_a, p.w0, p.a0, p.v0)
         made, kept_of_gates = _make_gates(k, v, v_first, hidden, N, vectors, _given(p.w2, p.a2, p.g2, p.v2))
-        ctx.N, ctx.sizes = N, _save(ctx, mixes, kept, squares, downs, *kept_of_gates)
+        ctx.N, ctx.sizes = N, _save(ctx, mixes, kept, to_save(weights, multiplied), *kept_of_gates)
+        ctx.dtype, ctx.weight_dtype = dtype, p.key.dtype
         of_operator = (_by_head(tensor, N) for tensor in (r, *made[:5]))
         return *of_operator, r, made.k.detach(), made.v.detach(), made.g, v.detach() if v_first is None else None
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        mixes, kept, squares, downs, *kept_of_gates = _saved(ctx)
+        mixes, kept, weights, *kept_of_gates = _saved(ctx)
+        weights = rounded(ctx.dtype, weights)
+        squares, downs = weights[:3], weights[3:]
         grad = Inputs(*grads)
         of_gates = Gates(log_w=grad.log_w.flatten(2), k=grad.k.flatten(2), v=grad.v.flatten(2), a=grad.a.flatten(2),
                          b=grad.b.flatten(2), g=grad.output_g)
-        made = _make_gates_backward(KeptOfGates(*kept_of_gates), ctx.N, of_gates, (grad.output_k, grad.output_v))
+        made = _make_gates_backward(KeptOfGates(*kept_of_gates), ctx.N, of_gates, (grad.output_k, grad.output_v),
+                                    ctx.weight_dtype)
         grad_r, grad_v = grad.r.flatten(2) + grad.output_r, made.v
         if grad.v_first is not None:
             grad_v = grad_v + grad.v_first
         m_r, m_w, m_k, m_v, m_a, m_g = mixes
         (grad_m_r, grad_R), (grad_m_k, grad_K), (grad_m_v, grad_V) = map(
-            product_backward, (grad_r, made.k, grad_v), (m_r, m_k, m_v), squares)
+            partial(product_backward, dtype=ctx.weight_dtype), (grad_r, made.k, grad_v), (m_r, m_k, m_v), squares)
         (grad_m_w, grad_w1), (grad_m_a, grad_a1), (grad_m_g, grad_g1), *of_v = map(
-            _row_product_backward, made.hidden, (m_w, m_a, m_g, m_v), downs)
+            partial(_row_product_backward, dtype=ctx.weight_dtype), made.hidden, (m_w, m_a, m_g, m_v), downs)
         for of_gate, _ in of_v:
             grad_m_v += of_gate
         grad_x, grad_last_x, *grad_x_n = mix_backward(kept, (grad_m_r, grad_m_w, grad_m_k, grad_m_v, grad_m_a, grad_m_g),
@@ -176,13 +184,13 @@ class _Gates(torch.autograd.Function):
     def forward(ctx: Any, N: int, k: Tensor, v: Tensor, v_first: Tensor | None, n: int, *others: Tensor) -> Tensors:
         hidden, vectors, matrices = others[:n], others[n:2 * n + 1], others[2 * n + 1:]
         made, kept = _make_gates(k, v, v_first, hidden, N, vectors, matrices)
-        ctx.N, ctx.sizes = N, _save(ctx, *kept)
+        ctx.N, ctx.sizes, ctx.weight_dtype = N, _save(ctx, *kept), matrices[0].dtype
         return made
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        made = _make_gates_backward(KeptOfGates(*_saved(ctx)), ctx.N, Gates(*grads), (None, None))
+        made = _make_gates_backward(KeptOfGates(*_saved(ctx)), ctx.N, Gates(*grads), (None, None), ctx.weight_dtype)
         return None, made.k, made.v, made.v_first, None, *made.hidden, *made.vectors, *made.matrices
 
 
@@ -207,27 +215,29 @@ class GradsOfGates(NamedTuple):
 def _make_gates(k: Tensor, v: Tensor, v_first: Tensor | None, hidden: Tensors, N: int, vectors: Tensors,
                 matrices: Tensors) -> tuple[Gates, KeptOfGates]:
     """The result of `gates`, and what its backward pass reads."""
-    w2, a2, g2, *v2 = matrices = cast(k.dtype, matrices)
+    w2, a2, g2, *v2 = multiplied = rounded(k.dtype, matrices)
     tanh, hidden_a, sigmoid, *hidden_v = torch.tanh(hidden[0]), hidden[1], torch.sigmoid(hidden[2]), *hidden[3:]
     up = tanh, hidden_a, *hidden_v
     z = tuple(part @ matrix for part, matrix in zip(up, (w2, a2, *v2), strict=True))
     log_w, new_k, new_v, a, b, inverse = _gates(k, v, v_first, z, N, vectors)
-    kept = KeptOfGates((k, v, v_first, inverse), (sigmoid,), up, z, vectors, matrices)
+    kept = KeptOfGates((k, v, v_first, inverse), (sigmoid,), up, z, vectors, to_save(matrices, multiplied))
     return Gates(log_w, new_k, new_v, a, b, sigmoid @ g2), kept
 
 
-def _make_gates_backward(kept: KeptOfGates, N: int, grads: Gates, more: tuple[Tensor | None, Tensor | None]) -> GradsOfGates:
-    """more: what is added to the gradients of k and v."""
+def _make_gates_backward(kept: KeptOfGates, N: int, grads: Gates, more: tuple[Tensor | None, Tensor | None],
+                         dtype: torch.dtype) -> GradsOfGates:
+    """more: what is added to the gradients of k and v. dtype: that of the matrices themselves."""
     k, v, v_first, inverse = kept.tokens
     assert k is not None
     assert v is not None
     assert inverse is not None
     (grad_k, grad_v, grad_first), grad_z, grad_vectors = _gates_backward(k, v, v_first, kept.z, N, kept.vectors, inverse,
                                                                          grads[:5], more)
-    w2, a2, g2, *v2 = kept.matrices
+    w2, a2, g2, *v2 = rounded(k.dtype, kept.matrices)
+    product = partial(_row_product_backward, dtype=dtype)
     (tanh, *_), (sigmoid,) = kept.up, kept.sigmoid
-    (grad_tanh, grad_w2), (grad_hidden_a, grad_a2), *of_v = map(_row_product_backward, grad_z, kept.up, (w2, a2, *v2))
-    grad_sigmoid, grad_g2 = _row_product_backward(grads.g, sigmoid, g2)
+    (grad_tanh, grad_w2), (grad_hidden_a, grad_a2), *of_v = map(product, grad_z, kept.up, (w2, a2, *v2))
+    grad_sigmoid, grad_g2 = product(grads.g, sigmoid, g2)
     grad_hidden_w = torch.ops.aten.tanh_backward(grad_tanh, tanh)
     grad_hidden_g = torch.ops.aten.sigmoid_backward(grad_sigmoid, sigmoid)
     grad_hidden = grad_hidden_w, grad_hidden_a, grad_hidden_g, *(grad for grad, _ in of_v)
@@ -238,8 +248,8 @@ def _make_gates_backward(kept: KeptOfGates, N: int, grads: Gates, more: tuple[Te
 
 def _gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors) -> Tensors:
     """(log_w, k, v, a, b, 1 / |k k_k|) from z = (tanh(m_w w1) w2, (m_a a1) a2[, (m_v v1) v2]) and k_k, k_a, w0, a0[, v0]."""
-    if fused_c.takes(k, v, *z, *_given(v_first)):
-        return fused_c.gates(k, v, v_first, z, N, vectors)
+    if form := form_for(k, v, *z, *_given(v_first), N=N):
+        return form.gates(k, v, v_first, z, N, vectors)
     decay, rate, factor = _decay_rate_factor(z, vectors)
     keys = _by_head(k * vectors[0].to(k.dtype), N)
     inverse = keys.norm(dim=-1, keepdim=True, dtype=decay.dtype).clamp_(min=LEAST_NORM).reciprocal_()
@@ -255,8 +265,8 @@ def _gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N:
 
     more: what is added to the gradients of k and v.
     """
-    if fused_c.takes(k, v, *z, *_given(v_first)):
-        return fused_c.gates_backward(k, v, v_first, z, N, vectors, inverse, grads, more)
+    if form := form_for(k, v, *z, *_given(v_first), N=N):
+        return form.gates_backward(k, v, v_first, z, N, vectors, inverse, grads, more)
     grad_log_w, grad_k, grad_v, grad_a, grad_b = grads
     grad_k, grad_v = (grad if other is None else grad + other for grad, other in zip((grad_k, grad_v), more, strict=True))
     k_k, k_a = cast(k.dtype, vectors[:2])
@@ -298,16 +308,19 @@ class _Output(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, weight: Tensor, bias: Tensor,
                 matrix: Tensor) -> Tensor:
-        matrix, vectors = matrix.to(g.dtype), (r_k, weight, bias)
+        vectors = r_k, weight, bias
+        (multiplied,) = rounded(g.dtype, (matrix,))
         gated = _gated(y, r, k, v, g, vectors)
-        ctx.save_for_backward(y, r, k, v, g, gated, *vectors, matrix)
-        return linear(gated, matrix)
+        ctx.save_for_backward(y, r, k, v, g, gated, *vectors, *to_save((matrix,), (multiplied,)))
+        ctx.weight_dtype = matrix.dtype
+        return linear(gated, multiplied)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> Tensors:
         y, r, k, v, g, gated, *vectors, matrix = ctx.saved_tensors
-        grad_gated, grad_matrix = product_backward(grad, gated, matrix)
+        (matrix,) = rounded(g.dtype, (matrix,))
+        grad_gated, grad_matrix = product_backward(grad, gated, matrix, ctx.weight_dtype)
         grads, (grad_r_k, grad_weight, grad_bias) = _gated_backward(y, r, k, v, g, tuple(vectors), grad_gated)
         return *grads, grad_r_k.view_as(vectors[0]), grad_weight, grad_bias, grad_matrix
 
@@ -328,8 +341,9 @@ class _Gated(torch.autograd.Function):
 
 def _gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vectors: Tensors) -> Tensor:
     """(GroupNorm(y) + (sum over the head of r k r_k) v) g, from vectors r_k, weight and bias."""
-    if fused_c.takes(y, r, k, v, g):
-        return fused_c.gated(y, r, k, v, g, y.shape[-1], vectors)
+    N = y.shape[-1]
+    if form := form_for(y, r, k, v, g, N=N):
+        return form.gated(y, r, k, v, g, N, vectors)
     read, _, _, _, _ = _read(y, r, k, v, cast(g.dtype, vectors))
     return read * g
 
@@ -338,8 +352,8 @@ def _gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vecto
                     grad: Tensor) -> tuple[Tensors, Tensors]:
     """The gradients of y, r, k, v and g, and of the vectors (C,), from that of _gated's result."""
     N = y.shape[-1]
-    if fused_c.takes(y, r, k, v, g):
-        return fused_c.gated_backward(y, r, k, v, g, N, vectors, grad)
+    if form := form_for(y, r, k, v, g, N=N):
+        return form.gated_backward(y, r, k, v, g, N, vectors, grad)
     r_k, weight, bias = cast(g.dtype, vectors)
     read, normal, share, mean, inverse_std = _read(y, r, k, v, (r_k, weight, bias))
     grad_g, grad_read = grad * read, grad * g
@@ -371,18 +385,20 @@ class _ChannelMixing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, x_k: Tensor, *weights: Tensor) -> Tensor:
         kept, (mixed,) = mix(dtype, x, last_x, (x_k,), of_before=True)
-        key, value = weights = cast(dtype, weights)
+        key, value = multiplied = rounded(dtype, weights)
         k = linear(mixed, key)
         hidden = squared_relu(k)
-        ctx.save_for_backward(mixed, k, hidden, *weights, *kept)
+        ctx.save_for_backward(mixed, k, hidden, *to_save(weights, multiplied), *kept)
+        ctx.weight_dtype = weights[0].dtype
         return linear(hidden, value)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mixed, k, hidden, key, value, *kept = ctx.saved_tensors
-        grad_hidden, grad_value = product_backward(grad, hidden, value)
-        grad_mixed, grad_key = product_backward(squared_relu_backward(grad_hidden, k), mixed, key)
+        mixed, k, hidden, *saved = ctx.saved_tensors
+        (key, value), kept = rounded(k.dtype, saved[:2]), saved[2:]
+        grad_hidden, grad_value = product_backward(grad, hidden, value, ctx.weight_dtype)
+        grad_mixed, grad_key = product_backward(squared_relu_backward(grad_hidden, k), mixed, key, ctx.weight_dtype)
         grad_x, grad_last_x, grad_x_k = mix_backward(kept, (grad_mixed,), of_before=True)
         return None, grad_x, grad_last_x, grad_x_k, grad_key, grad_value
 
@@ -413,6 +429,6 @@ def _summed(grad: Tensor) -> Tensor:
     return grad.sum((0, 1), dtype=wide_sum(grad))
 
 
-def _row_product_backward(grad: Tensor, x: Tensor, matrix: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradients of x (B,T,d) and M (d,C) from the gradient of x M (B,T,C)."""
-    return grad @ matrix.T, x.flatten(0, 1).T @ grad.flatten(0, 1)
+def _row_product_backward(grad: Tensor, x: Tensor, matrix: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The gradients of x (B,T,d) and M (d,C) from the gradient of x M (B,T,C). dtype: that of the matrix itself."""
+    return grad @ matrix.T, product_in(dtype, x.flatten(0, 1).T, grad.flatten(0, 1))

@@ -90,7 +90,7 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
     adapters = read_adapters(config, opened)
     model = opened.model()
     n = n_parameters(model.config, model.vocab_size)
-    weights = n * BITS[config.dtype] // 8
+    weights = n * BITS[opened.dtype] // 8
     row = state_nbytes(model.config) + 4 * model.vocab_size
     if why_not(model) is None:
         weights += sum(tensor.nbytes for tensor in step_of(model).own)
@@ -100,7 +100,7 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
     copies = sum(adapter.merged is not None for adapter in adapters)
     plan = [("model", f"{model.generation.NAME}, {counted(model.config.n_layer, 'layer')}, {model.config.n_embd} wide, "
                       f"{n:,} parameters, vocabulary {model.vocab_size}"),
-            ("kernel", f"{opened.wkv.name} on {opened.device}, {config.dtype}, threads {torch.get_num_threads()}"),
+            ("kernel", f"{opened.wkv.name} on {opened.device}, {opened.dtype}, threads {torch.get_num_threads()}"),
             *opened.lines(),
             ("decoding", decoding_line(model).partition(": ")[2]),
             ("chat", f"template {template_line(opened.checkpoint, choice)}"),
@@ -110,7 +110,7 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
                        f"{row / MIB:.2f} MiB each, and {config.cache_mib:,} MiB of prefixes"),
             ("states", _kept(config, row))]
     return Loaded(model, opened.tokenizer, choice.template, plan, row, {think: each.sampling for think, each in chosen.items()},
-                  trained_with(opened.checkpoint).tokens, loaded)
+                  trained_with(opened.checkpoint).tokens, loaded, opened.dtype)
 
 
 def _sampling_lines(chosen: Mapping[Think, Chosen]) -> list[str]:

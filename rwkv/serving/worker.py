@@ -66,6 +66,7 @@ class Loaded(NamedTuple):
     sampling: Mapping[Think, Sampling]
     trained_tokens: int | None = None
     adapters: Mapping[str, LoadedAdapter] = MappingProxyType({})
+    dtype: str = "float32"
 
 
 Load = Callable[[ServeConfig], Loaded]
@@ -88,7 +89,7 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
         models = {name: _Model(engines[each.model], each.start) for name, each in served.items()}
         worker = _Worker(connection, models, loaded.tokenizer, cache, states)
         model = loaded.model
-        about = About(model.generation.NAME, n_parameters(model.config, model.vocab_size), config.dtype, loaded.trained_tokens)
+        about = About(model.generation.NAME, n_parameters(model.config, model.vocab_size), loaded.dtype, loaded.trained_tokens)
         starts = {name: each.start and SavedState("", "", 0, each.tokens, each.start.nbytes(), each.start.last_ids, model=name)
                   for name, each in loaded.adapters.items()}
         connection.send(Ready(about, loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.found, loaded.state_bytes,

@@ -69,7 +69,7 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
         score = evaluate_text(path, tokenizer, start, config.chunk_len, tokens, lost, opened.model())
     result = {"data": str(path), "checkpoint": str(opened.checkpoint.path), "tokenizer": tokenizer.kind,
               "tokenizer_hash": tokenizer.hash, "kernel": opened.wkv.name, "device": opened.device,
-              "dtype": config.dtype, **score}
+              "dtype": opened.dtype, **score}
     text = json.dumps(result, allow_nan=False) + "\n"
     print(text, end="", flush=True)
     if out:

@@ -1,7 +1,8 @@
 """Where a run trains: its device, the number of its processes, and its precision.
 
-trainer.precision=auto is bf16-mixed where the device multiplies bfloat16 clearly faster than float32, else 32-true. A GPU
-reports whether it does; on a CPU that has instructions for it, a few milliseconds of matrix products measure it.
+Without trainer.precision a run has bf16-mixed on a GPU that multiplies bfloat16, and 32-true elsewhere: a GPU multiplies
+bfloat16 up to 19 times as fast as float32. trainer.precision=auto is bf16-mixed on a CPU too, where a few milliseconds of
+matrix products show that it is clearly faster.
 """
 
 import time
@@ -14,6 +15,8 @@ from rwkv.distributed import world_size
 from rwkv.errors import UserError
 
 AUTO = "auto"
+TF32 = "tf32"
+TF32_CAPABILITY = 8                      # the first generation of GPUs with TF32
 N = 512                                  # rows of the square matrices whose product is timed
 CALLS = 5                                # timed products
 FASTER = 1.3                             # the speed-up that pays for converting to bfloat16 and back
@@ -66,11 +69,43 @@ def _require_multiple(batch_size: int, count: int) -> None:
         raise UserError(f"data.batch_size={batch_size} are the rows of all processes together: give a multiple of {count}")
 
 
-def resolved_precision(precision: str, accelerator: str) -> str:
-    """The precision, with auto resolved for the accelerator. Raises UserError as device_for does."""
-    if precision != AUTO:
-        return precision
-    return "bf16-mixed" if bfloat16_is_faster(device_for(accelerator)) else "32-true"
+def resolved_precision(precision: str | None, accelerator: str) -> str:
+    """The precision, with None and auto resolved for the accelerator. Raises UserError as device_for does, and for tf32 where
+    the device has no TF32."""
+    device = device_for(accelerator) if precision in (None, AUTO, TF32) else None
+    if device is None:
+        return str(precision)
+    if precision == TF32:
+        _require_tf32(device)
+        return TF32
+    faster = (precision == AUTO or device.type == "cuda") and bfloat16_is_faster(device)
+    return "bf16-mixed" if faster else "32-true"
+
+
+def _require_tf32(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise UserError("trainer.precision=tf32 requires a GPU, and this run is on a CPU: use trainer.precision=32-true")
+    if torch.cuda.get_device_capability(device)[0] < TF32_CAPABILITY:
+        raise UserError(f"trainer.precision=tf32 requires a GPU of compute capability {TF32_CAPABILITY}.0 or newer, and "
+                        f"{torch.cuda.get_device_name(device)} is older: use trainer.precision=32-true or fp16-mixed")
+
+
+def why_precision(precision: str, device: torch.device) -> str | None:
+    """A GPU's precision in words: what it means, and the other choices. None on a CPU."""
+    if device.type != "cuda":
+        return None
+    if precision == "32-true":
+        return ("products in float32" + ("; trainer.precision=bf16-mixed is several times as fast here"
+                                         if bfloat16_is_faster(device) else ": this GPU does not multiply bfloat16"))
+    return {"bf16-mixed": "products in bfloat16, weights in float32: the default where a GPU multiplies bfloat16; "
+                          "trainer.precision=32-true computes in float32",
+            TF32: "products of float32 rounded to TF32's 10 bits; trainer.precision=32-true does not round"}.get(precision)
+
+
+def set_product_precision(precision: str, device: torch.device) -> None:
+    """Lets a GPU's products of float32 round to TF32, or not, for the whole process."""
+    if device.type == "cuda":
+        torch.set_float32_matmul_precision("high" if precision == TF32 else "highest")
 
 
 def bfloat16_is_faster(device: torch.device) -> bool:
@@ -90,6 +125,6 @@ def _seconds(dtype: torch.dtype) -> float:
     return min(times[1:])
 
 
-def dtype_for(precision: str) -> torch.dtype:
+def dtype_for(precision: str | None) -> torch.dtype:
     """The dtype of the model's matrix products, and so of the operator's inputs."""
-    return {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(precision, torch.float32)
+    return {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(precision or "", torch.float32)

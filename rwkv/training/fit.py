@@ -24,10 +24,10 @@ from rwkv.errors import UserError
 from rwkv.io.lines import harmless
 from rwkv.io.signals import heeded
 from rwkv.model.base import generation
-from rwkv.training import kernel_check
+from rwkv.training import graphs, kernel_check
 from rwkv.training.callbacks.divergence import Diverged
 from rwkv.training.callbacks.interruption import Interrupted
-from rwkv.training.device import device_for, dtype_for, process_count, share
+from rwkv.training.device import device_for, dtype_for, process_count, set_product_precision, share
 from rwkv.training.length import with_steps_of_epochs
 from rwkv.training.loggers import loggers, require
 from rwkv.training.memory import gives_back
@@ -96,6 +96,7 @@ def train(run: Run) -> None:
         return_large_blocks()
     elif config.trainer.malloc == "tuned":
         keep_large_blocks()
+    set_product_precision(str(config.trainer.precision), device)
     # Before the data are read: this raises UserError if the processes cannot share the rows
     rows = share(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
     wkv, kernel = kernel_for(config.model, config.kernel.name, device, config.trainer.precision)
@@ -112,6 +113,7 @@ def train(run: Run) -> None:
     if config.kernel.name != AUTO and run.resume_from is None:       # a run that is continued has the name that auto chose
         wrong = distributed.broadcast_from_rank0(lambda: kernel_check.check(
             wkv, generation(config.model).OPERATOR, device, dtype_for(config.trainer.precision)))
+    replayed = graphs.chosen(config, device, wkv.name)
     announce_needs(run, kernel, wrong, device, data)
     reach = len(data.val) if config.trainer.tbptt else config.model.ctx_len
     validated = with_part(data, config.trainer.val_tokens, reach)
@@ -119,6 +121,8 @@ def train(run: Run) -> None:
     model = prepare_blocks(new_model(config.model, run.init_checkpoint, data.tokenizer, wkv, config.tune),
                            config.trainer)
     model.gives_back = gives_back(config, model.vocab_size)
+    if replayed:
+        model.replay = graphs.Replay(model)
     task = LanguageModel(model, config.optim, config.trainer.max_steps, validated.val_bytes_per_token, validated.val_lost)
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
     task.entry = describe(resolved, model.vocab_size, data.tokenizer)

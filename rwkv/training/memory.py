@@ -12,11 +12,13 @@ W, the numbers that its operator works with for each token (operator_work); S, t
                                                        matrix takes BITS of tune.base, one of the embedding 2 bytes
     activations kept for the backward pass             N L K; K is kept_when_frugal with frozen weights, and in rows of
                                                        conversations
-      in half precision                                with another K, and a copy of the weights in P / 2
+      in half precision                                with another K, and a copy of the weights in P / 2; with fsdp that of
+                                                       a block at a time, unless K is kept_when_frugal
       with activation checkpointing                    N L C, and one block's activations while it is recomputed
       with tbptt=k                                     those of one segment, N/k tokens; k states of S for each row; the
                                                        head's input and its gradient, 2 N C
-    the loss                                           one chunk of logits, and the head's gradient
+    the loss                                           one chunk of logits (on a GPU mostly all of them, in the dtype of the
+                                                       product), and the head's gradient
     the first layer to run backward                    N W, and the head's gradient; the loss is free again by then, and if a
                                                        step is one pass there are no other gradients yet
 
@@ -39,7 +41,7 @@ from rwkv.distributed import world_size
 from rwkv.model.base import generation, n_parameters, of_linear_layer, state_nbytes
 from rwkv.model.lora import adaptable, chosen
 from rwkv.model.loss import rows_at_once
-from rwkv.training.device import device_for
+from rwkv.training.device import device_for, dtype_for
 
 FLOAT = 4                                # bytes
 NARROW = 2                               # bytes of a value of a frozen embedding and head, as in released files
@@ -84,7 +86,7 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
     """The memory of each of the `processes` that share data.batch_size."""
     trainer = config.trainer
     model = generation(config.model)
-    half, rounded = trainer.precision != "32-true", config.tune.base in ("int8", "int4")
+    half, rounded = dtype_for(trainer.precision) != torch.float32, config.tune.base in ("int8", "int4")
     L, C = config.model.n_layer, config.model.n_embd
     N = config.tokens_per_step // trainer.accumulate // processes
     weights = FLOAT * n_parameters(config.model, vocab_size) // (processes if trainer.strategy == "fsdp" else 1)
@@ -95,8 +97,7 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
         weights = frozen_bytes(config, vocab_size) + trained
 
     head = 0 if tuned else FLOAT * vocab_size * C        # its gradient
-    logits = 2 if half else 1            # copies of a chunk
-    loss = logits * FLOAT * vocab_size * min(N, rows_at_once(vocab_size, frozen=tuned)) + (2 if half else 1) * head
+    loss = _loss(config, vocab_size, N, head)
 
     n = N // max(1, trainer.tbptt)       # the tokens of one segment
     block = int(FLOAT * n * _kept(config))
@@ -108,13 +109,34 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
         kept = L * block
     activations = kept + max(0, backward - loss - (0 if tuned or trainer.accumulate > 1 else weights))
     if half and config.tune.base != "bfloat16":
-        activations += FLOAT * vocab_size * C // 2 if rounded else weights // 2
+        activations += FLOAT * vocab_size * C // 2 if rounded else _copied(config, vocab_size, weights)
     if trainer.tbptt:
         activations += N // config.model.ctx_len * state_nbytes(config.model) + FLOAT * 2 * N * C
     if _has_holes(config):
         activations = round(HOLES * activations)
         loss = round(HOLES * loss)
     return Memory(weights, trained, MOMENTS * trained, round(activations), loss, config.data.num_workers * DATA_WORKER)
+
+
+def _loss(config: TrainConfig, vocab_size: int, N: int, head: int) -> int:
+    """The bytes of the loss of N tokens. head: those of the head's gradient, of which a second one is added to the first where
+    several chunks are multiplied in half precision. A GPU has a chunk once, in the dtype of its product; a CPU has two in half
+    precision."""
+    half = dtype_for(config.trainer.precision) != torch.float32
+    device = device_for(config.trainer.accelerator)
+    itemsize = NARROW if half and device.type == "cuda" else FLOAT
+    rows = min(N, rows_at_once(vocab_size, config.tune.method != "full", device, itemsize))
+    copies = 2 if half and device.type == "cpu" else 1
+    summands = 2 if half and (device.type == "cpu" or rows < N) else 1
+    return copies * itemsize * vocab_size * rows + summands * head
+
+
+def _copied(config: TrainConfig, vocab_size: int, weights: int) -> int:
+    """The bytes of the copies of the weights in half precision (rwkv/model/weight_cache.py). weights: those of a process."""
+    if config.trainer.strategy != "fsdp":
+        return weights // 2
+    whole = FLOAT * n_parameters(config.model, vocab_size) // 2
+    return whole if _is_frugal(config) else whole // config.model.n_layer
 
 
 def gives_back(config: TrainConfig, vocab_size: int) -> bool:
@@ -135,7 +157,8 @@ def _is_frugal(config: TrainConfig) -> bool:
 
 def _kept(config: TrainConfig) -> float:
     """How many float32 values per token a block keeps. Products in int8 give float32 in half precision too."""
-    model, half = generation(config.model), config.trainer.precision != "32-true" and config.tune.base != "int8"
+    model = generation(config.model)
+    half = dtype_for(config.trainer.precision) != torch.float32 and config.tune.base != "int8"
     if not _is_frugal(config):
         kept: float = model.kept_for_backward(config.model, half)
         return kept

@@ -24,8 +24,10 @@ from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
 from rwkv.io.lines import counted, labelled
+from rwkv.model import fused_form
 from rwkv.model.base import generation, n_parameters
-from rwkv.training.device import bfloat16_is_faster, dtype_for
+from rwkv.training import graphs
+from rwkv.training.device import dtype_for, why_precision
 from rwkv.training.length import MANY, steps_per_epoch
 from rwkv.training.memory import (
     checkpoint_bytes,
@@ -120,7 +122,9 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
         yield "guard", guard.describe(config)
     for line in run.saved_memory:
         yield "memory", line
-    yield "blocks", _blocks(config.trainer.compile, config.tune.method, bool(data.conversations))
+    yield "blocks", _blocks(config.trainer.compile, config.tune.method, bool(data.conversations), device.type)
+    if graphed := graphs.describe(config, device, kernel.partition(" ")[0]):
+        yield "graphs", graphed
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"{', '.join([f'threads per process {torch.get_num_threads()}', *threads.settings()])}")
     if wrong:
@@ -129,8 +133,8 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
         yield "hint", crowded
     if slow := why_slow(dtype_for(config.trainer.precision), device):
         yield "WARNING", f"trainer.precision={config.trainer.precision}: {slow}; leave it out, or take auto"
-    if device.type == "cuda" and config.trainer.precision == "32-true" and bfloat16_is_faster(device):
-        yield "hint", "trainer.precision=bf16-mixed: this GPU multiplies bfloat16 faster than float32"
+    if why := why_precision(str(config.trainer.precision), device):
+        yield "precision", f"{config.trainer.precision}: {why}"
     if config.optim.name in ORTHOGONAL:
         computed = matrix_dtype(device)
         why = "" if computed == torch.bfloat16 else ": this CPU has no instructions for products of bfloat16"
@@ -182,8 +186,8 @@ def _objective(tune: TuneConfig) -> str:
             f"of the model of init_from= are {reference}")
 
 
-def _blocks(compiled: bool, method: str, conversations: bool) -> str:
-    """How blocks are computed in training; fused.can_fuse chooses it. method: tune.method."""
+def _blocks(compiled: bool, method: str, conversations: bool, device: str) -> str:
+    """How blocks are computed in training; fused.can_fuse and fused_form choose it. method: tune.method."""
     if compiled:
         return "plain formulas: trainer.compile=true fuses them"
     why = ""
@@ -191,7 +195,8 @@ def _blocks(compiled: bool, method: str, conversations: bool) -> str:
         why = f"tune={method} freezes weights"
     elif conversations:
         why = "rows of conversations are read text by text"
-    return "fused, with gradients of their own" + (f"; steps between the products are computed twice: {why}" if why else "")
+    twice = f"; steps between the products are computed twice: {why}" if why else ""
+    return f"fused {fused_form.describe(device)}, with gradients of their own{twice}"
 
 
 def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs: int) -> Iterator[tuple[str, str]]:

@@ -42,7 +42,7 @@ from rwkv.training.memory import (
 from rwkv.training.run.directory import Run
 
 
-def kernel_for(model: ModelConfig, kernel: str, device: torch.device, precision: str) -> tuple[Any, str]:
+def kernel_for(model: ModelConfig, kernel: str, device: torch.device, precision: str | None) -> tuple[Any, str]:
     """The operator, and its name; for kernel=auto the name includes the reason for the choice."""
     dtype = dtype_for(precision)
     wkv = operator_for(model, kernel, device, dtype)

@@ -34,6 +34,7 @@ from rwkv.generation.engine import generate
 from rwkv.io.lines import harmless, labelled, wrapped
 from rwkv.io.unread import unread
 from rwkv.model.base import Model, generation
+from rwkv.model.weight_cache import WeightCache
 from rwkv.report.numbers import REWARDS
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.checkpoints import Checkpoints, RandomState, VerifiedFiles
@@ -43,6 +44,7 @@ from rwkv.training.callbacks.kernel_probe import Probe
 from rwkv.training.callbacks.metrics import Metrics
 from rwkv.training.callbacks.progress_bar import ProgressBar
 from rwkv.training.callbacks.samples import Samples, sample_every
+from rwkv.training.device import dtype_for
 from rwkv.training.run.directory import Run
 from rwkv.training.task import LanguageModel
 from rwkv.training.tuning.before_after import BeforeAfter
@@ -183,17 +185,21 @@ def precision_for(config: TrainerConfig, device: torch.device) -> dict[str, Any]
     """Lightning's arguments for the precision. On a CPU Lightning's own fp16 would silently be bf16."""
     if config.precision == "fp16-mixed" and config.strategy != "fsdp":
         return {"plugins": [MixedPrecision("16-mixed", device.type)]}
-    return {"precision": config.precision.replace("fp16", "16")}
+    half = dtype_for(config.precision) != torch.float32
+    return {"precision": str(config.precision).replace("fp16", "16") if half else "32-true"}
 
 
 def prepare_blocks(model: Model, config: TrainerConfig) -> Model:
-    """Applies trainer.activation_checkpointing and trainer.compile to each block; names and values of the weights stay.
+    """Applies trainer.activation_checkpointing and trainer.compile to each block; names and values of the weights stay. In half
+    precision the weights get a cache of their rounded copies.
 
     Raises UserError if there is no compiler for trainer.compile.
     """
     if config.compile and (compiler := missing_compiler()):
         raise UserError(f"trainer.compile=true needs a C++ compiler, and there is no {compiler} on the PATH: install it, or "
                         "leave trainer.compile out")
+    if dtype_for(config.precision) != torch.float32 and config.strategy != "fsdp" and not config.compile:
+        model.weight_cache = WeightCache(parameter for parameter in model.parameters() if parameter.requires_grad)
     for block in model.blocks:
         if config.activation_checkpointing:
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)

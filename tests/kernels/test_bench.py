@@ -1,4 +1,4 @@
-"""The programs beside the kernels: benchmark, listing, tables, figures, gpu_check; and a new kernel, which is one file."""
+"""The programs beside the kernels: benchmark, listing, tables, figures; and a new kernel, which is one file."""
 
 import json
 import shutil
@@ -16,7 +16,7 @@ from stubs import selectable_stub, stub
 
 from kernels import __main__ as listing
 from kernels import registry
-from kernels.bench import __main__, gpu_check, plot, tables, timing
+from kernels.bench import __main__, plot, tables, timing
 from kernels.bench.case import case_of
 from kernels.bench.profiler import extra_bytes, launches
 from kernels.bench.results import FOLDER, UnusableFile, exit_status, save
@@ -341,40 +341,6 @@ def test_names_beside_curves_do_not_overlap(heights: list[float]) -> None:
     assert all(above - below >= 0.05 - 1e-9 for below, above in pairwise(apart))
     assert sum(apart) == pytest.approx(sum(heights), abs=1e-6)
     assert plot.spread([0.0, 1.0], 0.05) == [0.0, 1.0]
-
-
-# gpu_check
-
-
-def test_gpu_check_goes_on_after_a_part_that_fails_and_adds_up_several_calls(tmp_path: Path) -> None:
-    def outcome(name: str, code: str, limit_s: float = 60) -> gpu_check.Outcome:
-        return gpu_check.outcome(gpu_check.Part(name, [[sys.executable, "-c", code]], limit_s))
-
-    def parts() -> dict[str, bool]:
-        summary = json.loads((tmp_path / "summary.json").read_text())
-        assert summary["ok"] == all(part["ok"] for part in summary["parts"])
-        return {part["part"]: part["ok"] for part in summary["parts"]}
-
-    found = [outcome("good", ""), outcome("bad", "raise SystemExit(3)"), outcome("slow", "import time; time.sleep(60)", 0.2)]
-    assert gpu_check.report(found, "cpu", tmp_path) == 1
-    assert parts() == {"good": True, "bad": False, "slow": False}
-    assert gpu_check.report([outcome("bad", ""), outcome("slow", "")], "cpu", tmp_path) == 0
-    assert parts() == {"good": True, "bad": True, "slow": True}
-    assert gpu_check.main([str(tmp_path), "--device", "cpu", "--only", "nonsense"]) == 2
-
-
-def test_gpu_check_without_a_gpu_is_one_sentence(without_gpu: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert gpu_check.main([str(tmp_path / "out")]) == 2
-    assert capsys.readouterr().out.count("\n") == 1
-    assert not (tmp_path / "out").exists()
-
-
-def test_gpu_check_has_a_part_for_everything(tmp_path: Path) -> None:
-    parts = {part.name: part.commands for part in gpu_check.parts("cpu", tmp_path, tmp_path)}
-    benchmarks = {f"bench-{op}" for op in registry.operators()}
-    assert {"tests", "train-tiny-conv1d", "train-tiny-reference", "train-rwkv7_tiny-torch_chunk", "use-rwkv7_tiny",
-            *benchmarks} <= set(parts)
-    assert (ROOT / parts["tests"][0][3]).is_dir()
 
 
 # A new kernel is one file

@@ -11,7 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,11 @@ BY_16 = [["tt.divisibility", 16]]
 
 
 def main(arch: int, once: bool) -> None:
+    print(json.dumps(cubins(launches(widths=(96, 1) if arch == 90 else (96,)), arch, once)))
+
+
+def cubins(launches: Iterable[Callable[[], Any]], arch: int, once: bool = False) -> dict[str, dict[str, Any]]:
+    """By kernel and constants, what Triton and cuobjdump say of the cubin that each launch needs."""
     found: dict[str, dict[str, Any]] = {}
     compiled: set[JITFunction] = set()
 
@@ -43,9 +48,9 @@ def main(arch: int, once: bool) -> None:
             found[name] = facts(triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options))
 
     JITFunction.run = compile_instead
-    for launch in launches(widths=(96, 1) if arch == 90 else (96,)):
+    for launch in launches:
         launch()
-    print(json.dumps(found))
+    return found
 
 
 def launches(widths: tuple[int, ...]) -> Iterator[Any]:
@@ -88,7 +93,7 @@ def signature(kernel: JITFunction, args: tuple[Any, ...], constants: dict[str, A
 
 def kind(arg: Any) -> str:
     if isinstance(arg, Tensor):
-        return "*bf16" if arg.dtype == torch.bfloat16 else "*fp32"
+        return {torch.bfloat16: "*bf16", torch.int64: "*i64"}.get(arg.dtype, "*fp32")
     return "i32" if isinstance(arg, int) else "fp32"
 
 

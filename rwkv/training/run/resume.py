@@ -32,7 +32,8 @@ FIXED = ("model", "data", "tune", "seed",    # options and groups that may not c
          "trainer.val_tokens")           # the losses are compared, for best.ckpt
 NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview")      # exceptions
 DELETED = {"optim.matrix_every": 1, "optim.matrix_iterations": 3}        # options of earlier versions, and their defaults
-ADDED = {"tune.guard": None}             # options that earlier versions lacked, and values with which runs act as they did then
+# Options that earlier versions lacked, and values with which runs act as they did then
+ADDED = {"tune.guard": None, "trainer.graphs": False}
 
 
 class Request(NamedTuple):
@@ -132,7 +133,7 @@ def _merged(request: Request, out_dir: Path, saved: dict[str, Any]) -> TrainConf
             own = "null" if old is None else old
             raise UserError(f"the run in {out_dir} has {key}={own}, which stays: to resume, leave {key}= out, or the group "
                             "that sets it; or start a new run")
-        if key == "trainer.precision" and new == AUTO:
+        if key == "trainer.precision" and new in (None, AUTO):
             continue                     # the run keeps the precision that it began with
         group, _, name = key.rpartition(".")
         setattr(attrgetter(group)(merged) if group else merged, name, new)
@@ -141,7 +142,7 @@ def _merged(request: Request, out_dir: Path, saved: dict[str, Any]) -> TrainConf
 
 
 def resolved(config: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """The configuration with one length, its max_steps if they are known, and trainer.precision=auto resolved."""
+    """The configuration with one length, its max_steps if they are known, and trainer.precision resolved."""
     config = with_max_steps(config, given)
     precision = resolved_precision(config.trainer.precision, config.trainer.accelerator)
     return replace(config, trainer=replace(config.trainer, precision=precision))

@@ -1,0 +1,551 @@
+"""The parts of gpu_check, each in a process of its own: python -m benchmarks._gpu_parts PART OUT --device cuda --deadline 60.
+
+A failure is a row of its own, and the part goes on. After a fault of the GPU no later call of the process works: the part ends.
+"""
+
+import argparse
+import contextlib
+import gc
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_check import PATIENCE, PUBLISHED, Rows
+from kernels.compare import errors, misses
+from kernels.machine.hardware import ROOT
+from kernels.registry import why_not
+from kernels.select import AUTO, folder, select, selectable
+from rwkv.checkpoint.files import read_checkpoint
+from rwkv.config import ModelConfig, OptimConfig, Sampling, TrainerConfig
+from rwkv.generation.decoder import decoder_of
+from rwkv.generation.prefill import prefill
+from rwkv.generation.sampling import next_tokens
+from rwkv.model import fused_form
+from rwkv.model.base import generation
+from rwkv.pretrained import RWKV
+from rwkv.training.device import dtype_for, set_product_precision
+from rwkv.training.graphs import Replay
+from rwkv.training.task import LanguageModel
+from rwkv.training.trainer import prepare_blocks
+
+PAUSE = 4_000_000                        # cycles, 2 ms: the GPU waits while the host launches what is timed
+SPARE_S = 3.0                            # a program ends so long before its part's deadline
+PROBLEMS = {"wkv7": ((2, 257, 4, 64), (2, 63, 1, 64)), "wkv4": ((3, 257, 96),)}          # shapes of `right`
+PER_OPERATION = 500                      # launches that are timed: a stream holds 1,024 before the host waits
+
+
+class Shape(NamedTuple):
+    generation: str
+    L: int
+    C: int
+    V: int
+    B: int
+    T: int
+
+    def __str__(self) -> str:
+        return f"{self.generation} {self.L}x{self.C}, {self.B} x {self.T}"
+
+
+class Way(NamedTuple):
+    """How a step is computed. fused: by the fused forms; else by PyTorch's operations."""
+
+    name: str
+    precision: str
+    options: dict[str, Any] = {}         # noqa: RUF012  of TrainerConfig; it is not changed
+    fused: bool = True
+    graphs: bool = False                 # all blocks replayed as one CUDA graph
+
+
+TRAINED = (Shape("rwkv7", 12, 768, 65536, 8, 1024), Shape("rwkv7", 4, 192, 2048, 8, 128),
+           Shape("rwkv7", 24, 2048, 65536, 4, 1024), Shape("rwkv4", 12, 768, 50277, 8, 1024))
+TRIED = (Shape("rwkv7", 2, 64, 256, 2, 16), Shape("rwkv4", 2, 64, 256, 2, 16))           # with --device cpu
+WAYS = (Way("bf16", "bf16-mixed"), Way("bf16, graphs", "bf16-mixed", graphs=True),
+        Way("bf16, unfused", "bf16-mixed", fused=False), Way("float32", "32-true"), Way("tf32", "tf32"))
+COMPILED = (Way("bf16, compiled", "bf16-mixed", {"compile": True}),)
+WKV7_SHAPES = (8, 4096, 64, 64), (8, 4096, 12, 64), (8, 1024, 12, 64), (1, 512, 64, 64)
+WKV4_SHAPES = (8, 1024, 768), (8, 8192, 768), (32, 768, 768), (8, 4096, 4096)
+
+
+@dataclass
+class Check:
+    """Where a part writes, on which device it runs, and until when."""
+
+    part: str
+    rows: Rows
+    device: str
+    deadline: float                      # of time.monotonic
+    scratch: Path = field(default_factory=lambda: Path(tempfile.mkdtemp(prefix="gpu-check-")))
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.device == "cuda"
+
+    def add(self, **row: Any) -> None:
+        self.rows.add(part=self.part, **row)
+
+    @contextlib.contextmanager
+    def measuring(self, **about: Any) -> Iterator[None]:
+        """What fails inside is a row. A fault of the GPU ends the part."""
+        try:
+            yield
+        except Exception as error:
+            self.add(**about, error=f"{type(error).__name__}: {str(error)[:300]}")
+            del error
+            self._require_life()
+
+    def _require_life(self) -> None:
+        if not self.on_gpu:
+            return
+        try:
+            torch.cuda.synchronize()
+        except Exception as fault:
+            self.add(error=f"the part ends here: {str(fault)[:120]}")
+            os._exit(3)
+        gc.collect()
+        torch.cuda.empty_cache()
+
+    def left(self, most: float) -> float:
+        """Seconds for a program: at most so many, and none beyond the part's own end."""
+        return max(1.0, min(PATIENCE[self.device] * most, self.deadline - time.monotonic() - SPARE_S))
+
+    def peak_mb(self) -> float:
+        return torch.cuda.max_memory_allocated() / 2**20 if self.on_gpu else 0.0
+
+
+def milliseconds(check: Check, call: Callable[[], Any], seconds: float = 0.6, most: int = 50, alone: bool = False) -> float:
+    """The median time of a call. On a GPU by events, with the host's launches as a user has them; alone: the GPU's own time, by
+    a pause before the first event during which the host launches everything."""
+    call()
+    times: list[float] = []
+    end = time.monotonic() + (seconds if check.on_gpu else 0.0)
+    while not times or (time.monotonic() < end and len(times) < most):
+        if not check.on_gpu:
+            start = time.perf_counter()
+            call()
+            times.append(1000 * (time.perf_counter() - start))
+            continue
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        if alone:
+            torch.cuda._sleep(PAUSE)
+        before.record()
+        call()
+        after.record()
+        after.synchronize()
+        times.append(before.elapsed_time(after))
+    return median(times)
+
+
+def machine(check: Check) -> None:
+    check.add(gpu=torch.cuda.get_device_name() if check.on_gpu else "none", torch=torch.__version__, cpus=os.cpu_count())
+    n = 8192 if check.on_gpu else 256
+    for name, dtype in (("32-true", torch.float32), ("tf32", torch.float32), ("bf16-mixed", torch.bfloat16)):
+        set_product_precision(name, torch.device(check.device))
+        for width, depth in ((n, n), (768, 768), (768, 3072)) if check.on_gpu else ((n, n),):
+            with check.measuring(product=name, shape=[n, width, depth]):
+                x, w = (torch.randn(rows, depth, device=check.device, dtype=dtype) for rows in (n, width))
+                ms = milliseconds(check, lambda x=x, w=w: x @ w.T, 0.3, alone=True)
+                check.add(product=name, shape=[n, width, depth], ms=ms, tflops=2 * n * width * depth / ms / 1e9)
+    source = torch.ones(2**28 if check.on_gpu else 2**20, device=check.device)
+    target = torch.empty_like(source)
+    ms = milliseconds(check, lambda: target.copy_(source), 0.3, alone=True)
+    check.add(copy_gb_s=2 * source.nbytes / ms / 1e6)
+    small = torch.zeros(16, device=check.device)
+    small.add_(1)
+    start = time.perf_counter()
+    for _ in range(PER_OPERATION):
+        small.add_(1)
+    check.add(host_us_of_an_operation=1e6 * (time.perf_counter() - start) / PER_OPERATION)
+
+
+def kernels_of(op: str, check: Check) -> list[str]:
+    """The operator's kernels that run here, the one that auto takes first."""
+    if not check.on_gpu:
+        return ["c_v0"]
+    chosen = select(op, AUTO, check.device, torch.bfloat16).name
+    here = [name for name in selectable(op) if name != "reference" and why_not(folder(op, name), name, check.device) is None]
+    return sorted(here, key=lambda name: (name != chosen, name.startswith("taichi"), name))
+
+
+def right(check: Check) -> None:
+    for op, shapes in PROBLEMS.items():
+        cases = importlib.import_module(f"kernels.{op}.cases")
+        for shape in shapes if check.on_gpu else shapes[-1:]:
+            for dtype in (torch.float32, torch.bfloat16):
+                inputs = cases.inputs(*shape, dtype=dtype, device=check.device)
+                expected = cases.results(select(op, "reference", check.device), cases.double(inputs))
+                for name in kernels_of(op, check):
+                    about = {"operator": op, "kernel": name, "shape": list(shape), "dtype": str(dtype)}
+                    with check.measuring(**about):
+                        start = time.perf_counter()
+                        found = errors(cases.results(select(op, name, check.device), inputs), expected)
+                        check.add(**about, worst=max(found.values()), errors=found, wrong=misses(found, cases.tolerance(dtype)),
+                                  first_call_s=time.perf_counter() - start)
+    for name in ("rwkv7", "rwkv4"):
+        for precision, allowed in (("32-true", 2e-3), ("bf16-mixed", 0.1)):
+            with check.measuring(fused=name, precision=precision):
+                _whole_model(check, name, precision, allowed)
+
+
+def _whole_model(check: Check, name: str, precision: str, allowed: float) -> None:
+    """The gradients of a model by the fused forms and the fused loss beside those by PyTorch's operations in float32."""
+    shape = Shape(name, 2, 128, 257, 2, 33)
+    found = [_gradients(check, shape, way) for way in (Way("", "32-true", fused=False), Way("", precision))]
+    worst = {key: float((found[1][key] - exact).norm() / exact.norm().clamp(min=1e-9)) for key, exact in found[0].items()}
+    off = {key: error for key, error in worst.items() if not error <= allowed}
+    check.add(fused=name, precision=precision, worst=max(worst.values()), median=median(worst.values()), wrong=off)
+
+
+def _gradients(check: Check, shape: Shape, way: Way) -> dict[str, Tensor]:
+    with _forms(way.fused):
+        task = new_task(check, shape, way)
+        x = torch.randint(shape.V, (shape.B, shape.T), generator=torch.Generator().manual_seed(1)).to(check.device)
+        with _autocast(check, way):
+            loss = task.loss(x, x.roll(-1, 1))
+        loss.backward()
+    return {name: p.grad for name, p in task.model.named_parameters() if p.grad is not None}
+
+
+@contextlib.contextmanager
+def _forms(fused: bool) -> Iterator[None]:
+    """With the fused forms, or without any."""
+    tables = fused_form.FORMS, fused_form.LOSS_FORMS
+    before = [dict(table) for table in tables]
+    if not fused:
+        for table in tables:
+            table.clear()
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, before, strict=True):
+            table.update(entries)
+
+
+def _autocast(check: Check, way: Way) -> torch.autocast:
+    dtype = dtype_for(way.precision)
+    return torch.autocast(check.device, dtype, enabled=dtype != torch.float32)
+
+
+def new_task(check: Check, shape: Shape, way: Way) -> LanguageModel:
+    """With normal weights: a product of zeros is faster than one of numbers, and many start at zero."""
+    set_product_precision(way.precision, torch.device(check.device))
+    torch.manual_seed(0)
+    config = ModelConfig(generation=shape.generation, n_layer=shape.L, n_embd=shape.C, ctx_len=shape.T)
+    operator = select(generation(config).OPERATOR, AUTO, check.device, dtype_for(way.precision))
+    with torch.device(check.device):
+        model = RWKV(config, shape.V, operator)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.02).add_(1.0 if parameter.dim() == 1 and name.endswith("weight") else 0.0)
+    model = prepare_blocks(model, TrainerConfig(precision=way.precision, **way.options))
+    if way.graphs and check.on_gpu:
+        model.replay = Replay(model)
+    return LanguageModel(model, OptimConfig(), 1000, 1.0)
+
+
+def train(check: Check) -> None:
+    _train(check, WAYS)
+
+
+def compiled(check: Check) -> None:
+    if check.on_gpu:
+        _train(check, COMPILED)
+
+
+def _train(check: Check, ways: Sequence[Way]) -> None:
+    """The first way for all shapes, and then the others."""
+    for way in ways:
+        for shape in TRAINED if check.on_gpu else TRIED:
+            if (way.precision == "tf32" or way.graphs) and not check.on_gpu:
+                continue
+            about = {"model": str(shape), "way": way.name}
+            with check.measuring(**about), _forms(way.fused):
+                _training_steps(check, shape, way, about)        # a function of its own: its tensors go with its names
+            check._require_life()
+
+
+def _training_steps(check: Check, shape: Shape, way: Way, about: dict[str, Any]) -> None:
+    if check.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    task = new_task(check, shape, way)
+    optimizer = task.configure_optimizers()["optimizer"]
+    x = torch.randint(shape.V, (shape.B, shape.T), device=check.device)
+
+    def step(x: Tensor) -> Tensor:
+        with _autocast(check, way):
+            loss = task.loss(x, x)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(task.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss
+
+    start = time.perf_counter()
+    for _ in range(3):
+        loss = step(x)
+    value = loss.item()
+    first_s = time.perf_counter() - start
+    ms = milliseconds(check, lambda: step(x), 1.0, 20)
+    about |= {"ms": ms, "ktok_s": shape.B * shape.T / ms, "first_3_steps_s": first_s, "peak_mb": check.peak_mb(), "loss": value}
+    kind = torch.profiler.ProfilerActivity.CUDA if check.on_gpu else torch.profiler.ProfilerActivity.CPU
+    with torch.profiler.profile(activities=[kind]) as profiled:
+        step(x)
+        if check.on_gpu:
+            torch.cuda.synchronize()
+    events = [(event.key, event.count, getattr(event, "self_device_time_total", 0) or 0) for event in profiled.key_averages()]
+    events = sorted((event for event in events if event[2]), key=lambda event: -event[2])
+    about |= {"launches": sum(count for _, count, _ in events), "gpu_ms": sum(us for *_, us in events) / 1000,
+              "longest": [[key[:60], count, round(us)] for key, count, us in events[:10]]}
+    if not way.options:                  # the host's part, from a batch that fills no stream
+        host = []
+        for _ in range(5):
+            if check.on_gpu:
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            step(x[:1, :16])
+            host.append(1000 * (time.perf_counter() - start))
+        about["host_ms"] = median(host)
+    check.add(**about)
+
+
+def wkv7_inputs(check: Check, B: int, T: int, H: int, N: int) -> tuple[list[Tensor], Tensor]:
+    """r, log_w, k, v, a, b as RWKV-7 has them in bf16-mixed, with gradients, and a gradient of y."""
+    r, w, k, v, a, b = (torch.randn(B, T, H, N, device=check.device) for _ in range(6))
+    kk = torch.nn.functional.normalize(a, dim=-1)
+    inputs = [r.bfloat16(), -0.6065306597 * torch.sigmoid(w), k.bfloat16(), v.bfloat16(), (-kk).bfloat16(),
+              (kk * torch.sigmoid(b)).bfloat16()]
+    return [tensor.requires_grad_() for tensor in inputs], torch.randn_like(inputs[3])
+
+
+def wkv7(check: Check) -> None:
+    for shape in WKV7_SHAPES if check.on_gpu else ((1, 32, 2, 64),):
+        inputs, grad = wkv7_inputs(check, *shape)
+        for name in kernels_of("wkv7", check):
+            with check.measuring(kernel=name, shape=list(shape)):
+                operator = select("wkv7", name, check.device)
+                _forward_and_backward(check, name, list(shape), lambda op=operator, ins=inputs: op(*ins)[0], inputs, grad)
+
+
+def wkv4(check: Check) -> None:
+    for B, T, C in WKV4_SHAPES if check.on_gpu else ((1, 16, 32),):
+        for dtype in (torch.float32, torch.bfloat16):
+            k, v = (torch.randn(B, T, C, device=check.device, dtype=dtype) for _ in range(2))
+            decay = -5 + 8 * torch.rand(C, device=check.device)
+            bonus = -1.2 + 0.5 * torch.randn(C, device=check.device)
+            leaves = [tensor.requires_grad_() for tensor in (decay, bonus, k, v)]
+            for name in kernels_of("wkv4", check):
+                with check.measuring(kernel=name, shape=[B, T, C], dtype=str(dtype)):
+                    operator = select("wkv4", name, check.device)
+                    _forward_and_backward(check, name, [B, T, C], lambda op=operator, ins=leaves: op(*ins)[0], leaves,
+                                          torch.randn_like(v), dtype=str(dtype))
+
+
+def _forward_and_backward(check: Check, name: str, shape: list[int], forward: Callable[[], Tensor], inputs: list[Tensor],
+                          grad: Tensor, **about: Any) -> None:
+    before = torch.cuda.memory_allocated() / 2**20 if check.on_gpu else 0.0
+    if check.on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    forward_ms = milliseconds(check, forward, 0.3, alone=True)
+    y = forward()
+    backward_ms = milliseconds(check, lambda: torch.autograd.grad(y, inputs, grad, retain_graph=True), 0.3, alone=True)
+    check.add(kernel=name, shape=shape, forward_ms=forward_ms, backward_ms=backward_ms, peak_mb=check.peak_mb() - before,
+              **about)
+
+
+def decode(check: Check) -> None:
+    for dtype in (torch.bfloat16, torch.float32):
+        for name, L, C in (("0.1b", 12, 768), ("1.5b", 24, 2048)) if check.on_gpu else (("tiny", 2, 64),):
+            model = _generating(check, L, C, dtype)
+            about: dict[str, Any] = {"model": name, "dtype": str(dtype)}
+            for B in (1, 8, 64, 512) if check.on_gpu else (1, 2):
+                with check.measuring(**about, rows=B):
+                    decoder, tokens = decoder_of(model, model.empty_state(B)), torch.zeros(B, dtype=torch.long)
+                    logits = decoder.step(tokens)
+                    row = {"step_ms": milliseconds(check, lambda d=decoder, t=tokens: d.step(t))}
+                    uniform = torch.rand(B, dtype=torch.float64)
+                    start = time.perf_counter()
+                    next_tokens(logits, uniform, Sampling(temperature=1.0, top_p=0.8))
+                    row["sampling_ms"] = 1000 * (time.perf_counter() - start)
+                    check.add(**about, rows=B, tok_s=1000 * B / sum(row.values()), **row)
+            for T in (512, 4096) if check.on_gpu else (16,):
+                with check.measuring(**about, prefill=T):
+                    ids = torch.zeros(1, T, dtype=torch.long)
+                    ms = milliseconds(check, lambda m=model, ids=ids: prefill(m, ids), 0.5)
+                    check.add(**about, prefill=T, ms=ms, tok_s=1000 * T / ms)
+
+
+def _generating(check: Check, L: int, C: int, dtype: torch.dtype) -> RWKV:
+    operator = select("wkv7", AUTO, check.device, dtype)
+    with torch.device(check.device):
+        model = RWKV(ModelConfig(generation="rwkv7", n_layer=L, n_embd=C), 65536 if check.on_gpu else 256, operator)
+    model.requires_grad_(False).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.normal_(std=0.02)
+            if not name.endswith("w0"):
+                parameter.data = parameter.data.to(dtype)
+    return model
+
+
+# Programs
+
+
+def run_program(check: Check, name: str, *command: str, most: float = 60, text: str = "") -> bool:
+    """A program of the project with this standard input; a row with its status, its time and the end of its output."""
+    start = time.monotonic()
+    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
+    try:
+        output, _ = process.communicate(text, timeout=check.left(most))
+        status = "ok" if process.returncode == 0 else f"status {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        output, _ = process.communicate()
+        status = "stopped at its limit"
+    failed = {} if status == "ok" else {"error": status}
+    check.add(program=name, status=status, seconds=round(time.monotonic() - start, 1), tail=output[-600:], **failed)
+    return status == "ok"
+
+
+def training(check: Check, out: str, model: str, *options: str) -> list[str]:
+    if not any(option.startswith("trainer=") for option in options):
+        options = (f"trainer={'gpu' if check.on_gpu else 'cpu'}", *options)
+    return ["train.py", f"model={model}", "data=text", "data.path=README.md", "data.tokenizer=byte", "logger=csv",
+            "data.val_fraction=0.05", "model.ctx_len=64", "trainer.sample_tokens=0", "trainer.sample_every=0",
+            f"data.cache_dir={check.scratch}/cache", f"out_dir={check.scratch}/{out}", *options]
+
+
+def resume(check: Check) -> None:
+    """A run of 6 steps, and a copy of it that is continued from its checkpoint of step 3."""
+    for model in ("rwkv7_tiny", "tiny"):
+        steps = ["trainer.max_steps=6", "trainer.checkpoint_every=3", "trainer.val_every=6", "optim.warmup_steps=2"]
+        if not run_program(check, f"train {model}", *training(check, model, model, *steps)):
+            continue
+        whole, part = check.scratch / model, check.scratch / f"{model}-continued"
+        shutil.copytree(whole, part)
+        for checkpoint in (part / "checkpoints").glob("*.ckpt"):
+            if checkpoint.name != "last-1.ckpt":
+                checkpoint.unlink()
+        (part / "checkpoints" / "last-1.ckpt").rename(part / "checkpoints" / "last.ckpt")
+        if run_program(check, f"continue {model}", "train.py", "resume=auto", f"out_dir={part}"):
+            with check.measuring(resumed=model):
+                ours, theirs = (read_checkpoint(folder).tensors("float32") for folder in (part, whole))
+                off = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
+                check.add(resumed=model, wrong=off[:5], tensors=len(theirs))
+
+
+def programs(check: Check) -> None:
+    run = str(check.scratch / "run")
+    saved, device = f"checkpoint={run}", f"device={check.device}"
+    if not run_program(check, "train rwkv7_tiny", *training(check, "run", "rwkv7_tiny", "trainer.max_steps=20")):
+        return
+    run_program(check, "generate", "generate.py", saved, device, "prompt=The ", "max_new_tokens=20")
+    run_program(check, "generate 16 in float32", "generate.py", saved, device, "prompt=The ", "num_samples=16",
+                "max_new_tokens=20", "dtype=float32")
+    run_program(check, "chat", "chat.py", saved, device, "max_tokens=10", text="Hello\n")
+    run_program(check, "evaluate", "-m", "rwkv.tools.evaluate", saved, device, "data.path=CONTRIBUTING.md")
+    with check.measuring(program="serve"):
+        _serve(check, saved, device)
+    run_program(check, "train tiny with a probe",
+                *training(check, "probed", "tiny", "trainer.max_steps=20", "trainer.probe=true"))
+
+
+def _serve(check: Check, saved: str, device: str) -> None:
+    """One completion from a server that is started and stopped for it."""
+    start = time.monotonic()
+    with subprocess.Popen([sys.executable, "serve.py", saved, device, "port=0"], cwd=ROOT, stdout=subprocess.PIPE,
+                          stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True) as process:
+        try:
+            url = _url_of(process, check.left(60))
+            body = json.dumps({"model": "any", "prompt": "The ", "max_tokens": 8}).encode()
+            request = urllib.request.Request(f"{url}/v1/completions", body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=check.left(60)) as answer:
+                text = json.load(answer)["choices"][0]["text"]
+            process.terminate()
+            code = process.wait(timeout=check.left(40))
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    failed = {} if code == 0 else {"error": f"status {code}"}
+    check.add(program="serve", status="ok" if code == 0 else f"status {code}", seconds=round(time.monotonic() - start, 1),
+              answer=text, **failed)
+
+
+def _url_of(process: subprocess.Popen[str], seconds: float) -> str:
+    """The address that the server prints once it answers."""
+    assert process.stdout is not None
+    end, lines = time.monotonic() + seconds, ""
+    while time.monotonic() < end and (line := process.stdout.readline()):
+        lines += line
+        if "http://" in line:
+            return "http://" + line.partition("http://")[2].split()[0].rstrip("/.,;")
+    raise RuntimeError(f"the server did not start: {lines[-300:]}")
+
+
+def shards(check: Check) -> None:
+    if not check.on_gpu:
+        return
+    steps = ("trainer.max_steps=15", "trainer.precision=bf16-mixed")
+    for name, options in (("fsdp", ("trainer=fsdp", "trainer.devices=1")), ("ddp", ("trainer=ddp", "trainer.devices=1")),
+                          ("recomputed", ("trainer.activation_checkpointing=true",))):
+        run_program(check, name, *training(check, name, "rwkv7_tiny", *steps, *options))
+
+
+def peers(check: Check) -> None:
+    for row in PUBLISHED:
+        check.add(published=True, **row)
+    if not check.on_gpu or importlib.util.find_spec("fla") is None:
+        check.add(peer="flash-linear-attention", skipped="not installed" if check.on_gpu else "needs a GPU")
+        return
+    for shape in WKV7_SHAPES:
+        with check.measuring(peer="flash-linear-attention", shape=list(shape)):
+            chunk_rwkv7 = importlib.import_module("fla.ops.rwkv7").chunk_rwkv7
+            (r, log_w, k, v, a, b), grad = wkv7_inputs(check, *shape)
+            named = {"r": r, "w": log_w.detach().bfloat16().requires_grad_(), "k": k, "v": v, "a": a, "b": b}
+
+            _forward_and_backward(
+                check, "flash-linear-attention", list(shape),
+                lambda f=chunk_rwkv7, n=named: f(**n, scale=1.0, output_final_state=False, safe_gate=True)[0],
+                list(named.values()), grad)
+
+
+def tests(check: Check) -> None:
+    chosen = ["tests/kernels"] if check.on_gpu else ["tests/kernels/test_wkv7.py", "-m", "not programs and not thorough"]
+    marked = ["-m", "not soak or implementation", "-W", "default"] if check.on_gpu else []
+    run_program(check, "tests of kernels/", "-m", "pytest", *chosen, *marked, "--device", check.device, most=600)
+
+
+PARTS = (machine, right, train, wkv7, decode, wkv4, resume, programs, compiled, shards, peers, tests)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("part", choices=[part.__name__ for part in PARTS])
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--deadline", type=float, required=True, help="seconds from now")
+    args = parser.parse_args()
+    check = Check(args.part, Rows(args.out), args.device, time.monotonic() + args.deadline)
+    try:
+        next(part for part in PARTS if part.__name__ == args.part)(check)
+    finally:
+        shutil.rmtree(check.scratch, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    main()

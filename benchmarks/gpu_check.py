@@ -1,0 +1,188 @@
+"""python -m benchmarks.gpu_check OUT [--budget SECONDS] [--only PART,...] [--device cpu]: every question about a GPU, at once.
+
+For a machine that one has for no longer than ten minutes. The parts run in order of value, each in a process of its own with a
+time limit, and a part that does not fit into the rest of the budget is not started. Each measurement is a line of
+OUT/results.jsonl, written when it is made: a part that is stopped keeps what it has measured. OUT/log.txt has the output of all
+parts. Several calls with other --only= add up in one folder.
+
+    machine     rates of matrix products and of a copy; the host's time for one operation
+    right       every kernel, fused form and the loss beside float64, in float32 and bfloat16
+    train       training steps: tokens/s, host time, launches, peak memory, the longest kernels; in bf16-mixed, float32 and
+                tf32, with CUDA graphs, and without the fused forms
+    wkv7        forward and backward of every kernel      wkv4    the same for RWKV-4
+    decode      a step for 1 to 512 rows, sampling, and prefill
+    resume      a run that is continued from a checkpoint has the bits of the run that was not interrupted
+    programs    train.py, generate.py, chat.py, evaluate and serve.py, as a user calls them
+    compiled    training steps with trainer.compile=true
+    shards      trainer=ddp, trainer=fsdp and recomputed blocks on one GPU
+    peers       flash-linear-attention, if it is installed; published rates of other programs are in PUBLISHED
+    tests       the tests of kernels/
+
+Exit status: 0 all parts ended well and every result is right; 1 not so; 2 no CUDA device, or a wrong argument.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from benchmarks._main import run_program
+from kernels.arguments import path_of
+from kernels.bench.text import aligned
+from kernels.machine.hardware import ROOT, describe
+
+RESULTS, LOG = "results.jsonl", "log.txt"
+TAIL_LINES = 6                           # of the log, that are shown for a part that fails
+LEAST_S = 5.0                            # a part is not started for less
+BUDGET_S = 540.0                         # within ten minutes
+PATIENCE = {"cuda": 1.0, "cpu": 4.0}     # factors on BUDGET_S and on the limits of parts
+DEADLINE = "--deadline"                  # option of a part's process: the seconds after which it will be stopped
+PUBLISHED = (                            # by the authors, for cards that are not this one
+    {"peer": "RWKV-LM train_temp", "shape": "rwkv7 12x768, 16 x 512", "on": "RTX 5090", "ktok_s": 99.5},
+    {"peer": "RWKV-LM", "shape": "rwkv7 7.2b", "on": "32 H100", "mfu": 0.37},
+    {"peer": "RWKV-LM", "kernel": "wkv7", "shape": [8, 4096, 64, 64], "on": "H100", "forward_and_backward_ms": 17},
+    {"peer": "wind_rwkv", "kernel": "wkv7", "shape": [8, 4096, 64, 64], "on": "H100", "forward_and_backward_ms": 8},
+    {"peer": "flash-linear-attention", "kernel": "wkv7", "shape": [8, 4096, 64, 64], "on": "H100",
+     "forward_and_backward_ms": 64},
+    {"peer": "Albatross", "decode": "rwkv7 7.2b fp16", "on": "RTX 5090", "tok_s": {"1": 145, "320": 9650, "960": 10250}})
+
+
+class Part(NamedTuple):
+    """A part of benchmarks/_gpu_parts.py. The limits add up to more than the budget: few parts reach theirs. A trial on a CPU,
+    which other programs may slow down, has PATIENCE times as long."""
+
+    name: str
+    limit_s: float
+
+
+PARTS = (Part("machine", 45), Part("right", 80), Part("train", 150), Part("wkv7", 60), Part("decode", 70), Part("wkv4", 40),
+         Part("resume", 90), Part("programs", 120), Part("compiled", 80), Part("shards", 70), Part("peers", 60),
+         Part("tests", 240))
+
+
+class Rows:
+    """The file of results. Each row is on the disk when `add` returns."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / RESULTS
+
+    def add(self, **row: Any) -> None:
+        whole = not self.path.exists() or self.path.read_bytes()[-1:] in (b"", b"\n")
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(("" if whole else "\n") + json.dumps(row) + "\n")     # after a line that was cut off a new one begins
+            file.flush()
+            os.fsync(file.fileno())
+
+    def read(self) -> list[dict[str, Any]]:
+        """The rows so far, without a line that was not written to its end."""
+        lines = self.path.read_text(encoding="utf-8").split("\n") if self.path.exists() else []
+        rows = []
+        for line in filter(None, lines):
+            with contextlib.suppress(json.JSONDecodeError):
+                rows.append(json.loads(line))
+        return rows
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _arguments(argv)
+    unknown = [name for name in args.only if name not in {part.name for part in PARTS}]
+    if unknown:
+        print(f"gpu-check has no part {unknown[0]!r}; there are: {', '.join(part.name for part in PARTS)}")
+        return 2
+    if args.device == "cuda" and not torch.cuda.is_available():
+        print("gpu-check needs a CUDA device, and torch sees none: run it where there is one, or try it with --device cpu")
+        return 2
+    args.out.mkdir(parents=True, exist_ok=True)
+    rows = Rows(args.out)
+    rows.add(part="call", machine=describe(args.device), device=args.device)
+    chosen = [part for part in PARTS if not args.only or part.name in args.only]
+    budget = PATIENCE[args.device] * BUDGET_S if args.budget is None else args.budget
+    print(f"at most {budget:.0f} s for {', '.join(part.name for part in chosen)}; results go to {rows.path}", flush=True)
+    end = time.monotonic() + budget
+    for part in chosen:
+        command = [sys.executable, "-m", "benchmarks._gpu_parts", part.name]
+        run_part(part, command, args.out, args.device, end - time.monotonic())
+    return report(rows)
+
+
+def run_part(part: Part, command: list[str], out: Path, device: str, left_s: float) -> None:
+    """Runs one part within its limit and the seconds that are left, and adds a row with its status."""
+    rows = Rows(out)
+    limit = min(PATIENCE[device] * part.limit_s, left_s)
+    if limit < LEAST_S:
+        rows.add(part=part.name, status="not started: the budget is spent")
+        print(f"{part.name}: not started, the budget is spent", flush=True)
+        return
+    start = time.monotonic()
+    with (out / LOG).open("ab") as log:
+        log.write(f"\n=== {part.name}\n".encode())
+        log.flush()
+        before = log.tell()
+        status = ended([*command, str(out), "--device", device, DEADLINE, str(limit)], limit, log)
+    rows.add(part=part.name, status=status, seconds=round(time.monotonic() - start, 1))
+    print(f"{part.name}: {status} in {time.monotonic() - start:.0f} s", flush=True)
+    if status != "ok":
+        with (out / LOG).open("rb") as log:
+            log.seek(before)
+            print("\n".join(log.read().decode(errors="replace").splitlines()[-TAIL_LINES:]), flush=True)
+
+
+def ended(command: list[str], limit_s: float, log: BinaryIO) -> str:
+    """How a process ends: ok, its status, or stopped. At its limit all that it has started is stopped with it: a program that
+    went on would slow the next part down."""
+    process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
+                               start_new_session=True)
+    try:
+        code = process.wait(timeout=limit_s)
+        return "ok" if code == 0 else f"failed with status {code}"
+    except subprocess.TimeoutExpired:
+        return f"stopped after {limit_s:.0f} s"
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def report(rows: Rows) -> int:
+    """Prints the last status of each part and what is wrong or slow to see. Returns the exit status."""
+    found = rows.read()
+    statuses = {row["part"]: row for row in found if "status" in row and "program" not in row}
+    wrong = [row for row in found if row.get("wrong") or "error" in row]
+    table = [["part", "status", "s", "results"]]
+    for name, row in statuses.items():
+        results = sum(other.get("part") == name and "status" not in other for other in found)
+        table.append([name, row["status"], f"{row.get('seconds', 0):.0f}", str(results)])
+    print(f"\n{aligned(table, left=2)}\n")
+    steps = [[row["model"], row["way"], f"{row['ktok_s']:.1f}", f"{row['ms']:.1f}", str(row.get("launches", "")),
+              f"{row['peak_mb']:,.0f}"] for row in found if row.get("part") == "train" and "ktok_s" in row]
+    if steps:
+        print(aligned([["training", "", "thousand tokens/s", "ms", "launches", "peak MB"], *steps], left=2) + "\n")
+    for row in wrong:
+        print(f"WRONG  {json.dumps({key: value for key, value in row.items() if key not in ('errors', 'tail')})[:300]}")
+    well = not wrong and all(row["status"] == "ok" for row in statuses.values())
+    print(f"{'all well' if well else 'NOT all well'}: {rows.path}")
+    return 0 if well else 1
+
+
+def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description="Every question about a GPU, at once.")
+    parser.add_argument("out", type=path_of)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the same with small shapes, as a trial")
+    parser.add_argument("--budget", type=float,
+                        help=f"seconds in all; default: {BUDGET_S:.0f}, on a CPU {PATIENCE['cpu'] * BUDGET_S:.0f}")
+    parser.add_argument("--only", type=lambda text: text.split(","), default=[], metavar="PART,...",
+                        help=", ".join(part.name for part in PARTS))
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    run_program(main)

@@ -1,0 +1,97 @@
+"""The one place that selects how the operations between the matrix products are computed: in C on a CPU, in Triton on a GPU.
+
+    form = form_for(x, dtype=dtype)
+    result = form.mix(...) if form else ...              # the formulas in PyTorch's operations
+
+A form is a file with the functions of FusedForm. In every form the results and gradients are those of the formulas beside the
+call; only rounding differs, since a form computes in float32 and rounds its results alone.
+"""
+
+import importlib
+import importlib.util
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, Protocol, cast
+
+import torch
+from torch import Tensor
+
+from kernels import native
+
+FORMS = {"cpu": "rwkv.model.fused_c", "cuda": "rwkv.model.fused_triton"}         # by device type
+LOSS_FORMS = {"cuda": "rwkv.model.loss_triton"}
+Tensors = tuple[Tensor, ...]
+
+
+class FusedForm(Protocol):
+    """The arguments are those of the functions of these names in fused.py and rwkv7_fused.py."""
+
+    def takes(self, *tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool: ...
+
+    def mix(self, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, shares: Tensors,
+            of_before: bool) -> tuple[tuple[Tensor | None, ...], Tensors]: ...
+
+    def mix_backward(self, kept: Sequence[Any], grads: Tensors, of_before: bool) -> tuple[Tensor | None, ...]: ...
+
+    def squared_relu(self, x: Tensor, grad: Tensor | None = None) -> Tensor: ...
+
+    def gates(self, k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors) -> Tensors: ...
+
+    def gates_backward(self, k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors,
+                       inverse: Tensor, grads: Tensors, more: tuple[Tensor | None, Tensor | None],
+                       ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors, Tensors]: ...
+
+    def gated(self, y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int, vectors: Tensors) -> Tensor: ...
+
+    def gated_backward(self, y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int, vectors: Tensors,
+                       grad: Tensor) -> tuple[Tensors, Tensors]: ...
+
+
+def form_for(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> FusedForm | None:
+    """The fused form for these tensors, or None where there is none and the formulas compute them.
+
+    dtype: that of the results, if it is another one. N: the channels of a head, for the functions that have heads.
+    """
+    kind = tensors[0].device.type
+    form = cast(FusedForm, _form(FORMS[kind])) if kind in FORMS and why_not(kind) is None else None
+    return form if form is not None and form.takes(*tensors, dtype=dtype, N=N) else None
+
+
+class LossForm(Protocol):
+    """Cross-entropy and its gradient over the logits; the arguments are those of loss.py."""
+
+    def takes(self, logits: Tensor) -> bool: ...
+
+    def replace_by_gradient(self, logits: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float,
+                            ignored: int) -> Tensor: ...
+
+    def negative_log_likelihood(self, logits: Tensor, targets: Tensor, ignored: int) -> Tensor: ...
+
+
+def loss_form_for(logits: Tensor) -> LossForm | None:
+    """The fused cross-entropy for these logits (rows,V), or None."""
+    kind = logits.device.type
+    form = cast(LossForm, _form(LOSS_FORMS[kind])) if kind in LOSS_FORMS and why_not(kind) is None else None
+    return form if form is not None and form.takes(logits) else None
+
+
+def describe(device: str) -> str:
+    """How the operations between the products are computed on this type of device, in words for the plan of a run."""
+    reason = why_not(device)
+    return {"cpu": "in C", "cuda": "in Triton"}[device] if reason is None else f"in PyTorch's operations: {reason}"
+
+
+@cache
+def why_not(device: str) -> str | None:
+    """The reason why there is no fused form on this type of device, or None."""
+    if device == "cpu":
+        return native.why_not()
+    if device == "cuda":
+        installed = importlib.util.find_spec("triton") is not None
+        return None if installed else "Triton is not installed (pip install -e '.[triton]')"
+    return f"there are none for {device}"
+
+
+@cache
+def _form(module: str) -> Any:
+    return importlib.import_module(module)

@@ -1,0 +1,106 @@
+"""gpu_check goes on after a part that fails, and a part that is stopped keeps what it has measured."""
+
+import json
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import gpu_check
+from benchmarks.gpu_check import Part, Rows, run_part
+
+MEASURES = """
+import subprocess, sys, time
+from pathlib import Path
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(300)"])
+(Path(sys.argv[1]) / "child").write_text(str(child.pid))
+with (Path(sys.argv[1]) / "results.jsonl").open("a") as file:
+    file.write('{"part": "slow", "ms": 1.5}\\n{"part": "slow", "kernel": "cuda_v9", "error": "illegal address"}\\n')
+    file.write('{"part": "slow", "half a li')
+    file.flush()
+    time.sleep(300)
+"""
+
+
+def test_a_part_that_is_stopped_keeps_its_rows_and_leaves_no_process(tmp_path: Path,
+                                                                     capsys: pytest.CaptureFixture[str]) -> None:
+    run_part(Part("slow", 1000), [sys.executable, "-c", MEASURES], tmp_path, "cpu", 6.0)
+    rows = Rows(tmp_path).read()
+    assert [row.get("ms") or row.get("error") or row["status"][:7] for row in rows] == [1.5, "illegal address", "stopped"]
+    child = int((tmp_path / "child").read_text())
+    end = time.monotonic() + 10
+    while time.monotonic() < end and _runs(child):
+        time.sleep(0.05)
+    assert not _runs(child)
+    run_part(Part("next", 1000), [sys.executable, "-c", "print('well')"], tmp_path, "cpu", 60.0)
+    run_part(Part("late", 1000), [sys.executable, "-c", "raise SystemExit(1)"], tmp_path, "cpu", 1.0)
+    assert gpu_check.report(Rows(tmp_path)) == 1
+    shown = capsys.readouterr().out
+    assert all(words in shown for words in ("next", "not started, the budget is spent", "cuda_v9", "NOT all well"))
+    assert "well" in (tmp_path / "log.txt").read_text()
+    assert len(list(tmp_path.iterdir())) <= 3 <= 8
+
+
+def _runs(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    status = Path(f"/proc/{process}/stat")
+    return not status.exists() or status.read_text().rpartition(")")[2].split()[0] != "Z"
+
+
+def test_a_part_that_fails_shows_the_end_of_its_output(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_part(Part("bad", 100), [sys.executable, "-c", "raise SystemExit('no such device')"], tmp_path, "cpu", 60.0)
+    run_part(Part("bad again", 100), [sys.executable, "-c", "raise SystemExit(3)"], tmp_path, "cpu", 60.0)
+    shown = capsys.readouterr().out
+    assert "no such device" in shown
+    assert "status 3" in shown
+    assert gpu_check.report(Rows(tmp_path)) == 1
+
+
+def test_several_calls_add_up(tmp_path: Path) -> None:
+    rows = Rows(tmp_path)
+    rows.add(part="train", status="stopped after 9 s")
+    assert gpu_check.report(rows) == 1
+    rows.add(part="train", status="ok", seconds=3)
+    assert gpu_check.report(rows) == 0
+    rows.add(part="right", kernel="cuda_v3", wrong={"y": "2e-3, allowed are 5e-6"})
+    assert gpu_check.report(rows) == 1
+
+
+def test_wrong_arguments_are_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                          capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu_check.main([str(tmp_path / "out")]) == 2
+    assert gpu_check.main([str(tmp_path / "out"), "--device", "cpu", "--only", "nonsense"]) == 2
+    assert capsys.readouterr().out.count("\n") == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_every_part_is_one_of_its_process_and_its_docstring() -> None:
+    from benchmarks import _gpu_parts
+
+    names = [part.name for part in gpu_check.PARTS]
+    assert names == [part.__name__ for part in _gpu_parts.PARTS]
+    assert all(f"    {name} " in str(gpu_check.__doc__) or f" {name} " in str(gpu_check.__doc__) for name in names)
+
+
+@pytest.mark.programs
+def test_measurements_on_a_cpu(tmp_path: Path) -> None:
+    """Of the quickest part in its own process: the lines are JSON, and say what was measured."""
+    assert gpu_check.main([str(tmp_path), "--device", "cpu", "--only", "right,peers"]) == 0
+    lines = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert {"c_v0"} == {row["kernel"] for row in lines if "operator" in row}
+    compared = {(row["fused"], row["precision"]) for row in lines if "fused" in row}
+    assert {("rwkv4", "bf16-mixed"), ("rwkv7", "32-true")} <= compared
+    assert any(row.get("published") for row in lines)
+
+
+@pytest.mark.soak
+def test_the_whole_of_it_on_a_cpu(tmp_path: Path) -> None:
+    assert gpu_check.main([str(tmp_path), "--device", "cpu"]) == 0
+    assert len(list(tmp_path.iterdir())) <= 8

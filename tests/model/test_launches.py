@@ -1,0 +1,142 @@
+"""How many operations a GPU is asked to start for one layer of a training step: the host's time there, some 26 us each.
+
+Counted on a CPU over the path that a GPU takes. Each Triton kernel and operator counts as one and computes nothing; views and
+empty tensors count as none. A change that launches more fails here, and one that launches fewer should lower the budget.
+"""
+
+import importlib.util
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from models import small_model, tokens
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from rwkv.config import TrainerConfig
+from rwkv.model import fused, fused_form, loss
+from rwkv.model.base import Model
+from rwkv.training.trainer import prepare_blocks
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+HALF = torch.bfloat16
+ALLOCATIONS = ("empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "_unsafe_view")
+# launches of a layer: forward, backward
+BUDGET = {("rwkv7", True): (27, 51), ("rwkv7", False): (27, 49), ("rwkv4", True): (23, 35), ("rwkv4", False): (23, 33)}
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operations that start a kernel."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.counts: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func._schema.name.partition("::")[2]
+        views = any(result.alias_info is not None and not result.alias_info.is_write for result in func._schema.returns)
+        if not views and name not in ALLOCATIONS:
+            self.counts[name] += 1
+        if func is torch.ops.aten.mm.dtype:      # a CPU has no product with a wider result
+            return (args[0] @ args[1]).to(args[2])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
+    """A mode that also counts Triton's kernels, with the forms of a GPU on this CPU."""
+    from rwkv.model import fused_triton, loss_triton
+
+    mode = Launches()
+
+    def counted(kernel: Any, *_: Any, **__: Any) -> None:
+        mode.counts[kernel.__name__] += 1
+
+    for module in (fused_triton, loss_triton):
+        monkeypatch.setattr(module, "launch", counted)
+    monkeypatch.setitem(fused_form.FORMS, "cpu", "rwkv.model.fused_triton")
+    monkeypatch.setitem(fused_form.LOSS_FORMS, "cpu", "rwkv.model.loss_triton")
+    for module in (fused, loss):
+        monkeypatch.setattr(module, "WIDE_PRODUCTS", ("cpu",))
+    return mode
+
+
+def prepared(generation: str, n_layer: int, half: bool) -> Model:
+    model = small_model("c_v0", generation=generation, n_layer=n_layer)
+    return prepare_blocks(model, TrainerConfig(precision="bf16-mixed" if half else "32-true"))
+
+
+def step(model: Model, launches: Launches, half: bool) -> tuple[Counter[str], Counter[str]]:
+    """The launches of the blocks in a forward and a backward pass, after a pass that has made the copies of the weights."""
+    x = tokens(model, 2, 8)
+    found = []
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        with launches:
+            launches.counts.clear()
+            with torch.autocast("cpu", HALF, enabled=half):
+                hidden = model.forward_features(x)
+            forward = launches.counts.copy()
+            launches.counts.clear()
+            hidden.backward(torch.zeros_like(hidden))
+            found = [forward, launches.counts.copy()]
+    return found[0], found[1]
+
+
+@pytest.mark.parametrize(("generation", "half"), BUDGET)
+def test_the_launches_of_a_layer_are_within_their_budget(launches: Launches, generation: str, half: bool) -> None:
+    more, fewer = (step(prepared(generation, n_layer, half), launches, half) for n_layer in (4, 3))
+    layer = [counts - others for counts, others in zip(more, fewer, strict=True)]
+    found = tuple(counts.total() for counts in layer)
+    assert all(mine <= budget for mine, budget in zip(found, BUDGET[generation, half], strict=True)), layer
+
+
+def test_a_step_converts_no_weight_but_those_that_the_optimiser_has_changed(launches: Launches) -> None:
+    model = prepared("rwkv7", 3, True)
+    forward, _ = step(model, launches, True)
+    assert forward["_foreach_copy_"] == 0
+    with torch.no_grad():
+        model.blocks[1].att.key.weight += 1
+    forward, _ = step(model, launches, True)
+    assert forward["_foreach_copy_"] == 0, "the second of two batches"
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    optimizer.step()
+    with launches, torch.autocast("cpu", HALF):
+        launches.counts.clear()
+        model.forward_features(tokens(model, 2, 8))
+    assert launches.counts["_foreach_copy_"] == 1
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_the_head_has_one_product_each_way_and_no_pass_over_the_logits_but_the_kernels(launches: Launches, half: bool) -> None:
+    weight = torch.nn.Parameter(torch.randn(64, 16))
+    hidden = torch.randn(600, 16, requires_grad=True)
+    targets = torch.zeros(600, dtype=torch.long)
+    with launches, torch.autocast("cpu", HALF, enabled=half):
+        launches.counts.clear()
+        loss.head_loss(hidden, weight, targets).backward()
+    assert launches.counts["mm"] == 3
+    assert launches.counts["_cross_entropy"] == 1
+    assert launches.counts.total() < 25, launches.counts
+
+
+def test_several_chunks_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU whose memory holds a part of the logits; the products are a CPU's."""
+    for module in (fused, loss):
+        monkeypatch.setattr(module, "WIDE_PRODUCTS", ("cpu",))
+
+    def wide(dtype: torch.dtype, one: Tensor, other: Tensor) -> Tensor:
+        return (one.float() @ other.float()).to(dtype)
+
+    monkeypatch.setattr(loss, "product_in", wide)
+    torch.manual_seed(0)
+    hidden, targets = torch.randn(700, 8), torch.randint(20, (700,))
+    grads = []
+    for rows in (64, 1024):
+        monkeypatch.setattr(loss, "rows_at_once", lambda *_, rows=rows: rows)
+        weight = torch.nn.Parameter(torch.randn(20, 8, generator=torch.Generator().manual_seed(1)))
+        with torch.autocast("cpu", HALF):
+            loss.head_loss(hidden.requires_grad_(), weight, targets).backward()
+        grads.append(weight.grad)
+    torch.testing.assert_close(grads[0], grads[1], rtol=1e-5, atol=1e-7)

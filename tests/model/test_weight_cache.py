@@ -1,0 +1,145 @@
+"""A weight's rounded copy is the weight of this moment, is made once a step, and is all that a training step keeps of it."""
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import each_generation, small_model, tokens
+from torch import Tensor, nn
+
+from rwkv.config import OptimConfig, TrainerConfig
+from rwkv.model.loss import head_loss
+from rwkv.model.weight_cache import WeightCache, rounded
+from rwkv.training.task import LanguageModel
+from rwkv.training.trainer import prepare_blocks
+
+HALF = torch.bfloat16
+
+
+def weights(n: int = 3) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(4, 5, generator=generator)) for _ in range(n)]
+
+
+def stepped_by(optimiser: type[torch.optim.Optimizer], **options: Any) -> Callable[[list[nn.Parameter]], None]:
+    def change(parameters: list[nn.Parameter]) -> None:
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimiser(parameters, lr=0.5, **options).step()      # type: ignore[call-arg]
+
+    return change
+
+
+def loaded(parameters: list[nn.Parameter]) -> None:
+    nn.ParameterList(parameters).load_state_dict({str(i): torch.full_like(p, i) for i, p in enumerate(parameters)})
+
+
+def replaced(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        parameter.data = parameter.data + 1
+
+
+def written(parameters: list[nn.Parameter]) -> None:
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter[0, 0] += 1
+
+
+@pytest.mark.parametrize("change", [stepped_by(torch.optim.AdamW, fused=True), stepped_by(torch.optim.AdamW, foreach=True),
+                                    stepped_by(torch.optim.SGD), loaded, replaced, written],
+                         ids=["fused AdamW", "AdamW", "SGD", "load_state_dict", ".data =", "in place"])
+def test_a_copy_follows_every_change(change: Callable[[list[nn.Parameter]], None]) -> None:
+    parameters = weights()
+    cache = WeightCache(parameters)
+    first = rounded(HALF, parameters)
+    assert all(map(torch.equal, first, (p.to(HALF) for p in parameters)))
+    change(parameters)
+    again = rounded(HALF, parameters[:1])
+    assert all(map(torch.equal, rounded(HALF, parameters), (p.to(HALF) for p in parameters)))
+    assert again[0] is first[0], "a copy stays where it is"
+    assert cache is not None
+
+
+def test_all_copies_are_brought_up_to_date_by_one_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = weights()
+    WeightCache(parameters)
+    rounded(HALF, parameters)
+    calls, plain = [], torch._foreach_copy_
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *lists: calls.append(len(lists[0])) or plain(*lists))
+    for _ in range(3):
+        stepped_by(torch.optim.AdamW, fused=True)(parameters)
+        for _ in range(2):               # two batches of a step
+            for parameter in parameters:
+                rounded(HALF, [parameter])
+    assert calls == [3, 3, 3]
+
+
+def test_a_copy_that_is_made_in_inference_mode_serves_training() -> None:
+    (weight,) = weights(1)
+    WeightCache([weight])
+    with torch.inference_mode():
+        rounded(HALF, [weight])
+    assert not rounded(HALF, [weight])[0].is_inference()
+
+
+def test_copies_of_a_weight_have_no_cache() -> None:
+    (weight,) = weights(1)
+    WeightCache([weight])
+    (kept,) = rounded(HALF, [weight])
+    for other in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+        with torch.no_grad():
+            other += 1
+        assert torch.equal(rounded(HALF, [other])[0], other.to(HALF))
+    assert len(pickle.dumps(weight)) < len(pickle.dumps(weight.data)) + 500, "the rounded copy is not pickled"
+    assert torch.equal(kept, weight.to(HALF))
+
+
+def trained(generation: str, cached: bool) -> tuple[list[Tensor], list[Tensor]]:
+    """The losses of 3 steps in bf16 of two batches each, and the weights after them."""
+    precision = "bf16-mixed" if cached else "32-true"
+    model = prepare_blocks(small_model("c_v0", generation=generation), TrainerConfig(precision=precision))
+    task = LanguageModel(model, OptimConfig(), 10, 1.0)
+    optimizer = task.configure_optimizers()["optimizer"]
+    losses = []
+    for step in range(3):
+        for part in range(2):
+            x = tokens(model, seed=2 * step + part)
+            with torch.autocast("cpu", HALF):
+                losses.append(task.loss(x, x.roll(-1, 1)))
+            losses[-1].backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [loss.detach() for loss in losses], [p.detach() for p in model.parameters()]
+
+
+@each_generation
+def test_training_is_the_same_to_the_bit(generation: str) -> None:
+    for one, other in zip(trained(generation, True), trained(generation, False), strict=True):
+        assert all(map(torch.equal, one, other))
+
+
+@each_generation
+@pytest.mark.parametrize("cached", [True, False])
+def test_no_second_copy_of_the_weights_lives_until_the_backward_pass(generation: str, cached: bool) -> None:
+    """What autograd saves in the shape of a weight and in half precision is the cache's own copy, or nothing."""
+    model = small_model("c_v0", generation=generation, n_embd=32)
+    if cached:
+        WeightCache(model.parameters())
+    shapes = {tuple(p.shape) for p in model.parameters() if p.dim() == 2 and p.shape[0] > 6 and p.shape[1] > 6}
+    saved: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    x = tokens(model, 2, 5)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), torch.autocast("cpu", HALF):
+        loss = head_loss(model.forward_features(x).flatten(0, 1), model.head.weight, x.flatten())
+    rounded_weights = [tensor for tensor in saved if tensor.dtype == HALF and tuple(tensor.shape) in shapes]
+    own = {copied.data_ptr() for copied in rounded(HALF, model.parameters())} if cached else set()
+    assert all(tensor.data_ptr() in own for tensor in rounded_weights)
+    assert bool(rounded_weights) == cached
+    loss.backward()

@@ -1,0 +1,161 @@
+"""CUDA graphs of blocks: which runs have them, and that a replay computes what the blocks compute, with a fake capture."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from models import each_generation, small_model, tokens
+from torch import Tensor, nn
+
+from rwkv.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig, TuneConfig
+from rwkv.errors import UserError
+from rwkv.training import graphs
+from rwkv.training.graphs import Replay
+from rwkv.training.task import LanguageModel
+from rwkv.training.trainer import prepare_blocks
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+SMALL = TrainConfig(model=ModelConfig(n_embd=192), data=DataConfig(batch_size=8))
+
+
+def with_trainer(**options: Any) -> TrainConfig:
+    return replace(SMALL, trainer=TrainerConfig(**options))
+
+
+# Which runs
+
+
+def test_a_small_run_on_a_gpu_has_graphs_and_a_large_one_only_if_asked() -> None:
+    large = replace(SMALL, model=ModelConfig(n_embd=2048, ctx_len=4096))
+    asked = replace(large, trainer=TrainerConfig(graphs=True))
+    assert graphs.chosen(SMALL, GPU, "cuda_v3")
+    assert not graphs.chosen(large, GPU, "cuda_v3")
+    assert graphs.chosen(asked, GPU, "triton_scan")
+    assert "busy longer" in str(graphs.describe(large, GPU, "cuda_v3"))
+    assert "trainer.graphs=false" in str(graphs.describe(SMALL, GPU, "cuda_v3"))
+
+
+def test_a_cpu_has_none_and_says_nothing() -> None:
+    assert not graphs.chosen(SMALL, CPU, "c_v0")
+    assert graphs.describe(SMALL, CPU, "c_v0") is None
+
+
+@pytest.mark.parametrize(("config", "kernel", "words"), [
+    (with_trainer(strategy="fsdp"), "cuda_v3", "fsdp"), (with_trainer(tbptt=2), "cuda_v3", "tbptt"),
+    (with_trainer(accumulate=2), "cuda_v3", "accumulate"), (with_trainer(compile=True), "cuda_v3", "compile"),
+    (with_trainer(activation_checkpointing=True), "cuda_v3", "checkpointing"), (with_trainer(probe=True), "cuda_v3", "probe"),
+    (with_trainer(precision="fp16-mixed"), "cuda_v3", "float16"), (SMALL, "torch_chunk", "kernel=torch_chunk"),
+    (SMALL, "taichi_v3", "kernel=taichi_v3"), (replace(SMALL, data=DataConfig(name="chat")), "cuda_v3", "conversations"),
+    (replace(SMALL, tune=TuneConfig(method="lora")), "cuda_v3", "tune=lora"),
+    (replace(SMALL, model=ModelConfig(generation="rwkv7", deep_embed_dim=4)), "cuda_v3", "DeepEmbed")],
+    ids=lambda value: str(value)[:20])
+def test_a_run_that_cannot_be_captured_has_none_and_is_told_why(config: TrainConfig, kernel: str, words: str) -> None:
+    assert not graphs.chosen(config, GPU, kernel)
+    assert words in str(graphs.describe(config, GPU, kernel))
+    with pytest.raises(UserError, match=f"trainer.graphs=true is impossible: .*{words}"):
+        graphs.chosen(replace(config, trainer=replace(config.trainer, graphs=True)), GPU, kernel)
+
+
+# Replays
+
+
+class Captured(torch.autograd.Function):
+    """As a graph: computed from a fixed input, with results that the next replay overwrites."""
+
+    @staticmethod
+    def forward(ctx: Any, graph: "FakeGraph", x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.graph = graph
+        graph.replays += 1
+        graph.input.data.copy_(x)
+        with torch.enable_grad(), torch.autocast("cpu", torch.bfloat16, enabled=graph.half, cache_enabled=False):
+            graph.output = graph.blocks(graph.input)
+        return graph.output.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        graph = ctx.graph
+        found = torch.autograd.grad(graph.output, (graph.input, *graph.blocks.parameters()), grad)
+        return None, *found
+
+
+class FakeGraph:
+    """In the place of torch.cuda.make_graphed_callables, which needs a GPU."""
+
+    def __init__(self, blocks: nn.Module, sample: tuple[Tensor], allow_unused_input: bool) -> None:
+        self.blocks, self.input = blocks, sample[0]
+        self.half = torch.is_autocast_enabled("cpu")
+        assert not torch.is_autocast_cache_enabled()
+        blocks(*sample).sum().backward()         # as a capture: makes the copies of the weights
+        for parameter in blocks.parameters():
+            parameter.grad = None
+        self.output = sample[0]
+        self.replays = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out: Tensor = Captured.apply(self, x, *self.blocks.parameters())
+        return out
+
+
+def trained(generation: str, precision: str, replayed: bool) -> tuple[list[float], list[Tensor], Replay | None]:
+    torch.manual_seed(0)
+    model = prepare_blocks(small_model("c_v0", generation=generation), TrainerConfig(precision=precision))
+    if replayed:
+        model.replay = Replay(model, FakeGraph)
+    task = LanguageModel(model, OptimConfig(), 10, 1.0)
+    optimizer = task.configure_optimizers()["optimizer"]
+    losses = []
+    for seed in range(3):
+        x = tokens(model, seed=seed)
+        with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-mixed"):
+            loss = task.loss(x, x.roll(-1, 1))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    return losses, [p.detach() for p in model.parameters()], model.replay
+
+
+@each_generation
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_run_with_replays_is_the_run_without_to_the_bit(generation: str, precision: str) -> None:
+    losses, weights, replay = trained(generation, precision, True)
+    expected, expected_weights, _ = trained(generation, precision, False)
+    assert replay is not None
+    assert replay._graph.replays == 3
+    assert losses == expected
+    assert all(map(torch.equal, weights, expected_weights))
+
+
+def test_what_a_replay_cannot_compute_is_computed_as_usual() -> None:
+    model = small_model("c_v0", generation="rwkv7")
+    replay = model.replay = Replay(model, FakeGraph)
+    plain = small_model("c_v0", generation="rwkv7")
+    x, other = tokens(model, 2, 8), tokens(model, 1, 5)
+    with torch.no_grad():
+        assert torch.equal(model.forward_features(x), plain.forward_features(x))
+    assert replay._graph is None
+    first = model.forward_features(x)
+    second = model.forward_features(x.flip(0))           # before the backward pass of the first
+    model.forward_features(other)
+    starts = torch.zeros(x.shape, dtype=torch.bool).index_fill_(1, torch.tensor([0, 4]), True)
+    assert torch.equal(model.forward_features(x, starts), plain.forward_features(x, starts))
+    assert replay._graph.replays == 1
+    (first.square().sum() + second.square().sum()).backward()
+    (plain.forward_features(x).square().sum() + plain.forward_features(x.flip(0)).square().sum()).backward()
+    for one, expected in zip(model.parameters(), plain.parameters(), strict=True):
+        if expected.grad is not None:
+            torch.testing.assert_close(one.grad, expected.grad, rtol=1e-4, atol=1e-6)
+    model.forward_features(x)
+    assert replay._graph.replays == 2
+
+
+def test_a_capture_that_fails_leaves_a_line_and_the_usual_way(capsys: pytest.CaptureFixture[str]) -> None:
+    def fails(*_: Any, **__: Any) -> None:
+        raise RuntimeError("operation not permitted when stream is capturing\nmore")
+
+    model = small_model("c_v0", generation="rwkv4")
+    model.replay = Replay(model, fails)
+    for _ in range(2):
+        model.forward_features(tokens(model)).sum().backward()
+    assert capsys.readouterr().err.count("no CUDA graphs: operation not permitted when stream is capturing") == 1
