@@ -103,8 +103,8 @@ class Penalties:
     @staticmethod
     def apply_all(logits: Tensor, rows: Sequence["Penalties"]) -> Tensor:
         """The logits (B,V) float32 after the penalties of each row, which may be the same tensor, changed."""
-        for row, penalties in zip(logits, rows, strict=True):
-            penalties.apply(row)
+        for number, penalties in enumerate(rows):
+            penalties.apply(logits[number])
         return logits
 
 
