@@ -50,7 +50,10 @@ class Requires:
 
     packages: modules beyond torch.  devices: torch device types.  dtypes: what the file takes; other floating
     dtypes are cast to float32 and back.  forms: of packed weights (matvec), by name.
-    T_multiple, N_multiple: sizes that the file takes; callers pad to them.
+    rounded: the dtypes of inputs for which the file rounds intermediate results, states included, to that dtype; the operator's
+    cases.py has a tolerance for it.
+    T_multiple, N_multiple: sizes that the file takes; callers pad to them.  N_sizes: every N that it takes, ascending; callers
+    pad to the next one.
     wkv: whether the quotient of two such convolutions is numerically sound.
     compiled: whether torch.compile compiles it, which needs a C++ compiler, and on CUDA Triton too.  scripted: whether
     torch.jit.script does, which torch means to drop.  why_not: a function that returns why this machine cannot run the
@@ -61,8 +64,10 @@ class Requires:
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: "tuple[torch.dtype, ...]" = field(default_factory=_float32)
     forms: tuple[str, ...] = ()
+    rounded: "tuple[torch.dtype, ...]" = ()
     T_multiple: int = 1
     N_multiple: int = 1
+    N_sizes: tuple[int, ...] = ()
     wkv: bool = True
     compiled: bool = False
     scripted: bool = False

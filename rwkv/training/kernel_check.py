@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from kernels.compare import errors, misses
+from kernels.compare import errors, misses, tolerance
 from kernels.registry import KernelUnavailable, load
 from kernels.select import folder, select
 
@@ -33,7 +33,7 @@ def check(wkv: Any, operator: str, device: torch.device, dtype: torch.dtype) -> 
     except Exception as error:           # such as a kernel that takes the run's shape and no other: the run will show it
         return f"kernel={wkv.name} could not be compared with the reference on a small case: {' '.join(str(error).split())}"
     expected = cases.results(select(operator, "reference", device), cases.double(inputs))
-    return sentence(wkv.name, misses(errors(found, expected), cases.tolerance(dtype)), "on a small case")
+    return sentence(wkv.name, misses(errors(found, expected), tolerance(wkv, dtype)), "on a small case")
 
 
 def sentence(kernel: str, wrong: dict[str, str], where: str) -> str | None:
