@@ -4,10 +4,12 @@
 
 The names of an operator are the files of its folder. An operator in the registry's COMPOSED can also be computed from the
 operator named there, so the files of that folder are its names, too: select("wkv4", "conv1d") is the convolution form of WKV
-with TimeX("conv1d") inside. `auto` is the one choice made by a rule: RULES, by operator, device and the dtype of the inputs.
+with TimeX("conv1d") inside. `auto` is the one choice made by a rule: RULES, by operator, device and the dtype of the inputs, and
+BY_SIZE, also by the number of heads and steps.
 """
 
 import importlib
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -19,31 +21,48 @@ Dtype = torch.dtype | str                # that of the inputs; of matvec the for
 
 
 class Rule(NamedTuple):
-    """The kernels that auto tries in turn. measured: benchmarks/results/ shows that the first is the fastest or within
-    noise of it, or it is the only one."""
+    """The kernels that auto tries in turn.
+
+    measured: benchmarks/results/ shows that the first is the fastest or within noise of it, or it is the only one.
+    source: what was measured, for the line that names auto's choice.
+    """
 
     order: tuple[str, ...]
     measured: bool
+    source: str = ""
+
+
+class Size(NamedTuple):
+    """What decides between kernels of one operator and dtype: the heads of all rows (B H; of wkv4, B C channels), and T."""
+
+    heads: int
+    steps: int
+
+    def distance(self, other: "Size") -> float:
+        """0 for the same size, log 2 for twice the heads or twice the steps."""
+        return abs(math.log(self.heads / other.heads)) + abs(math.log(self.steps / other.steps))
 
 
 # The last of each order needs nothing but torch. An order that is not measured follows the design: linear time, one launch.
 CPU = Rule(("c_v0", "taichi_scan", "torch_scan"), measured=True)
-CUDA = Rule(("triton_scan", "cuda_scan", "taichi_scan", "torch_scan"), measured=False)
+SCANS = ("cuda_scan", "triton_scan", "taichi_scan", "torch_scan")
 CPU_7 = Rule(("c_v0", "taichi_v3", "torch_chunk"), measured=True)
 # cuda_v2 takes 0.95 of cuda_v3's time on an H100 and 2.5 times its memory.
-CUDA_7 = Rule(("cuda_v3", "triton_v0", "torch_chunk"), measured=True)
+CUDA_7 = Rule(("cuda_v3", "triton_v0", "torch_chunk"), True, "fastest on an NVIDIA H100, benchmarks/results/wkv7-cuda.json")
+FEW_HEADS = "triton_v1", "cuda_v3", "cuda_v2", "triton_v0", "torch_chunk"
+MANY_HEADS = "cuda_v2", "cuda_v3", "triton_v1", "triton_v0", "torch_chunk"
 MATVEC = Rule(("c_v0", "torch_linear"), measured=False)
 RULES = {
     ("wkv4", "cpu", "float32"): CPU,
     ("wkv4", "cpu", "bfloat16"): CPU,
     ("wkv4", "cpu", "float64"): Rule(("torch_scan",), measured=False),
-    ("wkv4", "cuda", "float32"): CUDA,
-    ("wkv4", "cuda", "bfloat16"): CUDA,
+    ("wkv4", "cuda", "float32"): Rule(SCANS, True, "fastest on an NVIDIA H200, benchmarks/results/wkv4-cuda.json"),
+    ("wkv4", "cuda", "bfloat16"): Rule(SCANS, True, "fastest on an NVIDIA H200, benchmarks/results/wkv4-cuda-bfloat16.json"),
     ("wkv4", "cuda", "float64"): Rule(("torch_scan",), measured=False),
     ("wkv7", "cpu", "float32"): CPU_7,
     ("wkv7", "cpu", "bfloat16"): Rule(CPU_7.order, measured=False),
     ("wkv7", "cuda", "float32"): CUDA_7,
-    ("wkv7", "cuda", "bfloat16"): Rule(CUDA_7.order, measured=False),
+    ("wkv7", "cuda", "bfloat16"): Rule(FEW_HEADS, True, "fastest on an NVIDIA H200, benchmarks/results/wkv7-cuda-bfloat16.json"),
     **{("wkv7", device, "float64"): Rule(("torch_chunk",), measured=False) for device in ("cpu", "cuda")},
     ("matvec", "cpu", "float32"): MATVEC,
     ("matvec", "cpu", "bfloat16"): MATVEC,
@@ -51,16 +70,21 @@ RULES = {
     ("matvec", "cpu", "int4"): Rule(("c_v0", "reference"), measured=False),
     ("draw", "cpu", "float32"): Rule(("c_v0",), measured=True),
 }
+# The order at each size that was measured, forward and backward together; the nearest decides, and RULES where no size is known.
+# triton_v1's times are those of its prototype, which took five times as many instructions in the slowest part of its backward.
+BY_SIZE = {("wkv7", "cuda", "bfloat16"): {
+    Size(8 * 12, 4096): FEW_HEADS, Size(8 * 12, 1024): FEW_HEADS, Size(1 * 64, 512): FEW_HEADS, Size(8 * 64, 4096): MANY_HEADS}}
 
 
-def select(operator: str, name: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32) -> Any:
+def select(operator: str, name: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32,
+           size: Size | None = None) -> Any:
     """The operator ("wkv4", "timex", ...) computed by the kernel `name`, checked to run on `device`.
 
-    `dtype` decides only what auto means. Raises UnknownKernel where the operator has no such kernel,
+    `dtype` and `size` decide only what auto means. Raises UnknownKernel where the operator has no such kernel,
     ValueError for a TimeX that is unsound inside WKV, and KernelUnavailable where the kernel cannot run on `device`.
     """
     device = torch.device(device)
-    name = resolve(operator, name, device, dtype)
+    name = resolve(operator, name, device, dtype, size)
     _check_name(operator, name, device.type)
     reason = why_not(folder(operator, name), name, device.type)
     if reason:
@@ -86,29 +110,38 @@ def folder(operator: str, name: str) -> str:
     return operator if name in names(operator) else COMPOSED.get(operator, operator)
 
 
-def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32) -> str:
-    """The kernel that `auto` means for `dtype` on `device`, the rule's last where none runs; any other name as it is now."""
+def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32,
+            size: Size | None = None) -> str:
+    """The kernel that `auto` means for `dtype` and `size` on `device`, the rule's last where none runs; other names as they are."""
     if name != AUTO or not _has_rule(operator):
         return name_now(operator, name)
     device = torch.device(device).type
-    choices = rule(operator, device, dtype).order
+    choices = rule(operator, device, dtype, size).order
     return next((choice for choice in choices if why_not(folder(operator, choice), choice, device) is None), choices[-1])
 
 
-def why_auto(operator: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32) -> str:
-    """One line to print: the kernel that auto resolves to and, where it is not the first choice or not measured, why."""
+def why_auto(operator: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32, size: Size | None = None) -> str:
+    """One line to print: the kernel that auto resolves to, by which measurement, and why it is not the first choice, if so."""
     device = torch.device(device).type
-    (first, *_), measured = rule(operator, device, dtype)
-    chosen = resolve(operator, AUTO, device, dtype)
+    (first, *_), measured, source = rule(operator, device, dtype, size)
+    chosen = resolve(operator, AUTO, device, dtype, size)
     reason = why_not(folder(operator, first), first, device)
-    doubts = [*filter(None, [reason]), *([] if measured else [f"not measured on {device} yet"])]
-    return f"{chosen} (chosen by auto{': ' if doubts else ''}{'; '.join(doubts)})"
+    reasons = [*filter(None, [reason or source]), *([] if measured else [f"not measured on {device} yet"])]
+    return f"{chosen} (chosen by auto{': ' if reasons else ''}{'; '.join(reasons)})"
 
 
-def rule(operator: str, device: str, dtype: Dtype) -> Rule:
-    """The operator's rule for the device and dtype: float16 counts as bfloat16, and a device that no rule names as a CPU."""
+def rule(operator: str, device: str, dtype: Dtype, size: Size | None = None) -> Rule:
+    """The operator's rule for the device and dtype: float16 counts as bfloat16, and a device that no rule names as a CPU.
+
+    With a size, the order at the nearest that was measured, where there is more than one.
+    """
     name = str(dtype).removeprefix("torch.")
-    return RULES[operator, "cuda" if device == "cuda" else "cpu", "bfloat16" if name == "float16" else name]
+    key = operator, "cuda" if device == "cuda" else "cpu", "bfloat16" if name == "float16" else name
+    found = RULES[key]
+    if size is None or key not in BY_SIZE:
+        return found
+    nearest = min(BY_SIZE[key], key=size.distance)
+    return Rule(BY_SIZE[key][nearest], found.measured, f"{found.source}, with {nearest.heads} heads and {nearest.steps} steps")
 
 
 def _check_name(operator: str, name: str, device: str) -> None:
