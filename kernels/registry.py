@@ -21,7 +21,6 @@ if TYPE_CHECKING:                        # the names of kernels are known withou
 NOT_IMPLEMENTATIONS = {"__init__", "cases"}
 COMPOSED = {"wkv4": "timex"}             # operators that can also be computed from another one
 RENAMED = {"wkv7": {"taichi_v4": "c_v0"}}                # old names by operator, which saved configurations may contain
-EXTRAS = {"cuda.core": "-e '.[cuda]'"}   # packages that are installed with others, as an extra of this project
 LAST_PYTHON = {"taichi": (3, 13)}        # the newest Python that a package has wheels for
 COMPILERS = {"darwin": "clang++", "win32": "cl"}     # what torch.compile calls unless told otherwise; elsewhere g++
 
@@ -187,7 +186,7 @@ def _package_missing(name: str, package: str) -> str:
     last = LAST_PYTHON.get(package, sys.version_info[:2])
     if sys.version_info[:2] > last:
         return f"{name} needs the package {package}, which has no release for Python after {last[0]}.{last[1]} (use that)"
-    return f"{name} needs the package {package}, which is not installed (pip install {EXTRAS.get(package, package)})"
+    return f"{name} needs the package {package}, which is not installed (pip install {package})"
 
 
 def _compiler_missing(name: str, requires: Requires) -> str | None:

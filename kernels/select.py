@@ -4,8 +4,8 @@
 
 The names of an operator are the files of its folder. An operator in the registry's COMPOSED can also be computed from the
 operator named there, so the files of that folder are its names, too: select("wkv4", "conv1d") is the convolution form of WKV
-with TimeX("conv1d") inside. `auto` is the one choice made by a rule: RULES, by operator, device and the dtype of the inputs, and
-BY_SIZE, also by the number of heads and steps.
+with TimeX("conv1d") inside. `auto` is the one choice made by a rule: RULES, by operator, device and dtype of the inputs, and
+BY_SIZE, by the numbers of heads and steps, too.
 """
 
 import importlib
@@ -45,6 +45,7 @@ class Size(NamedTuple):
 
 # The last of each order needs nothing but torch. An order that is not measured follows the design: linear time, one launch.
 CPU = Rule(("c_v0", "taichi_scan", "torch_scan"), measured=True)
+H200 = "fastest on an NVIDIA H200, benchmarks/results/"
 SCANS = ("cuda_scan", "triton_scan", "taichi_scan", "torch_scan")
 CPU_7 = Rule(("c_v0", "taichi_v3", "torch_chunk"), measured=True)
 # cuda_v2 takes 0.95 of cuda_v3's time on an H100 and 2.5 times its memory.
@@ -56,13 +57,13 @@ RULES = {
     ("wkv4", "cpu", "float32"): CPU,
     ("wkv4", "cpu", "bfloat16"): CPU,
     ("wkv4", "cpu", "float64"): Rule(("torch_scan",), measured=False),
-    ("wkv4", "cuda", "float32"): Rule(SCANS, True, "fastest on an NVIDIA H200, benchmarks/results/wkv4-cuda.json"),
-    ("wkv4", "cuda", "bfloat16"): Rule(SCANS, True, "fastest on an NVIDIA H200, benchmarks/results/wkv4-cuda-bfloat16.json"),
+    ("wkv4", "cuda", "float32"): Rule(SCANS, True, f"{H200}wkv4-cuda.json"),
+    ("wkv4", "cuda", "bfloat16"): Rule(SCANS, True, f"{H200}wkv4-cuda-bfloat16.json"),
     ("wkv4", "cuda", "float64"): Rule(("torch_scan",), measured=False),
     ("wkv7", "cpu", "float32"): CPU_7,
     ("wkv7", "cpu", "bfloat16"): Rule(CPU_7.order, measured=False),
     ("wkv7", "cuda", "float32"): CUDA_7,
-    ("wkv7", "cuda", "bfloat16"): Rule(FEW_HEADS, True, "fastest on an NVIDIA H200, benchmarks/results/wkv7-cuda-bfloat16.json"),
+    ("wkv7", "cuda", "bfloat16"): Rule(FEW_HEADS, True, f"{H200}wkv7-cuda-bfloat16.json"),
     **{("wkv7", device, "float64"): Rule(("torch_chunk",), measured=False) for device in ("cpu", "cuda")},
     ("matvec", "cpu", "float32"): MATVEC,
     ("matvec", "cpu", "bfloat16"): MATVEC,
@@ -70,7 +71,7 @@ RULES = {
     ("matvec", "cpu", "int4"): Rule(("c_v0", "reference"), measured=False),
     ("draw", "cpu", "float32"): Rule(("c_v0",), measured=True),
 }
-# The order at each size that was measured, forward and backward together; the nearest decides, and RULES where no size is known.
+# The order at each measured size, forward and backward together. The nearest size decides, and RULES where no size is known.
 # triton_v1's times are those of its prototype, which took five times as many instructions in the slowest part of its backward.
 BY_SIZE = {("wkv7", "cuda", "bfloat16"): {
     Size(8 * 12, 4096): FEW_HEADS, Size(8 * 12, 1024): FEW_HEADS, Size(1 * 64, 512): FEW_HEADS, Size(8 * 64, 4096): MANY_HEADS}}
@@ -112,7 +113,8 @@ def folder(operator: str, name: str) -> str:
 
 def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32,
             size: Size | None = None) -> str:
-    """The kernel that `auto` means for `dtype` and `size` on `device`, the rule's last where none runs; other names as they are."""
+    """The kernel that `auto` means for `dtype` and `size` on `device`, the rule's last where none runs; any other name as it is
+    now."""
     if name != AUTO or not _has_rule(operator):
         return name_now(operator, name)
     device = torch.device(device).type

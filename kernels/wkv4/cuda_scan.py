@@ -14,10 +14,10 @@ some 60 instructions per step forward and 130 backward, both should be limited b
 import torch
 from torch import Tensor
 
-from kernels.backends.cuda import Source
+from kernels.backends.cuda import Source, why_not
 from kernels.registry import Requires
 
-REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",))
+REQUIRES = Requires(devices=("cuda",), why_not=why_not)
 
 LANES, WARPS, STEPS = 32, 8, 16
 SOURCE = Source(__file__, "csrc/scan.cu", WARPS=WARPS, STEPS=STEPS)

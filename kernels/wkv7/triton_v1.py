@@ -109,9 +109,10 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
         _run_scan(factors, v, state, torch.empty_like(state), states, sa)
         _run_scan(reverse, grad_y, grad_state, grad_before, Gs, gz, grad_v, reverse=True)
         columns = min(columns, N)
+        rows = min(rows, N) if N <= 64 else ROWS                 # a larger block of a wide head spills
         _gradients[count, N // columns](
             r, log_w, k, v, a, b, grad_y, sa, gz, states, Gs, grad_r, grad_log_w, grad_k, grad_a, grad_b,
-            v.shape[1], H, N, CHUNK, columns, min(rows, N), _products(form), num_warps=warps, enable_fp_fusion=True)
+            v.shape[1], H, N, CHUNK, columns, rows, _products(form), num_warps=warps, enable_fp_fusion=True)
     return tuple(grads)
 
 
