@@ -69,8 +69,8 @@ def launches(widths: tuple[int, ...]) -> Iterator[Any]:
         yield lambda w=w, k=k: timex.forward(w, k, 0.0)
         yield lambda w=w, k=k: timex.grad_k(w, k)
         yield lambda k=k: timex.grad_w(k, k)
-    for C in widths:
-        x, state, row = torch.empty(2, C, C), torch.empty(2, C), torch.empty(C)
+    for C, dtype in [*((C, torch.float32) for C in widths), (96, torch.bfloat16)]:
+        x, state, row = torch.empty(2, C, C, dtype=dtype), torch.empty(2, C), torch.empty(C)
         yield lambda x=x, s=state, r=row: wkv.forward(r, r, x, x, s, s, s)
         yield lambda x=x, s=state, r=row: wkv.backward(r, r, x, x, s, s, s, x, x, s, s)
     for M in (1, 1000, 16384, 262144):

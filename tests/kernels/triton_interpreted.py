@@ -25,6 +25,9 @@ from kernels.wkv7 import WKV7
 from kernels.wkv7 import cases as wkv7_cases
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
+KERNELS = [(op, name) for op in registry.operators() for name in registry.names(op) if name.startswith("triton_")]
+SMALL = {"timex": ((2, 3, 19),), "wkv4": ((1, 11, 5),), "wkv7": ((1, 9, 2, 5), (1, 17, 1, 16)), "softmax": ((3, 35),),
+         "pad": test_conformance.ADAPTERS["pad"].shapes[:1], "matvec": ((3, 20, 63),)}
 
 
 def wrong(op: str, name: str, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> dict[str, str]:
@@ -45,6 +48,17 @@ def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
                           (registry.load("wkv7", "triton_v0"), {"CHUNK": 4, "SHARE": 8, "PROGRAMS": 2})):
         for name, size in sizes.items():
             monkeypatch.setattr(module, name, size)
+
+
+@pytest.mark.parametrize(("op", "name"), KERNELS, ids=["-".join(kernel) for kernel in KERNELS])
+def test_every_kernel(op: str, name: str) -> None:
+    """A file that is new here, too: results and gradients at two small shapes, in each dtype that it takes."""
+    of = test_conformance.ADAPTERS[op]
+    for dtype in registry.load(op, name).REQUIRES.dtypes:
+        for shape in SMALL[op]:
+            found = wrong(op, name, shape, dtype)
+            assert not found, f"{name} at {shape} in {dtype}: {found}"
+    assert of.kind(name).requires.devices == ("cuda",)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), [
@@ -109,13 +123,24 @@ def test_wkv_whole_is_pieces() -> None:
     conformance.check_whole_is_pieces(WKV4("triton_scan"), wkv_cases.inputs(1, 23, 3), (17, 1, 5))
 
 
-def test_wkv_in_bfloat16() -> None:
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_wkv_in_half_precision(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """k, v, y and their gradients reach the kernel as they are; the state is as exact as in float32."""
+    scan, seen = registry.load("wkv4", "triton_scan"), []
+    backward = scan.backward
+
+    def noted(*tensors: torch.Tensor) -> object:
+        seen.append({tensor.dtype for tensor in tensors if tensor.dim() == 3})
+        return backward(*tensors)
+
+    monkeypatch.setattr(scan, "backward", noted)
     time_decay, time_first, k, v, state = wkv_cases.inputs(1, 20, 3)
-    inputs = time_decay, time_first, k.bfloat16(), v.bfloat16(), state
-    results, allowed = wkv_cases.results(WKV4("triton_scan"), inputs), 3 * timex_cases.TOLERANCE[torch.bfloat16]
-    assert results["y"].dtype == results["grad k"].dtype == torch.bfloat16
+    inputs = time_decay, time_first, k.to(dtype), v.to(dtype), state
+    results = wkv_cases.results(WKV4("triton_scan"), inputs)
+    assert results["y"].dtype == results["grad k"].dtype == dtype
     assert results["a/b"].dtype == torch.float32
-    assert max(errors(results, conformance.reference(inputs)).values()) <= allowed
+    assert seen == [{dtype}]
+    assert not misses(errors(results, conformance.reference(inputs)), wkv_cases.tolerance(dtype))
 
 
 @pytest.fixture(params=[name for name in registry.names("wkv7") if name.startswith("triton_")])
