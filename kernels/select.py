@@ -33,10 +33,11 @@ class Rule(NamedTuple):
 
 
 class Size(NamedTuple):
-    """What decides between kernels of one operator and dtype: the heads of all rows (B H; of wkv4, B C channels), and T."""
+    """What decides between kernels of one operator and dtype: the heads of all rows, B H; T; and the width of a head, N."""
 
     heads: int
     steps: int
+    width: int = 64
 
     def distance(self, other: "Size") -> float:
         """0 for the same size, log 2 for twice the heads or twice the steps."""
@@ -119,7 +120,7 @@ def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype:
         return name_now(operator, name)
     device = torch.device(device).type
     choices = rule(operator, device, dtype, size).order
-    return next((choice for choice in choices if why_not(folder(operator, choice), choice, device) is None), choices[-1])
+    return next((choice for choice in choices if _why_not(operator, choice, device, size) is None), choices[-1])
 
 
 def why_auto(operator: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32, size: Size | None = None) -> str:
@@ -127,7 +128,7 @@ def why_auto(operator: str, device: str | torch.device = "cpu", dtype: Dtype = t
     device = torch.device(device).type
     (first, *_), measured, source = rule(operator, device, dtype, size)
     chosen = resolve(operator, AUTO, device, dtype, size)
-    reason = why_not(folder(operator, first), first, device)
+    reason = _why_not(operator, first, device, size)
     reasons = [*filter(None, [reason or source]), *([] if measured else [f"not measured on {device} yet"])]
     return f"{chosen} (chosen by auto{': ' if reasons else ''}{'; '.join(reasons)})"
 
@@ -135,15 +136,27 @@ def why_auto(operator: str, device: str | torch.device = "cpu", dtype: Dtype = t
 def rule(operator: str, device: str, dtype: Dtype, size: Size | None = None) -> Rule:
     """The operator's rule for the device and dtype: float16 counts as bfloat16, and a device that no rule names as a CPU.
 
-    With a size, the order at the nearest that was measured, where there is more than one.
+    wkv7's float16 counts as float32, in which every kernel computes it. With a size, the order at the nearest that was measured,
+    where there is more than one.
     """
     name = str(dtype).removeprefix("torch.")
-    key = operator, "cuda" if device == "cuda" else "cpu", "bfloat16" if name == "float16" else name
+    if name == "float16":
+        name = "float32" if operator == "wkv7" else "bfloat16"
+    key = operator, "cuda" if device == "cuda" else "cpu", name
     found = RULES[key]
     if size is None or key not in BY_SIZE:
         return found
     nearest = min(BY_SIZE[key], key=size.distance)
     return Rule(BY_SIZE[key][nearest], found.measured, f"{found.source}, with {nearest.heads} heads and {nearest.steps} steps")
+
+
+def _why_not(operator: str, name: str, device: str, size: Size | None) -> str | None:
+    """Why auto passes over a kernel: it cannot run on the device, or takes no heads of that width."""
+    reason = why_not(folder(operator, name), name, device)
+    if reason or size is None:
+        return reason
+    widths = load(folder(operator, name), name).REQUIRES.N_sizes
+    return f"{name} takes heads of up to {widths[-1]} channels" if widths and size.width > widths[-1] else None
 
 
 def _check_name(operator: str, name: str, device: str) -> None:

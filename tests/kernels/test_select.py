@@ -62,13 +62,33 @@ def test_auto_takes_the_first_that_runs_and_says_what_is_away_and_not_measured(w
 def test_auto_of_wkv7_follows_the_nearest_measured_size(heads: int, steps: int, first: str,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """In bfloat16 on a GPU; the line names the measurement. float32 was measured at one number of heads."""
+    pytest.importorskip("triton")
     monkeypatch.setattr(select, "why_not", lambda *args: None)
     size = select.Size(heads, steps)
     assert select.resolve("wkv7", "auto", "cuda", torch.bfloat16, size) == first
     line = select.why_auto("wkv7", "cuda", torch.bfloat16, size)
     assert line.startswith(f"{first} (chosen by auto: {select.H200}wkv7-cuda-bfloat16.json, with ")
     assert select.resolve("wkv7", "auto", "cuda", torch.float32, size) == "cuda_v3"
+    assert select.resolve("wkv7", "auto", "cuda", torch.float16, size) == "cuda_v3"
     assert select.resolve("wkv7", "auto", "cpu", torch.bfloat16, size) == "c_v0"
+
+
+def test_auto_of_wkv7_passes_over_a_kernel_that_takes_no_heads_so_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(select, "why_not", lambda *args: None)
+    size = select.Size(96, 1024, 512)
+    assert select.resolve("wkv7", "auto", "cuda", torch.bfloat16, size) == "cuda_v3"
+    assert select.why_auto("wkv7", "cuda", torch.bfloat16, size) == (
+        "cuda_v3 (chosen by auto: triton_v1 takes heads of up to 256 channels)")
+
+
+def test_triton_v1_is_refused_by_a_gpu_without_its_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    requires = registry.load("wkv7", "triton_v1").REQUIRES
+    too_old = "it needs compute capability 8.0, and this GPU has 7.5"
+    for capability, reason in (((7, 5), too_old), ((8, 0), None), ((12, 0), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert requires.why_not() == reason
 
 
 def test_auto_names_a_measurement_that_is_committed() -> None:
