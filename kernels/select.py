@@ -136,8 +136,7 @@ def why_auto(operator: str, device: str | torch.device = "cpu", dtype: Dtype = t
 def rule(operator: str, device: str, dtype: Dtype, size: Size | None = None) -> Rule:
     """The operator's rule for the device and dtype: float16 counts as bfloat16, and a device that no rule names as a CPU.
 
-    wkv7's float16 counts as float32, in which every kernel computes it. With a size, the order at the nearest that was measured,
-    where there is more than one.
+    wkv7's float16 counts as float32, in which every kernel computes it. With a size: the order at the nearest measured one.
     """
     name = str(dtype).removeprefix("torch.")
     if name == "float16":
