@@ -62,8 +62,8 @@ files: $(READY_TO_TEST) $(PEERS)/files $(LLAMA)/installed     ## every kind of f
 	PYTHONPATH=tests $(BIN)/python -m parity.files --page --json benchmarks/results/files.json \
 		$(if $(RWKV_LM),--rwkv-lm $(RWKV_LM))
 
-native: $(READY_TO_TEST) $(ZIG)/installed        ## the C kernels for every system, into kernels/native/lib: zig's clang from PyPI
-	$(BIN)/python -m kernels.native.build --zig $(ZIG)/bin/python $(ARGS)
+native: $(ZIG)/installed                 ## the C kernels for every system, into kernels/native/lib; ARGS=linux-x86_64: for one
+	$(ZIG)/bin/python -m kernels.native.build $(ARGS)
 
 gpu-check:                               ## on a CUDA machine, with its own Python: every measurement, in ten minutes; ARGS=--device=cpu
 	$(PYTHON) -m benchmarks.gpu_check $(OUT) $(ARGS)
@@ -114,7 +114,7 @@ $(PEERS)/files: $(PEERS)/installed       # fla is imported with Triton, though i
 
 $(ZIG)/installed: kernels/native/build.py        # 411 MB, for those who change C
 	$(PYTHON) -m venv $(ZIG)
-	$(ZIG)/bin/python -m pip install -q --disable-pip-version-check \
+	$(ZIG)/bin/python -m pip install --disable-pip-version-check \
 		ziglang==$(shell sed -n 's/^ZIG = "\(.*\)"/\1/p' kernels/native/build.py)
 	touch $@
 

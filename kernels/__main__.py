@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from kernels import native
 from kernels.arguments import Parser
 from kernels.registry import KernelUnavailable, load, names, operators, why_not
 
@@ -47,12 +48,20 @@ def runs_on(op: str, name: str) -> str:
 
 
 def here(op: str, name: str, devices: Sequence[str]) -> str:
+    if not_built(op, name):
+        return "no"
     return " ".join(device for device in devices if why_not(op, name, device) is None) or "no"
 
 
 def describe(op: str, name: str, devices: Sequence[str]) -> str:
     reasons = [why_not(op, name, device) for device in devices]
-    return idea(op, name) + (f" Not here: {reasons[0]}." if all(reasons) else "")
+    return idea(op, name) + (f" Not here: {reasons[0] or not_built(op, name)}." if here(op, name, devices) == "no" else "")
+
+
+def not_built(op: str, name: str) -> str | None:
+    """Why a C kernel cannot run that the library does not have yet."""
+    missing = native.not_built(Path(__file__).parent / op / f"{name}.py") if name.startswith("c_") else None
+    return f"not built: the library has no {missing} (make native)" if missing else None
 
 
 def idea(op: str, name: str) -> str:

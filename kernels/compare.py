@@ -4,7 +4,9 @@ An operator's cases.py has `results`, which runs it forward and backward and ret
 `tolerance`; `errors` compares two such dictionaries, and `misses` keeps what is outside the tolerances.
 """
 
+import importlib
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -44,3 +46,11 @@ def misses(found: Mapping[str, float], tolerance: Mapping[str, float]) -> dict[s
     """The results that are off by more than their tolerance, each with both numbers; empty where all is well."""
     return {name: f"{error:.1e}, allowed are {tolerance[name]:.1e}"
             for name, error in found.items() if not error <= tolerance[name]}
+
+
+def tolerance(operator: Any, dtype: torch.dtype) -> dict[str, float]:
+    """The largest error of each result that is allowed to an Operator, for inputs of `dtype` (Requires.rounded allows more)."""
+    cases = importlib.import_module(f"kernels.{operator.folder}.cases")
+    rounded = {"rounded": True} if dtype in operator.requires.rounded else {}
+    allowed: dict[str, float] = cases.tolerance(dtype, **rounded)
+    return allowed

@@ -21,7 +21,6 @@ if TYPE_CHECKING:                        # the names of kernels are known withou
 NOT_IMPLEMENTATIONS = {"__init__", "cases"}
 COMPOSED = {"wkv4": "timex"}             # operators that can also be computed from another one
 RENAMED = {"wkv7": {"taichi_v4": "c_v0"}}                # old names by operator, which saved configurations may contain
-EXTRAS = {"cuda.core": "-e '.[cuda]'"}   # packages that are installed with others, as an extra of this project
 LAST_PYTHON = {"taichi": (3, 13)}        # the newest Python that a package has wheels for
 COMPILERS = {"darwin": "clang++", "win32": "cl"}     # what torch.compile calls unless told otherwise; elsewhere g++
 
@@ -50,7 +49,10 @@ class Requires:
 
     packages: modules beyond torch.  devices: torch device types.  dtypes: what the file takes; other floating
     dtypes are cast to float32 and back.  forms: of packed weights (matvec), by name.
-    T_multiple, N_multiple: sizes that the file takes; callers pad to them.
+    rounded: the dtypes of inputs for which the file rounds intermediate results, states included, to that dtype; the operator's
+    cases.py has a tolerance for it.
+    T_multiple, N_multiple: sizes that the file takes; callers pad to them.  N_sizes: every N that it takes, ascending; callers
+    pad to the next one.
     wkv: whether the quotient of two such convolutions is numerically sound.
     compiled: whether torch.compile compiles it, which needs a C++ compiler, and on CUDA Triton too.  scripted: whether
     torch.jit.script does, which torch means to drop.  why_not: a function that returns why this machine cannot run the
@@ -61,8 +63,10 @@ class Requires:
     devices: tuple[str, ...] = ("cpu", "cuda")
     dtypes: "tuple[torch.dtype, ...]" = field(default_factory=_float32)
     forms: tuple[str, ...] = ()
+    rounded: "tuple[torch.dtype, ...]" = ()
     T_multiple: int = 1
     N_multiple: int = 1
+    N_sizes: tuple[int, ...] = ()
     wkv: bool = True
     compiled: bool = False
     scripted: bool = False
@@ -182,7 +186,7 @@ def _package_missing(name: str, package: str) -> str:
     last = LAST_PYTHON.get(package, sys.version_info[:2])
     if sys.version_info[:2] > last:
         return f"{name} needs the package {package}, which has no release for Python after {last[0]}.{last[1]} (use that)"
-    return f"{name} needs the package {package}, which is not installed (pip install {EXTRAS.get(package, package)})"
+    return f"{name} needs the package {package}, which is not installed (pip install {package})"
 
 
 def _compiler_missing(name: str, requires: Requires) -> str | None:

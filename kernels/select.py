@@ -4,10 +4,12 @@
 
 The names of an operator are the files of its folder. An operator in the registry's COMPOSED can also be computed from the
 operator named there, so the files of that folder are its names, too: select("wkv4", "conv1d") is the convolution form of WKV
-with TimeX("conv1d") inside. `auto` is the one choice made by a rule: RULES, by operator, device and the dtype of the inputs.
+with TimeX("conv1d") inside. `auto` is the one choice made by a rule: RULES, by operator, device and dtype of the inputs, and
+BY_SIZE, by the numbers of heads and steps, too.
 """
 
 import importlib
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -19,31 +21,50 @@ Dtype = torch.dtype | str                # that of the inputs; of matvec the for
 
 
 class Rule(NamedTuple):
-    """The kernels that auto tries in turn. measured: benchmarks/results/ shows that the first is the fastest or within
-    noise of it, or it is the only one."""
+    """The kernels that auto tries in turn.
+
+    measured: benchmarks/results/ shows that the first is the fastest or within noise of it, or it is the only one.
+    source: what was measured, for the line that names auto's choice.
+    """
 
     order: tuple[str, ...]
     measured: bool
+    source: str = ""
+
+
+class Size(NamedTuple):
+    """What decides between kernels of one operator and dtype: the heads of all rows, B H; T; and the width of a head, N."""
+
+    heads: int
+    steps: int
+    width: int = 64
+
+    def distance(self, other: "Size") -> float:
+        """0 for the same size, log 2 for twice the heads or twice the steps."""
+        return abs(math.log(self.heads / other.heads)) + abs(math.log(self.steps / other.steps))
 
 
 # The last of each order needs nothing but torch. An order that is not measured follows the design: linear time, one launch.
 CPU = Rule(("c_v0", "taichi_scan", "torch_scan"), measured=True)
-CUDA = Rule(("triton_scan", "cuda_scan", "taichi_scan", "torch_scan"), measured=False)
+H200 = "fastest on an NVIDIA H200, benchmarks/results/"
+SCANS = ("cuda_scan", "triton_scan", "taichi_scan", "torch_scan")
 CPU_7 = Rule(("c_v0", "taichi_v3", "torch_chunk"), measured=True)
 # cuda_v2 takes 0.95 of cuda_v3's time on an H100 and 2.5 times its memory.
-CUDA_7 = Rule(("cuda_v3", "triton_v0", "torch_chunk"), measured=True)
+CUDA_7 = Rule(("cuda_v3", "triton_v0", "torch_chunk"), True, "fastest on an NVIDIA H100, benchmarks/results/wkv7-cuda.json")
+FEW_HEADS = "triton_v1", "cuda_v3", "cuda_v2", "triton_v0", "torch_chunk"
+MANY_HEADS = "cuda_v2", "cuda_v3", "triton_v1", "triton_v0", "torch_chunk"
 MATVEC = Rule(("c_v0", "torch_linear"), measured=False)
 RULES = {
     ("wkv4", "cpu", "float32"): CPU,
     ("wkv4", "cpu", "bfloat16"): CPU,
     ("wkv4", "cpu", "float64"): Rule(("torch_scan",), measured=False),
-    ("wkv4", "cuda", "float32"): CUDA,
-    ("wkv4", "cuda", "bfloat16"): CUDA,
+    ("wkv4", "cuda", "float32"): Rule(SCANS, True, f"{H200}wkv4-cuda.json"),
+    ("wkv4", "cuda", "bfloat16"): Rule(SCANS, True, f"{H200}wkv4-cuda-bfloat16.json"),
     ("wkv4", "cuda", "float64"): Rule(("torch_scan",), measured=False),
     ("wkv7", "cpu", "float32"): CPU_7,
     ("wkv7", "cpu", "bfloat16"): Rule(CPU_7.order, measured=False),
     ("wkv7", "cuda", "float32"): CUDA_7,
-    ("wkv7", "cuda", "bfloat16"): Rule(CUDA_7.order, measured=False),
+    ("wkv7", "cuda", "bfloat16"): Rule(FEW_HEADS, True, f"{H200}wkv7-cuda-bfloat16.json"),
     **{("wkv7", device, "float64"): Rule(("torch_chunk",), measured=False) for device in ("cpu", "cuda")},
     ("matvec", "cpu", "float32"): MATVEC,
     ("matvec", "cpu", "bfloat16"): MATVEC,
@@ -52,16 +73,21 @@ RULES = {
     ("draw", "cpu", "float32"): Rule(("c_v0",), measured=True),
     ("draw", "cuda", "float32"): Rule(("triton_v0",), measured=False),
 }
+# The order at each measured size, forward and backward together. The nearest size decides, and RULES where no size is known.
+# triton_v1's times are those of its prototype, which took five times as many instructions in the slowest part of its backward.
+BY_SIZE = {("wkv7", "cuda", "bfloat16"): {
+    Size(8 * 12, 4096): FEW_HEADS, Size(8 * 12, 1024): FEW_HEADS, Size(1 * 64, 512): FEW_HEADS, Size(8 * 64, 4096): MANY_HEADS}}
 
 
-def select(operator: str, name: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32) -> Any:
+def select(operator: str, name: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32,
+           size: Size | None = None) -> Any:
     """The operator ("wkv4", "timex", ...) computed by the kernel `name`, checked to run on `device`.
 
-    `dtype` decides only what auto means. Raises UnknownKernel where the operator has no such kernel,
+    `dtype` and `size` decide only what auto means. Raises UnknownKernel where the operator has no such kernel,
     ValueError for a TimeX that is unsound inside WKV, and KernelUnavailable where the kernel cannot run on `device`.
     """
     device = torch.device(device)
-    name = resolve(operator, name, device, dtype)
+    name = resolve(operator, name, device, dtype, size)
     _check_name(operator, name, device.type)
     reason = why_not(folder(operator, name), name, device.type)
     if reason:
@@ -87,29 +113,50 @@ def folder(operator: str, name: str) -> str:
     return operator if name in names(operator) else COMPOSED.get(operator, operator)
 
 
-def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32) -> str:
-    """The kernel that `auto` means for `dtype` on `device`, the rule's last where none runs; any other name as it is now."""
+def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32,
+            size: Size | None = None) -> str:
+    """The kernel that `auto` means for `dtype` and `size` on `device`, the rule's last where none runs; any other name as it is
+    now."""
     if name != AUTO or not _has_rule(operator):
         return name_now(operator, name)
     device = torch.device(device).type
-    choices = rule(operator, device, dtype).order
-    return next((choice for choice in choices if why_not(folder(operator, choice), choice, device) is None), choices[-1])
+    choices = rule(operator, device, dtype, size).order
+    return next((choice for choice in choices if _why_not(operator, choice, device, size) is None), choices[-1])
 
 
-def why_auto(operator: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32) -> str:
-    """One line to print: the kernel that auto resolves to and, where it is not the first choice or not measured, why."""
+def why_auto(operator: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32, size: Size | None = None) -> str:
+    """One line to print: the kernel that auto resolves to, by which measurement, and why it is not the first choice, if so."""
     device = torch.device(device).type
-    (first, *_), measured = rule(operator, device, dtype)
-    chosen = resolve(operator, AUTO, device, dtype)
-    reason = why_not(folder(operator, first), first, device)
-    doubts = [*filter(None, [reason]), *([] if measured else [f"not measured on {device} yet"])]
-    return f"{chosen} (chosen by auto{': ' if doubts else ''}{'; '.join(doubts)})"
+    (first, *_), measured, source = rule(operator, device, dtype, size)
+    chosen = resolve(operator, AUTO, device, dtype, size)
+    reason = _why_not(operator, first, device, size)
+    reasons = [*filter(None, [reason or source]), *([] if measured else [f"not measured on {device} yet"])]
+    return f"{chosen} (chosen by auto{': ' if reasons else ''}{'; '.join(reasons)})"
 
 
-def rule(operator: str, device: str, dtype: Dtype) -> Rule:
-    """The operator's rule for the device and dtype: float16 counts as bfloat16, and a device that no rule names as a CPU."""
+def rule(operator: str, device: str, dtype: Dtype, size: Size | None = None) -> Rule:
+    """The operator's rule for the device and dtype: float16 counts as bfloat16, and a device that no rule names as a CPU.
+
+    wkv7's float16 counts as float32, in which every kernel computes it. With a size: the order at the nearest measured one.
+    """
     name = str(dtype).removeprefix("torch.")
-    return RULES[operator, "cuda" if device == "cuda" else "cpu", "bfloat16" if name == "float16" else name]
+    if name == "float16":
+        name = "float32" if operator == "wkv7" else "bfloat16"
+    key = operator, "cuda" if device == "cuda" else "cpu", name
+    found = RULES[key]
+    if size is None or key not in BY_SIZE:
+        return found
+    nearest = min(BY_SIZE[key], key=size.distance)
+    return Rule(BY_SIZE[key][nearest], found.measured, f"{found.source}, with {nearest.heads} heads and {nearest.steps} steps")
+
+
+def _why_not(operator: str, name: str, device: str, size: Size | None) -> str | None:
+    """Why auto passes over a kernel: it cannot run on the device, or takes no heads of that width."""
+    reason = why_not(folder(operator, name), name, device)
+    if reason or size is None:
+        return reason
+    widths = load(folder(operator, name), name).REQUIRES.N_sizes
+    return f"{name} takes heads of up to {widths[-1]} channels" if widths and size.width > widths[-1] else None
 
 
 def _check_name(operator: str, name: str, device: str) -> None:

@@ -1,4 +1,5 @@
-"""The one place that compiles CUDA C++: with NVRTC, through cuda.core. Neither nvcc nor a host compiler is needed.
+"""The one place that compiles CUDA C++ and launches it: by NVRTC and the driver, which torch uses, too. No package is needed,
+no nvcc and no host compiler.
 
     SOURCE = Source(__file__, "csrc/v1.cu", TILE=128)        # a file, and the macros to compile it with
     SOURCE.launch("forward", grid, block, w, k, out, T, eps)
@@ -14,15 +15,14 @@ it.
 import contextlib
 import ctypes
 import hashlib
-import importlib
-import io
+import importlib.util
 import os
 import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,6 +33,10 @@ from kernels.registry import KernelUnavailable
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
 SHARED_DEFAULT = 48 * 1024           # bytes of shared memory that a block may have without asking for more
 VECTOR_BYTES = 16                    # alignment of a float4 load
+MAX_DYNAMIC_SHARED = 8               # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+DRIVER_NAMES = ("nvcuda.dll",) if sys.platform == "win32" else ("libcuda.so.1", "libcuda.so")
+NVRTC_FILES = ("nvrtc64_*.dll",) if sys.platform == "win32" else ("libnvrtc.so*", "libnvrtc-*.so*")
+NVRTC_NAMES = () if sys.platform == "win32" else ("libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12")
 Size = int | tuple[int, ...]
 
 
@@ -59,12 +63,15 @@ class Source:
         fails, OverflowError for an int beyond 32 bits.
         """
         device = next(arg.device for arg in args if isinstance(arg, Tensor))
+        index = device.index or 0
         with torch.cuda.device(device):
-            function = _function(self, kernel, device.index, shared)
-            stream = torch.cuda.current_stream().cuda_stream
-            (error,) = _driver().cuLaunchKernel(function, *_three(grid), *_three(block), shared, stream, _parameters(args), 0)
+            function = _function(self, kernel, index, shared)
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            values = [_value(arg) for arg in args]
+            addresses = (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values))
+            error = _driver().cuLaunchKernel(function, *_three(grid), *_three(block), shared, stream, addresses, None)
         if error:
-            raise RuntimeError(f"{error.name}: cuda:{device.index} did not run {kernel} of {self.path.name}, or failed in a "
+            raise RuntimeError(f"{_error_name(error)}: cuda:{index} did not run {kernel} of {self.path.name}, or failed in a "
                                "kernel before it")
 
     def texts(self) -> Iterator[tuple[str, str]]:
@@ -88,14 +95,33 @@ def compile_cubin(source: Source, arch: str) -> tuple[bytes, str]:
 
     Raises KernelUnavailable with the compiler's log if the file does not compile, and if there is no compiler.
     """
-    macros = [(name, str(value)) for name, value in source.macros.items()]
-    options = _core().ProgramOptions(std="c++17", arch=arch, name=source.path.name, include_path=str(source.path.parent),
-                                     define_macro=macros or None, ptxas_options=["-v"])
-    text = source.path.read_text(encoding="utf-8")
-    report = io.StringIO()
-    with _compiler_errors(source, arch):
-        program = _core().Program(text, "c++", options)
-        return bytes(program.compile("cubin", logs=report).code), report.getvalue()
+    nvrtc = _nvrtc()
+    options = ["--std=c++17", f"--gpu-architecture={arch}", f"--include-path={source.path.parent}", "--ptxas-options=-v",
+               *(f"--define-macro={name}={value}" for name, value in source.macros.items())]
+    program = ctypes.c_void_p()
+    text = source.path.read_text(encoding="utf-8").encode()
+    nvrtc.nvrtcCreateProgram(ctypes.byref(program), text, source.path.name.encode(), 0, None, None)
+    try:
+        arguments = (ctypes.c_char_p * len(options))(*map(str.encode, options))
+        error = nvrtc.nvrtcCompileProgram(program, len(options), arguments)
+        log = _content(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog)
+        report = log.decode(errors="replace").rstrip("\n \0")
+        if error:
+            reason = nvrtc.nvrtcGetErrorString(error).decode()
+            raise KernelUnavailable(f"NVRTC could not compile {source.path.name} for {arch}: {reason}\n{report}".rstrip())
+        return _content(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN), report
+    finally:
+        nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+
+def why_not() -> str | None:
+    """None where NVRTC and the driver can be called; otherwise what is missing, and the remedy."""
+    try:
+        _nvrtc()
+        _driver()
+    except KernelUnavailable as error:
+        return error.reason
+    return None
 
 
 def aligned(tensor: Tensor) -> Tensor:
@@ -103,75 +129,110 @@ def aligned(tensor: Tensor) -> Tensor:
     return tensor if tensor.data_ptr() % VECTOR_BYTES == 0 else tensor.clone()
 
 
+def _content(program: ctypes.c_void_p, size_of: Any, read: Any) -> bytes:
+    """What NVRTC has of a program: its log, or its cubin."""
+    size = ctypes.c_size_t()
+    size_of(program, ctypes.byref(size))
+    buffer = ctypes.create_string_buffer(size.value)
+    read(program, buffer)
+    return buffer.raw
+
+
 @cache
-def _core() -> ModuleType:
-    """The module cuda.core, or cuda.core.experimental before version 1.0. Raises KernelUnavailable if a part is missing."""
-    try:
-        module = importlib.import_module("cuda.core")
-        return module if hasattr(module, "launch") else importlib.import_module("cuda.core.experimental")
-    except ImportError as error:
-        raise KernelUnavailable(f"CUDA kernels need cuda-core, and it does not start ({error}): "
-                                "pip install -e '.[cuda]'") from error
+def _nvrtc() -> ctypes.CDLL:
+    """NVRTC, as torch brings it, as a package of NVIDIA has it, or as the system finds it: the first that can be loaded.
+
+    Raises KernelUnavailable where there is none.
+    """
+    for file in (*_nvrtc_files(), *NVRTC_NAMES):
+        with contextlib.suppress(OSError):
+            library = ctypes.CDLL(str(file))
+            library.nvrtcGetErrorString.restype = ctypes.c_char_p
+            return library
+    raise KernelUnavailable("CUDA kernels need NVRTC, and there is no libnvrtc here: pip install nvidia-cuda-nvrtc")
 
 
-@contextlib.contextmanager
-def _compiler_errors(source: Source, arch: str) -> Iterator[None]:
-    """Turns cuda.core's errors, which have no common class, into KernelUnavailable: a missing library or a compiler error."""
-    try:
-        yield
-    except Exception as error:
-        log = str(error).rstrip("\n \0")
-        raise KernelUnavailable(f"NVRTC could not compile {source.path.name} for {arch}: {log}") from error
+def _nvrtc_files() -> list[Path]:
+    """NVRTC's libraries in torch's folder and in NVIDIA's packages, those of torch's own CUDA version first."""
+    spec = importlib.util.find_spec("nvidia")
+    packages = [Path(folder) for folder in (spec.submodule_search_locations or [] if spec else [])]
+    folders = [Path(torch.__file__).parent / "lib"]
+    folders += [folder for package in packages for part in ("lib", "bin", "bin/x86_64") for folder in package.glob(f"*/{part}")]
+    files = sorted(file for folder in folders for pattern in NVRTC_FILES for file in folder.glob(pattern)
+                   if "builtins" not in file.name)
+    own = torch.version.cuda.partition(".")[0] if torch.version.cuda else ""
+    return sorted(files, key=lambda file: re.search(rf"(\.so\.|64_){own}", file.name) is None)
 
 
-def _function(source: Source, name: str, device: int, shared: int) -> Any:
+@cache
+def _driver() -> ctypes.CDLL:
+    """CUDA's driver, whose functions return an error code or 0. Raises KernelUnavailable where there is none."""
+    for name in DRIVER_NAMES:
+        with contextlib.suppress(OSError):
+            return ctypes.CDLL(name)
+    raise KernelUnavailable("CUDA kernels need NVIDIA's driver, and there is no libcuda here: install the driver")
+
+
+def _error_name(error: int) -> str:
+    name = ctypes.c_char_p()
+    _driver().cuGetErrorName(error, ctypes.byref(name))
+    return name.value.decode() if name.value else f"CUDA error {error}"
+
+
+def _checked(error: int, what: str) -> None:
+    if error:
+        raise KernelUnavailable(f"{what}: {_error_name(error)}")
+
+
+def _function(source: Source, name: str, device: int, shared: int) -> ctypes.c_void_p:
     """The kernel's handle. A thread without a context, such as a new one of autograd's, first gets the device's."""
+    context = ctypes.c_void_p()
     driver = _driver()
-    _, context = driver.cuCtxGetCurrent()
-    if not int(context):
-        _core().Device(device).set_current()
-    function, _ = _kernel(source, name, device, shared)
+    driver.cuCtxGetCurrent(ctypes.byref(context))
+    if not context.value:
+        _checked(driver.cuCtxSetCurrent(_context(device)), f"cuda:{device} has no context")
+    return _kernel(source, name, device, shared)
+
+
+@cache
+def _context(device: int) -> ctypes.c_void_p:
+    """The device's primary context, which torch has, too."""
+    context = ctypes.c_void_p()
+    _checked(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"cuda:{device} has no context")
+    return context
+
+
+@cache
+def _kernel(source: Source, name: str, device: int, shared: int) -> ctypes.c_void_p:
+    """The kernel's handle on one device, with its limit of dynamic shared memory raised to `shared` bytes if needed."""
+    driver = _driver()
+    kernel = ctypes.c_void_p()
+    function = ctypes.c_void_p()
+    failed = f"cuda:{device} does not load {name} of {source.path.name}"
+    _checked(driver.cuLibraryGetKernel(ctypes.byref(kernel), _library(source, device), name.encode()), failed)
+    if shared > SHARED_DEFAULT:
+        _allow_shared(kernel, device, shared)
+    _checked(driver.cuKernelGetFunction(ctypes.byref(function), kernel), failed)
     return function
 
 
 @cache
-def _kernel(source: Source, name: str, device: int, shared: int) -> tuple[Any, Any]:
-    """The kernel's handle on one device, and its library: without that the handle is not valid.
-
-    The kernel's limit of dynamic shared memory is raised to `shared` bytes if needed.
-    """
-    driver = _driver()
-    library = _library(source, device)
-    kernel = driver.CUkernel(int(library.get_kernel(name).handle))
-    if shared > SHARED_DEFAULT:
-        _allow_shared(kernel, device, shared)
-    error, function = driver.cuKernelGetFunction(kernel)
-    if error:
-        raise KernelUnavailable(f"cuda:{device} does not load {name} of {source.path.name}: {error.name}")
-    return function, library
-
-
-@cache
-def _library(source: Source, device: int) -> Any:
+def _library(source: Source, device: int) -> ctypes.c_void_p:
+    """The loaded cubin; never unloaded, since handles of its kernels are kept."""
     major, minor = torch.cuda.get_device_capability(device)
-    return _core().ObjectCode.from_cubin(_cubin(source, f"sm_{major}{minor}"))
+    library = ctypes.c_void_p()
+    cubin = _cubin(source, f"sm_{major}{minor}")
+    _checked(_driver().cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0),
+             f"cuda:{device} does not load {source.path.name}")
+    return library
 
 
-@cache
-def _driver() -> ModuleType:
-    """CUDA's driver. Its functions return an error code, which is false where there is none, and then what else they return."""
-    _core()                              # its error names the packages and how to install them
-    return importlib.import_module("cuda.bindings.driver")
-
-
-def _allow_shared(kernel: Any, device: int, shared: int) -> None:
+def _allow_shared(kernel: ctypes.c_void_p, device: int, shared: int) -> None:
     """Raises the kernel's limit of shared memory to `shared` bytes; never lowers it, as another launch may need more."""
     driver = _driver()
-    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-    gpu = driver.CUdevice(device)
-    _, before = driver.cuKernelGetAttribute(attribute, kernel, gpu)
-    (error,) = driver.cuKernelSetAttribute(attribute, max(shared, before), kernel, gpu)
-    if error:
+    before = ctypes.c_int()
+    driver.cuKernelGetAttribute(ctypes.byref(before), MAX_DYNAMIC_SHARED, kernel, device)
+    if driver.cuKernelSetAttribute(MAX_DYNAMIC_SHARED, max(shared, before.value), kernel, device):
         raise KernelUnavailable(f"a block of this kernel needs {shared} bytes of shared memory, and cuda:{device} has less")
 
 
@@ -181,23 +242,15 @@ def _three(size: Size) -> tuple[int, ...]:
     return (*sizes, *(1,) * (3 - len(sizes)))
 
 
-def _parameters(args: tuple[Tensor | int | float, ...]) -> tuple[tuple[int | float, ...], tuple[type, ...]]:
-    """The arguments' values and C types, as the driver takes them."""
-    values: list[int | float] = []
-    types: list[type] = []
-    for arg in args:
-        if isinstance(arg, Tensor):
-            values.append(arg.data_ptr())
-            types.append(ctypes.c_void_p)
-        elif isinstance(arg, int):
-            if not -2**31 <= arg < 2**31:
-                raise OverflowError(f"a CUDA kernel's int has 32 bits, got {arg}")
-            values.append(arg)
-            types.append(ctypes.c_int)
-        else:
-            values.append(arg)
-            types.append(ctypes.c_float)
-    return tuple(values), tuple(types)
+def _value(arg: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_float:
+    """An argument of the type that the kernel's parameter has."""
+    if isinstance(arg, Tensor):
+        return ctypes.c_void_p(arg.data_ptr())
+    if isinstance(arg, float):
+        return ctypes.c_float(arg)
+    if not -2**31 <= arg < 2**31:
+        raise OverflowError(f"a CUDA kernel's int has 32 bits, got {arg}")
+    return ctypes.c_int(arg)
 
 
 @cache
@@ -227,13 +280,10 @@ def _key(source: Source, arch: str) -> str:
 
 def compiler_version() -> str:
     """NVRTC's version, such as "13.0". Raises KernelUnavailable if it is not installed."""
-    try:
-        from cuda.bindings import nvrtc
-
-        return ".".join(map(str, nvrtc.nvrtcVersion()[1:]))
-    except (ImportError, RuntimeError) as error:
-        raise KernelUnavailable(f"CUDA kernels need NVRTC, and it is not there ({str(error).splitlines()[0]}): "
-                                "pip install nvidia-cuda-nvrtc") from error
+    major = ctypes.c_int()
+    minor = ctypes.c_int()
+    _nvrtc().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
+    return f"{major.value}.{minor.value}"
 
 
 def _read(path: Path) -> bytes | None:

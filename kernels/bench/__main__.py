@@ -40,7 +40,8 @@ from kernels.bench.text import aligned
 from kernels.bench.timing import interleaved, spread
 from kernels.machine import hardware
 from kernels.machine.allocator import keep_large_blocks
-from kernels.registry import operators
+from kernels.registry import operators, why_not
+from kernels.select import folder
 
 MAX_SECONDS = 6                          # a slower or larger implementation is measured only if --only names it
 MAX_EXTRA_GB = {"cpu": 3, "cuda": 16}
@@ -66,6 +67,7 @@ def main(argv: list[str] | None = None) -> int:
     malloc = "tuned" if keep_large_blocks() else "default"
     report: dict[str, Any] = {"op": args.op, "device": args.device, "dtype": args.dtype, "malloc": malloc,
                               "machine": hardware.describe(args.device), "shapes": [], "sweep": []}
+    _say(_plan(args))
     for kind, shapes in (("shapes", args.shape), ("sweep", args.sweep)):
         for shape in shapes:
             measured = measure(args.op, shape, args.device, args.dtype, args.only, args.seconds)
@@ -76,6 +78,21 @@ def main(argv: list[str] | None = None) -> int:
     if args.plot:
         plot.draw(args.plot, [report])
     return 1 if any(measured["wrong"] for measured in report["shapes"] + report["sweep"]) else 0
+
+
+def _plan(args: argparse.Namespace) -> str:
+    """What will be timed, and how long that takes: each timed call follows an untimed one."""
+    case = case_of(args.op)
+    names = [name for name in case.names() if not args.only or name in args.only or name == case.baseline]
+    files = {name: name.split()[0] for name in names}            # "conv1d in one block" is conv1d's
+    runnable = [name for name, file in files.items() if why_not(folder(args.op, file), file, args.device) is None]
+    shapes = [*args.shape, *args.sweep]
+    timed = 2 * len(runnable) + len(RATIOS)
+    seconds = max(1.0, 2 * args.seconds * timed * len(shapes))
+    duration = f"{seconds:.0f} s" if seconds < 100 else f"{seconds / 60:.0f} minutes"
+    sizes = " ".join(",".join(map(str, shape)) for shape in shapes)
+    return (f"{args.op} on {args.device} in {args.dtype}, {','.join(case.AXES)} = {sizes}: {', '.join(runnable)}\n"
+            f"each is compared with float64; then timing takes up to {duration}, --seconds {args.seconds:g} for each pass")
 
 
 def _others_on_the_machine() -> str | None:

@@ -119,7 +119,9 @@ def _curves(measured: list[dict[str, Any]], part: str) -> dict[str, Points]:
 
 
 def _floors(op: str, measured: list[dict[str, Any]], part: str) -> dict[str, Points]:
-    """The least time that each size can take, at the highest rates that the machine reached in this run."""
+    """The least time that each size can take, at the highest rates that the machine reached in this run, if measured."""
+    if not all(one["limits"] for one in measured):
+        return {}
     gbs = max(one["limits"]["copy_gbs"] for one in measured)
     gflops = max(one["limits"]["matmul_gflops"] for one in measured)
     some = {_size(one): next(result for result in one["results"] if result["pass"] == part) for one in measured}

@@ -108,8 +108,9 @@ def committed() -> list[Path]:
 def caption(report: Report) -> str:
     """One line: the hardware, the versions, the commit and the date of a report."""
     machine = report["machine"]
-    threads = f"{machine['threads']} thread{'s' if machine['threads'] > 1 else ''}"
-    hardware = machine["gpu"] if "gpu" in machine else f"{machine['cpu']}, {threads}, malloc {report['malloc']}"
+    threads = machine.get("threads", 1)
+    cpu = f"{machine.get('cpu')}, {threads} thread{'s' if threads > 1 else ''}, malloc {report['malloc']}"
+    hardware = machine.get("gpu", cpu)
     names = ("torch", "taichi", *(("triton", "cuda-core", "cuda") if "gpu" in machine else ()))
     versions = ", ".join(f"{name} {machine[name]}" for name in names if name in machine)
     return f"{hardware}; {versions}; {report['dtype']}; commit {machine['commit']}, {machine['date'][:10]}."

@@ -15,6 +15,7 @@ from kernels.machine.hardware import ROOT
 from kernels.registry import operators
 
 SCANS = ("wkv4", "wkv7")
+COLUMNS = {"x_limit": "x limit", "copies": "x one copy", "extra_mb": "extra MB"}     # of a scan, where every result has it
 
 
 def main(argv: list[str]) -> int:
@@ -57,19 +58,20 @@ def scan_table(measured: dict[str, Any]) -> str:
     error of a result or a gradient; and the speed of both passes relative to the baseline."""
     results = _by_name(measured)
     baseline = _both(results[measured["baseline"]]) if measured["baseline"] in results else None
-    counted = all(result["gflops"] for result in measured["results"])
-    columns = {**({"x_limit": "x limit"} if counted else {}), "copies": "x one copy", "extra_mb": "extra MB"}
+    columns = {column: title for column, title in COLUMNS.items() if all(result[column] for result in measured["results"])}
+    checked = ["largest error"] if all(result["err_ratio"] for result in measured["results"]) else []
     speed_of = [f"x {measured['baseline']}"] if baseline else []
-    rows = [["", "forward ms", "backward ms", *columns.values(), "largest error", *speed_of]]
+    rows = [["", "forward ms", "backward ms", *columns.values(), *checked, *speed_of]]
     for name, parts in results.items():
         forward = parts["forward"]
         backward = parts["backward"]
         pairs = (f"{_short(forward[column])}, {_short(backward[column])}" for column in columns)
         speed = [_short(baseline / _both(parts))] if baseline else []
-        rows.append([name, _ms(forward["ms"]), _ms(backward["ms"]), *pairs, f"{forward['err_ratio']:.0e}", *speed])
-    one = measured["limits"]["copy_one_ms"]
-    return (f"{_caption(measured)} A copy of one such tensor takes {_ms(one)} ms; in pairs, forward and backward.\n\n"
-            f"{markdown(rows)}{_notes(measured)}")
+        error = [f"{forward['err_ratio']:.0e}"] if checked else []
+        rows.append([name, _ms(forward["ms"]), _ms(backward["ms"]), *pairs, *error, *speed])
+    one = measured["limits"].get("copy_one_ms")
+    copy = f" A copy of one such tensor takes {_ms(one)} ms; in pairs, forward and backward." if one else ""
+    return f"{_caption(measured)}{copy}\n\n{markdown(rows)}{_notes(measured)}"
 
 
 def pass_table(measured: dict[str, Any], bound_by_memory: bool) -> str:
@@ -94,7 +96,7 @@ def growth_table(shapes: list[dict[str, Any]]) -> str | None:
     sizes = {axis: size for axis, size in shapes[0]["shape"].items() if axis != "T"}
     alike = [one for one in shapes if one["shape"] == sizes | {"T": one["shape"]["T"]}]
     alike.sort(key=lambda one: one["shape"]["T"])
-    if len(alike) < 2:
+    if len(alike) < 2 or not alike[0]["limits"]:
         return None
     short = alike[0]["shape"]["T"]
     long = alike[-1]["shape"]["T"]
@@ -113,6 +115,8 @@ def growth_table(shapes: list[dict[str, Any]]) -> str | None:
 def _caption(measured: dict[str, Any]) -> str:
     limits = measured["limits"]
     sizes = ", ".join(f"{axis} = {size}" for axis, size in measured["shape"].items())
+    if not limits:                       # times alone were measured
+        return f"{sizes}."
     return (f"{sizes}. In the same run: matrix product {limits['matmul_gflops']:.0f} GFLOP/s, "
             f"copy {limits['copy_gbs']:.0f} GB/s.")
 

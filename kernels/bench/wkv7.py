@@ -59,9 +59,9 @@ class Case(BenchCase):
         return few.times(self.T / steps)
 
     def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
-        results = _by_head(cases.results(select("wkv7", name, self.device), self.inputs))
-        found = errors_of_repeated(results, self.reference, dim=0)
-        return found, compare.misses(found, cases.tolerance(self.dtype))
+        wkv = select("wkv7", name, self.device)
+        found = errors_of_repeated(_by_head(cases.results(wkv, self.inputs)), self.reference, dim=0)
+        return found, compare.misses(found, compare.tolerance(wkv, self.dtype))
 
     def passes(self, name: str) -> list[Pass]:
         """forward, and backward alone, on a graph that is kept."""

@@ -13,7 +13,7 @@ import torch
 from kernels.machine.memory import available_memory
 
 ROOT = Path(__file__).parent.parent.parent
-PACKAGES = ("numpy", "taichi", "triton", "cuda-core")
+PACKAGES = ("numpy", "taichi", "triton")
 MATMUL_N = {"cpu": 2048, "cuda": 8192}
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**30}        # well beyond any cache
 

@@ -8,23 +8,24 @@ of vector instructions; `level` is the best that this CPU has. `python -m kernel
 
 import ctypes
 import platform
+import re
 import struct
 import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kernels.registry import KernelUnavailable
+
+if TYPE_CHECKING:                        # build.py runs in an environment without torch
+    from torch import Tensor
 
 FOLDER = Path(__file__).parent / "lib"
 LEVELS = {"x86_64": ("avx2", "avx512", "avx512bf16"), "aarch64": ("neon", "neondot")}     # the best last, from 1 in levels.c
 SYSTEMS = {"linux": "linux", "darwin": "macos", "win32": "windows"}
 MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
-FORMS = {torch.float32: "float32", torch.bfloat16: "bfloat16"}         # of arrays, as the names of functions end
+CALLED = re.compile(r'\brun\(\s*f?"(\w+)')         # a function's name, or its beginning before a {
 SUFFIXES = {"linux": "so", "macos": "dylib", "windows": "dll"}
 
 
@@ -62,7 +63,7 @@ def level() -> str | None:
     return levels()[-1] if levels() else None
 
 
-def run(name: str, threads: int, *arguments: int | float | Tensor | None) -> None:
+def run(name: str, threads: int, *arguments: "int | float | Tensor | None") -> None:
     """Calls the C function of that name for this CPU, on up to `threads` threads. arguments: as its struct call lists them, a
     float as a double; a tensor is the address of its first number, None the null address. Raises KernelUnavailable where the
     library has no such function."""
@@ -74,16 +75,26 @@ def run(name: str, threads: int, *arguments: int | float | Tensor | None) -> Non
 
 def threads_for(tasks: int) -> int:
     """As many threads as torch uses, and at most one for each task."""
+    import torch
+
     return min(tasks, torch.get_num_threads())
 
 
-def number(argument: int | float | Tensor | None) -> int:
+def number(argument: "int | float | Tensor | None") -> int:
     """The argument as a 64-bit number: an address, the bits of a double, or the integer itself."""
-    if isinstance(argument, Tensor):
-        return argument.data_ptr()
     if isinstance(argument, float):
         return int.from_bytes(struct.pack("<d", argument), "little", signed=True)
-    return argument or 0
+    return argument or 0 if argument is None or isinstance(argument, int) else argument.data_ptr()
+
+
+def not_built(file: Path) -> str | None:
+    """The first function that a kernel's file calls with native.run and that this system's library does not contain."""
+    names = CALLED.findall(file.read_text(encoding="utf-8"))
+    try:
+        library = _here().path.read_bytes()
+    except OSError:
+        return None                      # why_not() says so
+    return next((name for name in names if name.encode() not in library), None)
 
 
 @cache

@@ -95,6 +95,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{options.zig} has no ziglang {ZIG}: run make native, or pip install ziglang=={ZIG}")
     for name in options.targets or names:
         names[name].path.parent.mkdir(exist_ok=True)
+        print(f"{name}: {len([*_pieces(names[name])])} objects, {names[name].path.relative_to(ROOT)}", flush=True)
         build(names[name], names[name].path, options.zig)
     return 0
 

@@ -6,10 +6,10 @@ shuffles and then in shared memory. Four columns are loaded at a time, at any al
 
 from torch import Tensor, empty_like
 
-from kernels.backends.cuda import Source, aligned
+from kernels.backends.cuda import Source, aligned, why_not
 from kernels.registry import Requires
 
-REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",))
+REQUIRES = Requires(devices=("cuda",), why_not=why_not)
 
 WARP, WARPS = 32, 32                 # threads per warp; warps per block at most
 SHORT = 1024                         # longest row that one warp computes

@@ -34,7 +34,8 @@ def _launch(in_one_piece, in_blocks, *inputs: Tensor) -> Tensor:
     result = torch.empty_like(inputs[0])
     kernel, block = (in_one_piece, triton.next_power_of_2(M)) if M <= LONGEST else (in_blocks, BLOCK)
     with torch.cuda.device_of(result):
-        kernel[(N,)](*inputs, result, M, block, num_warps=min(16, max(1, block // PER_WARP)))
+        kernel[(N,)](*inputs, result, M, block, num_warps=min(16, max(1, block // PER_WARP)),
+                     enable_fp_fusion=True)
     return result
 
 

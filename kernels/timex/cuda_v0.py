@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from kernels.backends.cuda import Source
+from kernels.backends.cuda import Source, why_not
 from kernels.registry import Requires
 
-REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",))
+REQUIRES = Requires(devices=("cuda",), why_not=why_not)
 
 THREADS = 128
 SOURCE = Source(__file__, "csrc/v0.cu")

@@ -3,11 +3,11 @@
 import torch
 from torch import Tensor
 
-from kernels.backends.cuda import Source
+from kernels.backends.cuda import Source, why_not
 from kernels.registry import Requires
 
 THREADS, STEP = 128, 128             # per block: largest number of threads; inputs in shared memory at a time
-REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",))
+REQUIRES = Requires(devices=("cuda",), why_not=why_not)
 SOURCE = Source(__file__, "csrc/v1.cu", THREADS=THREADS, STEP=STEP)
 
 

@@ -3,12 +3,12 @@
 import torch
 from torch import Tensor
 
-from kernels.backends.cuda import Source, aligned
+from kernels.backends.cuda import Source, aligned, why_not
 from kernels.registry import Requires
 
 THREADS, STEP = 64, 128              # per block: largest number of threads; inputs in shared memory at a time
 T_GROUP = 4                          # outputs per thread
-REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",), T_multiple=T_GROUP)
+REQUIRES = Requires(devices=("cuda",), why_not=why_not, T_multiple=T_GROUP)
 SOURCE = Source(__file__, "csrc/v2.cu", THREADS=THREADS, STEP=STEP, T_GROUP=T_GROUP)
 
 

@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from kernels.backends.cuda import Source, aligned
+from kernels.backends.cuda import Source, aligned, why_not
 from kernels.registry import Requires
 
 THREADS, STEP = 256, 128             # per block: largest number of threads; inputs in shared memory at a time
 T_GROUP, B_GROUP = 16, 2             # outputs per thread: time steps, batches
 STRIDE = STEP + 4                    # between two rows in shared memory
-REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",), T_multiple=T_GROUP)
+REQUIRES = Requires(devices=("cuda",), why_not=why_not, T_multiple=T_GROUP)
 SOURCE = Source(__file__, "csrc/v3.cu", THREADS=THREADS, STEP=STEP, T_GROUP=T_GROUP, B_GROUP=B_GROUP)
 
 

@@ -11,10 +11,10 @@ steps before it NaN, since zero times infinity is NaN.
 import torch
 from torch import Tensor
 
-from kernels.backends.cuda import Source, aligned
+from kernels.backends.cuda import Source, aligned, why_not
 from kernels.registry import Requires
 
-REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",), T_multiple=4)
+REQUIRES = Requires(devices=("cuda",), why_not=why_not, T_multiple=4)
 
 THREADS, BLOCK, TILE = 128, 256, 64       # as in v4.cu: threads and time steps per block; time steps per tile of grad_w
 SOURCE, SOURCE_16, SOURCE_8 = (Source(__file__, "csrc/v4.cu", N_TILES=n) for n in (4, 2, 1))     # 32, 16, 8 batches at once

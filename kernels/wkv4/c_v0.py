@@ -4,9 +4,10 @@ import torch
 from torch import Tensor
 
 from kernels import native
+from kernels.native.forms import FORMS
 from kernels.registry import Requires
 
-REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, dtypes=tuple(native.FORMS))
+REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, dtypes=tuple(FORMS))
 
 CHUNK, SHARE = 32, 32  # as in wkv4.c: steps between two states that are kept, channels of a task
 KEPT, SAVED, LANES = 3, 5, 16  # vectors for each chunk and for each step of a chunk; at most so many lanes
@@ -36,7 +37,7 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
 
 def _run(direction: str, k: Tensor, scratch_size: int, scratch: Tensor | None, *tensors: Tensor | None) -> None:
     """Calls the C function with its struct call."""
-    native.run(f"wkv4_{direction}_{native.FORMS[k.dtype]}", _threads(k), *k.shape, scratch_size, scratch, *tensors)
+    native.run(f"wkv4_{direction}_{FORMS[k.dtype]}", _threads(k), *k.shape, scratch_size, scratch, *tensors)
 
 
 def _threads(k: Tensor) -> int:

@@ -8,19 +8,20 @@ relative to the state to 2^64.)
 The backward first scans k and v for the state before each chunk of 128 steps (extra memory: 3/128 of k), then processes the
 chunks from last to first. A warp passes through its segment forward to sum its part of the state's gradient, and, with the sums
 of the later segments, backward for the gradients of its steps. The backward moves 7 tensors of the size of k, the forward 3. At
-some 60 instructions per step forward and 130 backward, both should be limited by an H200's memory. (Estimated.)
+some 60 instructions per step forward and 130 backward, both should be limited by an H200's memory. (Estimated.) k, v, y and
+their gradients may be in bfloat16; the arithmetic is in float32 all the same.
 """
 
 import torch
 from torch import Tensor
 
-from kernels.backends.cuda import Source
+from kernels.backends.cuda import Source, why_not
 from kernels.registry import Requires
 
-REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",))
+REQUIRES = Requires(devices=("cuda",), dtypes=(torch.float32, torch.bfloat16), why_not=why_not)
 
 LANES, WARPS, STEPS = 32, 8, 16
-SOURCE = Source(__file__, "csrc/scan.cu", WARPS=WARPS, STEPS=STEPS)
+SOURCE = Source(__file__, "csrc/scan.cu", WARPS=WARPS, STEPS=STEPS, BFLOAT16=0)
 
 
 def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
@@ -33,7 +34,7 @@ def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
 
 def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
              y: Tensor, grad_y: Tensor, grad_a: Tensor, grad_b: Tensor) -> tuple[Tensor, ...]:
-    states = k.new_empty(-(-k.shape[1] // (WARPS * STEPS)) + 1, 3, *a.shape)
+    states = a.new_empty(-(-k.shape[1] // (WARPS * STEPS)) + 1, 3, *a.shape)
     _launch("scan_states", k, time_decay, time_first, k, v, a, b, p, states)
     grad_decay, grad_first, grad_k, grad_v, *grad_state = _empty_like(a, a, k, v, a, b)
     _launch("scan_backward", k, time_decay, time_first, k, v, a, b, p, states, grad_y, grad_a, grad_b,
@@ -47,4 +48,5 @@ def _empty_like(*tensors: Tensor) -> list[Tensor]:
 
 def _launch(kernel: str, k: Tensor, *tensors: Tensor) -> None:
     B, T, C = k.shape
-    SOURCE.launch(kernel, B * -(-C // LANES), (LANES, WARPS), *tensors, B, T, C)
+    source = SOURCE.variant(BFLOAT16=int(k.dtype == torch.bfloat16))
+    source.launch(kernel, B * -(-C // LANES), (LANES, WARPS), *tensors, B, T, C)

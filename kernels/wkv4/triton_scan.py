@@ -13,7 +13,8 @@ The backward first passes forward through all tiles and stores the state before 
 first, recomputes the states inside, and solves the reverse recurrence, which is linear, in the same two passes. Extra memory:
 3/32 of k.
 
-Steps after T have weight 0 but decay the state; _leave undoes that decay.
+Steps after T have weight 0 but decay the state; _leave undoes that decay. k, v, y and their gradients are read and written in
+their own dtype; all arithmetic is in float32.
 """
 
 # mypy: disable-error-code="no-untyped-def, assignment, var-annotated"
@@ -24,7 +25,7 @@ from torch import Tensor
 
 from kernels.registry import Requires
 
-REQUIRES = Requires(packages=("triton",), devices=("cuda",))
+REQUIRES = Requires(packages=("triton",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16, torch.float16))
 
 CHANNELS, CHUNKS = 32, 4                         # a warp per chunk, a thread per channel
 STEPS = 8                                        # S, steps per chunk: as many as fit into registers
@@ -84,7 +85,7 @@ def _forward(time_decay, time_first, k, v, a, b, p, y, a_out, b_out, p_out, T, C
         a_s, b_s, P_s, _after, a, b, P = _states(ms, ns, vs, a, b, P, w, spans, j, step < T, S, CHUNKS)
         for s in tl.static_range(S):
             now, kept, new, P_s = _shares(ms[s], ns[s], P_s, w, bonus)
-            tl.store(y + (start + s * C) + at, (a_s + now * vs[s]) / (b_s + now), mask=(step + s < T) & (c < C))
+            _store(y, start + s * C, at, (a_s + now * vs[s]) / (b_s + now), (step + s < T) & (c < C))
             a_s, b_s = kept * a_s + new * vs[s], kept * b_s + new
     scale, p = _leave(P, w, T, S * CHUNKS)
     tl.store(a_out + here, scale * a, mask=c < C)
@@ -144,8 +145,8 @@ def _backward(time_decay, time_first, k, v, a, b, p, grad_y, grad_a, grad_b, sta
         ga, gb, grad_a, grad_b = _gradients_of_states(steps, rescaled, over_chunk, settled, grad_a, grad_b, S, CHUNKS)
         for s in tl.static_range(S - 1, -1, -1):
             a_s, b_s, kept, new, num, den, by_now, by_here = steps[s]
-            tl.store(grad_k + (start + s * C) + at, by_here + new * (ga * vs[s] + gb), mask=(step + s < T) & (c < C))
-            tl.store(grad_v + (start + s * C) + at, by_now + new * ga, mask=(step + s < T) & (c < C))
+            _store(grad_k, start + s * C, at, by_here + new * (ga * vs[s] + gb), (step + s < T) & (c < C))
+            _store(grad_v, start + s * C, at, by_now + new * ga, (step + s < T) & (c < C))
             grad_u += by_here
             grad_w += tl.where(step + s < T, kept * (ga * a_s + gb * b_s), 0.0)
             ga, gb = num + kept * ga, den + kept * gb
@@ -181,8 +182,13 @@ def _load(x, start, at, step, c, T, C, S: tl.constexpr):
     """The S steps of all chunks, [CHUNKS, CHANNELS] each."""
     rows = ()
     for s in tl.static_range(S):
-        rows += (tl.load(x + (start + s * C) + at, mask=(step + s < T) & (c < C), other=0.0),)
+        rows += (tl.load(x + (start + s * C) + at, mask=(step + s < T) & (c < C), other=0.0).to(tl.float32),)
     return rows
+
+
+@triton.jit
+def _store(x, first, at, values, mask):
+    tl.store(x + first + at, values.to(x.dtype.element_ty), mask=mask)
 
 
 @triton.jit

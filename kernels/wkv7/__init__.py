@@ -80,8 +80,9 @@ class WKV7(Operator):
         return contiguous_like(cut, saved[:7])
 
     def _padded(self, shape: torch.Size) -> tuple[int, int, int, int]:
-        """B, T, H, N with T and N as multiples of what the file takes."""
+        """B, T, H, N with T and N as the file takes them. An N beyond the largest of N_sizes stays, for the file to refuse."""
         B, T, H, N = shape
+        N = next((size for size in self.requires.N_sizes if size >= N), N)
         return B, T + -T % self.requires.T_multiple, H, N + -N % self.requires.N_multiple
 
     def _inside(self, tensors: tuple[Tensor, ...]) -> list[Tensor]:

@@ -4,10 +4,11 @@ import torch
 from torch import Tensor
 
 from kernels import native
+from kernels.native.forms import FORMS
 from kernels.registry import Requires
 
 CHUNK, STAGED, LANES = 16, 9, 16  # as in wkv7.c: steps, vectors that are made ready for each, lanes at most
-REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, dtypes=tuple(native.FORMS), N_multiple=16)
+REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, dtypes=tuple(FORMS), N_multiple=16)
 
 
 def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
@@ -40,4 +41,4 @@ def _run(direction: str, scratch_size: int, r: Tensor, log_w: Tensor, *others: T
     B, T, H, N = r.shape
     threads = native.threads_for(B * H)
     scratch = log_w.new_empty(threads * scratch_size)
-    native.run(f"wkv7_{direction}_{native.FORMS[r.dtype]}", threads, B, T, H, N, scratch_size, scratch, r, log_w, *others)
+    native.run(f"wkv7_{direction}_{FORMS[r.dtype]}", threads, B, T, H, N, scratch_size, scratch, r, log_w, *others)

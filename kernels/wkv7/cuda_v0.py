@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from kernels.backends.cuda import Source
+from kernels.backends.cuda import Source, why_not
 from kernels.registry import Requires
 
-REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16))
+REQUIRES = Requires(devices=("cuda",), why_not=why_not, dtypes=(torch.float32, torch.bfloat16))
 
 CHUNK = 16                           # steps between two states that forward keeps
 THREADS = 128

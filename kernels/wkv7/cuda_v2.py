@@ -3,10 +3,10 @@
 import torch
 from torch import Tensor
 
-from kernels.backends.cuda import Source
+from kernels.backends.cuda import Source, why_not
 from kernels.registry import KernelUnavailable, Requires
 
-REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16), N_multiple=32)
+REQUIRES = Requires(devices=("cuda",), why_not=why_not, dtypes=(torch.float32, torch.bfloat16), N_multiple=32)
 
 CHUNK = 16                           # steps between two states that forward keeps
 N_MAX = 448                          # 104 N bytes of a block's 48 KiB of static shared memory

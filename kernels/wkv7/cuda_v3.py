@@ -8,10 +8,10 @@ warps for 528 schedulers. This rung has 384 warps there, and 96 T / 64 blocks in
 import torch
 from torch import Tensor
 
-from kernels.backends.cuda import Source, aligned
+from kernels.backends.cuda import Source, aligned, why_not
 from kernels.registry import KernelUnavailable, Requires
 
-REQUIRES = Requires(packages=("cuda.core",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16), N_multiple=32)
+REQUIRES = Requires(devices=("cuda",), why_not=why_not, dtypes=(torch.float32, torch.bfloat16), N_multiple=32)
 
 CHUNK = 64                           # steps between two states that forward keeps
 GROUP = 4                            # steps whose states backward_keys has in registers at once: 32 each, for N = 64

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kernels.registry import Requires
 
-REQUIRES = Requires(packages=("triton",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16))
+REQUIRES = Requires(packages=("triton",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16, torch.float16))
 
 CHUNK = 64                           # steps between two states that forward keeps
 GROUP = 4                            # steps between two states that keys store, as written in _keys
@@ -60,7 +60,7 @@ def _launch(kernel, v: Tensor, blocks: int, *args) -> None:
     with torch.cuda.device_of(v):
         grid = blocks, triton.cdiv(N, SHARE)
         kernel[grid](*args, T, H, N, CHUNK, SHARE, triton.next_power_of_2(N),
-                     num_warps=KEYS_WARPS if kernel is _keys else WARPS)
+                     num_warps=KEYS_WARPS if kernel is _keys else WARPS, enable_fp_fusion=True)
 
 
 @triton.jit

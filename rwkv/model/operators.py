@@ -5,14 +5,23 @@ from typing import Any
 import torch
 
 from kernels.registry import UnknownKernel, all_names, name_now
-from kernels.select import AUTO, runnable_on, select
+from kernels.select import AUTO, Size, runnable_on, select
 from rwkv.config import GENERATIONS, ModelConfig
 from rwkv.distributed import log
 from rwkv.model.base import generation
 
 
-def operator_for(config: ModelConfig, kernel: str, device: str | torch.device, dtype: torch.dtype) -> Any:
+def size_for(config: ModelConfig, rows: int, steps: int) -> Size | None:
+    """The size of a batch of `rows` sequences for kernel=auto; None where its choice does not depend on sizes."""
+    heads = max(1, config.n_embd // config.head_size)
+    return Size(rows * heads, steps, config.head_size) if generation(config).OPERATOR == "wkv7" else None
+
+
+def operator_for(config: ModelConfig, kernel: str, device: str | torch.device, dtype: torch.dtype,
+                 size: Size | None = None) -> Any:
     """The operator of a model of `config` under the kernel of that name, for inputs of `dtype`.
+
+    size: what auto chooses by; by default that of one sequence.
 
     An earlier name of a kernel is accepted, with a line that says the present one. Raises UnknownKernel for a kernel that
     computes only another generation's operator, and the errors of kernels.select.select.
@@ -27,4 +36,4 @@ def operator_for(config: ModelConfig, kernel: str, device: str | torch.device, d
         if owners:
             raise UnknownKernel(f"{kernel} computes the operator of {' and '.join(owners)}; for {model.NAME} there are: "
                                 f"{', '.join(runnable_on(model.OPERATOR, torch.device(device).type))}")
-    return select(model.OPERATOR, kernel, device, dtype)
+    return select(model.OPERATOR, kernel, device, dtype, size or size_for(config, 1, config.ctx_len))

@@ -99,7 +99,7 @@ def train(run: Run) -> None:
     set_product_precision(str(config.trainer.precision), device)
     # Before the data are read: this raises UserError if the processes cannot share the rows
     rows = share(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
-    wkv, kernel = kernel_for(config.model, config.kernel.name, device, config.trainer.precision)
+    wkv, kernel = kernel_for(config.model, config.kernel.name, device, config.trainer.precision, rows)
     distributed.broadcast_from_rank0(lambda: require(config.logger))
     data = data_for(run, device)
     if config.data.preview:

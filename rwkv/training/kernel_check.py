@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from kernels.compare import errors, misses
+from kernels.compare import errors, misses, tolerance
 from kernels.registry import KernelUnavailable, load
 from kernels.select import folder, select
 
@@ -34,7 +34,7 @@ def check(wkv: Any, operator: str, device: torch.device, dtype: torch.dtype) -> 
     except Exception as error:           # such as a kernel that takes the run's shape and no other: the run will show it
         return f"kernel={wkv.name} could not be compared with the reference before the run: {' '.join(str(error).split())}"
     expected = cases.results(select(operator, "reference", device), cases.double(inputs))
-    wrong = [misses(errors(found, expected), cases.tolerance(dtype)) for found in runs]
+    wrong = [misses(errors(found, expected), tolerance(wkv, dtype)) for found in runs]
     where = f"in {sum(map(bool, wrong))} of {RUNS} runs of one case"
     return sentence(wkv.name, next(filter(None, wrong), {}), where)
 

@@ -23,7 +23,7 @@ from rwkv.distributed import world_size
 from rwkv.errors import UserError
 from rwkv.model.base import MATRICES, Model, generation, n_parameters
 from rwkv.model.lora import add_adapters
-from rwkv.model.operators import operator_for
+from rwkv.model.operators import operator_for, size_for
 from rwkv.model.quantized import BFloat16Linear, to_bfloat16, to_int4, to_int8
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.checkpoints import FOLDER
@@ -42,11 +42,13 @@ from rwkv.training.memory import (
 from rwkv.training.run.directory import Run
 
 
-def kernel_for(model: ModelConfig, kernel: str, device: torch.device, precision: str | None) -> tuple[Any, str]:
-    """The operator, and its name; for kernel=auto the name includes the reason for the choice."""
+def kernel_for(model: ModelConfig, kernel: str, device: torch.device, precision: str | None,
+               rows: int = 1) -> tuple[Any, str]:
+    """The operator for batches of `rows`, and its name; for kernel=auto the name includes the reason for the choice."""
     dtype = dtype_for(precision)
-    wkv = operator_for(model, kernel, device, dtype)
-    return wkv, why_auto(generation(model).OPERATOR, device, dtype) if kernel == AUTO else wkv.name
+    size = size_for(model, rows, model.ctx_len)
+    wkv = operator_for(model, kernel, device, dtype, size)
+    return wkv, why_auto(generation(model).OPERATOR, device, dtype, size) if kernel == AUTO else wkv.name
 
 
 def data_for(run: Run, device: torch.device) -> Corpus:

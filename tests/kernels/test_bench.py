@@ -81,6 +81,15 @@ def test_a_result_is_printed_where_its_file_cannot_be_written(tmp_path: Path, ca
     assert json.loads(capsys.readouterr().out) == {"op": "timex"}
 
 
+def test_what_is_timed_and_how_long_that_takes_is_said_first() -> None:
+    """The kernels that run here, the shapes with the sweep's, and twice the seconds of each pass and limit."""
+    options = "--only", "torch_native,triton_v0", "--shape", "3,5", "--sweep", "7,9", "--seconds", "4"
+    plan = __main__._plan(__main__._arguments(["softmax", *options]))
+    assert plan.splitlines()[0] == "softmax on cpu in float32, rows,columns = 3,5 3,7 3,9: torch_native"
+    passes, limits, shapes = 2, 4, 3
+    assert f"up to {2 * 4 * (passes + limits) * shapes / 60:.0f} minutes, --seconds 4 for each pass" in plan
+
+
 @pytest.mark.programs
 def test_a_sweep_in_half_precision(capsys: pytest.CaptureFixture[str]) -> None:
     code, _, report = run(capsys, "wkv4", "--shape", "2,9,16", "--sweep", "8,16,24", "--only", "conv1d", "--dtype", "bfloat16")

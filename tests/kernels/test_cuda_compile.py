@@ -2,10 +2,13 @@
 
 For sm_80, and by nvcc, in make soak."""
 
+import contextlib
 import ctypes
 import shutil
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -22,8 +25,7 @@ WRITE = f"PYTHONPATH=. python tests/cuda_resources.py > tests/{TABLE.name}"
 
 @pytest.fixture(scope="module")
 def nvrtc() -> str:
-    """Its version; skips where it, or cuda-core, is not installed."""
-    pytest.importorskip("cuda.core", reason="needs cuda-core: pip install -e '.[cuda]'")
+    """Its version; skips where it is not installed."""
     try:
         return compiler_version()
     except KernelUnavailable as error:
@@ -131,10 +133,101 @@ def test_what_cannot_be_compiled_is_shown(source: Source, nvrtc: str) -> None:
         compile_cubin(source, "sm_80")
 
 
-def test_what_a_launch_hands_over(nvrtc: str) -> None:
-    """The sizes, and the arguments in the types that a kernel's parameters have."""
+def test_without_nvrtc_the_remedy_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda._nvrtc.cache_clear()
+    monkeypatch.setattr(cuda, "_nvrtc_files", list)
+    monkeypatch.setattr(cuda, "NVRTC_NAMES", ("libno_such_nvrtc.so",))
+    try:
+        assert "pip install nvidia-cuda-nvrtc" in (cuda.why_not() or "")
+    finally:
+        cuda._nvrtc.cache_clear()
+
+
+FAKE_DRIVER = r'''
+#include <stdio.h>
+#include <string.h>
+// A driver whose one kernel is `void second(float* x, int i, float y) { x[i] = y; }`, run at the launch
+static void *current = 0;
+static int limit = 49152, fail = 0;
+static char log_[4096];
+#define LOG(...) snprintf(log_ + strlen(log_), sizeof log_ - strlen(log_), __VA_ARGS__)
+const char *fake_log(void) { return log_; }
+void fake_fail(int error) { fail = error; }
+int cuCtxGetCurrent(void **context) { *context = current; return 0; }
+int cuCtxSetCurrent(void *context) { current = context; LOG("context %p;", context); return 0; }
+int cuDevicePrimaryCtxRetain(void **context, int device) {
+    LOG("retain %d;", device); *context = (void *)0x500000001; return 0; }
+int cuLibraryLoadData(void **library, const char *code, void *a, void *b, unsigned n, void *c, void *d, unsigned m) {
+    LOG("load %.3s %d;", code + 1, !a && !b && !n && !c && !d && !m); *library = (void *)0x700000002; return 0; }
+int cuLibraryGetKernel(void **kernel, void *library, const char *name) {
+    LOG("kernel %p %s;", library, name); *kernel = (void *)0x800000003; return strcmp(name, "second") ? 500 : 0; }
+int cuKernelGetFunction(void **function, void *kernel) {
+    LOG("function %p;", kernel); *function = (void *)0x900000004; return 0; }
+int cuKernelGetAttribute(int *value, int attribute, void *kernel, int device) { *value = limit; return attribute != 8; }
+int cuKernelSetAttribute(int attribute, int value, void *kernel, int device) {
+    LOG("shared %d;", value); if (value > 101376) return 1; limit = value; return attribute != 8; }
+int cuLaunchKernel(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
+                   unsigned shared, void *stream, void **p, void **extra) {
+    LOG("launch %p %u,%u,%u %u,%u,%u %u %p %d;", function, gx, gy, gz, bx, by, bz, shared, stream, extra == 0);
+    if (!fail) (*(float **)p[0])[*(int *)p[1]] = *(float *)p[2];
+    return fail; }
+int cuGetErrorName(int error, const char **name) {
+    *name = error == 500 ? "CUDA_ERROR_NOT_FOUND" : error == 700 ? "CUDA_ERROR_ILLEGAL_ADDRESS" : 0; return 0; }
+'''
+
+
+@pytest.fixture
+def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[ctypes.CDLL]:
+    """A driver that records its calls, in place of NVIDIA's, and a device of capability 8.0 whose memory is the CPU's."""
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("needs a C compiler")
+    (tmp_path / "driver.c").write_text(FAKE_DRIVER)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", tmp_path / "driver.so", tmp_path / "driver.c"], check=True)
+    library = ctypes.CDLL(str(tmp_path / "driver.so"))
+    library.fake_log.restype = ctypes.c_char_p
+    caches = (cuda._driver, cuda._context, cuda._kernel, cuda._library)
+    for cached in caches:
+        cached.cache_clear()
+    monkeypatch.setattr(cuda, "DRIVER_NAMES", (str(tmp_path / "driver.so"),))
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=0x600000005))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    yield library
+    for cached in caches:
+        cached.cache_clear()
+
+
+def test_a_launch(source: Source, cache: Path, nvrtc: str, driver: ctypes.CDLL) -> None:
+    """The calls of the driver: the context once, the cubin once, each handle and number as a kernel's parameter has it."""
     x = torch.zeros(3)
-    assert cuda._parameters((x, 7, 0.5)) == ((x.data_ptr(), 7, 0.5), (ctypes.c_void_p, ctypes.c_int, ctypes.c_float))
-    assert (cuda._three(5), cuda._three((32, 2))) == ((5, 1, 1), (32, 2, 1))
+    source.launch("second", (5, 2), 32, x, 2, 0.5)
+    source.launch("second", 7, (8, 4, 2), x, -3 + 4, -1.5, shared=64)
+    assert x.tolist() == [0.0, -1.5, 0.5]
+    assert driver.fake_log().decode().split(";")[:-1] == [
+        "retain 0", "context 0x500000001", "load ELF 1", "kernel 0x700000002 second", "function 0x800000003",
+        "launch 0x900000004 5,2,1 32,1,1 0 0x600000005 1", "kernel 0x700000002 second", "function 0x800000003",
+        "launch 0x900000004 7,1,1 8,4,2 64 0x600000005 1"]
+
+
+def test_more_shared_memory_is_asked_for_and_never_less(source: Source, cache: Path, nvrtc: str, driver: ctypes.CDLL) -> None:
+    x = torch.zeros(1)
+    for shared in (49152, 60000, 50000):
+        source.launch("second", 1, 1, x, 0, 1.0, shared=shared)
+    assert [call for call in driver.fake_log().decode().split(";") if call.startswith("shared")] == ["shared 60000"] * 2
+    with pytest.raises(KernelUnavailable, match="needs 200000 bytes of shared memory, and cuda:0 has less"):
+        source.launch("second", 1, 1, x, 0, 1.0, shared=200000)
+
+
+def test_an_error_of_the_driver_is_named(source: Source, cache: Path, nvrtc: str, driver: ctypes.CDLL) -> None:
+    x = torch.zeros(1)
+    with pytest.raises(KernelUnavailable, match=r"cuda:0 does not load first of small\.cu: CUDA_ERROR_NOT_FOUND"):
+        source.launch("first", 1, 1, x)
+    driver.fake_fail(700)
+    with pytest.raises(RuntimeError, match=r"CUDA_ERROR_ILLEGAL_ADDRESS: cuda:0 did not run second of small\.cu"):
+        source.launch("second", 1, 1, x, 0, 1.0)
+    driver.fake_fail(12345)
+    with pytest.raises(RuntimeError, match="CUDA error 12345"):
+        source.launch("second", 1, 1, x, 0, 1.0)
     with pytest.raises(OverflowError):
-        cuda._parameters((x, 2**31))
+        source.launch("second", 1, 1, x, 2**31, 1.0)

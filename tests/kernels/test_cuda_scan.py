@@ -1,4 +1,4 @@
-"""cuda_scan, executed on the CPU under sanitizers (tests/cuda_host), against the properties of every scan."""
+"""The scans in CUDA, executed on the CPU under sanitizers (tests/cuda_host), against the properties of every scan."""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,29 +10,33 @@ import torch
 from cuda_host import COMPILER, ORDERS, Host, on_the_cpu
 
 from kernels.compare import errors
+from kernels.registry import names
 from kernels.wkv4 import WKV4, cases
 
 pytestmark = [pytest.mark.compiles, pytest.mark.skipif(not COMPILER, reason="needs g++ with its sanitizers"),
               pytest.mark.usefixtures("poisoned_memory")]
+CUDA = [name for name in names("wkv4") if name.startswith("cuda_")]
 SEGMENTS = ((2, 300, 3), (1, 131, 33), (1, 128, 64))     # (B, T, C): chunks of 128 steps, blocks of 32 channels, whole and not
 ALLOWED = {"+-5": 1e-5, "+-230": 3e-5}
 
 
-@pytest.fixture
-def scan(host: Host) -> Iterator[WKV4]:
+@pytest.fixture(params=CUDA)
+def scan(request: pytest.FixtureRequest, host: Host) -> Iterator[WKV4]:
     with on_the_cpu(host, "shuffled"):
-        yield WKV4("cuda_scan")
+        yield WKV4(request.param)
 
 
 @pytest.mark.parametrize("order", ORDERS[:2])
 @pytest.mark.parametrize(("spread", "with_state"), [("+-5", False), ("+-230", True)])
 @pytest.mark.parametrize("shape", [*cases.SHAPES[:3], *SEGMENTS], ids=str)
-def test_output_state_and_gradients(shape: tuple[int, int, int], spread: str, with_state: bool, order: str, host: Host) -> None:
+@pytest.mark.parametrize("name", CUDA)
+def test_output_state_and_gradients(name: str, shape: tuple[int, int, int], spread: str, with_state: bool, order: str,
+                                    host: Host) -> None:
     k_spread = (cases.SPREADS | cases.WIDE_SPREADS)[spread]
     time_decay, time_first, k, v, state = cases.inputs(*shape, k_spread, with_state)
     inputs = time_decay, time_first, k, v, state if with_state else None
     with on_the_cpu(host, order):
-        found = errors(cases.results(WKV4("cuda_scan"), inputs), properties.reference(inputs))
+        found = errors(cases.results(WKV4(name), inputs), properties.reference(inputs))
     assert max(found.values()) <= ALLOWED[spread], found
 
 

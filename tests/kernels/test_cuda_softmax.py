@@ -8,25 +8,28 @@ import test_softmax as properties
 import torch
 from cuda_host import ORDERS, Host, on_the_cpu
 
+from kernels.registry import names
 from kernels.softmax import Softmax, cases
 
 pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("poisoned_memory")]
+CUDA = [name for name in names("softmax") if name.startswith("cuda_")]
 OF = conformance.ADAPTERS["softmax"]
 BLOCKS = ((1, 1024), (2, 1025), (1, 40_003))         # a warp's longest row; a block of 3 warps, of 32 that go round twice
 
 
-@pytest.fixture
-def softmax(host: Host) -> Iterator[Softmax]:
+@pytest.fixture(params=CUDA)
+def softmax(request: pytest.FixtureRequest, host: Host) -> Iterator[Softmax]:
     with on_the_cpu(host, "shuffled"):
-        yield Softmax("cuda_v0")
+        yield Softmax(request.param)
 
 
 @pytest.mark.parametrize("order", ORDERS[:2])
 @pytest.mark.parametrize("shape", [*cases.SHAPES, *BLOCKS], ids=str)
-def test_output_and_gradient(shape: tuple[int, ...], order: str, host: Host) -> None:
+@pytest.mark.parametrize("name", CUDA)
+def test_output_and_gradient(name: str, shape: tuple[int, ...], order: str, host: Host) -> None:
     """Rows that start at any multiple of 4 bytes, more rows than a block has, and less."""
     with on_the_cpu(host, order):
-        assert not conformance.wrong(OF, Softmax("cuda_v0"), OF.inputs(shape, torch.float32, "cpu"))
+        assert not conformance.wrong(OF, Softmax(name), OF.inputs(shape, torch.float32, "cpu"))
 
 
 @pytest.mark.parametrize("M", [8, 100, 1030])
@@ -51,9 +54,10 @@ def test_half_precision(softmax: Softmax) -> None:
 
 
 @pytest.mark.parametrize("M", [100, 5000])
-def test_the_same_bits_in_every_order(host: Host, M: int) -> None:
+@pytest.mark.parametrize("name", CUDA)
+def test_the_same_bits_in_every_order(name: str, host: Host, M: int) -> None:
     results = []
     for order in ORDERS:
         with on_the_cpu(host, order):
-            results.append(cases.results(Softmax("cuda_v0"), cases.inputs(3, M)))
+            results.append(cases.results(Softmax(name), cases.inputs(3, M)))
     assert all(torch.equal(result[name], results[0][name]) for result in results for name in result)

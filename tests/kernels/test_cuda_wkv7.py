@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.compiles, pytest.mark.usefixtures("poisoned_memory")]
 CUDA = [name for name in names("wkv7") if name.startswith("cuda_")]
 SHAPES = [(1, 11, 1, 64), (2, 1, 3, 64), (1, 129, 2, 64), (1, 63, 1, 64), (1, 16, 1, 64), (1, 64, 1, 64)]      # (B, T, H, N)
 QUICK = {(name, SHAPES[0]) for name in CUDA} | {(CUDA[-1], shape) for shape in SHAPES[:3]}       # the others in make soak
-SHORT = {"cuda_v0": 20, "cuda_v1": 20, "cuda_v2": 20, "cuda_v3": 70}         # steps: a whole chunk and a part of one
+SHORT = dict.fromkeys(CUDA, 70) | {"cuda_v0": 20, "cuda_v1": 20, "cuda_v2": 20}       # steps: a whole chunk and a part of one
 
 
 class OfWKV7(conformance.OfWKV7):

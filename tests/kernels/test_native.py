@@ -20,7 +20,8 @@ import torch
 from models import exact, in_form, small_model, tokens
 from torch import Tensor
 
-from kernels import matvec, native, wkv4, wkv7
+from kernels import __main__ as listing
+from kernels import matvec, native, registry, wkv4, wkv7
 from kernels.compare import errors, misses
 from kernels.draw import NO_BIAS, Filters
 from kernels.draw import c_v0 as c_draw
@@ -194,6 +195,34 @@ def next_choice(operator: str) -> str:
     in_c, *others = rule(operator, "cpu", torch.float32).order
     assert in_c == "c_v0"
     return next(name for name in others if why_not(operator, name) is None)
+
+
+@in_c
+def test_a_kernel_that_the_library_lacks_is_named(tmp_path: Path) -> None:
+    """By the name that its file calls, also where an f-string goes on after it."""
+    file = tmp_path / "c_v9.py"
+    for called, missing in (('"wkv7_forward_float32"', None), ('f"wkv7_{direction}_{FORMS[r.dtype]}"', None),
+                            ('"timex_c_v9"', "timex_c_v9"), ('\n        f"timex_c_v9_{kind}"', "timex_c_v9_")):
+        file.write_text(f"native.run({called}, 1)\n")
+        assert native.not_built(file) == missing
+
+
+@in_c
+def test_a_kernel_that_is_not_built_is_listed_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert all(listing.not_built(op, name) is None for op in registry.operators() for name in registry.names(op))
+    monkeypatch.setattr(native, "not_built", lambda file: "softmax_c_v9" if file.name == "c_v0.py" else None)
+    assert listing.here("wkv7", "c_v0", ["cpu"]) == "no"
+    described = listing.describe("wkv7", "c_v0", ["cpu"])
+    assert described.endswith("Not here: not built: the library has no softmax_c_v9 (make native).")
+
+
+def test_the_build_needs_no_torch(tmp_path: Path) -> None:
+    """make native runs it in an environment of ziglang alone."""
+    (tmp_path / "torch.py").write_text("raise ImportError('no torch here')\n")
+    code = (f"import sys; sys.path[:0] = [{str(tmp_path)!r}, '.']\n"
+            "from kernels.native import build; print(len(build.sources()))")
+    done = subprocess.run([sys.executable, "-c", code], cwd=build.ROOT, capture_output=True, text=True, check=True)
+    assert int(done.stdout) == len(build.sources())
 
 
 @pytest.mark.parametrize("here", [native.Target("riscv64", "linux"), native.Target("x86_64", "plan9")], ids=str)

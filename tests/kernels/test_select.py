@@ -6,6 +6,7 @@ from stubs import stub
 
 from kernels import registry, select
 from kernels.bench.results import committed, read
+from kernels.machine.hardware import ROOT
 from kernels.registry import KernelUnavailable, UnknownKernel
 from kernels.wkv4 import WKV4, cases
 
@@ -49,9 +50,54 @@ def test_a_convolution_that_is_unsound_in_a_quotient_is_refused(with_stubs: None
 
 def test_auto_takes_the_first_that_runs_and_says_what_is_away_and_not_measured(without_gpu: None) -> None:
     """Here nothing does, and it is the last. float16 has bfloat16's rule."""
-    first, *_, last = select.RULES["wkv4", "cuda", "bfloat16"].order
+    (first, *_, last), measured, _ = select.RULES["wkv4", "cuda", "bfloat16"]
     away = registry.why_not("wkv4", first, "cuda")
-    assert select.why_auto("wkv4", "cuda", torch.float16) == f"{last} (chosen by auto: {away}; not measured on cuda yet)"
+    assert measured
+    assert select.why_auto("wkv4", "cuda", torch.float16) == f"{last} (chosen by auto: {away})"
+
+
+@pytest.mark.parametrize(("heads", "steps", "first"), [
+    (96, 4096, "triton_v1"), (96, 1024, "triton_v1"), (12, 128, "triton_v1"), (1, 1, "triton_v1"), (160, 2048, "triton_v1"),
+    (256, 4096, "cuda_v2"), (512, 4096, "cuda_v2"), (10_000, 8192, "cuda_v2")])
+def test_auto_of_wkv7_follows_the_nearest_measured_size(heads: int, steps: int, first: str,
+                                                        monkeypatch: pytest.MonkeyPatch) -> None:
+    """In bfloat16 on a GPU; the line names the measurement. float32 was measured at one number of heads."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(select, "why_not", lambda *args: None)
+    size = select.Size(heads, steps)
+    assert select.resolve("wkv7", "auto", "cuda", torch.bfloat16, size) == first
+    line = select.why_auto("wkv7", "cuda", torch.bfloat16, size)
+    assert line.startswith(f"{first} (chosen by auto: {select.H200}wkv7-cuda-bfloat16.json, with ")
+    assert select.resolve("wkv7", "auto", "cuda", torch.float32, size) == "cuda_v3"
+    assert select.resolve("wkv7", "auto", "cuda", torch.float16, size) == "cuda_v3"
+    assert select.resolve("wkv7", "auto", "cpu", torch.bfloat16, size) == "c_v0"
+
+
+def test_auto_of_wkv7_passes_over_a_kernel_that_takes_no_heads_so_wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(select, "why_not", lambda *args: None)
+    size = select.Size(96, 1024, 512)
+    assert select.resolve("wkv7", "auto", "cuda", torch.bfloat16, size) == "cuda_v3"
+    assert select.why_auto("wkv7", "cuda", torch.bfloat16, size) == (
+        "cuda_v3 (chosen by auto: triton_v1 takes heads of up to 256 channels)")
+
+
+def test_triton_v1_is_refused_by_a_gpu_without_its_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    requires = registry.load("wkv7", "triton_v1").REQUIRES
+    too_old = "it needs compute capability 8.0, and this GPU has 7.5"
+    for capability, reason in (((7, 5), too_old), ((8, 0), None), ((12, 0), None)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
+        assert requires.why_not() == reason
+
+
+def test_auto_names_a_measurement_that_is_committed() -> None:
+    for key, rule in select.RULES.items():
+        if rule.source:
+            _, _, named = rule.source.rpartition(" ")
+            (report,) = read([ROOT / named])
+            assert (report["op"], report["device"], report["dtype"]) == key
+            assert report["machine"]["gpu"].split(" 80GB")[0] in rule.source
 
 
 def needs_a_compiler(name: str, operator: str = "wkv4") -> bool:
@@ -80,14 +126,25 @@ def test_the_rule_agrees_with_the_committed_results(key: tuple[str, str, str]) -
     operator = key[0]
     reports = [report for report in read(committed())
                if (report["op"], report["device"], report["dtype"]) == key
-               and select.RULES[key].order[0] in [result["name"] for shape in report["shapes"] for result in shape["results"]]]
+               and any(result["name"].split()[0] == select.RULES[key].order[0]
+                       for shape in report["shapes"] for result in shape["results"])]
     assert select.RULES[key].measured == bool(reports)
     for measured in (measured for report in reports for measured in report["shapes"]):
         ms: dict[str, float] = {}
         for result in measured["results"]:
-            ms[result["name"]] = ms.get(result["name"], 0.0) + result["ms"]
-        fastest = min(ms[name] for name in ms if not needs_a_compiler(name.split()[0], operator))
-        assert ms[select.RULES[key].order[0]] <= NOISE * fastest, measured["shape"]
+            name = result["name"].split()[0]             # "(prototype)" may follow
+            ms[name] = ms.get(name, 0.0) + result["ms"]
+        fastest = min(ms[name] for name in ms if not needs_a_compiler(name, operator))
+        sizes = measured["shape"]
+        size = select.Size(sizes["B"] * sizes["H"], sizes["T"]) if operator == "wkv7" else None
+        assert ms[select.rule(*key, size).order[0]] <= NOISE * fastest, sizes
+
+
+def test_the_rules_by_size_hold_every_measured_size() -> None:
+    for (op, device, dtype), orders in select.BY_SIZE.items():
+        shapes = [measured["shape"] for report in read(committed())
+                  if (report["op"], report["device"], report["dtype"]) == (op, device, dtype) for measured in report["shapes"]]
+        assert set(orders) == {select.Size(sizes["B"] * sizes["H"], sizes["T"]) for sizes in shapes}
 
 
 def test_auto_runs_here() -> None:

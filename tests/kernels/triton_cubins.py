@@ -1,9 +1,11 @@
 """The Triton kernels as they are launched, compiled to cubins without a GPU: `python triton_cubins.py 90` for sm_90.
 
-`python triton_cubins.py 90 once` compiles each kernel with one set of constants, in a third of the time.
+`python triton_cubins.py 90 once` compiles each kernel with one set of constants, in a third of the time;
+`python triton_cubins.py 90 64,bfloat16 128,float32` those of wkv7's triton_v1, by width of a head and dtype of the inputs.
 
 Each launch of the launchers in kernels/ is compiled instead, with its own constants and options. Prints JSON: by kernel and
-constants, what Triton and cuobjdump say of the cubin. For test_triton.py, in a process without TRITON_INTERPRET.
+constants, what Triton and cuobjdump say of the cubin. For test_triton.py and triton_resources.py, in a process without
+TRITON_INTERPRET.
 """
 
 import json
@@ -29,12 +31,18 @@ CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuob
 BY_16 = [["tt.divisibility", 16]]
 
 
-def main(arch: int, once: bool) -> None:
-    print(json.dumps(cubins(launches(widths=(96, 1) if arch == 90 else (96,)), arch, once)))
+def main(arch: int, *what: str) -> None:
+    if what == ("once",):
+        found = cubins(arch, launches(widths=(96, 1) if arch == 90 else (96,)), once=True)
+    elif what:
+        found = cubins(arch, (launch for head in what for launch in wkv7_launches("triton_v1", *head.split(","))))
+    else:
+        found = cubins(arch, launches(widths=(96, 1) if arch == 90 else (96,)))
+    print(json.dumps(found))
 
 
-def cubins(launches: Iterable[Callable[[], Any]], arch: int, once: bool = False) -> dict[str, dict[str, Any]]:
-    """By kernel and constants, what Triton and cuobjdump say of the cubin that each launch needs."""
+def cubins(arch: int, launches: Iterable[Callable[[], Any]], once: bool = False) -> dict[str, dict[str, Any]]:
+    """By kernel and constants, the facts of each launch; once: of the first of each kernel."""
     found: dict[str, dict[str, Any]] = {}
     compiled: set[JITFunction] = set()
 
@@ -56,44 +64,51 @@ def cubins(launches: Iterable[Callable[[], Any]], arch: int, once: bool = False)
 def launches(widths: tuple[int, ...]) -> Iterator[Any]:
     """Every kernel with every set of constants that there is; of the WKV's, one per width: 96 is compiled in, 1 is not."""
     timex, wkv, softmax = load("timex", "triton_v0"), load("wkv4", "triton_scan"), load("softmax", "triton_v0")
-    wkv7 = load("wkv7", "triton_v0")
     for B, C in ((1, 1), (40, 32), (256, 32)):
         w, k = torch.empty(C, 64), torch.empty(B, C, 64)
         yield lambda w=w, k=k: timex.forward(w, k, 0.0)
         yield lambda w=w, k=k: timex.grad_k(w, k)
         yield lambda k=k: timex.grad_w(k, k)
-    for C in widths:
-        x, state, row = torch.empty(2, C, C), torch.empty(2, C), torch.empty(C)
+    for C, dtype in [*((C, torch.float32) for C in widths), (96, torch.bfloat16)]:
+        x, state, row = torch.empty(2, C, C, dtype=dtype), torch.empty(2, C), torch.empty(C)
         yield lambda x=x, s=state, r=row: wkv.forward(r, r, x, x, s, s, s)
         yield lambda x=x, s=state, r=row: wkv.backward(r, r, x, x, s, s, s, x, x, s, s)
     for M in (1, 1000, 16384, 262144):
         x = torch.empty(2, M)
         yield lambda x=x: softmax.forward(x)
         yield lambda x=x: softmax.backward(x, x)
-    for dtype in (torch.float32, torch.bfloat16):
-        x, log_w, state = torch.empty(2, 70, 3, 64, dtype=dtype), torch.empty(2, 70, 3, 64), torch.empty(2, 3, 64, 64)
-        kept = [torch.empty(shape) for shape in wkv7.kept(2, 70, 3, 64)]
-        yield lambda x=x, w=log_w, s=state: wkv7.forward(x, w, x, x, x, x, s)
-        yield lambda x=x, w=log_w, s=state, kept=kept: wkv7.forward(x, w, x, x, x, x, s, *kept)
-        yield lambda x=x, w=log_w, s=state, kept=kept: wkv7.backward(x, w, x, x, x, x, s, *kept, x, s)
+    for name in ("triton_v0", "triton_v1"):
+        for dtype in ("float32", "bfloat16"):
+            yield from wkv7_launches(name, "64", dtype)
+
+
+def wkv7_launches(name: str, head: str, dtype: str) -> Iterator[Any]:
+    """Of forward with and without what it keeps, if that is anything, and of backward, for heads of that width."""
+    wkv7, N = load("wkv7", name), int(head)
+    x, log_w, state = torch.empty(2, 80, 3, N, dtype=getattr(torch, dtype)), torch.empty(2, 80, 3, N), torch.empty(2, 3, N, N)
+    kept = [torch.empty(shape) for shape in wkv7.kept(2, 80, 3, N)] if hasattr(wkv7, "kept") else []
+    yield lambda: wkv7.forward(x, log_w, x, x, x, x, state)
+    if kept:
+        yield lambda: wkv7.forward(x, log_w, x, x, x, x, state, *kept)
+    yield lambda: wkv7.backward(x, log_w, x, x, x, x, state, *kept, x, state)
 
 
 def is_constant(param: Any, arg: Any) -> bool:
     """Triton takes an integer that is 1 for a constant: not everything that one can do with a variable can be done with it."""
-    return param.is_constexpr or (isinstance(arg, int) and arg == 1)
+    return param.is_constexpr or (isinstance(arg, int) and arg == 1 and not param.do_not_specialize)
 
 
 def signature(kernel: JITFunction, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:
     """As Triton's own launch specialises it: types, constants, and what is a multiple of 16."""
     types = {name: "constexpr" if name in constants else kind(arg) for name, arg in zip(kernel.arg_names, args, strict=True)}
     even = {(i,): BY_16 for i, (name, arg) in enumerate(zip(kernel.arg_names, args, strict=True))
-            if name not in constants and is_even(arg)}
+            if name not in constants and is_even(arg) and not kernel.params[i].do_not_specialize}
     return types, constants, even
 
 
 def kind(arg: Any) -> str:
     if isinstance(arg, Tensor):
-        return {torch.bfloat16: "*bf16", torch.int64: "*i64"}.get(arg.dtype, "*fp32")
+        return {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.int64: "*i64"}.get(arg.dtype, "*fp32")
     return "i32" if isinstance(arg, int) else "fp32"
 
 
@@ -119,4 +134,4 @@ def dots(ttgir: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), "once" in sys.argv)
+    main(int(sys.argv[1]), *sys.argv[2:])

@@ -51,5 +51,5 @@ if __name__ == "__main__":
     found: dict[str, Any] = {}
     once = "once" in sys.argv
     for size in (64,) if once else (64, 128, 256):
-        found |= cubins(launches(size), int(sys.argv[1]), once)
+        found |= cubins(int(sys.argv[1]), launches(size), once)
     print(json.dumps(found))

@@ -6,10 +6,12 @@
 //   decay     e^w, w = -exp(time_decay);   over a segment: e^(STEPS w);   bonus: e^time_first
 //   Gradient  of a and b, at the scale 2^P of one moment
 //
-// STEPS and WARPS are given by whoever compiles this. k and v are read once: a segment stays in registers while its sum goes
-// through shared memory, and the sums of the segments before it come back as the state that it starts from.
+// Macros: STEPS, WARPS, and BFLOAT16, the dtype of k, v, y and their gradients; all else is float32. k and v are read once: a
+// segment stays in registers while its sum goes through shared memory, and the sums of the segments before it come back as the
+// state that it starts from.
 
 #include "fast.cuh"
+#include "number.cuh"
 
 constexpr int LANES = 32, THREADS = LANES * WARPS, CHUNK = STEPS * WARPS;
 constexpr float LIMIT = 1.1e7f;             // of |k|, |p| and |time_first|: float32 has no fraction beyond it
@@ -157,8 +159,8 @@ struct Segment {
     float m[STEPS], v[STEPS];
     int n[STEPS];
 
-    __device__ __forceinline__ void load(const float* k, const float* v_from, int C, int length) {
-        forwards(length, [&](int i) { m[i] = k[i * C], v[i] = v_from[i * C]; });
+    __device__ __forceinline__ void load(const Number* k, const Number* v_from, int C, int length) {
+        forwards(length, [&](int i) { m[i] = number(k + i * C), v[i] = number(v_from + i * C); });
     }
     __device__ __forceinline__ void exponentiate(int length) {
         forwards(length, [&](int i) { const Power e = exponential(m[i]); m[i] = e.m, n[i] = e.n; });
@@ -202,8 +204,8 @@ static __device__ State saved(const float* states, const Place& place) {
 // With OUTPUT y; without it the states before each chunk. Returns the state after the last step.
 template <bool OUTPUT>
 static __device__ __forceinline__ State scan(const Place& place, const float* time_decay, const float* time_first,
-                                             const float* k, const float* v, const float* a, const float* b, const float* p,
-                                             float* y, float* states) {
+                                             const Number* k, const Number* v, const float* a, const float* b,
+                                             const float* p, Number* y, float* states) {
     __shared__ State sums[2][WARPS][LANES], starts[2][LANES];   // two of each: a fast warp writes while a slow one reads
     const Weights by = weights(place, time_decay, time_first);
     const Power decay = by.decay(), bonus = by.bonus();
@@ -229,10 +231,10 @@ static __device__ __forceinline__ State scan(const Place& place, const float* ti
             starts[(chunk + 1) & 1][lane] = normal(next);
         }
         if (OUTPUT) {
-            float* const y_own = y + at;
+            Number* const y_own = y + at;
             forwards(length, [&](int i) {
                 const float now = share_now(bonus, state.P, own.m[i], own.n[i]);
-                y_own[i * C] = (state.a + now * own.v[i]) * reciprocal(state.b + now);
+                write(y_own + i * C, (state.a + now * own.v[i]) * reciprocal(state.b + now));
                 const Shares s = shares(decay, state.P, own.m[i], own.n[i]);
                 state = {s.kept * state.a + s.added * own.v[i], s.kept * state.b + s.added, s.P};
             });
@@ -244,9 +246,9 @@ static __device__ __forceinline__ State scan(const Place& place, const float* ti
 
 // k, v, y (B,T,C); all else (B,C)
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
-scan_forward(const float* __restrict__ time_decay, const float* __restrict__ time_first, const float* __restrict__ k,
-             const float* __restrict__ v, const float* __restrict__ a, const float* __restrict__ b,
-             const float* __restrict__ p, float* __restrict__ y, float* __restrict__ a_after, float* __restrict__ b_after,
+scan_forward(const float* __restrict__ time_decay, const float* __restrict__ time_first, const Number* __restrict__ k,
+             const Number* __restrict__ v, const float* __restrict__ a, const float* __restrict__ b,
+             const float* __restrict__ p, Number* __restrict__ y, float* __restrict__ a_after, float* __restrict__ b_after,
              float* __restrict__ p_after, int B, int T, int C) {
     const Place place(blockIdx.x, B, T, C);
     const State after = scan<true>(place, time_decay, time_first, k, v, a, b, p, y, nullptr);
@@ -258,8 +260,8 @@ scan_forward(const float* __restrict__ time_decay, const float* __restrict__ tim
 
 // states (chunks + 1,3,B,C)
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
-scan_states(const float* __restrict__ time_decay, const float* __restrict__ time_first, const float* __restrict__ k,
-            const float* __restrict__ v, const float* __restrict__ a, const float* __restrict__ b,
+scan_states(const float* __restrict__ time_decay, const float* __restrict__ time_first, const Number* __restrict__ k,
+            const Number* __restrict__ v, const float* __restrict__ a, const float* __restrict__ b,
             const float* __restrict__ p, float* __restrict__ states, int B, int T, int C) {
     const Place place(blockIdx.x, B, T, C);
     const State after = scan<false>(place, time_decay, time_first, k, v, a, b, p, nullptr, states);
@@ -299,11 +301,11 @@ struct Replay {
 
 // grad_a and grad_b come in; grad_a_before, grad_b_before, grad_decay and grad_first go out, the latter two to be summed over B
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-scan_backward(const float* __restrict__ time_decay, const float* __restrict__ time_first, const float* __restrict__ k,
-              const float* __restrict__ v, const float* __restrict__ a, const float* __restrict__ b,
-              const float* __restrict__ p, const float* __restrict__ states, const float* __restrict__ grad_y,
-              const float* __restrict__ grad_a, const float* __restrict__ grad_b, float* __restrict__ grad_k,
-              float* __restrict__ grad_v, float* __restrict__ grad_decay, float* __restrict__ grad_first,
+scan_backward(const float* __restrict__ time_decay, const float* __restrict__ time_first, const Number* __restrict__ k,
+              const Number* __restrict__ v, const float* __restrict__ a, const float* __restrict__ b,
+              const float* __restrict__ p, const float* __restrict__ states, const Number* __restrict__ grad_y,
+              const float* __restrict__ grad_a, const float* __restrict__ grad_b, Number* __restrict__ grad_k,
+              Number* __restrict__ grad_v, float* __restrict__ grad_decay, float* __restrict__ grad_first,
               float* __restrict__ grad_a_before, float* __restrict__ grad_b_before, int B, int T, int C) {
     __shared__ State sums[WARPS][LANES];
     __shared__ Sum back[WARPS][LANES];
@@ -322,12 +324,12 @@ scan_backward(const float* __restrict__ time_decay, const float* __restrict__ ti
     for (int chunk = chunks - 1; chunk >= 0; --chunk) {
         const int length = place.length(chunk, warp);
         const long long at = place.at(chunk);
-        const float *const v_own = v + at, *const grad_y_own = grad_y + at;
-        float *const grad_k_own = grad_k + at, *const grad_v_own = grad_v + at;
+        const Number *const v_own = v + at, *const grad_y_own = grad_y + at;
+        Number *const grad_k_own = grad_k + at, *const grad_v_own = grad_v + at;
         Segment own = {};
         float g[STEPS] = {};
         own.load(k + at, v_own, C, length);
-        forwards(length, [&](int i) { g[i] = grad_y_own[i * C]; });
+        forwards(length, [&](int i) { g[i] = number(grad_y_own + i * C); });
         own.exponentiate(length);
         const State sum = own.sum(decay, length);
         sums[warp][lane] = sum;
@@ -348,8 +350,8 @@ scan_backward(const float* __restrict__ time_decay, const float* __restrict__ ti
         grad_u += replay.grad_u;
         grad_w += replay.grad_w + A * replay.da + B * replay.db;
         backwards(length, [&](int i) {
-            grad_k_own[i * C] = by_k[i][thread] + replay.added[i] * (A * v_own[i * C] + B);
-            grad_v_own[i * C] = by_v[i][thread] + replay.added[i] * A;
+            write(grad_k_own + i * C, by_k[i][thread] + replay.added[i] * (A * number(v_own + i * C) + B));
+            write(grad_v_own + i * C, by_v[i][thread] + replay.added[i] * A);
             A = replay.kept[i] * A + replay.grad_num[i], B = replay.kept[i] * B - replay.grad_den[i];
         });
     }

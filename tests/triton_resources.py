@@ -1,0 +1,87 @@
+"""What WKV-7's triton_v1 takes of a GPU, with no GPU: registers, shared memory, spills, by width of a head and dtype.
+
+    PYTHONPATH=. python tests/triton_resources.py > tests/triton_resources.txt      # minutes; after a change that is meant to
+"""
+
+import importlib.metadata
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+TESTS = Path(__file__).parent
+TABLE = TESTS / "triton_resources.txt"
+WRITE = f"PYTHONPATH=. python tests/triton_resources.py > tests/{TABLE.name}"
+ARCHS = (80, 90, 100, 120)
+HEADS = tuple(f"{N},{dtype}" for dtype in ("bfloat16", "float32") for N in (64, 128, 256))
+NAMES = {"KEEP=False OUTPUT=True": "forward", "KEEP=True OUTPUT=False": "states", "KEEP=True OUTPUT=True": "reverse"}
+
+
+class Kernel(NamedTuple):
+    name: str
+    arch: str
+    head: str
+
+
+class Resources(NamedTuple):
+    """Registers and spilled bytes of a thread, bytes of shared memory and warps of a program."""
+
+    registers: int
+    shared: int
+    spilled: int
+    warps: int
+
+
+def measure(arch: int, heads: Sequence[str], cache: Path) -> dict[Kernel, Resources]:
+    """The resources of each kernel for each of the heads, as "64,bfloat16". cache: a folder for Triton's files."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
+    found = {}
+    for head in heads:
+        done = subprocess.run([sys.executable, TESTS / "kernels" / "triton_cubins.py", str(arch), head], text=True, check=False,
+                              capture_output=True, cwd=TESTS.parent, env=environment | {"TRITON_CACHE_DIR": str(cache)})
+        assert done.returncode == 0, done.stderr
+        for name, needs in json.loads(done.stdout).items():
+            taken = Resources(needs["registers"], needs["shared"], needs["spilled"], needs["warps"])
+            found[Kernel(_short(name), f"sm_{arch}", head)] = taken
+    return found
+
+
+def version() -> str:
+    return importlib.metadata.version("triton")
+
+
+def read_table() -> tuple[str, dict[Kernel, Resources]]:
+    """(Triton's version, the committed numbers)."""
+    lines = [line.split() for line in TABLE.read_text(encoding="utf-8").splitlines() if not line.startswith("#")]
+    (_, written_by), *rows = lines
+    return written_by, {Kernel(*row[:3]): Resources(*map(int, row[3:])) for row in rows}
+
+
+def write_table() -> Iterator[str]:
+    yield "# What kernels/wkv7/triton_v1.py takes: test_triton.py compares it, triton_resources.py wrote it."
+    yield f"Triton {version()}"
+    yield f"# {'kernel':18}{'arch':8}{'head':14}{'registers':>10}{'shared':>10}{'spilled':>10}{'warps':>7}"
+    with tempfile.TemporaryDirectory() as cache:
+        for arch in ARCHS:
+            for kernel, taken in measure(arch, HEADS, Path(cache)).items():
+                yield f"{kernel.name:20}{kernel.arch:8}{kernel.head:14}" \
+                      f"{taken.registers:10}{taken.shared:10}{taken.spilled:10}{taken.warps:7}"
+
+
+def _short(name: str) -> str:
+    """ "scan_forward", "prepare_backward", "gradients": the kernel, and which of its sets of constants."""
+    kernel = name.split()[0]
+    scan = re.search(r"KEEP=\w+ OUTPUT=\w+", name)
+    if scan:
+        return f"{kernel}_{NAMES[scan[0]]}"
+    return kernel if "BACKWARD" not in name else f"{kernel}_{'backward' if 'BACKWARD=True' in name else 'forward'}"
+
+
+if __name__ == "__main__":
+    for line in write_table():
+        print(line, flush=True)
