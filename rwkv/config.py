@@ -161,6 +161,9 @@ class DataConfig:
     path: str | None = option(None, "a file, a folder, a pattern such as books/**/*.txt, or a data set's name", verbatim=PATH)
     field: str = option("text", "name of the field with the text, in jsonl and hf", verbatim=TEXT, filled=True,
                        needs=("data.name", "jsonl", "hf"))
+    separator: str | None = option(None, "text between the documents of a file, such as <|endoftext|>; null: a file, or each "
+                                   "text of jsonl and hf, is one document", verbatim=NAME, filled=True,
+                                   needs=("data.name", "text", "jsonl", "hf"))
     template: str | None = option(None, f"of conversations: {TEMPLATES}; null: by init_from's file", verbatim=PATH,
                                   needs=("data.name", "chat"))
     think: str = option("false", "how learnt answers begin: true: answers with thoughts follow the prompt that asks for "

@@ -17,7 +17,7 @@ from kernels.machine.cpu import matrix_dtype, why_slow
 from kernels.machine.memory import resident_memory
 from rwkv.chat.names import Choice, choose_template
 from rwkv.config import ORTHOGONAL, TrainConfig, TrainerConfig, TuneConfig
-from rwkv.data import documents
+from rwkv.data import documents, separators
 from rwkv.data.conversations import Tokenised
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
@@ -92,6 +92,7 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
     lost = data.describe_lost()
     if lost:
         yield "WARNING", lost
+    yield from _documents(config, data)
     if data.val_share > config.data.val_fraction + EXCESS:
         yield "WARNING", (f"validation has {100 * data.val_share:.3g} % of the text, and data.val_fraction asks for "
                           f"{100 * config.data.val_fraction:g} %: whole documents are chosen, whatever their length; split the "
@@ -138,6 +139,25 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
     yield from _memory(config, V, device, programs)
     kept = counted(n_checkpoints(config.trainer.keep_last), "checkpoint")
     yield "disk", f"{readable(checkpoint_bytes(config, V))} for {kept}; {readable(free_disk(run.out_dir))} is free"
+
+
+def _documents(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
+    """Lines on what the documents show of a wrong split: copies, and marks between documents."""
+    if data.copies:
+        kind = "document"
+        if data.conversations:
+            kind = "pair" if data.conversations[0].paired else "conversation"
+        number = (len(data.train.starts) + len(data.val.starts)) // (2 if kind == "pair" else 1)
+        if data.copies == number - 1:
+            yield "WARNING", f"all {kind}s have the same text, so that val/loss measures what is learnt by heart"
+        else:
+            yield "copies", f"{counted(data.copies, kind)} repeat others; all copies of a {kind} are in the same split"
+    if data.repeated > EXCESS:
+        yield "WARNING", (f"the training text has {100 * data.repeated:.0f} % of the validation text too, line by line, so that "
+                          "val/loss measures what is learnt by heart: remove the copies"
+                          + ("" if config.data.separator else ", or give the text between documents, data.separator="))
+    if data.marks:
+        yield "WARNING", separators.describe(data.marks, config.data.name in ("text", "jsonl", "hf"))
 
 
 def _crowded() -> str | None:

@@ -5,7 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from rwkv.config import DataConfig
-from rwkv.data.source import Source, split_documents
+from rwkv.data.copies import split_documents
+from rwkv.data.source import Source
+from rwkv.data.sources.jsonl import between_separators
 from rwkv.data.text_files import contents
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
@@ -27,10 +29,10 @@ def source(config: DataConfig, cache: Path) -> Source:
                         f"{', '.join(texts) or 'none'}: choose with data.field=NAME")
 
     def documents() -> Iterator[Any]:
-        return split_documents(_texts(dataset, config), config.val_fraction, str(config.path))
+        return split_documents(between_separators(_texts(dataset, config), config), config.val_fraction, str(config.path))
 
     about = f"{config.path}, split {config.split}, {counted(len(dataset), 'row')}, column {config.field}"
-    identity = sha256([config.field, config.split, str(len(dataset)), *_content(dataset, config, cache)])
+    identity = sha256([config.field, *filter(None, [config.separator]), config.split, str(len(dataset)), *_content(dataset, config, cache)])
     return Source(documents, about, identity, int(dataset.data.nbytes))
 
 
