@@ -51,8 +51,8 @@ class Tokens(NamedTuple):
     """sha256: of the index and the checksum of the ids. bytes_per_token: bytes of the validation text per predicted token.
 
     gzip_bpb: bits per byte of `gzip -9` on that text. unknown: the share of its ids that are the unknown token; None if the
-    tokenizer's definition shows that it loses nothing. copies: the number of documents that repeat an earlier one; moved: of those
-    that are in another split than without copies.
+    tokenizer's definition shows that it loses nothing. copies: the number of documents that repeat an earlier one; moved: of
+    those that are in another split than without copies.
     """
 
     train: TokenArray
@@ -117,8 +117,9 @@ def read(path: str, tokenizer: Tokenizer, val_fraction: float, cache: Path) -> T
 
 
 def _copies_together(group: np.ndarray, lengths: np.ndarray, plain: np.ndarray, val_fraction: float) -> np.ndarray:
-    """Whether each document (D,) is for validation. group (D,): equal for equal documents; lengths (D,): in ids; plain (D,): the
-    split without copies, which stays if each group is on one side of it.
+    """Whether each document (D,) is for validation. group (D,): equal for equal documents; lengths (D,): in ids.
+
+    plain (D,): the split without copies, which stays if each group is on one side of it.
     """
     groups = int(group.max()) + 1
     of_val = np.bincount(group, plain, groups)
@@ -220,9 +221,9 @@ def _hashes(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray
     with tqdm(total=len(starts), desc="comparing documents", unit="", delay=2, file=sys.stderr, leave=False) as bar:
         for number, (begin, end) in enumerate(zip(starts.tolist(), ends, strict=True)):
             while begin < end and plain[begin] == end_of_text:
-                begin += 1               # noqa: PLW2901
+                begin += 1
             while begin < end and plain[end - 1] == end_of_text:
-                end -= 1                 # noqa: PLW2901
+                end -= 1
             digest = hashlib.blake2b(plain[begin:end].tobytes(), digest_size=8).digest()
             hashes[number] = int.from_bytes(digest)
             bar.update()

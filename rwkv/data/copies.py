@@ -122,7 +122,8 @@ def repeated_share(documents: Iterable[Document]) -> float:
 
     SAMPLE lines, spread over the validation text, are looked for.
     """
-    train, val = ([document for document in documents if document.val == is_val] for is_val in (False, True))
+    both = list(documents)
+    train, val = ([document for document in both if document.val == is_val] for is_val in (False, True))
     sample: list[str] = []
     every = 1
     for number, line in enumerate(line for document in val for lines in _lines(document.chunks) for line in lines

@@ -9,8 +9,8 @@ from rwkv.errors import UserError
 from rwkv.io.lines import counted
 
 LINE_ENDS = "\r\n"
-MARK = re.compile(r"<(?:\|(?:end|eo)[\w ]{0,24}\|>|\|\w{1,20}_(?:end|sep)\|>|/s>|end_of_\w{1,12}>|(?:eo[std]|sep|endoftext|end)>"
-                  r"|｜end▁of▁\w{1,12}｜>)|\[(?:EO[STD]|SEP|END)\]", re.IGNORECASE)
+MARK = re.compile(r"<(?:\|(?:end|eo|EO)[\w ]{0,24}\|>|\|\w{1,20}_(?:end|sep)\|>|/s>|end_of_\w{1,12}>|eo[std]>|EO[STD]>"
+                  r"|endoftext>|｜end▁of▁\w{1,12}｜>)|\[EO[STD]\]")
 Text = tuple[str, str, int | None]       # a text, its place for errors, and its bytes in the source
 
 

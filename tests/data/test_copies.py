@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from binidx_files import write
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rwkv.config import DataConfig
@@ -27,7 +27,8 @@ Writer = Callable[[Path, list[str]], DataConfig]
 
 
 def config_of(folder: Path, name: str, path: Path | str, **options: object) -> DataConfig:
-    return dataclasses.replace(DataConfig(name=name, path=str(path), tokenizer="byte", cache_dir=str(folder / "cache")), **options)
+    config = DataConfig(name=name, path=str(path), tokenizer="byte", cache_dir=str(folder / "cache"))
+    return dataclasses.replace(config, **options)
 
 
 def as_lines(folder: Path, texts: list[str]) -> DataConfig:
@@ -68,7 +69,7 @@ KINDS: list[Writer] = [as_lines, as_compressed_list, as_files, as_separated_text
 
 def documents(corpus: Corpus) -> tuple[list[str], list[str]]:
     """The texts of the documents in (training, validation)."""
-    splits = ([ids for ids in np.split(split[:], split.starts[1:])] for split in (corpus.train, corpus.val))
+    splits = (np.split(split[:], split.starts[1:]) for split in (corpus.train, corpus.val))
     train, val = (["".join(map(chr, ids.tolist())).strip("\0") for ids in split] for split in splits)
     return train, val
 
@@ -126,7 +127,7 @@ def test_a_text_that_repeats_itself_is_noticed() -> None:
     lines = [f"line {n} of a text that is long enough to be compared\n" for n in range(100)]
 
     def share(train: list[str], val: list[str]) -> float:
-        return repeated_share([Document(train, False, ""), Document(val, True, "")])
+        return repeated_share(iter([Document(train, False, ""), Document(val, True, "")]))
 
     assert share(["".join(lines)], ["}\n", "".join(lines[:20])]) == 1.0
     assert share([text[:30] for text in lines], lines[:20]) < 1.0
@@ -159,10 +160,9 @@ def test_each_text_has_one_split(texts: list[int], fraction: float) -> None:
 
 @given(texts=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 9)), min_size=2, max_size=30), fraction=st.floats(0.01, 0.99))
 def test_files_in_order_reach_the_fraction_with_their_copies(texts: list[tuple[int, int]], fraction: float) -> None:
-    sizes = {text: size for text, size in texts}
+    sizes = dict(texts)
     names = [text for text, _ in texts]
-    if len(sizes) == 1:
-        return
+    assume(len(sizes) > 1)
     placed = place_in_order(names, [sizes[name] for name in names], fraction)
     val = {name for name, place in zip(names, placed, strict=True) if place.val}
     assert val

@@ -15,9 +15,10 @@ The list is also called conversation, items or interactions, and its messages ma
 value of the role function_call may be JSON in a string. Null fields count as missing, since `datasets` writes them so.
 
 A conversation is a document, rendered by the chat template data.template. The first one and one of every 1/val_fraction that
-follow are for validation, with their copies. An answer is context, and not learnt, if it or its conversation has "weight": 0 or a field of that
-meaning (rwkv/chat/messages.py), if "label": false stands beside prompt and completion (KTO, in TRL), or if it is in a list
-`prompt`, as in TRL. A conversation without any learnt answer is left out, and counted.
+follow are for validation, with their copies (rwkv/data/copies.py). An answer is context, and not learnt, if it or its
+conversation has "weight": 0 or a field of that meaning (rwkv/chat/messages.py), if "label": false stands beside prompt and
+completion (KTO, in TRL), or if it is in a list `prompt`, as in TRL. A conversation without any learnt answer is left out, and
+counted.
 """
 
 import json

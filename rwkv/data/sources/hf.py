@@ -32,7 +32,8 @@ def source(config: DataConfig, cache: Path) -> Source:
         return split_documents(between_separators(_texts(dataset, config), config), config.val_fraction, str(config.path))
 
     about = f"{config.path}, split {config.split}, {counted(len(dataset), 'row')}, column {config.field}"
-    identity = sha256([config.field, *filter(None, [config.separator]), config.split, str(len(dataset)), *_content(dataset, config, cache)])
+    identity = sha256([config.field, *filter(None, [config.separator]), config.split, str(len(dataset)),
+                       *_content(dataset, config, cache)])
     return Source(documents, about, identity, int(dataset.data.nbytes))
 
 

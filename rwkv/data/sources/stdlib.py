@@ -41,7 +41,7 @@ def source(config: DataConfig, cache: Path) -> Source:
 
 
 def read_stdlib(root: Path, val_fraction: float) -> Text:
-    """The .py files under `root`, each a document; the first ones in a fixed random order are for validation, with their copies.
+    """The .py files under `root`, each a document; the first ones in a fixed random order are for validation, with copies.
 
     A file's place in that order depends only on its own name, so that another Python version has nearly the same split.
     """

@@ -46,7 +46,8 @@ def _one(found: list[tuple[str, Path]], content: Content, val_fraction: float) -
     size = path.stat().st_size
     bounds = (size - (content.characters - cut) + 1, size - cut + 1)
     equal = f" (and {counted(copies, 'file')} with the same text, which are not read)" if copies else ""
-    return Source(documents, f"{path.name}{equal}, the last {100 * val_fraction:g} % for validation", content.sha256, size, bounds)
+    about = f"{path.name}{equal}, the last {100 * val_fraction:g} % for validation"
+    return Source(documents, about, content.sha256, size, bounds)
 
 
 def _several(found: list[tuple[str, Path]], read: list[Content], config: DataConfig) -> Source:
@@ -74,7 +75,8 @@ def _separated(found: list[tuple[str, Path]], config: DataConfig, separator: str
 
     name = found[0][1].name if len(found) == 1 else f"{len(found)} files of {config.path}"
     identity = sha256([separator, *names_and_hashes(found, cache, text=True)])
-    return Source(documents, f"{name}, documents between {separator!r}", identity, sum(path.stat().st_size for _, path in found))
+    size = sum(path.stat().st_size for _, path in found)
+    return Source(documents, f"{name}, documents between {separator!r}", identity, size)
 
 
 def _between(path: Path, start: int, stop: int) -> Iterator[str]:
