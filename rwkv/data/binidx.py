@@ -16,6 +16,7 @@ import hashlib
 import sys
 import time
 import zlib
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,8 +141,7 @@ def _selected(bin_file: Path, entry: dict[str, Any], places: np.ndarray, selecte
     """The documents (D,) that are selected, as parts of the .bin file. starts: the file for their places in the split."""
     lengths = np.diff(places, append=entry["tokens"])
     begins = np.cumsum(np.append(0, lengths[selected]))[:-1]
-    if not starts.is_file() or not np.array_equal(np.load(starts), begins):
-        write(starts, lambda file: np.save(file, begins))
+    _save(starts, begins)
     edges = np.flatnonzero(np.diff(selected.astype(np.int8), prepend=0, append=0))     # of runs of selected documents
     bounds = np.append(places, entry["tokens"])[edges].reshape(-1, 2)
     parts = [Part(bin_file, entry["dtype"], begin, end - begin) for begin, end in bounds.tolist()]
@@ -202,15 +202,26 @@ def _check(bin_file: Path, idx_file: Path, tokenizer: Tokenizer, cached: Path, p
     ids = _require_ids(bin_file, index)
     scanned = _scan(ids)
     starts = _document_places(ids, index.starts, tokenizer.end_of_text)
-    write(places.starts, lambda file: np.save(file, starts))
-    write(places.hashes, lambda file: np.save(file, _hashes(ids, starts, tokenizer.end_of_text)))
+    _save(places.starts, starts)
+    _save(places.hashes, _hashes(ids, starts, tokenizer.end_of_text))
     with open_file(idx_file) as file:
         digest = hashlib.file_digest(file, "sha256")
     digest.update(scanned.pop("crc32").to_bytes(4, "little"))
     entry |= {"dtype": index.dtype, "tokens": index.tokens, **scanned, "sha256": digest.hexdigest(),
               "places": _checksums(places)}
-    write_json(cached, entry)
+    with suppress(UserError):            # a cache that cannot be written may have the files about documents
+        write_json(cached, entry)
     return entry
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    """Writes the array, unless the file has it already. Raises UserError if it cannot be written."""
+    try:
+        same = np.array_equal(np.load(path), array)
+    except (OSError, ValueError, EOFError):              # missing, or damaged
+        same = False
+    if not same:
+        write(path, lambda file: np.save(file, array))
 
 
 def _hashes(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray:

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from shlex import quote
 
 from rwkv.errors import UserError
@@ -22,7 +22,7 @@ def marks(texts: Iterable[str]) -> Counter[str]:
     return found
 
 
-def describe(found: dict[str, int], takes_separator: bool) -> str:
+def describe(found: Mapping[str, int], takes_separator: bool) -> str:
     """A sentence on marks that are learnt as letters. takes_separator: whether data.separator is an option of these data."""
     mark, times = max(found.items(), key=lambda item: item[1])
     others = len(found) - 1

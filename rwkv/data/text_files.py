@@ -7,6 +7,7 @@ import re
 import time
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -57,7 +58,8 @@ def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Con
     known = read_json(cached) or {}
     entries = {str(path): _entry(path, known.get(str(path)), text) for path in paths}
     if entries != known:
-        write_json(cached, entries)
+        with suppress(UserError):        # a cache that cannot be written may have all that is needed
+            write_json(cached, entries)
     return [Content(*(entry[name] for name in Content._fields)) for entry in entries.values()]
 
 

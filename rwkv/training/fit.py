@@ -151,6 +151,10 @@ def train(run: Run) -> None:
     except KeyboardInterrupt:
         log(f"\nended at once, without a checkpoint of step {trainer.global_step}; {continue_with}")
         raise
+    except OSError as error:             # a full disk, a folder that is gone
+        where = error.filename or run.out_dir
+        raise UserError(f"training stopped at step {trainer.global_step}: {where}: {error.strerror or error}; once that is put "
+                        f"right, {continue_with}") from None
     except Diverged as error:
         leave_report(run.out_dir)
         distributed.fail_together(error)

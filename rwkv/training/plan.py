@@ -323,7 +323,7 @@ def _reckoned_seconds(config: TrainConfig, vocab_size: int, device: torch.device
     A token takes 2 operations for each parameter forward and 4 backward. The embedding is no product.
     """
     products = n_parameters(config.model, vocab_size) - vocab_size * config.model.n_embd
-    operations = 6 * products * config.tokens_per_step
+    operations = 6.0 * products * config.tokens_per_step
     if config.trainer.activation_checkpointing:
         operations *= 1 + FORWARD
     dtype = dtype_for(config.trainer.precision)

@@ -319,7 +319,7 @@ def test_validation_that_holds_most_of_the_text_is_said(run: Run) -> None:
 def test_the_plan_of_a_model_that_cannot_fit_comes_before_the_refusal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     with_memory(8 * GB, GB, monkeypatch)
     Path("text.txt").write_text(TEXT)
-    status, output, error = run("train", *PLANNED, "model.n_embd=8192", "model.n_layer=24", "data.path=text.txt", "trainer.max_steps=10")
+    status, output, error = run("train", *PLANNED, "data.path=text.txt", "model.n_embd=8192", "model.n_layer=24")
     assert (status, output) == (2, "")
     *table, last = error.splitlines()
     assert last.startswith("error: training needs at least")
@@ -349,8 +349,8 @@ def test_the_plan_tells_of_copies_marks_and_another_split(run: Run) -> None:
     separated = run("train", *PLANNED, "data.path=text.txt", "data.separator=<|endoftext|>")[2]
     assert "20 documents repeat others" in separated
     assert "WARNING" not in separated
-    trained = (*PLANNED[:-1], "data=jsonl", "data.path=tales.jsonl", "data.val_fraction=0.3", "trainer.max_steps=1", "out_dir=base")
-    assert run("train", *trained)[0] == 0
+    assert run("train", *PLANNED[:-1], "data=jsonl", "data.path=tales.jsonl", "data.val_fraction=0.3", "trainer.max_steps=1",
+               "out_dir=base")[0] == 0
     tuned = (*PLANNED, "data=jsonl", "init_from=base")
     Path("tales.jsonl").rename("moved.jsonl")
     Path("other.jsonl").write_text(json.dumps({"text": "Another tale of hens."}) + "\n" + json.dumps({"text": TEXT}) + "\n")

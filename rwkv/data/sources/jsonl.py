@@ -18,7 +18,7 @@ from rwkv.data.source import Source, chunks_of
 from rwkv.data.text_files import matching, names_and_hashes
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
-from rwkv.io.json_lines import parse, text_of
+from rwkv.io.json_lines import loads, parse, text_of
 from rwkv.io.utf8 import decode, open_file
 
 PATH = "a .jsonl or .jsonl.gz file, a folder of them, or a pattern"
@@ -91,7 +91,7 @@ def _of_list(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
         content = b"".join(_lines(gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw, path))
     text = decode(content, str(path))
     try:
-        found = json.loads(text)
+        found = loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} begins with [ and is not one JSON list ({error}): expected that, or an object on each "
                         "line") from None
