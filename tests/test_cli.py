@@ -223,7 +223,7 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
         ("logger.project=a/b", "logger.project"),
         ("optim.name=sgd", "adamw, adam, muon, normuon; got 'sgd'"),
         ("trainer.max_steps=1,2x", "trainer.max_steps"),
-        ("plan=maybe", "plan is true or false; got maybe"),
+        ("plan=maybe", "plan is one of false, true, timed; got 'maybe'"),
         ("optim.lr=abc", "optim.lr is a number; got abc"),
         ("experiment=nope", "'nope'; there are: kernel_ablation, rwkv4_original"))),
 ])

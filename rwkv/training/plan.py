@@ -112,9 +112,10 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
     if run.resume_from is None and (seen := warn_of_split(config.data, data.sha256, run.init_checkpoint)):
         yield "WARNING", seen
     if data.val_share > config.data.val_fraction + EXCESS:
+        whole = "whole documents, with all their copies," if data.copies else "whole documents"
         yield "WARNING", (f"validation has {100 * data.val_share:.3g} % of the text, and data.val_fraction asks for "
-                          f"{100 * config.data.val_fraction:g} %: whole documents are chosen, whatever their length; split the "
-                          "longest ones, or change their order or names")
+                          f"{100 * config.data.val_fraction:g} %: {whole} are chosen, whatever their length; split "
+                          "the longest ones, or change their order or names")
     if end := data.tokenizer.end_line():
         yield "texts", f"end with {end}"
     if config.trainer.tbptt:
