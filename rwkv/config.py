@@ -161,6 +161,9 @@ class DataConfig:
     path: str | None = option(None, "a file, a folder, a pattern such as books/**/*.txt, or a data set's name", verbatim=PATH)
     field: str = option("text", "name of the field with the text, in jsonl and hf", verbatim=TEXT, filled=True,
                        needs=("data.name", "jsonl", "hf"))
+    separator: str | None = option(None, "text between the documents of a file, such as <|endoftext|>; null: a file, or each "
+                                   "text of jsonl and hf, is one document", verbatim=NAME, filled=True,
+                                   needs=("data.name", "text", "jsonl", "hf"))
     template: str | None = option(None, f"of conversations: {TEMPLATES}; null: by init_from's file", verbatim=PATH,
                                   needs=("data.name", "chat"))
     think: str = option("false", "how learnt answers begin: true: answers with thoughts follow the prompt that asks for "
@@ -359,9 +362,12 @@ class TrainConfig:
     resume: str | None = option(None, "auto: continue the run in out_dir, or else the latest, or begin one; PATH: continue "
                                 "this run or checkpoint", verbatim=PATH)
     init_from: str | None = option(None, "checkpoint of any format that gives weights, sizes and tokenizer", verbatim=PATH)
-    plan: bool = option(False, "true: show what the run would do and need, and train nothing")
+    plan: str = option("false", "true: show what the run would do and need, and train nothing; timed: measure the time of its "
+                       "steps too, even if they take minutes", one_of=("false", "true", "timed"))
 
     def __post_init__(self) -> None:
+        self.plan = str(self.plan).lower()               # Hydra reads true and false as booleans
+        check_options(self)
         whole_number("seed", self.seed, most=2**32 - 1)          # the largest that NumPy's generator takes
         if self.trainer.strategy == "fsdp" and self.tune.method != "full":
             raise UserError("trainer=fsdp divides weights that are trained, and most are frozen here: use trainer=ddp")
@@ -384,6 +390,10 @@ class TrainConfig:
                             "trainer.tbptt out, and take a model.ctx_len that holds a pair")
         if self.trainer.strategy == "fsdp":
             raise UserError(f"{asked} is for trainer=ddp and single processes, and not for trainer=fsdp")
+
+    @property
+    def only_plans(self) -> bool:
+        return self.plan != "false"
 
     @property
     def tokens_per_step(self) -> int:

@@ -28,7 +28,7 @@ from rwkv.errors import UserError
 from rwkv.model.operators import operator_for
 from rwkv.tools import convert
 from rwkv.training.length import with_max_steps
-from rwkv.training.run.directory import as_plain
+from rwkv.training.run.directory import as_plain, require_unused
 
 CHOICES = [(path.parent.name, path.stem) for path in sorted(cli.CONFIGS.glob("*/*.yaml"))]
 
@@ -223,7 +223,7 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
         ("logger.project=a/b", "logger.project"),
         ("optim.name=sgd", "adamw, adam, muon, normuon; got 'sgd'"),
         ("trainer.max_steps=1,2x", "trainer.max_steps"),
-        ("plan=maybe", "plan is true or false; got maybe"),
+        ("plan=maybe", "plan is one of false, true, timed; got 'maybe'"),
         ("optim.lr=abc", "optim.lr is a number; got abc"),
         ("experiment=nope", "'nope'; there are: kernel_ablation, rwkv4_original"))),
 ])
@@ -273,6 +273,21 @@ def test_a_directory_that_exists_is_not_overwritten(run: Run) -> None:
     Path("mine", "config.yaml").write_text("seed: 0")
     one_sentence(run("train", "out_dir=mine"), "out_dir mine exists already", "resume=auto")
     one_sentence(run("train", "out_dir=mine/thesis.txt"), "out_dir mine/thesis.txt is a file")
+
+
+def test_a_new_run_may_find_logs_and_what_a_system_puts_on_a_disk(tmp_path: Path) -> None:
+    for name in ("train.log", "slurm-12.out", "nohup.out", "stderr", "log", ".lock", ".nfs0001", ".DS_Store"):
+        (tmp_path / name).write_text("line")
+    for name in ("lost+found", ".Trash-1000"):
+        (tmp_path / name).mkdir()
+    require_unused(tmp_path)
+    for name in ("metrics.csv", "notes.md", "checkpoints", ".git", "photos.out"):
+        path = tmp_path / name
+        path.write_text("") if "." in name[1:] and name != "photos.out" else path.mkdir()
+        with pytest.raises(UserError, match="holds other files"):
+            require_unused(tmp_path)
+        path.unlink() if path.is_file() else path.rmdir()
+    require_unused(tmp_path)
 
 
 def test_what_cannot_be_resumed_is_one_sentence(run: Run) -> None:

@@ -59,8 +59,8 @@ class Checkpoint:
     configuration.
 
     packed: as in Content. fingerprint: Model.fingerprint of the weights before they were packed in int4; None where the file
-    has none. unadapted: the matrices into which `weights` merges adapters, as they were before the first adapter. Only the path
-    is sent to another process, which reads the file again.
+    has none. unadapted: the matrices into which `weights` merges adapters, as they were before the first adapter. data_sha256:
+    of the data that the run read. Only the path is sent to another process, which reads the file again.
     """
 
     path: Path
@@ -75,6 +75,7 @@ class Checkpoint:
     packed: Mapping[str, Callable[[], Int4]] = field(default_factory=dict)
     fingerprint: str | None = None
     unadapted: Mapping[str, Stored] = field(default_factory=dict)
+    data_sha256: str | None = None
 
     def __reduce__(self) -> Any:
         return read_checkpoint, (self.path,)
@@ -191,7 +192,8 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     tensors = {name: _with_progress(tensor, lambda count: progress(count, total)) for name, tensor in tensors.items()}
     run = tuned.without_base(checkpoint.run or {"model": asdict(checkpoint.config)})
     entry = describe(run, checkpoint.vocab_size, None)
-    entry |= {"tokenizer": checkpoint.tokenizer, "tokenizer_hash": checkpoint.tokenizer_hash}
+    entry |= {"tokenizer": checkpoint.tokenizer, "tokenizer_hash": checkpoint.tokenizer_hash,
+              "data_sha256": checkpoint.data_sha256}
     if quantised == "int4":
         entry["fingerprint"] = checkpoint.fingerprint or fingerprint(generation(checkpoint.config), checkpoint.weights)
     module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised, form, checkpoint.packed))
@@ -267,15 +269,17 @@ def _with_entry(checkpoint: Checkpoint, entry: dict[str, Any]) -> Checkpoint:
         tokenizer = entry["tokenizer"]
         tokenizer_hash = entry.get("tokenizer_hash")
         before = entry.get("fingerprint")
+        data_sha256 = entry.get("data_sha256")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path} has a {ENTRY} entry that this version cannot read ({error!r}): was it written by a "
                               "newer version?") from error
     require_sizes(path, stated, checkpoint.config, checkpoint.vocab_size)
-    if not isinstance(tokenizer, dict | None) or not all(isinstance(text, str | None) for text in (tokenizer_hash, before)):
-        raise CheckpointError(f"{path} has a {ENTRY} entry whose tokenizer, tokenizer_hash or fingerprint has a wrong type: "
-                              "the file is damaged")
+    texts = (tokenizer_hash, before, data_sha256)
+    if not isinstance(tokenizer, dict | None) or not all(isinstance(text, str | None) for text in texts):
+        raise CheckpointError(f"{path} has a {ENTRY} entry whose tokenizer, tokenizer_hash, fingerprint or data_sha256 has a "
+                              "wrong type: the file is damaged")
     return replace(checkpoint, config=config, run=entry["run"], tokenizer=tokenizer or checkpoint.tokenizer,
-                   tokenizer_hash=tokenizer_hash, fingerprint=before)
+                   tokenizer_hash=tokenizer_hash, fingerprint=before, data_sha256=data_sha256)
 
 
 def _with_progress(tensor: Stored, progress: Callable[[int], Any]) -> Stored:

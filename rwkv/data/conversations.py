@@ -31,8 +31,9 @@ from torch.utils.data import Dataset
 
 from rwkv.chat.rendered import encode, encode_each, for_tokenizer, shown, written
 from rwkv.config import DataConfig
-from rwkv.data.shards import SPLITS, crc32, dtype_of
+from rwkv.data.shards import SPLITS, dtype_of
 from rwkv.data.sources.chat import Conversation, conversations, template_of
+from rwkv.data.text_files import crc32
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.data.windows import ShuffleIterator, ShuffleSampler
 from rwkv.errors import UserError
@@ -42,14 +43,15 @@ from rwkv.model.loss import IGNORED
 from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-VERSION = 4                              # of the files in the cache
+VERSION = 5                              # of the files in the cache
 AT_ONCE = 1000                           # conversations given to the tokenizer at a time
 
 
 class Tokenised(NamedTuple):
     """The ids of a split and, for each, 1 if a model learns it. bytes: of its text; learnt_bytes: of the learnt text.
 
-    left_out: the number of conversations in neither split, because none of their answers is learnt. lost: the part of the text
+    left_out: the number of conversations in neither split, because none of their answers is learnt. copies, moved: of both
+    splits, the number of conversations (or pairs) that are so (rwkv/data/copies.py). lost: the part of the text
     that the tokenizer has lost; learnt_lost: that of the learnt text. paired: texts 2i and 2i+1 are a pair, with the chosen and
     the rejected answer (rwkv/data/pairs.py).
     """
@@ -61,6 +63,8 @@ class Tokenised(NamedTuple):
     lost: Lost
     learnt_lost: Lost
     left_out: int = 0
+    copies: int = 0
+    moved: int = 0
     paired: bool = False
 
 
@@ -119,11 +123,13 @@ def _make(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs: bool) -
     lost = {split: [NOTHING, NOTHING] for split in SPLITS}         # of the unlearnt and of the learnt text
     packer = zlib.compressobj(9, wbits=31)
     packed = 0
-    left_out = 0
+    left_out = copies = moved = 0
     for conversation, of_parts in _encoded(config, tokenizer, pairs):
         if not conversation.learnt:
             left_out += 1
             continue
+        copies += conversation.copy
+        moved += conversation.moved
         split = SPLITS[conversation.val]
         for (rendered, is_learnt), part in zip(conversation.parts, of_parts, strict=True):
             text = written(rendered)
@@ -148,6 +154,7 @@ def _make(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs: bool) -
         sizes[split] |= {"tokens": sum(lengths), "conversations": len(lengths)}
     names = [f"{split}{ending}" for split in SPLITS for ending in (".ids", ".learnt", "-starts.npy")]
     manifest = {"dtype": dtype.name, "splits": sizes, "left_out": left_out,
+                "copies": copies // (1 + pairs), "moved": moved // (1 + pairs),
                 "gzip_bpb": 8 * packed / max(sizes["val"]["learnt_bytes"], 1),
                 "files": {name: crc32(folder / name) for name in names},
                 "lost": {split: [asdict(one) for one in lost[split]] for split in SPLITS}}
@@ -182,7 +189,7 @@ def _tokenised(folder: Path, manifest: dict[str, Any], split: str) -> Tokenised:
                       for ending, dtype in ((".ids", manifest["dtype"]), (".learnt", "uint8")))
     other, learnt_lost = (Lost(**one) for one in manifest["lost"][split])
     return Tokenised(tokens, learnt, sizes["bytes"], sizes["learnt_bytes"], other + learnt_lost, learnt_lost,
-                     manifest["left_out"])
+                     manifest["left_out"], manifest["copies"], manifest["moved"])
 
 
 def marked(split: Tokenised, tokenizer: Tokenizer) -> Iterator[str]:

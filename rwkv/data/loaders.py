@@ -86,14 +86,18 @@ class DataModule(LightningDataModule):
             windows = WholeConversations(val.tokens, val.learnt, self.ctx_len) if whole else rows_of(val, self.ctx_len)
         return DataLoader(windows, self.config.batch_size, collate_fn=_unchanged, generator=_own_generator(self.seed))
 
-    def state_dict(self) -> dict[str, str]:
-        return {"sha256": self.corpus.sha256}
+    def state_dict(self) -> dict[str, Any]:
+        return {"sha256": self.corpus.sha256, "moved": self.corpus.moved}
 
-    def load_state_dict(self, state_dict: dict[str, str]) -> None:
-        """Raises UserError if the run began with other data."""
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Raises UserError if the run began with other data, or with another split of them."""
         if state_dict["sha256"] != self.corpus.sha256:
             raise UserError(f"the data have changed since the run began: their SHA-256 was {state_dict['sha256'][:12]} and is "
-                            f"{self.corpus.sha256[:12]}; restore them to resume, or begin a new run with init_from=")
+                            f"{self.corpus.sha256[:12]}; restore them to resume, name their place with data.path=, or begin a "
+                            "new run with init_from=")
+        if state_dict.get("moved", 0) != self.corpus.moved:              # earlier versions compared no documents
+            raise UserError("the run was begun with copies of a document in both splits, and now all are in the same split: "
+                            "begin a new run, so that validation has no text that training reads")
 
 
 def _unchanged(batch: Any) -> Any:

@@ -9,14 +9,16 @@ is predicted exactly once. Runs may share a cache_dir and start at the same time
 The validation split depends only on the data (f = val_fraction):
 - stdlib, and several text files: whole files, in a random order that depends only on their names, up to f of all bytes;
 - a single text file: the last f of its characters;
-- jsonl, chat and hf: the first document and one of every 1/f that follow, or the last part of a single document;
+- jsonl, chat and hf, and texts with data.separator: the first document and one of every 1/f that follow, or the last part of a
+  single document;
 - binidx: the last documents, from the first that begins after 1-f of all ids.
+Copies of a document are in the same split (copies.py).
 """
 
 import math
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
@@ -60,7 +62,9 @@ class Corpus:
     """Tokenised data. source: one line about its origin, for people. sha256: of the text's content, order and names.
 
     conversations: the training and the validation split of data=chat. unknown: the share of data=binidx's validation ids that
-    are the unknown token; None if the tokenizer loses nothing.
+    are the unknown token; None if the tokenizer loses nothing. copies: the number of documents that repeat an earlier one;
+    moved: of those that are in another split than without copies. repeated: the share of the text of a single file's validation
+    part that its training part has too. marks: how often texts contain each mark that usually ends a document.
     """
 
     tokenizer: Tokenizer
@@ -71,6 +75,10 @@ class Corpus:
     sha256: str
     conversations: tuple[Tokenised, Tokenised] | None = None
     unknown: float | None = None
+    copies: int = 0
+    moved: int = 0
+    repeated: float = 0.0
+    marks: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def val_lost(self) -> float:
@@ -140,7 +148,8 @@ def _from_conversations(config: DataConfig, tokenizer: Tokenizer | None, cache: 
     train, val, gzip_bpb = tokenise(config, identity, tokenizer, cache, pairs)
     sizes = Sizes(len(train.tokens), len(val.tokens), train.bytes, val.bytes, gzip_bpb, train.lost, val.lost)
     about = source.about + (f", {train.left_out:,} others left out that have no answer to learn" if train.left_out else "")
-    return Corpus(tokenizer, train.tokens, val.tokens, sizes, about, source.sha256, (train, val))
+    return Corpus(tokenizer, train.tokens, val.tokens, sizes, about, source.sha256, (train, val), copies=train.copies,
+                  moved=train.moved)
 
 
 def _from_ids(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
@@ -151,7 +160,8 @@ def _from_ids(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cac
     sizes = Sizes(len(found.train), len(found.val), train, val, found.gzip_bpb)
     name = Path(str(config.path)).name
     about = f"{name}, {counted(found.documents, 'document')}, the last {100 * config.val_fraction:g} % for validation"
-    return Corpus(tokenizer, found.train, found.val, sizes, about, found.sha256, unknown=found.unknown)
+    return Corpus(tokenizer, found.train, found.val, sizes, about, found.sha256, unknown=found.unknown, copies=found.copies,
+                  moved=found.moved)
 
 
 def _from_text(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
@@ -166,7 +176,8 @@ def _from_text(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, ca
     lost = shards.lost(manifest)
     _require_context(ctx_len, len(train), len(val), lost=lost)
     sizes = Sizes(len(train), len(val), *shards.text_bytes(manifest), manifest["gzip_bpb"], *lost)
-    return Corpus(tokenizer, train, val, sizes, source.about, source.sha256)
+    return Corpus(tokenizer, train, val, sizes, source.about, source.sha256, copies=shards.count(manifest, "copies"),
+                  moved=shards.count(manifest, "moved"), repeated=manifest["repeated"], marks=shards.all_marks(manifest))
 
 
 def _require_context(ctx_len: int, train: int, val: int, about: str = "", lost: tuple[Lost, Lost] = (NOTHING, NOTHING)) -> None:

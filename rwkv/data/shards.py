@@ -18,7 +18,7 @@ import os
 import sys
 import time
 import zlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -29,8 +29,10 @@ import numpy as np
 from filelock import AcquireReturnProxy, FileLock, Timeout
 from tqdm import tqdm
 
+from rwkv.data.copies import repeated_share
+from rwkv.data.separators import marks
 from rwkv.data.source import Source
-from rwkv.data.text_files import stamp, unchanged
+from rwkv.data.text_files import crc32, stamp, unchanged
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import cannot_write, read_json, sha256, write, write_bytes, write_json
@@ -43,12 +45,14 @@ SHARD = 1 << 23                          # characters of a shard
 MAX_WORKERS = 4                          # most shards tokenised at a time by default: more take memory, but no more cores
 GZIP_BYTES = 16_000_000                  # of validation text compressed with gzip -9; the last document is compressed whole
 SPLITS = ("train", "val")
-VERSION = 2                              # of the layout, and of the rules by which texts are split
+VERSION = 3                              # of the layout, and of the rules by which texts are split
 SHOWN_AFTER = 2.0                        # seconds before the progress bar appears
 
 
 class Piece(NamedTuple):
-    """A document or a part of one. starts_document: its first part. The other fields are as in Document."""
+    """A document or a part of one. starts_document: its first part. The other fields are as in Document; copy and moved only in
+    the first part.
+    """
 
     text: str
     val: bool
@@ -56,6 +60,8 @@ class Piece(NamedTuple):
     where: str
     weight: int
     before: int = 0
+    copy: bool = False
+    moved: bool = False
 
 
 class Shard(NamedTuple):
@@ -91,6 +97,20 @@ def text_bytes(manifest: dict[str, Any]) -> tuple[int, int]:
     """Bytes of UTF-8 in (training, validation)."""
     train, val = (sum(shard[split]["bytes"] for shard in manifest["shards"]) for split in SPLITS)
     return train, val
+
+
+def count(manifest: dict[str, Any], name: str) -> int:
+    """The number of documents of both splits that are copies, or moved (rwkv/data/copies.py)."""
+    return sum(shard[split][name] for shard in manifest["shards"] for split in SPLITS)
+
+
+def all_marks(manifest: dict[str, Any]) -> dict[str, int]:
+    """How often each mark of a document's end occurs in the texts (rwkv/data/separators.py)."""
+    total: Counter[str] = Counter()
+    for shard in manifest["shards"]:
+        for split in SPLITS:
+            total.update(shard[split]["marks"])
+    return total
 
 
 def lost(manifest: dict[str, Any]) -> tuple[Lost, Lost]:
@@ -174,9 +194,10 @@ def _make(source: Source, tokenizer: Tokenizer, counter: LossCounter, folder: Pa
     documents = {split: _write_starts(folder, shards, split, dtype, tokenizer.end_of_text) for split in SPLITS}
     names = [_ids_file(number, split) for number, shard in enumerate(shards) for split in SPLITS if shard[split]["tokens"]]
     files = {name: _entry(folder / name) for name in [*names, *(f"{split}-starts.npy" for split in SPLITS)]}
+    single = [documents[split] for split in SPLITS] == [1, 1]
     manifest = {"version": VERSION, "dtype": dtype.name, "about": source.about, "sha256": source.sha256,
                 "tokenizer": tokenizer.hash, "shards": shards, "documents": documents, "files": files,
-                "gzip_bpb": _gzip_bpb(source)}
+                "gzip_bpb": _gzip_bpb(source), "repeated": repeated_share(source.documents()) if single else 0.0}
     write_json(folder / "manifest.json", manifest)
     return manifest
 
@@ -234,7 +255,9 @@ def _pieces(source: Source, split: SafeSplit) -> Iterator[Piece]:
         before = document.before
         for number, text in enumerate(pieces(document.chunks, split)):
             size = len(text.encode()) if weight is None else weight
-            yield Piece(text, document.val, number == 0, document.where, size, before)
+            first = number == 0
+            yield Piece(text, document.val, first, document.where, size, before, first and document.copy,
+                        first and document.moved)
             weight = None if weight is None else 0       # a known weight counts for the document's first piece
             before += len(text)
 
@@ -253,14 +276,15 @@ def _shard(shard: Shard, tokenizer: Tokenizer, counter: LossCounter, folder: Pat
     return entry, sum(piece.weight for piece in shard.pieces)
 
 
-def _write_split(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter, dtype: np.dtype, path: Path) -> dict[str, int]:
+def _write_split(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter, dtype: np.dtype, path: Path) -> dict[str, Any]:
     batches = list(encode(parts, tokenizer, counter, dtype))
     ids = np.concatenate([np.empty(0, dtype), *(some for some, _ in batches)])
     if len(ids):
         write_bytes(path, ids.tobytes())
     of_split = sum((lost_of_batch for _, lost_of_batch in batches), NOTHING)
     return {"tokens": len(ids), "bytes": of_split.of, "crc32": zlib.crc32(ids.tobytes()), "lost": of_split.bytes,
-            "unknown": of_split.unknown}
+            "unknown": of_split.unknown, "copies": sum(part.copy for part in parts), "moved": sum(part.moved for part in parts),
+            "marks": marks(part.text for part in parts)}
 
 
 def _write_starts(folder: Path, shards: list[dict[str, Any]], split: str, dtype: np.dtype, end_of_text: int) -> int:
@@ -295,14 +319,6 @@ def _entry(path: Path) -> dict[str, Any]:
     now = time.time_ns()                 # before the file is read: `unchanged` compares it with the file's time of change
     checksum = crc32(path)
     return {"stamp": stamp(path), "time": now, "crc32": checksum}
-
-
-def crc32(path: Path) -> int:
-    found = 0
-    with path.open("rb") as file:
-        while block := file.read(1 << 20):
-            found = zlib.crc32(block, found)
-    return found
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:

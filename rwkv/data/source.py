@@ -4,7 +4,6 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
 from typing import NamedTuple
 
 from rwkv.errors import UserError
@@ -17,7 +16,7 @@ class Document(NamedTuple):
     """A text in consecutive `chunks`, in one split. where: the name of its file, for errors.
 
     weight: its bytes in the source, for the progress bar; None for the bytes of its text. before: the number of characters
-    before it in `where`.
+    before it in `where`. copy, moved: as in copies.Placed.
     """
 
     chunks: Iterable[str]
@@ -25,6 +24,8 @@ class Document(NamedTuple):
     where: str
     weight: int | None = None
     before: int = 0
+    copy: bool = False
+    moved: bool = False
 
 
 @dataclass(frozen=True)
@@ -73,22 +74,6 @@ def in_validation(fraction: float) -> Iterator[bool]:
             block += 1
             span = math.ceil((block + 1) / fraction) - number
             picked = number + int.from_bytes(rank(str(block))[:8], "big") % span
-
-
-def split_documents(found: Iterable[tuple[str, str, int | None]], fraction: float, path: str) -> Iterator[Document]:
-    """Documents of both splits from (text, where, weight), without empty texts. A single document is divided in two."""
-    kept = (document for document in found if document[0])
-    first = list(islice(kept, 2))
-    if not first:
-        raise UserError(f"data.path={path} has no text: all its documents are empty")
-    if len(first) == 1:
-        text, where, _ = first[0]
-        cut = validation_begins(len(text), fraction, where)
-        yield Document(chunks_of(text[:cut]), False, where)
-        yield Document(chunks_of(text[cut:]), True, where, before=cut)
-    else:
-        for val, (text, where, weight) in zip(in_validation(fraction), chain(first, kept), strict=False):
-            yield Document(chunks_of(text), val, where, weight)
 
 
 def validation_begins(characters: int, fraction: float, where: str) -> int:

@@ -5,25 +5,30 @@ import hashlib
 import os
 import re
 import time
+import zlib
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from rwkv.data.copies import Fingerprint
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, sha256, write_json
 from rwkv.io.utf8 import chunks, open_file
 
 SETTLED = 2_000_000_000                  # ns: two changes of a file that are closer in time may have the same timestamp
+VERSION = "2"                            # of the cached entries
 BLOCK = 1 << 20                          # bytes read at a time for hashing
 SLASH = rf"[/{re.escape(os.sep)}]"
 ANY_DEPTH = re.compile(rf"(?:^|(?<={SLASH}))\*\*(?:{SLASH}+|$)")       # ** between slashes
 
 
 class Content(NamedTuple):
-    """characters: 0 if the file was not read as text."""
+    """characters, fingerprint: of the text (rwkv/data/copies.py); 0 if the file was not read as text."""
 
     sha256: str
     characters: int
+    fingerprint: int
 
 
 def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
@@ -49,12 +54,13 @@ def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Con
 
     text: the files must be UTF-8; raises UserError if one is not.
     """
-    cached = cache / f"contents-{sha256([str(text), *(str(path.absolute()) for path in paths)])[:16]}.json"
+    cached = cache / f"contents-{sha256([VERSION, str(text), *(str(path.absolute()) for path in paths)])[:16]}.json"
     known = read_json(cached) or {}
     entries = {str(path): _entry(path, known.get(str(path)), text) for path in paths}
     if entries != known:
-        write_json(cached, entries)
-    return [Content(entry["sha256"], entry["characters"]) for entry in entries.values()]
+        with suppress(UserError):        # a cache that cannot be written may have all that is needed
+            write_json(cached, entries)
+    return [Content(*(entry[name] for name in Content._fields)) for entry in entries.values()]
 
 
 def names_and_hashes(found: Sequence[tuple[str, Path]], cache: Path, text: bool = False) -> list[str]:
@@ -77,6 +83,14 @@ def unchanged(path: Path, entry: dict[str, Any]) -> bool:
     return stamp(path) == entry["stamp"] and entry["stamp"][1] + SETTLED < entry["time"]
 
 
+def crc32(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
 def _entry(path: Path, known: dict[str, Any] | None, text: bool) -> dict[str, Any]:
     if known and unchanged(path, known):
         return known
@@ -86,14 +100,17 @@ def _entry(path: Path, known: dict[str, Any] | None, text: bool) -> dict[str, An
 
 def _read_content(path: Path, text: bool) -> Content:
     hashed = hashlib.sha256()
-    characters = 0
-    if text:
-        characters = sum(map(len, chunks(path, hashed.update)))
-    else:
+    if not text:
         with open_file(path) as file:
             while block := file.read(BLOCK):
                 hashed.update(block)
-    return Content(hashed.hexdigest(), characters)
+        return Content(hashed.hexdigest(), 0, 0)
+    characters = 0
+    computed = Fingerprint()
+    for chunk in chunks(path, hashed.update):
+        characters += len(chunk)
+        computed.update(chunk)
+    return Content(hashed.hexdigest(), characters, computed.value())
 
 
 def _glob(pattern: str) -> Iterator[Path]:

@@ -42,7 +42,7 @@ class TokenArray:
         self.parts = [part for part in parts if part.length]
         self._offsets = offsets
         self._ends = list(accumulate(part.length for part in self.parts))
-        self._mapped = lru_cache(MAPPED)(_map)
+        self._mapped = lru_cache(MAPPED)(_map)           # by file: thousands of parts may be of the same one
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenArray, (self.parts, self._offsets)
@@ -59,7 +59,8 @@ class TokenArray:
         while start < stop:
             part = self.parts[index]
             begin = self._ends[index] - part.length
-            found.append(self._mapped(part)[start - begin:stop - begin])
+            ids = self._mapped(part.path, part.dtype)
+            found.append(ids[part.first + start - begin:part.first + min(stop, self._ends[index]) - begin])
             start = self._ends[index]
             index += 1
         return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0, np.uint16)])
@@ -83,7 +84,6 @@ class TokenArray:
         return np.load(path, mmap_mode="r")[first:first + length] - base
 
 
-def _map(part: Part) -> np.ndarray:
+def _map(path: Path, dtype: str) -> np.ndarray:
     """A plain array over the file, which is faster to slice than a memmap."""
-    dtype = np.dtype(part.dtype)
-    return np.asarray(np.memmap(part.path, dtype, "r", offset=part.first * dtype.itemsize, shape=(part.length,)))
+    return np.asarray(np.memmap(path, dtype, "r"))

@@ -29,11 +29,21 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
         temporary.replace(path)
         _sync_folder(path.parent)
     except OSError as error:
-        if error.filename == str(temporary):
+        if error.filename in (None, str(temporary)):     # a write to a full disk names no file
             error.filename = str(path)
         raise
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def append(path: Path, content: bytes) -> None:
+    """Appends to a file. Raises OSError with its name."""
+    try:
+        with path.open("ab") as file:
+            file.write(content)
+    except OSError as error:
+        error.filename = str(path)       # a write to a full disk names no file
+        raise
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:

@@ -18,11 +18,25 @@ def parse(line: bytes, where: str) -> dict[str, Any]:
     """
     text = decode(line, where)
     try:
-        entry = json.loads(text)
+        entry = loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f'{where} is not JSON ({error}): expected an object such as {{"key": "value"}} on each line') from None
     if not isinstance(entry, dict):
         raise UserError(f'{where} is not an object such as {{"key": "value"}}: {text[:60].strip()}')
+    return entry
+
+
+def loads(text: str) -> Any:
+    """The value of a JSON text. Raises ValueError for text that is not JSON, and for an object with the same key twice."""
+    return json.loads(text, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entry = dict(pairs)
+    if len(entry) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {twice!r} occurs twice in an object")
     return entry
 
 

@@ -10,11 +10,13 @@ case: shells start background commands with Ctrl-C ignored, and a user who sends
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
+T = TypeVar("T")
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 STOPPING = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))       # Windows has only the first two
 
@@ -56,6 +58,38 @@ def ignore() -> None:
 def heeded() -> list[int]:
     """The signals of STOPPING that are not ignored."""
     return [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
+
+
+def consume_interruptibly(items: Iterable[T], work: Callable[[Iterator[T]], object]) -> None:
+    """Runs work(items) in a thread, so that a signal ends the wait for a library that heeds none. Raises the error of `work`.
+
+    An interrupted thread gets no further items. If it computes for longer than a second after that, it is left behind, and ends
+    with the process.
+    """
+    interrupted = threading.Event()
+    outcome: Future[None] = Future()
+
+    def stoppable() -> Iterator[T]:
+        for item in items:
+            if interrupted.is_set():
+                raise InterruptedError
+            yield item
+
+    def run() -> None:
+        try:
+            work(stoppable())
+            outcome.set_result(None)
+        except BaseException as error:   # a panic of a Rust library is one
+            outcome.set_exception(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        outcome.result()
+    except KeyboardInterrupt:
+        interrupted.set()
+        thread.join(1.0)
+        raise
 
 
 def end_of(status: int) -> str:

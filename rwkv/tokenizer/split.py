@@ -6,10 +6,14 @@ each vocabulary. Where there is no such place in LONGEST characters, or the cond
 LONGEST characters; the ids there may differ from those of the whole text.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 LONGEST = 1 << 22                        # characters of a piece
+LONGEST_RUN = 1024                       # characters of a word from which a tokenizer is trained
+LONG_SPACE = re.compile(rf"\s{{{LONGEST_RUN}}}")
+LONG_RUN = re.compile(rf"\S{{{LONGEST_RUN}}}|\s{{{LONGEST_RUN}}}")
 PROBES = ("a\nb", "1\n1", "Z\n\n  x", "a\n a", "y\n\ty")         # encoded whole, and split after their first character
 SafeSplit = Callable[[str], int]         # returns the last safe place to split a text; 0 for none
 
@@ -55,6 +59,23 @@ def pieces(chunks: Iterable[str], split: SafeSplit) -> Iterator[str]:
             rest = rest[end:]
     if rest:
         yield rest
+
+
+def without_long_runs(text: str) -> Iterator[str]:
+    """The text, cut so that neither words nor runs of white space are longer than LONGEST_RUN characters.
+
+    Training BPE takes time quadratic in the length of a word, and DNA, base64 or a minified program is one word of millions of
+    characters.
+    """
+    if not LONG_SPACE.search(text) and max(map(len, text.split()), default=0) <= LONGEST_RUN:
+        yield text
+        return
+    start = 0
+    for run in LONG_RUN.finditer(text):
+        yield text[start:run.end()]
+        start = run.end()
+    if start < len(text):
+        yield text[start:]
 
 
 def _splits_safely(tokenizer: Encoder, probe: str) -> bool:

@@ -21,11 +21,12 @@ from typing import Any
 import tokenizers
 
 from rwkv.errors import UserError
+from rwkv.io.signals import consume_interruptibly
 from rwkv.io.utf8 import WrongCharacter, read_bytes, read_text, require_unicode
 from rwkv.tokenizer import special, world, world_json
 from rwkv.tokenizer.decoders import BytesDecoder, Decoder, TextDecoder, token_bytes
 from rwkv.tokenizer.special import END_OF_TEXT
-from rwkv.tokenizer.split import pieces, safe_split
+from rwkv.tokenizer.split import pieces, safe_split, without_long_runs
 
 Rule = Callable[[Mapping[str, Any]], list[int]]
 JOINING = ("ByteFallback", "Fuse", "Metaspace", "Replace", "Strip")         # decoders that only join the texts of tokens
@@ -383,15 +384,20 @@ class JsonTokenizer(Tokenizer):
 
     @classmethod
     def train(cls, texts: Iterable[str], vocab_size: int) -> "JsonTokenizer":
-        """Byte-level BPE: the ids are end_of_text, the 256 bytes, then as many merges as `vocab_size` and `texts` allow."""
+        """Byte-level BPE: the ids are end_of_text, the 256 bytes, then as many merges as `vocab_size` and `texts` allow.
+
+        Only the main thread can be interrupted while the library computes.
+        """
         if vocab_size < 257:
             raise UserError(f"data.vocab_size must be at least 257, for {END_OF_TEXT} and the 256 bytes; got {vocab_size}")
         library = tokenizers.Tokenizer(tokenizers.models.BPE())
         library.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
         library.decoder = tokenizers.decoders.ByteLevel()
-        library.train_from_iterator(texts, tokenizers.trainers.BpeTrainer(
+        trainer = tokenizers.trainers.BpeTrainer(
             vocab_size=vocab_size, special_tokens=[END_OF_TEXT], show_progress=False,
-            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet()))
+            initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet())
+        words = (part for text in texts for part in without_long_runs(text))
+        consume_interruptibly(words, lambda stoppable: library.train_from_iterator(stoppable, trainer))
         return cls(library.to_str())
 
 

@@ -31,11 +31,11 @@ from rwkv.training.device import device_for, dtype_for, process_count, set_produ
 from rwkv.training.length import with_steps_of_epochs
 from rwkv.training.loggers import loggers, require
 from rwkv.training.memory import gives_back
-from rwkv.training.plan import announce_needs, announce_training, validated_part
+from rwkv.training.plan import announce_needs, announce_training, is_timed, validated_part
 from rwkv.training.run.directory import Run, as_plain, create
 from rwkv.training.run.opening import open_run
 from rwkv.training.run.resume import require_unfinished
-from rwkv.training.setup import data_for, kernel_for, new_model
+from rwkv.training.setup import data_for, kernel_for, new_model, require_capacity
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import build_trainer, leave_report, prepare_blocks, say_result, show_sample
 from rwkv.training.tuning.preferences import REFERENCE, Preferences, read_reference, write_reference
@@ -114,7 +114,14 @@ def train(run: Run) -> None:
         wrong = distributed.broadcast_from_rank0(lambda: kernel_check.check(
             wkv, generation(config.model).OPERATOR, device, dtype_for(config.trainer.precision)))
     replayed = graphs.chosen(config, device, wkv.name)
-    announce_needs(run, kernel, wrong, device, data)
+    V = run.init_checkpoint.vocab_size if run.init_checkpoint else data.tokenizer.vocab_size
+    measured = is_timed(config, V, device)
+    announce_needs(run, kernel, wrong, device, data, measured)
+    if config.only_plans and not measured:
+        announce_training(run, device, data)
+    distributed.broadcast_from_rank0(lambda: require_capacity(config, run.out_dir, device, V))
+    if config.only_plans and not measured:
+        sys.exit(0)
     reach = len(data.val) if config.trainer.tbptt else config.model.ctx_len
     validated = with_part(data, config.trainer.val_tokens, reach)
     lightning.seed_everything(config.seed, verbose=False)
@@ -125,10 +132,12 @@ def train(run: Run) -> None:
         model.replay = graphs.Replay(model)
     task = LanguageModel(model, config.optim, config.trainer.max_steps, validated.val_bytes_per_token, validated.val_lost)
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
-    task.entry = describe(resolved, model.vocab_size, data.tokenizer)
+    task.entry = describe(resolved, model.vocab_size, data.tokenizer) | {"data_sha256": data.sha256}
     if config.tune.method != "full" and run.init_checkpoint is not None:
         task.entry["base"] = identity(run.init_checkpoint)
-    announce_training(run, device, task, data)
+    announce_training(run, device, data, task if measured else None)
+    if config.only_plans:
+        sys.exit(0)
 
     distributed.broadcast_from_rank0(lambda: create(run, resolved))
     if config.tune.prefers:
@@ -146,6 +155,10 @@ def train(run: Run) -> None:
     except KeyboardInterrupt:
         log(f"\nended at once, without a checkpoint of step {trainer.global_step}; {continue_with}")
         raise
+    except OSError as error:             # a full disk, a folder that is gone
+        where = error.filename or run.out_dir
+        raise UserError(f"training stopped at step {trainer.global_step}: {where}: {error.strerror or error}; once that is put "
+                        f"right, {continue_with}") from None
     except Diverged as error:
         leave_report(run.out_dir)
         distributed.fail_together(error)

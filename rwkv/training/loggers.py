@@ -20,7 +20,7 @@ from lightning.pytorch.loggers import Logger, WandbLogger
 from rwkv.config import PREFERENCES, LoggerConfig
 from rwkv.distributed import rank
 from rwkv.errors import UserError
-from rwkv.io.atomic import write_file
+from rwkv.io.atomic import append, write_file
 from rwkv.report.numbers import reward_names
 from rwkv.report.reading import METRICS, SWEEP, read_metrics
 
@@ -163,8 +163,7 @@ class MetricsFile(Logger):
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
         known = {name: metrics[name] for name in self.columns if name in metrics and name != "step"}
         if known:
-            with self.path.open("ab") as file:
-                file.write(self._text([{"step": step or 0, **known, "kernel": self.kernel}]))
+            append(self.path, self._text([{"step": step or 0, **known, "kernel": self.kernel}]))
 
     def _text(self, rows: Iterable[Mapping[str, Any]], header: bool = False) -> bytes:
         text = io.StringIO(newline="")

@@ -1,7 +1,8 @@
 """The plan of a run, printed before it begins: what it does, and the memory, disk and time that it needs. plan=true ends there.
 
-Sizes come from formulas (rwkv/training/memory.py) and are printed before the model is built. The duration comes from two timed
-training steps of the model, which change nothing.
+Sizes come from formulas (rwkv/training/memory.py) and are printed before the model is built, and before a run that does not fit
+is refused. The duration comes from two timed training steps of the model, which change nothing. If these would take longer than
+PATIENCE, and plan=timed does not ask for them, it is reckoned from the speed of a matrix product.
 """
 
 import os
@@ -15,10 +16,11 @@ import torch
 from kernels.machine import threads
 from kernels.machine.cpu import matrix_dtype, why_slow
 from kernels.machine.memory import resident_memory
+from rwkv import distributed
 from rwkv.chat.names import Choice, choose_template
 from rwkv.checkpoint.tuned import is_exact, surviving
 from rwkv.config import ORTHOGONAL, TrainConfig, TrainerConfig, TuneConfig
-from rwkv.data import documents
+from rwkv.data import documents, separators
 from rwkv.data.conversations import Tokenised
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
@@ -43,35 +45,49 @@ from rwkv.training.run import rates
 from rwkv.training.run.directory import Run, folder_apart
 from rwkv.training.task import LanguageModel
 from rwkv.training.tuning import guard
+from rwkv.training.tuning.same_data import warn_of_split
 
 TIMED_STEPS = 2                          # after one that warms up
 LONG_STEP = 5                            # seconds; a longer first pass gets a line, so that nobody waits without a sign of life
 EXCESS = 0.1                             # warn if validation has more of the text than data.val_fraction plus this
 MUCH = 1 / 3                             # the time of validation is printed if it is more than this fraction of all time
+PATIENCE = 20                            # seconds that the timed steps may take
+OVERHEAD = 2                             # the time of a step, over that of its matrix products alone
 FORWARD = 1 / 3                          # forward pass as a fraction of a training step
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # a duration is given in the first unit of which it has two
 
 
-def announce_needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data: Corpus) -> None:
+def announce_needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data: Corpus, measured: bool) -> None:
     """Prints on standard error what the run does, and the memory and disk that it needs, before its model is built.
 
-    kernel: its name, with the reason if auto has chosen it. wrong: what kernel_check.check says of it.
+    kernel: its name, with the reason if auto has chosen it. wrong: what kernel_check.check says of it. measured: is_timed's
+    result.
     """
     if rank() > 0:
         return
     if run.config.resume is not None and run.resume_from is None:
         log(_why_from_the_start(run))
     _show(_needs(run, kernel, wrong, device, data))
-    timed = "" if run.config.trainer.strategy == "fsdp" else ", and timing its first steps"
-    _show([("building", f"the model{timed}")])
+    if measured or not run.config.only_plans:
+        _show([("building", f"the model{', and timing its first steps' if measured else ''}")])
 
 
-def announce_training(run: Run, device: torch.device, task: LanguageModel, data: Corpus) -> None:
-    """Prints how long the run will take; with plan=true the program ends here."""
+def announce_training(run: Run, device: torch.device, data: Corpus, task: LanguageModel | None = None) -> None:
+    """Prints how long the run will take. task: of which steps are timed; with None the duration is reckoned."""
     if rank() == 0:
         _show(_training(run, device, task, data))
-    if run.config.plan:
-        sys.exit(0)
+
+
+def is_timed(config: TrainConfig, vocab_size: int, device: torch.device) -> bool:
+    """Whether training steps are timed: if plan=timed asks for it, or if they take few seconds. All processes agree."""
+    if config.trainer.strategy == "fsdp":                # one process may have no room for a whole model
+        return False
+    if config.plan == "timed":
+        return True
+    if config.only_plans and config.trainer.compile:     # its first step compiles for minutes
+        return False
+    timed = distributed.broadcast_from_rank0(lambda: (1 + TIMED_STEPS) * _reckoned_seconds(config, vocab_size, device))
+    return timed / config.trainer.accumulate / max(1, config.trainer.tbptt) <= PATIENCE
 
 
 def _why_from_the_start(run: Run) -> str:
@@ -95,10 +111,14 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
     lost = data.describe_lost()
     if lost:
         yield "WARNING", lost
+    yield from _documents(config, data)
+    if run.resume_from is None and (seen := warn_of_split(config.data, data.sha256, run.init_checkpoint)):
+        yield "WARNING", seen
     if data.val_share > config.data.val_fraction + EXCESS:
+        whole = "whole documents, with all their copies," if data.copies else "whole documents"
         yield "WARNING", (f"validation has {100 * data.val_share:.3g} % of the text, and data.val_fraction asks for "
-                          f"{100 * config.data.val_fraction:g} %: whole documents are chosen, whatever their length; split the "
-                          "longest ones, or change their order or names")
+                          f"{100 * config.data.val_fraction:g} %: {whole} are chosen, whatever their length; split "
+                          "the longest ones, or change their order or names")
     if end := data.tokenizer.end_line():
         yield "texts", f"end with {end}"
     if config.trainer.tbptt:
@@ -142,6 +162,25 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
     yield from _memory(config, V, device, programs)
     kept = counted(n_checkpoints(config.trainer.keep_last), "checkpoint")
     yield "disk", f"{readable(checkpoint_bytes(config, V))} for {kept}; {readable(free_disk(run.out_dir))} is free"
+
+
+def _documents(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
+    """Lines on what the documents show of a wrong split: copies, and marks between documents."""
+    if data.copies:
+        kind = "document"
+        if data.conversations:
+            kind = "pair" if data.conversations[0].paired else "conversation"
+        number = (len(data.train.starts) + len(data.val.starts)) // (2 if kind == "pair" else 1)
+        if data.copies == number - 1:
+            yield "WARNING", f"all {kind}s have the same text, so that val/loss measures what is learnt by heart"
+        else:
+            yield "copies", f"{counted(data.copies, kind)} repeat others; all copies of a {kind} are in the same split"
+    if data.repeated > EXCESS:
+        yield "WARNING", (f"{100 * data.repeated:.0f} % of the validation text, line by line, is in the training text too, so "
+                          "that val/loss measures what is learnt by heart: remove the copies"
+                          + ("" if config.data.separator else ", or give the text between documents, data.separator="))
+    if data.marks:
+        yield "WARNING", separators.describe(data.marks, config.data.name in ("text", "jsonl", "hf"))
 
 
 def _crowded() -> str | None:
@@ -215,7 +254,7 @@ def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs
                f"trainer.activation_checkpointing={str(not checkpointing).lower()}")
 
 
-def _training(run: Run, device: torch.device, task: LanguageModel, data: Corpus) -> Iterator[tuple[str, str]]:
+def _training(run: Run, device: torch.device, task: LanguageModel | None, data: Corpus) -> Iterator[tuple[str, str]]:
     config = run.config
     trainer = config.trainer
     first_step = run.resume_step or 0
@@ -224,9 +263,14 @@ def _training(run: Run, device: torch.device, task: LanguageModel, data: Corpus)
     read = min(data.sizes.val_tokens, trainer.val_tokens or data.sizes.val_tokens)
     validations = -(-steps // trainer.val_every) + (guard.is_compared(config) and not first_step)    # one before training
     training, validation = equivalent_steps(config, steps, read * validations)
-    duration = "duration unknown (not timed under fsdp)"         # one process may have no room for a whole model
-    if trainer.strategy != "fsdp":
+    if task is not None:
         duration = in_words((training + validation) * _seconds_per_step(task, config, device, data.conversations))
+    elif trainer.strategy == "fsdp":
+        duration = "duration unknown (not timed under fsdp)"
+    else:
+        V = run.init_checkpoint.vocab_size if run.init_checkpoint else data.tokenizer.vocab_size
+        reckoned = in_words((training + validation) * _reckoned_seconds(config, V, device)).removeprefix("about ")
+        duration = f"very roughly {reckoned} (from the speed of a matrix product; plan=timed measures steps)"
 
     passes = steps / per_epoch
     part = counted(float(f"{passes:.1f}"), "epoch") if passes >= 1 else f"{100 * passes:.2g} % of the training data"
@@ -293,6 +337,26 @@ def _validation(val_tokens: int | None, whole: int, times: int, time_share: floa
     yield "validation", line
 
 
+def _reckoned_seconds(config: TrainConfig, vocab_size: int, device: torch.device) -> float:
+    """An optimiser step's time, to a factor of two or three, from the measured speed of one matrix product.
+
+    A token takes 2 operations for each parameter forward and 4 backward. The embedding is no product.
+    """
+    products = n_parameters(config.model, vocab_size) - vocab_size * config.model.n_embd
+    operations = 6.0 * products * config.tokens_per_step
+    if config.trainer.activation_checkpointing:
+        operations *= 1 + FORWARD
+    dtype = dtype_for(config.trainer.precision)
+    x = torch.ones(512, 1024, dtype=dtype, device=device)
+    w = torch.ones(1024, 1024, dtype=dtype, device=device)
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        (x @ w)[0, 0].item()             # waits for the device
+        seconds.append(time.perf_counter() - start)
+    return OVERHEAD * operations * min(seconds) / (2 * len(x) * w.numel()) / world_size()
+
+
 def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device,
                       conversations: tuple[Tokenised, Tokenised] | None) -> float:
     """The measured time of an optimiser step's forward and backward passes. It compiles the kernels and changes nothing.
@@ -317,6 +381,8 @@ def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.de
         seconds.append(time.perf_counter() - start)
         if step == 0 and seconds[0] > LONG_STEP:
             _show([("timing", f"the first of {1 + TIMED_STEPS} passes took {in_words(seconds[0])}")])
+        if step == 0 and seconds[0] > PATIENCE and config.plan != "timed":
+            break
     task.zero_grad(set_to_none=True)
     batches = config.tokens_per_step / (x.numel() * world_size())
-    return mean(seconds[1:]) * batches
+    return mean(seconds[1:] or seconds) * batches

@@ -52,16 +52,16 @@ def kernel_for(model: ModelConfig, kernel: str, device: torch.device, precision:
 
 
 def data_for(run: Run, device: torch.device) -> Corpus:
-    """The run's data, which the first process tokenises for all. Raises UserError if the model or its checkpoints do not fit.
+    """The run's data, which the first process tokenises for all.
 
-    A vocabulary that is made from the data has no known size before: capacity is checked for the smallest, and then again.
+    Raises UserError if the model or its checkpoints do not fit even with the smallest vocabulary: one that is made from the
+    data has no known size before. A run that only plans prepares the data all the same: its plan comes before the refusal.
     """
     config = run.config
     smallest = run.tokenizer.vocab_size if run.tokenizer else 1
-    distributed.broadcast_from_rank0(lambda: require_capacity(config, run.out_dir, device, smallest))
-    data = distributed.rank0_first(lambda: prepare(config.data, config.model.ctx_len, run.tokenizer, config.tune.prefers))
-    distributed.broadcast_from_rank0(lambda: require_capacity(config, run.out_dir, device, data.tokenizer.vocab_size))
-    return data
+    if not config.only_plans:
+        distributed.broadcast_from_rank0(lambda: require_capacity(config, run.out_dir, device, smallest))
+    return distributed.rank0_first(lambda: prepare(config.data, config.model.ctx_len, run.tokenizer, config.tune.prefers))
 
 
 def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: Any,

@@ -181,7 +181,7 @@ def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
     known = {entry.name: entry for entry in sweep.entries}
     added = []
     for job in jobs:
-        if job.config.plan:
+        if job.config.only_plans:
             raise UserError("plan=true trains nothing, and a sweep trains each of its runs: leave out -m to see the plan of "
                             "one run, or plan=true to train")
         entry = Entry(name_of(job), job.swept, job.arguments, job.config.kernel.name, job.config.seed)

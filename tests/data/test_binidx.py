@@ -47,7 +47,7 @@ def test_documents_begin_at_the_end_of_text_before_them(tmp_path_factory: pytest
                                                         sentences: int, ended: bool, modes: bool) -> None:
     """RWKV-LM ends each document with end_of_text; Megatron does so only as an option."""
     base = tmp_path_factory.getbasetemp() / "documents"
-    documents = [[7] * length + [0] * ended for length in lengths]
+    documents = [[7 + number] * length + [0] * ended for number, length in enumerate(lengths)]
     write(base, documents, sentences=sentences, modes=modes)
     index = binidx.read_index(base.with_suffix(".idx"))
     begins = [0, *itertools.accumulate(map(len, documents[:-1]))]
@@ -154,7 +154,7 @@ def test_its_tokenizer_must_be_named(config: DataConfig, tmp_path: Path) -> None
 
 
 def test_of_ids_made_elsewhere_the_unknown_tokens_are_known(config: DataConfig, tmp_path: Path) -> None:
-    write(tmp_path / "data", [[2, 3, 4, 2, 3] * 10 + [1] * (number % 3 == 0) + [0] for number in range(40)])
+    write(tmp_path / "data", [[2, 3, 4, 2, 3] * (10 + number) + [1] * (number % 3 == 0) + [0] for number in range(40)])
     some = prepare(config, 16, with_unknown("abc"))
     assert some.unknown == pytest.approx((some.val[:] == 1).mean())
     assert some.val_bytes_per_token is not None

@@ -5,6 +5,7 @@ import gzip
 import hashlib
 import importlib.util
 import json
+import shlex
 import sys
 from itertools import islice
 from pathlib import Path
@@ -16,6 +17,7 @@ from hypothesis import strategies as st
 from rwkv import cli
 from rwkv.config import SOURCES, DataConfig
 from rwkv.data.prepare import Corpus, prepare
+from rwkv.data.separators import describe, marks, separate
 from rwkv.data.source import Document, in_validation
 from rwkv.data.sources import open_source
 from rwkv.data.sources.stdlib import read_stdlib
@@ -195,6 +197,36 @@ def test_a_hugging_face_dataset(config: DataConfig, tmp_path: Path, form: str, m
         prepare(dataclasses.replace(wanted, field="body"), 16)
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
+@pytest.mark.filterwarnings("ignore")                    # the library's own
+def test_tables_are_texts_and_splits_have_parts(config: DataConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+    import pyarrow
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    datasets.disable_progress_bars()
+    words = ["a lamp, lit", "NA", "null", "nan", "None", "12", "true", "2020-01-01"]
+
+    def read(name: str, **options: object) -> list[str]:
+        return sorted(document for split in texts(of_kind(config, "hf", tmp_path / name, **options)) for document in split)
+
+    (tmp_path / "t.csv").write_text("".join(f'"{word}",{number}\n' for number, word in enumerate(["text", *words])))
+    (tmp_path / "t.tsv").write_text("".join(f"{number}\t{word}\n" for number, word in enumerate(["text", *words])))
+    assert read("t.csv") == read("t.tsv") == sorted(words)
+    assert read("t.csv", split="train[:2]") == sorted(words[:2])
+    assert read("t.csv", split="train[:25%]+train[-1:]") == sorted([*words[:2], words[-1]])
+    table = pyarrow.table({"text": pyarrow.array(words, pyarrow.string_view())})
+    with pyarrow.ipc.new_stream(str(tmp_path / "t.arrow"), table.schema) as file:
+        file.write_table(table)
+    assert read("t.arrow") == sorted(words)
+    rows = datasets.load_dataset("csv", data_files=str(tmp_path / "t.csv"), split="train", keep_default_na=False)
+    datasets.DatasetDict({"train": rows}).save_to_disk(str(tmp_path / "saved"))
+    assert read("saved", split="train[:50%]") == sorted(words[:4])
+    for wrong in ("test", "train[:50%", "test[:2]"):
+        with pytest.raises(UserError):
+            read("saved", split=wrong)
+
+
 def test_the_error_without_the_library_names_the_package(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     refuses(of_kind(config, "hf", Path("somewhere")), "pip install")
@@ -265,6 +297,63 @@ def test_a_wrong_file_is_named_with_the_place(config: DataConfig, content: bytes
     if content is not None:
         Path(str(config.path)).write_bytes(content)
     refuses(config, *named)
+
+
+@pytest.mark.parametrize("written", [
+    '{"text": "a", "text": "b"}\n{"text": "c"}\n', '[{"text": "c"}, {"text": "a", "text": "b"}]',
+    '{"text": "c"}\n{"text": "a", "meta": {"n": 1, "n": 2}}\n'])
+def test_a_key_that_an_object_has_twice_is_named(config: DataConfig, tmp_path: Path, written: str) -> None:
+    (tmp_path / "twice.jsonl").write_text(written)
+    refuses(of_kind(config, "jsonl", tmp_path / "twice.jsonl"), "twice.jsonl", "occurs twice")
+
+
+def test_a_complete_cache_need_not_be_written(config: DataConfig) -> None:
+    """Folders that stand where its files are refuse a write, for every user."""
+    Path(str(config.path)).write_text(TEXT)
+    before = bytes_of(prepare(config, 16))
+    for path in Path(config.cache_dir).glob("contents-*.json"):
+        path.unlink()
+        path.mkdir()
+    assert bytes_of(prepare(config, 16)) == before
+
+
+# Documents in one file
+
+
+@given(text=st.text("ab<|>\n", max_size=40), separator=st.sampled_from(["<|>", "\n\n", "a", "<<"]), size=st.integers(1, 9))
+def test_documents_stand_between_separators(text: str, separator: str, size: int) -> None:
+    chunks = [text[start:start + size] for start in range(0, len(text), size)]
+    found = separate([(iter(chunks), "a file", None)], separator, "a file")
+    if separator not in text:
+        with pytest.raises(UserError, match="does not occur"):
+            list(found)
+        return
+    assert [document for document, _, _ in found] == [part.strip("\r\n") for part in text.split(separator)]
+
+
+@pytest.mark.parametrize("mark", ["<|endoftext|>", "</s>", "<|end_of_text|>", "<|eot_id|>", "<|im_end|>", "<eos>", "<|EOT|>",
+                                  "<end_of_turn>", "[EOS]", "<|end_of_document|>", "<｜end▁of▁sentence｜>"])
+@pytest.mark.parametrize("kind", ["text", "jsonl"])
+def test_marks_that_end_documents_are_counted_and_separate(config: DataConfig, tmp_path: Path, kind: str, mark: str) -> None:
+    path = tmp_path / "text.txt"
+    if kind == "text":
+        path.write_text("".join(f"{words}\n{mark}\n" for words in WORDS), encoding="utf-8")
+    else:
+        path = write_lines(tmp_path / "t.jsonl", [f"{words}{mark}" for words in WORDS])
+    plain = of_kind(config, kind, path)
+    assert prepare(plain, 16).marks.keys() == {mark}
+    separated = prepare(dataclasses.replace(plain, separator=mark), 16)
+    assert not separated.marks
+    train, val = bytes_of(separated)
+    assert sorted(train + val) == sorted(WORDS)
+    assert f"data.separator={shlex.quote(mark)}" in describe({mark: 3}, takes_separator=True)
+
+
+def test_what_only_resembles_a_mark_is_none() -> None:
+    assert not marks(["if a <end> b", "<s>old</S>", "a | end | b", "x[END]", "<|user|>", "<br/>", "[sep]", "List<EosType>"])
+
+
+# Wrong input
 
 
 WRONG_LINES: dict[str, tuple[bytes, tuple[str, ...]]] = {

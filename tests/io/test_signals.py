@@ -1,13 +1,17 @@
 """Signals that ask for a stop: which are heeded, how often, and what they do."""
 
+import itertools
 import os
 import signal
 import subprocess
 import sys
+import threading
+import time
+from collections.abc import Iterator
 
 import pytest
 
-from rwkv.io.signals import STOPPING, Signalled, StopRequest, raising
+from rwkv.io.signals import STOPPING, Signalled, StopRequest, consume_interruptibly, raising
 
 pytestmark = [pytest.mark.skipif(sys.platform == "win32", reason="Windows has two of these signals"),
               pytest.mark.usefixtures("handlers")]
@@ -87,3 +91,33 @@ def test_a_signal_after_a_program_s_end_does_not_change_its_status(end: str, sta
             f"atexit.register(lambda: [os.kill(os.getpid(), number) for number in {[int(n) for n in STOPPING[1:]]}])\n"
             f"with cli.exit_on_user_error(): {end}")
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == status
+
+
+def test_a_wait_for_a_library_that_heeds_no_signal_is_ended() -> None:
+    """Here the library reads items without end, and in the second case computes in between."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for pause in (0.0, 20.0):
+        computing = threading.Event()
+
+        def work(items: Iterator[int], pause: float = pause, computing: threading.Event = computing) -> None:
+            for _ in items:
+                computing.set()
+                time.sleep(pause)
+
+        def interrupt(computing: threading.Event = computing) -> None:
+            computing.wait()
+            send(signal.SIGINT)
+
+        threading.Thread(target=interrupt).start()
+        start = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            consume_interruptibly(itertools.count(), work)
+        assert time.monotonic() - start < 10
+
+
+def test_the_error_of_the_work_is_raised() -> None:
+    read: list[int] = []
+    consume_interruptibly(range(3), read.extend)
+    assert read == [0, 1, 2]
+    with pytest.raises(ZeroDivisionError):
+        consume_interruptibly((1 // number for number in range(2)), list)

@@ -315,6 +315,51 @@ def test_validation_that_holds_most_of_the_text_is_said(run: Run) -> None:
     assert "data.val_fraction" in error
 
 
+@pytest.mark.programs
+def test_the_plan_of_a_model_that_cannot_fit_comes_before_the_refusal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_memory(8 * GB, GB, monkeypatch)
+    Path("text.txt").write_text(TEXT)
+    status, output, error = run("train", *PLANNED, "data.path=text.txt", "model.n_embd=8192", "model.n_layer=24")
+    assert (status, output) == (2, "")
+    *table, last = error.splitlines()
+    assert last.startswith("error: training needs at least")
+    for subject in ("data", "model", "memory", "disk", "training"):
+        assert [line for line in table if line.startswith(f"{subject} ")], subject
+    assert {path.name for path in Path().iterdir()} == {"cache", "text.txt"}
+
+
+@pytest.mark.parametrize(("width", "options", "timed"), [
+    (16, {}, True), (4096, {}, False), (4096, {"plan": "false"}, False), (4096, {"plan": "timed"}, True),
+    (16, {"compiled": True}, False), (16, {"compiled": True, "plan": "timed"}, True), (16, {"strategy": "fsdp"}, False)])
+def test_steps_are_timed_where_they_are_quick_or_asked_for(width: int, options: dict[str, Any], timed: bool) -> None:
+    config = configured(24, width, 8, 1024, compile=options.get("compiled", False), strategy=options.get("strategy", "single"))
+    assert plan.is_timed(replace(config, plan=options.get("plan", "true")), 256, CPU) == timed
+
+
+@pytest.mark.programs
+def test_the_plan_tells_of_copies_marks_and_another_split(run: Run) -> None:
+    """Ten tales three times, in one text with a mark between them, and as JSON lines."""
+    tales = [f"Tale {number} is of {number * number % 97} hens who sat on walls.\n" for number in range(10)]
+    Path("text.txt").write_text("<|endoftext|>\n".join(3 * tales))
+    Path("tales.jsonl").write_text("".join(json.dumps({"text": tale}) + "\n" for tale in 3 * tales))
+    unseparated = run("train", *PLANNED, "data.path=text.txt")[2]
+    assert "<|endoftext|> occurs 2" in unseparated
+    assert "data.separator='<|endoftext|>'" in unseparated
+    assert "100 % of the validation text" in unseparated
+    separated = run("train", *PLANNED, "data.path=text.txt", "data.separator=<|endoftext|>")[2]
+    assert "20 documents repeat others" in separated
+    assert "WARNING" not in separated
+    assert run("train", *PLANNED[:-1], "data=jsonl", "data.path=tales.jsonl", "data.val_fraction=0.3", "trainer.max_steps=1",
+               "out_dir=base")[0] == 0
+    tuned = (*PLANNED, "data=jsonl", "init_from=base")
+    Path("tales.jsonl").rename("moved.jsonl")
+    Path("other.jsonl").write_text(json.dumps({"text": "Another tale of hens."}) + "\n" + json.dumps({"text": TEXT}) + "\n")
+    Path("tales.jsonl").write_text(Path("moved.jsonl").read_text())
+    assert "data.val_fraction=0.3" in run("train", *tuned, "data.path=tales.jsonl", "data.val_fraction=0.2")[2]
+    assert "data.val_fraction=0.3" not in run("train", *tuned, "data.path=tales.jsonl", "data.val_fraction=0.3")[2]
+    assert "data.val_fraction=0.3" not in run("train", *tuned, "data.path=other.jsonl", "data.val_fraction=0.2")[2]
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="it needs /proc/loadavg")
 def test_another_program_that_computes_is_seen() -> None:
     with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as other:

@@ -15,9 +15,10 @@ The list is also called conversation, items or interactions, and its messages ma
 value of the role function_call may be JSON in a string. Null fields count as missing, since `datasets` writes them so.
 
 A conversation is a document, rendered by the chat template data.template. The first one and one of every 1/val_fraction that
-follow are for validation. An answer is context, and not learnt, if it or its conversation has "weight": 0 or a field of that
-meaning (rwkv/chat/messages.py), if "label": false stands beside prompt and completion (KTO, in TRL), or if it is in a list
-`prompt`, as in TRL. A conversation without any learnt answer is left out, and counted.
+follow are for validation, with their copies (rwkv/data/copies.py). An answer is context, and not learnt, if it or its
+conversation has "weight": 0 or a field of that meaning (rwkv/chat/messages.py), if "label": false stands beside prompt and
+completion (KTO, in TRL), or if it is in a list `prompt`, as in TRL. A conversation without any learnt answer is left out, and
+counted.
 """
 
 import json
@@ -30,7 +31,8 @@ from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import think_of
 from rwkv.config import DataConfig
-from rwkv.data.source import Document, Source, chunks_of, in_validation
+from rwkv.data.copies import Placed, Splitter, fingerprint
+from rwkv.data.source import Document, Source, chunks_of
 from rwkv.data.sources.jsonl import ENDINGS, entries, files
 from rwkv.data.text_files import matching, names_and_hashes
 from rwkv.errors import UserError
@@ -54,12 +56,16 @@ INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_conte
 
 
 class Conversation(NamedTuple):
-    """parts: the text in pieces, and whether each is learnt. where: the file and the line. weight: the bytes read for it."""
+    """parts: the text in pieces, and whether each is learnt. where: the file and the line. weight: the bytes read for it. copy,
+    moved: as in rwkv/data/copies.py; a pair of answers is a copy if one of its two conversations is.
+    """
 
     parts: list[Part]
     val: bool
     where: str
     weight: int
+    copy: bool = False
+    moved: bool = False
 
     @property
     def learnt(self) -> bool:
@@ -72,8 +78,9 @@ def source(config: DataConfig, cache: Path) -> Source:
     template = template_of(config)
 
     def documents() -> Iterator[Document]:
-        for parts, val, where, weight in conversations(config):
-            yield Document(chunks_of("".join(text for text, _ in parts).replace(END, "")), val, where, weight)
+        for parts, val, where, weight, copy, moved in conversations(config):
+            text = "".join(text for text, _ in parts).replace(END, "")
+            yield Document(chunks_of(text), val, where, weight, copy=copy, moved=moved)
 
     paths = [path for _, path in named]
     about = f"conversations of {paths[0].name if len(paths) == 1 else config.path}, template {template.name}"
@@ -104,28 +111,37 @@ def template_of(config: DataConfig) -> ChatTemplate:
 def conversations(config: DataConfig, template: ChatTemplate | None = None, pairs: bool = False) -> Iterator[Conversation]:
     """All conversations in the order of the files. Raises UserError for a wrong entry, and if fewer than two are learnt.
 
+    Copies are in the same split, unless all conversations are the same.
+
     template: replaces the one that `config` names. pairs: each entry is a pair and gives two conversations, the first with the
     chosen answer and the second with the rejected one. Both are in the same split, and either both are learnt or neither.
     """
     template = template or template_of(config)
     learnt = 0
     others = 0
-    splits = in_validation(config.val_fraction)
+    splitter = Splitter(config.val_fraction)
+    same: list[Conversation] = []        # the first ones, until another text comes
     for _, path in _files(str(config.path))[0]:
         for entry, where, weight in entries(path):
             texts = parts_of_pair(entry, where, template) if pairs else (parts_of(entry, where, template),)
             is_learnt = all(any(flag for _, flag in parts) for parts in texts)
-            val = next(splits) if is_learnt else False
+            place = Placed(False, False, False)
+            if is_learnt:
+                place = splitter.place(*(fingerprint(text for text, _ in parts) for parts in texts))
             learnt += is_learnt
             others += not is_learnt
             for parts in texts:
                 kept = parts if is_learnt else [(text, False) for text, _ in parts]
-                yield Conversation(kept, val, where, weight)
+                same.append(Conversation(kept, where=where, weight=weight, **place._asdict()))
+            if splitter.distinct > 1:
+                yield from same
+                same.clear()
     if learnt < 2:
         more = f" with an answer to learn, and {others} without" if others else ""
         name = "pairs of answers" if pairs else "conversations"
         raise UserError(f"data.path={config.path} has {learnt} {name}{more}: training needs at least two, one of them for "
                         "validation")
+    yield from (one._replace(val=one.val != one.moved, moved=False) for one in same)
 
 
 def holds_conversations(path: Path) -> bool:

@@ -1,25 +1,31 @@
 """Datasets through Hugging Face's `datasets` library: a column of texts, each a document."""
 
+import glob
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from rwkv.config import DataConfig
-from rwkv.data.source import Source, split_documents
+from rwkv.data.copies import split_documents
+from rwkv.data.source import Source
+from rwkv.data.sources.jsonl import between_separators
 from rwkv.data.text_files import contents
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
 from rwkv.io.lines import counted
 
-PATH = "a folder that save_to_disk made, a .parquet, .arrow, .json or .csv file, or a dataset's name"
+PATH = "a folder that save_to_disk made, a .parquet, .arrow, .json, .csv or .tsv file, or a dataset's name"
 LOCAL = False
-FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".arrow": "arrow"}
+FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
+STRINGS = ("string", "large_string", "string_view")
+SEPARATORS = {".csv": ",", ".tsv": "\t"}
 ROWS = 256                               # rows read at a time
 
 
 def source(config: DataConfig, cache: Path) -> Source:
     dataset = _load(str(config.path), config.split)
-    texts = [name for name, kind in dataset.features.items() if getattr(kind, "dtype", None) in ("string", "large_string")]
+    texts = [name for name, kind in dataset.features.items() if getattr(kind, "dtype", None) in STRINGS]
     if not len(dataset):
         raise UserError(f"data.path={config.path} is empty")
     if config.field not in texts:
@@ -27,14 +33,16 @@ def source(config: DataConfig, cache: Path) -> Source:
                         f"{', '.join(texts) or 'none'}: choose with data.field=NAME")
 
     def documents() -> Iterator[Any]:
-        return split_documents(_texts(dataset, config), config.val_fraction, str(config.path))
+        return split_documents(between_separators(_texts(dataset, config), config), config.val_fraction, str(config.path))
 
     about = f"{config.path}, split {config.split}, {counted(len(dataset), 'row')}, column {config.field}"
-    identity = sha256([config.field, config.split, str(len(dataset)), *_content(dataset, config, cache)])
+    identity = sha256([config.field, *filter(None, [config.separator]), config.split, str(len(dataset)),
+                       *_content(dataset, config, cache)])
     return Source(documents, about, identity, int(dataset.data.nbytes))
 
 
 def _load(path: str, split: str) -> Any:
+    """The rows of a split, or of a part of one such as train[:50%]."""
     try:
         import datasets
     except ImportError:
@@ -42,17 +50,44 @@ def _load(path: str, split: str) -> Any:
     suffix = Path(path).suffix
     try:
         if (Path(path) / "state.json").exists() or (Path(path) / "dataset_dict.json").exists():
-            found = datasets.load_from_disk(path)
-        elif suffix in FORMATS:
-            found = datasets.load_dataset(FORMATS[suffix], data_files={split: path}, split=split)
-        else:
-            found = datasets.load_dataset(path, split=split)
+            return _part(datasets.load_from_disk(path), path, split)
+        if suffix in FORMATS:
+            name = re.split(r"[\[+]", split)[0].strip()
+            options = _as_text(path, SEPARATORS[suffix]) if suffix in SEPARATORS else {}
+            return datasets.load_dataset(FORMATS[suffix], data_files={name: glob.escape(path)}, split=split, **options)
+        return datasets.load_dataset(path, split=split)
+    except UserError:
+        raise
     except Exception as error:           # errors of all its sources: files, the network, ...
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        cause = error.__cause__ or error         # of an error while a file is read, the library names only the former
+        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         raise UserError(f"cannot load data.path={path} with the library `datasets`: {reason}") from None
-    if isinstance(found, dict) and split not in found:
-        raise UserError(f"data.path={path} has no split {split!r}; it has {', '.join(found)}: choose with data.split=NAME")
-    return found[split] if isinstance(found, dict) else found
+
+
+def _as_text(path: str, separator: str) -> dict[str, Any]:
+    """Options for a table in which every value is a text: also NA, null, true and 12, which the library would convert."""
+    import datasets
+    import pandas
+
+    columns = pandas.read_csv(path, sep=separator, nrows=0).columns
+    features = datasets.Features({name: datasets.Value("string") for name in columns})
+    return {"features": features, "sep": separator, "keep_default_na": False, "na_filter": False}
+
+
+def _part(found: Any, path: str, split: str) -> Any:
+    """The rows that `split` names of a folder that save_to_disk made. A single data set is the split with any name."""
+    import datasets
+
+    name = re.split(r"[\[+]", split)[0].strip()
+    splits = found if isinstance(found, dict) else {name: found}
+    if name not in splits:
+        raise UserError(f"data.path={path} has no split {name!r}; it has {', '.join(splits)}: choose with data.split=NAME")
+    if split == name:
+        return splits[name]
+    instructions = datasets.ReadInstruction.from_spec(split).to_absolute({key: len(rows) for key, rows in splits.items()})
+    parts = [splits[one.splitname].select(range(one.from_ or 0, len(splits[one.splitname]) if one.to is None else one.to))
+             for one in instructions]
+    return datasets.concatenate_datasets(parts)
 
 
 def _texts(dataset: Any, config: DataConfig) -> Iterator[tuple[str, str, int | None]]:

@@ -12,11 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from rwkv.config import DataConfig
-from rwkv.data.source import Source, split_documents
+from rwkv.data.copies import split_documents
+from rwkv.data.separators import Text, separate
+from rwkv.data.source import Source, chunks_of
 from rwkv.data.text_files import matching, names_and_hashes
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
-from rwkv.io.json_lines import parse, text_of
+from rwkv.io.json_lines import loads, parse, text_of
 from rwkv.io.utf8 import decode, open_file
 
 PATH = "a .jsonl or .jsonl.gz file, a folder of them, or a pattern"
@@ -34,11 +36,19 @@ def source(config: DataConfig, cache: Path) -> Source:
 
     def documents() -> Iterator[Any]:
         texts = ((_text(entry, config.field, where), where, weight) for path in paths for entry, where, weight in entries(path))
-        return split_documents(texts, config.val_fraction, str(config.path))
+        return split_documents(between_separators(texts, config), config.val_fraction, str(config.path))
 
     about = f"{paths[0].name if len(paths) == 1 else f'{len(paths)} files of {config.path}'}, field {config.field}"
-    identity = sha256([config.field, *names_and_hashes(found, cache)])
+    identity = sha256([config.field, *filter(None, [config.separator]), *names_and_hashes(found, cache)])
     return Source(documents, about, identity, sum(path.stat().st_size for path in paths))
+
+
+def between_separators(texts: Iterator[Text], config: DataConfig) -> Iterator[Text]:
+    """The documents of (text, where, weight): each text, or the parts between data.separator."""
+    if config.separator is None:
+        return texts
+    chunked = ((chunks_of(text), where, weight) for text, where, weight in texts)
+    return separate(chunked, config.separator, str(config.path))
 
 
 def files(path: str, endings: Sequence[str] = ENDINGS) -> list[tuple[str, Path]]:
@@ -81,7 +91,7 @@ def _of_list(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
         content = b"".join(_lines(gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw, path))
     text = decode(content, str(path))
     try:
-        found = json.loads(text)
+        found = loads(text)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path} begins with [ and is not one JSON list ({error}): expected that, or an object on each "
                         "line") from None

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rwkv.config import DataConfig
-from rwkv.data.source import Document, Source, chunks_of, count_reaching, rank
+from rwkv.data.copies import fingerprint, place_in_order
+from rwkv.data.source import Document, Source, chunks_of, rank
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
 
@@ -28,15 +29,19 @@ def source(config: DataConfig, cache: Path) -> Source:
              f"{len(text.val)} of them for validation")
 
     def documents() -> Iterator[Document]:
+        seen: set[int] = set()
         for split, val in ((text.train, False), (text.val, True)):
-            yield from (Document(chunks_of(document), val, "the standard library") for document in split)
+            for document in split:
+                computed = fingerprint([document])
+                yield Document(chunks_of(document), val, "the standard library", copy=computed in seen)
+                seen.add(computed)
 
     n_train, n_val = (sum(len(document.encode()) + 1 for document in split) for split in (text.train, text.val))
     return Source(documents, about, sha256(text.val + text.train), n_train + n_val, (n_train, n_val))
 
 
 def read_stdlib(root: Path, val_fraction: float) -> Text:
-    """The .py files under `root`, each a document; the first ones in a fixed random order are for validation.
+    """The .py files under `root`, each a document; the first ones in a fixed random order are for validation, with copies.
 
     A file's place in that order depends only on its own name, so that another Python version has nearly the same split.
     """
@@ -44,8 +49,11 @@ def read_stdlib(root: Path, val_fraction: float) -> Text:
     shuffled = [documents[name] for name in sorted(documents, key=rank) if documents[name]]
     if len(shuffled) < 2:
         raise UserError(f"the standard library in {root} has no .py sources: use data=text data.path=FILE")
-    count = count_reaching(val_fraction, [len(document.encode()) for document in shuffled])
-    return Text(shuffled[count:], shuffled[:count])
+    fingerprints = [fingerprint([document]) for document in shuffled]
+    placed = place_in_order(fingerprints, [len(document.encode()) for document in shuffled], val_fraction)
+    train, val = ([document for document, place in zip(shuffled, placed, strict=True) if place.val == is_val]
+                  for is_val in (False, True))
+    return Text(train, val)
 
 
 def _python_files(folder: Path) -> Iterator[Path]:

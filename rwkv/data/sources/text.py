@@ -1,13 +1,19 @@
-"""Text files, each a document. The end of a single file is for validation; of several files, some whole ones."""
+"""Text files, each a document. The end of a single file is for validation; of several files, some whole ones.
+
+With data.separator a file holds several documents, and some of all documents are for validation.
+"""
 
 from collections.abc import Iterator
 from pathlib import Path
 
 from rwkv.config import DataConfig
-from rwkv.data.source import Document, Source, count_reaching, rank, validation_begins
-from rwkv.data.text_files import contents, matching, names_and_hashes
+from rwkv.data.copies import place_in_order, split_documents
+from rwkv.data.separators import separate
+from rwkv.data.source import Document, Source, rank, validation_begins
+from rwkv.data.text_files import Content, contents, matching, names_and_hashes
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
+from rwkv.io.lines import counted
 from rwkv.io.utf8 import chunks
 
 PATH = "a text file in UTF-8, a folder of .txt files, or a pattern such as books/**/*.md"
@@ -18,36 +24,59 @@ def source(config: DataConfig, cache: Path) -> Source:
     found = [(name, path) for name, path in matching(str(config.path), (".txt",)) if path.stat().st_size]
     if not found:
         raise UserError(f"data.path={config.path} is empty: give a text in UTF-8")
-    if len(found) == 1:
-        return _one(found[0][1], config.val_fraction, cache)
-    return _several(sorted(found, key=lambda pair: rank(pair[0])), config, cache)
+    found.sort(key=lambda pair: rank(pair[0]))
+    if config.separator is not None:
+        return _separated(found, config, config.separator, cache)
+    read = contents([path for _, path in found], cache, text=True)
+    if len({content.fingerprint for content in read}) == 1:
+        return _one(found, read[0], config.val_fraction)
+    return _several(found, read, config)
 
 
-def _one(path: Path, val_fraction: float, cache: Path) -> Source:
-    ((digest, characters),) = contents([path], cache, text=True)
-    cut = validation_begins(characters, val_fraction, f"data.path={path}")
+def _one(found: list[tuple[str, Path]], content: Content, val_fraction: float) -> Source:
+    """A single file, or the first of several with the same text."""
+    path = found[0][1]
+    copies = len(found) - 1
+    cut = validation_begins(content.characters, val_fraction, f"data.path={path}")
 
     def documents() -> Iterator[Document]:
         yield Document(_between(path, 0, cut), False, str(path))
-        yield Document(_between(path, cut, characters), True, str(path), before=cut)
+        yield Document(_between(path, cut, content.characters), True, str(path), before=cut)
 
     size = path.stat().st_size
-    bounds = (size - (characters - cut) + 1, size - cut + 1)
-    return Source(documents, f"{path.name}, the last {100 * val_fraction:g} % for validation", digest, size, bounds)
+    bounds = (size - (content.characters - cut) + 1, size - cut + 1)
+    equal = f" (and {counted(copies, 'file')} with the same text, which are not read)" if copies else ""
+    about = f"{path.name}{equal}, the last {100 * val_fraction:g} % for validation"
+    return Source(documents, about, content.sha256, size, bounds)
 
 
-def _several(found: list[tuple[str, Path]], config: DataConfig, cache: Path) -> Source:
-    paths = [path for _, path in found]
-    sizes = [path.stat().st_size for path in paths]
-    count = count_reaching(config.val_fraction, sizes)
+def _several(found: list[tuple[str, Path]], read: list[Content], config: DataConfig) -> Source:
+    sizes = [path.stat().st_size for _, path in found]
+    placed = place_in_order([content.fingerprint for content in read], sizes, config.val_fraction)
 
     def documents() -> Iterator[Document]:
-        for group, val in ((paths[count:], False), (paths[:count], True)):
-            yield from (Document(chunks(path), val, str(path)) for path in group)
+        for val in (False, True):
+            yield from (Document(chunks(path), where=str(path), **place._asdict())
+                        for (_, path), place in zip(found, placed, strict=True) if place.val == val)
 
+    count = sum(place.val for place in placed)
+    val_size = sum(size for size, place in zip(sizes, placed, strict=True) if place.val)
     about = f"{len(found)} files of {config.path}, {count} of them for validation"
-    bounds = (sum(sizes[count:]) + len(found) - count, sum(sizes[:count]) + count)
-    return Source(documents, about, sha256(names_and_hashes(found, cache, text=True)), sum(sizes), bounds)
+    bounds = (sum(sizes) - val_size + len(found) - count, val_size + count)
+    identity = [part for (name, _), content in zip(found, read, strict=True) for part in (name, content.sha256)]
+    return Source(documents, about, sha256(identity), sum(sizes), bounds)
+
+
+def _separated(found: list[tuple[str, Path]], config: DataConfig, separator: str, cache: Path) -> Source:
+    """The documents between separators, which are divided as those of data=jsonl are."""
+    def documents() -> Iterator[Document]:
+        texts = separate(((chunks(path), str(path), None) for _, path in found), separator, str(config.path))
+        return split_documents(texts, config.val_fraction, str(config.path))
+
+    name = found[0][1].name if len(found) == 1 else f"{len(found)} files of {config.path}"
+    identity = sha256([separator, *names_and_hashes(found, cache, text=True)])
+    size = sum(path.stat().st_size for _, path in found)
+    return Source(documents, f"{name}, documents between {separator!r}", identity, size)
 
 
 def _between(path: Path, start: int, stop: int) -> Iterator[str]:

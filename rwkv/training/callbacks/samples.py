@@ -18,7 +18,7 @@ from lightning.pytorch.callbacks import Callback
 from rwkv.config import TrainConfig, TrainerConfig
 from rwkv.distributed import rank
 from rwkv.generation.engine import generate
-from rwkv.io.atomic import write_file
+from rwkv.io.atomic import append, write_file
 from rwkv.report.reading import SAMPLES, read_samples
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.loggers import log_samples
@@ -63,8 +63,7 @@ class Samples(Callback):
             text = self._text(pl_module.model, step)
             if text is not None:
                 self._rows.append({"step": step, "prompt": self.prompt, "text": text})
-                with self.path.open("ab") as file:
-                    file.write(_line(self._rows[-1]))
+                append(self.path, _line(self._rows[-1]))
                 log_samples(trainer.loggers, self._rows, step)
             self._exclude(time.perf_counter() - start)
 

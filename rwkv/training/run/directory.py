@@ -19,13 +19,14 @@ from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 from rwkv.report.reading import KERNEL, METRICS, SAMPLES, SWEEP, TUNED, read_metrics, read_samples
 from rwkv.tokenizer.tokenizers import Tokenizer
-from rwkv.training.run.lock import NAME, RunLock
+from rwkv.training.run.lock import RunLock
 
 if TYPE_CHECKING:                        # it brings PyTorch
     from rwkv.checkpoint.files import Checkpoint
 
 RUNS = LATEST.parent
 CONFIG_FILE = "config.yaml"
+LOGS = (".log", ".out", ".err", "log", "out", "err", "stdout", "stderr")       # names and endings of a program's output
 
 
 @dataclass(frozen=True)
@@ -56,11 +57,13 @@ def new_folder(kind: str = "") -> Path:
 
 
 def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
-    """Raises UserError if the directory holds anything but a lock, or cannot be written. resume: the option that continues it.
+    """Raises UserError if the directory holds anything but a lock, logs and what systems put there, or cannot be written.
+
+    resume: the option that continues it.
     """
     if out_dir.exists() and not out_dir.is_dir():
         raise UserError(f"out_dir {out_dir} is a file: choose another")
-    if out_dir.exists() and any(path.name != NAME for path in out_dir.iterdir()):
+    if out_dir.exists() and not all(map(_may_stay, out_dir.iterdir())):
         if not any((out_dir / name).is_file() for name in (CONFIG_FILE, SWEEP)):
             raise UserError(f"out_dir {out_dir} holds other files than a run's: choose another")
         raise UserError(f"out_dir {out_dir} exists already: choose another, or continue it with {resume} "
@@ -68,6 +71,21 @@ def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
     existing = next(folder for folder in (out_dir, *out_dir.absolute().parents) if folder.exists())
     if not os.access(existing, os.W_OK):
         raise UserError(f"cannot write into out_dir {out_dir}: {existing} is not writable for this user; choose another")
+
+
+def _may_stay(path: Path) -> bool:
+    """Whether a new run's directory may hold this: a hidden file, a disk's lost+found, or a log, as in: > out_dir/log."""
+    if (path.name.startswith(".") and path.name != ".git") or path.name == "lost+found":
+        return True
+    return path.is_file() and (path.suffix in LOGS or path.name in LOGS or _is_own_output(path))
+
+
+def _is_own_output(path: Path) -> bool:
+    """Whether this process writes its standard output or error into the file."""
+    try:
+        return any(os.path.samestat(path.stat(), os.fstat(number)) for number in (1, 2))
+    except OSError:                      # one of them is closed
+        return False
 
 
 def create(run: Run, resolved: dict[str, Any]) -> None:

@@ -261,6 +261,35 @@ def test_a_full_disk_stops_the_run_and_leaves_what_there_was(folder: Path, whole
     assert before == {path.name: path.read_bytes() for path in (tmp_path / "checkpoints").iterdir()}
 
 
+@pytest.mark.programs
+def test_a_disk_that_is_full_at_a_row_of_metrics_says_which_file_and_how_to_continue(folder: Path, tmp_path: Path) -> None:
+    options = (*SHORT, "trainer.log_every=1", "trainer.max_steps=300", "trainer.checkpoint_every=300", "trainer.val_every=300",
+               f"out_dir={tmp_path / 'full'}")
+    assert done_here(folder, "train", *options, "plan=true").status == 0                # it tokenises the text
+    done = finish(forked(folder, *options, largest=12_000))
+    assert done.status == 2, done.error
+    last = done.error.splitlines()[-1]
+    assert last.startswith("error: training stopped at step ")
+    assert str(tmp_path / "full" / "metrics.csv") in last
+    assert "resume=auto" in last
+
+
+@pytest.mark.programs
+def test_a_run_whose_data_have_moved_continues_with_the_same_data_alone(run: Run) -> None:
+    begin(run)
+    Path("elsewhere").mkdir()
+    Path("text.txt").rename("elsewhere/text.txt")
+    again = ("resume=auto", "out_dir=run", "trainer.max_steps=3", "data.path=elsewhere/text.txt")
+    Path("elsewhere/other.txt").write_text(TEXT[::-1], encoding="utf-8")
+    status, _, error = run("train", *again[:-1], "data.path=elsewhere/other.txt")
+    assert status == 2
+    assert "the data have changed" in error
+    status, _, error = run("train", *again)
+    assert status == 0, error
+    assert yaml.safe_load(Path("run/config.yaml").read_text())["data"]["path"] == "elsewhere/text.txt"
+    assert set(losses(Path("run"))) == {1, 2, 3} or 3 in losses(Path("run"))
+
+
 def killed_while_renaming(run: Path, keep: int, saved: int, cut: int) -> Path:
     """After `saved` checkpoints one more is written, and the renaming stops after `cut` of its steps."""
     for number in range(saved):

@@ -1,0 +1,61 @@
+"""Texts that hold several documents, with a mark such as <|endoftext|> between them (data.separator)."""
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from shlex import quote
+
+from rwkv.errors import UserError
+from rwkv.io.lines import counted
+
+LINE_ENDS = "\r\n"
+MARK = re.compile(r"<(?:\|(?:end|eo|EO)[\w ]{0,24}\|>|\|\w{1,20}_(?:end|sep)\|>|/s>|end_of_\w{1,12}>|eo[std]>|EO[STD]>"
+                  r"|endoftext>|｜end▁of▁\w{1,12}｜>)|\[EO[STD]\]")
+Text = tuple[str, str, int | None]       # a text, its place for errors, and its bytes in the source
+
+
+def marks(texts: Iterable[str]) -> Counter[str]:
+    """How often each mark occurs that ends a document or a turn in the vocabularies of other models."""
+    found: Counter[str] = Counter()
+    for text in texts:
+        found.update(MARK.findall(text))
+    return found
+
+
+def describe(found: Mapping[str, int], takes_separator: bool) -> str:
+    """A sentence on marks that are learnt as letters. takes_separator: whether data.separator is an option of these data."""
+    mark, times = max(found.items(), key=lambda item: item[1])
+    others = len(found) - 1
+    more = f", as do {counted(others, 'other mark')} of this kind" if others else ""
+    remedy = (f"if it ends documents, take data.separator={quote(mark)}" if takes_separator else
+              "if it ends documents, remove it, since documents end without it")
+    return f"{mark} occurs {counted(times, 'time')} in the texts{more}, and is learnt letter by letter: {remedy}"
+
+
+def separate(texts: Iterable[tuple[Iterable[str], str, int | None]], separator: str, path: str) -> Iterator[Text]:
+    """The documents of (chunks, where, weight), without the line ends around the separator. Raises UserError at the end if the
+    separator does not occur.
+    """
+    occurs = False
+    for chunks, where, weight in texts:
+        for number, document in enumerate(_between(chunks, separator)):
+            occurs = occurs or number > 0
+            yield document.strip(LINE_ENDS), where, 0 if number and weight is not None else weight
+    if not occurs:
+        raise UserError(f"data.separator={separator!r} does not occur in data.path={path}: leave it out, or give the text that "
+                        "stands between documents")
+
+
+def _between(chunks: Iterable[str], separator: str) -> Iterator[str]:
+    unfinished: list[str] = []           # the parts of a document in which no separator begins
+    rest = ""                            # the end of the last chunk, in which one may begin
+    most = len(separator) - 1
+    for chunk in chunks:
+        *ended, rest = (rest + chunk).split(separator)
+        for document in ended:
+            yield "".join([*unfinished, document])
+            unfinished = []
+        whole = max(len(rest) - most, 0)
+        unfinished.append(rest[:whole])
+        rest = rest[whole:]
+    yield "".join([*unfinished, rest])
