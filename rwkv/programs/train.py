@@ -26,6 +26,12 @@ optim.weight_decay and optim.*_lr_scale keep their values; other options on the
 command line take effect from the next step. trainer.max_steps=MORE trains on,
 as does trainer.epochs=MORE.
 
+Recipes. experiment=FILE.yaml takes options from a file, in groups or by their
+names on the command line, which may still replace them; FILE may be in any
+folder, and may be the config.yaml of an earlier run:
+  optim: {lr: 1e-4, warmup_steps: 100}
+  model: rwkv7_tiny
+
 Conversations. data=chat reads lines with messages, conversations, or prompt
 and completion; the loss is on the assistant's answers alone. tune=lora trains
 adapters, tune=state the state before the first token (RWKV-7), of a model
