@@ -49,8 +49,8 @@ def launched() -> bool:
 def launch(count: int, signals: Iterable[int]) -> int:
     """Runs this program's command line in `count` processes on this machine. Returns 0, or the first failure's exit status.
 
-    signals: these are passed on to the processes, which then have half a minute to save, and so is Ctrl-C, even if this process
-    was started with Ctrl-C ignored. The status is STOPPED then. Raises UserError where the processes could not be connected.
+    signals: these are passed on to the processes, which then have half a minute to save. The status is STOPPED then. Raises
+    UserError where the processes cannot be connected.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -58,11 +58,12 @@ def launch(count: int, signals: Iterable[int]) -> int:
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     _use_loopback()
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)        # each process prints its own error
-    handled = {*signals, signal.SIGINT}
+    for name in logging.root.manager.loggerDict:         # each process prints its own error
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, run_id=uuid.uuid4().hex,
                           rdzv_backend="c10d", rdzv_endpoint=f"{LOOPBACK}:0", local_addr=LOOPBACK,
-                          signals_to_handle=",".join(signal.Signals(number).name for number in handled))
+                          signals_to_handle=",".join(signal.Signals(number).name for number in signals))
     try:
         elastic_launch(config, sys.executable)(*sys.orig_argv[1:])
     except ChildFailedError as error:
@@ -99,8 +100,6 @@ def connected() -> Iterator[None]:
     Raises UserError in this process when another one of the run has ended, and where the processes cannot be connected.
     """
     threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
-    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:        # as in the background of a shell; the launcher passes it on
-        signal.signal(signal.SIGINT, signal.default_int_handler)
     with _ending_at_a_signal():
         _connect()
         processes_here = all_gather(socket.gethostname()).count(socket.gethostname())

@@ -46,6 +46,9 @@ for one GPU, takes all GPUs of the machine, or trainer.devices=N processes. On
 several machines, run the same command on each:
   torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d \\
     --rdzv-endpoint=HOST:29500 train.py trainer=ddp trainer.num_nodes=2
+With --max-restarts=N and resume=auto out_dir=DIRECTORY, torchrun continues a
+run of which a process has died. Where a machine cannot resolve its own name,
+give torchrun --local-addr=ADDRESS.
 
 A run first shows what it will do and need, and refuses what does not fit into
 memory or onto the disk. Steps are optimiser steps; trainer.epochs counts passes
