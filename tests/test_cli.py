@@ -96,18 +96,18 @@ def test_a_debugs_steps_win_over_an_experiments_tokens(name: str, steps: int) ->
 BOM = "\ufeff"
 
 
-@pytest.mark.parametrize("content", [
-    "# @package _global_\noptim: {lr: 1e-4}\nseed: 5\n",
-    "# mine\n# @package _global_\noptim: {lr: 1e-4}\nseed: 5\n",
-    f"{BOM}# @package _global_\r\noptim:\r\n  lr: 1e-4\r\nseed: 5\r\n",
-    "optim.lr: 1e-4\nseed: 5\nmodel:\ndata: {}\n",
-    "---\n{optim: {lr: 1e-4}, seed: 5}\n...\n",
-    '{"optim": {"lr": 1e-4}, "seed": 5}',
+@pytest.mark.parametrize(("path", "content"), [
+    ("./mine.yaml", "# @package _global_\noptim: {lr: 1e-4}\nseed: 5\n"),
+    ("mine.yml", "# mine\n# @package _global_\noptim: {lr: 1e-4}\nseed: 5\n"),
+    ("folder/a, b='c' [1].yaml", f"{BOM}# @package _global_\r\noptim:\r\n  lr: 1e-4\r\nseed: 5\r\n"),
+    ("~/mine.yaml", "optim.lr: 1e-4\nseed: 5\nmodel:\ndata: {}\n"),
+    ("../mine.yaml", "---\n{optim: {lr: 1e-4}, seed: 5}\n...\n"),
+    ("./mine.json", '{"optim": {"lr": 1e-4}, "seed": 5}'),
 ])
-@pytest.mark.parametrize("path", ["./mine.yaml", "mine.yml", "folder/a, b='c' [1].yaml", "~/mine.yaml"])
-def test_a_recipe_of_one_s_own_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: str,
-                                                    path: str) -> None:
-    monkeypatch.chdir(tmp_path)
+def test_a_recipe_of_one_s_own_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str,
+                                                    content: str) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     file = Path(path).expanduser()
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ def test_a_run_s_configuration_is_a_recipe(tmp_path: Path) -> None:
         assert as_plain(after) == as_plain(before) | {"out_dir": None, "resume": None}
 
 
-@pytest.mark.parametrize("ours", [False, True])
+@pytest.mark.parametrize("ours", [False, pytest.param(True, marks=pytest.mark.thorough)])
 @pytest.mark.parametrize(("content", "words"), [
     (b"", ["sets no option"]),
     (b"# @package _global_\n", ["sets no option"]),
