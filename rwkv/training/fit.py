@@ -103,9 +103,9 @@ def train(run: Run) -> None:
         keep_large_blocks()
     # Before the data are read: this raises UserError if the processes cannot share the rows
     rows = share(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
-    require_workers(config.data.num_workers)
     wkv, kernel = kernel_for(config.model, config.kernel.name, device, config.trainer.precision)
     distributed.broadcast_from_rank0(lambda: require(config.logger))
+    require_workers(config.data.num_workers)
     data = data_for(run, device)
     if config.data.preview:
         show_conversations(data)
