@@ -24,7 +24,7 @@ from typing import Any
 
 from benchmarks import _turns
 from benchmarks._main import measure_parts, run_program
-from benchmarks.training import ROOT, metrics, train, train_command
+from benchmarks.training import metrics, train, train_command
 from kernels.arguments import Parser, at_least, existing_file, existing_folder
 from kernels.bench.results import output_file
 
@@ -91,15 +91,15 @@ def _step_times(folder: Path, options: dict[str, Sequence[str]]) -> dict[str, fl
     """The median milliseconds of a step of both, trained in turns."""
     first, second = options
     folders = {name: folder / f"timed-{name}" for name in options}
-    _turns.beside(train_command(folders[first], *options[first], *_steps(TIMED_STEPS), *NEVER), ROOT,
-                  train_command(folders[second], *options[second], *_steps(ENDLESS), *NEVER), ROOT, TURN_S)
+    _turns.beside(train_command(folders[first], *options[first], *_steps(TIMED_STEPS), *NEVER), folder,
+                  train_command(folders[second], *options[second], *_steps(ENDLESS), *NEVER), folder, TURN_S)
     return {name: _ms(folders[name]) for name in options}
 
 
 def _nanogpt_ratio(folder: Path, rwkv4: Sequence[str], nanogpt: Path) -> float:
     """The time of nanoGPT's step relative to that of RWKV-4, trained in turns."""
     out_dir = folder / "timed-beside-nanogpt"
-    printed = _turns.beside(train_command(out_dir, *rwkv4, *_steps(TIMED_STEPS), *NEVER), ROOT,
+    printed = _turns.beside(train_command(out_dir, *rwkv4, *_steps(TIMED_STEPS), *NEVER), folder,
                             _nanogpt_command(folder, "0", ENDLESS), nanogpt, TURN_S)
     return median([float(ms) for ms in re.findall(r"time ([0-9.]+)ms", printed)][WARM:]) / _ms(out_dir)
 

@@ -74,7 +74,7 @@ def throughput(generation: str, precision: str, scratch: Path) -> Report:
     command = train_command(out_dir, *SHAPE, f"model.generation={generation}", f"trainer.precision={precision}",
                              f"trainer.max_steps={STEPS[precision]}",
                              f"trainer.checkpoint_every={SAVED_EVERY}")
-    printed = _turns.beside(command, ROOT, _job_command("steps", generation, precision), ROOT, TURNS[precision])
+    printed = _turns.beside(command, scratch, _job_command("steps", generation, precision), ROOT, TURNS[precision])
     alone = [json.loads(line) for line in printed.splitlines() if line.endswith("}")][WARM:]
     ms = _of_throughput(out_dir) | {name: median(one[name] for one in alone) for name in ("bare", "matmuls")}
     return {"precision": precision, "ms": ms, "tok_per_sec": 1000 * TOKENS / ms["step"],
@@ -99,14 +99,21 @@ def losses(steps: int, generation: str, scratch: Path) -> Report:
 
 
 def train(out_dir: Path, *options: str) -> list[dict[str, str]]:
-    """Trains a run and returns the rows of its metrics.csv."""
-    _turns.alone(train_command(out_dir, *options), ROOT)
+    """Trains a run and returns the rows of its metrics.csv. It becomes runs/latest of the folder that it is in."""
+    out_dir.parent.mkdir(parents=True, exist_ok=True)
+    _turns.alone(train_command(out_dir, *options), out_dir.parent)
     return metrics(out_dir)
 
 
 def train_command(out_dir: Path, *options: str) -> list[str]:
-    return [sys.executable, "train.py", "logger=csv", "trainer=cpu", "trainer.sample_tokens=0", f"out_dir={out_dir.resolve()}",
-            f"data.cache_dir={ROOT / '.cache'}", *options]
+    return [sys.executable, str(ROOT / "train.py"), "logger=csv", "trainer=cpu", "trainer.sample_tokens=0",
+            f"out_dir={out_dir.resolve()}", f"data.cache_dir={ROOT / '.cache'}", *map(_from_any_folder, options)]
+
+
+def _from_any_folder(option: str) -> str:
+    """The option with an absolute path, if its value is the path of a file or folder."""
+    key, _, value = option.partition("=")
+    return f"{key}={Path(value).resolve()}" if key == "data.path" and Path(value).exists() else option
 
 
 def metrics(out_dir: Path) -> list[dict[str, str]]:

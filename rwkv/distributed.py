@@ -29,6 +29,12 @@ T = TypeVar("T")
 RANK0_TIMEOUT = timedelta(days=30)       # rank 0 may tokenise a large corpus while the others wait
 POLL_SECONDS = 0.5                       # between two checks that the launcher is alive
 SAVE_SECONDS = 30.0                      # time to save for a process whose launcher has died
+LOOPBACK = "127.0.0.1"                   # a machine may be unable to resolve its own name, or localhost
+CONNECT_TIMEOUT = timedelta(minutes=1)   # torchrun starts the processes when all machines are there
+STORE_TIMEOUT = timedelta(minutes=30)    # torch's default
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"    # variables: of gloo, and of the launcher for the processes that it starts
+ADDRESS = "MASTER_ADDR"
+RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 FAILED = 1                               # exit status of a process that ends because another process failed
 STOPPED = 130                            # exit status after a signal
 
@@ -43,15 +49,20 @@ def launched() -> bool:
 def launch(count: int, signals: Iterable[int]) -> int:
     """Runs this program's command line in `count` processes on this machine. Returns 0, or the first failure's exit status.
 
-    signals: these are passed on to the processes, which then have half a minute to save. The status is STOPPED then.
+    signals: these are passed on to the processes, which then have half a minute to save. The status is STOPPED then. Raises
+    UserError where the processes cannot be connected.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)        # each process prints its own error
+    _use_loopback()
+    for name in logging.root.manager.loggerDict:         # each process prints its own error
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=count, max_restarts=0, run_id=uuid.uuid4().hex,
-                          rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+                          rdzv_backend="c10d", rdzv_endpoint=f"{LOOPBACK}:0", local_addr=LOOPBACK,
                           signals_to_handle=",".join(signal.Signals(number).name for number in signals))
     try:
         elastic_launch(config, sys.executable)(*sys.orig_argv[1:])
@@ -60,24 +71,38 @@ def launch(count: int, signals: Iterable[int]) -> int:
         return failure.exitcode if failure.exitcode > 0 else FAILED
     except SignalException:
         return STOPPED
+    except RendezvousError as error:
+        raise UserError(f"cannot connect processes on this machine: {_reason(error)}") from None
     return 0
+
+
+def _use_loopback() -> None:
+    """Has gloo connect the processes by the loopback interface, unless the user names another one.
+
+    The machine's own name, gloo's default, may have no address, or one that a firewall closes. Raises UserError where there is
+    no such interface.
+    """
+    names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
+    for name in names & {"lo", "lo0"}:               # of Linux, of macOS
+        os.environ.setdefault(GLOO_INTERFACE, name)
+    try:
+        for name in filter(None, os.environ.get(GLOO_INTERFACE, "").split(",")):
+            distributed.ProcessGroupGloo.create_device(interface=name)
+    except RuntimeError as error:
+        raise UserError(f"cannot connect processes on this machine: {_reason(error)}; its loopback interface must be up, and "
+                        f"{GLOO_INTERFACE} must name an interface, if it is set") from None
 
 
 @contextmanager
 def connected() -> Iterator[None]:
     """Connects the processes that were launched together, for the `with` block, and divides a machine's cores among them.
 
-    Raises UserError in this process when another one of the run has ended, and where the launcher's variables are incomplete.
+    Raises UserError in this process when another one of the run has ended, and where the processes cannot be connected.
     """
-    global _waiting_group
     threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
-    try:
-        distributed.init_process_group("cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo")
-    except ValueError as error:          # such as "environment variable RANK expected, but not set"
-        raise UserError(f"TORCHELASTIC_RUN_ID is set, but not torchrun's other variables ({error}): start the processes with "
-                        "torchrun, or unset it") from None
-    _waiting_group = distributed.new_group(backend="gloo", timeout=RANK0_TIMEOUT)
-    processes_here = all_gather(socket.gethostname()).count(socket.gethostname())
+    with _ending_at_a_signal():
+        _connect()
+        processes_here = all_gather(socket.gethostname()).count(socket.gethostname())
     torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // processes_here)))
     try:
         yield
@@ -86,6 +111,75 @@ def connected() -> Iterator[None]:
             raise
         raise UserError("another process of this run ended, and this one with it: continue the run with resume=auto") from None
     distributed.destroy_process_group()
+
+
+def _connect() -> None:
+    """Makes torch's group of all processes, by the variables of the launcher, and the one for work of rank 0."""
+    global _waiting_group
+    try:
+        _require_address(os.environ.get(ADDRESS, ""))
+        store, number, count = next(distributed.rendezvous("env://", timeout=CONNECT_TIMEOUT))
+        store.set_timeout(STORE_TIMEOUT)
+        # torchrun gives restarted processes the store of those that have ended, with their addresses
+        store = distributed.PrefixStore(f"attempt {os.environ.get(RESTARTS, '0')}", store)
+        backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+        distributed.init_process_group(backend, store=store, rank=number, world_size=count)
+        _waiting_group = distributed.new_group(backend="gloo", timeout=RANK0_TIMEOUT)
+    except ValueError as error:          # such as "environment variable RANK expected, but not set"
+        if isinstance(error, UserError):
+            raise
+        raise UserError(f"TORCHELASTIC_RUN_ID is set, but not torchrun's other variables ({error}): start the processes with "
+                        "torchrun, or unset it") from None
+    except RuntimeError as error:
+        raise UserError(f"cannot connect this process with the others of the run: {_reason(error)}") from None
+
+
+def _require_address(host: str) -> None:
+    """Waits until the name of the machine with rank 0 has an address, as in a cluster that is starting. Raises UserError after
+    CONNECT_TIMEOUT.
+    """
+    start = time.monotonic()
+    told = False
+    while host:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError as error:
+            if not told:
+                told = True
+                print(f"waiting    for an address of {ADDRESS}={host}", file=sys.stderr, flush=True)
+            if time.monotonic() > start + CONNECT_TIMEOUT.total_seconds():
+                raise UserError(f"{ADDRESS}={host}, the machine with rank 0, has no address here ({error.strerror}): give "
+                                f"torchrun one with --local-addr or --master-addr, such as {LOOPBACK} on one machine") from None
+        time.sleep(POLL_SECONDS)
+
+
+@contextmanager
+def _ending_at_a_signal() -> Iterator[None]:
+    """Inside, a signal ends the process also while torch's own code waits for other processes and runs no handler of Python."""
+    reader, writer = socket.socketpair()
+    writer.setblocking(False)
+    handled = threading.Event()
+
+    def watch() -> None:
+        number = reader.recv(1)
+        if number and not handled.wait(POLL_SECONDS):
+            print(f"interrupted by {signal.Signals(number[0]).name}", file=sys.stderr, flush=True)
+            os._exit(STOPPED)
+
+    before = signal.set_wakeup_fd(writer.fileno())
+    threading.Thread(target=watch, daemon=True).start()
+    try:
+        yield
+    finally:
+        handled.set()
+        signal.set_wakeup_fd(before)
+        writer.close()                   # ends the thread
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error, without the place and the condition in torch's code."""
+    return str(error).strip().splitlines()[0].rpartition("] ")[2].removeprefix("ifa != nullptr. ").rstrip(". ")
 
 
 def rank() -> int:

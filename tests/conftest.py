@@ -1,5 +1,7 @@
 """What all tests share: `pytest --device cuda`, and uninitialised memory full of NaN for the tests of kernels.
 
+A test fails that changes the clone's runs/, where its run would become the user's runs/latest.
+
 `make test` gives every core a process of pytest-xdist; each then has one thread, as have the processes that it starts, since
 more threads than cores wait for each other most of the time.
 """
@@ -46,6 +48,10 @@ if importlib.util.find_spec("hypothesis"):               # machines with GPUs ar
     settings.load_profile("timemix")
 
 
+CLONE_RUNS = Path(__file__).parent.parent / "runs"
+RUNS_BEFORE = pytest.StashKey[set[tuple[str, int]]]()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=("cpu", "cuda"), help="the device that the tests of kernels run on")
     parser.addoption("--chroot", metavar="FOLDER", help="a root folder of Debian, made there where it is empty; else a new one")
@@ -61,6 +67,26 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[RUNS_BEFORE] = runs_in(CLONE_RUNS)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item) -> None:
+    """Fails a test that has changed the clone's runs/; in several processes, perhaps one that ran beside it."""
+    before, now = item.config.stash[RUNS_BEFORE], runs_in(CLONE_RUNS)
+    item.config.stash[RUNS_BEFORE] = now
+    changed = sorted(name for name, _ in before ^ now)
+    assert not changed, f"tests must write into temporary folders alone: {', '.join(changed)} of {CLONE_RUNS} changed"
+
+
+def runs_in(folder: Path) -> set[tuple[str, int]]:
+    """The name of each entry of a folder, and when it changed; a link is not followed. Empty where there is no folder."""
+    if not folder.is_dir():
+        return set()
+    return {(entry.name, entry.stat(follow_symlinks=False).st_mtime_ns) for entry in os.scandir(folder)}
 
 
 def pytest_unconfigure() -> None:

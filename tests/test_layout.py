@@ -18,8 +18,8 @@ ROOT = Path(__file__).parent.parent
 PROGRAMS = [ROOT / "train.py", ROOT / "generate.py", ROOT / "chat.py", ROOT / "serve.py"]
 PRODUCT = sorted([*(ROOT / "kernels").rglob("*.py"), *(ROOT / "rwkv").rglob("*.py"), *PROGRAMS])
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv")
-SET_ENVIRONMENT = [ROOT / "kernels" / name
-                   for name in ("machine/threads.py", "machine/allocator.py", "backends/taichi.py")]     # of libraries
+SET_ENVIRONMENT = [ROOT / "rwkv" / "distributed.py", *(              # of libraries, and torchrun's for its processes
+    ROOT / "kernels" / name for name in ("machine/threads.py", "machine/allocator.py", "backends/taichi.py"))]
 
 FLOORS = (                               # of rwkv/, from the top: a part imports parts of lower floors alone
     ("programs",),

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -33,9 +33,12 @@ class Done(NamedTuple):
     error: str
 
 
-def start(folder: Path, program: str, *arguments: str, apart: bool = False, **environment: str) -> subprocess.Popen[str]:
-    """`apart`: as the first of a group of processes, to which a signal can be sent. environment: more variables."""
-    return subprocess.Popen([sys.executable, str(ROOT / f"{program}.py"), *arguments], cwd=folder,
+def start(folder: Path, program: str, *arguments: str, apart: bool = False, within: Sequence[str] = (),
+          **environment: str) -> subprocess.Popen[str]:
+    """`apart`: as the first of a group of processes, to which a signal can be sent. within: a command that runs the program's
+    in its own process. environment: more variables.
+    """
+    return subprocess.Popen([*within, sys.executable, str(ROOT / f"{program}.py"), *arguments], cwd=folder,
                             env=ENVIRONMENT | environment,
                             stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8",
                             start_new_session=apart)

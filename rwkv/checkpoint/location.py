@@ -1,5 +1,7 @@
 """Finds the checkpoint at a path. Needs no PyTorch: programs call it before they import that."""
 
+import sys
+from functools import cache
 from pathlib import Path
 
 from rwkv.config import LATEST
@@ -26,7 +28,28 @@ def locate(path: str | Path) -> Path:
 
 
 def follow(path: Path) -> Path:
-    """The run's directory for runs/latest, which is a link, or a file with one line where making links needs special rights."""
-    if path.name == LATEST.name and path.is_file():
-        return path.parent / path.read_text(encoding="utf-8").strip()
-    return path
+    """The run's directory for runs/latest, which is a link, or a file with one line where making links needs special rights.
+
+    Where that run is gone, the run beside the link that was trained last, which is named on standard error.
+    """
+    if path.name != LATEST.name:
+        return path
+    target = path.parent / path.read_text(encoding="utf-8").strip() if path.is_file() else path
+    if target.exists():
+        return target
+    newest = _newest_run(path.parent)
+    if newest is None:
+        return path
+    _tell_replacement(path, newest)
+    return newest
+
+
+def _newest_run(folder: Path) -> Path | None:
+    """The run in a folder, or in a sweep of it, whose last checkpoint is the newest; None if no run has one."""
+    saved = [*folder.glob(f"*/{LAST}"), *folder.glob(f"*/*/{LAST}")]
+    return max(saved, key=lambda last: last.stat().st_mtime_ns).parents[1] if saved else None
+
+
+@cache
+def _tell_replacement(link: Path, run: Path) -> None:
+    print(f"{link} names no run that is there: taking {run}, the newest one", file=sys.stderr, flush=True)

@@ -1,7 +1,8 @@
 """The command line of the programs: arguments are checked, Hydra composes the options, and a user's error is one sentence.
 
 The options are fields of the dataclasses in rwkv/config.py; their values come from configs/NAME.yaml and from the files of its
-groups. The group `kernel` has a choice for each implementation of any generation's operator. Free text and paths (prompt=,
+groups. The group `kernel` has a choice for each implementation of any generation's operator. The files of the groups
+`experiment` and `debug` set options of all groups; recipe.py reads them, ours and the user's own. Free text and paths (prompt=,
 data.path=, ...) never reach Hydra's grammar: commas, quotes, equals signs and newlines need no escaping. A wrong name is found
 before Hydra and torch are imported.
 """
@@ -28,6 +29,7 @@ import yaml
 
 from kernels.arguments import from_home
 from kernels.registry import RENAMED, KernelUnavailable, UnknownKernel, all_names, operators
+from rwkv.cli import recipe
 from rwkv.cli.help import description, page
 from rwkv.config import PATH, TEXT, TrainConfig, free_text, options
 from rwkv.errors import UserError
@@ -41,8 +43,10 @@ CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.par
 TIME_MIXING = [name for name in operators() if name.startswith("wkv")]      # one operator for each generation
 KERNELS = tuple(sorted({"auto"}.union(*map(all_names, TIME_MIXING))))       # a model takes those of its operator
 FORMER_KERNELS = tuple(name for op in TIME_MIXING for name in RENAMED.get(op, ()))
-OPTIONAL = ("experiment", "debug")       # groups of train.py with null as a choice, the default
+EXPERIMENT = "experiment"
+OPTIONAL = (EXPERIMENT, "debug")         # groups of train.py with null as a choice, the default; their files are recipes
 NO_CHOICE = tuple(f"{group}=null" for group in OPTIONAL)         # the default, which Hydra refuses as an override
+RECIPE = "recipe"                        # the name of a recipe in Hydra's store
 GLOBAL = "# @package _global_"           # in a choice's file: it sets options beside the group, and not inside it
 SHOW_JOB = (["--cfg", "job"], ["-c", "job"])
 HELP_FLAGS = ("--help", "-h")
@@ -229,12 +233,45 @@ def check_override(override: str, schema: type) -> None:
     if key.startswith(("~", "hydra.", "hydra/")):
         return
     if key == "kernel.name" or key in _groups(schema):
-        for choice in value.split(","):
-            _check_choice(key.removesuffix(".name"), choice.strip())
+        for choice in _values(key, value):
+            _check_choice(key.removesuffix(".name"), choice)
+            _check_file(key, choice, schema)
     elif key not in options(schema):
         close = close_to(key, _names(schema))
         hint = f"did you mean {' or '.join(close)}?" if close else "--help lists them all"
         raise UserError(f"unknown option {key}; {hint}")
+
+
+def _values(group: str, value: str) -> list[str]:
+    """The choices of a group, with commas between them; a file's path may have commas itself."""
+    if group == EXPERIMENT and Path(from_home(value)).exists():
+        return [value]
+    return [choice.strip() for choice in value.split(",")]
+
+
+def _check_file(group: str, choice: str, schema: type) -> None:
+    """Raises UserError for a choice's file that cannot be read, or that sets what is no option."""
+    file = recipe.located(choice, CONFIGS / group)
+    if not file.is_file() and (group != EXPERIMENT or not recipe.is_path(choice)):
+        return                           # a kernel, or null
+    found = recipe.read(file, _groups(schema) if group in OPTIONAL else ())
+    prefix = "" if group in OPTIONAL or _is_global(file) else f"{group}."
+    chosen = [(key.removeprefix("override /"), value) for entry in found.hydra.get("defaults", []) if isinstance(entry, dict)
+              for key, value in entry.items() if key.startswith("override /")]
+    try:
+        for group in {*found.choices, *dict(chosen)} & {*OPTIONAL}:
+            raise UserError(f"a recipe cannot choose {group}=: write its options into this one, or give it on the command line")
+        for key in {f"{prefix}{key}" for key in found.options} - options(schema).keys():
+            check_override(f"{key}=", schema)
+        for key, value in [*found.choices.items(), *chosen]:
+            check_override(f"{key}={value}", schema)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+
+
+def _is_global(file: Path) -> bool:
+    """Whether a choice's file sets options beside its group."""
+    return GLOBAL in file.read_text(encoding="utf-8")
 
 
 def _groups(schema: type) -> list[str]:
@@ -285,12 +322,13 @@ def choices(group: str) -> list[str]:
 
 
 def _check_choice(group: str, choice: str) -> None:
-    if group == "kernel" and choice in FORMER_KERNELS:
+    if (group == "kernel" and choice in FORMER_KERNELS) or (group == EXPERIMENT and recipe.is_path(choice)):
         return
     if choice not in choices(group) and not (choice == "null" and group in OPTIONAL):
         close = get_close_matches(choice, choices(group), n=1)
         meant = f"did you mean {close[0]}? " if close else ""
-        raise UserError(f"unknown {group} {choice!r}; {meant}there are: {', '.join(choices(group))}")
+        own = f"; a file of your own is named by its path, as ./{choice or 'mine'}.yaml" if group == EXPERIMENT else ""
+        raise UserError(f"unknown {group} {choice!r}; {meant}there are: {', '.join(choices(group))}{own}")
 
 
 def preset(group: str, choice: str) -> dict[str, Any]:
@@ -304,16 +342,15 @@ def _set_by(group: str, choice: str) -> list[str]:
     """The dotted keys that a group's choice sets; [] for null, and for an option that is no group."""
     if group == "kernel":
         return ["kernel.name"]
-    file = CONFIGS / group / f"{choice}.yaml"
+    file = recipe.located(choice, CONFIGS / group)
     if not file.is_file():
         return []
-    text = file.read_text(encoding="utf-8")
-    content = yaml.safe_load(text)
+    found = recipe.read(file, _groups(TrainConfig) if group in OPTIONAL else ())
     if group not in OPTIONAL:
-        return [name if GLOBAL in text else f"{group}.{name}" for name in content]
-    overridden = [pair for entry in content.pop("defaults", []) for pair in entry.items()]
-    found = [option for key, value in overridden for option in _set_by(key.removeprefix("override /"), value)]
-    return found + [f"{key}.{name}" for key, options in content.items() if key != "hydra" for name in options]
+        return [name if _is_global(file) else f"{group}.{name}" for name in found.options]
+    overridden = [pair for entry in found.content["defaults"] for pair in entry.items()]
+    chosen = [option for key, value in overridden for option in _set_by(key.removeprefix("override /"), value)]
+    return chosen + list(found.options)
 
 
 # Help
@@ -378,23 +415,31 @@ def _show(config: Any) -> None:
 
 def _params(config_name: str, schema: type, line: CommandLine) -> list[str]:
     """The configuration's own sweep (hydra.sweeper.params) as overrides, without the keys that the command line sets."""
-    import hydra
     from omegaconf import OmegaConf
 
     single = [override for override in line.overrides if not any(swept for _, swept in _combinations([override], schema))]
-    composed = hydra.compose(config_name, single, return_hydra_config=True)
-    params = OmegaConf.select(composed, "hydra.sweeper.params") or {}
+    with _composed(config_name, schema, single, return_hydra_config=True) as composed:
+        params = OmegaConf.select(composed, "hydra.sweeper.params") or {}
     return [f"{key}={value}" for key, value in params.items() if key not in line.keys]
 
 
 def _combinations(overrides: list[str], schema: type) -> list[tuple[list[str], dict[str, str]]]:
     """For every combination of the overrides' values: the overrides of the job, and the options that have several values."""
-    parsed = [_parsed(override, schema) for override in overrides]
-    alternatives: list[list[tuple[str, dict[str, str]]]] = [
-        [(f"{item.key_or_group}={value}", {str(item.key_or_group): value}) for value in item.sweep_string_iterator()]
-        if item.is_sweep_override() else [(text, {})] for text, item in zip(overrides, parsed, strict=True)]
+    alternatives = [_alternatives(override, schema) for override in overrides]
     return [([text for text, _ in job if text not in NO_CHOICE],
              {key: value for _, swept in job for key, value in swept.items()}) for job in itertools.product(*alternatives)]
+
+
+def _alternatives(override: str, schema: type) -> list[tuple[str, dict[str, str]]]:
+    """For each value of an override: the override of the job, and the option where it has several values."""
+    key, value = _split(override)
+    if key == EXPERIMENT:                # it may be a path, which Hydra's grammar does not take
+        several = _values(key, value)
+        return [(f"{key}={choice}", {key: choice} if len(several) > 1 else {}) for choice in several]
+    item = _parsed(override, schema)
+    if not item.is_sweep_override():
+        return [(override, {})]
+    return [(f"{item.key_or_group}={value}", {str(item.key_or_group): value}) for value in item.sweep_string_iterator()]
 
 
 def _parsed(override: str, schema: type) -> Any:
@@ -406,30 +451,65 @@ def _parsed(override: str, schema: type) -> Any:
     except HydraException as error:
         key = override.partition("=")[0].lstrip("+")
         expected = _expected(key, schema)
-        raise UserError(f"cannot read {override}: " + (f"{key} is {expected}" if expected else _first_line(error))) from None
+        reason = f"{key} must be {expected}" if expected else _first_line(error)
+        raise UserError(f"cannot read {override}: {reason}") from None
 
 
 def _compose(config_name: str, schema: type, overrides: list[str], verbatim: dict[str, str | list[str]]) -> Any:
+    with _composed(config_name, schema, overrides) as composed:
+        return build(composed, verbatim)
+
+
+@contextmanager
+def _composed(config_name: str, schema: type, overrides: list[str], **more: bool) -> Iterator[Any]:
+    """Hydra's composition. Raises UserError for a value that does not fit its option, also inside the block, and for whatever
+    else Hydra refuses.
+    """
     import hydra
+    from hydra.core.config_store import ConfigStore
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
+    recipes = _recipes(overrides, schema)
+    own = [override for override in overrides if _split(override)[0] not in recipes]
     try:
-        return build(hydra.compose(config_name, overrides), verbatim)
+        for group, found in recipes.items():
+            ConfigStore.instance().store(RECIPE, found.content, group, "_global_")
+        yield hydra.compose(config_name, [*own, *(f"{group}={RECIPE}" for group in recipes)], **more)
     except (HydraException, OmegaConfBaseException) as error:
-        wrong = error if isinstance(error, OmegaConfBaseException) else error.__cause__
+        wrong = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
         is_type = isinstance(wrong, OmegaConfBaseException)
-        raise UserError(_wrong_type(wrong, schema, overrides) if is_type else _first_line(error)) from None
+        raise UserError(_wrong_type(wrong, schema, overrides, recipes) if is_type else _first_line(error)) from None
 
 
-def _wrong_type(error: Any, schema: type, overrides: list[str]) -> str:
+def _recipes(overrides: list[str], schema: type) -> dict[str, recipe.Recipe]:
+    """The recipes that the overrides choose, by group."""
+    chosen = dict(map(_split, overrides)) if schema is TrainConfig else {}
+    paths = {key for key, item in options(schema).items() if free_text(item) == PATH}
+    return {group: recipe.read(recipe.located(chosen[group], CONFIGS / group), _groups(schema)).from_home(paths)
+            for group in OPTIONAL if chosen.get(group, "null") != "null"}
+
+
+def _split(override: str) -> tuple[str, str]:
+    """The key and the value of an override."""
+    key, _, value = override.lstrip("+").partition("=")
+    return key, value
+
+
+def _wrong_type(error: Any, schema: type, overrides: list[str], recipes: dict[str, recipe.Recipe]) -> str:
     """The message about a value that OmegaConf has refused."""
-    key = str(error.full_key).partition("[")[0]          # without the place in a list
-    given = dict(override.lstrip("+").partition("=")[::2] for override in overrides)
+    key = str(error.full_key or "").partition("[")[0]    # without the place in a list
+    given: dict[str, Any] = dict(map(_split, overrides))
+    where = ""
+    for found in recipes.values() if key not in given else ():
+        if key in found.options or not key:
+            given, where = found.options, f"{found.path}: "
     expected = _expected(key, schema)
+    if key in given and given[key] in (None, "null"):
+        return f"{where}{CANNOT_BE_NULL.format(key)}"
     if expected and key in given:
-        return f"{key} is {expected}; got {given[key]}"
-    return CANNOT_BE_NULL.format(key) if given.get(key) == "null" else f"{key}: {_first_line(error)}"
+        return f"{where}{key} must be {expected}; got {given[key]}"
+    return f"{where}{key}: {_first_line(error)}" if key else f"{where}{_first_line(error)}"
 
 
 def _expected(key: str, schema: type) -> str | None:

@@ -9,11 +9,14 @@ Validation reads all windows in order; the tokens after them are a last window, 
 the documents of trainer.tbptt, conversations.py conversations, pairs.py pairs of answers.
 """
 
+import multiprocessing
 import os
+import re
 import signal
 import sys
 import threading
 import warnings
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 import torch
@@ -29,6 +32,19 @@ from rwkv.data.prepare import Corpus
 from rwkv.data.windows import ShuffleSampler, Windows
 from rwkv.errors import UserError
 from rwkv.io.signals import STOPPING
+
+# torch's messages are "DataLoader worker (pid 9) is killed by signal: Killed. " and "... (pid(s) 9) exited unexpectedly"
+WORKER_ENDED = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signal: ([^.]*)|exited unexpectedly)")
+
+
+def require_workers(count: int) -> None:
+    """Raises UserError where the system has no semaphores, which queues between processes need: on Linux, files of /dev/shm."""
+    try:
+        if count:
+            multiprocessing.get_context().Lock()
+    except (ImportError, OSError) as error:
+        raise UserError(f"data.num_workers={count} needs semaphores, and this system gives none ({error}): let the training "
+                        "process load the batches, data.num_workers=0, or enlarge /dev/shm") from None
 
 
 class DataModule(LightningDataModule):
@@ -72,7 +88,7 @@ class DataModule(LightningDataModule):
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="'set_vital' is deprecated")  # torchdata 0.11 with torch 2.13
             return StatefulDataLoader(data, batch_sampler=sampler, collate_fn=_unchanged, num_workers=self.config.num_workers,
-                                      worker_init_fn=_ignore_interrupts, generator=_own_generator(self.seed))
+                                      worker_init_fn=_init_worker, generator=_own_generator(self.seed))
 
     def val_dataloader(self) -> DataLoader:
         """Batches (x, y), each (B,T), or Packed or Pairs; the last may be smaller. Every token but the first is a target once.
@@ -104,7 +120,31 @@ def _unchanged(batch: Any) -> Any:
     return batch
 
 
-def _ignore_interrupts(worker: int) -> None:
+def _init_worker(worker: int) -> None:
+    ForkingPickler.register(torch.Tensor, _by_value)
+    _ignore_interrupts()
+
+
+def _by_value(tensor: torch.Tensor) -> Any:
+    """Pickles a tensor with its values. torch would put them into /dev/shm, which is small in containers, and a batch that does
+    not fit there never arrives.
+    """
+    return torch.from_numpy, (tensor.numpy(),)
+
+
+def worker_error(error: BaseException) -> UserError | None:
+    """The user's message for torch's error after a worker was killed, which a signal handler raises anywhere in this process;
+    None for another error.
+    """
+    ended = WORKER_ENDED.search(str(error)) if isinstance(error, RuntimeError) else None
+    if ended is None:
+        return None
+    how = f"killed ({ended[1]})" if ended[1] else "killed"
+    return UserError(f"a process that loads batches was {how}, perhaps because memory was full: continue the run with "
+                     "resume=auto, and with fewer data.num_workers; with 0 the training process loads them itself")
+
+
+def _ignore_interrupts() -> None:
     """Makes a worker ignore signals that ask for a stop: training ends its workers itself, after it has saved a checkpoint.
 
     systemd and SLURM send such signals to every process of a job, and the terminal sends Ctrl-C to the process group.

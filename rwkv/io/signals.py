@@ -4,8 +4,8 @@ before a job's time is over (SIGUSR1, SIGUSR2, SIGXCPU).
     with raising(): ...                    a signal ends the block with an exception, as Ctrl-C does
     with StopRequest() as stop: ...        a signal sets stop.requested, which the program checks where it can stop
 
-A signal that was ignored when the program started (nohup ignores SIGHUP) stays ignored. Only a StopRequest heeds Ctrl-C in any
-case: shells start background commands with Ctrl-C ignored, and a user who sends it all the same wants the program to end.
+A signal that was ignored when the program started (nohup ignores SIGHUP) stays ignored, except Ctrl-C: shells start background
+commands with Ctrl-C ignored, and a user who sends it all the same wants the program to end.
 """
 
 import signal
@@ -31,11 +31,13 @@ class Signalled(KeyboardInterrupt):
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Inside, the first signal of STOPPING raises Signalled, except Ctrl-C, which Python handles. Does nothing in a thread
-    other than the main one."""
+    """Inside, the first signal of STOPPING raises Signalled, except Ctrl-C, which raises KeyboardInterrupt. Does nothing in a
+    thread other than the main one."""
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         previous = {number: signal.signal(number, _raise) for number in heeded() if number != signal.SIGINT}
+        if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+            previous[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         yield
     finally:

@@ -26,6 +26,12 @@ optim.weight_decay and optim.*_lr_scale keep their values; other options on the
 command line take effect from the next step. trainer.max_steps=MORE trains on,
 as does trainer.epochs=MORE.
 
+Recipes. experiment=FILE.yaml takes options from a file, in groups or by their
+names on the command line, which may still replace them; FILE may be in any
+folder, and may be the config.yaml of an earlier run:
+  optim: {lr: 1e-4, warmup_steps: 100}
+  model: rwkv7_tiny
+
 Conversations. data=chat reads lines with messages, conversations, or prompt
 and completion; the loss is on the assistant's answers alone. tune=lora trains
 adapters, tune=state the state before the first token (RWKV-7), of a model
@@ -40,6 +46,9 @@ for one GPU, takes all GPUs of the machine, or trainer.devices=N processes. On
 several machines, run the same command on each:
   torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d \\
     --rdzv-endpoint=HOST:29500 train.py trainer=ddp trainer.num_nodes=2
+With --max-restarts=N and resume=auto out_dir=DIRECTORY, torchrun continues a
+run of which a process has died. Where a machine cannot resolve its own name,
+give torchrun --local-addr=ADDRESS.
 
 A run first shows what it will do and need, and refuses what does not fit into
 memory or onto the disk. Steps are optimiser steps; trainer.epochs counts passes

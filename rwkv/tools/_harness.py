@@ -3,11 +3,11 @@
 A context that several continuations share, as in multiple choice, is read once. A context may have any length: texts that the
 harness splits into windows for other models are read whole here.
 Source: EleutherAI/lm-evaluation-harness, lm_eval/api/model.py (the methods of a model) and lm_eval/models/huggingface.py (the
-id before a text, defaults of generation).
+id before a text).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import fields
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,14 +17,13 @@ from tqdm import tqdm
 
 from kernels.arguments import from_home
 from rwkv.checkpoint.files import read_checkpoint, tokenizer_of
-from rwkv.config import Sampling
 from rwkv.errors import UserError
 from rwkv.evaluation import Scored, score_batch, score_together
 from rwkv.generation.engine import generate_batch
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.lost import LossCounter
+from rwkv.tools._task_options import engine_options, seeds_of
 
-MAX_NEW_TOKENS = 256                     # the harness's default
 Pair = tuple[Any, list[int], list[int]]  # the texts, the ids of the context, the ids of the continuation
 
 
@@ -92,22 +91,27 @@ class Timemix(TemplateLM):
         return found
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """An answer to each request. Repetitions of a request have seeds of their own, counted from --seed."""
         found: list[str] = [""] * len(requests)
         by_options: dict[str, list[int]] = {}
-        for index, request in enumerate(requests):
-            by_options.setdefault(repr(request.args[1]), []).append(index)
+        options = [engine_options(request.args[1], partial(self._count, request.args[0])) for request in requests]
+        for index, own in enumerate(options):
+            by_options.setdefault(repr(own), []).append(index)
+        seeds = seeds_of([repr(request.args) for request in requests], torch.initial_seed())
         with tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm) as bar:
             for indices in by_options.values():
-                options = _generation(requests[indices[0]].args[1])
                 for batch in _batches(indices, lambda index: len(requests[index].args[0]), self._rows):
-                    prompts = [requests[index].args[0] for index in batch]
-                    samples = generate_batch(self._model, self._tokenizer, prompts, **options)
+                    samples = generate_batch(self._model, self._tokenizer, [requests[index].args[0] for index in batch],
+                                             seeds=[seeds[index] for index in batch], **options[batch[0]])
                     for index, sample in zip(batch, samples, strict=True):
                         found[index] = sample.text
                     bar.update(len(batch))
         for request, text in zip(requests, found, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
         return found
+
+    def _count(self, text: str) -> int:
+        return len(self._tokenizer.encode(text))
 
 
 def register() -> None:
@@ -130,13 +134,3 @@ def _batches(indices: Iterable[int], length: Any, rows: int) -> Iterator[list[in
     """The indices in batches of similar lengths."""
     ordered = sorted(indices, key=length)
     return (ordered[first:first + rows] for first in range(0, len(ordered), rows))
-
-
-def _generation(given: dict[str, Any]) -> dict[str, Any]:
-    """The options of generate_batch for those of a task, which is greedy unless it asks for sampling."""
-    until = given.get("until") or []
-    stop = [until] if isinstance(until, str) else list(until)
-    options = {"max_new_tokens": given.get("max_gen_toks", MAX_NEW_TOKENS), "stop": [text for text in stop if text]}
-    sampled = given.get("do_sample", given.get("temperature", 0) > 0)
-    chosen = {item.name: given[item.name] for item in fields(Sampling) if item.name in given} if sampled else {}
-    return options | ({"temperature": 1.0} | chosen if sampled else {"temperature": 0})

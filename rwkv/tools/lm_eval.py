@@ -6,7 +6,8 @@
 
 The arguments are those of the harness's own command line, `lm_eval run`; the
 model is named timemix, and its model_args are checkpoint=, tokenizer=,
-end_of_text=, kernel=, dtype= and chunk_len=, as in evaluate.
+end_of_text=, kernel=, dtype= and chunk_len=, as in evaluate. A task that asks
+for sampling draws from the whole distribution, top_p=1, unless it says more.
 pip install -e '.[lm-eval]' adds the harness.
 """
 

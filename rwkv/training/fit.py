@@ -16,7 +16,7 @@ from rwkv.checkpoint.files import describe
 from rwkv.checkpoint.tuned import identity
 from rwkv.config import TrainConfig
 from rwkv.data.conversations import marked
-from rwkv.data.loaders import DataModule
+from rwkv.data.loaders import DataModule, require_workers, worker_error
 from rwkv.data.prepare import Corpus
 from rwkv.data.validation import with_part
 from rwkv.distributed import log
@@ -65,13 +65,18 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
 
 
 def fit(trainer: lightning.Trainer, task: LanguageModel, loaders: DataModule, run: Run) -> None:
-    """Lightning's fit. Ctrl-C raises KeyboardInterrupt; Lightning would exit with status 1."""
+    """Lightning's fit. Ctrl-C raises KeyboardInterrupt; Lightning would exit with status 1.
+
+    Raises UserError where a process that loads batches was killed.
+    """
     try:
         trainer.fit(task, loaders, ckpt_path=run.resume_from, weights_only=True)
     except SystemExit as ended:
         if isinstance(ended.__context__, KeyboardInterrupt):
             raise ended.__context__ from None
         raise
+    except RuntimeError as error:
+        raise (worker_error(error) or error) from None
 
 
 def preferences_of(run: Run, task: LanguageModel, data: Corpus, device: torch.device) -> Preferences:
@@ -101,6 +106,7 @@ def train(run: Run) -> None:
     rows = share(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
     wkv, kernel = kernel_for(config.model, config.kernel.name, device, config.trainer.precision, rows)
     distributed.broadcast_from_rank0(lambda: require(config.logger))
+    require_workers(config.data.num_workers)
     data = data_for(run, device)
     if config.data.preview:
         show_conversations(data)

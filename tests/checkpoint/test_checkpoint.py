@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,9 @@ from refusals import refuses
 from torch import Tensor
 
 from rwkv.checkpoint.files import read_checkpoint, require_tokenizer
-from rwkv.checkpoint.location import locate
+from rwkv.checkpoint.location import follow, locate
 from rwkv.config import ModelConfig
-from rwkv.errors import UserError
+from rwkv.errors import CheckpointError, UserError
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 
@@ -113,6 +114,34 @@ def test_a_run_directory_means_its_last_checkpoint(model: RWKV, tmp_path: Path) 
     (tmp_path / "runs" / "latest").unlink()
     (tmp_path / "runs" / "latest").symlink_to("one", target_is_directory=True)
     assert locate(tmp_path / "runs" / "latest").samefile(last)
+
+
+@pytest.mark.parametrize("latest", ["link", "file", "none"])
+def test_a_latest_run_that_is_gone_gives_way_to_the_newest_one(model: RWKV, tmp_path: Path, latest: str,
+                                                               capsys: pytest.CaptureFixture[str]) -> None:
+    """Deleted, in a temporary folder that was emptied, or on a disk that is away."""
+    runs = tmp_path / "runs"
+    for age, name in enumerate(("sweep/one", "mine", "older")):
+        last = runs / name / "checkpoints" / "last.ckpt"
+        model.save_pretrained(last)
+        os.utime(last, (1e9 - age, 1e9 - age))
+    (runs / "unsaved").mkdir()
+    if latest == "link":
+        (runs / "latest").symlink_to(tmp_path / "gone", target_is_directory=True)
+    elif latest == "file":
+        (runs / "latest").write_text(f"{tmp_path / 'gone'}\n")
+    for _ in range(2):
+        assert locate(runs / "latest") == runs / "sweep" / "one" / "checkpoints" / "last.ckpt"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(runs / "sweep" / "one") in line
+    shutil.rmtree(runs / "sweep")
+    assert follow(runs / "latest") == runs / "mine"
+
+
+def test_a_latest_run_that_is_gone_is_named_where_there_is_no_other(tmp_path: Path) -> None:
+    (tmp_path / "latest").symlink_to(tmp_path / "gone", target_is_directory=True)
+    with pytest.raises(CheckpointError, match=r"no checkpoint at .*latest"):
+        locate(tmp_path / "latest")
 
 
 # What is no checkpoint

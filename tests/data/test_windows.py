@@ -1,7 +1,9 @@
 """Batches of windows: a token array in many files, the windows, their order, and resuming from any position."""
 
 import dataclasses
+import errno
 import io
+import os
 import pickle
 from itertools import islice
 from pathlib import Path
@@ -15,7 +17,7 @@ from token_arrays import token_array_of
 from torch import Tensor
 
 from rwkv.config import DataConfig
-from rwkv.data.loaders import DataModule
+from rwkv.data.loaders import DataModule, require_workers
 from rwkv.data.prepare import prepare
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.data.windows import ShuffleSampler, Windows
@@ -162,6 +164,19 @@ def test_a_loader_continues_with_exactly_the_next_batch(config: DataConfig, work
     resumed = data.train_dataloader()
     resumed.load_state_dict(torch.load(io.BytesIO(stored.getvalue()), weights_only=True))
     assert_equal([*taken, *(x for x, _ in resumed)], alone)
+    assert not any(x.is_shared() for x in taken), "a container's /dev/shm is small"
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EACCES, errno.ENOENT, errno.ENOSYS])
+def test_workers_without_semaphores_are_refused(error: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose /dev/shm is full, read-only or missing."""
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr("multiprocessing.synchronize.SemLock.__init__", refuse)
+    require_workers(0)
+    with pytest.raises(UserError, match=r"data\.num_workers=2 "):
+        require_workers(2)
 
 
 def assert_equal(batches: list[Tensor], expected: list[Tensor]) -> None:

@@ -55,6 +55,8 @@ def test_an_ignored_signal_stays_ignored_but_for_ctrl_c() -> None:
         assert not stop.requested
         send(signal.SIGINT)
         assert stop.requested
+    with raising(), pytest.raises(KeyboardInterrupt):
+        send(signal.SIGINT)
     assert {signal.getsignal(number) for number in STOPPING} == {signal.SIG_IGN}
 
 

@@ -15,8 +15,10 @@ from parity.exchange import ENVIRONMENT, PYTHON, in_peers_environment
 from tokenizers import Tokenizer as Definition
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
+from rwkv.errors import UserError
 from rwkv.evaluation import Scored, score_batch, score_together
 from rwkv.tokenizer.tokenizers import JsonTokenizer
+from rwkv.tools._task_options import engine_options, seeds_of
 from rwkv.tools.lm_eval import command_line
 
 ROOT = Path(__file__).parent.parent.parent
@@ -34,6 +36,9 @@ TASKS: dict[str, dict[str, Any]] = {
     "until": {"output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{choices[0]}}",
               "generation_kwargs": {"until": ["e"], "max_gen_toks": 12, "do_sample": False},
               "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]},
+    "short": {"output_type": "generate_until", "doc_to_text": "{{question}}", "doc_to_target": "{{choices[0]}}",
+              "generation_kwargs": {"until": ["\n\n"], "max_new_tokens": 5},
+              "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}]},
 }
 
 
@@ -41,6 +46,45 @@ def test_the_model_is_ours_unless_another_is_named() -> None:
     assert command_line(["--tasks", "piqa"]) == ["run", "--model", "timemix", "--tasks", "piqa"]
     assert command_line(["run", "--tasks", "piqa"]) == ["run", "--model", "timemix", "--tasks", "piqa"]
     assert command_line(["--model", "hf", "--tasks", "piqa"]) == ["run", "--model", "hf", "--tasks", "piqa"]
+
+
+@pytest.mark.parametrize(("task", "tokens"), [
+    ({}, 256), ({"max_gen_toks": 5}, 5), ({"max_new_tokens": 5}, 5), ({"max_tokens": "5"}, 5),
+    ({"max_completion_tokens": 5}, 5), ({"max_tokens": 7, "max_new_tokens": 5}, 5),
+    ({"max_gen_toks": None, "max_tokens": 5}, 5), ({"max_length": 15}, 5), ({"max_length": 15, "max_gen_toks": 3}, 5)])
+def test_a_task_limits_its_answers_under_each_name_of_the_length(task: dict[str, Any], tokens: int) -> None:
+    assert engine_options(task, lambda: 10)["max_new_tokens"] == tokens
+
+
+@pytest.mark.parametrize("task", [{"max_length": 10}, {"max_gen_toks": "many"}, {"max_tokens": [3]},
+                                  {"temperature": "hot"}])
+def test_a_value_that_cannot_be_is_refused(task: dict[str, Any]) -> None:
+    with pytest.raises(UserError, match=next(iter(task))):
+        engine_options(task, lambda: 10)
+
+
+@pytest.mark.parametrize(("task", "sampling"), [
+    ({}, {"temperature": 0}), ({"do_sample": False, "temperature": 0.7, "top_p": 0.5}, {"temperature": 0}),
+    ({"temperature": 0}, {"temperature": 0}), ({"temperature": None}, {"temperature": 0}),
+    ({"do_sample": True}, {"temperature": 1, "top_p": 1}),
+    ({"temperature": 0.7}, {"temperature": 0.7, "top_p": 1}),
+    ({"do_sample": True, "temperature": 0.6, "top_p": 0.9, "top_k": 20}, {"temperature": 0.6, "top_p": 0.9, "top_k": 20}),
+])
+def test_a_task_is_sampled_from_the_model_s_own_distribution_unless_it_asks_otherwise(task: dict[str, Any],
+                                                                                      sampling: dict[str, Any]) -> None:
+    options = engine_options({"until": "\n\n", "max_gen_toks": 9} | task, lambda: 10)
+    assert options == {"max_new_tokens": 9, "stop": ["\n\n"]} | sampling
+
+
+def test_options_of_generation_that_are_not_known_are_named_once(capsys: pytest.CaptureFixture[str]) -> None:
+    for _ in range(2):
+        engine_options({"num_beams": 4, "until": ["a"], "typical_p": 0.3, "penalty_alpha": None}, lambda: 10)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.endswith(" num_beams, typical_p")
+
+
+def test_repetitions_of_a_request_have_seeds_of_their_own() -> None:
+    assert seeds_of(["a", "b", "a", "a"], 1234) == [1234, 1234, 1235, 1236]
 
 
 @each_generation

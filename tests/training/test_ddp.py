@@ -1,19 +1,26 @@
 """Several processes train the run that one does: the same windows in each step, the same losses; they stop and go on as one."""
 
 import os
+import shutil
 import signal
+import socket
+import subprocess
 import time
+import uuid
 from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
-from forked import free_port
+from forked import METHOD, free_port, preloaded
 from torch import distributed, multiprocessing
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from training_runs import SMALL, TEXT, Done, assert_same_training, done_here, finish, losses, start, wait_for
 
+from rwkv import cli
 from rwkv import distributed as processes
+from rwkv.errors import UserError
 
 pytestmark = pytest.mark.programs
 RUN = (*SMALL, "logger=csv", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=20",
@@ -29,7 +36,10 @@ def one(folder: Path) -> Done:
 
 @pytest.fixture(scope="module")
 def two(folder: Path) -> Done:
-    return finish(start(folder, "train", *RUN, *TWO, "out_dir=two"))
+    """Where the system allows it, the machine's own name has no address, as in many containers."""
+    unnamed = ("unshare", "--user", "--map-root-user", "--uts", "sh", "-c", 'hostname no-such-host && exec "$@"', "sh")
+    possible = shutil.which("unshare") and subprocess.run([*unnamed, "true"], capture_output=True, check=False).returncode == 0
+    return finish(start(folder, "train", *RUN, *TWO, "out_dir=two", within=unnamed if possible else ()))
 
 
 def test_two_processes_have_the_losses_of_one(folder: Path, one: Done, two: Done) -> None:
@@ -87,10 +97,72 @@ def test_the_others_wait_as_long_as_the_first_one_needs(tmp_path: Path) -> None:
     assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["tokenised", "tokenised"]
 
 
+# Connecting
+
+
+def ends_once(folder: Path) -> None:
+    """One of two processes, of which the second ends at its first start, and is the later one at its second."""
+    if (folder / "ended").exists() and os.environ["RANK"] == "1":
+        time.sleep(1)
+    with processes.connected():
+        first_start = not (folder / "ended").exists()
+        processes.all_gather(None)
+        if first_start and processes.rank() == 1:
+            (folder / "ended").touch()
+            os._exit(1)
+        (folder / f"{processes.rank()}.txt").write_text(str(processes.all_gather(processes.rank())))
+
+
+def test_processes_that_a_launcher_starts_again_find_each_other(tmp_path: Path) -> None:
+    preloaded()
+    config = LaunchConfig(min_nodes=1, max_nodes=1, nproc_per_node=2, max_restarts=1, run_id=uuid.uuid4().hex,
+                          rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", local_addr="127.0.0.1", start_method=METHOD)
+    elastic_launch(config, ends_once)(tmp_path)
+    assert [(tmp_path / f"{rank}.txt").read_text() for rank in range(2)] == ["[0, 1]", "[0, 1]"]
+
+
+def alone(address: str, port: int) -> None:
+    """One of two processes, whose other one never comes; started with Ctrl-C ignored, as in the background of a shell."""
+    os.environ.update(RANK="1", WORLD_SIZE="2", MASTER_ADDR=address, MASTER_PORT=str(port))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    processes.CONNECT_TIMEOUT = timedelta(seconds=0 if address != "127.0.0.1" else 60)
+    with cli.exit_on_user_error(), processes.connected():
+        pass
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_a_process_that_waits_for_others(number: int) -> None:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        process = preloaded().Process(target=alone, args=listening.getsockname())
+        process.start()
+        connection, _ = listening.accept()
+        os.kill(process.pid, number)
+        process.join(60)
+        connection.close()
+    assert process.exitcode == 130
+
+
+def test_an_address_that_is_none_is_a_user_s_mistake() -> None:
+    process = preloaded().Process(target=alone, args=("no such host", 1))
+    process.start()
+    process.join(60)
+    assert process.exitcode == cli.USER_ERROR
+
+
+def test_an_interface_that_is_none_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nope0")
+    with pytest.raises(UserError, match=r"nope0.*GLOO_SOCKET_IFNAME"):
+        processes.launch(2, [])
+
+
 @pytest.mark.soak
 def test_two_processes_go_on_to_the_bit_after_ctrl_c(folder: Path, two: Done) -> None:
-    """The launcher alone is asked, and the command to continue names no processes: the run knows them."""
-    process = start(folder, "train", *RUN, *TWO, "out_dir=stopped")
+    """The launcher alone is asked, in the background of a shell, and the command to continue names no processes: the run knows
+    them.
+    """
+    process = start(folder, "train", *RUN, *TWO, "out_dir=stopped", within=("sh", "-c", "trap '' INT; exec \"$@\"", "sh"))
     wait_for(process, folder / "stopped", 5)
     process.send_signal(signal.SIGINT)
     stopped = finish(process)

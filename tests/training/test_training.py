@@ -13,7 +13,7 @@ import torch
 import yaml
 from losing import dropping
 from programs import Run
-from training_runs import SMALL, TEXT, Done, done_here, finish, losses, rows, start
+from training_runs import SMALL, TEXT, Done, assert_same_training, done_here, finish, losses, rows, start
 
 from kernels.registry import why_not
 from rwkv.checkpoint.files import read_checkpoint
@@ -74,6 +74,12 @@ def test_a_run_leaves_checkpoints_metrics_and_its_configuration(folder: Path, wh
     for row in rows(folder / "whole"):
         assert row["kernel"] == "conv1d"
         assert bool(row["val/loss"]) != bool(float(row["tok_per_sec"] or 0) > 0 and float(row["peak_mem"]) > 0)
+
+
+def test_a_run_s_configuration_trains_the_same_run_again(folder: Path, whole: Done) -> None:
+    again = done_here(folder, "train", "experiment=./whole", "trainer.sample_tokens=20", "out_dir=again")
+    assert again.status == 0, again.error
+    assert_same_training(folder / "again", folder / "whole")
 
 
 def test_bits_per_byte_of_a_text_that_the_tokenizer_lost_are_withheld(run: Run) -> None:

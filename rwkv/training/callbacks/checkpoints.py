@@ -27,6 +27,7 @@ from lightning.pytorch.plugins.io import TorchCheckpointIO
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint
 from rwkv.checkpoint.formats import _torch_file
 from rwkv.checkpoint.location import FOLDER, LAST
+from rwkv.data.loaders import worker_error
 from rwkv.distributed import all_gather, rank
 from rwkv.errors import CheckpointError, UnreadableError, UserError
 from rwkv.io.atomic import write_file
@@ -48,6 +49,9 @@ class VerifiedFiles(TorchCheckpointIO):
         try:
             write_file(path, lambda file: _write_and_verify(checkpoint, file))
         except (OSError, RuntimeError, CheckpointError) as error:        # torch turns a full disk into a RuntimeError
+            ended = worker_error(error)
+            if ended is not None:
+                raise ended from None
             reason = getattr(_cause(error), "strerror", None) or str(error).splitlines()[0]
             raise UserError(f"cannot write the checkpoint {path.parent / LAST.name}: {reason}; the ones before it are intact: "
                             f"make room, and continue with resume=auto {quote(f'out_dir={path.parent.parent}')}") from None

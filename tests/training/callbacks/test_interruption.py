@@ -72,6 +72,18 @@ def test_a_sigterm_to_all_processes_of_a_job_costs_nothing(folder: Path, whole: 
     assert losses(folder / "all") == losses(whole)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_a_loader_that_is_killed_ends_the_run_with_one_sentence(folder: Path) -> None:
+    process = forked(folder, *RUN, "data.num_workers=1", "out_dir=killed", "trainer.max_steps=100000")
+    wait_for(process, folder / "killed", 5)
+    (worker,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(worker), signal.SIGKILL)
+    done = finish(process)
+    assert done.status == 2, done.error
+    assert "Traceback" not in done.error
+    assert "data.num_workers" in done.error.splitlines()[-1]
+
+
 def test_one_process_is_one_process_in_any_batch_system(folder: Path, whole: Path, tmp_path: Path,
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     """SLURM's variables are those of the run above."""

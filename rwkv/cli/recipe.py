@@ -1,0 +1,145 @@
+"""Recipes: YAML files with options of a training run, which experiment= names.
+
+    # a comment, and then any options, in groups or by their dotted names
+    optim: {lr: 1e-4}
+    model.n_layer: 6
+    data: jsonl                          # a choice of a group
+    defaults: [override /optim: muon]    # the same, as Hydra writes it
+
+The config.yaml of a run is such a file too: the new run has the options of that one, in a directory of its own.
+"""
+
+import os
+import re
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kernels.arguments import from_home
+from rwkv.errors import UserError
+from rwkv.io.utf8 import read_text
+
+ENDINGS = (".yaml", ".yml")
+RUN_FILE = "config.yaml"                 # in the directory of a run
+GROUPS_OF_RUN = {"kernel", "model", "data", "optim", "trainer", "logger"}        # every run's file has all of these
+OF_ONE_RUN = ("out_dir", "resume", "plan")       # in a run's file, and not for the run that takes its options
+REFERENCE = re.compile(r"(\\*)\$\{")      # OmegaConf's, which a backslash makes a text
+MOST_NESTED = 3                          # more than options are
+ABOUT_HYDRA = ("defaults", "hydra")      # keys that are no options
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """The content of a file: options by dotted key, choices by group, and the entries `defaults` and `hydra`."""
+
+    path: Path
+    options: dict[str, Any]
+    choices: dict[str, str]
+    hydra: dict[str, Any]
+
+    @property
+    def content(self) -> dict[str, Any]:
+        """Options and choices as Hydra reads them."""
+        nested: dict[str, Any] = {}
+        for key, value in self.options.items():
+            *groups, name = key.split(".")
+            group = nested
+            for part in groups:
+                group = group.setdefault(part, {})
+            group[name] = value
+        chosen = [{f"override /{group}": choice} for group, choice in self.choices.items()]
+        return {**self.hydra, **nested, "defaults": [*self.hydra.get("defaults", []), *chosen]}
+
+    def from_home(self, paths: Collection[str]) -> "Recipe":
+        """The recipe with a leading ~ of these options' texts expanded."""
+        expanded = {key: from_home(value) for key, value in self.options.items() if key in paths and isinstance(value, str)}
+        return replace(self, options=self.options | expanded)
+
+
+def is_path(choice: str) -> bool:
+    """Whether a choice names a file and not one of ours: ./mine.yaml, mine.yml, runs/latest."""
+    return choice.endswith(ENDINGS) or "/" in choice or os.sep in choice
+
+
+def located(choice: str, ours: Path) -> Path:
+    """The file of a choice: of the name in the folder `ours`, at a path, or in the run's directory at a path."""
+    if not is_path(choice):
+        return ours / f"{choice}.yaml"
+    path = Path(from_home(choice))
+    return path / RUN_FILE if (path / RUN_FILE).is_file() else path
+
+
+def read(path: Path, groups: Collection[str]) -> Recipe:
+    """Raises UserError for a file that cannot be read, is not YAML, sets nothing, or has a key twice.
+
+    groups: the names of groups, for which a file may give a choice in place of options. Names of options are not checked.
+    """
+    content = _mapping(path)
+    hydra = {key: content.pop(key) for key in ABOUT_HYDRA if key in content}
+    if not isinstance(hydra.get("defaults", []), list):
+        raise UserError(f"{path}: defaults must be a list, as [override /model: small]; got {hydra['defaults']!r}")
+    options: dict[str, Any] = {}
+    for key, value in _leaves(content):
+        if key in options:
+            raise UserError(f"{path} sets {key} twice: leave one of them out")
+        options[key] = value
+    choices = {key: str(value) for key, value in options.items() if key in groups and value is not None}
+    options = {key: value for key, value in options.items() if key not in groups}
+    if not (options or choices or hydra):
+        raise UserError(f"{path} sets no option: write some, as optim: {{lr: 1e-4}}")
+    if GROUPS_OF_RUN <= content.keys() and not choices:
+        options = {key: _literal(value) for key, value in options.items() if key not in OF_ONE_RUN}
+    return Recipe(path, options, choices, hydra)
+
+
+def _leaves(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The values by dotted key, down to MOST_NESTED: a mapping of YAML may contain itself."""
+    for key, value in content.items():
+        if isinstance(value, dict) and value and prefix.count(".") < MOST_NESTED:
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value or None if isinstance(value, dict) else value
+
+
+def _literal(value: Any) -> Any:
+    """A value in which OmegaConf replaces nothing: a run's texts were verbatim."""
+    return REFERENCE.sub(r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+def _mapping(path: Path) -> dict[Any, Any]:
+    text = read_text(path, str(path))
+    try:
+        content = yaml.load(text, _UniqueKeys)
+    except yaml.MarkedYAMLError as error:
+        raise UserError(f"cannot read {path}: {_located_problem(error, text)}") from None
+    except yaml.YAMLError as error:
+        raise UserError(f"cannot read {path}: {str(error).splitlines()[0]}") from None
+    if content is None:
+        return {}
+    if not isinstance(content, dict):
+        raise UserError(f"{path} must be a mapping of options, as optim: {{lr: 1e-4}}; got {type(content).__name__}")
+    return content
+
+
+def _located_problem(error: yaml.MarkedYAMLError, text: str) -> str:
+    mark = error.problem_mark or error.context_mark
+    if mark is None:
+        return str(error.problem)
+    line = text.split("\n")[mark.line] if mark.line < text.count("\n") + 1 else ""
+    hint = "; indent with spaces, not with a tab" if line[:len(line) - len(line.lstrip())].count("\t") else ""
+    return f"line {mark.line + 1}: {error.problem}{hint}"
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Raises a MarkedYAMLError for a key that a mapping has twice, which YAML forbids and SafeLoader does not refuse."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if str(key.value) in seen:
+                raise yaml.MarkedYAMLError(problem=f"the key {key.value} is there twice", problem_mark=key.start_mark)
+            seen.add(str(key.value))
+        return super().construct_mapping(node, deep)
