@@ -2,7 +2,7 @@
 
 A CDecoder makes one call of C for each token, on a CPU (model/decoding/c_step.py). A Decoder uses PyTorch: the generation's
 step for each block (model/decoding/rwkvN_step.py), which reads the weights and calls no module. For a model with adapters,
-hooks or other layers it calls the model itself.
+hooks, other layers or moved blocks it calls the model itself.
 """
 
 import math
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from rwkv.model.base import Model, State
-from rwkv.model.decoding.c_step import CStep, is_plain, step_of, why_not
+from rwkv.model.decoding.c_step import CStep, are_in_order, is_plain, step_of, why_not
 from rwkv.model.decoding.layers import norm_function, product_function
 from rwkv.model.derived import tensors_of
 
@@ -28,7 +28,8 @@ class Decoder:
 
     def __init__(self, model: Model, state: State) -> None:
         self._state = state
-        self._read = _blocks(model) if is_plain(model) else lambda tokens, state: model.prefill(tokens.unsqueeze(1), state)
+        self._read = (_blocks(model) if is_plain(model) and are_in_order(model)
+                      else lambda tokens, state: model.prefill(tokens.unsqueeze(1), state))
 
     def step(self, tokens: Tensor) -> Tensor:
         """The logits (B,V) after tokens (B,)."""
@@ -82,7 +83,7 @@ class CDecoder:
         self._sizes = [math.prod(shape) for shape in self._shapes]
         self._c: CStep | None = None
         self._places: list[int] = []                     # of each row in self._memory
-        self._memory = torch.empty(0, len(model.blocks), sum(self._sizes), dtype=torch.float32)
+        self._memory = torch.empty(0, len(model.blocks), sum(self._sizes), dtype=torch.float32, device="cpu")
         self.join(state)
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -139,8 +140,8 @@ class CDecoder:
         if not places:
             self._memory = self._memory[:0].clone()
         self._places = places
-        self._order = torch.tensor(places, dtype=torch.int64)
-        self._logits = torch.empty(len(places), self._model.vocab_size, dtype=torch.float32)
+        self._order = torch.tensor(places, dtype=torch.int64, device="cpu")
+        self._logits = torch.empty(len(places), self._model.vocab_size, dtype=torch.float32, device="cpu")
         self._work = self._memory.new_empty(0)
 
     def _step_of_model(self) -> CStep:
