@@ -1,6 +1,7 @@
 """The public model, RWKV: Model with from_pretrained and save_pretrained. The tokenizer and chat template of a checkpoint."""
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Any, NamedTuple, Self
 
@@ -50,6 +51,8 @@ class RWKV(Model):
         if trainable and dtype in QUANTISED:
             raise UserError(f"weights in {dtype} cannot be trained: use dtype=float32 or bfloat16, or leave trainable out")
         checkpoint = read_checkpoint(path)
+        for note in checkpoint.notes:
+            warnings.warn(note, stacklevel=2)
         wkv = operator_for(checkpoint.config, kernel, device, computed_in(dtype))
         if trainable:
             return cls.with_weights(checkpoint.config, wkv, checkpoint.tensors(dtype, device))
@@ -128,7 +131,7 @@ class OpenCheckpoint(NamedTuple):
 
     def lines(self) -> list[tuple[str, str]]:
         """Pairs of a word and a sentence: slow products, an assumed tokenizer, what ends a text, a second rounding."""
-        found = []
+        found = [("WARNING", note) for note in self.checkpoint.notes]
         if slow := why_slow(computed_in(self.dtype), torch.device(self.device)):
             found.append(("WARNING", f"dtype={self.dtype}: {slow}; use dtype=float32, int8 or int4"))
         if self.assumed:
