@@ -54,6 +54,8 @@ class RWKV(Model):
         if trainable and dtype in QUANTISED:
             raise UserError(f"weights in {dtype} cannot be trained: use dtype=float32 or bfloat16, or leave trainable out")
         checkpoint = read_checkpoint(path)
+        for note in checkpoint.notes:
+            warnings.warn(note, stacklevel=2)
         wkv = operator_for(checkpoint.config, kernel, device, computed_in(dtype))
         for line in rounded_adapters(checkpoint, dtype):
             warnings.warn(line, stacklevel=2)
@@ -138,7 +140,7 @@ class OpenCheckpoint(NamedTuple):
     def lines(self) -> list[tuple[str, str]]:
         """Pairs of a word and a sentence: slow products, a GPU's dtype, an assumed tokenizer, what ends a text, what rounding
         loses."""
-        found = []
+        found = [("WARNING", note) for note in self.checkpoint.notes]
         if slow := why_slow(computed_in(self.dtype), torch.device(self.device)):
             found.append(("WARNING", f"dtype={self.dtype}: {slow}; use dtype=float32, int8 or int4"))
         if (self.device, self.dtype) == ("cuda", "bfloat16"):

@@ -19,7 +19,7 @@ def why_not() -> str | None:
 
 def ordered(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
     """W, integers (N,K) with a scale (N,) for each row, in FBGEMM's order."""
-    zeros = torch.zeros(len(weight), dtype=torch.int64)
+    zeros = torch.zeros(len(weight), dtype=torch.int64, device="cpu")
     with warnings.catch_warnings():      # torch 2.13 deprecates its quantized tensors, and packs weights from nothing else
         warnings.simplefilter("ignore", UserWarning)
         quantized = torch._make_per_channel_quantized_tensor(weight, scale.double(), zeros, 0)

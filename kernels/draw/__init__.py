@@ -36,7 +36,7 @@ class Bias(NamedTuple):
     values: Tensor
 
 
-NO_BIAS = Bias(torch.empty(0, dtype=torch.int32), torch.empty(0))
+NO_BIAS = Bias(torch.empty(0, dtype=torch.int32, device="cpu"), torch.empty(0, dtype=torch.float32, device="cpu"))
 Draw = Callable[[Tensor, Tensor, Filters, Bias], Tensor]
 
 

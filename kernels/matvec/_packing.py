@@ -13,7 +13,7 @@ from kernels.native.forms import FORMS
 
 GROUP = 32                               # neighbours in a row of W that share a scale, in int4
 SMALLEST = 1e-30                         # stands for the largest magnitude of zeros
-SHRUNK = torch.tensor([1.0, 0.95, 0.9, 0.85, 0.8], dtype=torch.float32)      # shares of a range that int4 tries
+SHRUNK = torch.tensor([1.0, 0.95, 0.9, 0.85, 0.8], dtype=torch.float32, device="cpu")      # shares of a range that int4 tries
 ROWS = 1024                              # rows that PyTorch rounds at once: float32 takes up to eight times the memory
 PIECE = 2**14                            # numbers that are copied as one task, as in pack.c
 Groups = tuple[Tensor, Tensor, Tensor]
@@ -22,8 +22,8 @@ Groups = tuple[Tensor, Tensor, Tensor]
 def int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     """q (N,K) int8 and scale (N,) float32: W is q times scale, |q| <= 127."""
     N, K = weight.shape
-    q = torch.empty(N, K, dtype=torch.int8)
-    scale = torch.empty(N, dtype=torch.float32)
+    q = torch.empty(N, K, dtype=torch.int8, device="cpu")
+    scale = torch.empty(N, dtype=torch.float32, device="cpu")
     exact = _for_c(weight)
     if exact is not None:
         native.run(f"matvec_int8_{FORMS[exact.dtype]}", native.threads_for(N), N, K, exact, q, scale)
@@ -49,8 +49,8 @@ def int4(weight: Tensor, symmetric: bool) -> Groups:
     """
     N = len(weight)
     G = -(-weight.shape[1] // GROUP)
-    q = torch.empty(N, G, GROUP // 2, dtype=torch.uint8)
-    scale = torch.empty(N, G, dtype=torch.bfloat16)
+    q = torch.empty(N, G, GROUP // 2, dtype=torch.uint8, device="cpu")
+    scale = torch.empty(N, G, dtype=torch.bfloat16, device="cpu")
     shift = torch.empty_like(scale)
     exact = _for_c(weight)
     if exact is not None:
@@ -101,8 +101,8 @@ def _as_kept(values: Tensor) -> Tensor:
 def exact_copy(weight: Tensor) -> Tensor | None:
     """W, float32 on a CPU, in bfloat16 if that changes no number; it needs the C library."""
     weight = weight.detach().contiguous()
-    copy = torch.empty(weight.shape, dtype=torch.bfloat16)
-    inexact = torch.zeros(1, dtype=torch.int64)
+    copy = torch.empty(weight.shape, dtype=torch.bfloat16, device="cpu")
+    inexact = torch.zeros(1, dtype=torch.int64, device="cpu")
     native.run("matvec_exact_copy", native.threads_for(-(-weight.numel() // PIECE)), weight.numel(), weight, copy, inexact)
     return None if inexact.item() else copy
 

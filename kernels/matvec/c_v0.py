@@ -26,7 +26,7 @@ def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
     N = len(packed.weight)
     K = _width(packed)
     weight, scale, shift = packed.map(Tensor.contiguous)
-    matrix = torch.empty(N, K, dtype=dtype)
+    matrix = torch.empty(N, K, dtype=dtype, device="cpu")
     native.run("matvec_unpack", native.threads_for(N), N, K, dtype == torch.bfloat16, weight, scale, shift, matrix)
     return matrix[:, :packed.K]
 

@@ -66,7 +66,7 @@ def level() -> str | None:
 def run(name: str, threads: int, *arguments: "int | float | Tensor | None") -> None:
     """Calls the C function of that name for this CPU, on up to `threads` threads. arguments: as its struct call lists them, a
     float as a double; a tensor is the address of its first number, None the null address. Raises KernelUnavailable where the
-    library has no such function."""
+    library has no such function, and ValueError for a tensor that is not in the CPU's memory."""
     of_level = level()
     assert of_level is not None, why_not()
     call = (ctypes.c_int64 * len(arguments))(*map(number, arguments))
@@ -81,10 +81,17 @@ def threads_for(tasks: int) -> int:
 
 
 def number(argument: "int | float | Tensor | None") -> int:
-    """The argument as a 64-bit number: an address, the bits of a double, or the integer itself."""
+    """The argument as a 64-bit number: an address, the bits of a double, or the integer itself.
+
+    Raises ValueError for a tensor that is not dense in the CPU's memory.
+    """
     if isinstance(argument, float):
         return int.from_bytes(struct.pack("<d", argument), "little", signed=True)
-    return argument or 0 if argument is None or isinstance(argument, int) else argument.data_ptr()
+    if argument is None or isinstance(argument, int):
+        return argument or 0
+    if not argument.is_cpu or str(argument.layout) != "torch.strided":
+        raise ValueError(f"C reads dense tensors on the CPU; got one on {argument.device}, {argument.layout}")
+    return argument.data_ptr()
 
 
 def not_built(file: Path) -> str | None:

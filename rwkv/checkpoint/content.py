@@ -20,7 +20,8 @@ class Content:
 
     declared: sizes that the file states beside its tensors, by their names in ModelConfig, and vocab_size; also constants that
     the tensors were made for, such as an epsilon, by the generation's names. tied: the head is the embedding. packed: functions
-    that read a matrix that the file holds in int4; `tensors` has the same matrices in float32.
+    that read a matrix that the file holds in int4; `tensors` has the same matrices in float32. notes: sentences for people, on
+    what was assumed or left unread.
     """
 
     path: Path
@@ -31,6 +32,7 @@ class Content:
     tied: bool = False
     step: int = 0
     packed: Mapping[str, Callable[[], Int4]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
 
 
 @dataclass
@@ -38,7 +40,8 @@ class Outgoing:
     """Tensors by official name in the dtypes to write, and our entry, for formats that have room for it.
 
     quantised: the block format of the large matrices, one of those in formats.QUANTISED; None leaves the dtypes of `tensors`.
-    packed: as in Content. form: of a Hugging Face directory, fla or official.
+    packed: as in Content. form: of a Hugging Face directory, one of
+    formats.FORMS.
     """
 
     tensors: dict[str, Stored]

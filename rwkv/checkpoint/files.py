@@ -18,7 +18,7 @@ from rwkv.checkpoint import formats, tuned
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.generations import config_of, fit, recognise, require_sizes
 from rwkv.checkpoint.location import locate
-from rwkv.checkpoint.stored import DTYPES, Stored
+from rwkv.checkpoint.stored import DTYPES, Stored, same_numbers
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UnreadableError, UserError
 from rwkv.model.base import fingerprint, generation
@@ -76,6 +76,7 @@ class Checkpoint:
     fingerprint: str | None = None
     unadapted: Mapping[str, Stored] = field(default_factory=dict)
     data_sha256: str | None = None
+    notes: list[str] = field(default_factory=list)           # sentences for people: what was assumed or left unread
 
     def __reduce__(self) -> Any:
         return read_checkpoint, (self.path,)
@@ -164,7 +165,8 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
                      progress: Callable[[int, int], Any] = lambda count, total: None, form: str | None = None) -> None:
     """Writes a checkpoint with one tensor in memory at a time. After each it calls progress(its bytes, bytes of all tensors).
 
-    form: of a Hugging Face directory, fla or official. Raises UserError as save_pretrained does, before anything is written.
+    form: of a Hugging Face directory, one of formats.FORMS. Raises UserError as save_pretrained does, before anything is
+    written.
     """
     path = Path(path)
     if checkpoint.time_states:
@@ -250,13 +252,18 @@ def _understand(content: Content) -> Checkpoint:
     path = content.path
     module, tensors = recognise(path, content.tensors, content.declared)
     if content.tied and "emb.weight" in tensors:
-        tensors.setdefault("head.weight", tensors["emb.weight"].renamed("head.weight"))
+        tied = tensors["emb.weight"].renamed("head.weight")
+        if "head.weight" in tensors and not same_numbers(tensors["head.weight"], tied):
+            raise CheckpointError(f"{path} says tie_word_embeddings, which makes the embedding the head, and holds another "
+                                  "head: correct config.json")
+        tensors["head.weight"] = tied
     length = content.declared.get("ctx_len") or trained_length(str(path)).tokens or DEFAULT_CTX_LEN
     config, vocab_size = config_of(path, module, tensors, length)
     require_sizes(path, content.declared, config, vocab_size)
     weights = Weights(fit(path, module, tensors, config, vocab_size))
     packed = {name: read for name, read in content.packed.items() if name in weights}
-    checkpoint = Checkpoint(path, config, vocab_size, weights, content.tokenizer, step=content.step, packed=packed)
+    checkpoint = Checkpoint(path, config, vocab_size, weights, content.tokenizer, step=content.step, packed=packed,
+                            notes=content.notes)
     return checkpoint if content.entry is None else _with_entry(checkpoint, content.entry)
 
 

@@ -11,12 +11,18 @@ A generation's file has
     HUGGING_FACE_TYPE, HUGGING_FACE_SIZES, hugging_face_config          for config.json
     HUGGING_FACE_OTHER_TYPES       other values of model_type, written by other programs
     HUGGING_FACE_FEATURES          keys of config.json for features that this program lacks, and what the features are
-    HUGGING_FACE_CONSTANTS         epsilons in config.json, with the values of every released model
-    GGUF_ARCHITECTURE              None if GGUF does not have the generation; otherwise there are also GGUF_SIZES, and
+    HUGGING_FACE_CONSTANTS         keys of config.json that say how the model computes, with the values that are supported
+    HUGGING_FACE_UNUSED            keys that change nothing that is computed
+    GGUF_ARCHITECTURE              None if GGUF does not have the generation; otherwise there are also GGUF_SIZES,
+                                   GGUF_CONSTANTS and GGUF_UNUSED, as above, and
                                    GGUF_FLOAT32 and GGUF_UNQUANTISED: names of tensors that are float32, or not quantised
+
+A key of a configuration that changes what is computed is used or refused; one that is in none of these lists is reported.
 """
 
 import importlib
+import json
+import math
 import pkgutil
 import re
 from collections.abc import Collection, Mapping
@@ -24,9 +30,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from rwkv.checkpoint.stored import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
+from rwkv.model.base import TIME_STATE
 
 if TYPE_CHECKING:                        # mypy reports a generation that lacks something
     from rwkv.model import rwkv4, rwkv7
@@ -36,6 +45,10 @@ if TYPE_CHECKING:                        # mypy reports a generation that lacks 
     _RWKV7: DeepEmbedGeneration = rwkv7
 
 Shape = tuple[int, ...]
+
+# Parts of names from wrappers for training: torch.compile, activation checkpointing, FSDP, DeepSpeed, data parallelism
+WRAPPERS = frozenset(("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module", "_fpw_module", "_forward_module",
+                      "module"))
 
 # For the message about an unrecognised file: versions of RWKV-LM, and names of tensors that only they have
 OTHER_VERSIONS = {"RWKV-1": r"tok_emb\.weight|.*\.time_(w|alpha|beta|gamma)", "RWKV-2": r".*\.time_mix",
@@ -71,11 +84,12 @@ def recognise(path: Path, tensors: Mapping[str, Stored],
 
 
 def _official(path: Path, tensors: Mapping[str, Stored], generation: ModuleType) -> dict[str, Stored]:
-    """The tensors by official name, without the prefix that stands before emb.weight.
+    """The tensors by official name, without wrappers anywhere and without the prefix that stands before emb.weight.
 
-    DeepSpeed puts _forward_module. before each name, Lightning model., DataParallel module., Hugging Face rwkv.
+    Lightning puts model. before each name, Hugging Face rwkv., PEFT base_model.model.
     """
-    names = {theirs: generation.official_name(theirs) for theirs in tensors}
+    names = {theirs: generation.official_name(".".join(part for part in theirs.split(".") if part not in WRAPPERS))
+             for theirs in tensors}
     prefix = next((match[1] for name in names.values() if (match := re.fullmatch(r"((?:.*\.)?)emb\.weight", name))), "")
     official: dict[str, Stored] = {}
     for theirs, tensor in tensors.items():
@@ -86,12 +100,29 @@ def _official(path: Path, tensors: Mapping[str, Stored], generation: ModuleType)
     return official
 
 
+def tuned_kind(names: Collection[str]) -> str | None:
+    """What a file with tensors of these names is, and what takes it, where it holds only what tuning has trained."""
+    if names and all(name.endswith(TIME_STATE) for name in names):
+        return ("a tuned state, which begins a text on the weights that it was trained with: name these as checkpoint=, and "
+                "give the directory of its run to serve.py as adapters=NAME=DIRECTORY")
+    if any(re.search(r"\.lora_[AB]\b", name) for name in names):
+        return ("a LoRA adapter, which changes the weights that it was trained with: name these as checkpoint=, and give the "
+                "directory of its run as checkpoint= or to serve.py as adapters=NAME=DIRECTORY; merge one of another program "
+                "with that program, such as by peft's merge_and_unload")
+    if {"logits", "att_x", "ffn_x"} <= set(names):
+        return ("a saved state, which continues a text on the weights that it was made with: name these as checkpoint=, and "
+                "this file as state=")
+    return None
+
+
 def _why_none(path: Path, tensors: Mapping[str, Stored]) -> str:
     extensions = {version: pattern for generation in generations() for version, pattern in generation.EXTENSIONS.items()}
     for version, pattern in {**extensions, **OTHER_VERSIONS}.items():
         for name in tensors:
             if re.fullmatch(pattern, name):
                 return f"{path} is an {version} checkpoint (it has {name}): this program runs {supported()}"
+    if kind := tuned_kind(tensors):
+        return f"{path} is {kind}"
     for name, tensor in tensors.items():
         if name.endswith(".time_first") and len(tensor.shape) == 2 and tensor.shape[1] == 1:
             return (f"{path} is an RWKV-3 checkpoint (its {name} is {tensor.shape}, not {tensor.shape[:1]}): this program runs "
@@ -106,7 +137,7 @@ def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored],
             raise CheckpointError(f"{path} is not a whole {generation.model.NAME} checkpoint: it lacks {name}; it holds "
                                   f"{_some(tensors)}")
         if len(tensors[name].shape) != 2 or 0 in tensors[name].shape:
-            raise CheckpointError(f"{path}: {name} is {tensors[name].shape}, expected a matrix: the file is damaged")
+            raise CheckpointError(f"{path}: {name} is {tensors[name].shape}, expected a matrix: was it converted wrongly?")
         return tensors[name].shape
 
     n_layer = len({match[1] for name in tensors if (match := re.match(r"blocks\.(\d+)\.", name))})
@@ -115,17 +146,50 @@ def config_of(path: Path, generation: ModuleType, tensors: Mapping[str, Stored],
         config = ModelConfig(generation=generation.__name__.rpartition(".")[2], **sizes)
         generation.model.resolved(config)        # refuses sizes that do not go together
     except UserError as error:
-        raise CheckpointError(f"{path} has tensors of sizes that no {generation.model.NAME} has: the file is damaged, or was "
-                              f"converted wrongly ({error})") from error
+        raise CheckpointError(f"{path} has tensors of sizes that no {generation.model.NAME} has: was it converted wrongly? "
+                              f"({error})") from error
     return config, matrix("emb.weight")[0]
+
+
+def require_supported(where: str | Path, stated: Mapping[str, Any], constants: Mapping[str, tuple[Any, ...]],
+                      features: Mapping[str, str]) -> None:
+    """Raises CheckpointError where a configuration says that the model computes something else than this program.
+
+    constants, features: as in HUGGING_FACE_CONSTANTS and HUGGING_FACE_FEATURES. A value may be one for each layer.
+    """
+    for name, expected in constants.items():
+        value = stated.get(name)
+        values = value if isinstance(value, list) else [value]
+        if any(each is not None and not any(_equal(each, right) for right in expected) for each in values):
+            raise CheckpointError(f"{where} has {name} {json.dumps(value)[:60]}, expected "
+                                  f"{' or '.join(json.dumps(right) for right in expected)}: such a model computes something "
+                                  "else than this program")
+    for name, feature in features.items():
+        if stated.get(name):
+            raise CheckpointError(f"{where} has {name} {json.dumps(stated[name])[:60]}: the model uses {feature}, which this "
+                                  "program does not have")
+
+
+def _equal(value: Any, right: Any) -> bool:
+    """Whether they are one value; numbers may differ by float32's rounding."""
+    if isinstance(right, bool | str) or isinstance(value, bool) or not isinstance(value, int | float):
+        return type(value) is type(right) and bool(value == right)
+    return math.isclose(value, right, rel_tol=1e-6)
+
+
+def unread(where: str | Path, others: Mapping[str, Any]) -> list[str]:
+    """A sentence about the keys that this program does not know and that have a value; none where there are none."""
+    names = [name for name, value in others.items() if value not in (None, False, 0, "", [], {})]
+    return [f"{where} has {', '.join(names)}, which this program does not know and does not use"] if names else []
 
 
 def require_sizes(path: Path, stated: Mapping[str, Any], config: ModelConfig, vocab_size: int) -> None:
     """Raises CheckpointError where a size in `stated`, by its name in ModelConfig, differs from that of the tensors."""
-    for name, found in {**vars(config), "vocab_size": vocab_size}.items():
-        if name != "ctx_len" and name in stated and stated[name] != found:
-            raise CheckpointError(f"{path} says {name}={stated[name]!r} and its tensors have {found}: they do not belong "
-                                  "together, or the file is damaged")
+    sizes = {**vars(config), "vocab_size": vocab_size, "n_heads": config.n_embd // config.head_size}
+    for name, size in sizes.items():
+        if name != "ctx_len" and name in stated and stated[name] != size:
+            raise CheckpointError(f"{path} says {name}={stated[name]!r} and its tensors have {size}: they do not belong "
+                                  "together")
 
 
 def fit(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], config: ModelConfig,
@@ -140,20 +204,23 @@ def fit(path: Path, generation: ModuleType, tensors: Mapping[str, Stored], confi
     surplus = sorted(tensors.keys() - expected.keys())
     if surplus:
         more = f" and {len(surplus) - 1} more" if surplus[1:] else ""
+        if kind := tuned_kind(surplus):
+            raise CheckpointError(f"{path} holds weights and, beside them, {kind}")
         raise CheckpointError(f"{path} holds the tensor {surplus[0]}{more} which {generation.model.NAME} does not have: is it "
                               "another RWKV version, or an extension of it?")
     for name, shape in expected.items():
         _require_fit(path, tensors[name], shape, generation.has_many_forms(name))
-    return {name: tensors[name].viewed(shape) for name, shape in expected.items()}
+    stored = {name: tensors[name].viewed(shape) for name, shape in expected.items()}
+    return {name: tensor.cast(torch.float32) if tensor.dtype == torch.float64 else tensor for name, tensor in stored.items()}
 
 
 def _require_fit(path: Path, tensor: Stored, shape: Shape, many_forms: bool) -> None:
-    if tensor.dtype not in DTYPES.values():
+    if tensor.dtype not in (*DTYPES.values(), torch.float64):
         raise CheckpointError(f"{path}: {tensor.name} holds {tensor.dtype}, expected one of {', '.join(DTYPES)}: quantised "
                               "weights are not read")
     if tensor.shape != shape and not (many_forms and _squeezed(tensor.shape) == _squeezed(shape)):
-        raise CheckpointError(f"{path}: {tensor.name} is {tensor.shape}, expected {shape} beside the other tensors: the file "
-                              "is damaged, or was converted wrongly")
+        raise CheckpointError(f"{path}: {tensor.name} is {tensor.shape}, expected {shape} beside the other tensors: was "
+                              "the file converted wrongly?")
 
 
 def _squeezed(shape: Shape) -> Shape:

@@ -1,5 +1,6 @@
 """Finds the checkpoint at a path. Needs no PyTorch: programs call it before they import that."""
 
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -7,6 +8,8 @@ from pathlib import Path
 from rwkv.config import LATEST
 from rwkv.errors import CheckpointError
 
+ADAPTER = "adapter_config.json"          # of PEFT
+SUFFIXES = (".pth", ".pt", ".ckpt", ".safetensors", ".bin", ".ggmf", ".gguf", ".st")         # of files of weights
 FOLDER = "checkpoints"                   # in a run's directory
 LAST = Path(FOLDER) / "last.ckpt"
 
@@ -20,11 +23,27 @@ def locate(path: str | Path) -> Path:
             return last
         if runs := sorted(path.glob(f"*/{LAST}")):
             raise CheckpointError(f"{path} is a folder of runs: name one of them, such as {runs[0].parents[1]}")
-        raise CheckpointError(f"no checkpoint in {path}: expected {last} of a run, or config.json of a Hugging Face directory")
+        if (path / ADAPTER).is_file():
+            raise CheckpointError(f"{path} is a LoRA adapter of PEFT ({ADAPTER}) for other weights: merge it into them by "
+                                  "peft's merge_and_unload, and name the result")
+        return _only_file(path)
     if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}: expected a file, a Hugging Face directory or a run's directory, which "
                               "train.py makes")
     return path
+
+
+def _only_file(folder: Path) -> Path:
+    """The one file of weights in a folder. Of a GGUF in parts it is the first part."""
+    files = [file for file in sorted(folder.iterdir()) if file.suffix in SUFFIXES and file.is_file()
+             and not re.search(r"-(?!00001-)\d{5}-of-\d{5}\.gguf$", file.name)]
+    if len(files) == 1:
+        return files[0]
+    if files:
+        names = ", ".join(file.name for file in files[:4]) + (", ..." if files[4:] else "")
+        raise CheckpointError(f"{folder} holds {len(files)} files of weights: name one of them ({names})")
+    raise CheckpointError(f"no checkpoint in {folder}: expected {folder / LAST} of a run, config.json of a Hugging Face "
+                          "directory, or one file of weights")
 
 
 def follow(path: Path) -> Path:

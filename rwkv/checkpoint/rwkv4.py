@@ -21,7 +21,8 @@ HUGGING_FACE_SIZES = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "
                       "intermediate_size": "n_ffn", "vocab_size": "vocab_size", "context_length": "ctx_len"}
 HUGGING_FACE_OTHER_TYPES: tuple[str, ...] = ()
 HUGGING_FACE_FEATURES: dict[str, str] = {}
-HUGGING_FACE_CONSTANTS = {"layer_norm_epsilon": 1e-5}
+HUGGING_FACE_CONSTANTS = {"layer_norm_epsilon": (1e-5,)}
+HUGGING_FACE_UNUSED = ("rescale_every",)         # see hugging_face_config
 EXTENSIONS: dict[str, str] = {}
 HUGGING_FACE = {"emb": "embeddings", "ln0": "pre_ln", "att": "attention", "ffn": "feed_forward", "time_mix_k": "time_mix_key",
                 "time_mix_v": "time_mix_value", "time_mix_r": "time_mix_receptance"}
@@ -67,7 +68,7 @@ def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype
     return {"architectures": ["RwkvForCausalLM"], "model_type": HUGGING_FACE_TYPE, "vocab_size": vocab_size,
             "context_length": config.ctx_len, "num_hidden_layers": config.n_layer, "hidden_size": C,
             "attention_hidden_size": A, "intermediate_size": F, "rescale_every": 6 if dtype == torch.float16 else 0,
-            **HUGGING_FACE_CONSTANTS}
+            **{name: values[0] for name, values in HUGGING_FACE_CONSTANTS.items()}}
 
 
 def widths(matrix: Callable[[str], tuple[int, ...]], names: Collection[str]) -> dict[str, int]:

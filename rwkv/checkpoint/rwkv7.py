@@ -5,6 +5,9 @@ Official names and shapes are those of rwkv/model/rwkv7.py. Other formats:
     huggingface    fla's names; w1 .. g2 transposed, as the weights of linear layers; k_k, k_a, the biases and ffn.x_k are [C]
     official       a Hugging Face directory in transformers' own form: official names and shapes; every name but head.weight has
                    the prefix rwkv7.
+    transformers-rwkv      a Hugging Face directory of transformers-rwkv: names as in transformers' other linear attention; all
+                   vectors are [C] or [1,1,C], low-rank matrices as in the official files
+    .st            web-rwkv's .safetensors, also called .st: official names; w1 .. g2 transposed, which their shapes show
     ggmf           official names; x_r .. x_g joined as x_rwkvag [6,1,C]; w1 .. g2 transposed
     gguf           llama.cpp's names; joined and transposed as in ggmf, x_rwkvag as [6,1,1,C]; r_k and all vectors are [C]
 
@@ -12,18 +15,19 @@ RWKV-7a's tensors (DeepEmbed) are in files only by official names. If s_emb_x is
 read as zeros. use_deep_embed of a Hugging Face directory means something else: RWKV-8's table outside of the file.
 
 Layer 0's v0, v1 and v2 are used by no program, but programs differ in whether files must have them. The official trainer loads
-no file without them, so .pth, .ckpt, .safetensors and transformers' form have them. fla has no such parameters and rwkv.cpp
-aborts on them, so fla's directories and ggmf lack them. llama.cpp requires them in GGUF with the rank of a1; its converter
-writes a0, a1 and a2 in their place, and so does this file. A file without them, or with GGUF's, is read with zeros there.
+no file without them, so .pth, .ckpt, .safetensors and transformers' form have them. fla and transformers-rwkv have no such
+parameters and rwkv.cpp aborts on them, so their directories and ggmf lack them. llama.cpp requires them in GGUF with the rank
+of a1; its converter writes a0, a1 and a2 in their place, and so does this file. A file without them, or with GGUF's, is read
+with zeros there.
 
-The epsilon of the group norm is 64e-5 in the official code, rwkv.cpp and llama.cpp. In a Hugging Face directory it is 1e-5
-times head_dim, which differs for heads that are not 64 wide. norm(y; e) equals norm(c y; c^2 e), and y is linear in the
-receptance. So when such a directory is read or written, the receptance is scaled by c, and r_k, which multiplies only it, by
-1/c.
+The epsilon of the group norm is 64e-5 in the official code, rwkv.cpp, llama.cpp and transformers-rwkv. In other Hugging Face
+directories it is 1e-5 times head_dim, which differs for heads that are not 64 wide. norm(y; e) equals norm(c y; c^2 e), and y
+is linear in the receptance. So when such a directory is read or written, the receptance is scaled by c, and r_k, which
+multiplies only it, by 1/c.
 
 Sources: RWKV-LM, RWKV-v7/train_temp; flash-linear-attention, utils/convert_from_rwkv7.py and fla/models/rwkv7; rwkv.cpp,
-python/convert_pytorch_to_ggml.py and rwkv_model_loading.inc; llama.cpp, conversion/rwkv.py, src/models/rwkv7.cpp and
-src/llama-quant.cpp.
+python/convert_pytorch_to_ggml.py and rwkv_model_loading.inc; rwkv-rs/transformers-rwkv, temp/rwkv_pth2st.py; llama.cpp,
+conversion/rwkv.py, src/models/rwkv7.cpp and src/llama-quant.cpp.
 """
 
 import math
@@ -56,9 +60,16 @@ OFFICIAL_PREFIX = "rwkv7."
 RANKS = {"decay_low_rank_dim": "w1", "a_low_rank_dim": "a1", "v_low_rank_dim": "v1", "gate_low_rank_dim": "g1"}
 HUGGING_FACE_SIZES = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "intermediate_size": "n_ffn",
                       "head_dim": "head_size", "head_size": "head_size", "vocab_size": "vocab_size",
-                      "attention_hidden_size": "n_embd", "max_position_embeddings": "ctx_len", "context_length": "ctx_len",
+                      "attention_hidden_size": "n_embd", "value_dim": "n_embd", "num_heads": "n_heads",
+                      "num_attention_heads": "n_heads", "max_position_embeddings": "ctx_len", "context_length": "ctx_len",
                       **{name: name for name in RANKS}}
-HUGGING_FACE_CONSTANTS = {"norm_eps": 1e-5, "layer_norm_epsilon": 1e-5}
+NORM_EPS = 1e-5
+HUGGING_FACE_CONSTANTS = {
+    **dict.fromkeys(("norm_eps", "layer_norm_epsilon", "layer_norm_eps"), (NORM_EPS,)),
+    "norm_first": (True,), "norm_bias": (True,), "wkv_state_dtype": ("float32",), "number_of_conv_states": (2,),
+    "layer_types": ("linear_attention", "rwkv", "rwkv7"), "architecture_version": ("rwkv7",), "rescale_every": (0,)}
+HUGGING_FACE_UNUSED = ("attn_mode", "hidden_ratio", "fuse_norm", "fuse_cross_entropy", "fuse_linear_cross_entropy",
+                       "use_l2warp", "wkv_mode", "group_norm_epsilon")
 GROUP_NORM = "group_norm_epsilon"        # a key of config.json; its default is head_dim times norm_eps
 HUGGING_FACE_FEATURES = {"use_deep_embed": "RWKV-8's DeepEmbed", "attn": "layers of softmax attention",
                          "embedding_layer_norm_fused": "an embedding that ln0 is merged into"}
@@ -67,11 +78,24 @@ HUGGING_FACE = {"emb.weight": "model.embeddings.weight", "ln_out.weight": "model
 HUGGING_FACE_LAYERS = {"ln0": "pre_norm", "ln1": "attn_norm", "ln2": "ffn_norm", "att": "attn", "ffn": "ffn"}
 HUGGING_FACE_ATTENTION = {"receptance": "r_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj", "ln_x": "g_norm"}
 
+TRANSFORMERS_RWKV = "transformers-rwkv"  # the form of a directory, and its names
+TRANSFORMERS_RWKV_TYPE = "rwkv"          # model_type, beside architecture_version
+TRANSFORMERS_RWKV_TOP = {"emb.weight": "model.embed_tokens.weight", "ln_out.weight": "model.norm.weight",
+                         "ln_out.bias": "model.norm.bias", "head.weight": "lm_head.weight",
+                         "blocks.0.ln0.weight": "model.embedding_norm.weight", "blocks.0.ln0.bias": "model.embedding_norm.bias"}
+TRANSFORMERS_RWKV_LAYERS = {"ln1": "input_layernorm", "ln2": "post_attention_layernorm", "att": "linear_attn", "ffn": "mlp"}
+TRANSFORMERS_RWKV_EARLIER = {"mlp.up_proj.weight": "ffn.key.weight", "mlp.down_proj.weight": "ffn.value.weight"}
+
 GGUF_ARCHITECTURE = "rwkv7"
 GGUF_SIZES = {"block_count": "n_layer", "embedding_length": "n_embd", "feed_forward_length": "n_ffn",
               "wkv.head_size": "head_size", "attention.decay_lora_rank": "decay_low_rank_dim",
               "attention.iclr_lora_rank": "a_low_rank_dim", "attention.value_residual_mix_lora_rank": "v_low_rank_dim",
               "attention.gate_lora_rank": "gate_low_rank_dim"}
+GGUF_CONSTANTS = {"attention.layer_norm_epsilon": (NORM_EPS,), "attention.group_norm_epsilon": (EPS,),
+                  "token_shift_count": (2,), "rescale_every_n_layers": (0,), "expert_count": (0,), "embedding_scale": (0, 1),
+                  "residual_scale": (0, 1),                 "logit_scale": (0, 1), "final_logit_softcapping": (0,),
+                  "attention.layer_norm_rms_epsilon": (0,)}
+GGUF_UNUSED = ("context_length", "vocab_size", "attention.head_count", "attention.head_count_kv", "rope.dimension_count")
 GGUF = {"emb.weight": "token_embd.weight", "blocks.0.ln0.weight": "token_embd_norm.weight",
         "blocks.0.ln0.bias": "token_embd_norm.bias", "ln_out.weight": "output_norm.weight", "ln_out.bias": "output_norm.bias",
         "head.weight": "output.weight"}
@@ -88,7 +112,7 @@ def recognises(tensors: Mapping[str, Stored]) -> bool:
 
 
 def official_name(name: str) -> str:
-    """The official name for one of fla's or llama.cpp's; a prefix stays, and an official name is returned unchanged.
+    """The official name for one of another program's; a prefix stays, and an official name is returned unchanged.
 
     TRANSPOSED is added to the name of a low-rank matrix that fla stores transposed.
     """
@@ -109,12 +133,14 @@ def official_name(name: str) -> str:
 
 @cache
 def _from_others() -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """Three mappings to official names: from fla's names outside the layers, fla's within a layer, and all of llama.cpp's."""
+    """Mappings to official names: from those of directories outside the layers, within a layer, and from llama.cpp's."""
     config = ModelConfig(generation="rwkv7", n_layer=1, n_embd=1, head_size=1)
     block = [name.removeprefix("blocks.0.") for name in model.shapes(config, 1) if name.startswith("blocks.0.")]
     layers = {_in_hugging_face(name): name + TRANSPOSED * name.endswith(LOW_RANK) for name in block}
+    layers |= {_in_transformers_rwkv(name): name for name in block} | TRANSFORMERS_RWKV_EARLIER
     gguf = {theirs: ours for ours, theirs in GGUF.items()} | {_in_gguf(name): name for name in (*block, f"att.{JOINED}")}
-    return {theirs: ours for ours, theirs in HUGGING_FACE.items()}, layers, gguf
+    top = {theirs: ours for names in (HUGGING_FACE, TRANSFORMERS_RWKV_TOP) for ours, theirs in names.items()}
+    return top, layers, gguf
 
 
 def _in_hugging_face(name: str) -> str:
@@ -126,6 +152,15 @@ def _in_hugging_face(name: str) -> str:
         head, dot, tail = rest.partition(".")
         rest = HUGGING_FACE_ATTENTION.get(head, head) + dot + tail
     return f"{HUGGING_FACE_LAYERS[part]}.{rest}"
+
+
+def _in_transformers_rwkv(name: str) -> str:
+    """The name of transformers-rwkv within a layer for an official one within a block."""
+    part, _, rest = name.partition(".")
+    head, dot, tail = rest.partition(".")
+    if part == "att":
+        head = HUGGING_FACE_ATTENTION.get(head, head)
+    return f"{TRANSFORMERS_RWKV_LAYERS.get(part, part)}.{head}{dot}{tail}"
 
 
 def _in_gguf(name: str) -> str:
@@ -143,13 +178,14 @@ def arranged(tensors: dict[str, Stored], declared: Mapping[str, Any]) -> dict[st
     """
     factor = math.sqrt(EPS / declared.get(GROUP_NORM, EPS))
     joined = any(name.endswith(f".{JOINED}") for name in tensors)
+    transposed = joined or _lie_transposed(tensors)
     found: dict[str, Stored] = {}
     for name, tensor in tensors.items():
         if name.endswith(f".{JOINED}") and tensor.shape[:1] == (len(model.MIXES),) and len(tensor.shape) > 1:
             for index, letter in enumerate(model.MIXES):
                 part = name.replace(JOINED, f"x_{letter}")
                 found[part] = tensor.part(index, part, tensor.shape[1:])
-        elif name.endswith(TRANSPOSED) or (joined and name.endswith(LOW_RANK)):
+        elif name.endswith(TRANSPOSED) or (transposed and name.endswith(LOW_RANK)):
             official = name.removesuffix(TRANSPOSED)
             found[official] = tensor.renamed(official).transposed()
         else:
@@ -157,6 +193,14 @@ def arranged(tensors: dict[str, Stored], declared: Mapping[str, Any]) -> dict[st
     if joined:
         found = {name: tensor for name, tensor in found.items() if name not in model.UNUSED}
     return _with_receptance(found | _unused(found, declared) | _merged(found), factor)
+
+
+def _lie_transposed(tensors: Mapping[str, Stored]) -> bool:
+    """Whether the shapes of the low-rank matrices say that all are stored transposed, as web-rwkv has them."""
+    C = tensors["emb.weight"].shape[-1:] if "emb.weight" in tensors else ()
+    shapes = [tensor.shape if name.endswith("2") else tensor.shape[::-1] for name, tensor in tensors.items()
+              if name.endswith(LOW_RANK)]                # (C,rank) where they are
+    return all(shape[:1] == C for shape in shapes) and any(shape[1:] != C for shape in shapes)
 
 
 def _with_receptance(tensors: dict[str, Stored], factor: float) -> dict[str, Stored]:
@@ -184,7 +228,7 @@ def _unused(tensors: Mapping[str, Stored], declared: Mapping[str, Any]) -> dict[
     C = bias.shape[-1]
     rank = of_others[0] if of_others else of_one_layer
     shapes = dict(zip(model.UNUSED, ((1, 1, C), (C, rank), (rank, C)), strict=True))
-    return {name: Stored(name, bias.source, shape, bias.dtype, lambda shape=shape: torch.zeros(shape))     # type: ignore[misc]
+    return {name: Stored(name, bias.source, shape, bias.dtype, lambda shape=shape: torch.zeros(shape, device="cpu"))  # type: ignore[misc]
             for name, shape in shapes.items() if name not in tensors}
 
 
@@ -196,7 +240,7 @@ def _merged(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
         other = name.removesuffix(EMBED) + EMBED_X
         if name.endswith(EMBED) and other not in tensors and len(table.shape) == 2 and embedding is not None:
             shape = (table.shape[1], embedding.shape[-1])
-            found[other] = Stored(other, table.source, shape, table.dtype, lambda shape=shape: torch.zeros(shape))  # type: ignore
+            found[other] = Stored(other, table.source, shape, table.dtype, lambda shape=shape: torch.zeros(shape, device="cpu"))  # type: ignore
     return found
 
 
@@ -205,7 +249,7 @@ def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
 
     Raises UserError for DeepEmbed where the format, or the form of a Hugging Face directory, has no place for it.
     """
-    if format not in ("huggingface", "official", "ggmf", "gguf"):
+    if format not in ("huggingface", "official", TRANSFORMERS_RWKV, "ggmf", "gguf"):
         return {name: tensor.renamed(name) for name, tensor in tensors.items()}
     if any(name.endswith(EMBED) for name in tensors):
         raise UserError("only .pth, .ckpt and .safetensors have a form for RWKV-7a (DeepEmbed): choose one of these")
@@ -214,6 +258,8 @@ def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
     elif format == "official":
         laid = {name if name == "head.weight" else OFFICIAL_PREFIX + name: tensor
                 for name, tensor in _with_directory_epsilon(tensors).items()}
+    elif format == TRANSFORMERS_RWKV:
+        laid = _laid_out_for_transformers_rwkv(tensors)
     elif format == "ggmf":
         laid = _joined({name: tensor for name, tensor in tensors.items() if name not in model.UNUSED})
     else:
@@ -228,7 +274,7 @@ def _with_directory_epsilon(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 
 def group_norm_epsilon(head_size: int) -> float:
     """The epsilon of the group norm in a Hugging Face directory."""
-    return head_size * HUGGING_FACE_CONSTANTS["norm_eps"] if head_size != HEAD_SIZE else EPS
+    return head_size * NORM_EPS if head_size != HEAD_SIZE else EPS
 
 
 def _laid_out_for_hugging_face(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
@@ -241,6 +287,22 @@ def _laid_out_for_hugging_face(tensors: Mapping[str, Stored]) -> dict[str, Store
             vector = len(tensor.shape) == 3 and not rest.startswith("att.x_")
             tensor = tensor.viewed(tensor.shape[-1:]) if vector else tensor
             laid[f"model.layers.{layer}.{_in_hugging_face(rest)}"] = tensor.transposed() if rest.endswith(LOW_RANK) else tensor
+    return laid
+
+
+def _laid_out_for_transformers_rwkv(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Raises UserError for heads that are not 64 wide, which that program does not have."""
+    head_size = tensors["blocks.0.att.r_k"].shape[1]
+    if head_size != HEAD_SIZE:
+        raise UserError(f"the form {TRANSFORMERS_RWKV} is for heads of {HEAD_SIZE}; got {head_size}: choose another form")
+    laid: dict[str, Stored] = {}
+    for name, tensor in tensors.items():
+        if name in TRANSFORMERS_RWKV_TOP:
+            laid[TRANSFORMERS_RWKV_TOP[name]] = tensor
+        elif name not in model.UNUSED:
+            _, layer, rest = name.split(".", 2)
+            tensor = tensor.viewed(tensor.shape[-1:]) if len(tensor.shape) == 3 else tensor
+            laid[f"model.layers.{layer}.{_in_transformers_rwkv(rest)}"] = tensor
     return laid
 
 
@@ -279,8 +341,14 @@ def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype
     epsilon = {GROUP_NORM: group_norm_epsilon(config.head_size)} if config.head_size != HEAD_SIZE else {}
     shared = {"model_type": HUGGING_FACE_TYPE, "vocab_size": vocab_size, "max_position_embeddings": config.ctx_len,
               "num_hidden_layers": config.n_layer, "hidden_size": config.n_embd, "intermediate_size": config.n_ffn,
-              "head_dim": config.head_size, "norm_bias": True, "norm_eps": HUGGING_FACE_CONSTANTS["norm_eps"], **epsilon,
+              "head_dim": config.head_size, "norm_bias": True, "norm_eps": NORM_EPS, **epsilon,
               **{name: getattr(config, name) for name in RANKS}}
+    if form == TRANSFORMERS_RWKV:
+        return {"architectures": ["RwkvForCausalLM"], "model_type": TRANSFORMERS_RWKV_TYPE, "architecture_version": "rwkv7",
+                "vocab_size": vocab_size, "context_length": config.ctx_len, "num_hidden_layers": config.n_layer,
+                "hidden_size": config.n_embd, "intermediate_size": config.n_ffn, "head_size": config.head_size,
+                "num_attention_heads": config.n_embd // config.head_size, "layer_norm_epsilon": NORM_EPS, GROUP_NORM: EPS,
+                "wkv_mode": "fp32io16", **{name: getattr(config, name) for name in RANKS}}
     if form == "official":
         return {"architectures": ["Rwkv7ForCausalLM"], **shared, "num_heads": config.n_embd // config.head_size,
                 "use_deep_embed": False, "wkv_state_dtype": "float32"}

@@ -19,6 +19,7 @@ from torch import Tensor
 from rwkv.errors import CheckpointError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+SAMPLED = 4096                           # elements by which two tensors are compared
 MADV_DONTNEED = 4                        # Linux: drops pages; unchanged pages of a private mapping are read again on access
 
 
@@ -131,6 +132,19 @@ class Stored:
         bad = int((~held.isfinite()).sum())
         raise CheckpointError(f"{self.source}: {self.name} is not finite in {bad} of {held.numel()} values: the file is "
                               "damaged, or the training that wrote it had diverged")
+
+
+def same_numbers(one: Stored, other: Stored) -> bool:
+    """Whether two tensors hold the same numbers, or one the other's rounded, as far as evenly spaced elements tell."""
+    if one.shape != other.shape:
+        return False
+    sampled = []
+    for tensor in (one, other):
+        data = tensor.data().flatten()
+        sampled.append(data[::max(1, data.numel() // SAMPLED)].clone())
+        tensor.drop_pages()
+    narrow = min(sampled, key=Tensor.element_size).dtype
+    return torch.equal(*(elements.to(narrow) for elements in sampled))
 
 
 def raw(tensor: Tensor) -> Any:

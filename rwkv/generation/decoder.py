@@ -2,8 +2,8 @@
 
 A CDecoder makes one call of C for each token, on a CPU (model/decoding/c_step.py). A GpuDecoder replays one CUDA graph for each
 token (model/decoding/triton_step.py). A Decoder uses PyTorch: the generation's step for each block
-(model/decoding/rwkvN_step.py), which reads the weights and calls no module. For a model with adapters, hooks or other layers it
-calls the model itself.
+(model/decoding/rwkvN_step.py), which reads the weights and calls no module. For a model with adapters, hooks, other layers or
+moved blocks it calls the model itself.
 """
 
 import math
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from rwkv.model.base import Model, State
 from rwkv.model.decoding import c_step, triton_step
-from rwkv.model.decoding.c_step import CStep, is_plain, step_of, why_not
+from rwkv.model.decoding.c_step import CStep, are_in_order, is_plain, step_of, why_not
 from rwkv.model.decoding.layers import norm_function, product_function
 from rwkv.model.decoding.triton_step import GpuStep
 from rwkv.model.derived import tensors_of
@@ -46,7 +46,8 @@ class Decoder:
 
     def __init__(self, model: Model, state: State) -> None:
         self._state = state
-        self._read = _blocks(model) if is_plain(model) else lambda tokens, state: model.prefill(tokens.unsqueeze(1), state)
+        self._read = (_blocks(model) if is_plain(model) and are_in_order(model)
+                      else lambda tokens, state: model.prefill(tokens.unsqueeze(1), state))
 
     def step(self, tokens: Tensor) -> Tensor:
         """The logits (B,V) after tokens (B,)."""
@@ -100,7 +101,7 @@ class CDecoder:
         self._sizes = [math.prod(shape) for shape in self._shapes]
         self._c: CStep | None = None
         self._places: list[int] = []                     # of each row in self._memory
-        self._memory = torch.empty(0, len(model.blocks), sum(self._sizes), dtype=torch.float32)
+        self._memory = torch.empty(0, len(model.blocks), sum(self._sizes), dtype=torch.float32, device="cpu")
         self.join(state)
 
     def step(self, tokens: Tensor) -> Tensor:
@@ -157,8 +158,8 @@ class CDecoder:
         if not places:
             self._memory = self._memory[:0].clone()
         self._places = places
-        self._order = torch.tensor(places, dtype=torch.int64)
-        self._logits = torch.empty(len(places), self._model.vocab_size, dtype=torch.float32)
+        self._order = torch.tensor(places, dtype=torch.int64, device="cpu")
+        self._logits = torch.empty(len(places), self._model.vocab_size, dtype=torch.float32, device="cpu")
         self._work = self._memory.new_empty(0)
 
     def _step_of_model(self) -> CStep:

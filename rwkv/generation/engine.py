@@ -155,7 +155,7 @@ class Engine:
         if isinstance(self._decoder, GpuDecoder):
             self._decoder.warm_up(rows)
         for tokens in (self._chunks.budget, self._chunks.longest):       # kernels may treat short sequences in another way
-            prefill(self._model, torch.zeros(1, tokens, dtype=torch.long))
+            prefill(self._model, torch.zeros(1, tokens, dtype=torch.long, device="cpu"))
         texts = Engine(self._model, self._tokenizer)     # without the cache
         for n_logprobs in (None, 1):                     # one row, then two
             texts.add([0], 0, StoppingCriteria(WARM_TOKENS), Sampling(), n_logprobs)
@@ -196,7 +196,7 @@ class Engine:
         if not self._rows:
             return pieces
         tokens = self._draw()
-        self._drawn = torch.tensor(tokens)
+        self._drawn = torch.tensor(tokens, device="cpu")
         for position, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
             pieces.append((row.index, row.push(token)))
             if not row.unfinished and row.cache is not None:
@@ -319,7 +319,7 @@ class Engine:
             rows = [self._rows[position] for position in positions]
             penalties: Any = [row.penalties for row in rows if row.penalties is not None] or None
             of_group = logits if len(rows) == len(self._rows) else logits[positions]
-            uniform = torch.tensor([row.uniform() for row in rows], dtype=torch.float64)
+            uniform = torch.tensor([row.uniform() for row in rows], dtype=torch.float64, device="cpu")
             drawn = next_tokens(of_group, uniform, options, penalties, self._draw_by)
             for position, row, token in zip(positions, rows, drawn.tolist(), strict=True):
                 tokens[position] = token
@@ -342,7 +342,8 @@ class Engine:
         if not positions:
             return
         n = max(self._rows[position].n_logprobs or 0 for position in positions)
-        own, ids, values = logprobs(logits[positions], torch.tensor([tokens[position] for position in positions]), n)
+        drawn = torch.tensor([tokens[position] for position in positions], device="cpu")
+        own, ids, values = logprobs(logits[positions], drawn, n)
         for index, position in enumerate(positions):
             row = self._rows[position]
             row.sample.logprobs.append(entry(self._tokenizer, tokens[position], own[index], ids[index], values[index],

@@ -25,7 +25,6 @@ from rwkv.generation.logprobs import logprobs
 from rwkv.io.shares import Shares
 from rwkv.model.base import Model, State
 from rwkv.model.derived import Watch
-from rwkv.model.hooks import untouched
 
 LOGPROB_ROWS = 32                        # tokens of a prompt whose log-probabilities are computed at a time
 SHORT = 64                               # tokens that C reads as fast as PyTorch or faster, in every form of weights
@@ -261,7 +260,7 @@ class Reading:
     def _through_blocks(self, ids: Tensor, state: State | None) -> Generator[None, None, PrefillResult]:
         model = self._model
         head: nn.Module = model.head
-        if untouched(model):
+        if model.is_untouched():
             for found in model.hidden_in_parts(ids, state, self._n_parts(ids.shape[1])):
                 if found is None:
                     yield
@@ -271,7 +270,7 @@ class Reading:
             hidden, state = model(ids, state)
             head = nn.Identity()
         if self._n_logprobs is not None:
-            following = torch.tensor(self.tokens[self._position + 1:self._position + ids.shape[1] + 1])
+            following = torch.tensor(self.tokens[self._position + 1:self._position + ids.shape[1] + 1], device="cpu")
             for rows, targets in zip(hidden[0].split(LOGPROB_ROWS), following.split(LOGPROB_ROWS), strict=False):
                 logits = head(rows[:len(targets)])[:, :self._vocab_size]
                 self.logprobs.append(logprobs(logits, targets, self._n_logprobs))

@@ -17,7 +17,8 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 CANCELLED = "cancelled"                  # a finish reason, as the next
 NO_TOKEN = "no_token"
 # ZEROS[byte] is an int64 whose 8 bytes are bools, one for each bit of the byte, the lowest first: True where the bit is 0.
-ZEROS = (torch.arange(256)[:, None] >> torch.arange(8) & 1).logical_not().view(torch.int64).flatten()
+_BYTES, _BITS = torch.arange(256, device="cpu")[:, None], torch.arange(8, device="cpu")
+ZEROS = (_BYTES >> _BITS & 1).logical_not().view(torch.int64).flatten()
 AT_ONCE = 64                             # random numbers that are drawn at a time
 
 
@@ -123,7 +124,7 @@ class Row:
 
     def uniform(self) -> float:
         if not self._uniform:
-            drawn = torch.rand(AT_ONCE, generator=self._generator, dtype=torch.float64)
+            drawn = torch.rand(AT_ONCE, generator=self._generator, dtype=torch.float64, device="cpu")
             self._uniform = drawn.tolist()[::-1]
         return self._uniform.pop()
 

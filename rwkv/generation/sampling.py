@@ -58,8 +58,8 @@ def filters_of(options: Sampling) -> Filters:
 def bias_of(options: Sampling) -> Bias:
     """logit_bias and the banned tokens, for kernels/draw."""
     values = [*options.logit_bias.items(), *((token, -math.inf) for token in options.banned)]
-    ids = torch.tensor([token for token, _ in values], dtype=torch.int32)
-    return Bias(ids, torch.tensor([bias for _, bias in values], dtype=torch.float32))
+    ids = torch.tensor([token for token, _ in values], dtype=torch.int32, device="cpu")
+    return Bias(ids, torch.tensor([bias for _, bias in values], dtype=torch.float32, device="cpu"))
 
 
 class Penalties:
@@ -72,9 +72,9 @@ class Penalties:
         self._options = options
         self._without = frozenset(without)
         in_prompt = {*prompt} - self._without if options.repetition_penalty != 1 else ()
-        self._ids = torch.tensor([*in_prompt], dtype=torch.int64)        # (n) different tokens, new ones at the end
-        self._counts = torch.zeros(len(self._ids), dtype=torch.float64)
-        self._in_text = torch.zeros(len(self._ids), dtype=torch.float64)          # 0 or 1
+        self._ids = torch.tensor([*in_prompt], dtype=torch.int64, device="cpu")    # (n) different tokens, new ones last
+        self._counts = torch.zeros(len(self._ids), dtype=torch.float64, device="cpu")
+        self._in_text = torch.zeros_like(self._counts)   # 0 or 1
         self._places = {token: place for place, token in enumerate(self._ids.tolist())}
 
     def add(self, token: int) -> None:
@@ -83,9 +83,9 @@ class Penalties:
             return
         place = self._places.setdefault(token, len(self._ids))
         if place == len(self._ids):
-            self._ids = torch.cat((self._ids, torch.tensor([token])))
-            self._counts = torch.cat((self._counts, torch.zeros(1, dtype=torch.float64)))
-            self._in_text = torch.cat((self._in_text, torch.zeros(1, dtype=torch.float64)))
+            self._ids = torch.cat((self._ids, self._ids.new_tensor([token])))
+            self._counts = torch.cat((self._counts, self._counts.new_zeros(1)))
+            self._in_text = torch.cat((self._in_text, self._in_text.new_zeros(1)))
         self._counts[place] += 1
         self._in_text[place] = 1
 
@@ -254,9 +254,9 @@ def pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
     ends = sums.cumsum(-1)
     wanted = uniform.double().unsqueeze(-1) * ends[:, -1:]
     block = torch.searchsorted(ends, wanted, right=True).clamp(max=ends.shape[-1] - 1)
-    ids = block * BLOCK + torch.arange(min(BLOCK, N))
+    ids = block * BLOCK + torch.arange(min(BLOCK, N), device=block.device)
     cumulative = probabilities.gather(-1, ids.clamp(max=N - 1)).double().masked_fill(ids >= N, 0).cumsum(-1)
-    below_all = cumulative[:, -1:].nextafter(torch.zeros(1, dtype=torch.float64))     # so that no index is past the end
+    below_all = cumulative[:, -1:].nextafter(cumulative.new_zeros(1))     # so that no index is past the end
     inside = torch.minimum(wanted - (ends - sums).gather(-1, block), below_all)
     return ids.gather(-1, torch.searchsorted(cumulative, inside, right=True)).squeeze(-1)
 

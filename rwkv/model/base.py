@@ -29,6 +29,7 @@ from rwkv.model.weight_cache import WeightCache
 
 MATRICES = ("matrix", "gate", "embedding")       # groups of the weights of linear layers and of the embedding
 TIME_STATE = "att.time_state"            # how the name of a layer's learnt state before the first token ends
+OVERRIDABLE = ("forward", "hidden", "hidden_in_parts")          # by a subclass that computes something else
 SAMPLED = 4096                           # elements of each tensor, evenly spaced, that the fingerprint reads
 
 class Generation(Protocol):
@@ -245,9 +246,14 @@ class Model(nn.Module):
 
     def empty_state(self, B: int) -> State:
         """The state before the first token, for B rows. A learnt one has gradients."""
-        state: State = self.generation.empty_state(self.config, B, self.emb.weight.device)
+        state = self.zero_state(B, self.emb.weight.device)
         learnt = self.time_states()
         return state._replace(wkv=torch.stack(learnt).unsqueeze(1).repeat(1, B, 1, 1, 1)) if learnt else state  # type: ignore
+
+    def zero_state(self, B: int, device: torch.device | str) -> State:
+        """A state of zeros for the blocks that the model has now: some may have been taken out, or added."""
+        state: State = self.generation.empty_state(replace(self.config, n_layer=len(self.blocks)), B, device)
+        return state
 
     def time_states(self) -> list[nn.Parameter]:
         """The operator's learnt state before the first token, (H,N,N) for each layer; an empty list if nothing is learnt."""
@@ -261,11 +267,16 @@ class Model(nn.Module):
 
     def check_state(self, state: State, B: int) -> None:
         """Raises ValueError where `state` is not a state of this model for B rows."""
-        expected = [tuple(part.shape) for part in self.generation.empty_state(self.config, B, "meta")]
+        expected = [tuple(part.shape) for part in self.zero_state(B, "meta")]
         found = [tuple(part.shape) for part in state]
         if found != expected:
             raise ValueError(f"the state does not fit this model and {B} rows: its tensors have the shapes {found}, "
                              f"expected {expected}")
+
+    def is_untouched(self) -> bool:
+        """Whether the logits are those of head(hidden()): no hook, subclass or assigned function changes them."""
+        return untouched(self) and all(getattr(type(self), name) is getattr(Model, name) and name not in vars(self)
+                                       for name in OVERRIDABLE)
 
     def init_weights(self) -> Self:
         """The generation's initialisation, from torch's global random generator."""
@@ -282,7 +293,7 @@ class Model(nn.Module):
     @torch.no_grad()
     def prefill(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State]:
         """The logits (B,V) after the last of tokens (B,T), T >= 1, and the state, in one parallel pass."""
-        if not untouched(self):              # a hook on the model sees and changes the logits of all positions
+        if not self.is_untouched():          # a hook on the model sees and changes the logits of all positions
             logits, state = self(tokens, state)
             return logits[:, -1], state
         hidden, state = self.hidden(tokens, state)

@@ -1,9 +1,11 @@
-"""What is computed from a model's weights and kept, and how to tell that the weights have changed since.
+"""What is computed from a model's weights and kept, and how to tell that the model has changed since.
 
 A change is certainly seen
-- where another tensor or module is in a weight's place (load_state_dict(assign=True), adapters),
+- where another tensor or module is in a weight's place (load_state_dict(assign=True), adapters, moved blocks),
 - where the weight's numbers lie elsewhere in memory (`weight.data = ...`, model.to),
-- where torch has counted a change in place. It counts those of its own operations, also under no_grad and inference_mode.
+- where torch has counted a change in place. It counts those of its own operations, also under no_grad and inference_mode,
+- where an attribute of a module is another number, text or function (`norm.eps = ...`, `block.first = ...`), a module has
+  another class, or a hook comes or goes.
 
 torch does not count writes through `weight.data`, writes by NumPy or other programs, the steps of its fused optimisers, and any
 change of a tensor made under inference_mode. To see these, some elements are compared: a change of a whole matrix is seen, a
@@ -23,24 +25,35 @@ from kernels.matvec import Packed, exact_copy
 
 WATCHED = 8                              # elements in the middle of each tensor that a Watch compares at each token
 SAMPLED = 64                             # elements of each tensor that Kept compares at each text
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+OF_EVERY_MODULE = frozenset(vars(nn.Module()))           # attributes that change nothing that a module computes, or are tensors
 
 
 class Watch:
-    """Tells whether all weights of a model are as they were when the Watch was made. It keeps the tensors in memory."""
+    """Tells whether a model computes what it did when the Watch was made: weights, settings, hooks and modules are the same.
+
+    It keeps the tensors in memory.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         modules = list(model.modules())
         self.model = model
+        self._modules, self._types = modules, list(map(type, modules))
         self._parts = [(module._modules, dict(module._modules)) for module in modules if module._modules]
         self._places = [place for module in modules for place in _places(module)]
+        self._settings = [(vars(module).get, *_settings(module)) for module in modules]
+        self._hooks = [getattr(module, name) for module in modules for name in HOOKS]
+        self._hooked = list(map(tuple, self._hooks))
         flat = [place.tensor.detach().flatten() for place in self._places
                 if place.tensor is not None and place.tensor.is_contiguous()]    # else they would be a copy
         self._elements = _by_dtype(tensor[len(tensor) // 2:][:WATCHED] for tensor in flat)
         self._before = _bytes_of(self._elements)
 
     def unchanged(self) -> bool:
-        """Whether no weight has changed, as far as can be seen: see the top of this file."""
+        """Whether nothing has changed, as far as can be seen: see the top of this file."""
         return (all(parts == before for parts, before in self._parts) and all(place.unchanged() for place in self._places)
+                and all(tuple(map(get, names)) == values for get, names, values in self._settings)
+                and list(map(tuple, self._hooks)) == self._hooked and list(map(type, self._modules)) == self._types
                 and _bytes_of(self._elements) == self._before)
 
 
@@ -73,6 +86,24 @@ def _places(module: nn.Module) -> Iterator[_Place]:
                 yield _Place(container, name, held, tensor, _version(tensor), tensor.data_ptr(), tensor.stride())
 
 
+def _settings(module: nn.Module) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+    """The names and values of the attributes beside the tensors that a module may compute with, such as a norm's epsilon.
+
+    `forward` is among them: None, unless the module has one of its own.
+    """
+    own = {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE
+           and (_is_plain(value) or (callable(value) and not name.startswith("_")))}     # a private one is made when first used
+    own.setdefault("forward", None)
+    return tuple(own), tuple(own.values())
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether == tells two such values apart."""
+    if isinstance(value, tuple):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, bool | int | float | str)
+
+
 def tensors_of(model: nn.Module) -> list[Tensor]:
     """The tensors of all modules."""
     return [place.tensor for module in model.modules() for place in _places(module) if place.tensor is not None]
@@ -99,9 +130,17 @@ class Kept:
 
 
 def _seen(model: nn.Module) -> list[Any]:
-    """What differs once the weights have changed: where they lie, the changes that torch has counted, some of their numbers."""
+    """What differs once the model has changed: modules and their settings, where the weights lie, the changes that torch has
+    counted, some of their numbers.
+
+    Of functions and modules it is the id, since they may hold weights.
+    """
     tensors = tensors_of(model)
-    return [*_bytes_of(_by_dtype(_spaced(tensor.detach(), SAMPLED) for tensor in tensors)),
+    modules = list(model.modules())
+    settings = [(names, tuple(id(value) if callable(value) else value for value in values))
+                for names, values in map(_settings, modules)]
+    return [settings, list(map(type, modules)), [id(part) for module in modules for part in module._modules.values()],
+            *_bytes_of(_by_dtype(_spaced(tensor.detach(), SAMPLED) for tensor in tensors)),
             *((StorageWeakRef(tensor.untyped_storage()), tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype,
                _version(tensor), tensor.requires_grad) for tensor in tensors)]
 

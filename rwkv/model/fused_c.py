@@ -32,8 +32,8 @@ def takes(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> boo
 def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, shares: Tensors,
         of_before: bool) -> tuple[tuple[Tensor | None, ...], Tensors]:
     """As fused.mix."""
-    x, shares = x.contiguous(), tuple(map(_float32, shares))
-    last_x = None if last_x is None else _float32(last_x)
+    x, shares = x.contiguous(), _rows(shares, x.shape[-1])
+    last_x = None if last_x is None else _rows((last_x,), x.shape[-1])[0]
     mixes = tuple(torch.empty_like(x, dtype=dtype) for _ in shares)
     _run_mixes("forward", x, last_x, shares, of_before, mixes, None, None, None, None)
     return (x, last_x, *shares), mixes
@@ -77,7 +77,7 @@ def gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vect
     log_w = torch.empty_like(k, dtype=torch.float32)
     new_k, a, b = torch.empty_like(k), torch.empty_like(k), torch.empty_like(k)
     new_v = v if v_first is None else torch.empty_like(v)
-    _run_rwkv7("gates_forward", k, N, k, v, v_first, *_three(z), *_five(vectors), inverse,
+    _run_rwkv7("gates_forward", k, N, k, v, v_first, *_three(z), *_five(vectors, k.shape[-1]), inverse,
                log_w, new_k, new_v, a, b, *[None] * 10)
     return log_w, new_k, new_v, a, b, inverse
 
@@ -90,7 +90,7 @@ def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: 
     grad_first = None if v_first is None else torch.empty_like(v)
     grad_vectors = _vectors(k, 5)
     of_more = (None if grad is None else grad.contiguous() for grad in more)
-    _run_rwkv7("gates_backward", k, N, k, v, v_first, *_three(z), *_five(vectors), inverse,
+    _run_rwkv7("gates_backward", k, N, k, v, v_first, *_three(z), *_five(vectors, k.shape[-1]), inverse,
                *(grad.contiguous() for grad in grads), *of_more, grad_k, grad_v, grad_first, *_three(grad_z), _sums(k, 5),
                grad_vectors)
     return (grad_k, grad_v, grad_first), grad_z, grad_vectors.unbind()[:len(vectors)]
@@ -99,7 +99,7 @@ def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: 
 def gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int, vectors: Tensors) -> Tensor:
     """As rwkv7_fused._gated."""
     out = torch.empty_like(r)
-    _run_rwkv7("output_forward", r, N, y, r, k, v, g, *map(_float32, vectors), out, *[None] * 7)
+    _run_rwkv7("output_forward", r, N, y, r, k, v, g, *_rows(vectors, r.shape[-1]), out, *[None] * 7)
     return out
 
 
@@ -108,7 +108,7 @@ def gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int
     """As rwkv7_fused._gated_backward."""
     grads = tuple(torch.empty_like(tensor) for tensor in (y, r, k, v, g))
     grad_vectors = _vectors(r, 3)
-    _run_rwkv7("output_backward", r, N, y, r, k, v, g, *map(_float32, vectors), grad.contiguous(), *grads, _sums(r, 3),
+    _run_rwkv7("output_backward", r, N, y, r, k, v, g, *_rows(vectors, r.shape[-1]), grad.contiguous(), *grads, _sums(r, 3),
                grad_vectors)
     return grads, grad_vectors.unbind()
 
@@ -122,8 +122,8 @@ def _three(z: Tensors) -> tuple[Tensor | None, ...]:
     return *z, *[None] * (3 - len(z))
 
 
-def _five(vectors: Tensors) -> tuple[Tensor | None, ...]:
-    return *map(_float32, vectors), *[None] * (5 - len(vectors))
+def _five(vectors: Tensors, C: int) -> tuple[Tensor | None, ...]:
+    return *_rows(vectors, C), *[None] * (5 - len(vectors))
 
 
 def _sums(x: Tensor, n: int) -> Tensor:
@@ -144,6 +144,9 @@ def _threads(x: Tensor) -> int:
     return 1 if x.numel() <= SERIAL else native.threads_for(_tasks(x))
 
 
-def _float32(tensor: Tensor) -> Tensor:
-    """In the form in which C reads vectors and states."""
-    return contiguous(tensor, torch.float32)
+def _rows(tensors: Tensors, C: int) -> Tensors:
+    """In the form in which C reads vectors (C,) and states (B,C). Raises ValueError for sizes that C would read beyond."""
+    for tensor in tensors:
+        if tensor.numel() % C:
+            raise ValueError(f"a vector has the shape {tuple(tensor.shape)}; it must have {C} numbers")
+    return tuple(contiguous(tensor, torch.float32) for tensor in tensors)

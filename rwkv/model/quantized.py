@@ -93,7 +93,7 @@ class Int8Linear(nn.Module):
     @cached_property
     def _few(self) -> Callable[[Tensor], Tensor]:
         """`product` in C."""
-        offset, step = self.rounding.offset, torch.tensor(1 / self.rounding.steps, dtype=torch.float32)
+        offset, step = self.rounding.offset, torch.tensor(1 / self.rounding.steps, dtype=torch.float32, device="cpu")
         scaled = replace(self.packed, scale=self.packed.scale * step)
         per_step = (1 / step).double()
         product = load("matvec", IN_C).bind([scaled])

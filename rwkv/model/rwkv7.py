@@ -245,11 +245,17 @@ class TimeMix(nn.Module):
         if not fused.can_fuse(self.receptance, self.key, self.value, self.output):       # asked first, for torch.compile
             return False
         trained = all(parameter.requires_grad for parameter in self._parameters.values() if parameter is not None)
-        return (trained or not torch.is_grad_enabled()) and untouched(self.ln_x)
+        return (trained or not torch.is_grad_enabled()) and self._has_usual_norm()
 
     def _can_be_frugal(self) -> bool:
         """Whether gradients are wanted, and fused functions may replace the formulas."""
-        return fused.can_use_functions() and torch.is_grad_enabled() and untouched(self.ln_x)
+        return fused.can_use_functions() and torch.is_grad_enabled() and self._has_usual_norm()
+
+    def _has_usual_norm(self) -> bool:
+        """Whether the group norm is the one that the fused functions compute."""
+        norm = self.ln_x
+        return (type(norm) is nn.GroupNorm and untouched(norm) and norm.affine
+                and (norm.num_groups, norm.eps) == (len(self.r_k), rwkv7_fused.EPS))
 
     def _plain_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
                    packing: Packing | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -278,7 +284,7 @@ class TimeMix(nn.Module):
     def _fused_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None,
                    v_first: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
         """The same in two autograd functions and the operator."""
-        made = rwkv7_fused.inputs(x, last_x, v_first, self.N, self._inputs())
+        made = rwkv7_fused.inputs(x, last_x, v_first, self.N, self._inputs(v_first is not None))
         y, after = self._operator(made.r, made.log_w, made.k, made.v, made.a, made.b, before)
         out = rwkv7_fused.output(y, made.output_r, made.output_k, made.output_v, made.output_g, self.r_k, self.ln_x.weight,
                                  self.ln_x.bias, self.output.weight)
@@ -319,10 +325,12 @@ class TimeMix(nn.Module):
         """The operator's state before the first token, for B rows; None for zeros."""
         return None if self.time_state is None else self.time_state.repeat(B, 1, 1, 1)
 
-    def _inputs(self) -> rwkv7_fused.Parameters:
-        """The weights from which rwkv7_fused.inputs makes the operator's inputs."""
+    def _inputs(self, of_v: bool) -> rwkv7_fused.Parameters:
+        """The weights from which rwkv7_fused.inputs makes the operator's inputs. of_v: with the gate of v."""
         weights = {name: getattr(self, name).weight for name in ("receptance", "key", "value")}
-        vectors: dict[str, Any] = {name: self._parameters.get(name) for name in rwkv7_fused.Parameters._fields}
+        left_out = () if of_v else ("v0", "v1", "v2")
+        vectors: dict[str, Any] = {name: None if name in left_out else getattr(self, name)
+                                   for name in rwkv7_fused.Parameters._fields if name not in weights}
         return rwkv7_fused.Parameters(**vectors | weights)
 
     def _mixes(self) -> tuple[Tensor, ...]:

@@ -40,7 +40,7 @@ LEAST_NORM = 1e-12                       # by which kk is divided, as in torch.n
 
 
 class Parameters(NamedTuple):
-    """The weights that `inputs` reads; in layer 0 v0, v1 and v2 are None."""
+    """The weights that `inputs` reads; without a v_first v0, v1 and v2 are None."""
 
     x_r: Tensor                          # (1,1,C), as all x_n
     x_w: Tensor

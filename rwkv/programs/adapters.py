@@ -58,7 +58,7 @@ class Adapter:
             return base, self.context
         assert self.state is not None
         nothing = torch.empty(1, base.vocab_size, device=opened.device)
-        first = torch.tensor([[opened.tokenizer.end_of_text]])
+        first = torch.tensor([[opened.tokenizer.end_of_text]], device="cpu")
         start = PrefillResult(nothing, self.state.to(opened.device))
         return base, start._replace(logits=prefill(base, first, start).logits)       # as in the state file of tune=state
 

@@ -1,4 +1,5 @@
-"""The World vocabulary as a tokenizer.json, in the form of the official Hugging Face directories.
+"""The World vocabulary as a tokenizer.json, as in the official Hugging Face directories or as transformers-rwkv's trie. A trie
+is a model of type RwkvTrie, which the stock library lacks, with the tokens in the alphabet below and their ids. The other form:
 
     model          WordLevel: the tokens in the alphabet of byte-level BPE with their ids, and <|endoftext|> with id 0
     pre_tokenizer  ByteLevel, then a Split by one regular expression, (?:A|B|...), of all tokens, the longest first
@@ -6,7 +7,7 @@
 The first matching alternative is the longest matching token, which is the rule of rwkv/tokenizer/world.py. The expression is
 read as a text and never compiled: the library would try its 65,529 alternatives in turn, a hundred times slower.
 
-Source: rwkv-rs/transformers-rwkv, models/rwkv7/convert_rwkv7_world_tokenizer_to_hf.py.
+Source: rwkv-rs/transformers-rwkv, models/rwkv7/convert_rwkv7_world_tokenizer_to_hf.py and temp/rwkv_pth2st.py.
 """
 
 import json
@@ -16,7 +17,10 @@ from typing import Any
 from rwkv.tokenizer.decoders import BYTE_OF, token_bytes
 from rwkv.tokenizer.world import LAST_ID, Vocabulary
 
+TRIE = "RwkvTrie"
 END = "<|endoftext|>"
+END_TOKEN = {"id": 0, "content": END, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+             "special": True}
 SPECIAL = re.compile(r"([\\.^$|?*+()\[\]{}])")
 PIECE = re.compile(r"\\(.)|(\|)|([^\\|]+)", re.DOTALL)
 CHARACTER_OF = {value: character for character, value in BYTE_OF.items()}
@@ -24,11 +28,14 @@ CHARACTER_OF = {value: character for character, value in BYTE_OF.items()}
 
 def vocabulary_in(text: str) -> str | None:
     """The text of a World vocabulary's file, from that of a tokenizer.json; None if it has another vocabulary or is damaged."""
-    if '"WordLevel"' not in text:        # so that other files are not parsed twice
+    if '"WordLevel"' not in text and f'"{TRIE}"' not in text:            # so that other files are not parsed twice
         return None
     try:
         parsed = json.loads(text)
-        tokens = _alternatives(parsed) if _has_parts(parsed) else []
+        if parsed["model"]["type"] == TRIE:
+            tokens = [token for token, index in parsed["model"]["vocab"].items() if index != 0]
+        else:
+            tokens = _alternatives(parsed) if _has_parts(parsed) else []
         ids = {parsed["model"]["vocab"][token]: token_bytes(token) for token in tokens}
     except (ValueError, RecursionError, LookupError, TypeError, AttributeError):
         return None
@@ -39,17 +46,34 @@ def vocabulary_in(text: str) -> str | None:
     return Vocabulary([ids.get(index, b"") for index in range(1 + max(ids))]).to_text()
 
 
-def to_json(text: str) -> str:
+def to_trie(text: str) -> str:
+    """The text of a tokenizer.json of type RwkvTrie, from that of a vocabulary's file."""
+    before = {"SpecialToken": {"id": END, "type_id": 0}}
+    texts = [{"Sequence": {"id": name, "type_id": 0}} for name in "AB"]
+    return json.dumps({
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [END_TOKEN], "normalizer": None,
+        "pre_tokenizer": None,
+        "post_processor": {"type": "TemplateProcessing", "single": [before, texts[0]], "pair": [before, *texts],
+                           "special_tokens": {END: {"id": END, "ids": [0], "tokens": [END]}}},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
+        "model": {"type": TRIE, "vocab": {END: 0, **{token: index for index, token in _written(text).items()}}},
+    }, ensure_ascii=False)
+
+
+def _written(text: str) -> dict[int, str]:
+    """The tokens of a vocabulary's file in the alphabet of byte-level BPE, by their ids."""
     tokens = Vocabulary.parse(text, "the tokenizer's definition").tokens
-    written = {index: "".join(CHARACTER_OF[value] for value in token) for index, token in enumerate(tokens) if token}
+    return {index: "".join(CHARACTER_OF[value] for value in token) for index, token in enumerate(tokens) if token}
+
+
+def to_json(text: str) -> str:
+    written = _written(text)
     by_length = sorted(written.items(), key=lambda item: (-len(item[1]), item[0]))
     expression = "(?:" + "|".join(SPECIAL.sub(r"\\\1", token) for _, token in by_length) + ")"
-    end = {"id": 0, "content": END, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
-           "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
     return json.dumps({
-        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [end], "normalizer": None,
+        "version": "1.0", "truncation": None, "padding": None, "added_tokens": [END_TOKEN], "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [byte_level, split]}, "post_processor": None,
         "decoder": byte_level | {"add_prefix_space": True, "use_regex": True},
         "model": {"type": "WordLevel", "vocab": {END: 0, **{token: index for index, token in written.items()}},

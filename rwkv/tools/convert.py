@@ -61,6 +61,8 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     if tokenizer is not None or end_of_text is not None:
         chosen = tokenizer_of(checkpoint, tokenizer, end_of_text, "--tokenizer")
         checkpoint = replace(checkpoint, tokenizer=chosen.to_dict(), tokenizer_hash=chosen.hash)
+    for note in checkpoint.notes:
+        _log(f"WARNING: {note}")
     config = checkpoint.config
     _log(f"{checkpoint.path}: {generation(config).NAME}, {counted(config.n_layer, 'layer')}, {config.n_embd} wide, "
          f"{n_parameters(config, checkpoint.vocab_size):,} parameters, vocabulary {checkpoint.vocab_size}")

@@ -393,7 +393,7 @@ def test_what_float16_cannot_hold_is_refused_and_leaves_nothing(model: RWKV, tmp
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("dtype", [torch.int8, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn])
 def test_a_dtype_that_is_no_weights_is_named(model: RWKV, tmp_path: Path, dtype: torch.dtype) -> None:
     for save, name in ((torch.save, "model.pth"), (save_file, "model.safetensors")):
         save(dict(model.state_dict()) | {"head.weight": torch.zeros(50, 16, dtype=dtype)}, tmp_path / name)

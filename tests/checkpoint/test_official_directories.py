@@ -81,10 +81,14 @@ def test_transformers_form_is_read(tmp_path: Path, head_size: int) -> None:
 
 
 @pytest.mark.parametrize("head_size", [64, 128, ONE_HEAD])
-@pytest.mark.parametrize("form", ["official", "fla"])
+@pytest.mark.parametrize("form", ["official", "fla", "transformers-rwkv"])
 def test_a_written_directory_computes_the_same_elsewhere(tmp_path: Path, head_size: int, form: str) -> None:
     model = model_of(head_size)
     model.save_pretrained(tmp_path / "model.pth")
+    if form == "transformers-rwkv" and head_size != 64:
+        with pytest.raises(UserError, match="heads of 64"):
+            write_checkpoint(read_checkpoint(tmp_path / "model.pth"), tmp_path / "model", form=form)
+        return
     convert.main([str(tmp_path / "model.pth"), str(tmp_path / "model"), "--form", form])
     ids = tokens(model, B=1, T=16)
     expected = logits(model, ids)
@@ -116,6 +120,70 @@ def test_wider_heads_travel_in_every_format(tmp_path: Path, head_size: int, form
     assert_near(logits(read, ids), logits(model, ids), 1e-6 if format != "huggingface" else 2e-5)
     read.save_pretrained(tmp_path / "again.pth", dtype="float32")
     assert_near(logits(RWKV.from_pretrained(tmp_path / "again.pth", "reference"), ids), logits(read, ids), 1e-6)
+
+
+def in_transformers_rwkv(folder: Path, model: RWKV, **config: Any) -> dict[str, Tensor]:
+    """A directory as transformers-rwkv's converter writes it, and its tensors."""
+    folder.mkdir()
+    names = {"emb.weight": "model.embed_tokens.weight", "ln_out.weight": "model.norm.weight", "head.weight": "lm_head.weight",
+             "ln_out.bias": "model.norm.bias", "blocks.0.ln0.weight": "model.embedding_norm.weight",
+             "blocks.0.ln0.bias": "model.embedding_norm.bias"}
+    parts = {"blocks": "layers", "ln1": "input_layernorm", "ln2": "post_attention_layernorm", "att": "linear_attn",
+             "ffn": "mlp", "receptance": "r_proj", "output": "o_proj", "ln_x": "g_norm"}
+    tensors: dict[str, Tensor] = {}
+    for name, weight in model.state_dict().items():
+        if name in model.generation.UNUSED:
+            continue
+        theirs = ".".join(parts.get(part, part) for part in name.split("."))
+        theirs = theirs.replace("linear_attn.key", "linear_attn.k_proj").replace("linear_attn.value", "linear_attn.v_proj")
+        flat = weight.flatten() if weight.dim() == 3 and "x_" not in name else weight
+        tensors[names.get(name, f"model.{theirs}")] = flat.clone()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    stated = {"architectures": ["RwkvForCausalLM"], "model_type": "rwkv", "architecture_version": "rwkv7", "hidden_size": 256,
+              "intermediate_size": 1024, "context_length": 8192, "num_hidden_layers": 2, "num_attention_heads": 4,
+              "head_size": 64, "layer_norm_epsilon": 1e-05, "group_norm_epsilon": 64e-5, "embedding_layer_norm_fused": False,
+              "number_of_conv_states": 2, "wkv_mode": "fp32io16", "wkv_state_dtype": "float32", "pad_token_id": None,
+              "vocab_size": model.vocab_size, **RANKS, **config}
+    (folder / "config.json").write_text(json.dumps(stated))
+    return tensors
+
+
+def test_transformers_rwkvs_form_is_read_and_written(tmp_path: Path) -> None:
+    model = model_of()
+    expected = in_transformers_rwkv(tmp_path / "theirs", model)
+    ids = tokens(model, B=1, T=16)
+    read = read_checkpoint(tmp_path / "theirs")
+    assert read.notes == []
+    assert read.config.ctx_len == 8192
+    assert_near(logits(RWKV.from_pretrained(tmp_path / "theirs", "reference"), ids), logits(model, ids), 1e-6)
+    write_checkpoint(read, tmp_path / "ours", form="transformers-rwkv")
+    held = hugging_face_tensors(tmp_path / "ours")
+    assert held.keys() == expected.keys()
+    assert all(torch.equal(held[name].flatten(), tensor.flatten()) for name, tensor in expected.items())
+    config = json.loads((tmp_path / "ours" / "config.json").read_text())
+    assert (config["model_type"], config["architecture_version"]) == ("rwkv", "rwkv7")
+
+
+@pytest.mark.parametrize(("config", "said"), [
+    ({"hidden_act": "gelu"}, "hidden_act"), ({"architecture_version": "rwkv6"}, "RWKV-6"),
+    ({"embedding_layer_norm_fused": True}, "ln0"), ({"head_size": 32}, "head_size")])
+def test_what_transformers_rwkvs_form_may_not_say(tmp_path: Path, config: dict[str, Any], said: str) -> None:
+    in_transformers_rwkv(tmp_path / "model", model_of(), **config)
+    refuses(tmp_path / "model", said)
+
+
+def test_its_tokenizer_is_world(tmp_path: Path) -> None:
+    """A trie, which the stock library cannot load, and of which ids below 65,536 may be unused."""
+    model = model_of()
+    model.save_pretrained(tmp_path / "model.safetensors", WORLD)
+    write_checkpoint(read_checkpoint(tmp_path / "model.safetensors"), tmp_path / "model", form="transformers-rwkv")
+    parsed = json.loads((tmp_path / "model" / "tokenizer.json").read_text())
+    assert parsed["model"]["type"] == "RwkvTrie"
+    assert parsed["model"]["vocab"]["<|endoftext|>"] == 0
+    (tmp_path / "model" / "tokenizer.json").write_text(json.dumps(parsed | {"post_processor": None, "decoder": None}))
+    definition = read_checkpoint(tmp_path / "model").tokenizer
+    assert definition is not None
+    assert Tokenizer.from_dict(definition).encode(TEXT) == WORLD.encode(TEXT)
 
 
 def test_a_stated_epsilon_is_used(tmp_path: Path) -> None:

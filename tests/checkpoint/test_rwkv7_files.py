@@ -153,6 +153,17 @@ def test_the_world_vocabulary_lies_in_a_directory(tmp_path: Path) -> None:
     assert Tokenizer.from_dict(read_checkpoint(tmp_path / "model").tokenizer).hash == WORLD.hash
 
 
+def test_web_rwkvs_file_is_read(model: RWKV, tmp_path: Path) -> None:
+    """Its low-rank matrices are transposed, and it is in float16."""
+    low_rank = tuple(f".att.{name}{part}" for name in "wavg" for part in "12")
+    weights = {name: (weight.T if name.endswith(low_rank) else weight).half().contiguous()
+               for name, weight in model.state_dict().items()}
+    save_file(weights, tmp_path / "model.st")
+    loaded = RWKV.from_pretrained(tmp_path / "model.st", "reference")
+    for name, weight in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight.half().float()), name
+
+
 def test_ggmf_is_rwkv_cpps(model: RWKV, tmp_path: Path) -> None:
     """Names, shapes and types of its converter, python/convert_pytorch_to_ggml.py."""
     model.save_pretrained(tmp_path / "model.bin", dtype="float16")

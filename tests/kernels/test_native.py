@@ -71,6 +71,25 @@ def test_the_compiler_makes_the_same_bytes_in_another_folder(target: native.Targ
     assert is_the_same
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@with_zig
+@in_c
+def test_nothing_undefined_happens_in_c(tmp_path: Path) -> None:
+    """The tests of everything in C, with a library that ends the process at undefined behaviour (UBSan)."""
+    for package in ("kernels", "rwkv", "tests"):
+        shutil.copytree(build.ROOT / package, tmp_path / package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(build.ROOT / "pyproject.toml", tmp_path)
+    here = native._here()
+    subprocess.run([sys.executable, "-m", "kernels.native.build", "--sanitize", "--zig", str(zig()),
+                    f"{here.system}-{here.machine}"], check=True, cwd=tmp_path)
+    assert b"csrc/products.c" in (tmp_path / here.path.relative_to(build.ROOT)).read_bytes()     # its lines name sources
+    tests = ("model/test_c_step.py", "model/test_fused_c.py", "kernels/test_matvec.py", "kernels/test_conformance.py",
+             "generation/test_sampling.py")
+    subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not taichi and not triton",
+                    *(f"tests/{test}" for test in tests)], check=True, cwd=tmp_path)
+
+
 @pytest.mark.parametrize("arguments", [["linux-riscv64"], ["--zig", sys.executable + "-nowhere"]], ids=["target", "compiler"])
 def test_what_cannot_be_built_is_one_sentence(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as status:

@@ -511,17 +511,18 @@ INLINE void arrange_block(const float *x, uint8_t *q, float *y, int64_t K, int64
             largest = larger(__builtin_elementwise_abs(values[v]), largest);
         }
         float top = largest_lane(largest, unordered);
-        int total = 0, whole[GROUP];
+        uint32_t total = 0;              // NaN becomes the least integer, and several of these have no sum in int32
+        int32_t whole[GROUP];
         for (int v = 0; v < 4; v++) {
             ints rounded = __builtin_convertvector(nearest(values[v] * (127.0f / top)), ints);
             memcpy(whole + v * 8, &rounded, sizeof rounded);
         }
         for (int e = 0; e < GROUP; e++) {
-            total += whole[e];
+            total += (uint32_t)whole[e];
             q[block * BLOCK + place_of(g, e)] = (uint8_t)whole[e];
         }
         y[block * 16 + g] = top / 127.0f;
-        y[block * 16 + 8 + g] = (float)total * (top / 127.0f);
+        y[block * 16 + 8 + g] = (float)(int32_t)total * (top / 127.0f);
     }
 }
 

@@ -262,7 +262,7 @@ INLINE void run_row(enum form form, int back, const struct call *call, const str
 INLINE void run(enum form form, int back, struct tasks *tasks, int64_t thread) {
     const struct call *call = tasks->call;
     int64_t shares = (call->C + SHARE - 1) / SHARE;
-    float *scratch = call->scratch + thread * call->scratch_size;
+    float *scratch = back ? call->scratch + thread * call->scratch_size : 0;
     for (int64_t task; (task = next_task(tasks)) < call->B * shares;) {
         int64_t b = task / shares, c = task % shares * SHARE, end = c + SHARE < call->C ? c + SHARE : call->C;
         for (; c + LANES <= end; c += LANES) {

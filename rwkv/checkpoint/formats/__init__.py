@@ -24,8 +24,16 @@ from rwkv.errors import CheckpointError, UserError
 SUFFIXES = {".pth": "pth", ".ckpt": "ckpt", ".safetensors": "safetensors", "": "huggingface", ".bin": "ggmf", ".ggmf": "ggmf",
             ".gguf": "gguf"}             # what each chooses
 QUANTISED = {"gguf": ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), "safetensors": ("int4",)}     # block formats
-FORMS = ("fla", "official")              # of Hugging Face directories of RWKV-7
-BYTES_SHOWN = 16                         # in the message about a file of no known format
+FORMS = ("fla", "official", "transformers-rwkv")         # of Hugging Face directories of RWKV-7
+TEXT = frozenset(b"\t\n\r") | frozenset(range(32, 127))
+BYTES_SHOWN = 16                         # of a file of no known format; every format has other bytes than TEXT among these
+# What a file that begins with these bytes is, and what to do
+NOT_WEIGHTS = {
+    b"version https://git-lfs": "a Git LFS pointer, which stands for the file: fetch that with git lfs pull, or download it",
+    b"# xet version": "a Xet pointer, which stands for the file: fetch that with git xet, or download it",
+    b"<!doctype html": "a web page: download the file itself", b"<html": "a web page: download the file itself",
+    b"\x1f\x8b": "compressed by gzip: unpack it", b"7z\xbc\xaf": "a 7z archive: unpack it",
+    b"Rar!": "a RAR archive: unpack it", b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it"}
 
 
 def names() -> list[str]:
@@ -41,6 +49,9 @@ def load(name: str) -> ModuleType:
 
 def recognise(path: Path) -> ModuleType:
     """The format of an existing file or directory. Raises CheckpointError for an unknown format."""
+    require_no_pointer(path)
+    if path.is_file() and len(start := first_bytes(path, BYTES_SHOWN)) >= 8 and TEXT.issuperset(start):
+        raise CheckpointError(f"{path} is a text, which begins with {start!r}: name a file of weights")
     for format in map(load, names()):
         if format.recognises(path):
             return format
@@ -50,6 +61,15 @@ def recognise(path: Path) -> ModuleType:
     found = f"begins with {start!r}" if start else "is empty (0 bytes), as an interrupted copy or download leaves it"
     raise CheckpointError(f"{path} cannot be read as a checkpoint: it {found}; expected a file of torch.save, .safetensors, "
                           "rwkv.cpp's ggmf, or GGUF")
+
+
+def require_no_pointer(path: Path) -> None:
+    """Raises CheckpointError for a file that only stands for another, a web page, and an archive."""
+    if path.is_file():
+        start = first_bytes(path, 2 * BYTES_SHOWN).lstrip().lower()
+        for begins, kind in NOT_WEIGHTS.items():
+            if start.startswith(begins.lower()):
+                raise CheckpointError(f"{path} is {kind}")
 
 
 def by_suffix(path: Path) -> str:

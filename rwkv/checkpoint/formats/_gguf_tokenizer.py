@@ -111,7 +111,7 @@ def _tokens(path: Path, metadata: dict[str, Any]) -> tuple[list[str], list[int]]
     tokens = metadata.get(f"{GGML}tokens")
     types = metadata.get(f"{GGML}token_type")
     if not _list_of(str, tokens) or not _list_of(int, types) or len(tokens) != len(types):      # type: ignore[arg-type]
-        raise CheckpointError(f"{path} has no {GGML}tokens with as many {GGML}token_type: the file is damaged")
+        raise CheckpointError(f"{path} has no {GGML}tokens with as many {GGML}token_type: was it converted wrongly?")
     return tokens, types         # type: ignore[return-value]
 
 
@@ -124,8 +124,8 @@ def _world_in(path: Path, texts: list[str], types: list[int]) -> str:
     try:
         tokens = [_bytes_of(text) if type_ == NORMAL else b"" for text, type_ in zip(texts, types, strict=True)]
     except ValueError as error:
-        raise CheckpointError(f"{path} has a token that is not in Python's notation of bytes ({error}): the file is "
-                              "damaged") from error
+        raise CheckpointError(f"{path} has a token that is not in Python's notation of bytes ({error}): was it "
+                              "converted wrongly?") from error
     return Vocabulary(tokens).to_text()
 
 
@@ -141,7 +141,7 @@ def _bytes_of(text: str) -> bytes:
 def _bpe_in(path: Path, texts: list[str], types: list[int], merges: Any) -> dict[str, Any]:
     """The tokenizer as the content of a file of the `tokenizers` library."""
     if not _list_of(str, merges):
-        raise CheckpointError(f"{path} has no {GGML}merges for its byte-level BPE: the file is damaged")
+        raise CheckpointError(f"{path} has no {GGML}merges for its byte-level BPE: was it converted wrongly?")
     added = [{"id": index, "content": text, "special": type_ == CONTROL, "normalized": False, **PLAIN_ADDED}
              for index, (text, type_) in enumerate(zip(texts, types, strict=True)) if type_ in (CONTROL, USER_DEFINED)]
     vocab = {text: index for index, (text, type_) in enumerate(zip(texts, types, strict=True)) if type_ != UNUSED}

@@ -30,8 +30,9 @@ class Block(NamedTuple):
     nbytes: int
 
 
-PLAIN = {0: Block("F32", 1, 4), 1: Block("F16", 1, 2), 30: Block("BF16", 1, 2), 8: Block("Q8_0", Q8_0_VALUES, 34)}
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}          # as they lie in the file
+PLAIN = {0: Block("F32", 1, 4), 1: Block("F16", 1, 2), 30: Block("BF16", 1, 2), 28: Block("F64", 1, 8),
+         8: Block("Q8_0", Q8_0_VALUES, 34)}
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}    # as in the file
 BLOCKS_A_ROW = 32                        # the package takes 16 rows at a time: enough work, and small enough for the cache
 
 

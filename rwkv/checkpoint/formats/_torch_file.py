@@ -31,6 +31,7 @@ PADDING_ID = 0x4246                      # "FB", an extra field that fills up to
 LOCAL_HEADER = 30                        # bytes of zip's local file header before its name
 FIELD_HEADER = 4                         # bytes of an extra field's header
 EPOCH = (1980, 1, 1, 0, 0, 0)            # zip's earliest date: the same weights give the same file
+OTHER_OBJECTS = "Unsupported"            # in torch's message about a class or an operation that it does not execute
 READ_BYTES = 1 << 20                     # at once, for a checksum
 STORAGES = {torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage}
 
@@ -45,17 +46,54 @@ def load(path: Path) -> dict[Any, Any]:
     mapped = first_bytes(path, 2) == ZIP
     if mapped:
         _check_zip(path)
+        _require_plain(path)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")      # torch warns about other pickles; the message below is enough
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except Exception as error:                   # torch has no error class of its own for damaged files
+        if OTHER_OBJECTS in str(error):          # in a file from before zip, which _require_plain cannot look through
+            raise CheckpointError(f"{path} holds other objects than tensors, and loading them would execute code: save the "
+                                  "tensors alone, torch.save(model.state_dict(), FILE)") from error
         raise CheckpointError(f"{path} cannot be read as a checkpoint: it is truncated, damaged, or not a file of plain "
                               "tensors written by torch.save (other objects are refused, for loading them would execute "
-                              "code); copy or download it again") from error
+                              "code)") from error
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} is not a checkpoint: it holds a {type(content).__name__}, not tensors by name")
     return content
+
+
+def _require_plain(path: Path) -> None:
+    """Raises CheckpointError where a whole file names other objects than tensors and plain containers."""
+    try:
+        others = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
+    except Exception:                    # a damaged pickle: torch.load says so
+        return
+    if others:
+        raise CheckpointError(f"{path} holds objects of {', '.join(others[:3])}, and loading them would execute code: save the "
+                              "tensors alone, torch.save(model.state_dict(), FILE)")
+
+
+def weights_in(path: Path, content: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """The tensors by name in a loaded dictionary: itself, or the one that trainers keep in it beside other things, as
+    {"model": weights, "step": 7}. Raises CheckpointError where there are several.
+    """
+    if any(map(_is_weight, content.items())):
+        return content
+    inside = {name: value for name, value in content.items() if isinstance(value, Mapping) and _holds_weights(value)}
+    if len(inside) > 1:
+        raise CheckpointError(f"{path} holds several sets of weights ({', '.join(map(str, inside))}): save one of them alone")
+    return weights_in(path, *inside.values()) if inside else content
+
+
+def _holds_weights(content: Mapping[Any, Any]) -> bool:
+    """Whether a dictionary has tensors by names with a dot, itself or further inside."""
+    return any(_is_weight(item) or (isinstance(item[1], Mapping) and _holds_weights(item[1])) for item in content.items())
+
+
+def _is_weight(item: tuple[Any, Any]) -> bool:
+    name, value = item
+    return isinstance(name, str) and "." in name and isinstance(value, Tensor)
 
 
 def stored(path: Path, content: Mapping[Any, Any]) -> dict[str, Stored]:
@@ -66,7 +104,7 @@ def stored(path: Path, content: Mapping[Any, Any]) -> dict[str, Stored]:
             raise CheckpointError(f"{path} is not a checkpoint: its {name} is a {type(tensor).__name__}, not a tensor")
         if not _plain(tensor):
             raise CheckpointError(f"{path}: {name} is not a plain tensor with as much data as its shape {tuple(tensor.shape)} "
-                                  "says: the file is damaged, or was not written by training")
+                                  "says: a sparse, quantised or expanded one is not read")
     return {name: Stored.of(name, str(path), tensor, mapped) for name, tensor in content.items()}
 
 
@@ -144,13 +182,18 @@ def _check_zip(path: Path) -> None:
     """
     try:
         with zipfile.ZipFile(path) as archive:
+            if not any(name.endswith("data.pkl") for name in archive.namelist()):
+                raise CheckpointError(f"{path} is a zip that torch.save did not write: unpack it, and name what is inside")
             for entry in archive.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
-                    raise zipfile.BadZipFile(f"{entry.filename} is compressed")
+                    raise CheckpointError(f"{path} is a compressed zip, which torch.save does not write: unpack it, and name "
+                                          "what is inside")
                 with archive.open(entry) as file:
                     # 0 means that torch has written no checksum. After the last byte zipfile compares the checksum.
                     while entry.CRC and file.read(READ_BYTES):
                         pass
+    except CheckpointError:
+        raise
     except Exception as error:           # zipfile raises many kinds for damaged files
         raise CheckpointError(f"{path} cannot be read as a checkpoint: it is truncated or damaged ({error}); copy or download "
                               "it again") from error

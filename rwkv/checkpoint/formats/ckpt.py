@@ -5,7 +5,7 @@ from typing import Any
 
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, plain_entry
 from rwkv.checkpoint.formats import _torch_file
-from rwkv.checkpoint.formats._torch_file import load, stored
+from rwkv.checkpoint.formats._torch_file import load, stored, weights_in
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 
@@ -23,7 +23,7 @@ def read(path: Path) -> Content:
 def understand(path: Path, content: dict[Any, Any]) -> Content:
     """The Content of our checkpoint, of another Lightning checkpoint, which lacks our entry, or of a dictionary of tensors."""
     entry = plain_entry(path, content[ENTRY]) if ENTRY in content else None
-    tensors = content.get("state_dict", {} if entry else content)
+    tensors = content.get("state_dict", {} if entry else weights_in(path, content))
     step = content.get("global_step", 0)
     if not isinstance(tensors, dict) or not isinstance(step, int):
         raise CheckpointError(f"{path} has a state_dict or a global_step of another type: was it written by a newer version?")

@@ -50,7 +50,7 @@ def read(path: Path) -> Content:
         while file.tell() < length:
             tensor = _tensor(path, file, bytes_)
             if tensor.name in tensors:
-                raise CheckpointError(f"{path} holds the tensor {tensor.name} twice: the file is damaged")
+                raise CheckpointError(f"{path} holds the tensor {tensor.name} twice: the file is ambiguous")
             tensors[tensor.name] = tensor
     return Content(path, tensors, declared=declared)
 

@@ -25,7 +25,7 @@ from rwkv.checkpoint.content import ENTRY, Content, Outgoing, entry_in
 from rwkv.checkpoint.formats import QUANTISED, _gguf_tokenizer, first_bytes
 from rwkv.checkpoint.formats._gguf_header import read_header
 from rwkv.checkpoint.formats._gguf_types import DTYPES, dequantised, package
-from rwkv.checkpoint.generations import generation_of, generations
+from rwkv.checkpoint.generations import generation_of, generations, require_supported, unread
 from rwkv.checkpoint.stored import DTYPES as DTYPES_BY_NAME
 from rwkv.checkpoint.stored import Stored, raw
 from rwkv.errors import CheckpointError, UserError
@@ -44,6 +44,7 @@ CONTEXT_LENGTH = 1 << 20
 SPLIT_NUMBER = "split.no"
 SPLIT_TENSORS = "split.tensors.count"
 LAYER_NORM_EPSILON = 1e-5
+HEAD_SIZE_KEY = "wkv.head_size"
 
 
 def recognises(path: Path) -> bool:
@@ -70,7 +71,8 @@ def read(path: Path) -> Content:
         raise CheckpointError(f"{parts[0]} and its other parts hold {len(tensors)} tensors, and the first one says {stated}: "
                               "they do not belong together")
     tokenizer = _gguf_tokenizer.tokenizer_in(parts[0], metadata)
-    return Content(path, tensors, entry_in(parts[0], metadata), _declared(parts[0], metadata), tokenizer)
+    declared, notes = _declared(parts[0], metadata)
+    return Content(path, tensors, entry_in(parts[0], metadata), declared, tokenizer, notes=notes)
 
 
 def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
@@ -79,7 +81,7 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
     tensors: dict[str, Stored] = {}
     for each in described:
         if each.name in tensors:
-            raise CheckpointError(f"{path} holds the tensor {each.name} twice: the file is damaged")
+            raise CheckpointError(f"{path} holds the tensor {each.name} twice: the file is ambiguous")
         part = bytes_[each.start:each.end]
         if dtype := DTYPES.get(each.type):
             stored = Stored(each.name, str(path), each.shape, dtype, partial(part.view, dtype), mapped=True)
@@ -90,21 +92,26 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
     return metadata, tensors
 
 
-def _declared(path: Path, metadata: dict[str, Any]) -> dict[str, Any]:
-    """The sizes in the metadata. Raises CheckpointError for another architecture."""
+def _declared(path: Path, metadata: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
+    """The sizes in the metadata, and sentences for people. Raises CheckpointError for another architecture."""
     architecture = metadata.get("general.architecture")
     known = {module.GGUF_ARCHITECTURE: module for module in generations() if module.GGUF_ARCHITECTURE}
     if not isinstance(architecture, str) or architecture not in known:
         raise CheckpointError(f"{path} is a GGUF file of the architecture {architecture!r}: this program runs "
                               f"{' and '.join(known)} from GGUF")
-    epsilon = metadata.get(f"{architecture}.attention.layer_norm_epsilon", LAYER_NORM_EPSILON)
-    if not isinstance(epsilon, float) or abs(epsilon / LAYER_NORM_EPSILON - 1) > 1e-6:
-        raise CheckpointError(f"{path} has the layer_norm_epsilon {epsilon}, expected {LAYER_NORM_EPSILON}, which "
-                              f"{known[architecture].model.NAME} is computed with")
-    sizes = {f"{architecture}.{key}": name for key, name in known[architecture].GGUF_SIZES.items()}
-    declared = {name: metadata[key] for key, name in sizes.items() if key in metadata}
+    generation = known[architecture]
+    prefix = f"{architecture}."
+    stated = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    require_supported(path, stated, generation.GGUF_CONSTANTS, {})
+    declared = {name: stated[key] for key, name in generation.GGUF_SIZES.items() if key in stated}
+    known_keys = {*generation.GGUF_SIZES, *generation.GGUF_CONSTANTS, *generation.GGUF_UNUSED}
+    notes = unread(path, {key: value for key, value in stated.items() if key not in known_keys})
+    if HEAD_SIZE_KEY in generation.GGUF_SIZES and HEAD_SIZE_KEY not in stated:
+        declared["head_size"] = generation.HEAD_SIZE
+        notes.append(f"{path} lacks {architecture}.{HEAD_SIZE_KEY}: heads of {generation.HEAD_SIZE} are assumed, which every "
+                     "released model has")
     tokens = metadata.get("tokenizer.ggml.tokens")
-    return declared | ({"vocab_size": len(tokens)} if isinstance(tokens, list) else {})
+    return declared | ({"vocab_size": len(tokens)} if isinstance(tokens, list) else {}), notes
 
 
 def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:

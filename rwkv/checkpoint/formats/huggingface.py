@@ -1,9 +1,9 @@
 """A Hugging Face directory: config.json, weights in one file or in shards, and the tokenizer. That is a tokenizer.json, or the
 World vocabulary in the file that fla's directories and llama.cpp's converter use.
 
-Tensors have transformers' names. RWKV-7's directories have fla's form or that of transformers' branch for RWKV-7, in which the
-World vocabulary is a tokenizer.json too (rwkv/tokenizer/world_json.py). fla's is written unless form=official asks for the
-other one. Directories of rwkv7-hf (model_type rwkv7_native) have fla's tensors.
+Tensors have transformers' names. RWKV-7's directories have fla's form, that of transformers' branch for RWKV-7, or that of
+transformers-rwkv; in the last two the World vocabulary is a tokenizer.json (rwkv/tokenizer/world_json.py). fla's is written
+unless form= asks for another one. Directories of rwkv7-hf (model_type rwkv7_native) have fla's tensors.
 
 With a tokenizer.json the ends of text come from the first of generation_config.json, config.json, tokenizer_config.json and
 special_tokens_map.json that names a token which can end a text, or else from ends_by_rule of rwkv/tokenizer/special.py. The
@@ -26,8 +26,10 @@ import torch
 
 from rwkv.chat.stated import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
-from rwkv.checkpoint.formats import FORMS, _torch_file, pth, safetensors
-from rwkv.checkpoint.generations import generation_of, generations, supported
+from rwkv.checkpoint.formats import FORMS, _torch_file, pth, require_no_pointer, safetensors
+from rwkv.checkpoint.generations import generation_of, generations, require_supported, supported, unread
+from rwkv.checkpoint.location import ADAPTER, SUFFIXES
+from rwkv.checkpoint.stored import same_numbers
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file, write_folder
 from rwkv.model.base import MATRICES
@@ -40,6 +42,25 @@ WORLD = "rwkv_vocab_v20230424.txt"
 OURS = (CONFIG, GENERATION_CONFIG, TOKENIZER, TOKENIZER_CONFIG, WEIGHTS, WORLD)
 WHOLE = (WEIGHTS, "pytorch_model.bin")
 INDICES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+HEADS = ("lm_head.weight", "head.weight")
+ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
+FEATURES = {"quantization_config": "weights quantised by another program", "pruned_heads": "pruned heads",
+            "final_logit_softcapping": "capped logits", "rope_scaling": "rotary positions"}
+CONSTANTS = {"hidden_act": ("sqrelu", "relu2", "relu_squared", "squared_relu")}          # of channel mixing: max(x, 0)^2
+# Keys that every model of transformers may have and that change nothing that the weights compute
+UNUSED = frozenset((
+    "architectures", "model_type", "auto_map", "transformers_version", "torch_dtype", "dtype", "use_cache",
+    "tie_word_embeddings", "initializer_range", "_name_or_path", "name_or_path", "tokenizer_class", "return_dict",
+    "return_dict_in_generate", "torchscript", "output_attentions",
+    "output_hidden_states", "output_scores", "use_bfloat16", "chunk_size_feed_forward", "is_decoder",
+    "is_encoder_decoder", "add_cross_attention", "tie_encoder_decoder", "id2label", "label2id", "num_labels", "problem_type",
+    "finetuning_task", "task_specific_params", "prefix", "_commit_hash", "_attn_implementation", "attn_implementation",
+    "keys_to_ignore_at_inference", "is_composition", "base_model_tp_plan", "base_model_pp_plan", "max_length", "min_length",
+    "do_sample", "early_stopping", "num_beams", "num_beam_groups", "diversity_penalty", "temperature", "top_k", "top_p",
+    "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
+    "bad_words_ids", "num_return_sequences", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
+    "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "unsloth_version", "torch_version"))
+UNUSED_ENDS = ("_token_id", "_token", "_dropout")        # of other keys that change nothing
 
 
 def recognises(path: Path) -> bool:
@@ -48,22 +69,19 @@ def recognises(path: Path) -> bool:
 
 def read(path: Path) -> Content:
     config, generation = _config(path / CONFIG)
+    require_supported(path / CONFIG, config, CONSTANTS | generation.HUGGING_FACE_CONSTANTS,
+                      FEATURES | generation.HUGGING_FACE_FEATURES)
     content = _weights(path)
-    for name, expected in generation.HUGGING_FACE_CONSTANTS.items():
-        if config.get(name) not in (None, expected):
-            raise CheckpointError(f"{path / CONFIG} has {name} {config[name]}, expected {expected}: its norms have another "
-                                  "epsilon than this program's")
-    for name, feature in generation.HUGGING_FACE_FEATURES.items():
-        if config.get(name):
-            raise CheckpointError(f"{path / CONFIG} has {name} {json.dumps(config[name])[:60]}: the model uses {feature}, "
-                                  "which this program does not have")
     declared = _declared(path / CONFIG, config, generation.HUGGING_FACE_SIZES)
     length = declared.pop("ctx_len", None)
     if isinstance(length, int) and length > 0:
         declared["ctx_len"] = length
     declared |= _epsilon(path / CONFIG, config, generation, content.entry is not None)
+    known = {*UNUSED, *FEATURES, *CONSTANTS, *generation.HUGGING_FACE_UNUSED, *generation.HUGGING_FACE_SIZES,
+             *generation.HUGGING_FACE_CONSTANTS, *generation.HUGGING_FACE_FEATURES}
+    others = {name: value for name, value in config.items() if name not in known and not name.endswith(UNUSED_ENDS)}
     return replace(content, path=path, declared=declared, tokenizer=_tokenizer(path),
-                   tied=config.get("tie_word_embeddings") is True)
+                   tied=config.get("tie_word_embeddings") is True, notes=[*content.notes, *unread(path / CONFIG, others)])
 
 
 def _declared(path: Path, config: dict[str, Any], sizes: dict[str, str]) -> dict[str, Any]:
@@ -73,9 +91,11 @@ def _declared(path: Path, config: dict[str, Any], sizes: dict[str, str]) -> dict
         value = config.get(theirs)
         if value is None:
             continue
+        if theirs == "value_dim" and isinstance(value, list) and all(each == value[0] for each in value):
+            value = value[0] if value else None          # one for each layer
         if declared.setdefault(ours, value) != value:
             raise CheckpointError(f"{path} has {theirs} {value}, which is {declared[ours]} by another key: a model of such a "
-                                  "shape is not supported, or the file is damaged")
+                                  "shape is not supported")
     return declared
 
 
@@ -84,11 +104,13 @@ def _epsilon(path: Path, config: dict[str, Any], generation: ModuleType, ours: b
     the file; without the key it then means the generation's own epsilon."""
     key = getattr(generation, "GROUP_NORM", None)
     head_size = config.get("head_dim") or config.get("head_size")
-    if key is None or (key not in config and (ours or not isinstance(head_size, int) or head_size < 1)):
+    if key is None or (key not in config and "architecture_version" in config):
+        return {}                        # transformers-rwkv has the generation's own for heads of any width
+    if (key not in config and (ours or not isinstance(head_size, int) or head_size < 1)):
         return {}
     epsilon = config.get(key, generation.group_norm_epsilon(head_size))
     if not isinstance(epsilon, float) or not 0 < epsilon < 1:
-        raise CheckpointError(f"{path} has {key} {epsilon!r}, expected a small positive number: the file is damaged")
+        raise CheckpointError(f"{path} has {key} {epsilon!r}, expected a small positive number")
     return {key: epsilon}
 
 
@@ -105,7 +127,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
 
 
 def _write(folder: Path, outgoing: Outgoing) -> None:
-    arrangement = "official" if outgoing.form == "official" else "huggingface"
+    arrangement = outgoing.form if outgoing.form not in (None, "fla") else "huggingface"
     tensors = generation_of(outgoing.config).laid_out(outgoing.tensors, arrangement)
     metadata = {ENTRY: json.dumps(outgoing.entry)}
     write_file(folder / WEIGHTS, lambda file: safetensors.write_tensors(file, tensors.values(), metadata))
@@ -137,14 +159,18 @@ def _texts(outgoing: Outgoing) -> dict[str, str]:
         end = next((name for name, index in special.vocabulary(parsed).items() if index == ends[0]), None)
         names = {} if end is None else {"bos_token": end, "eos_token": end}
         texts[TOKENIZER_CONFIG] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names}, indent=2) + "\n"
-    if tokenizer.get("kind") == "world" and outgoing.form == "official":
+    if tokenizer.get("kind") == "world" and outgoing.form == "transformers-rwkv":
+        texts[TOKENIZER] = world_json.to_trie(tokenizer["vocabulary"])
+        texts[TOKENIZER_CONFIG] = json.dumps({"tokenizer_class": "RwkvTokenizer", "bos_token": world_json.END,
+                                              "eos_token": world_json.END}, indent=2) + "\n"
+    elif tokenizer.get("kind") == "world" and outgoing.form == "official":
         texts[TOKENIZER] = world_json.to_json(tokenizer["vocabulary"])
         names = dict.fromkeys(("bos_token", "eos_token", "pad_token", "unk_token"), world_json.END)
         texts[TOKENIZER_CONFIG] = json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **names,
                                               "split_special_tokens": True}, indent=2) + "\n"
     elif tokenizer.get("kind") == "world":
         texts[WORLD] = tokenizer["vocabulary"]
-    if outgoing.form == "official":
+    if outgoing.form in ("official", "transformers-rwkv"):
         texts[GENERATION_CONFIG] = json.dumps({**ids, "pad_token_id": ends[0]}, indent=2) + "\n"
     return texts
 
@@ -160,7 +186,7 @@ def _require_ours(path: Path) -> None:
 
 def _config(path: Path) -> tuple[dict[str, Any], ModuleType]:
     config = _json(path)
-    kind = config.get("model_type")
+    kind = config.get("architecture_version") or config.get("model_type")
     generation = next((module for module in generations()
                        if kind in (module.HUGGING_FACE_TYPE, *module.HUGGING_FACE_OTHER_TYPES)), None)
     if generation is None:
@@ -172,24 +198,50 @@ def _config(path: Path) -> tuple[dict[str, Any], ModuleType]:
 
 
 def _weights(path: Path) -> Content:
-    for name in WHOLE:
-        if (path / name).is_file():
-            return _read_file(path / name)
-    for name in INDICES:
-        if (path / name).is_file():
-            return _shards(path / name)
-    raise CheckpointError(f"{path} has no weights beside its config.json: expected {' or '.join((*WHOLE, *INDICES))}; is the "
-                          "download incomplete?")
+    """The weights of a directory. Raises CheckpointError where there are none, and where there are several that differ: a file
+    from before another save looks like any other.
+    """
+    whole = [name for name in WHOLE if (path / name).is_file()]
+    indices = [name for name in INDICES if (path / name).is_file()]
+    if whole:                            # downloads by pattern bring the index of the other kind without its shards
+        bare = [name for name in indices if not _has_shards(path / name)]
+        if any(name.partition(".")[0] == whole[0].partition(".")[0] for name in bare):
+            raise CheckpointError(f"{path} holds {whole[0]}, and {bare[0]} without any of its shards: remove the one that is "
+                                  "out of date, or complete the download")
+        indices = [name for name in indices if name not in bare]
+    if not whole and not indices:
+        others = sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES and file.name not in ADAPTERS)
+        hint = f"; it holds {', '.join(others[:3])}: name such a file itself" if others else "; is the download incomplete?"
+        raise CheckpointError(f"{path} has no weights beside its config.json: expected {' or '.join((*WHOLE, *INDICES))}{hint}")
+    if (path / ADAPTER).is_file():
+        raise CheckpointError(f"{path} holds an adapter ({ADAPTER}) beside weights: move one of them into another directory")
+    contents = {name: _read_file(path / name) if name in whole else _shards(path / name) for name in (*whole, *indices)}
+    (first, content), *others_too = contents.items()
+    for name, other in others_too:
+        if not _same(content, other):
+            raise CheckpointError(f"{path} holds weights twice, in {first} and in {name}, and they differ: remove the one that "
+                                  "is out of date")
+    return content
+
+
+def _has_shards(index: Path) -> bool:
+    return any((index.parent / file).is_file() for file in {*_places(index).values()})
+
+
+def _same(one: Content, other: Content) -> bool:
+    """Whether two contents are the same weights, rounded or not; a head that is tied to the embedding may be missing."""
+    if any(not name.endswith(HEADS) for name in one.tensors.keys() ^ other.tensors.keys()):
+        return False
+    return all(same_numbers(tensor, other.tensors[name]) for name, tensor in one.tensors.items() if name in other.tensors)
 
 
 def _read_file(path: Path) -> Content:
+    require_no_pointer(path)
     return pth.read(path) if _torch_file.recognises(path) else safetensors.read(path)
 
 
 def _shards(index: Path) -> Content:
-    places = _json(index).get("weight_map")
-    if not isinstance(places, dict) or not all(isinstance(file, str) and Path(file).name == file for file in places.values()):
-        raise CheckpointError(f"{index} has no weight_map from tensors to files beside it: the file is damaged")
+    places = _places(index)
     shards: dict[str, Content] = {}
     for file in sorted({*places.values()}):
         if not (index.parent / file).is_file():
@@ -201,6 +253,14 @@ def _shards(index: Path) -> Content:
             raise CheckpointError(f"{shards[file].path} lacks the tensor {name}, which {index.name} says is there: do the "
                                   "files belong together?")
     return Content(index.parent, {name: shards[file].tensors[name] for name, file in places.items()})
+
+
+def _places(index: Path) -> dict[str, str]:
+    """The file of each tensor, from an index."""
+    places = _json(index).get("weight_map")
+    if not isinstance(places, dict) or not all(isinstance(file, str) and Path(file).name == file for file in places.values()):
+        raise CheckpointError(f"{index} has no weight_map from tensors to files beside it, as transformers writes it")
+    return places
 
 
 def _tokenizer(folder: Path) -> dict[str, Any] | None:
@@ -228,17 +288,18 @@ def _stated_ends(folder: Path) -> Iterator[list[int | str]]:
 
 
 def _json(path: Path) -> dict[str, Any]:
+    require_no_pointer(path)
     try:
         content = json.loads(_text(path))
     except (json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}): the file is damaged or incomplete") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a JSON object: the file is damaged")
+        raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a JSON object")
     return content
 
 
 def _text(path: Path) -> str:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} is not UTF-8 text ({error}): the file is damaged") from error

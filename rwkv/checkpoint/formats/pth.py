@@ -1,10 +1,11 @@
-"""The official .pth: a dictionary of tensors by name. Lightning's layout (ckpt.py) is read as well."""
+"""The official .pth: a dictionary of tensors by name, itself or inside another (DeepSpeed's {"module": ...}, {"model": ...}).
+Lightning's layout (ckpt.py) is read as well."""
 
 from pathlib import Path
 
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import _torch_file, ckpt
-from rwkv.checkpoint.formats._torch_file import load, stored
+from rwkv.checkpoint.formats._torch_file import load, stored, weights_in
 from rwkv.io.atomic import write_file
 
 
@@ -16,7 +17,7 @@ def read(path: Path) -> Content:
     content = load(path)
     if ENTRY in content or isinstance(content.get("state_dict"), dict):
         return ckpt.understand(path, content)
-    return Content(path, stored(path, content))
+    return Content(path, stored(path, weights_in(path, content)))
 
 
 def write(path: Path, outgoing: Outgoing) -> None:

@@ -22,7 +22,7 @@ from rwkv.checkpoint.stored import Stored, raw
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -38,8 +38,8 @@ def read(path: Path) -> Content:
     except CheckpointError:
         raise
     except Exception as error:           # the library raises its own error, and others
-        raise CheckpointError(f"{path} cannot be read as .safetensors: it is truncated or damaged ({error}); copy or download "
-                              "it again") from error
+        raise CheckpointError(f"{path} cannot be read as .safetensors: it is truncated, damaged or of a newer version "
+                              f"({error}); copy or download it again") from error
     tensors, packed = _int4.joined(tensors)
     return Content(path, tensors, entry_in(path, metadata), packed=packed)
 

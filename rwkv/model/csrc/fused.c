@@ -99,7 +99,7 @@ INLINE void end_of(enum form form, enum form form_m, int64_t n, const struct cal
 
 INLINE void run_task(enum form form, enum form form_m, int64_t n, int back, const struct call *call, int64_t task) {
     int64_t C = call->C, first = task * ROWS, end = first + ROWS < call->rows ? first + ROWS : call->rows;
-    float *gshare = call->of_tasks + task * (n + 1) * C, *waiting = gshare + n * C;
+    float *gshare = back ? call->of_tasks + task * (n + 1) * C : 0, *waiting = back ? gshare + n * C : 0;
     for (int64_t row = first, t = first % call->T; row < end; row++, t = t + 1 < call->T ? t + 1 : 0) {
         if (back) EACH_VECTOR(C, back_through(form, form_m, n, call, row, t, row == first, c, lanes, gshare, waiting));
         else EACH_VECTOR(C, mix(form, form_m, n, call, row, t, c, lanes));

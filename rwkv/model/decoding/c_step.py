@@ -5,7 +5,9 @@ generation's c_model(model, builder) makes its own. A model keeps its CStep for 
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -20,13 +22,15 @@ from kernels.select import AUTO, resolve
 from rwkv.model.decoding.layers import PLAIN
 from rwkv.model.derived import exact_copies, tensors_of
 from rwkv.model.hooks import untouched
-from rwkv.model.quantized import Int4Linear, Int8Linear
+from rwkv.model.quantized import Int4Linear, Int8Linear, PackedLinear
 
 LANES = 8                                # all widths are multiples of it
 PART = 32                                # places in a row of `work` are multiples of it; outputs in one part of a matrix
 BLOCK = 256                              # of an int4 matrix: places for prepared inputs are multiples of it
 PREPARED = 3                             # inputs that are prepared at a time
 LINEAR = (nn.Linear, Int8Linear, Int4Linear)
+NORMS = (nn.LayerNorm, nn.GroupNorm)
+TENSORS = (Tensor, nn.Parameter)         # a subclass may have no memory of its own
 
 
 class Norm(NamedTuple):                  # a LayerNorm or a GroupNorm
@@ -47,8 +51,9 @@ class Matrix(NamedTuple):                # W (N,K) in a form of kernels/matvec
     by_input: int = 0
 
 
-NO_NORM = Norm(torch.empty(0), torch.empty(0), 0.0)
-NO_MATRIX = Matrix(0, 0, 0, torch.empty(0))
+NOTHING = torch.empty(0, device="cpu")
+NO_NORM = Norm(NOTHING, NOTHING, 0.0)
+NO_MATRIX = Matrix(0, 0, 0, NOTHING)
 
 
 class Common(NamedTuple):                # what all generations have
@@ -79,7 +84,7 @@ class CStep:
         self.own = [part for part in _parts(structs) if isinstance(part, Tensor)
                     and part.untyped_storage().data_ptr() not in theirs]
         self.size, self.reads_copies = structs.common.size, builder.reads_copies
-        self._name, self._structs = f"{model.config.generation}_step", torch.tensor(numbers)
+        self._name, self._structs = f"{model.config.generation}_step", torch.tensor(numbers, device="cpu")
 
     def __call__(self, tokens: Tensor, places: Tensor, states: Tensor, work: Tensor, logits: Tensor) -> None:
         """Reads R tokens, int64, each into the row of `states` that places (R,) names; work: (R or more,size).
@@ -105,13 +110,16 @@ def drawing() -> Draw | None:
 
 
 def why_not(model: Any) -> str | None:
-    """None where the model's step can be C, otherwise the reason."""
-    if model.emb.weight.device.type != "cpu":
-        return f"the model is on {model.emb.weight.device.type}"
-    if model.config.deep_embed_dim:
-        return "the C code has no DeepEmbed"
-    if not is_plain(model):
-        return "the model has adapters, hooks or layers of another kind"
+    """None where the model's step can be C, otherwise the reason.
+
+    C reads addresses and knows a layer by its place, so everything that it takes for granted is checked here.
+    """
+    tensors = tensors_of(model)
+    elsewhere = {tensor.device.type for tensor in tensors} - {"cpu"}
+    if elsewhere:
+        return f"the model is on {elsewhere.pop()}"
+    if changed := why_changed(model):
+        return changed
     linears = [layer for layer in model.modules() if isinstance(layer, LINEAR)]
     others = {_form_of(layer) for layer in linears} - set(FORMS)
     if others or model.emb.weight.dtype not in (torch.float32, torch.bfloat16):
@@ -122,15 +130,56 @@ def why_not(model: Any) -> str | None:
     return native.why_not()
 
 
+def why_changed(model: Any) -> str | None:
+    """None where the model is built as its generation builds it, so that a compiled step can take its structure for granted."""
+    if model.config.deep_embed_dim:
+        return "a compiled step has no DeepEmbed"
+    if not is_plain(model):
+        return "the model has adapters, hooks or layers of another kind"
+    if not are_in_order(model):
+        return "the blocks are not in the order in which they were made"
+    if any(type(tensor) not in TENSORS or tensor.layout != torch.strided for tensor in tensors_of(model)):
+        return "the model has tensors of another kind"
+    if not _expected_shapes(model).items() <= _shapes(model).items():
+        return "the model has tensors of other shapes"
+    return None
+
+
+def _expected_shapes(model: Any) -> dict[str, tuple[int, ...]]:
+    config = replace(model.config, n_layer=len(model.blocks))
+    shapes: dict[str, tuple[int, ...]] = model.generation.shapes(config, model.vocab_size)
+    return shapes
+
+
+def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """The shapes of all parameters and buffers, and of the weights of quantised layers, by name."""
+    named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
+    packed = {f"{name}.weight": (layer.out_features, layer.in_features)
+              for name, layer in model.named_modules(remove_duplicate=False) if isinstance(layer, Int8Linear | Int4Linear | PackedLinear)}
+    return packed | {name: tuple(tensor.shape) for name, tensor in named}
+
+
 def is_plain(model: Any) -> bool:
     """Whether a step may read the weights without calling the model's modules."""
-    return untouched(model) and all(_plain(module, model) for module in model.modules() if module is not model)
+    return model.is_untouched() and all(_plain(module, model) for module in model.modules() if module is not model)
+
+
+def are_in_order(model: Any) -> bool:
+    """Whether the blocks of a plain model are where a step expects them: the one that begins a model first, and no other.
+
+    The model itself takes them in any order.
+    """
+    fits = model.generation.Step.fits
+    return len(model.blocks) > 0 and all(fits(block, place == 0) for place, block in enumerate(model.blocks))
 
 
 def _plain(module: nn.Module, model: Any) -> bool:
-    """Whether a call of the module computes what its class does from its weights, without a bias in a linear layer."""
+    """Whether a call of the module computes its class's formula from its weights: without a bias in a linear layer, with one in
+    a norm."""
     return (type(module) in (*PLAIN, *model.generation.PLAIN) and untouched(module)
-            and not (isinstance(module, nn.Linear) and module.bias is not None))
+            and not (isinstance(module, nn.Linear) and module.bias is not None)
+            and not (isinstance(module, NORMS) and (module.weight is None or module.bias is None))
+            and not (isinstance(module, nn.Embedding) and module.max_norm is not None))
 
 
 def decoding_line(model: Any) -> str:
@@ -182,7 +231,7 @@ class Builder:
         widest = -(-self._widest // BLOCK) * BLOCK
         x, normal, floats = self.place(C), self.place(C), self.place(PREPARED * widest)
         q = self.place(PREPARED * widest // 2)
-        state = model.generation.empty_state(model.config, 1, "meta")
+        state = model.zero_state(1, "meta")
         size = self._size + (PART // 2 if self._size // (PART // 2) % 2 == 0 else 0)   # an odd number of cache lines
         return Common(L, V, C, model.emb.weight.dtype == torch.bfloat16, model.emb.weight.detach().contiguous(),
                       self.norm(model.ln_out), self.matrix(model.head), sum(part[:, 0].numel() for part in state), size,
@@ -190,7 +239,7 @@ class Builder:
 
     def norm(self, norm: nn.Module) -> Norm:
         of_norm = cast(nn.LayerNorm, norm)
-        return Norm(self.vector(of_norm.weight), self.vector(of_norm.bias), of_norm.eps)
+        return Norm(self.vector(of_norm.weight), self.vector(of_norm.bias), float(of_norm.eps))
 
     def vector(self, values: Tensor) -> Tensor:
         """The values, flat, in float32; without a copy if they are so."""

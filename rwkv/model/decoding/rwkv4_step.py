@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.wkv4 import decay_exponent
+from kernels.wkv4 import WKV4, decay_exponent
 from rwkv.model.decoding.layers import norm_function, product_function, products_function
 
 
@@ -19,6 +19,11 @@ class Step:
 
     It reads the weights and calls no module. Use it under torch.inference_mode.
     """
+
+    @staticmethod
+    def fits(block: Any, first: bool) -> bool:
+        """Whether the step computes what the block does at this place."""
+        return block.first == first and type(block.att.wkv) is WKV4
 
     def __init__(self, block: Any) -> None:
         att, ffn = block.att, block.ffn

@@ -18,6 +18,14 @@ class Step:
     It reads the weights and calls no module. Use it under torch.inference_mode.
     """
 
+    @staticmethod
+    def fits(block: Any, first: bool) -> bool:
+        """Whether the step computes what the block does at this place: before it there is no v_first, or there is one."""
+        att = block.att
+        H, N = att.r_k.shape
+        return (block.first == att.first == first and (N, H) == (att.N, att.ln_x.num_groups)
+                and type(att.wkv) is WKV7)
+
     def __init__(self, block: Any) -> None:
         att, ffn = block.att, block.ffn
         self._ln0 = norm_function(block.ln0) if block.first else None

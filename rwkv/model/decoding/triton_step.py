@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from kernels.backends.graphs import capture
-from rwkv.model.decoding.c_step import is_plain
+from rwkv.model.decoding.c_step import why_changed
 from rwkv.model.quantized import PackedLinear
 
 ALIGNED = 8                              # widths are multiples of it, so that a thread loads 16 bytes at a time
@@ -65,10 +65,8 @@ def step_of(model: Any) -> "GpuStep":
 
 def why_not_on_gpu(model: Any) -> str | None:
     """why_not without the question of the device."""
-    if model.config.deep_embed_dim:
-        return "the kernels have no DeepEmbed"
-    if not is_plain(model):
-        return "the model has adapters, hooks or layers of another kind"
+    if changed := why_changed(model):
+        return changed
     linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear | PackedLinear)]
     uneven = {width for layer in linears for width in (layer.in_features,) if width % ALIGNED}
     if uneven:
@@ -88,7 +86,7 @@ class GpuStep:
         self._model = weakref.ref(model)                 # which keeps this step
         self._device = model.emb.weight.device
         self._L = len(model.blocks)
-        self._shapes = [part.shape[2:] for part in model.generation.empty_state(model.config, 1, "meta")]
+        self._shapes = [part.shape[2:] for part in model.zero_state(1, "meta")]
         self._sizes = [math.prod(shape) for shape in self._shapes]
         with torch.inference_mode(False):
             self.states = torch.zeros(1, self._L * sum(self._sizes), device=self._device)

@@ -1,0 +1,339 @@
+"""What people have in their hands: files with wrappers in names, directories with several weights, configurations of other
+models, and files that are no weights. Each is read, or refused by a sentence that says what it is."""
+
+import json
+import re
+import zipfile
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from files import NAMES
+from models import small_model, tokens
+from refusals import refuses
+from safetensors.torch import load_file, save_file
+from test_rwkv7_files import rewrite
+from torch import Tensor, nn
+
+from rwkv.checkpoint.files import read_checkpoint
+from rwkv.errors import CheckpointError
+from rwkv.pretrained import RWKV
+
+gguf = pytest.importorskip("gguf")
+Weights = dict[str, Tensor]
+SIZES = {"rwkv4": {"n_embd": 16}, "rwkv7": {"n_embd": 64, "head_size": 64}}
+
+
+@pytest.fixture(scope="module")
+def models() -> dict[str, RWKV]:
+    return {generation: small_model("reference", generation=generation, vocab_size=40, n_layer=2, **sizes)
+            for generation, sizes in SIZES.items()}
+
+
+@pytest.fixture(scope="module")
+def model(models: dict[str, RWKV]) -> RWKV:
+    return models["rwkv7"]
+
+
+def assert_same(path: Path, model: RWKV) -> None:
+    loaded = RWKV.from_pretrained(path, "reference")
+    assert all(torch.equal(weight, loaded.state_dict()[name]) for name, weight in model.state_dict().items()
+               if name not in model.generation.UNUSED)
+
+
+# Names
+
+
+WRAPPED: dict[str, Callable[[str], str]] = {
+    "compiled": lambda name: f"_orig_mod.{name}",
+    "blocks compiled": lambda name: re.sub(r"blocks\.(\d+)", r"blocks.\1._orig_mod", name),
+    "layers compiled": lambda name: re.sub(r"\.(weight|bias)$", r"._orig_mod.\1", name),
+    "activation checkpointing": lambda name: re.sub(r"blocks\.(\d+)", r"blocks.\1._checkpoint_wrapped_module", name),
+    "fsdp": lambda name: "_fsdp_wrapped_module." + re.sub(r"(\.\d+)", r"\1._fsdp_wrapped_module", name),
+    "data parallel": lambda name: f"module.{name}",
+    "several": lambda name: "model._orig_mod.module." + re.sub(r"(\.\d+)", r"\1._fsdp_wrapped_module._orig_mod", name),
+    "deepspeed": lambda name: f"_forward_module.model.{name}",
+    "peft": lambda name: f"base_model.model.{name}"}
+
+
+@pytest.mark.parametrize("generation", SIZES)
+@pytest.mark.parametrize("renamed", WRAPPED.values(), ids=WRAPPED)
+def test_wrappers_in_names_are_taken_off(models: dict[str, RWKV], tmp_path: Path, generation: str,
+                                         renamed: Callable[[str], str]) -> None:
+    weights = {renamed(name): weight for name, weight in models[generation].state_dict().items()}
+    torch.save(weights, tmp_path / "model.pth")
+    assert_same(tmp_path / "model.pth", models[generation])
+
+
+@pytest.mark.parametrize("renamed", [WRAPPED["compiled"], WRAPPED["data parallel"]])
+def test_wrappers_in_the_names_of_a_directory(model: RWKV, tmp_path: Path, renamed: Callable[[str], str]) -> None:
+    model.save_pretrained(tmp_path / "model")
+    weights = load_file(tmp_path / "model" / "model.safetensors")
+    save_file({renamed(name): weight for name, weight in weights.items()}, tmp_path / "model" / "model.safetensors")
+    assert_same(tmp_path / "model", model)
+
+
+@pytest.mark.parametrize("content", [
+    lambda weights: {"module": weights, "ds_version": "0.14", "dp_world_size": 2},
+    lambda weights: {"model": weights, "optimizer": {"state": {0: {"exp_avg": torch.ones(2)}}, "param_groups": []}, "step": 7},
+    lambda weights: {"model_state_dict": weights, "loss": 3.0, "rng": torch.ones(3)},
+    lambda weights: {"state_dict": weights, "epoch": 3},
+    lambda weights: {"checkpoint": {"model": weights}},
+    lambda weights: {"params": {f"module.{name}": nn.Parameter(weight) for name, weight in weights.items()}}],
+    ids=["module", "model", "model_state_dict", "state_dict", "nested", "params"])
+@pytest.mark.parametrize("suffix", [".pth", ".pt", ".ckpt"])
+def test_weights_inside_a_trainers_dictionary(model: RWKV, tmp_path: Path, suffix: str,
+                                              content: Callable[[Weights], Any]) -> None:
+    torch.save(content(model.state_dict()), tmp_path / f"model{suffix}")
+    assert_same(tmp_path / f"model{suffix}", model)
+
+
+def test_two_sets_of_weights_in_one_file_are_named(model: RWKV, tmp_path: Path) -> None:
+    torch.save({"model": model.state_dict(), "ema": model.state_dict()}, tmp_path / "model.pth")
+    refuses(tmp_path / "model.pth", "model, ema")
+
+
+@pytest.mark.parametrize("format", ["pth", "safetensors", "huggingface", "ckpt"])
+def test_float64_is_read_in_float32(model: RWKV, tmp_path: Path, format: str) -> None:
+    path = tmp_path / NAMES[format]
+    model.save_pretrained(path)
+    if format in ("safetensors", "huggingface"):
+        file = path / "model.safetensors" if path.is_dir() else path
+        save_file({name: weight.double() for name, weight in load_file(file).items()}, file)
+    else:
+        torch.save({name: weight.double() for name, weight in model.state_dict().items()}, path)
+    assert_same(path, model)
+    RWKV.from_pretrained(path, "reference").save_pretrained(tmp_path / "again.pth")
+    assert_same(tmp_path / "again.pth", model)
+
+
+# What is no weights
+
+
+@pytest.mark.parametrize(("content", "said"), [
+    (b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 381\n", "Git LFS"),
+    (b"# xet version 0\n", "Xet"), (b"<!DOCTYPE html>\n<html><body>Not Found</body>", "web page"),
+    (b"Entry not found, and more of such text\n", "text"), (b'{"error": "Repository not found"}', "text"),
+    (b"\x1f\x8b\x08" + bytes(20), "gzip"), (b"7z\xbc\xaf\x27\x1c" + bytes(20), "7z")])
+@pytest.mark.parametrize("name", ["model.pth", "model.safetensors", "model.gguf", "model.ckpt", "model.bin"])
+def test_what_stands_for_a_file_is_named(tmp_path: Path, name: str, content: bytes, said: str) -> None:
+    (tmp_path / name).write_bytes(content)
+    not_damaged(tmp_path / name, said)
+
+
+@pytest.mark.parametrize("part", ["model.safetensors", "config.json"])
+def test_a_pointer_in_a_directory_is_named(model: RWKV, tmp_path: Path, part: str) -> None:
+    model.save_pretrained(tmp_path / "model")
+    (tmp_path / "model" / part).write_text("version https://git-lfs.github.com/spec/v1\n")
+    not_damaged(tmp_path / "model", part, "Git LFS")
+
+
+def as_state(model: RWKV) -> Weights:
+    return {f"blocks.{layer}.att.time_state": torch.zeros(1, 64, 64) for layer in range(2)}
+
+
+def as_lora(model: RWKV) -> Weights:
+    return {f"blocks.0.att.key.lora_{part}": torch.zeros(2, 64) for part in "AB"}
+
+
+def as_peft(model: RWKV) -> Weights:
+    return {f"base_model.model.model.layers.0.attn.k_proj.lora_{part}.weight": torch.zeros(2, 64) for part in "AB"}
+
+
+def unmerged(model: RWKV) -> Weights:
+    return model.state_dict() | as_lora(model)
+
+
+def saved_state(model: RWKV) -> Weights:
+    return {"logits": torch.zeros(1, 40)} | model.empty_state(1).named()
+
+
+@pytest.mark.parametrize(("content", "said"), [(as_state, "adapters="), (as_lora, "adapters="), (as_peft, "adapters="),
+                                               (unmerged, "LoRA"), (saved_state, "state=")])
+def test_a_state_or_an_adapter_says_which_option_takes_it(model: RWKV, tmp_path: Path, content: Callable[[RWKV], Weights],
+                                                          said: str) -> None:
+    torch.save(content(model), tmp_path / "file.pth")
+    save_file({name: tensor.contiguous() for name, tensor in content(model).items()}, tmp_path / "file.safetensors")
+    for path in tmp_path.iterdir():
+        not_damaged(path, said)
+
+
+def test_other_files_say_what_they_are(model: RWKV, tmp_path: Path) -> None:
+    torch.save(model, tmp_path / "whole.pth")
+    not_damaged(tmp_path / "whole.pth", "objects of", "state_dict()")
+    torch.save({"model": model.state_dict(), "args": Namespace(lr=1)}, tmp_path / "args.pth")
+    not_damaged(tmp_path / "args.pth", "argparse.Namespace")
+    with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
+        archive.writestr("model.pth", b"x")
+    not_damaged(tmp_path / "archive.zip", "unpack")
+    torch.save([1, 2], tmp_path / "list.pth")
+    not_damaged(tmp_path / "list.pth", "list")
+    torch.save({"a.weight": torch.zeros(2, 2)}, tmp_path / "other.pth")
+    not_damaged(tmp_path / "other.pth", "a.weight")
+
+
+def not_damaged(path: Path, *said: str) -> None:
+    with pytest.raises(CheckpointError) as error:
+        read_checkpoint(path)
+    assert "damaged" not in str(error.value)
+    refuses(path, *said)
+
+
+# Several weights in one place
+
+
+def directory(model: RWKV, path: Path) -> Path:
+    model.save_pretrained(path)
+    return path
+
+
+def shard(folder: Path, stem: str = "model", suffix: str = ".safetensors", change: float = 0) -> None:
+    """Adds the weights once more, in two shards with an index."""
+    weights = {name: weight + change for name, weight in load_file(folder / "model.safetensors").items()}
+    names = sorted(weights)
+    places = {name: f"{stem}-0000{1 + (i % 2)}-of-00002{suffix}" for i, name in enumerate(names)}
+    for file in set(places.values()):
+        part = {name: weights[name] for name in names if places[name] == file}
+        if suffix == ".bin":
+            torch.save(part, folder / file)
+        else:
+            save_file(part, folder / file)
+    (folder / f"{stem}{suffix}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": places}))
+
+
+@pytest.mark.parametrize(("stem", "suffix"), [("model", ".safetensors"), ("pytorch_model", ".bin")])
+def test_the_same_weights_twice_are_read_and_others_refused(model: RWKV, tmp_path: Path, stem: str, suffix: str) -> None:
+    folder = directory(model, tmp_path / "model")
+    shard(folder, stem, suffix)
+    assert_same(folder, model)
+    shard(folder, stem, suffix, change=0.001)
+    not_damaged(folder, "model.safetensors", f"{stem}{suffix}.index.json", "differ")
+
+
+def test_bin_beside_safetensors(model: RWKV, tmp_path: Path) -> None:
+    folder = directory(model, tmp_path / "model")
+    weights = load_file(folder / "model.safetensors")
+    torch.save({name: weight.bfloat16() for name, weight in weights.items()}, folder / "pytorch_model.bin")
+    assert_same(folder, model)           # the same numbers, rounded
+    torch.save({name: weight * 1.001 for name, weight in weights.items()}, folder / "pytorch_model.bin")
+    not_damaged(folder, "pytorch_model.bin", "differ")
+
+
+def test_an_index_without_its_shards(model: RWKV, tmp_path: Path) -> None:
+    folder = directory(model, tmp_path / "model")
+    shard(folder)
+    for file in folder.glob("model-*"):
+        file.unlink()
+    not_damaged(folder, "model.safetensors.index.json", "without any of its shards")
+    (folder / "model.safetensors.index.json").rename(folder / "pytorch_model.bin.index.json")
+    assert_same(folder, model)           # a download of *.safetensors and *.json brings it
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    refuses(folder, "lacks the shard")
+    (folder / "pytorch_model.bin.index.json").unlink()
+    not_damaged(folder, "other.safetensors")
+
+
+def test_an_adapter_beside_weights_is_ambiguous(model: RWKV, tmp_path: Path) -> None:
+    folder = directory(model, tmp_path / "model")
+    (folder / "adapter_config.json").write_text("{}")
+    not_damaged(folder, "adapter")
+    (folder / "config.json").unlink()
+    not_damaged(folder, "LoRA adapter")
+
+
+def test_a_folder_with_one_file_is_that_file_and_with_two_neither(model: RWKV, tmp_path: Path) -> None:
+    folder = tmp_path / "downloads"
+    folder.mkdir()
+    refuses(folder, "no checkpoint")
+    model.save_pretrained(folder / "one.pth")
+    assert_same(folder, model)
+    model.save_pretrained(folder / "two.safetensors")
+    not_damaged(folder, "one.pth, two.safetensors")
+
+
+# Configurations
+
+
+def with_config(model: RWKV, folder: Path, **keys: Any) -> Path:
+    path = directory(model, folder) / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | keys))
+    return folder
+
+
+REFUSED: list[tuple[str, Any]] = [
+    ("hidden_act", "gelu"), ("hidden_act", "relu"), ("hidden_act", "silu"), ("norm_bias", False), ("norm_first", False),
+    ("layer_norm_eps", 1e-3), ("num_heads", 2), ("num_attention_heads", 2), ("value_dim", [64, 32]), ("value_dim", 32),
+    ("wkv_state_dtype", "float16"), ("layer_types", ["linear_attention", "full_attention"]), ("rescale_every", 6),
+    ("quantization_config", {"quant_method": "bitsandbytes"}), ("final_logit_softcapping", 30.0), ("attn", {"layers": [0]}),
+    ("architecture_version", "rwkv6"), ("number_of_conv_states", 4)]
+
+
+@pytest.mark.parametrize(("key", "value"), REFUSED)
+def test_a_key_that_changes_what_is_computed_is_refused(model: RWKV, tmp_path: Path, key: str, value: Any) -> None:
+    refuses(with_config(model, tmp_path / "model", **{key: value}), "RWKV-6" if key == "architecture_version" else "")
+    not_damaged(tmp_path / "model", "RWKV-6" if key == "architecture_version" else key if key in ("hidden_act", "attn") else "")
+
+
+@pytest.mark.parametrize("key", ["hidden_act", "layer_norm_epsilon", "quantization_config"])
+def test_rwkv_4_has_the_same_rule(models: dict[str, RWKV], tmp_path: Path, key: str) -> None:
+    not_damaged(with_config(models["rwkv4"], tmp_path / "model", **{key: "gelu"}), key)
+
+
+@pytest.mark.parametrize("keys", [
+    {"hidden_act": "relu2"}, {"hidden_act": None}, {"num_heads": None, "value_dim": [64, 64], "attn": None},
+    {"layer_types": ["linear_attention"] * 2, "fuse_norm": True, "attn_mode": "fused_recurrent", "hidden_ratio": 4.0},
+    {"norm_eps": 0.00001, "bos_token_id": 1, "hidden_dropout": 0.1, "transformers_version": "5.0", "rope_scaling": None}])
+def test_keys_that_change_nothing_are_silent(model: RWKV, tmp_path: Path, keys: dict[str, Any]) -> None:
+    assert read_checkpoint(with_config(model, tmp_path / "model", **keys)).notes == []
+
+
+def test_an_unknown_key_is_reported(model: RWKV, tmp_path: Path) -> None:
+    folder = with_config(model, tmp_path / "model", mix_scale=0.5, nothing=None)
+    (note,) = read_checkpoint(folder).notes
+    assert "mix_scale" in note
+    assert "nothing" not in note
+    with pytest.warns(UserWarning, match="mix_scale"):
+        RWKV.from_pretrained(folder, "reference")
+
+
+@pytest.mark.parametrize("differs", [False, True])
+def test_a_tied_head_beside_another_head(model: RWKV, tmp_path: Path, differs: bool) -> None:
+    folder = with_config(model, tmp_path / "model", tie_word_embeddings=True)
+    weights = load_file(folder / "model.safetensors")
+    if not differs:
+        weights["lm_head.weight"] = weights["model.embeddings.weight"].clone()
+    save_file(weights, folder / "model.safetensors")
+    if differs:
+        not_damaged(folder, "tie_word_embeddings")
+    else:
+        loaded = RWKV.from_pretrained(folder, "reference")
+        assert torch.equal(loaded.head.weight, loaded.emb.weight)
+
+
+def changed_gguf(model: RWKV, folder: Path, key: str, value: Any, kind: Any) -> Path:
+    model.save_pretrained(folder / "plain.gguf")
+    rewrite(folder / "plain.gguf", folder / "model.gguf", key, value, kind)
+    return folder / "model.gguf"
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("attention.layer_norm_epsilon", 1e-3), ("token_shift_count", 1), ("rescale_every_n_layers", 6), ("logit_scale", 0.5),
+    ("attention.group_norm_epsilon", 1e-5), ("expert_count", 8)])
+def test_a_key_of_gguf_that_changes_what_is_computed_is_refused(model: RWKV, tmp_path: Path, key: str, value: Any) -> None:
+    kind = gguf.GGUFValueType.FLOAT32 if isinstance(value, float) else gguf.GGUFValueType.UINT32
+    not_damaged(changed_gguf(model, tmp_path, f"rwkv7.{key}", value, kind), key)
+
+
+@torch.no_grad()
+def test_a_gguf_without_the_size_of_a_head_has_the_usual_one(model: RWKV, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    model.save_pretrained(path)
+    content = path.read_bytes()
+    path.write_bytes(content.replace(b"rwkv7.wkv.head_size", b"rwkv7.wkv.head_sizf"))
+    with pytest.warns(UserWarning, match="head_siz"):
+        loaded = RWKV.from_pretrained(path, "reference")
+    ids = tokens(model, B=1, T=4)
+    torch.testing.assert_close(loaded(ids)[0], model(ids)[0])

@@ -1,0 +1,255 @@
+"""A model that its user has changed: decoding computes what the model computes, and never reads memory that is not its own."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from models import each_generation, small_model
+from torch import nn
+
+from kernels import native
+from rwkv.generation.decoder import decoder_of
+from rwkv.generation.engine import Engine, generate_batch
+from rwkv.generation.prefill import PrefixCache
+from rwkv.generation.sampling import Sampling
+from rwkv.generation.stopping import StoppingCriteria
+from rwkv.model.decoding.c_step import decoding_line, why_not
+from rwkv.pretrained import RWKV
+from rwkv.tokenizer.tokenizers import ByteTokenizer
+
+BYTES = ByteTokenizer()
+in_c = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+Change = Callable[[RWKV], Any]
+
+
+def frozen(generation: str, **sizes: int) -> RWKV:
+    options = {"n_embd": 64, "n_ffn": 96, "n_layer": 3, **sizes}
+    return small_model("reference", vocab_size=256, generation=generation, **options).requires_grad_(False).eval()
+
+
+def assert_decodes(model: RWKV) -> None:
+    """Three tokens, each from the state of the one before."""
+    tokens = torch.tensor([[5, 9], [70, 3], [2, 250]])
+    decoder = decoder_of(model, model.empty_state(2))
+    for t in range(1, 4):
+        logits = decoder.step(tokens[t - 1])
+        torch.testing.assert_close(logits, model(tokens[:t].T)[0][:, -1], rtol=0, atol=1e-4)
+
+
+def in_order(*places: int) -> Change:
+    def change(model: RWKV) -> None:
+        model.blocks = nn.ModuleList(model.blocks[place] for place in places)
+    return change
+
+
+MOVED = {"swapped": (0, 2, 1), "first swapped": (1, 0, 2), "reversed": (2, 1, 0), "repeated": (0, 1, 1, 2),
+         "first repeated": (0, 0, 1, 2), "last dropped": (0, 1), "first dropped": (1, 2), "one left": (0,), "thrice": (1, 1, 1)}
+
+
+@each_generation
+@pytest.mark.parametrize("places", MOVED.values(), ids=MOVED)
+@torch.no_grad()
+def test_moved_blocks(places: tuple[int, ...], generation: str) -> None:
+    model = frozen(generation)
+    in_order(*places)(model)
+    assert_decodes(model)
+    assert (places[0] == 0 and 0 not in places[1:]) == (why_not(model) is None) or native.why_not()
+    assert "decoding" in (decoding_line(model) or "")
+
+
+@each_generation
+@torch.no_grad()
+def test_a_block_repeated_elsewhere_is_another_model(generation: str) -> None:
+    """Both have the same modules and the same weights in the same order."""
+    model = frozen(generation)
+    blocks = model.blocks
+    for places in ((0, 1, 1, 2), (0, 1, 2, 2)):
+        model.blocks = nn.ModuleList(blocks[place] for place in places)
+        assert_decodes(model)
+
+
+def wider(model: RWKV) -> None:
+    model.blocks[1] = frozen(model.config.generation, n_ffn=160).blocks[1]
+
+
+def rows_added(model: RWKV) -> None:
+    model.emb.weight = nn.Parameter(torch.cat((model.emb.weight, model.emb.weight[:8])), requires_grad=False)
+    model.head.weight = nn.Parameter(torch.cat((model.head.weight, model.head.weight[:8])), requires_grad=False)
+
+
+def other_embedding(model: RWKV) -> None:
+    model.emb.max_norm = 0.5
+
+
+def subclass(model: RWKV) -> None:
+    class Scaled(RWKV):
+        def forward(self, *arguments: Any) -> Any:
+            logits, state = super().forward(*arguments)
+            return logits * 0.5, state
+    model.__class__ = Scaled
+
+
+def no_norm_weight(model: RWKV) -> None:
+    model.ln_out = nn.LayerNorm(64, bias=False)
+    model.blocks[1].ln1 = nn.LayerNorm(64, elementwise_affine=False)
+
+
+def other_groups(model: RWKV) -> None:
+    for block in model.blocks:
+        if hasattr(block.att, "ln_x"):
+            block.att.ln_x.num_groups = 2
+
+
+def another_operator(model: RWKV) -> None:
+    operator = model.blocks[1].att.wkv
+
+    class Halved:
+        def __call__(self, *inputs: Any) -> Any:
+            y, after = operator(*inputs)
+            return y / 2, after
+
+        def step(self, *inputs: Any) -> Any:
+            y, after = operator.step(*inputs)
+            return y / 2, after
+
+    model.blocks[1].att.wkv = Halved()
+
+
+def tied(model: RWKV) -> None:
+    model.head.weight = model.emb.weight
+
+
+CHANGES = [wider, rows_added, other_embedding, subclass, no_norm_weight, other_groups, another_operator, tied]
+
+
+@each_generation
+@pytest.mark.parametrize("change", CHANGES)
+@torch.no_grad()
+def test_other_sizes_layers_and_operators(change: Change, generation: str) -> None:
+    model = frozen(generation)
+    change(model)
+    assert_decodes(model)
+
+
+def on_meta(model: RWKV) -> None:
+    model.head.to("meta")
+
+
+@each_generation
+@torch.no_grad()
+def test_a_part_on_another_device_is_named_and_not_read(generation: str) -> None:
+    model = frozen(generation)
+    model.blocks[1].to("meta")
+    assert "meta" in str(why_not(model))
+
+
+def epsilon(name: str) -> Change:
+    def change(model: RWKV) -> None:
+        module = model.get_submodule(name)
+        module.eps = 0.3
+    return change
+
+
+def flag(model: RWKV) -> None:
+    model.blocks[0].first = False
+
+
+def bias(model: RWKV) -> None:
+    model.blocks[1].att.output.bias = nn.Parameter(torch.ones(64), requires_grad=False)
+
+
+def norm_bias(model: RWKV) -> None:
+    model.ln_out.bias = nn.Parameter(torch.ones(64), requires_grad=False)
+
+
+def in_place(model: RWKV) -> None:
+    model.blocks[2].ffn.value.weight[3] += 1
+
+
+def data(model: RWKV) -> None:
+    model.blocks[2].ffn.value.weight.data = torch.ones_like(model.blocks[2].ffn.value.weight)
+
+
+def hook(model: RWKV) -> None:
+    model.blocks[1].ffn.register_forward_hook(lambda module, inputs, output: (output[0] * 2, output[1]))
+
+
+def own_forward(model: RWKV) -> None:
+    plain = model.blocks[1].ffn.forward
+    model.blocks[1].ffn.forward = lambda *arguments, **named: (plain(*arguments, **named)[0] * 2, arguments[0][:, -1])
+
+
+def on_class(model: RWKV) -> None:
+    model.blocks[1].ffn = copy.deepcopy(model.blocks[2].ffn)
+
+
+LATER = [epsilon("ln_out"), epsilon("blocks.0.ln0"), epsilon("blocks.1.ln1"), epsilon("blocks.2.ln2"), flag, bias, norm_bias,
+         in_place, data, hook, own_forward, on_class, in_order(2, 1, 0), other_embedding, subclass, another_operator]
+
+
+@each_generation
+@pytest.mark.parametrize("change", LATER)
+@torch.no_grad()
+def test_a_change_after_the_first_text_is_seen(change: Change, generation: str) -> None:
+    """By an engine that goes on, a new decoder, and a cache of what was read."""
+    model, cache = frozen(generation), PrefixCache()
+    options = {"max_new_tokens": 4, "temperature": 0}
+    engine = Engine(model, BYTES, cache)
+    rows = engine.add_all(["ab"], [0], StoppingCriteria(1000), Sampling(banned=(BYTES.end_of_text,)))
+    engine.step()
+    generate_batch(model, BYTES, ["a prompt"], cache=cache, **options)
+    engine.step()
+    state = engine.context().state
+    change(model)
+    engine.step()
+    token = torch.tensor([[rows[0].sample.tokens[-1]]])
+    expected = model(token, state)[0][:, -1]
+    torch.testing.assert_close(engine.context().logits, expected, rtol=0, atol=1e-4)
+    torch.testing.assert_close(decoder_of(model, state).step(token[0]), expected, rtol=0, atol=1e-4)
+    assert generate_batch(model, BYTES, ["a prompt"], cache=cache, **options)[0].tokens == generate_batch(
+        model, BYTES, ["a prompt"], **options)[0].tokens
+    assert_decodes(model)
+
+
+@torch.no_grad()
+def test_the_epsilon_of_rwkv7s_group_norm_is_read_everywhere() -> None:
+    """By the formulas, the fused form and decoding."""
+    model, tokens = frozen("rwkv7"), torch.tensor([[1, 2, 3, 4]])
+    before = model(tokens)[0]
+    for block in model.blocks:
+        block.att.ln_x.eps = 0.5
+    assert_decodes(model)
+    after = model(tokens)[0]
+    torch.testing.assert_close(model.double()(tokens)[0].float(), after, rtol=0, atol=1e-4)
+    assert (after - before).abs().max() > 1e-2
+
+
+@in_c
+@each_generation
+@pytest.mark.parametrize("default", ["device", "dtype"])
+@torch.no_grad()
+def test_a_default_device_or_dtype_changes_no_bit(default: str, generation: str) -> None:
+    """What C reads lies on the CPU, in the dtype that C knows."""
+    model = frozen(generation)
+    options: dict[str, Any] = {"max_new_tokens": 8, "temperature": 0.7, "top_p": 0.9, "repetition_penalty": 1.1,
+                               "presence_penalty": 0.2, "logprobs": 2}
+    expected = generate_batch(model, BYTES, ["hello", "a"], **options)
+    try:
+        if default == "device":
+            torch.set_default_device("meta")
+        else:
+            torch.set_default_dtype(torch.float64)
+        found = generate_batch(model, BYTES, ["hello", "a"], **options)
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(torch.float32)
+    assert [sample.tokens for sample in found] == [sample.tokens for sample in expected]
+
+
+@in_c
+@pytest.mark.parametrize("tensor", [torch.empty(3, device="meta"), torch.eye(3).to_sparse()], ids=["meta", "sparse"])
+def test_c_refuses_a_tensor_whose_numbers_are_elsewhere(tensor: torch.Tensor) -> None:
+    with pytest.raises(ValueError, match="CPU"):
+        native.run("draw", 1, tensor)
