@@ -154,8 +154,9 @@ def _expected_shapes(model: Any) -> dict[str, tuple[int, ...]]:
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """The shapes of all parameters and buffers, and of the weights of quantised layers, by name."""
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))
-    packed = {f"{name}.weight": (layer.out_features, layer.in_features)
-              for name, layer in model.named_modules(remove_duplicate=False) if isinstance(layer, Int8Linear | Int4Linear | PackedLinear)}
+    modules = model.named_modules(remove_duplicate=False)
+    packed = {f"{name}.weight": (layer.out_features, layer.in_features) for name, layer in modules
+              if isinstance(layer, Int8Linear | Int4Linear | PackedLinear)}
     return packed | {name: tuple(tensor.shape) for name, tensor in named}
 
 
