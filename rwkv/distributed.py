@@ -162,7 +162,8 @@ def _ending_at_a_signal() -> Iterator[None]:
     handled = threading.Event()
 
     def watch() -> None:
-        number = reader.recv(1)
+        with reader:
+            number = reader.recv(1)
         if number and not handled.wait(POLL_SECONDS):
             print(f"interrupted by {signal.Signals(number[0]).name}", file=sys.stderr, flush=True)
             os._exit(STOPPED)
