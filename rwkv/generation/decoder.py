@@ -181,14 +181,12 @@ class GpuDecoder:
         self._step = triton_step.step_of(model)
         self._state_type = type(state)
         self._slots: list[int] = []                      # of each row
-        self._step.add_user()
-        weakref.finalize(self, _leave, self._step, self._slots)
+        weakref.finalize(self, self._step.release, self._slots)
         self.join(state)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """The logits (B,V) that follow tokens (B,), in memory that the next step may overwrite."""
-        logits = self._step(tokens, self._order)
-        return logits if self._step.users == 1 else logits.clone()
+        """The logits (B,V) that follow tokens (B,)."""
+        return self._step(tokens, self._order)
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
@@ -214,10 +212,5 @@ class GpuDecoder:
         self._step.reserve(rows)
 
     def _use(self, slots: list[int]) -> None:
-        self._slots[:] = slots                           # the list that _leave has, too
+        self._slots[:] = slots                           # the list that is released with the decoder
         self._order = torch.tensor(slots, dtype=torch.int64, device=self._step.states.device)
-
-
-def _leave(step: GpuStep, slots: list[int]) -> None:
-    step.release(slots)
-    step.users -= 1

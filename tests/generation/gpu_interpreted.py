@@ -3,7 +3,9 @@
 test_gpu.py runs this file in a process with TRITON_INTERPRET=1.
 """
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator
 
 import pytest
@@ -112,7 +114,36 @@ def test_decoders_of_one_model_share_slots_and_not_rows(generation: str) -> None
     step = one._step
     in_use = len(step.states) - 1 - len(step._free)
     del other
-    assert (step.users, in_use - (len(step.states) - 1 - len(step._free))) == (1, 3)
+    assert in_use - (len(step.states) - 1 - len(step._free)) == 3
+
+
+@each_generation
+def test_graphs_of_a_warm_up_serve_every_later_decoder(generation: str) -> None:
+    model = model_of(generation, n_layer=1)
+    first = GpuDecoder(model, model.empty_state(0))
+    first.warm_up(5)
+    captured = dict(first._step._graphs)
+    assert sorted(captured) == [1, 2, 4, 8]
+    others = [GpuDecoder(model, model.empty_state(rows)) for rows in (1, 3)]
+    for decoder, rows in zip(others, (1, 3), strict=True):
+        decoder.step(torch.zeros(rows, dtype=torch.int64))
+    first.join(model.empty_state(1))
+    assert first._step._graphs == captured
+
+
+@each_generation
+def test_a_model_that_nobody_has_is_freed_at_once(generation: str) -> None:
+    """Without the garbage collector, which may take its time while the GPU has no room for the next model."""
+    model = model_of(generation, n_layer=1)
+    decoder = GpuDecoder(model, model.empty_state(1))
+    decoder.step(torch.tensor([1]))
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model, decoder
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @each_generation
