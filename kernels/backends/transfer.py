@@ -9,6 +9,6 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
     The copy reads page-locked memory: from other memory torch waits until the GPU has done all that was queued before.
     """
-    if device.type != "cuda" or tensor.is_cuda:
+    if device.type != "cuda" or tensor.is_cuda or not tensor.numel():
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -18,7 +18,6 @@ from rwkv.model.base import Model, State
 from rwkv.model.decoding import c_step, triton_step
 from rwkv.model.decoding.c_step import CStep, is_plain, step_of, why_not
 from rwkv.model.decoding.layers import norm_function, product_function
-from rwkv.model.decoding.triton_step import GpuStep
 from rwkv.model.derived import tensors_of
 
 

@@ -36,7 +36,7 @@ def main(arch: int) -> None:
             types = {param.name: "constexpr" if param.name in constants else kind(arg)
                      for param, arg in zip(kernel.params, args, strict=True)}
             even = {(i,): BY_16 for i, (param, arg) in enumerate(zip(kernel.params, args, strict=True))
-                    if param.name not in constants and is_even(arg)}
+                    if param.name not in constants and is_even(arg) and not param.do_not_specialize}
             source = ASTSource(kernel, types, constants, even)
             found[name] = facts(compile(source, target=GPUTarget("cuda", arch, 32), options=options))
 

@@ -7,6 +7,7 @@ import gc
 import random
 import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from kernels.draw import NO_BIAS, Bias, Filters, c_v0, triton_v0
 from rwkv.config import Sampling
 from rwkv.generation import engine as engine_module
 from rwkv.generation.decoder import Decoder, GpuDecoder
-from rwkv.generation.engine import Engine
-from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties
+from rwkv.generation.engine import WARM_SAMPLINGS, Engine
+from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, filters_of
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.decoding.triton_step import GpuStep, bucket_of, why_not_on_gpu
 from rwkv.model.quantized import to_packed
@@ -201,6 +202,27 @@ def test_a_few_draws_are_those_of_c() -> None:
 @pytest.mark.soak
 def test_2000_draws_are_those_of_c() -> None:
     draws(500, seed=2)
+
+
+def test_a_warm_up_draws_with_every_variant_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each variant takes seconds to compile, in which no sequence of a server would advance."""
+    launched: set[frozenset[tuple[str, Any]]] = set()
+
+    class Recorder:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **constants: launched.add(frozenset(constants.items()))
+
+    monkeypatch.setattr(triton_v0, "_draw", Recorder())
+    warm = [filters_of(options) for options in WARM_SAMPLINGS if options.temperature]
+    every = [Filters(top_k=top_k, top_p=top_p, min_p=min_p, filters_first=first)
+             for top_k in (0, 1, 16) for top_p in (0.5, 1) for min_p in (0, 0.1, 1) for first in (False, True)]
+    sets = []
+    for all_filters in (warm, every):
+        launched.clear()
+        for filters in all_filters:
+            triton_v0.draw(torch.zeros(1, 70), torch.zeros(1), filters, NO_BIAS)
+        sets.append({*launched})
+    assert sets[0] == sets[1]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")       # NumPy's

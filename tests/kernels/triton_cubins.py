@@ -80,7 +80,7 @@ def launches(widths: tuple[int, ...]) -> Iterator[Any]:
 
 def is_constant(param: Any, arg: Any) -> bool:
     """Triton takes an integer that is 1 for a constant: not everything that one can do with a variable can be done with it."""
-    return param.is_constexpr or (isinstance(arg, int) and arg == 1)
+    return param.is_constexpr or (isinstance(arg, int) and arg == 1 and not param.do_not_specialize)
 
 
 def signature(kernel: JITFunction, args: tuple[Any, ...], constants: dict[str, Any]) -> tuple[Any, ...]:

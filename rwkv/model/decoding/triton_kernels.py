@@ -81,8 +81,9 @@ def products(jobs, weights, scales, shifts, wide, narrow, target, wide_size, nar
     """Several products of rows and matrices W (N,K): y[m,n] = sum_k x[m,k] W[n,k], each with its input, output and action.
 
     A tile of BLOCK_N outputs belongs to one job; the jobs lie in `jobs` (MOST_JOBS,FIELDS), with places of weights counted from
-    `weights`, `scales` and `shifts`; rows of the table without a job begin behind the last tile. target: the buffer of the jobs that go to the wide one. FORM: "float", "int8" with a scale
-    for each output, or "int4" as kernels/matvec packs it. DOT: the dtype in which they are multiplied.
+    `weights`, `scales` and `shifts`; rows of the table without a job begin behind the last tile. target: the buffer of the jobs
+    that go to the wide one. FORM: "float", "int8" with a scale for each output, or "int4" as kernels/matvec packs it. DOT: the
+    dtype in which they are multiplied.
     """
     tile = tl.program_id(0)
     first_tiles = tl.load(jobs + tl.arange(0, 8) * 10)

@@ -266,7 +266,8 @@ class Builder:
         weight, bias, ln0_weight, ln0_bias = self.vectors(own.weight, own.bias, first.weight, first.bias)
         mixes = 0 if past is None else len(past)
         block = 1 << (self.C - 1).bit_length()
-        constants = {"EMBED": ln0 is not None, "MIXES": mixes, "BLOCK": block, "num_warps": warps_for(block, 4 if block <= 2048 else 8)}
+        warps = warps_for(block, 4 if block <= 2048 else 8)
+        constants = {"EMBED": ln0 is not None, "MIXES": mixes, "BLOCK": block, "num_warps": warps}
         args = (self.tokens, self.slots, self._embedding, ln0_weight, ln0_bias, first.eps, weight, bias, own.eps,
                 weight if past is None else past,
                 self.wide_buffer, self.narrow_buffer, self.states, self.V, self.C,
