@@ -36,12 +36,15 @@ from kernels.select import AUTO, folder, select, selectable
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import ModelConfig, OptimConfig, Sampling, TrainerConfig
 from rwkv.generation.decoder import CDecoder, decoder_of
+from rwkv.generation.engine import Engine
 from rwkv.generation.prefill import prefill
 from rwkv.generation.sampling import drawing_on, next_tokens
+from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model import fused_form
 from rwkv.model.base import generation
 from rwkv.model.quantized import to_packed
 from rwkv.pretrained import RWKV
+from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.device import dtype_for, set_product_precision
 from rwkv.training.graphs import Replay
 from rwkv.training.task import LanguageModel
@@ -426,19 +429,50 @@ def _generating(check: Check, L: int, C: int, form: str) -> RWKV:
 
 
 def serve(check: Check) -> None:
-    """Streams of many clients at once over HTTP, past their prompts, from serve.py with a random model in bfloat16."""
+    """Many texts at once, past their prompts: of the engine alone, and of clients of serve.py over HTTP."""
     shape, clients = ((12, 768, 65472), (1, 16, 64)) if check.on_gpu else ((2, 64, 1024), (1, 2))
-    seconds = 6.0 if check.on_gpu else 1.0
+    seconds = 5.0 if check.on_gpu else 0.5
     checkpoint = write_checkpoint(check.scratch, "rwkv7", shape)
-    serving.write_vocabulary(checkpoint.with_name(serving.VOCABULARY), shape[-1])
-    options = f"device={check.device}", f"max_rows={max(clients)}"
+    vocabulary = checkpoint.with_name(serving.VOCABULARY)
+    serving.write_vocabulary(vocabulary, shape[-1])
+    with check.measuring(engine="bfloat16"):
+        _engine(check, checkpoint, vocabulary, clients, seconds)
+    if missing := missing_for_server():
+        check.add(server="bfloat16", skipped=f"not installed: {missing}")
+        return
     with check.measuring(server="bfloat16"):
         start = time.perf_counter()
-        with serving.serving(checkpoint, "bfloat16", *options) as server:
+        with serving.serving(checkpoint, "bfloat16", f"device={check.device}", f"max_rows={max(clients)}") as server:
             check.add(server="bfloat16", ready_s=time.perf_counter() - start)
             for n in clients:
                 tok_s, busy = serving.rate_over_http(server, n, seconds, n)
                 check.add(server="bfloat16", clients=n, tok_s=tok_s, client_cpu=busy)
+
+
+def _engine(check: Check, checkpoint: Path, vocabulary: Path, texts: Sequence[int], seconds: float) -> None:
+    model = RWKV.from_pretrained(checkpoint, device=check.device, dtype="bfloat16")
+    tokenizer = Tokenizer.named(str(vocabulary))
+    start = time.perf_counter()
+    Engine(model, tokenizer).warm_up(max(texts))
+    check.add(engine="bfloat16", warm_up_s=time.perf_counter() - start)
+    for n in texts:
+        engine = Engine(model, tokenizer)
+        start = time.perf_counter()
+        for seed in range(n):
+            engine.add(serving.PROMPT, seed, StoppingCriteria(10**9), Sampling(temperature=1, top_p=0.8, banned=(0,)))
+        while len(engine.step()) < n:
+            pass
+        read_s, start, steps = time.perf_counter() - start, time.perf_counter(), 0
+        while time.perf_counter() < start + seconds:
+            engine.step()
+            steps += 1
+        check.add(engine="bfloat16", texts=n, prompts_s=read_s, tok_s=n * steps / (time.perf_counter() - start))
+
+
+def missing_for_server() -> str:
+    """The packages of serve.py that are not installed."""
+    needed = ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "llguidance")
+    return ", ".join(name for name in needed if importlib.util.find_spec(name) is None)
 
 
 # Programs
@@ -498,8 +532,11 @@ def programs(check: Check) -> None:
                 "max_new_tokens=20", "dtype=float32")
     run_program(check, "chat", "chat.py", saved, device, "max_tokens=10", text="Hello\n")
     run_program(check, "evaluate", "-m", "rwkv.tools.evaluate", saved, device, "data.path=CONTRIBUTING.md")
-    with check.measuring(program="serve"):
-        _serve(check, saved, device)
+    if missing := missing_for_server():
+        check.add(program="serve", skipped=f"not installed: {missing}")
+    else:
+        with check.measuring(program="serve"):
+            _serve(check, saved, device)
     run_program(check, "train tiny with a probe",
                 *training(check, "probed", "tiny", "trainer.max_steps=20", "trainer.probe=true"))
 

@@ -159,8 +159,6 @@ class Engine:
         """Reads and generates a few tokens, so that no later text waits for things that are made at their first use: compiled
         kernels, weights in the order of a product, memory, threads; on a GPU the graphs for up to that many rows, and the
         kernels for all kinds of sampling."""
-        if isinstance(self._decoder, GpuDecoder):
-            self._decoder.warm_up(rows)
         budget, longest, _ = self._chunks
         for tokens in (budget, longest, budget - 1, 1):  # kernels may treat short, odd and single lengths in other ways
             prefill(self._model, torch.zeros(1, tokens, dtype=torch.long))
@@ -168,9 +166,12 @@ class Engine:
         for n_logprobs in (None, 1):                     # one row, then two
             texts.add([0], 0, StoppingCriteria(WARM_TOKENS), Sampling(), n_logprobs)
             texts.step()
+        texts.run()
         for options in WARM_SAMPLINGS if self._draw_device.type == "cuda" else ():
             texts.add([0], 0, StoppingCriteria(1), options)
-        texts.run()
+            texts.run()
+        if isinstance(self._decoder, GpuDecoder):        # last: more slots than before would need other graphs
+            self._decoder.warm_up(rows)
 
     @property
     def unfinished(self) -> bool:

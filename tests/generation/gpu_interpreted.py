@@ -20,7 +20,7 @@ from rwkv.generation.decoder import Decoder, GpuDecoder
 from rwkv.generation.engine import WARM_SAMPLINGS, Engine
 from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, filters_of
 from rwkv.generation.stopping import StoppingCriteria
-from rwkv.model.decoding.triton_step import GpuStep, bucket_of, why_not_on_gpu
+from rwkv.model.decoding.triton_step import GpuStep, bucket_of, step_of, why_not_on_gpu
 from rwkv.model.quantized import to_packed
 from rwkv.model.state import State
 from rwkv.pretrained import RWKV
@@ -130,6 +130,21 @@ def test_graphs_of_a_warm_up_serve_every_later_decoder(generation: str) -> None:
         decoder.step(torch.zeros(rows, dtype=torch.int64))
     first.join(model.empty_state(1))
     assert first._step._graphs == captured
+
+
+def test_after_an_engines_warm_up_no_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("reference", generation="rwkv4", vocab_size=257, n_layer=1, n_embd=16, n_ffn=16).requires_grad_(False)
+    monkeypatch.setattr(engine_module, "decoder_of", GpuDecoder)
+    monkeypatch.setattr(engine_module, "prefill", lambda model, tokens: None)    # long prompts take long here
+    engine = Engine(model, ByteTokenizer())
+    engine.warm_up(2)
+    step = step_of(model)
+    captured = dict(step._graphs)
+    assert sorted(captured) == [1, 2]
+    for seed in range(2):
+        engine.add([1], seed, StoppingCriteria(2))
+    engine.run()
+    assert step._graphs == captured
 
 
 @each_generation
