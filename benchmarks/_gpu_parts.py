@@ -26,6 +26,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from benchmarks import serving
+from benchmarks.generation import write_checkpoint
 from benchmarks.gpu_check import PATIENCE, PUBLISHED, Rows
 from kernels.compare import errors, misses
 from kernels.machine.hardware import ROOT
@@ -33,12 +35,16 @@ from kernels.registry import why_not
 from kernels.select import AUTO, folder, select, selectable
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.config import ModelConfig, OptimConfig, Sampling, TrainerConfig
-from rwkv.generation.decoder import decoder_of
+from rwkv.generation.decoder import CDecoder, decoder_of
+from rwkv.generation.engine import Engine
 from rwkv.generation.prefill import prefill
-from rwkv.generation.sampling import next_tokens
+from rwkv.generation.sampling import drawing_on, next_tokens
+from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model import fused_form
 from rwkv.model.base import generation
+from rwkv.model.quantized import to_packed
 from rwkv.pretrained import RWKV
+from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.device import dtype_for, set_product_precision
 from rwkv.training.graphs import Replay
 from rwkv.training.task import LanguageModel
@@ -104,7 +110,7 @@ class Check:
         """What fails inside is a row. A fault of the GPU ends the part."""
         try:
             yield
-        except Exception as error:
+        except (Exception, SystemExit) as error:         # a benchmark's own programs exit with a sentence
             self.add(**about, error=f"{type(error).__name__}: {str(error)[:300]}")
             del error
             self._require_life()
@@ -368,28 +374,48 @@ def _forward_and_backward(check: Check, name: str, shape: list[int], forward: Ca
 
 
 def decode(check: Check) -> None:
-    for dtype in (torch.bfloat16, torch.float32):
-        for name, L, C in (("0.1b", 12, 768), ("1.5b", 24, 2048)) if check.on_gpu else (("tiny", 2, 64),):
-            model = _generating(check, L, C, dtype)
-            about: dict[str, Any] = {"model": name, "dtype": str(dtype)}
-            for B in (1, 8, 64, 512) if check.on_gpu else (1, 2):
-                with check.measuring(**about, rows=B):
-                    decoder, tokens = decoder_of(model, model.empty_state(B)), torch.zeros(B, dtype=torch.long)
-                    logits = decoder.step(tokens)
-                    row = {"step_ms": milliseconds(check, lambda d=decoder, t=tokens: d.step(t))}
-                    uniform = torch.rand(B, dtype=torch.float64)
-                    start = time.perf_counter()
-                    next_tokens(logits, uniform, Sampling(temperature=1.0, top_p=0.8))
-                    row["sampling_ms"] = 1000 * (time.perf_counter() - start)
-                    check.add(**about, rows=B, tok_s=1000 * B / sum(row.values()), **row)
-            for T in (512, 4096) if check.on_gpu else (16,):
-                with check.measuring(**about, prefill=T):
-                    ids = torch.zeros(1, T, dtype=torch.long)
-                    ms = milliseconds(check, lambda m=model, ids=ids: prefill(m, ids), 0.5)
-                    check.add(**about, prefill=T, ms=ms, tok_s=1000 * T / ms)
+    """In the order of what is asked for most; packed weights, which pay for large models, for the large one alone."""
+    tiny, small, large = ("tiny", 2, 64), ("0.1b", 12, 768), ("1.5b", 24, 2048)
+    sizes = (small, large) if check.on_gpu else (tiny,)
+    for form in ("bfloat16", "int8", "int4", "float32") if check.on_gpu else ("bfloat16", "float32"):
+        for name, L, C in sizes[-1:] if form.startswith("int") else sizes:
+            about = {"model": name, "dtype": form}
+            with check.measuring(**about):
+                _decode(check, _generating(check, L, C, form), about)
+            check._require_life()
 
 
-def _generating(check: Check, L: int, C: int, dtype: torch.dtype) -> RWKV:
+def _decode(check: Check, model: RWKV, about: dict[str, Any]) -> None:
+    """What a user gets: the model's own decoder, and tokens drawn where its engine draws them."""
+    options = Sampling(temperature=1.0, top_p=0.8)
+    for B in (1, 8, 64, 512) if check.on_gpu else (1, 2):
+        with check.measuring(**about, rows=B):
+            start = time.perf_counter()
+            decoder = decoder_of(model, model.empty_state(B))
+            draw, _ = drawing_on(model.emb.weight.device, isinstance(decoder, CDecoder))
+            tokens, uniform = torch.zeros(B, dtype=torch.long), torch.rand(B, dtype=torch.float64)
+
+            def drawn(logits: Tensor, uniform: Tensor = uniform, draw: Any = draw) -> Tensor:
+                return next_tokens(logits, uniform, options, draw=draw)
+
+            logits = decoder.step(drawn(decoder.step(tokens)))
+            row = {"first_tokens_s": time.perf_counter() - start,
+                   "step_ms": milliseconds(check, lambda d=decoder, t=tokens: d.step(t)),
+                   "sampling_ms": milliseconds(check, lambda f=drawn, x=logits: f(x)),
+                   "token_ms": milliseconds(check, lambda f=drawn, d=decoder, t=tokens: f(d.step(t)))}
+            check.add(**about, rows=B, decoder=type(decoder).__name__, tok_s=1000 * B / row["token_ms"], **row)
+            del decoder, logits          # its slots, for the next one
+    for T in (32, 512, 4096) if check.on_gpu else (16,):
+        with check.measuring(**about, prefill=T):
+            ids = torch.zeros(1, T, dtype=torch.long)
+            ms = milliseconds(check, lambda ids=ids: prefill(model, ids), 0.5)
+            check.add(**about, prefill=T, ms=ms, tok_s=1000 * T / ms)
+
+
+def _generating(check: Check, L: int, C: int, form: str) -> RWKV:
+    """A random model with its weights in this dtype."""
+    packed = form.startswith("int")
+    dtype = torch.float32 if packed else getattr(torch, form)
     operator = select("wkv7", AUTO, check.device, dtype)
     with torch.device(check.device):
         model = RWKV(ModelConfig(generation="rwkv7", n_layer=L, n_embd=C), 65536 if check.on_gpu else 256, operator)
@@ -399,7 +425,54 @@ def _generating(check: Check, L: int, C: int, dtype: torch.dtype) -> RWKV:
             parameter.normal_(std=0.02)
             if not name.endswith("w0"):
                 parameter.data = parameter.data.to(dtype)
-    return model
+    return to_packed(model.cpu(), form, check.device) if packed else model
+
+
+def serve(check: Check) -> None:
+    """Many texts at once, past their prompts: of the engine alone, and of clients of serve.py over HTTP."""
+    shape, clients = ((12, 768, 65472), (1, 16, 64)) if check.on_gpu else ((2, 64, 1024), (1, 2))
+    seconds = 5.0 if check.on_gpu else 0.5
+    checkpoint = write_checkpoint(check.scratch, "rwkv7", shape)
+    vocabulary = checkpoint.with_name(serving.VOCABULARY)
+    serving.write_vocabulary(vocabulary, shape[-1])
+    with check.measuring(engine="bfloat16"):
+        _engine(check, checkpoint, vocabulary, clients, seconds)
+    if missing := missing_for_server():
+        check.add(server="bfloat16", skipped=f"not installed: {missing}")
+        return
+    with check.measuring(server="bfloat16"):
+        start = time.perf_counter()
+        with serving.serving(checkpoint, "bfloat16", f"device={check.device}", f"max_rows={max(clients)}") as server:
+            check.add(server="bfloat16", ready_s=time.perf_counter() - start)
+            for n in clients:
+                tok_s, busy = serving.rate_over_http(server, n, seconds, n)
+                check.add(server="bfloat16", clients=n, tok_s=tok_s, client_cpu=busy)
+
+
+def _engine(check: Check, checkpoint: Path, vocabulary: Path, texts: Sequence[int], seconds: float) -> None:
+    model = RWKV.from_pretrained(checkpoint, device=check.device, dtype="bfloat16")
+    tokenizer = Tokenizer.named(str(vocabulary))
+    start = time.perf_counter()
+    Engine(model, tokenizer).warm_up(max(texts))
+    check.add(engine="bfloat16", warm_up_s=time.perf_counter() - start)
+    for n in texts:
+        engine = Engine(model, tokenizer)
+        start = time.perf_counter()
+        for seed in range(n):
+            engine.add(serving.PROMPT, seed, StoppingCriteria(10**9), Sampling(temperature=1, top_p=0.8, banned=(0,)))
+        while len(engine.step()) < n:
+            pass
+        read_s, start, steps = time.perf_counter() - start, time.perf_counter(), 0
+        while time.perf_counter() < start + seconds:
+            engine.step()
+            steps += 1
+        check.add(engine="bfloat16", texts=n, prompts_s=read_s, tok_s=n * steps / (time.perf_counter() - start))
+
+
+def missing_for_server() -> str:
+    """The packages of serve.py that are not installed."""
+    needed = ("starlette", "uvicorn", "httptools", "msgspec", "prometheus_client", "llguidance")
+    return ", ".join(name for name in needed if importlib.util.find_spec(name) is None)
 
 
 # Programs
@@ -459,8 +532,11 @@ def programs(check: Check) -> None:
                 "max_new_tokens=20", "dtype=float32")
     run_program(check, "chat", "chat.py", saved, device, "max_tokens=10", text="Hello\n")
     run_program(check, "evaluate", "-m", "rwkv.tools.evaluate", saved, device, "data.path=CONTRIBUTING.md")
-    with check.measuring(program="serve"):
-        _serve(check, saved, device)
+    if missing := missing_for_server():
+        check.add(program="serve", skipped=f"not installed: {missing}")
+    else:
+        with check.measuring(program="serve"):
+            _serve(check, saved, device)
     run_program(check, "train tiny with a probe",
                 *training(check, "probed", "tiny", "trainer.max_steps=20", "trainer.probe=true"))
 
@@ -530,7 +606,7 @@ def tests(check: Check) -> None:
     run_program(check, "tests of kernels/", "-m", "pytest", *chosen, *marked, "--device", check.device, most=600)
 
 
-PARTS = (machine, right, train, wkv7, decode, wkv4, resume, programs, compiled, shards, peers, tests)
+PARTS = (machine, right, train, wkv7, decode, serve, wkv4, resume, programs, compiled, shards, peers, tests)
 
 
 def main() -> None:

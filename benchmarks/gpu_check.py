@@ -10,7 +10,8 @@ parts. Several calls with other --only= add up in one folder.
     train       training steps: tokens/s, host time, launches, peak memory, the longest kernels; in bf16-mixed, float32 and
                 tf32, with CUDA graphs, and without the fused forms
     wkv7        forward and backward of every kernel      wkv4    the same for RWKV-4
-    decode      a step for 1 to 512 rows, sampling, and prefill
+    decode      a step for 1 to 512 rows and its tokens drawn, in bfloat16, int8, int4 and float32; prefill
+    serve       1, 16 and 64 texts at once: by the engine alone, and for clients of serve.py
     resume      a run that is continued from a checkpoint has the bits of the run that was not interrupted
     programs    train.py, generate.py, chat.py, evaluate and serve.py, as a user calls them
     compiled    training steps with trainer.compile=true
@@ -64,9 +65,9 @@ class Part(NamedTuple):
     limit_s: float
 
 
-PARTS = (Part("machine", 45), Part("right", 80), Part("train", 150), Part("wkv7", 60), Part("decode", 70), Part("wkv4", 40),
-         Part("resume", 90), Part("programs", 120), Part("compiled", 80), Part("shards", 70), Part("peers", 60),
-         Part("tests", 240))
+PARTS = (Part("machine", 45), Part("right", 80), Part("train", 150), Part("wkv7", 60), Part("decode", 120), Part("serve", 90),
+         Part("wkv4", 40), Part("resume", 90), Part("programs", 120), Part("compiled", 80), Part("shards", 70),
+         Part("peers", 60), Part("tests", 240))
 
 
 class Rows:

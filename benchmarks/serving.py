@@ -199,7 +199,7 @@ def share(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
             rates: dict[str, list[float]] = {"http": [], "engine": [], "decoder": []}
             busy: list[float] = []
             for turn in range(args.turns):
-                rate, client = _rate_over_http(server, texts, args.seconds / args.turns, turn)
+                rate, client = rate_over_http(server, texts, args.seconds / args.turns, turn)
                 rates["http"].append(rate)
                 busy.append(client)
                 for name, found in alone([texts, args.seconds / args.turns]).items():
@@ -212,7 +212,7 @@ def share(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
             yield row
 
 
-def _rate_over_http(server: Server, texts: int, seconds: float, turn: int) -> tuple[float, float]:
+def rate_over_http(server: Server, texts: int, seconds: float, turn: int) -> tuple[float, float]:
     """Events per second of all streams past their prompts, and the client's share of a core."""
     with selectors.DefaultSelector() as selector:
         clients = [Client(server, LONGEST, 1000 * turn + seed) for seed in range(texts)]
@@ -252,9 +252,9 @@ def peers(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
             for turn in range(args.turns):
                 for key, server in servers.items():
                     server.signal(signal.SIGCONT)
-                    rates[key]["quiet"].append(_rate_over_http(server, texts, args.seconds / args.turns, turn)[0])
+                    rates[key]["quiet"].append(rate_over_http(server, texts, args.seconds / args.turns, turn)[0])
                     company.send_signal(signal.SIGCONT)
-                    rates[key]["busy"].append(_rate_over_http(server, texts, args.seconds / args.turns, turn)[0])
+                    rates[key]["busy"].append(rate_over_http(server, texts, args.seconds / args.turns, turn)[0])
                     company.send_signal(signal.SIGSTOP)
                     server.signal(signal.SIGSTOP)
             for (of, form), found in rates.items():

@@ -8,13 +8,16 @@ import torch
 def capture(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
     """A function that repeats what run() launches, with the same buffers; on a CPU it is run itself.
 
-    run() is called twice: once to compile and load its kernels, and once while it is captured, when nothing is computed.
+    run() is called twice: once to compile and load its kernels, and once while it is captured, when nothing is computed. Other
+    threads may allocate memory on the device meanwhile: a capture forbids that only to its own thread.
     """
-    run()
     if device.type != "cuda":
-        return run
-    torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.device(device), torch.cuda.graph(graph):
         run()
+        return run
+    with torch.cuda.device(device):      # Triton launches on the current device, and a stream of its own belongs to it
+        run()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=torch.cuda.Stream(), capture_error_mode="thread_local"):
+            run()
     return graph.replay

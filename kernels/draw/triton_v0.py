@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from kernels.backends.transfer import to_device
 from kernels.draw import Bias, Filters
 from kernels.registry import Requires
 
@@ -28,7 +29,7 @@ def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias) -> Tenso
     if not rows:
         return drawn
     if len(bias.ids):
-        logits = _biased(logits, bias.ids.to(logits.device).long(), bias.values.to(logits.device))
+        logits = _biased(logits, bias)
     logits = logits if logits.stride(1) == 1 else logits.contiguous()
     top_k = filters.top_k if filters.top_k < V else 0
     filtered = bool(top_k or filters.top_p < 1 or filters.min_p > 0)
@@ -37,20 +38,22 @@ def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias) -> Tenso
     ids = logits.new_empty(rows, listed, dtype=torch.int32)
     block = min(BLOCK, max(PART, triton.next_power_of_2(V)))
     with torch.cuda.device_of(logits):
-        _draw[(rows,)](logits, uniform.to(logits.device, torch.float64), drawn, numbers, ids, logits.stride(0), V, listed,
-                       1 / filters.temperature, top_k, filters.top_p, filters.min_p, FILTERED=filtered, TOP_K=top_k > 0,
-                       IN_ORDER=bool(top_k or filters.top_p < 1), FILTERS_FIRST=filtered and filters.filters_first,
-                       BLOCK=block, PARTS=triton.next_power_of_2(triton.cdiv(V, PART)), LISTED=min(LISTED, block), PART=PART,
-                       num_warps=8, enable_fp_fusion=True)
+        _draw[(rows,)](logits, to_device(uniform.double(), logits.device), drawn, numbers, ids, logits.stride(0), V, listed,
+                       1 / filters.temperature, top_k, float(filters.top_p), float(filters.min_p), FILTERED=filtered,
+                       TOP_K=top_k > 0, IN_ORDER=bool(top_k or filters.top_p < 1),
+                       FILTERS_FIRST=filtered and filters.filters_first, BLOCK=block,
+                       PARTS=triton.next_power_of_2(triton.cdiv(V, PART)), LISTED=min(LISTED, block), PART=PART, num_warps=8,
+                       enable_fp_fusion=True)
     return drawn
 
 
-def _biased(logits: Tensor, ids: Tensor, values: Tensor) -> Tensor:
-    banned = values == -torch.inf
+def _biased(logits: Tensor, bias: Bias) -> Tensor:
+    """The logits, which stay as they are, with the bias added. What depends on its values is decided on the host."""
+    banned = bias.values == -torch.inf
+    values = to_device(torch.where(banned, 0.0, bias.values), logits.device)
     logits = logits.float().clone()
-    logits.index_add_(1, ids, torch.where(banned, 0.0, values).expand(len(logits), -1))
-    logits[:, ids[banned]] = -torch.inf
-    return logits
+    logits.index_add_(1, to_device(bias.ids.long(), logits.device), values.expand(len(logits), -1))
+    return logits.index_fill_(1, to_device(bias.ids[banned].long(), logits.device), -torch.inf)
 
 
 @triton.jit
@@ -175,7 +178,7 @@ def _logit_of_likeliest(row, numbers, V, k, BLOCK: tl.constexpr, PARTS: tl.const
     return tl.where(found >= LEAST, found, LEAST)        # NaN for too few parts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["top_k"])  # 1 and multiples of 16 would be compiled on their own
 def _draw(logits, uniform, drawn, numbers, ids, stride, V, listed, inverse_temperature, top_k, top_p, min_p,
           FILTERED: tl.constexpr, TOP_K: tl.constexpr, IN_ORDER: tl.constexpr, FILTERS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
           PARTS: tl.constexpr, LISTED: tl.constexpr, PART: tl.constexpr):

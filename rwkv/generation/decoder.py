@@ -18,7 +18,6 @@ from rwkv.model.base import Model, State
 from rwkv.model.decoding import c_step, triton_step
 from rwkv.model.decoding.c_step import CStep, are_in_order, is_plain, step_of, why_not
 from rwkv.model.decoding.layers import norm_function, product_function
-from rwkv.model.decoding.triton_step import GpuStep
 from rwkv.model.derived import tensors_of
 
 
@@ -182,14 +181,12 @@ class GpuDecoder:
         self._step = triton_step.step_of(model)
         self._state_type = type(state)
         self._slots: list[int] = []                      # of each row
-        self._step.add_user()
-        weakref.finalize(self, _leave, self._step, self._slots)
+        weakref.finalize(self, self._step.release, self._slots)
         self.join(state)
 
     def step(self, tokens: Tensor) -> Tensor:
-        """The logits (B,V) that follow tokens (B,), in memory that the next step may overwrite."""
-        logits = self._step(tokens, self._order)
-        return logits if self._step.users == 1 else logits.clone()
+        """The logits (B,V) that follow tokens (B,)."""
+        return self._step(tokens, self._order)
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
@@ -215,10 +212,5 @@ class GpuDecoder:
         self._step.reserve(rows)
 
     def _use(self, slots: list[int]) -> None:
-        self._slots[:] = slots                           # the list that _leave has, too
+        self._slots[:] = slots                           # the list that is released with the decoder
         self._order = torch.tensor(slots, dtype=torch.int64, device=self._step.states.device)
-
-
-def _leave(step: GpuStep, slots: list[int]) -> None:
-    step.release(slots)
-    step.users -= 1

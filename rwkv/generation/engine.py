@@ -8,11 +8,13 @@ seed and its options, not on the other rows or on how it is streamed.
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.backends.transfer import to_device
 from rwkv.config import LARGEST_SEED, Sampling, strings, whole_number, whole_numbers
 from rwkv.errors import UserError
 from rwkv.generation.decoder import CDecoder, GpuDecoder, decoder_of
@@ -20,7 +22,7 @@ from rwkv.generation.grammar import Grammar
 from rwkv.generation.logprobs import entry, logprobs
 from rwkv.generation.prefill import EMPTY, Key, PrefillResult, PrefixCache, Reading, chunks_on, prefill
 from rwkv.generation.row import CANCELLED, Row, Sample
-from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, drawing_on, next_tokens
+from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, drawing_on, on_host, queued_tokens
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model, State
 from rwkv.model.derived import Watch
@@ -28,6 +30,10 @@ from rwkv.tokenizer.decoders import LAST_IDS, require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 WARM_TOKENS = 4                          # of a text that nobody reads
+WARM_SAMPLINGS = (                       # one for each variant of the kernels that draw on a GPU
+    Sampling(), Sampling(temperature=0), Sampling(presence_penalty=0.5), Sampling(top_k=2), Sampling(top_p=1),
+    Sampling(top_p=1, min_p=0.1), Sampling(order="rwkv"), Sampling(order="rwkv", top_k=2),
+    Sampling(order="rwkv", top_p=1, min_p=0.1))
 WATCH_ON_GPU = 64                        # steps between two looks at the weights, each of which waits for the GPU
 
 
@@ -151,16 +157,21 @@ class Engine:
 
     def warm_up(self, rows: int = 1) -> None:
         """Reads and generates a few tokens, so that no later text waits for things that are made at their first use: compiled
-        kernels, weights in the order of a product, memory, threads; on a GPU the graphs for up to that many rows."""
-        if isinstance(self._decoder, GpuDecoder):
-            self._decoder.warm_up(rows)
-        for tokens in (self._chunks.budget, self._chunks.longest):       # kernels may treat short sequences in another way
+        kernels, weights in the order of a product, memory, threads; on a GPU the graphs for up to that many rows, and the
+        kernels for all kinds of sampling."""
+        budget, longest, _ = self._chunks
+        for tokens in (budget, longest, budget - 1, 1):  # kernels may treat short, odd and single lengths in other ways
             prefill(self._model, torch.zeros(1, tokens, dtype=torch.long, device="cpu"))
         texts = Engine(self._model, self._tokenizer)     # without the cache
         for n_logprobs in (None, 1):                     # one row, then two
             texts.add([0], 0, StoppingCriteria(WARM_TOKENS), Sampling(), n_logprobs)
             texts.step()
         texts.run()
+        for options in WARM_SAMPLINGS if self._draw_device.type == "cuda" else ():
+            texts.add([0], 0, StoppingCriteria(1), options)
+            texts.run()
+        if isinstance(self._decoder, GpuDecoder):        # last: more slots than before would need other graphs
+            self._decoder.warm_up(rows)
 
     @property
     def unfinished(self) -> bool:
@@ -315,16 +326,19 @@ class Engine:
         groups: dict[Sampling, list[int]] = {}
         for position, row in enumerate(self._rows):
             groups.setdefault(row.sampling, []).append(position)
+        queued = []
         for options, positions in groups.items():
             rows = [self._rows[position] for position in positions]
             penalties: Any = [row.penalties for row in rows if row.penalties is not None] or None
-            of_group = logits if len(rows) == len(self._rows) else logits[positions]
+            places = to_device(torch.tensor(positions, device="cpu"), logits.device)
+            of_group = logits if len(rows) == len(self._rows) else logits[places]
             uniform = torch.tensor([row.uniform() for row in rows], dtype=torch.float64, device="cpu")
-            drawn = next_tokens(of_group, uniform, options, penalties, self._draw_by)
-            for position, row, token in zip(positions, rows, drawn.tolist(), strict=True):
-                tokens[position] = token
-                if row.penalties is not None:
-                    row.penalties.add(token)
+            queued.append(queued_tokens(of_group, uniform, options, penalties, self._draw_by))
+        for position, token in zip(chain.from_iterable(groups.values()), on_host(queued).tolist(), strict=True):
+            tokens[position] = token
+            chosen = self._rows[position].penalties
+            if chosen is not None:
+                chosen.add(token)
         self._keep_logprobs(logits, tokens)
         return tokens
 
@@ -334,7 +348,7 @@ class Engine:
         if held:
             logits = logits.clone()
         for position, forbidden in held:
-            logits[position].masked_fill_(forbidden.to(logits.device), -torch.inf)
+            logits[position].masked_fill_(to_device(forbidden, logits.device), -torch.inf)
         return logits
 
     def _keep_logprobs(self, logits: Tensor, tokens: list[int]) -> None:

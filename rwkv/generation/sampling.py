@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from kernels import registry
+from kernels.backends.transfer import to_device
 from kernels.draw import NO_BIAS, Bias, Draw, Filters, penalize
 from kernels.select import AUTO, resolve
 from rwkv.config import Sampling
@@ -133,14 +134,16 @@ class PenaltyTable:
             self._counts = torch.cat((self._counts, self._counts.new_zeros(more, self._counts.shape[1])))
             self._flags = torch.cat((self._flags, self._flags.new_zeros(more, self._flags.shape[1])))
             self._free = list(range(n, n + more))
-        return self._free.pop()
-
-    def mark(self, slot: int, ids: Collection[int], flag: int) -> None:
-        self._flags[slot, torch.tensor([*ids], dtype=torch.int64, device=self._flags.device)] |= flag
-
-    def release(self, slot: int) -> None:
+        slot = self._free.pop()
         self._counts[slot] = 0
         self._flags[slot] = 0
+        return slot
+
+    def mark(self, slot: int, ids: Collection[int], flag: int) -> None:
+        self._flags[slot, to_device(torch.tensor([*ids], dtype=torch.int64), self._flags.device)] |= flag
+
+    def release(self, slot: int) -> None:
+        """Launches nothing: the garbage collector may call it in any thread, and while a CUDA graph is captured."""
         self._free.append(slot)
 
     def forget(self) -> None:
@@ -149,12 +152,11 @@ class PenaltyTable:
 
     def apply(self, logits: Tensor, rows: Sequence["TablePenalties"]) -> Tensor:
         """The logits (B,V) float32 after the penalties of each row."""
-        places = torch.tensor([[row.slot, row.take_last()] for row in rows], device=logits.device)
+        slots, last = to_device(torch.tensor([[row.slot for row in rows], [row.take_last() for row in rows]]), logits.device)
         if [*rows] != self._rows:
             self._rows = [*rows]
-            self._options = torch.tensor([row.numbers for row in rows], dtype=torch.float64, device=logits.device)
-        return penalize(logits, self._counts, self._flags, places[:, 0].contiguous(),
-                                           places[:, 1].contiguous(), self._options)
+            self._options = to_device(torch.tensor([row.numbers for row in rows], dtype=torch.float64), logits.device)
+        return penalize(logits, self._counts, self._flags, slots, last, self._options)
 
 
 class TablePenalties:
@@ -200,23 +202,33 @@ def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
     penalties: of each row; None if the options have none. draw: a function of kernels/draw for the device of the logits; None
     for PyTorch, which draws on the CPU. Raises UserError where the logits are not finite.
     """
+    return on_host([queued_tokens(logits, uniform, options, penalties, draw)])
+
+
+def queued_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
+                  penalties: AllPenalties | None = None, draw: Draw | None = None) -> Tensor:
+    """next_tokens on the device of the logits, without waiting for it: -1 for a row whose logits are not finite."""
     logits = logits.float()
     if options.temperature == 0:
         logits = changed(logits, options, penalties)
-        drawn = torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1)
-    elif draw is None:
+        return torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1)
+    if draw is None:
         logits = changed(logits.cpu(), options, penalties)
         _require_finite(bool(logits.amax(-1).isfinite().all()))
         ids, probabilities = distribution(logits, options)
         drawn = pick(probabilities, uniform)
-        drawn = drawn if ids is None else ids.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
-    elif penalties is not None:          # they act on biased logits
-        drawn = draw(changed(logits, options, penalties), uniform, filters_of(options), NO_BIAS)
-    else:
-        drawn = draw(logits, uniform, filters_of(options), bias_of(options))
-    drawn = drawn.cpu()                  # the one point at which the host waits for a GPU
-    _require_finite(bool((drawn >= 0).all()))
-    return drawn
+        return drawn if ids is None else ids.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
+    if penalties is not None:            # they act on biased logits
+        return draw(changed(logits, options, penalties), uniform, filters_of(options), NO_BIAS)
+    return draw(logits, uniform, filters_of(options), bias_of(options))
+
+
+def on_host(drawn: Sequence[Tensor]) -> Tensor:
+    """The results of several calls of queued_tokens, one after the other, on the CPU: the one point at which the host waits for
+    a GPU. Raises UserError where logits were not finite."""
+    tokens = torch.cat([*drawn]).cpu()
+    _require_finite(bool((tokens >= 0).all()))
+    return tokens
 
 
 def changed(logits: Tensor, options: Sampling, penalties: AllPenalties | None) -> Tensor:
@@ -226,7 +238,7 @@ def changed(logits: Tensor, options: Sampling, penalties: AllPenalties | None) -
     for token, bias in options.logit_bias.items():
         logits[:, token] += bias
     if options.banned:
-        logits[:, list(options.banned)] = -torch.inf
+        logits.index_fill_(1, to_device(torch.tensor([*options.banned]), logits.device), -torch.inf)
     if not penalties:
         return logits
     return cast(Any, type(penalties[0])).apply_all(logits, penalties)    # all rows of a group are of one class

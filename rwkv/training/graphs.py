@@ -114,11 +114,14 @@ class Replay:
     def _captured(self, x: Tensor) -> Any:
         """The graph, or None, with a line that says why, where the capture fails."""
         kind = x.device.type
-        sample = torch.randn_like(x).requires_grad_()
+        sample = x.detach().clone().requires_grad_()     # not random: a run that is continued captures once more
+        stream = torch.cuda.current_stream() if kind == "cuda" else None
         try:
             with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False):
                 return self._capture(_Blocks(self._model), (sample,), allow_unused_input=True)
         except RuntimeError as error:
+            if stream is not None:
+                torch.cuda.set_stream(stream)            # a capture that fails may leave its own
             log(f"no CUDA graphs: {str(error).splitlines()[0]}")
             return None
 

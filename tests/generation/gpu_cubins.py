@@ -36,17 +36,18 @@ def main(arch: int) -> None:
             types = {param.name: "constexpr" if param.name in constants else kind(arg)
                      for param, arg in zip(kernel.params, args, strict=True)}
             even = {(i,): BY_16 for i, (param, arg) in enumerate(zip(kernel.params, args, strict=True))
-                    if param.name not in constants and is_even(arg)}
+                    if param.name not in constants and is_even(arg) and not param.do_not_specialize}
             source = ASTSource(kernel, types, constants, even)
             found[name] = facts(compile(source, target=GPUTarget("cuda", arch, 32), options=options))
 
     JITFunction.run = compile_instead
     triton_step.product_dtype = lambda dtype, device: dtype
     for generation in ("rwkv7", "rwkv4"):
-        for form in ("bfloat16", "int8", "int4"):
-            sizes = {"n_layer": 2, "n_embd": 128, "vocab_size": 256, **({"head_size": 64} if generation == "rwkv7" else {})}
+        for form in ("bfloat16", "float32", "int8", "int4"):
+            sizes = {"n_layer": 2, "n_embd": 128, "vocab_size": triton_step.MANY_OUTPUTS}
+            sizes |= {"head_size": 64} if generation == "rwkv7" else {}
             model = small_model("reference", generation=generation, **sizes).requires_grad_(False)
-            model = model.bfloat16() if form == "bfloat16" else to_packed(model, form, "cpu")
+            model = to_packed(model, form, "cpu") if form.startswith("int") else model.to(getattr(torch, form))
             for rows in (1, 32):
                 GpuStep(model, 32).run(rows)
     logits = torch.empty(2, 65536)

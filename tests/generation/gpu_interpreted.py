@@ -3,8 +3,11 @@
 test_gpu.py runs this file in a process with TRITON_INTERPRET=1.
 """
 
+import gc
 import random
+import weakref
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -14,10 +17,10 @@ from kernels.draw import NO_BIAS, Bias, Filters, c_v0, triton_v0
 from rwkv.config import Sampling
 from rwkv.generation import engine as engine_module
 from rwkv.generation.decoder import Decoder, GpuDecoder
-from rwkv.generation.engine import Engine
-from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties
+from rwkv.generation.engine import WARM_SAMPLINGS, Engine
+from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, filters_of
 from rwkv.generation.stopping import StoppingCriteria
-from rwkv.model.decoding.triton_step import GpuStep, bucket_of, why_not_on_gpu
+from rwkv.model.decoding.triton_step import GpuStep, bucket_of, step_of, why_not_on_gpu
 from rwkv.model.quantized import to_packed
 from rwkv.model.state import State
 from rwkv.pretrained import RWKV
@@ -112,7 +115,51 @@ def test_decoders_of_one_model_share_slots_and_not_rows(generation: str) -> None
     step = one._step
     in_use = len(step.states) - 1 - len(step._free)
     del other
-    assert (step.users, in_use - (len(step.states) - 1 - len(step._free))) == (1, 3)
+    assert in_use - (len(step.states) - 1 - len(step._free)) == 3
+
+
+@each_generation
+def test_graphs_of_a_warm_up_serve_every_later_decoder(generation: str) -> None:
+    model = model_of(generation, n_layer=1)
+    first = GpuDecoder(model, model.empty_state(0))
+    first.warm_up(5)
+    captured = dict(first._step._graphs)
+    assert sorted(captured) == [1, 2, 4, 8]
+    others = [GpuDecoder(model, model.empty_state(rows)) for rows in (1, 3)]
+    for decoder, rows in zip(others, (1, 3), strict=True):
+        decoder.step(torch.zeros(rows, dtype=torch.int64))
+    first.join(model.empty_state(1))
+    assert first._step._graphs == captured
+
+
+def test_after_an_engines_warm_up_no_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model("reference", generation="rwkv4", vocab_size=257, n_layer=1, n_embd=16, n_ffn=16).requires_grad_(False)
+    monkeypatch.setattr(engine_module, "decoder_of", GpuDecoder)
+    monkeypatch.setattr(engine_module, "prefill", lambda model, tokens: None)    # long prompts take long here
+    engine = Engine(model, ByteTokenizer())
+    engine.warm_up(2)
+    step = step_of(model)
+    captured = dict(step._graphs)
+    assert sorted(captured) == [1, 2]
+    for seed in range(2):
+        engine.add([1], seed, StoppingCriteria(2))
+    engine.run()
+    assert step._graphs == captured
+
+
+@each_generation
+def test_a_model_that_nobody_has_is_freed_at_once(generation: str) -> None:
+    """Without the garbage collector, which may take its time while the GPU has no room for the next model."""
+    model = model_of(generation, n_layer=1)
+    decoder = GpuDecoder(model, model.empty_state(1))
+    decoder.step(torch.tensor([1]))
+    gone = weakref.ref(model)
+    gc.disable()
+    try:
+        del model, decoder
+        assert gone() is None
+    finally:
+        gc.enable()
 
 
 @each_generation
@@ -170,6 +217,27 @@ def test_a_few_draws_are_those_of_c() -> None:
 @pytest.mark.soak
 def test_2000_draws_are_those_of_c() -> None:
     draws(500, seed=2)
+
+
+def test_a_warm_up_draws_with_every_variant_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each variant takes seconds to compile, in which no sequence of a server would advance."""
+    launched: set[frozenset[tuple[str, Any]]] = set()
+
+    class Recorder:
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args, **constants: launched.add(frozenset(constants.items()))
+
+    monkeypatch.setattr(triton_v0, "_draw", Recorder())
+    warm = [filters_of(options) for options in WARM_SAMPLINGS if options.temperature]
+    every = [Filters(top_k=top_k, top_p=top_p, min_p=min_p, filters_first=first)
+             for top_k in (0, 1, 16) for top_p in (0.5, 1) for min_p in (0, 0.1, 1) for first in (False, True)]
+    sets = []
+    for all_filters in (warm, every):
+        launched.clear()
+        for filters in all_filters:
+            triton_v0.draw(torch.zeros(1, 70), torch.zeros(1), filters, NO_BIAS)
+        sets.append({*launched})
+    assert sets[0] == sets[1]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")       # NumPy's

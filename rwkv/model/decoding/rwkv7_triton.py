@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from rwkv.model.decoding.triton_kernels import ADD, NARROW, SIGMOID, SQUARED_RELU, TANH, WIDE
-from rwkv.model.decoding.triton_step import Builder, Launch
+from rwkv.model.decoding.triton_step import Builder, Launch, warps_for
 
 FASTEST_LOG_W = tl.constexpr(-0.6065306597126334)        # e^-0.5, negated: the fastest decay
 LEAST_NORM = tl.constexpr(1e-12)
@@ -52,12 +52,13 @@ def launches(model: Any, builder: Builder) -> list[Launch]:
                                     for name in gates))
         vectors = builder.vectors(att.k_k, att.k_a, att.w0, att.a0, att.v0, att.r_k, att.ln_x.weight, att.ln_x.bias)
         places = (r, k, v, v_first, z, rate, g, share, y)
+        width = triton.next_power_of_2(N)
+        at_once = min(ROWS, width)
         steps.append(Launch(
             _wkv, lambda rows: (rows, C // N),
             (builder.slots, vectors, builder.wide_buffer, builder.narrow_buffer, builder.states, builder.wide_size,
              builder.narrow_size, builder.state_size, state + C, readout, C, att.ln_x.eps, *places),
-            {"FIRST": number == 0, "N": N, "BLOCK": triton.next_power_of_2(N), "ROWS": min(ROWS, triton.next_power_of_2(N)),
-             "num_warps": 4}))
+            {"FIRST": number == 0, "N": N, "BLOCK": width, "ROWS": at_once, "num_warps": warps_for(at_once * width)}))
         steps += builder.products(builder.job(att.output, readout, x, ADD))
         past = builder.vectors(ffn.x_k)
         steps.append(builder.norm_and_mixes(block.ln2, x, past, mixed, state + C + C * N))
@@ -93,6 +94,7 @@ def _wkv(slots, vectors, wide, narrow, states, wide_size, narrow_size, state_siz
         gate = tl.sigmoid(tl.load(own + share_place + j, mask=inside, other=0.0)
                           + tl.load(vector + 4 * C, mask=inside, other=0.0))
         v += (tl.load(own + v_first_place + j, mask=inside, other=0.0) - v) * gate
+        tl.debug_barrier()               # all threads have loaded v
         tl.store(own + v_place + j, v, mask=inside)
         tl.debug_barrier()               # v is loaded by rows below
     S = states + tl.load(slots + row) * state_size + state_place + tl.program_id(1) * N * N

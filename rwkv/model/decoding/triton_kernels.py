@@ -21,6 +21,7 @@ import triton.language as tl
 # added to the wide buffer, also with a gate of the wide buffer
 WIDE, NARROW, TANH, SIGMOID, SQUARED_RELU, ADD, ADD_GATED = range(7)
 FIRST_TILE, OUTPUTS, INPUTS, WEIGHT, SCALE, SHIFT, SOURCE, TARGET, ACTION, GATE, FIELDS = range(11)      # of a job's row
+MOST_JOBS = 8                            # of a launch
 BLOCK_K = 128                            # inputs that are added at a time; int4 256, as they are packed
 
 
@@ -74,19 +75,18 @@ def _of_words(groups, BLOCK_N: tl.constexpr):
     return tl.reshape(tl.broadcast_to(groups[None, :, :], (8, 8, BLOCK_N)), (64, BLOCK_N))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])   # or each kind of number of rows would be compiled on its own
 def products(jobs, weights, scales, shifts, wide, narrow, target, wide_size, narrow_size, target_size, rows,
-             JOBS: tl.constexpr, FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-             DOT: tl.constexpr):
+             FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr):
     """Several products of rows and matrices W (N,K): y[m,n] = sum_k x[m,k] W[n,k], each with its input, output and action.
 
-    A tile of BLOCK_N outputs belongs to one job; the jobs lie in `jobs` (JOBS,FIELDS), with places of weights counted from
-    `weights`, `scales` and `shifts`. target: the buffer of the jobs that go to the wide one. FORM: "float", "int8" with a scale
-    for each output, or "int4" as kernels/matvec packs it. DOT: the dtype in which they are multiplied.
+    A tile of BLOCK_N outputs belongs to one job; the jobs lie in `jobs` (MOST_JOBS,FIELDS), with places of weights counted from
+    `weights`, `scales` and `shifts`; rows of the table without a job begin behind the last tile. target: the buffer of the jobs
+    that go to the wide one. FORM: "float", "int8" with a scale for each output, or "int4" as kernels/matvec packs it. DOT: the
+    dtype in which they are multiplied.
     """
     tile = tl.program_id(0)
-    lane = tl.arange(0, 8)
-    first_tiles = tl.load(jobs + lane * 10, mask=lane < JOBS, other=2147483647)
+    first_tiles = tl.load(jobs + tl.arange(0, 8) * 10)
     job = jobs + (tl.sum((first_tiles <= tile).to(tl.int32), 0) - 1) * 10
     N = tl.load(job + 1)
     K = tl.multiple_of(tl.load(job + 2), 8)
@@ -95,7 +95,7 @@ def products(jobs, weights, scales, shifts, wide, narrow, target, wide_size, nar
     in_n = n < N
     in_m = m < rows
     weight = weights + tl.multiple_of(tl.load(job + 3), 16)
-    source = narrow + m * narrow_size + tl.multiple_of(tl.load(job + 6), 16)
+    source = narrow + m * narrow_size + tl.multiple_of(tl.load(job + 6), 8)
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if FORM == "int4":
         word = tl.arange(0, 64)          # of eight groups of 32: word w of group g is the (8 w + g)-th

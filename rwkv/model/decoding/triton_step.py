@@ -22,11 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from kernels.backends.graphs import capture
+from kernels.backends.transfer import to_device
 from rwkv.model.decoding.c_step import why_changed
 from rwkv.model.quantized import PackedLinear
 
 ALIGNED = 8                              # widths are multiples of it, so that a thread loads 16 bytes at a time
 PLACES = 16                              # a number's place in a row of a buffer is a multiple of it
+WARP = 32                                # threads
 MANY_OUTPUTS = 8192                      # of a launch; it then has enough tiles of the larger size for every multiprocessor
 HALF = (torch.float16, torch.bfloat16)
 
@@ -77,9 +79,8 @@ def why_not_on_gpu(model: Any) -> str | None:
 class GpuStep:
     """The step of a model with its present weights, and the slots of all sequences that it generates.
 
-    states (slots,size): the recurrent states, float32. logits (rows,V): float32, of the last step. users: the decoders that
-    have slots. capacity: the number of sequences that can have a slot at the same time; more slots are made when they are
-    needed.
+    states (slots,size): the recurrent states, float32. capacity: the number of sequences that can have a slot at the same time;
+    more slots are made when they are needed. Several decoders may share a step.
     """
 
     def __init__(self, model: Any, capacity: int = 1) -> None:
@@ -91,14 +92,7 @@ class GpuStep:
         with torch.inference_mode(False):
             self.states = torch.zeros(1, self._L * sum(self._sizes), device=self._device)
         self._free: list[int] = []
-        self.users = 0
         self.grow(capacity)
-
-    def add_user(self) -> None:
-        """Counts one more decoder. Logits that another one still reads stay as they are: the buffers are replaced."""
-        if self.users:
-            self.grow(len(self.states) - 1)
-        self.users += 1
 
     @torch.inference_mode(False)
     @torch.no_grad()
@@ -112,7 +106,6 @@ class GpuStep:
         self._free += range(before, capacity + 1)
         self._builder = Builder(model, states, bucket_of(capacity))
         self.launches: list[Launch] = model.generation.gpu_launches(model, self._builder)
-        self.logits = self._builder.logits
         self._graphs: dict[int, Callable[[], None]] = {}
 
     def reserve(self, rows: int) -> None:
@@ -154,18 +147,16 @@ class GpuStep:
         return self.states.view(len(self.states), self._L, -1).split(self._sizes, 2)
 
     def __call__(self, tokens: Tensor, slots: Tensor) -> Tensor:
-        """Reads tokens (n,) int64, one for each of the slots (n,) int64. Returns the logits (n,V), which the next step
-        overwrites."""
+        """Reads tokens (n,) int64, one for each of the slots (n,) int64. Returns the logits (n,V)."""
         n = len(tokens)
-        if not n:
-            return self.logits[:0]
-        bucket = bucket_of(n)
-        replay = self._graphs.get(bucket) or self.capture(bucket)
-        self._builder.tokens[:n].copy_(tokens)
-        self._builder.slots[:n].copy_(slots)
-        self._builder.slots[n:bucket].zero_()
-        replay()
-        return self.logits[:n]
+        if n:
+            bucket = bucket_of(n)
+            replay = self._graphs.get(bucket) or self.capture(bucket)
+            self._builder.tokens[:n].copy_(to_device(tokens, self._device))
+            self._builder.slots[:n].copy_(slots)
+            self._builder.slots[n:bucket].zero_()
+            replay()
+        return self._builder.logits[:n].clone()          # the next replay overwrites them
 
     def capture(self, bucket: int) -> Callable[[], None]:
         """The graph of a bucket. What is run while it is captured reads and writes slot 0 alone."""
@@ -184,6 +175,14 @@ def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "cpu" else dtype
 
 
+def warps_for(elements: int, most: int = 4) -> int:
+    """The warps of a program that updates so many elements in place: no more threads than elements.
+
+    Further threads would hold copies of the elements, and could load one that another thread has stored already.
+    """
+    return max(1, min(most, elements // WARP))
+
+
 def bucket_of(rows: int) -> int:
     """The smallest power of 2 that is at least `rows`."""
     return 1 << (rows - 1).bit_length()
@@ -199,10 +198,10 @@ class Builder:
         from rwkv.model.decoding import triton_kernels  # Triton is imported where it runs
 
         self._kernels = triton_kernels
-        self._model = model
+        self._embedding = model.emb.weight.detach().contiguous()         # not the model, which keeps the step
         self._rows = rows
         self._device = states.device
-        (self.V, self.C), self.states, self.state_size = model.emb.weight.shape, states, states.shape[1]
+        (self.V, self.C), self.states, self.state_size = self._embedding.shape, states, states.shape[1]
         self._layer_size = self.state_size // len(model.blocks)
         self._wide = 0
         self._narrow = 0
@@ -265,9 +264,9 @@ class Builder:
         weight, bias, ln0_weight, ln0_bias = self.vectors(own.weight, own.bias, first.weight, first.bias)
         mixes = 0 if past is None else len(past)
         block = 1 << (self.C - 1).bit_length()
-        constants = {"EMBED": ln0 is not None, "MIXES": mixes, "BLOCK": block, "num_warps": 4 if block <= 2048 else 8}
-        embedding = self._model.emb.weight.detach()
-        args = (self.tokens, self.slots, embedding, ln0_weight, ln0_bias, first.eps, weight, bias, own.eps,
+        warps = warps_for(block, 4 if block <= 2048 else 8)
+        constants = {"EMBED": ln0 is not None, "MIXES": mixes, "BLOCK": block, "num_warps": warps}
+        args = (self.tokens, self.slots, self._embedding, ln0_weight, ln0_bias, first.eps, weight, bias, own.eps,
                 weight if past is None else past,
                 self.wide_buffer, self.narrow_buffer, self.states, self.V, self.C,
                 self.wide_size, self.narrow_size, self.state_size, x, mixed, state)
@@ -316,8 +315,10 @@ class Builder:
             table.append([tiles, job.N, job.K, _distance(job.weight, first.weight), _distance(job.scale, first.scale),
                           _distance(job.shift, first.shift), job.source, job.target, job.action, job.gate])
             tiles += -(-job.N // block_n)
-        constants = {"JOBS": len(jobs), "FORM": first.form, "BLOCK_N": block_n, "BLOCK_K": self._kernels.BLOCK_K,
-                     "DOT": self._dot, "num_warps": 4 if block_n == 64 else 2,
+        assert len(jobs) <= self._kernels.MOST_JOBS
+        table += [[tiles, *[0] * (self._kernels.FIELDS - 1)]] * (self._kernels.MOST_JOBS - len(jobs))
+        constants = {"FORM": first.form, "BLOCK_N": block_n, "BLOCK_K": self._kernels.BLOCK_K,
+                     "DOT": self._dot, "num_warps": (8 if first.form == "int4" else 4) if block_n == 64 else 2,
                      "num_stages": 2 if first.weight.dtype == torch.float32 else 4}
         args = (torch.tensor(table, device=self._device), first.weight, first.scale, first.shift, self.wide_buffer,
                 self.narrow_buffer, target, self.wide_size, self.narrow_size, target.shape[1])
