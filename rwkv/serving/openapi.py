@@ -13,6 +13,7 @@ EVENTS = "text/event-stream"
 TEXT = "text/plain"
 FILE = FORMS[0]
 BYTES: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
+GENERATION: dict[str, Any] = {"answers": (JSON, EVENTS), "errors": (400, 401, 404, 413, 415, 429, 503)}       # of an Endpoint
 ERROR = {"type": "object", "required": ["error"], "properties": {"error": {
     "type": "object", "required": ["message", "type", "param", "code"],
     "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "param": {"type": ["string", "null"]},
