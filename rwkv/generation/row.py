@@ -103,6 +103,11 @@ class Row:
         return self.unfinished or self.owes_end
 
     @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stop_strings.found
+
+    @property
     def read_after_text(self) -> str:
         """The text that `kept` has read after the shown text: a stop string, and the rest of the token in which it ends."""
         return self._stop_strings.rest

@@ -65,6 +65,8 @@ class Shape:
 class Answer:
     """An ASGI response: the texts of a ticket. They are cancelled when the client goes away."""
 
+    content_type = "text/event-stream; charset=utf-8"            # of a stream
+
     def __init__(self, engine: RemoteEngine, ticket: Ticket, shape: Shape, stream: bool, timeout_s: float) -> None:
         self._engine = engine
         self._ticket = ticket
@@ -102,7 +104,7 @@ class Answer:
             async for number, event in self._ticket:
                 self._take(number, event)
         except ApiError as error:
-            await self._told(error).response()(scope, receive, send)
+            await self._error_response(error)(scope, receive, send)
             return
         self._complete = True
         await self._finish()
@@ -118,6 +120,9 @@ class Answer:
         """The error that is sent to the client."""
         return error
 
+    def _error_response(self, error: ApiError) -> Response:
+        return self._told(error).response()
+
     def _take(self, number: int, event: Event) -> None:
         """Adds an event to an answer that is sent whole."""
         self._texts[number].add(event)
@@ -127,7 +132,7 @@ class Answer:
         return json_response({**content, "usage": self._usage()})
 
     async def _send_stream(self, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
+        headers = [(b"content-type", self.content_type.encode()), (b"cache-control", b"no-store"),
                    (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async for chunk in self._chunks():

@@ -3,7 +3,6 @@
 import hmac
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import fields
 from typing import Any
 
 from starlette.applications import Starlette
@@ -15,18 +14,27 @@ from starlette.responses import Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from rwkv.config import Sampling
 from rwkv.errors import UserError
 from rwkv.serving import openapi
-from rwkv.serving.endpoints import chat, completions, models, responses, states, status, tokenizer
-from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.endpoints import (
+    anthropic,
+    chat,
+    completions,
+    models,
+    ollama,
+    ollama_models,
+    responses,
+    states,
+    status,
+    tokenizer,
+)
+from rwkv.serving.errors import ApiError, json_response, user_error
 from rwkv.serving.log import say_refused
 from rwkv.serving.openapi import Endpoint, Handler
 from rwkv.serving.origins import check_origin
 from rwkv.serving.service import Service
 from rwkv.serving.states import owner_of
 
-SAMPLING_FIELDS = tuple(item.name for item in fields(Sampling))
 OPEN_PATHS = ("/", "/health", "/ready")  # these need no key
 
 
@@ -66,7 +74,7 @@ def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Re
         except ApiError as error:
             return _refusal(request, error)
         except UserError as error:
-            return _refusal(request, ApiError(400, str(error), _field_in(str(error))))
+            return _refusal(request, user_error(error))
         except RecursionError:
             return _refusal(request, ApiError(400, "the body has too many objects or lists inside each other"))
         except ClientDisconnect:
@@ -78,29 +86,30 @@ def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Re
 def _refusal(request: Request, error: ApiError) -> Response:
     """The answer; its message is also for the log."""
     request.scope["state"]["refusal"] = str(error)
-    return error.response()
+    return error.response(_error_form(request))
 
 
-def _field_in(message: str) -> str | None:
-    """The request's field with which an error message begins, such as messages[1].content or banned; None for no field."""
-    word = message.split(maxsplit=1)[0].rstrip(":,")
-    held = ("messages", "tools", "response_format", "grammar")
-    return word if word.startswith(held) or word in SAMPLING_FIELDS else None
+def _error_form(request: Request) -> Callable[[ApiError], dict[str, Any]] | None:
+    """The form of the interface that the client uses; None for OpenAI's."""
+    if request.url.path.startswith("/v1/messages") or "anthropic-version" in request.headers:
+        return anthropic.error_body
+    return ollama.error_body if request.url.path.startswith("/api/") else None
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
+    form = _error_form(request)
     if error.status_code == 405:
-        answer = ApiError(405, f"{request.url.path} has no method {request.method}").response()
+        answer = ApiError(405, f"{request.url.path} has no method {request.method}").response(form)
         answer.headers.update(error.headers or {})               # Allow
         return answer
     if error.status_code == 404:
-        return ApiError(404, f"there is nothing at {request.url.path[:200]}").response()
-    return ApiError(error.status_code, error.detail).response()
+        return ApiError(404, f"there is nothing at {request.url.path[:200]}").response(form)
+    return ApiError(error.status_code, error.detail).response(form)
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    return ApiError(500, "the server has failed; its log says more").response()
+    return ApiError(500, "the server has failed; its log says more").response(_error_form(request))
 
 
 def _authorize(service: Service, request: Request) -> None:
@@ -109,11 +118,13 @@ def _authorize(service: Service, request: Request) -> None:
     request.scope["state"]["owner"] = owner_of("")
     if not keys or request.url.path in OPEN_PATHS:
         return
-    scheme, _, given = request.headers.get("authorization", "").partition(" ")
-    sent = given.strip().encode("latin-1", "replace")
-    matching = [key for key in keys if hmac.compare_digest(sent, key.encode())]
-    if scheme.lower() != "bearer" or not matching:
-        raise ApiError(401, "the header Authorization: Bearer KEY is missing or holds another key", code="invalid_api_key")
+    scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
+    sent = [request.headers.get("x-api-key", ""), bearer if scheme.lower() == "bearer" else ""]
+    matching = [key for key in keys for value in sent
+                if hmac.compare_digest(value.strip().encode("latin-1", "replace"), key.encode())]
+    if not matching:
+        raise ApiError(401, "the header Authorization: Bearer KEY, or x-api-key: KEY, is missing or holds another key",
+                       code="invalid_api_key")
     request.scope["state"]["owner"] = owner_of(matching[0])
 
 
@@ -125,6 +136,9 @@ ENDPOINTS = (
     *completions.ENDPOINTS,
     *chat.ENDPOINTS,
     *responses.ENDPOINTS,
+    *ollama.ENDPOINTS,
+    *ollama_models.ENDPOINTS,
+    *anthropic.ENDPOINTS,
     *states.ENDPOINTS,
     *models.ENDPOINTS,
     *tokenizer.ENDPOINTS,

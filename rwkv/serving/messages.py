@@ -46,12 +46,15 @@ class SavedState:
 
 @dataclass(frozen=True)
 class About:
-    """Facts about the model for clients. trained_tokens: length of the longest texts it was trained with; None if unknown."""
+    """Facts about the model for clients. width: of its hidden state. trained_tokens: length of the longest texts it was trained
+    with; None if unknown. device: cpu or cuda."""
 
     generation: str
     parameters: int
     dtype: str
     trained_tokens: int | None
+    width: int
+    device: str
 
 
 @dataclass(frozen=True)
@@ -147,16 +150,17 @@ class Reply:
 
 @dataclass
 class Event:
-    """What is new in a text. Its last Event has finish_reason, the counts of tokens, prompt_logprobs and state.
+    """What is new in a text. Its last Event has finish_reason, stop, the counts of tokens, prompt_logprobs and state.
 
-    state: the state kept at the text's end. error: why the text cannot be generated. state_gone: because the state that it
-    continues is gone.
+    stop: the stop string that ended the text. state: the state kept at the text's end. error: why the text cannot be generated.
+    state_gone: because the state that it continues is gone.
     """
 
     id: int
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
+    stop: str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0

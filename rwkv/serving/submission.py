@@ -46,7 +46,7 @@ def seeded_texts(service: Service, body: Options, ids: list[int], n: int, maximu
 
 
 def continuing(service: Service, body: Options, texts: list[Generate], start: SavedState | None, owner: str, model: str,
-                 turn: Turn | None = None) -> list[Generate]:
+               turn: Turn | None = None) -> list[Generate]:
     """The texts as continuations of `start`; if the request asks for it, each is to save its end as a new state."""
     return [replace(text, start=start, save=service.states.new(owner, turn, model) if body.save_state else None, model=model,
                     owner=owner) for text in texts]

@@ -88,7 +88,8 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
         models = {name: _Model(engines[each.model], each.start) for name, each in served.items()}
         worker = _Worker(connection, models, loaded.tokenizer, cache, states)
         model = loaded.model
-        about = About(model.generation.NAME, n_parameters(model.config, model.vocab_size), config.dtype, loaded.trained_tokens)
+        about = About(model.generation.NAME, n_parameters(model.config, model.vocab_size), config.dtype, loaded.trained_tokens,
+                      model.config.n_embd, model.emb.weight.device.type)
         starts = {name: each.start and SavedState("", "", 0, each.tokens, each.start.nbytes(), each.start.last_ids, model=name)
                   for name, each in loaded.adapters.items()}
         connection.send(Ready(about, loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.found, loaded.state_bytes,
@@ -137,6 +138,7 @@ class _Job:
         self._logprobs_sent += len(logprobs)
         if finished:
             event.finish_reason = sample.finish_reason
+            event.stop = self.row.stop
             before = (self.request.start and self.request.start.tokens) or 0         # tokens that `start` has read
             event.prompt_tokens = before + len(self.row.prompt_ids)
             event.cached_tokens = before + self.row.cached_tokens

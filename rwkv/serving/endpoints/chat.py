@@ -3,6 +3,7 @@
 chat_texts() translates a ChatRequest for the engine. Other chat interfaces translate their requests into a ChatRequest.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -24,21 +25,25 @@ from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import ChatRequest, TemplateOptions, Thinking, Tool, read
 from rwkv.serving.service import Service, adapter_of, default_max_tokens, owner
-from rwkv.serving.submission import NO_LIMIT, answer, continuing, include_usage, message_ids, seeded_texts
+from rwkv.serving.submission import NO_LIMIT, answer, continuing, include_usage, message_ids, prompt_ids, seeded_texts
 
 TEMPLATE_NAMES = {"bot": "flower", "assistant": "g1", "function_calling": "g1"}          # by rwkv_prompt_template
 
 
 async def chat_completions(service: Service, request: Request) -> Answer:
-    return await answer(service, *await from_body(service, request, partial(_chat_completion, owner=owner(request))))
+    return await answer(service, *await from_body(service, request, partial(_translated, owner=owner(request))))
 
 
-def _chat_completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, ChatRequest]:
+def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, ChatRequest]:
     body = read(sent, ChatRequest)
     return *chat_texts(service, body, owner), body
 
 
-def chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[Generate], Shape]:
+def chat_texts(service: Service, body: ChatRequest, owner: str, before: Sequence[int] = ()) -> tuple[list[Generate], Shape]:
+    """The sequences that answer a chat request. before: the ids of earlier turns, which end with an answer.
+
+    Raises ApiError and UserError with the field names of a ChatRequest.
+    """
     model = adapter_of(service, body.model)
     service = _with_template(service, body)
     if body.top_logprobs is not None and not body.logprobs:
@@ -47,7 +52,8 @@ def chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[Ge
     thinking = _thinking(service, body, bool(call_start))
     answer_start = service.template.answer_start(thinking.think)
     start = service.states.start(body.state, owner, model)
-    prompt = service.states.prompt(start, body.messages, tools, thinking.think, thinking.effort)
+    follows = service.states.after(before, tools, start) if before else start
+    prompt = service.states.prompt(follows, body.messages, tools, thinking.think, thinking.effort)
     if call_start and answer_start:      # thoughts, which end before the call
         end = end_of(answer_start)
         prompt = f"{prompt}{end}"
@@ -64,7 +70,7 @@ def chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[Ge
     stops = (*service.template.stop, *body.stops(), *((stop_of(call_start),) if one_call else ()))
     n = body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    ids = message_ids(service, prompt, start)
+    ids = prompt_ids(service, [*before, *message_ids(service, prompt, follows)], "messages", start)
     begun = answer_start or begun_by(prompt)
     grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True)
     texts = seeded_texts(service, body, ids, n, maximum, stops, n_logprobs, False, grammar, limit, thinking.think)

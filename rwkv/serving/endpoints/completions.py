@@ -15,11 +15,15 @@ from rwkv.serving.submission import NO_LIMIT, answer, continuing, include_usage,
 
 
 async def completions(service: Service, request: Request) -> Answer:
-    return await answer(service, *await from_body(service, request, partial(_completion, owner=owner(request))))
+    return await answer(service, *await from_body(service, request, partial(_translated, owner=owner(request))))
 
 
-def _completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, Options]:
+def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, Options]:
     body = read(sent, CompletionRequest)
+    return *completion_texts(service, body, owner), body
+
+
+def completion_texts(service: Service, body: CompletionRequest, owner: str) -> tuple[list[Generate], Shape]:
     model = adapter_of(service, body.model)
     if body.suffix:
         raise ApiError(400, "suffix is not supported: an RWKV model reads in one direction", "suffix")
@@ -43,7 +47,7 @@ def _completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generat
     before = [service.tokenizer.decode_start(ids) if body.echo else "" for ids in prompts for _ in range(n)]
     shape = Shape("cmpl", model or service.model, include_usage(body), body.logprobs is not None, before, n, service.tokenizer,
                   echoed, after=start.last_ids if start else (), saves=bool(body.save_state))
-    return texts, shape, body
+    return texts, shape
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:
