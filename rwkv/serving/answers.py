@@ -79,7 +79,7 @@ class Answer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
-        deadline = asyncio.get_running_loop().call_later(self._timeout_s, self._engine.cancel, self._ticket)
+        deadline = asyncio.get_running_loop().call_later(self._timeout_s, self._cancel)
         try:
             await (self._send_stream(send) if self._stream else self._send_whole(scope, receive, send))
         except (TimeoutError, asyncio.CancelledError):           # CancelledError: the server ends at once
@@ -87,7 +87,7 @@ class Answer:
         finally:
             deadline.cancel()
             watcher.cancel()
-            self._engine.cancel(self._ticket)
+            self._cancel()
             if self._abandoned:
                 for text in self._texts:
                     if text.last.state is not None:
@@ -96,8 +96,11 @@ class Answer:
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._engine.cancel(self._ticket)
+        self._cancel()
         self._abandoned = not self._complete
+
+    def _cancel(self) -> None:
+        self._engine.cancel(self._ticket)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -110,6 +113,9 @@ class Answer:
         await self._finish()
         # With the log-probabilities of a prompt an answer has megabytes. Other requests would wait while it is encoded.
         response = await asyncio.to_thread(self._whole) if self._shape.echo_logprobs else self._whole()
+        await self._send(response, scope, receive, send)
+
+    async def _send(self, response: Response, scope: Scope, receive: Receive, send: Send) -> None:
         async with asyncio.timeout(SEND_TIMEOUT):
             await response(scope, receive, send)
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rwkv.chat.thoughts import Think
-from rwkv.config import Sampling
+from rwkv.config import Pooling, Sampling
 from rwkv.generation.grammar import Grammar
 
 
@@ -90,7 +90,7 @@ class Generate:
     """Asks for one text. stream: send its pieces as they come, not all at the end.
 
     start: the state that it continues. save: keep its end as this state; tokens, bytes and last_ids are filled in then. model,
-    owner: as in SavedState.
+    owner: as in SavedState. pooling: the prompt's embedding is wanted.
     """
 
     id: int
@@ -107,6 +107,7 @@ class Generate:
     save: SavedState | None = None
     model: str = ""
     owner: str = ""
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,8 @@ class Reply:
 
 @dataclass
 class Event:
-    """What is new in a text. Its last Event has finish_reason, stop, the counts of tokens, prompt_logprobs and state.
+    """What is new in a text. Its last Event has finish_reason, stop, the counts of tokens, prompt_logprobs, state and
+    embedding.
 
     stop: the stop string that ended the text. state: the state kept at the text's end. error: why the text cannot be generated.
     state_gone: because the state that it continues is gone.
@@ -166,6 +168,7 @@ class Event:
     completion_tokens: int = 0
     prompt_logprobs: list[dict[str, Any]] = field(default_factory=list)
     state: SavedState | None = None
+    embedding: list[float] | None = None
     error: str | None = None
     state_gone: bool = False
 

@@ -144,6 +144,8 @@ class _Job:
             event.cached_tokens = before + self.row.cached_tokens
             event.completion_tokens = len(sample.tokens)
             event.prompt_logprobs = self.row.prompt_logprobs
+            if self.request.pooling is not None and self.row.prompt_read:
+                event.embedding = self.row.embedding.tolist()
         return event
 
     def saved(self) -> SavedState | None:
@@ -248,7 +250,8 @@ class _Worker:
                 after = None
             stopping = StoppingCriteria(message.max_new_tokens, message.stop)
             row = engine.add(message.prompt, message.seed, stopping, message.sampling, message.n_logprobs, context,
-                             message.prompt_logprobs, grammar=message.grammar, keep=message.save is not None, after=after)
+                             message.prompt_logprobs, grammar=message.grammar, keep=message.save is not None, after=after,
+                             pooling=message.pooling)
         except ValueError as error:
             self._refused.append(Event(message.id, error=str(error), state_gone=isinstance(error, StateGone)))
         else:

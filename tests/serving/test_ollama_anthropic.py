@@ -293,6 +293,8 @@ BODIES: dict[str, dict[str, Any]] = {
                   "format": None, "think": None, "keep_alive": 1, "logprobs": None, "top_logprobs": None},
     "/api/generate": {"model": "tiny", "prompt": "a", "stream": False, "options": {"num_predict": 1}, "raw": True,
                       "context": None, "system": None, "images": None, "suffix": None, "template": None},
+    "/api/embed": {"model": "tiny", "input": "a", "truncate": None, "dimensions": None},
+    "/api/embeddings": {"model": "tiny", "prompt": "a"}, "/v1/embeddings": {"model": "tiny", "input": "a", "pooling": None},
     "/api/show": {"model": "tiny", "name": "tiny"}, "/api/pull": {"model": "tiny"},
     "/v1/messages": {"model": "tiny", "messages": QUESTION, "max_tokens": 1, "system": None, "tools": None, "tool_choice": None,
                      "thinking": None, "stop_sequences": None, "metadata": None, "output_config": None},
