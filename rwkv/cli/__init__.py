@@ -228,7 +228,7 @@ def check_override(override: str, schema: type) -> None:
     key = key.lstrip("+")
     if key.startswith(("~", "hydra.", "hydra/")):
         return
-    if key == "kernel.name" or key in _groups(schema):
+    if key == "kernel.name" or key in groups(schema):
         for choice in value.split(","):
             _check_choice(key.removesuffix(".name"), choice.strip())
     elif key not in options(schema):
@@ -237,7 +237,7 @@ def check_override(override: str, schema: type) -> None:
         raise UserError(f"unknown option {key}; {hint}")
 
 
-def _groups(schema: type) -> list[str]:
+def groups(schema: type) -> list[str]:
     """The groups of which a program has choices."""
     named = {item.name for item in fields(schema)}
     found = named.union(OPTIONAL) if schema is TrainConfig else named & {"kernel", "sampling"}
@@ -246,7 +246,7 @@ def _groups(schema: type) -> list[str]:
 
 def _names(schema: type) -> list[str]:
     """All names of options and groups."""
-    return [*options(schema), *_groups(schema)]
+    return [*options(schema), *groups(schema)]
 
 
 def _meant(name: str, schema: type) -> str:
