@@ -2,7 +2,9 @@
 
 import json
 import random
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -324,3 +326,30 @@ def test_malformed_requests_are_no_failures(server: Running, g1: Running, count:
         assert answer.status_code < 500, (path, content, answer.text)
         assert answer.status_code == 200 or (answer.json()["error"] and answer.json().get("type") != "message"), (path, content)
     assert "Traceback" not in server.log + g1.log
+
+
+@pytest.mark.soak
+def test_64_clients_of_three_kinds_have_equal_shares(start: Callable[..., Running]) -> None:
+    """Each client asks again and again for texts of one length, for the same seconds. Jain's index of their tokens."""
+    server = start("max_rows=64", "max_queue=0")
+    bodies = [("/v1/chat/completions", {"messages": QUESTION, "max_tokens": 20, "banned": [0]}),
+              ("/api/chat", {"messages": QUESTION, "options": {"num_predict": 20}, "stream": False}),
+              ("/v1/messages", {"messages": QUESTION, "max_tokens": 20, "banned": [0]})]
+    until = time.monotonic() + 20
+
+    def tokens_of(number: int) -> int:
+        path, body = bodies[number % 3]
+        tokens = 0
+        with httpx.Client(timeout=60) as client:
+            while time.monotonic() < until:
+                answer = client.post(server.url + path, json={**body, "model": "tiny", "seed": number})
+                assert answer.status_code == 200, answer.text
+                usage = answer.json().get("usage") or answer.json()
+                tokens += usage.get("completion_tokens") or usage.get("output_tokens") or usage.get("eval_count") or 0
+        return tokens
+
+    with ThreadPoolExecutor(64) as pool:
+        tokens = [*pool.map(tokens_of, range(64))]
+    jain = sum(tokens)**2 / (64 * sum(each**2 for each in tokens))
+    assert jain >= 0.95, (jain, tokens)
+    assert "Traceback" not in server.log
