@@ -24,6 +24,8 @@ pytest.importorskip("ollama")
 pytest.importorskip("anthropic")
 QUESTION: list[Any] = [{"role": "user", "content": "once"}]
 THOUGHTS = ["4", "<think>", "\nOne, ", "two.", "</think>\n", "A €", " and", " an end"]
+ODD = '{"n": 1180591620717411303424, "s": "\\ud800"}'       # no 64-bit number, and no character
+CALL_WITH_ODD = ["6", '<tool_call>{"name": "weather", ', f'"arguments": {ODD}}}</tool_call>']
 TOOL: list[Any] = [{"name": tool["function"]["name"], "description": "It tells.",
                     "input_schema": tool["function"]["parameters"]} for tool in TOOLS]
 IMAGE: Any = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aGk="}}
@@ -33,7 +35,7 @@ IMAGE: Any = {"type": "image", "source": {"type": "base64", "media_type": "image
 def writer(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     """A server whose model writes calls of tools and thoughts, after a question's last token."""
     folder = tmp_path_factory.mktemp("clients")
-    model, tokenizer = writing(*([piece.encode() for piece in row] for row in (*ROWS, THOUGHTS)))
+    model, tokenizer = writing(*([piece.encode() for piece in row] for row in (*ROWS, THOUGHTS, CALL_WITH_ODD)))
     model.save_pretrained(folder / "tiny.safetensors", tokenizer)
     (folder / "template.jinja").write_text(TEMPLATE + "{# reasoning_content #}")
     with serving(folder, "checkpoint=tiny.safetensors", "template=template.jinja") as running:
@@ -139,6 +141,15 @@ def test_ollama_has_thoughts_and_calls(writer: Running, stream: bool) -> None:
     assert message("2", tools=TOOLS)[2] == [("weather", {"city": "Rome"}), ("time_of_day", {})]
 
 
+def test_the_arguments_of_a_call_are_sent_as_they_were_written(writer: Running) -> None:
+    question = {"model": "tiny", "messages": [{"role": "user", "content": "6"}], "stream": False}
+    by_ollama = httpx.post(f"{writer.url}/api/chat", json={**question, "tools": TOOLS, "options": {"temperature": 0}})
+    by_anthropic = httpx.post(f"{writer.url}/v1/messages", json={**question, "tools": TOOL, "temperature": 0, "max_tokens": 50})
+    for answer in (by_ollama, by_anthropic):
+        assert answer.status_code == 200, answer.text
+        assert ODD in answer.text
+
+
 def test_ollama_takes_back_calls_and_holds_an_answer_to_a_form(writer: Running) -> None:
     ollama = of_ollama(writer)
     call = {"function": {"name": "weather", "arguments": {"city": "Oslo"}}}
@@ -151,9 +162,13 @@ def test_ollama_takes_back_calls_and_holds_an_answer_to_a_form(writer: Running) 
     assert 0 <= json.loads(ollama.chat("tiny", [{"role": "user", "content": "x"}], format=schema).message.content)["n"] <= 9
     answer = ollama.generate("tiny", "x", format="json", options={"num_predict": 200, "temperature": 0})
     assert answer.response.lstrip().startswith("{")
-    logprobs = ollama.chat("tiny", [{"role": "user", "content": "3"}], logprobs=True, top_logprobs=2,
-                           options={"temperature": 0, "num_predict": 3}).logprobs
+    asked: Any = {"logprobs": True, "top_logprobs": 2, "options": {"temperature": 0, "num_predict": 3}}
+    logprobs = ollama.chat("tiny", [{"role": "user", "content": "3"}], **asked).logprobs
     assert [len(each.top_logprobs) for each in logprobs] == [2, 2, 2]
+    parts = ollama.chat("tiny", [{"role": "user", "content": "3"}], stream=True, **asked)
+    assert [each for part in parts for each in part.logprobs or ()] == logprobs
+    raw = ollama.generate("tiny", "3", raw=True, **asked)
+    assert "".join(each.token for each in raw.logprobs) == raw.response
 
 
 @pytest.mark.parametrize(("path", "fields", "said"), [

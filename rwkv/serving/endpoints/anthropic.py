@@ -4,7 +4,6 @@ A request becomes a ChatRequest, and the events of its text become content block
 no effect, because the server caches every prefix. budget_tokens neither: max_tokens bounds thoughts and answer together.
 """
 
-import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
@@ -317,7 +316,7 @@ class MessagesAnswer(Answer):
         yield from self._close()
         block = {"type": "tool_use", "id": call_id.replace("call_", "toolu_"), "name": function["name"], "input": {}}
         yield from self._begin(block)
-        self._blocks[-1]["input"] = json.loads(function["arguments"])
+        self._blocks[-1]["input"] = msgspec.Raw(function["arguments"].encode())      # numbers as they were written
         yield self._delta("input_json_delta", "partial_json", function["arguments"])
         yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
 

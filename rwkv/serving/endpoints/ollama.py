@@ -4,7 +4,6 @@ A request becomes a ChatRequest, or with raw=true a CompletionRequest; the choic
 Ollama, unknown fields and options are ignored, and a stream is the default.
 """
 
-import json
 import time
 from collections.abc import AsyncIterator, Callable
 from datetime import UTC, datetime
@@ -216,7 +215,7 @@ def _line(model: str, delta: dict[str, Any], is_chat: bool) -> dict[str, Any]:
     text = delta.get("content") or ""
     thinking = delta.get("reasoning_content")
     calls = [{"id": call["id"], "function": {"name": call["function"]["name"],
-                                             "arguments": json.loads(call["function"]["arguments"])}}
+                                             "arguments": msgspec.Raw(call["function"]["arguments"].encode())}}
              for call in delta.get("tool_calls") or ()]
     line: dict[str, Any] = {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
     if not is_chat:
