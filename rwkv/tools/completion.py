@@ -79,12 +79,12 @@ def script(shell: str) -> str:
     table = {name: words(name, module) for name, module in COMMANDS.items()}
     if shell == "fish":
         lines = [f"complete -c timemix -n __fish_use_subcommand -f -a {shlex.quote(' '.join(table))}"]
-        lines += [f"complete -c timemix -n '__fish_seen_subcommand_from {name}' -a {shlex.quote(' '.join(found))}"
-                  for name, found in table.items()]
+        lines += [f"complete -c timemix -n '__fish_seen_subcommand_from {name}' -a {shlex.quote(' '.join(entries))}"
+                  for name, entries in table.items()]
         return "\n".join(lines) + "\n"
     listed = shlex.quote(" ".join(table)) if shell == "bash" else " ".join(table)
-    cases = "\n".join(f"        {name}) words={shlex.quote(' '.join(found))} ;;" if shell == "bash" else
-                      f"        {name}) words_of=({' '.join(map(shlex.quote, found))}) ;;" for name, found in table.items())
+    cases = "\n".join(f"        {name}) words={shlex.quote(' '.join(entries))} ;;" if shell == "bash" else
+                      f"        {name}) words_of=({' '.join(map(shlex.quote, entries))}) ;;" for name, entries in table.items())
     return (BASH if shell == "bash" else ZSH).format(commands=listed, cases=cases)
 
 
@@ -95,13 +95,13 @@ def words(command: str, module: str) -> list[str]:
     if command not in SCHEMAS:
         return sorted({*_flags(module), "--help"})
     schema = SCHEMAS[command]
-    found = ["--help", "--cfg", *(["-m"] if schema is TrainConfig else [])]
+    entries = ["--help", "--cfg", *(["-m"] if schema is TrainConfig else [])]
     for group in cli.groups(schema):
-        found += [f"{group}={choice}" for choice in cli.choices(group)]
+        entries += [f"{group}={choice}" for choice in cli.choices(group)]
     for key, item in options(schema).items():
         values = item.metadata.get("one_of") or (("true", "false") if item.type is bool else ("",))
-        found += [f"{key}={value}" for value in values if key not in cli.groups(schema) and key != "kernel.name"]
-    return found
+        entries += [f"{key}={value}" for value in values if key not in cli.groups(schema) and key != "kernel.name"]
+    return entries
 
 
 def _flags(module: str) -> Iterator[str]:

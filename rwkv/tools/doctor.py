@@ -36,13 +36,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--json", metavar="FILE", type=path_of, help="also write the findings to FILE")
     file: Path | None = parser.parse_args(arguments).json
     with exit_on_user_error():
-        found = findings()
-        for line in lines(found):
+        report = findings()
+        for line in lines(report):
             print(line)
         sys.stdout.flush()
         if file is not None:
-            write_json(file, found)
-        return 1 if found["missing"][""] else 0
+            write_json(file, report)
+        return 1 if report["missing"][""] else 0
 
 
 def write_json(file: Path, content: dict[str, Any]) -> None:
@@ -55,7 +55,7 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 def findings() -> dict[str, Any]:
     """Everything as plain data. Parts that need PyTorch are missing where it cannot be imported; "torch_error" says why."""
     versions = {name: _version(name) for names in PACKAGES.values() for name in names}
-    found: dict[str, Any] = {
+    report: dict[str, Any] = {
         "timemix": _version("timemix") or "a clone", "python": platform.python_version(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}",
         "packages": {name: version for name, version in versions.items() if version},
@@ -63,18 +63,18 @@ def findings() -> dict[str, Any]:
     try:
         import torch
     except (ImportError, OSError) as error:
-        return found | {"torch_error": str(error)}
+        return report | {"torch_error": str(error)}
     from kernels import native
     from kernels.machine.cpu import why_slow
     from kernels.machine.hardware import cpu_model, describe, free_bytes
 
     devices = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
-    found |= {"cpu": cpu_model(), "threads": torch.get_num_threads(), "free_bytes": free_bytes("cpu"),
+    report |= {"cpu": cpu_model(), "threads": torch.get_num_threads(), "free_bytes": free_bytes("cpu"),
               "c_library": native.level(), "c_library_missing": native.why_not(),
               "slow_dtypes": [reason for dtype in (torch.bfloat16,) if (reason := why_slow(dtype, torch.device("cpu")))],
               "gpus": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
               "no_gpu": None if "cuda" in devices else _why_no_gpu(torch), "commit": describe("cpu")["commit"]}
-    return found | {"kernels": _kernels(devices)}
+    return report | {"kernels": _kernels(devices)}
 
 
 def _version(name: str) -> str | None:
@@ -97,16 +97,16 @@ def _kernels(devices: list[str]) -> dict[str, Any]:
     from kernels.registry import names, operators, why_not
     from kernels.select import resolve
 
-    found: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     for op in operators():
         for device in devices:
             reasons = {name: why_not(op, name, device) for name in names(op)}
-            found.setdefault(op, {})[device] = {
+            report.setdefault(op, {})[device] = {
                 "auto": resolve(op, "auto", device, torch.float32) if op.startswith("wkv") else None,
                 "run": [name for name, reason in reasons.items() if reason is None],
                 "elsewhere": [name for name in reasons if not _is_for(op, name, device)],
                 "not": {name: reason for name, reason in reasons.items() if reason and _is_for(op, name, device)}}
-    return found
+    return report
 
 
 def _is_for(op: str, name: str, device: str) -> bool:
@@ -119,33 +119,33 @@ def _is_for(op: str, name: str, device: str) -> bool:
         return True
 
 
-def lines(found: dict[str, Any]) -> list[str]:
+def lines(report: dict[str, Any]) -> list[str]:
     def line(subject: str, text: str, problem: bool = False) -> str:
         return f"{PROBLEM if problem else ' '} {subject:12}{text}"
 
-    missing = found["missing"]
-    shown = [line("timemix", f"{found['timemix']}, commit {found.get('commit')}"),
-             line("python", f"{found['python']} on {found['system']}"),
+    missing = report["missing"]
+    shown = [line("timemix", f"{report['timemix']}, commit {report.get('commit')}"),
+             line("python", f"{report['python']} on {report['system']}"),
              *(line("package", f"every program needs {name}: pip install {name}", True) for name in missing[""])]
     for extra, names in missing.items():
         if extra and names:
             how = "pip install taichi" if extra == "taichi" else f"in the clone, pip install -e '.[{extra}]'"
             shown.append(line(extra, f"without {', '.join(names)} there is no {FOR[extra]}: {how}"))
-    shown.append(line("versions", ", ".join(f"{name} {version}" for name, version in found["packages"].items())))
-    if "torch_error" in found:
-        return [*shown, line("torch", f"cannot be imported: {found['torch_error']}", True)]
-    memory = f", {found['free_bytes'] / 2**30:.1f} GiB of memory free" if found["free_bytes"] else ""
-    shown += [line("cpu", f"{found['cpu']}, {found['threads']} threads{memory}"),
-              *(line("cpu", reason) for reason in found["slow_dtypes"]),
-              line("C library", found["c_library_missing"] or f"runs, with {found['c_library']}", not found["c_library"]),
-              *(line("gpu", name) for name in found["gpus"]), *([line("gpu", found["no_gpu"])] if found["no_gpu"] else [])]
-    for op, by_device in found["kernels"].items():
-        for device, of_device in by_device.items():
-            auto = f"; auto is {of_device['auto']}" if of_device["auto"] else ""
-            shown.append(line(op, f"on {device}: {', '.join(of_device['run']) or 'none'}{auto}", not of_device["run"]))
-            if of_device["elsewhere"]:
-                shown.append(line("", f"  not for {device}: {', '.join(of_device['elsewhere'])}"))
-            shown += [line("", f"  not {name}: {reason}") for name, reason in of_device["not"].items()]
+    shown.append(line("versions", ", ".join(f"{name} {version}" for name, version in report["packages"].items())))
+    if "torch_error" in report:
+        return [*shown, line("torch", f"cannot be imported: {report['torch_error']}", True)]
+    memory = f", {report['free_bytes'] / 2**30:.1f} GiB of memory free" if report["free_bytes"] else ""
+    shown += [line("cpu", f"{report['cpu']}, {report['threads']} threads{memory}"),
+              *(line("cpu", reason) for reason in report["slow_dtypes"]),
+              line("C library", report["c_library_missing"] or f"runs, with {report['c_library']}", not report["c_library"]),
+              *(line("gpu", name) for name in report["gpus"]), *([line("gpu", report["no_gpu"])] if report["no_gpu"] else [])]
+    for op, by_device in report["kernels"].items():
+        for device, state in by_device.items():
+            auto = f"; auto is {state['auto']}" if state["auto"] else ""
+            shown.append(line(op, f"on {device}: {', '.join(state['run']) or 'none'}{auto}", not state["run"]))
+            if state["elsewhere"]:
+                shown.append(line("", f"  not for {device}: {', '.join(state['elsewhere'])}"))
+            shown += [line("", f"  not {name}: {reason}") for name, reason in state["not"].items()]
     return shown
 
 

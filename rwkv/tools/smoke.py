@@ -41,21 +41,21 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where the model runs")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights")
     parser.add_argument("--out", default=Path("smoke.json"), type=path_of, metavar="FILE", help="the JSON file; smoke.json")
-    given = parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
     with exit_on_user_error(), tempfile.TemporaryDirectory() as folder:
-        require_writable("--out", given.out, [given.checkpoint])
-        if given.checkpoint is None:
+        require_writable("--out", options.out, [options.checkpoint])
+        if options.checkpoint is None:
             paths = [_tiny(generation, Path(folder)) for generation in GENERATIONS]
         else:
             from rwkv.checkpoint.location import locate
 
-            locate(given.checkpoint)     # raises UserError where there is none
-            paths = [given.checkpoint]
-        checks = [check for path in paths for check in _Checks(path, given, Path(folder)).run()]
+            locate(options.checkpoint)   # raises UserError where there is none
+            paths = [options.checkpoint]
+        checks = [check for path in paths for check in _Checks(path, options, Path(folder)).run()]
         passed = all(check["passed"] for check in checks)
-        write_json(given.out, {"result": "PASS" if passed else "FAIL", "kernel": given.kernel, "device": given.device,
-                               "dtype": given.dtype, "checks": checks, "machine": findings()})
-        print(f"{'PASS' if passed else 'FAIL'}: {given.out} has the details", flush=True)
+        write_json(options.out, {"result": "PASS" if passed else "FAIL", "kernel": options.kernel, "device": options.device,
+                               "dtype": options.dtype, "checks": checks, "machine": findings()})
+        print(f"{'PASS' if passed else 'FAIL'}: {options.out} has the details", flush=True)
         return 0 if passed else 1
 
 
@@ -87,9 +87,9 @@ def _tiny(generation: str, folder: Path) -> Path:
 class _Checks:
     """The checks of one checkpoint. One that cannot be loaded has no other check. Raises UserError for a user's mistake."""
 
-    def __init__(self, path: Path, given: Any, folder: Path) -> None:
+    def __init__(self, path: Path, options: Any, folder: Path) -> None:
         self._path = path
-        self._given = given
+        self._options = options
         self._folder = folder
         self._done: list[dict[str, Any]] = []
 
@@ -103,28 +103,29 @@ class _Checks:
         """Runs one check, which returns a sentence or raises, and prints its line."""
         begun = time.monotonic()
         try:
-            found = check()
+            finding = check()
             passed = True
             details = None
         except Exception as error:       # whatever it is, it is the finding, but for a file or an option that does not fit
             if name == "load" and isinstance(error, (UserError, UnknownKernel, KernelUnavailable)):
                 raise
-            found = f"{type(error).__name__}: {error}".splitlines()[0]
+            finding = f"{type(error).__name__}: {error}".splitlines()[0]
             passed = False
             details = traceback.format_exc()
         seconds = time.monotonic() - begun
-        self._done.append({"checkpoint": self._path.name, "check": name, "passed": passed, "finding": found,
+        self._done.append({"checkpoint": self._path.name, "check": name, "passed": passed, "finding": finding,
                            "seconds": round(seconds, 3), "traceback": details})
-        print(f"{'ok  ' if passed else 'FAIL'} {self._path.name} {name} ({seconds:.1f} s): {found}", flush=True)
+        print(f"{'ok  ' if passed else 'FAIL'} {self._path.name} {name} ({seconds:.1f} s): {finding}", flush=True)
         return passed
 
     def _load(self) -> str:
         from rwkv.model.base import n_parameters
         from rwkv.pretrained import open_checkpoint
 
-        given = self._given
-        opened = open_checkpoint(SavedModelConfig(checkpoint=str(self._path), tokenizer=given.tokenizer, device=given.device,
-                                                  dtype=given.dtype, kernel=KernelConfig(name=given.kernel)))
+        options = self._options
+        opened = open_checkpoint(SavedModelConfig(
+            checkpoint=str(self._path), tokenizer=options.tokenizer, device=options.device, dtype=options.dtype,
+            kernel=KernelConfig(name=options.kernel)))
         self._device = opened.device
         self._tokenizer = opened.tokenizer
         self._model = opened.model()
@@ -151,14 +152,14 @@ class _Checks:
 
         reference = RWKV.from_pretrained(self._path, "reference", "cpu", "float32")
         expected, _ = reference(torch.tensor([self._ids]))
-        given, _ = self._model(torch.tensor([self._ids], device=self._device))
-        return self._same(given[:, -1].float().cpu(), expected[:, -1], self._given.kernel, "reference")
+        logits, _ = self._model(torch.tensor([self._ids], device=self._device))
+        return self._same(logits[:, -1].float().cpu(), expected[:, -1], self._options.kernel, "reference")
 
-    def _same(self, given: Any, expected: Any, one: str, other: str) -> str:
-        if not given.isfinite().all():
+    def _same(self, logits: Any, expected: Any, one: str, other: str) -> str:
+        if not logits.isfinite().all():
             raise ArithmeticError(f"the logits of {one} are not finite")
-        difference = float((given - expected).abs().max() / expected.std())
-        allowed = TOLERANCE[self._given.dtype]
+        difference = float((logits - expected).abs().max() / expected.std())
+        allowed = TOLERANCE[self._options.dtype]
         if not difference <= allowed:
             raise ArithmeticError(f"{one} and {other} differ by {difference:.2g} of the logits' spread, more than {allowed:g}")
         return f"{one} and {other} differ by {difference:.1g} of the logits' spread"
@@ -176,9 +177,9 @@ class _Checks:
 
         from rwkv.pretrained import RWKV
 
-        own = self._n <= TRAINABLE and self._given.dtype == "float32"
+        own = self._n <= TRAINABLE and self._options.dtype == "float32"
         path = self._path if own else _tiny(self._model.config.generation, self._folder)
-        model = RWKV.from_pretrained(path, self._given.kernel, self._device, trainable=True)
+        model = RWKV.from_pretrained(path, self._options.kernel, self._device, trainable=True)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(min(256, model.vocab_size), (2, 65), generator=generator).to(self._device)
         optimiser = torch.optim.AdamW(model.parameters(), LEARNING_RATE)

@@ -5,6 +5,7 @@ import torch
 from models import small_model
 
 from rwkv import embed
+from rwkv.config import Sampling
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine
 from rwkv.generation.prefill import PASS, PrefixCache
@@ -41,6 +42,20 @@ def test_embeddings_leave_generated_texts_and_the_cache_alone() -> None:
     assert texts[0].sample.tokens == texts[1].sample.tokens
     assert torch.equal(torch.stack([row.embedding for row in rows]), embed(model, BYTES, TEXTS))
     assert cache.longest(BYTES.encode(TEXTS[2]))[1] is None
+
+
+def test_running_sequences_get_a_token_at_every_step() -> None:
+    engine = Engine(small_model("reference", generation="rwkv7", vocab_size=256), BYTES)
+    running = engine.add("A cat", 3, StoppingCriteria(40, stop_tokens=()), Sampling(banned=(BYTES.end_of_text,)))
+    engine.step()
+    rows = [engine.add("x" * PASS, stopping=StoppingCriteria(0), pooling="mean") for _ in range(4)]
+    rows.append(engine.add("y" * PASS, stopping=StoppingCriteria(0), pooling="last"))
+    before = len(running.sample.tokens)
+    for _ in range(20):
+        engine.step()
+    assert len(running.sample.tokens) == before + 20
+    engine.run()
+    assert all(row.embedding.isfinite().all() for row in rows)
 
 
 def test_what_cannot_be_embedded_is_refused() -> None:

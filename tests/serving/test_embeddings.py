@@ -24,17 +24,17 @@ def test_openai_s_embeddings_are_the_library_s(client: "openai.OpenAI", model: R
     for options in ({}, {"encoding_format": "float"}, {"encoding_format": "base64", "extra_body": {"pooling": "mean"}},
                     {"dimensions": 32}):
         answer = client.embeddings.create(model="tiny", input=TEXTS, **options)
-        given = [each.embedding for each in answer.data]
-        if isinstance(given[0], str):    # the client decodes base64 only where it asked for it by itself
+        vectors = [each.embedding for each in answer.data]
+        if isinstance(vectors[0], str):    # the client decodes base64 only where it asked for it by itself
             import base64
 
-            given = [torch.frombuffer(bytearray(base64.b64decode(each)), dtype=torch.float32).tolist() for each in given]
-        torch.testing.assert_close(torch.tensor(given), wanted, atol=1e-6, rtol=0)
+            vectors = [torch.frombuffer(bytearray(base64.b64decode(each)), dtype=torch.float32).tolist() for each in vectors]
+        torch.testing.assert_close(torch.tensor(vectors), wanted, atol=1e-6, rtol=0)
         assert [each.index for each in answer.data] == list(range(len(TEXTS)))
         assert answer.usage.prompt_tokens == sum(map(len, TEXTS))
     ids = [*TEXTS[0].encode()]
-    for given in (TEXTS[0], ids, [ids]):
-        vector = client.embeddings.create(model="tiny", input=given).data[0].embedding
+    for value in (TEXTS[0], ids, [ids]):
+        vector = client.embeddings.create(model="tiny", input=value).data[0].embedding
         torch.testing.assert_close(torch.tensor(vector), wanted[0], atol=1e-6, rtol=0)
     last = client.embeddings.create(model="tiny", input=TEXTS[0], extra_body={"pooling": "last"}).data[0].embedding
     torch.testing.assert_close(torch.tensor(last), embed(model, ByteTokenizer(), TEXTS[:1], "last")[0], atol=1e-6, rtol=0)

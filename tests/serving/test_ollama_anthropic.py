@@ -51,13 +51,13 @@ def _clients_are_closed() -> Iterator[None]:
         yield
 
 
-def of_ollama(server: Running) -> "ollama.Client":
+def ollama_client(server: Running) -> "ollama.Client":
     import ollama
 
     return CLIENTS.enter_context(ollama.Client(host=server.url))
 
 
-def of_anthropic(server: Running, **options: Any) -> "anthropic.Anthropic":
+def anthropic_client(server: Running, **options: Any) -> "anthropic.Anthropic":
     import anthropic
 
     return CLIENTS.enter_context(anthropic.Anthropic(base_url=server.url, max_retries=0, timeout=60,
@@ -69,16 +69,18 @@ def test_the_text_is_the_same_by_every_interface(server: Running, client: "opena
     options: dict[str, Any] = {"temperature": 0.9, "top_p": 0.8, "seed": 7}
     asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION}
     wanted = client.chat.completions.create(**asked, **options, max_tokens=40, stop="q").choices[0].message.content
-    by_ollama = of_ollama(server).chat(**asked, stream=stream, options={**options, "num_predict": 40, "stop": ["q"]})
-    generated = of_ollama(server).generate("tiny", "once", stream=stream, options={**options, "num_predict": 40, "stop": ["q"]})
+    more: dict[str, Any] = {"stream": stream, "options": {**options, "num_predict": 40, "stop": ["q"]}}
+    by_ollama = ollama_client(server).chat(**asked, **more)
+    generated = ollama_client(server).generate("tiny", "once", **more)
     fields = {**asked, "max_tokens": 40, "stop_sequences": ["q"], "extra_body": options}
     if stream:
-        with of_anthropic(server).messages.stream(**fields) as events:
+        with anthropic_client(server).messages.stream(**fields) as events:
             by_anthropic = "".join(events.text_stream)
         texts = ["".join(part.message.content for part in by_ollama), "".join(part.response for part in generated),
                  by_anthropic]
     else:
-        texts = [by_ollama.message.content, generated.response, of_anthropic(server).messages.create(**fields).content[0].text]
+        by_anthropic = anthropic_client(server).messages.create(**fields).content[0].text
+        texts = [by_ollama.message.content, generated.response, by_anthropic]
     assert texts == [wanted] * 3
     assert wanted
 
@@ -86,7 +88,7 @@ def test_the_text_is_the_same_by_every_interface(server: Running, client: "opena
 @pytest.mark.parametrize("stream", [False, True])
 def test_raw_generation_is_a_completion_and_goes_on_from_its_context(server: Running, client: "openai.OpenAI",
                                                                      stream: bool) -> None:
-    ollama = of_ollama(server)
+    ollama = ollama_client(server)
     options = {"seed": 3, "num_predict": 12}
 
     def generated(prompt: str, **more: Any) -> tuple[str, Any]:
@@ -110,7 +112,7 @@ def test_raw_generation_is_a_completion_and_goes_on_from_its_context(server: Run
 
 
 def test_ollama_lists_shows_and_loads(g1: Running) -> None:
-    ollama = of_ollama(g1)
+    ollama = ollama_client(g1)
     listed, = ollama.list().models
     running, = ollama.ps().models
     assert listed.model == running.model == "tiny:latest"
@@ -130,7 +132,7 @@ def test_ollama_lists_shows_and_loads(g1: Running) -> None:
 @pytest.mark.parametrize("stream", [False, True])
 def test_ollama_has_thoughts_and_calls(writer: Running, stream: bool) -> None:
     def message(question: str, **more: Any) -> tuple[str, str, list[Any]]:
-        parts = of_ollama(writer).chat("tiny", [{"role": "user", "content": question}], stream=stream,
+        parts = ollama_client(writer).chat("tiny", [{"role": "user", "content": question}], stream=stream,
                                        options={"temperature": 0, "num_predict": 50}, **more)
         messages = [part.message for part in (parts if stream else [parts])]
         calls = [(call.function.name, call.function.arguments) for each in messages for call in each.tool_calls or ()]
@@ -151,7 +153,7 @@ def test_the_arguments_of_a_call_are_sent_as_they_were_written(writer: Running) 
 
 
 def test_ollama_takes_back_calls_and_holds_an_answer_to_a_form(writer: Running) -> None:
-    ollama = of_ollama(writer)
+    ollama = ollama_client(writer)
     call = {"function": {"name": "weather", "arguments": {"city": "Oslo"}}}
     conversation = [{"role": "user", "content": "1"},
                     {"role": "assistant", "content": "", "thinking": "Hm", "tool_calls": [call]},
@@ -171,7 +173,7 @@ def test_ollama_takes_back_calls_and_holds_an_answer_to_a_form(writer: Running) 
     assert "".join(each.token for each in raw.logprobs) == raw.response
 
 
-@pytest.mark.parametrize(("path", "fields", "said"), [
+@pytest.mark.parametrize(("path", "fields", "named"), [
     ("chat", {"messages": [{"role": "user", "content": "a", "images": ["aGk="]}]}, "messages[0].images"),
     ("chat", {"messages": [{"role": "nobody", "content": "a"}]}, "messages[0].role"),
     ("chat", {"messages": QUESTION, "model": "other"}, "other"), ("chat", {"messages": "hi"}, "messages"),
@@ -187,18 +189,18 @@ def test_ollama_takes_back_calls_and_holds_an_answer_to_a_form(writer: Running) 
     ("generate", {"prompt": "a", "images": ["aGk="]}, "images"), ("generate", {"prompt": "a", "context": [256]}, "256"),
     ("generate", {"prompt": "a", "raw": True, "system": "x"}, "system"), ("show", {"model": "other"}, "other"),
     ("pull", {"model": "other"}, "other"), ("create", {}, "/api/create"), ("nothing", {}, "/api/nothing")], ids=str)
-def test_ollama_s_errors_have_its_form(server: Running, path: str, fields: dict[str, Any], said: str) -> None:
+def test_ollama_s_errors_have_its_form(server: Running, path: str, fields: dict[str, Any], named: str) -> None:
     answer = httpx.post(f"{server.url}/api/{path}", json=fields)
     assert 400 <= answer.status_code < 500
     assert set(answer.json()) == {"error"}
-    assert said in answer.json()["error"]
+    assert named in answer.json()["error"]
 
 
 # Anthropic
 
 
 def test_anthropic_s_message_has_its_form(server: Running) -> None:
-    client = of_anthropic(server)
+    client = anthropic_client(server)
     cached = [{"type": "text", "text": "Be short. " * 200, "cache_control": {"type": "ephemeral"}}]
     asked: dict[str, Any] = {"model": "tiny", "messages": QUESTION, "system": cached, "max_tokens": 5,
                              "metadata": {"user_id": "me"}, "extra_body": {"banned": [0]}}
@@ -216,8 +218,8 @@ def test_anthropic_s_message_has_its_form(server: Running) -> None:
 
 def test_anthropic_names_the_stop_sequence(server: Running) -> None:
     letters = {str(letter): 100.0 for letter in b"ab"}
-    answer = of_anthropic(server).messages.create(model="tiny", messages=QUESTION, max_tokens=500, stop_sequences=["bb", "c"],
-                                                  extra_body={"logit_bias": letters})
+    answer = anthropic_client(server).messages.create(model="tiny", messages=QUESTION, max_tokens=500,
+                                                      stop_sequences=["bb", "c"], extra_body={"logit_bias": letters})
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "bb")
 
 
@@ -227,8 +229,8 @@ def test_anthropic_has_thoughts_and_calls(writer: Running, stream: bool) -> None
         fields: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": question}], "max_tokens": 50,
                                   "extra_body": {"temperature": 0}, **more}
         if not stream:
-            return of_anthropic(writer).messages.create(**fields)
-        with of_anthropic(writer).messages.stream(**fields) as events:
+            return anthropic_client(writer).messages.create(**fields)
+        with anthropic_client(writer).messages.stream(**fields) as events:
             kinds = [event.type for event in events]
             assert kinds[0] == "message_start"
             assert kinds[-1] == "message_stop"
@@ -251,7 +253,7 @@ def test_anthropic_has_thoughts_and_calls(writer: Running, stream: bool) -> None
 
 def test_anthropic_takes_back_its_own_blocks(writer: Running) -> None:
     """The result of a tool comes before the question, which the model answers with thoughts."""
-    client = of_anthropic(writer)
+    client = anthropic_client(writer)
     asked: dict[str, Any] = {"model": "tiny", "max_tokens": 50, "extra_body": {"temperature": 0},
                              "tools": TOOL}
     question = {"role": "user", "content": "1"}
@@ -279,13 +281,13 @@ WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nothing"}}}}, "output_config.format")]
 
 
-@pytest.mark.parametrize(("fields", "said"), WRONG_MESSAGES, ids=str)
-def test_anthropic_s_errors_have_its_form(server: Running, fields: dict[str, Any], said: str) -> None:
+@pytest.mark.parametrize(("fields", "named"), WRONG_MESSAGES, ids=str)
+def test_anthropic_s_errors_have_its_form(server: Running, fields: dict[str, Any], named: str) -> None:
     answer = httpx.post(f"{server.url}/v1/messages", json={"model": "tiny", "messages": QUESTION, "max_tokens": 5, **fields})
     error = answer.json()
     assert error["type"] == "error"
     assert (answer.status_code, error["error"]["type"]) in ((400, "invalid_request_error"), (404, "not_found_error"))
-    assert said in error["error"]["message"]
+    assert named in error["error"]["message"]
 
 
 def test_a_key_may_be_in_either_header(checkpoint: Any) -> None:
@@ -293,9 +295,9 @@ def test_a_key_may_be_in_either_header(checkpoint: Any) -> None:
 
     with serving(checkpoint.parent, f"checkpoint={checkpoint}", "tokenizer=byte", "api_key=secret") as server:
         for options in ({"api_key": "secret"}, {"api_key": None, "auth_token": "secret"}):
-            assert of_anthropic(server, **options).messages.count_tokens(model="tiny", messages=QUESTION).input_tokens
+            assert anthropic_client(server, **options).messages.count_tokens(model="tiny", messages=QUESTION).input_tokens
         with pytest.raises(anthropic.AuthenticationError):
-            of_anthropic(server, api_key="other").messages.count_tokens(model="tiny", messages=QUESTION)
+            anthropic_client(server, api_key="other").messages.count_tokens(model="tiny", messages=QUESTION)
         assert httpx.get(f"{server.url}/api/tags").json().keys() == {"error"}
 
 

@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -35,14 +36,14 @@ def test_doctor_knows_every_package_of_the_project() -> None:
 
 
 def test_doctor_says_where_each_kernel_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert doctor.main(["--json", str(tmp_path / "found.json")]) == 0
-    found = json.loads((tmp_path / "found.json").read_text())
+    assert doctor.main(["--json", str(tmp_path / "report.json")]) == 0
+    report = json.loads((tmp_path / "report.json").read_text())
     for op in operators():
-        of_device = found["kernels"][op]["cpu"]
-        assert {*of_device["run"], *of_device["elsewhere"], *of_device["not"]} == {*names(op)}
-    assert found["packages"]["torch"] == torch.__version__.partition("+")[0] or torch.__version__
+        state = report["kernels"][op]["cpu"]
+        assert {*state["run"], *state["elsewhere"], *state["not"]} == {*names(op)}
+    assert report["packages"]["torch"] == metadata.version("torch")
     printed = capsys.readouterr().out
-    assert all(name in printed for name in ("C library", "gpu", "wkv7", *found["kernels"]["wkv7"]["cpu"]["run"]))
+    assert all(name in printed for name in ("C library", "gpu", "wkv7", *report["kernels"]["wkv7"]["cpu"]["run"]))
 
 
 def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,10 +61,10 @@ def test_smoke_passes_here(dtype: str, tmp_path: Path, capsys: pytest.CaptureFix
     path = tmp_path / "small.safetensors"
     small_model(generation="rwkv7", vocab_size=256, n_embd=32).save_pretrained(path, ByteTokenizer())
     assert smoke.main([str(path), "--dtype", dtype, "--device", "cpu", "--out", str(out)]) == 0, capsys.readouterr().out
-    found = json.loads(out.read_text())
-    assert found["result"] == "PASS"
-    assert [check["check"] for check in found["checks"]] == ["load", "read", "compare", "generate", "train"]
-    assert found["machine"]["packages"]["torch"]
+    report = json.loads(out.read_text())
+    assert report["result"] == "PASS"
+    assert [check["check"] for check in report["checks"]] == ["load", "read", "compare", "generate", "train"]
+    assert report["machine"]["packages"]["torch"]
     assert capsys.readouterr().out.splitlines()[-1].startswith("PASS")
 
 
@@ -80,10 +81,10 @@ def test_smoke_fails_where_a_model_does(tmp_path: Path, capsys: pytest.CaptureFi
         model.blocks[1].ffn.key.weight.fill_(1e30)
     model.save_pretrained(path, ByteTokenizer())
     assert smoke.main([str(path), "--out", str(tmp_path / "smoke.json")]) == 1
-    found = json.loads((tmp_path / "smoke.json").read_text())
-    assert found["result"] == "FAIL"
-    assert {check["check"] for check in found["checks"] if not check["passed"]} >= {"read", "compare", "train"}
-    assert "Traceback" in "".join(check["traceback"] or "" for check in found["checks"])
+    report = json.loads((tmp_path / "smoke.json").read_text())
+    assert report["result"] == "FAIL"
+    assert {check["check"] for check in report["checks"] if not check["passed"]} >= {"read", "compare", "train"}
+    assert "Traceback" in "".join(check["traceback"] or "" for check in report["checks"])
     assert capsys.readouterr().out.splitlines()[-1].startswith("FAIL")
 
 
@@ -130,9 +131,9 @@ def test_bash_completes(line: str, offered: set[str], withheld: set[str], tmp_pa
              f"COMP_LINE='{line}' COMP_POINT={len(line)} COMP_CWORD={len(words) - 1}\n"
              f"COMP_WORDS=({listed})\n_timemix\nprintf '%s\\n' \"${{COMPREPLY[@]}}\"")
     done = subprocess.run(["bash", "-c", asked], capture_output=True, text=True, check=True, cwd=tmp_path)
-    found = {*done.stdout.split()}
-    assert offered <= found
-    assert not withheld & found
+    report = {*done.stdout.split()}
+    assert offered <= report
+    assert not withheld & report
     assert done.stderr == ""
 
 

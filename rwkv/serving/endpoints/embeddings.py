@@ -58,13 +58,13 @@ def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generat
     return texts, render
 
 
-def _inputs(given: str | list[Any]) -> list[str | list[int]]:
-    inputs = [given] if isinstance(given, str) or (given and all(isinstance(item, int) for item in given)) else given
+def _inputs(value: str | list[Any]) -> list[str | list[int]]:
+    inputs = [value] if isinstance(value, str) or (value and all(isinstance(item, int) for item in value)) else value
     if not (all(isinstance(item, str) for item in inputs) or all(isinstance(item, list) for item in inputs)):
         raise ApiError(400, "input must be a text, a list of texts, a list of token ids, or a list of such lists", "input")
     for place, item in enumerate(inputs):
         if not item:
-            where = "input" if isinstance(given, str) else f"input[{place}]"
+            where = "input" if isinstance(value, str) else f"input[{place}]"
             raise ApiError(400, f"{where} must not be empty", where)
     return inputs
 
@@ -117,8 +117,8 @@ class EmbeddingAnswer(Answer):
         """The last event of each text. Raises ApiError where a text was not read."""
         done: list[Event] = []
         while True:
-            of_ticket = {number: event async for number, event in self._ticket if event.finish_reason is not None}
-            done += [of_ticket[number] for number in sorted(of_ticket)]
+            events = {number: event async for number, event in self._ticket if event.finish_reason is not None}
+            done += [events[number] for number in sorted(events)]
             if any(event.embedding is None for event in done):
                 raise ApiError(503, "the input was not read in time: the server's timeout_s= ended it", code="timeout")
             if not self._left:

@@ -189,16 +189,16 @@ def _fields(body: OllamaRequest, model: str) -> dict[str, Any]:
 
 def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
     _refuse_images(message.get("images"), f"{where}.images")
-    kept = {name: value for name, value in message.items() if name not in ("images", "thinking", "tool_name")}
-    kept.setdefault("content", "")
+    fields = {name: value for name, value in message.items() if name not in ("images", "thinking", "tool_name")}
+    fields.setdefault("content", "")
     if message.get("thinking"):
-        kept["reasoning_content"] = message["thinking"]
+        fields["reasoning_content"] = message["thinking"]
     if message.get("tool_name"):
-        kept["name"] = message["tool_name"]
+        fields["name"] = message["tool_name"]
     calls = message.get("tool_calls")
     if isinstance(calls, list):
-        kept["tool_calls"] = [{"type": "function", **call} if isinstance(call, dict) else call for call in calls]
-    return kept
+        fields["tool_calls"] = [{"type": "function", **call} if isinstance(call, dict) else call for call in calls]
+    return fields
 
 
 def _refuse_images(images: Any, where: str) -> None:
