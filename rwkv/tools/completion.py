@@ -56,9 +56,9 @@ _timemix() {{
         values=(${{values:#}})
         (( $#values )) && compadd -- $values || _files
     else
-        compadd -S '' -- ${{(u)${{(M)words_of:#*=*}}/%=*/=}}
-        compadd -- ${{words_of:#*=*}}
-        _files
+        local -a keys=(${{(u)${{(M)words_of:#*=*}}/%=*/=}}) others=(${{words_of:#*=*}})
+        compadd -S '' -- $keys
+        compadd -- $others || (( $#keys )) || _files
     fi
 }}
 compdef _timemix timemix
