@@ -4,13 +4,14 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from rwkv.generation.embedding import embed
     from rwkv.generation.engine import generate, generate_batch
     from rwkv.pretrained import RWKV
     from rwkv.tokenizer.tokenizers import Tokenizer
 
-__all__ = ["RWKV", "Tokenizer", "generate", "generate_batch"]
-_HOMES = {"RWKV": "rwkv.pretrained", "Tokenizer": "rwkv.tokenizer.tokenizers", "generate": "rwkv.generation.engine",
-          "generate_batch": "rwkv.generation.engine"}
+__all__ = ["RWKV", "Tokenizer", "embed", "generate", "generate_batch"]
+_HOMES = {"RWKV": "rwkv.pretrained", "Tokenizer": "rwkv.tokenizer.tokenizers", "embed": "rwkv.generation.embedding",
+          "generate": "rwkv.generation.engine", "generate_batch": "rwkv.generation.engine"}
 
 
 def __getattr__(name: str) -> Any:

@@ -12,7 +12,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from functools import cached_property
 from numbers import Real
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rwkv.errors import UserError
 
@@ -32,6 +32,7 @@ NEXT_PAIR = re.compile(r",(?=[^,=/\\]+=)")              # a comma before NAME=; 
 TEMPLATES = "world, g1, flower or a jinja2 file"        # the chat templates, for help
 TEMPLATE_OF_MODEL = f"{TEMPLATES}; null: the one of the run's data, else the checkpoint's, else by its name"
 THINK = ("false", "true", "fake")        # how answers begin: rwkv/chat/thoughts.py
+Pooling = Literal["mean", "last"]        # of hidden states, to an embedding
 PATH = "path"                            # the kinds of free text, which is taken verbatim from the command line
 NAME = "name"
 TEXT = "text"

@@ -135,6 +135,22 @@ def test_the_readme_s_kernel_computes_the_operator(tmp_path: Path) -> None:
         torch.testing.assert_close(ours, theirs.float())
 
 
+def test_the_dockerfile_copies_what_is_there_and_serves() -> None:
+    text = (ROOT / "Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
+    lines = [line.split(maxsplit=1) for line in text.split("\n") if line and not line.startswith("#")]
+    assert lines[0][0] == "FROM"
+    assert {word for word, _ in lines} <= {"FROM", "WORKDIR", "COPY", "RUN", "USER", "EXPOSE", "HEALTHCHECK", "ENTRYPOINT"}
+    copied = [name for word, rest in lines if word == "COPY" for name in rest.split()[:-1]]
+    assert all((ROOT / name).exists() for name in copied)
+    packages = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["setuptools"]["packages"]
+    assert {package.partition(".")[0] for package in packages} | {"configs"} <= {*copied}
+    program, command, *options = json.loads(next(rest for word, rest in lines if word == "ENTRYPOINT"))
+    assert (program, command) == ("timemix", "serve")
+    cli.check(cli.split([*options, "checkpoint=FILE"], PROGRAMS[command][1]), PROGRAMS[command][1])
+    port = next(rest for word, rest in lines if word == "EXPOSE")
+    assert int(port) == PROGRAMS[command][1]().port
+
+
 def test_every_example_is_on_its_page() -> None:
     shown = {command.words[1] for command in commands(ROOT / "examples" / "README.md")}
     assert shown == {f"examples/{path.name}" for path in (ROOT / "examples").glob("*.py")}

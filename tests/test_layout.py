@@ -66,7 +66,7 @@ RULES = (
     Rule(r"(?!rwkv\.serving\b).*", r"starlette|uvicorn|msgspec|prometheus_client"),
     Rule(r"rwkv\.serving\.(?!(worker|kept_states)$).*", r"torch|rwkv\.(generation(?!\.grammar)|model|pretrained|checkpoint)"),
     Rule(r"rwkv\.model\b(?!\.(operators|quantized|decoding\.c_step)$).*", r"kernels\.select"),   # a model is given its operator
-    Rule(r"rwkv\.(cli(\.help)?|config|errors|__main__|programs\.(train|generate|chat|serve)|tools\.(evaluate|convert|report))",
+    Rule(r"rwkv\.(cli(\.help)?|config|errors|__main__|programs\.(train|generate|chat|serve)|tools\.(evaluate|convert|report|doctor|smoke|completion))",
          r"torch|lightning|hydra|numpy",
          at_import_only=True),
 )
@@ -231,7 +231,8 @@ def test_importing_has_no_effects(package: str, tmp_path: Path) -> None:
     ([module_of(path) for path in (ROOT / "rwkv" / "model").glob("*.py") if not path.stem.endswith("_triton")],
      ("hydra", "omegaconf", "lightning", "wandb", "taichi", "triton")),
     (["rwkv.pretrained", "rwkv.generation.output"], ("hydra", "lightning", "wandb")),
-    (["rwkv.tools.evaluate", "rwkv.tools.convert", "rwkv.training.sweep", "rwkv.training.run.options", "rwkv.checkpoint.named",
+    (["rwkv.tools.evaluate", "rwkv.tools.convert", "rwkv.tools.doctor", "rwkv.tools.smoke", "rwkv.tools.completion",
+      "rwkv.training.sweep", "rwkv.training.run.options", "rwkv.checkpoint.named",
       "rwkv.generation.options"], ("torch", "hydra", "lightning", "wandb", "taichi")),
     (["rwkv", "rwkv.cli", *(f"rwkv.programs.{name}" for name in ("train", "generate", "chat", "serve")), "kernels.registry"],
      ("torch", "numpy", "hydra", "omegaconf", "lightning", "wandb", "taichi")),

@@ -232,7 +232,7 @@ def check_override(override: str, schema: type) -> None:
     key = key.lstrip("+")
     if key.startswith(("~", "hydra.", "hydra/")):
         return
-    if key == "kernel.name" or key in _groups(schema):
+    if key == "kernel.name" or key in groups(schema):
         for choice in _values(key, value):
             _check_choice(key.removesuffix(".name"), choice)
             _check_file(key, choice, schema)
@@ -254,7 +254,7 @@ def _check_file(group: str, choice: str, schema: type) -> None:
     file = recipe.located(choice, CONFIGS / group)
     if not file.is_file() and (group != EXPERIMENT or not recipe.is_path(choice)):
         return                           # a kernel, or null
-    found = recipe.read(file, _groups(schema) if group in OPTIONAL else ())
+    found = recipe.read(file, groups(schema) if group in OPTIONAL else ())
     prefix = "" if group in OPTIONAL or _is_global(file) else f"{group}."
     chosen = [(key.removeprefix("override /"), value) for entry in found.hydra.get("defaults", []) if isinstance(entry, dict)
               for key, value in entry.items() if key.startswith("override /")]
@@ -274,7 +274,7 @@ def _is_global(file: Path) -> bool:
     return GLOBAL in file.read_text(encoding="utf-8")
 
 
-def _groups(schema: type) -> list[str]:
+def groups(schema: type) -> list[str]:
     """The groups of which a program has choices."""
     named = {item.name for item in fields(schema)}
     found = named.union(OPTIONAL) if schema is TrainConfig else named & {"kernel", "sampling"}
@@ -283,7 +283,7 @@ def _groups(schema: type) -> list[str]:
 
 def _names(schema: type) -> list[str]:
     """All names of options and groups."""
-    return [*options(schema), *_groups(schema)]
+    return [*options(schema), *groups(schema)]
 
 
 def _meant(name: str, schema: type) -> str:
@@ -345,7 +345,7 @@ def _set_by(group: str, choice: str) -> list[str]:
     file = recipe.located(choice, CONFIGS / group)
     if not file.is_file():
         return []
-    found = recipe.read(file, _groups(TrainConfig) if group in OPTIONAL else ())
+    found = recipe.read(file, groups(TrainConfig) if group in OPTIONAL else ())
     if group not in OPTIONAL:
         return [name if _is_global(file) else f"{group}.{name}" for name in found.options]
     overridden = [pair for entry in found.content["defaults"] for pair in entry.items()]
@@ -486,7 +486,7 @@ def _recipes(overrides: list[str], schema: type) -> dict[str, recipe.Recipe]:
     """The recipes that the overrides choose, by group."""
     chosen = dict(map(_split, overrides)) if schema is TrainConfig else {}
     paths = {key for key, item in options(schema).items() if free_text(item) == PATH}
-    return {group: recipe.read(recipe.located(chosen[group], CONFIGS / group), _groups(schema)).from_home(paths)
+    return {group: recipe.read(recipe.located(chosen[group], CONFIGS / group), groups(schema)).from_home(paths)
             for group in OPTIONAL if chosen.get(group, "null") != "null"}
 
 

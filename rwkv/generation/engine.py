@@ -15,11 +15,12 @@ import torch
 from torch import Tensor
 
 from kernels.backends.transfer import to_device
-from rwkv.config import LARGEST_SEED, Sampling, strings, whole_number, whole_numbers
+from rwkv.config import LARGEST_SEED, Pooling, Sampling, strings, whole_number, whole_numbers
 from rwkv.errors import UserError
 from rwkv.generation.decoder import CDecoder, GpuDecoder, decoder_of
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.logprobs import entry, logprobs
+from rwkv.generation.pooling import pooled
 from rwkv.generation.prefill import EMPTY, Key, PrefillResult, PrefixCache, Reading, chunks_on, prefill
 from rwkv.generation.row import CANCELLED, Row, Sample
 from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, drawing_on, on_host, queued_tokens
@@ -126,13 +127,14 @@ class Engine:
     def add(self, prompt: str | Sequence[int], seed: int = 0, stopping: StoppingCriteria | None = None,
             sampling: Sampling | None = None, n_logprobs: int | None = None, context: PrefillResult | None = None,
             prompt_logprobs: bool = False, earlier: Sequence[int] = (), grammar: Grammar | None = None,
-            keep: bool = False, after: Key | None = None) -> Row:
+            keep: bool = False, after: Key | None = None, pooling: Pooling | None = None) -> Row:
         """A row that continues `prompt`, a text or its ids, from the next step on.
 
         n_logprobs: keep the log-probability of each token and of this many likeliest tokens; None for no log-probabilities.
         prompt_logprobs: keep them also for the prompt's tokens except the first. earlier: ids that the context has read;
         repetition_penalty counts them like the prompt's. grammar: what the text may be. keep: set Row.kept at the end. after:
         the cache key, of length 0, for the context; None is EMPTY, and a context without a key is not looked up or cached.
+        pooling: set Row.embedding when the prompt is read.
         Raises ValueError as `generate` does.
         """
         sampling = sampling or Sampling()
@@ -146,9 +148,10 @@ class Engine:
         row = Row(self._added, sample, ids, self._tokenizer, stopping or StoppingCriteria(), sampling, penalties, n_logprobs,
                   self._cache_for(context, after), context, grammar, keep, after or EMPTY)
         n_of_prompt = (n_logprobs or 0) if prompt_logprobs else None
-        shared = next((shared for shared in self._readings if shared.fits(ids, context, n_of_prompt, after)), None)
+        shared = next((shared for shared in self._readings if shared.fits(ids, context, n_of_prompt, after, pooling)), None)
         if shared is None:
-            shared = _Shared(self._reading(ids, context, n_of_prompt, after), context, n_of_prompt, after, [])
+            reading = self._reading(ids, context, n_of_prompt, after, pooling)
+            shared = _Shared(reading, context, n_of_prompt, after, [], pooling=pooling)
             self._readings.append(shared)
         row.cached_tokens = shared.reading.cached
         shared.rows.append(row)
@@ -225,9 +228,11 @@ class Engine:
             self._read_drawn()
         return self._end_of(0)
 
-    def _reading(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None, after: Key | None) -> Reading:
+    def _reading(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None, after: Key | None,
+                 pooling: Pooling | None) -> Reading:
         cache = self._cache_for(context, after)
-        return Reading(self._model, ids, context, cache, n_logprobs, self._tokenizer.vocab_size, after or EMPTY, self._in_c)
+        return Reading(self._model, ids, context, cache, n_logprobs, self._tokenizer.vocab_size, after or EMPTY, self._in_c,
+                       pooling is not None)
 
     def _cache_for(self, context: PrefillResult | None, after: Key | None) -> PrefixCache | None:
         return self._cache if context is None or after is not None else None
@@ -245,7 +250,8 @@ class Engine:
         for row in self._rows:
             row.cache = None
         for shared in self._readings:
-            shared.reading = self._reading(shared.reading.tokens, shared.context, shared.n_logprobs, shared.after)
+            shared.reading = self._reading(shared.reading.tokens, shared.context, shared.n_logprobs, shared.after,
+                                           shared.pooling)
             shared.logprobs.clear()
 
     def _result(self, position: int) -> PrefillResult:
@@ -302,6 +308,8 @@ class Engine:
             for row in shared.rows:
                 row.prompt_read = True
                 row.prompt_logprobs = shared.logprobs
+                if shared.pooling is not None:
+                    row.embedding = pooled(shared.reading, shared.pooling)
             self._rows += shared.rows
             results += [result] * len(shared.rows)
         if results:
@@ -384,7 +392,9 @@ class _Shared:
     after: Key | None
     rows: list[Row]
     logprobs: list[dict[str, Any]] = field(default_factory=list)         # of the prompt's tokens except the first
+    pooling: Pooling | None = None
 
-    def fits(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None, after: Key | None) -> bool:
-        same = self.context is context and self.n_logprobs == n_logprobs and self.after == after
+    def fits(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None, after: Key | None,
+             pooling: Pooling | None) -> bool:
+        same = self.context is context and self.n_logprobs == n_logprobs and self.after == after and self.pooling == pooling
         return same and self.reading.tokens == ids

@@ -174,19 +174,23 @@ class Reading:
     start: the result, of one row, that the prompt follows. after: the key of `start` in the cache; different starts need
     different keys. n_logprobs: keep log-probabilities, among the first vocab_size tokens, of each token of the prompt and of
     this many likeliest tokens; the whole prompt is then read, whatever is in the cache; None for no log-probabilities. decoder:
-    of the model, which reads short passes; None where no C fits the model. Raises ValueError where `start` has several rows or
-    is of another model.
+    of the model, which reads short passes; None where no C fits the model. pools: sum the final hidden states, for
+    rwkv/generation/embedding.py; the whole prompt is then read, and nothing is cached. Raises ValueError where `start` has
+    several rows or is of another model.
     """
 
     def __init__(self, model: Model, tokens: Sequence[int], start: PrefillResult | None = None,
                  cache: PrefixCache | None = None, n_logprobs: int | None = None, vocab_size: int | None = None,
-                 after: Key = EMPTY, decoder: CDecoder | None = None) -> None:
+                 after: Key = EMPTY, decoder: CDecoder | None = None, pools: bool = False) -> None:
         if start is not None:
             model.check_state(start.state, B=1)
         self._model = model
         self._device = model.emb.weight.device
         self._chunks = chunks_on(self._device)
-        self._cache = cache
+        self._cache = cache = None if pools else cache
+        self.hidden_sum: Tensor | None = None                    # (C) float64, of all tokens read, if it pools
+        self.last_hidden: Tensor | None = None                   # (C), of the last token read, if it pools
+        self._pools = pools
         self._n_logprobs = n_logprobs
         self._vocab_size = vocab_size
         self.tokens = list(tokens)
@@ -203,7 +207,7 @@ class Reading:
         self.cached = self._position                             # tokens that need not be read
         self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # results of logprobs() that are not taken yet
         self._running: Iterator[None] | None = None              # the pass that has begun
-        self._decoder = decoder
+        self._decoder = None if pools else decoder               # C returns no hidden state
 
     @property
     def next_part(self) -> int:
@@ -260,7 +264,7 @@ class Reading:
     def _through_blocks(self, ids: Tensor, state: State | None) -> Generator[None, None, PrefillResult]:
         model = self._model
         head: nn.Module = model.head
-        if model.is_untouched():
+        if model.is_untouched() or self._pools:
             for found in model.hidden_in_parts(ids, state, self._n_parts(ids.shape[1])):
                 if found is None:
                     yield
@@ -269,6 +273,10 @@ class Reading:
         else:                            # a hook on the model may change the logits of all positions
             hidden, state = model(ids, state)
             head = nn.Identity()
+        if self._pools:
+            total = hidden[0].double().sum(0)
+            self.hidden_sum = total if self.hidden_sum is None else self.hidden_sum + total
+            self.last_hidden = hidden[0, -1]
         if self._n_logprobs is not None:
             following = torch.tensor(self.tokens[self._position + 1:self._position + ids.shape[1] + 1], device="cpu")
             for rows, targets in zip(hidden[0].split(LOGPROB_ROWS), following.split(LOGPROB_ROWS), strict=False):

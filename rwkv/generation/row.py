@@ -44,10 +44,11 @@ class Row:
     """One text while it is generated: its random numbers, its text decoder and its stop strings.
 
     cached_tokens: how many tokens of the prompt came from the cache. prompt_logprobs: if requested, an entry as in
-    Sample.logprobs for each token of the prompt except the first. context: the result of reading the text before the prompt.
-    forbidden: (V) bool, True for tokens that the grammar does not allow next; None without a grammar. kept: with `keep`, the
-    result of reading the whole text, its last token and a stop string included; None for a row that was cancelled. damaged: the
-    row was cancelled because the logits after its context are not finite.
+    Sample.logprobs for each token of the prompt except the first. embedding: if requested, (C), when the prompt is read.
+    context: the result of reading the text before the prompt. forbidden: (V) bool, True for tokens that the grammar does not
+    allow next; None without a grammar. kept: with `keep`, the result of reading the whole text, its last token and a stop
+    string included; None for a row that was cancelled. damaged: the row was cancelled because the logits after its context are
+    not finite.
     """
 
     def __init__(self, index: int, sample: Sample, prompt_ids: list[int], tokenizer: Tokenizer, stopping: StoppingCriteria,
@@ -65,6 +66,7 @@ class Row:
         self.cached_tokens = 0
         self.prompt_read = False
         self.prompt_logprobs: list[dict[str, Any]] = []
+        self.embedding = torch.empty(0)
         self.last_token_in_text = True   # False after an end-of-text or stop token
         self.kept: PrefillResult | None = None
         self._keep = keep
@@ -102,6 +104,11 @@ class Row:
     @property
     def stays(self) -> bool:
         return self.unfinished or self.owes_end
+
+    @property
+    def stop(self) -> str | None:
+        """The stop string that ended the text."""
+        return self._stop_strings.found
 
     @property
     def read_after_text(self) -> str:

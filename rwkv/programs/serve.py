@@ -1,4 +1,4 @@
-"""Serves a checkpoint over HTTP, with OpenAI's interface, to many clients at once.
+"""Serves a checkpoint over HTTP, to many clients of OpenAI, Ollama and Anthropic.
 
   python serve.py                                       the latest run
   python serve.py checkpoint=rwkv7-g1k-1.5b-20260930-ctx25600.pth dtype=int8
@@ -22,6 +22,9 @@ POST /v1/states reads a prompt or messages, or takes a state file, and gives an
 id; "state": ID in a request continues it, without reading it again, and
 "save_state": true keeps the end of an answer as another one. /v1/responses
 goes on from previous_response_id by such a state (docs/chat.md).
+
+Clients of Ollama (/api/chat, ...) and Anthropic (/v1/messages) use the same
+server; /v1/embeddings gives embeddings. docs/clients.md has their settings.
 
 adapters=NAME=RUN,... serves what tune=state and tune=lora have trained, as
 further models that requests name (docs/serve.md).

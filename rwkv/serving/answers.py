@@ -65,6 +65,8 @@ class Shape:
 class Answer:
     """An ASGI response: the texts of a ticket. They are cancelled when the client goes away."""
 
+    content_type = "text/event-stream; charset=utf-8"            # of a stream
+
     def __init__(self, engine: RemoteEngine, ticket: Ticket, shape: Shape, stream: bool, timeout_s: float) -> None:
         self._engine = engine
         self._ticket = ticket
@@ -77,7 +79,7 @@ class Answer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
-        deadline = asyncio.get_running_loop().call_later(self._timeout_s, self._engine.cancel, self._ticket)
+        deadline = asyncio.get_running_loop().call_later(self._timeout_s, self._cancel)
         try:
             await (self._send_stream(send) if self._stream else self._send_whole(scope, receive, send))
         except (TimeoutError, asyncio.CancelledError):           # CancelledError: the server ends at once
@@ -85,7 +87,7 @@ class Answer:
         finally:
             deadline.cancel()
             watcher.cancel()
-            self._engine.cancel(self._ticket)
+            self._cancel()
             if self._abandoned:
                 for text in self._texts:
                     if text.last.state is not None:
@@ -94,20 +96,26 @@ class Answer:
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
-        self._engine.cancel(self._ticket)
+        self._cancel()
         self._abandoned = not self._complete
+
+    def _cancel(self) -> None:
+        self._engine.cancel(self._ticket)
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             async for number, event in self._ticket:
                 self._take(number, event)
         except ApiError as error:
-            await self._told(error).response()(scope, receive, send)
+            await self._error_response(error)(scope, receive, send)
             return
         self._complete = True
         await self._finish()
         # With the log-probabilities of a prompt an answer has megabytes. Other requests would wait while it is encoded.
         response = await asyncio.to_thread(self._whole) if self._shape.echo_logprobs else self._whole()
+        await self._send(response, scope, receive, send)
+
+    async def _send(self, response: Response, scope: Scope, receive: Receive, send: Send) -> None:
         async with asyncio.timeout(SEND_TIMEOUT):
             await response(scope, receive, send)
 
@@ -118,6 +126,9 @@ class Answer:
         """The error that is sent to the client."""
         return error
 
+    def _error_response(self, error: ApiError) -> Response:
+        return self._told(error).response()
+
     def _take(self, number: int, event: Event) -> None:
         """Adds an event to an answer that is sent whole."""
         self._texts[number].add(event)
@@ -127,7 +138,7 @@ class Answer:
         return json_response({**content, "usage": self._usage()})
 
     async def _send_stream(self, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-store"),
+        headers = [(b"content-type", self.content_type.encode()), (b"cache-control", b"no-store"),
                    (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         async for chunk in self._chunks():

@@ -1,12 +1,21 @@
-"""Errors as OpenAI's interface has them: {"error": {"message", "type", "param", "code"}} and a status."""
+"""Errors: a status and a sentence. Their bodies have OpenAI's form; other interfaces have forms of their own."""
 
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
 from typing import Any
 
 import msgspec
 from starlette.responses import Response
 
+from rwkv.config import Sampling
+from rwkv.errors import UserError
+
 TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
 STATE_GONE = "state_not_found"           # a code
+SAMPLING_FIELDS = tuple(item.name for item in fields(Sampling))
+PLACE = re.compile(r"[a-z_]\w*(?:\[\d+\]|\.\w+)*")       # messages[1].content
 
 
 class ApiError(Exception):
@@ -20,11 +29,37 @@ class ApiError(Exception):
         self.body = {"error": {"message": message, "type": TYPES.get(status, "invalid_request_error"), "param": param,
                                "code": code}}
 
-    def response(self) -> Response:
+    def response(self, form: Callable[["ApiError"], dict[str, Any]] | None = None) -> Response:
+        """form: makes the body; by default it is OpenAI's."""
         headers = {"retry-after": str(self.retry_after)} if self.retry_after else {}
         if self.status == 415:
             headers["accept-encoding"] = "gzip"
-        return json_response(self.body, self.status, headers)
+        return json_response(form(self) if form else self.body, self.status, headers)
+
+
+def user_error(error: UserError) -> ApiError:
+    """A user's mistake as an answer. param: the field with which the message begins, if it does."""
+    message = str(error)
+    word = message.split(maxsplit=1)[0].rstrip(":,")
+    named = word.startswith(("messages", "tools", "response_format", "grammar")) or word in SAMPLING_FIELDS
+    return ApiError(400, message, word if named else None)
+
+
+@contextmanager
+def renaming(rename: Callable[[str], str]) -> Iterator[None]:
+    """Errors raised inside name fields of a translated request: rename() returns a field's name in the client's request."""
+    try:
+        yield
+    except (ApiError, UserError) as error:
+        raise renamed(error if isinstance(error, ApiError) else user_error(error), rename) from None
+
+
+def renamed(error: ApiError, rename: Callable[[str], str]) -> ApiError:
+    content = error.body["error"]
+    message = str(error)
+    if begins := PLACE.match(message):
+        message = rename(begins[0]) + message[begins.end():]
+    return ApiError(error.status, message, content["param"] and rename(content["param"]), content["code"], error.retry_after)
 
 
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

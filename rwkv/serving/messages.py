@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rwkv.chat.thoughts import Think
-from rwkv.config import Sampling
+from rwkv.config import Pooling, Sampling
 from rwkv.generation.grammar import Grammar
 
 
@@ -46,12 +46,15 @@ class SavedState:
 
 @dataclass(frozen=True)
 class About:
-    """Facts about the model for clients. trained_tokens: length of the longest texts it was trained with; None if unknown."""
+    """Facts about the model for clients. width: of its hidden state. trained_tokens: length of the longest texts it was trained
+    with; None if unknown. device: cpu or cuda."""
 
     generation: str
     parameters: int
     dtype: str
     trained_tokens: int | None
+    width: int
+    device: str
 
 
 @dataclass(frozen=True)
@@ -87,7 +90,7 @@ class Generate:
     """Asks for one text. stream: send its pieces as they come, not all at the end.
 
     start: the state that it continues. save: keep its end as this state; tokens, bytes and last_ids are filled in then. model,
-    owner: as in SavedState.
+    owner: as in SavedState. pooling: the prompt's embedding is wanted.
     """
 
     id: int
@@ -104,6 +107,7 @@ class Generate:
     save: SavedState | None = None
     model: str = ""
     owner: str = ""
+    pooling: Pooling | None = None
 
 
 @dataclass(frozen=True)
@@ -147,21 +151,24 @@ class Reply:
 
 @dataclass
 class Event:
-    """What is new in a text. Its last Event has finish_reason, the counts of tokens, prompt_logprobs and state.
+    """What is new in a text. Its last Event has finish_reason, stop, the counts of tokens, prompt_logprobs, state and
+    embedding.
 
-    state: the state kept at the text's end. error: why the text cannot be generated. state_gone: because the state that it
-    continues is gone.
+    stop: the stop string that ended the text. state: the state kept at the text's end. error: why the text cannot be generated.
+    state_gone: because the state that it continues is gone.
     """
 
     id: int
     text: str = ""
     logprobs: list[dict[str, Any]] = field(default_factory=list)
     finish_reason: str | None = None
+    stop: str | None = None
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
     prompt_logprobs: list[dict[str, Any]] = field(default_factory=list)
     state: SavedState | None = None
+    embedding: list[float] | None = None
     error: str | None = None
     state_gone: bool = False
 

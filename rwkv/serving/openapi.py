@@ -10,18 +10,30 @@ from rwkv.serving.states import FORMS
 
 JSON = "application/json"
 EVENTS = "text/event-stream"
+LINES = "application/x-ndjson"
 TEXT = "text/plain"
 FILE = FORMS[0]
 BYTES: dict[str, Any] = {"schema": {"type": "string", "format": "binary"}}
-ERROR = {"type": "object", "required": ["error"], "properties": {"error": {
-    "type": "object", "required": ["message", "type", "param", "code"],
-    "properties": {"message": {"type": "string"}, "type": {"type": "string"}, "param": {"type": ["string", "null"]},
-                   "code": {"type": ["string", "null"]}}}}}
+GENERATION: dict[str, Any] = {"answers": (JSON, EVENTS), "errors": (400, 401, 404, 413, 415, 429, 503)}       # of an Endpoint
+
+
+def _object(**properties: Any) -> dict[str, Any]:
+    """An object with all of these properties."""
+    return {"type": "object", "required": [*properties], "properties": properties}
+
+
+WORDS, WORDS_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
+ERRORS = {                               # their forms, by interface
+    "Error": _object(error=_object(message=WORDS, type=WORDS, param=WORDS_OR_NULL, code=WORDS_OR_NULL)),
+    "OllamaError": _object(error=WORDS),
+    "AnthropicError": _object(type={"const": "error"}, error=_object(type=WORDS, message=WORDS))}
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
 class Endpoint(NamedTuple):
-    """One method of one path. body: the type of its JSON body. upload: the media type of another body that it accepts."""
+    """One method of one path. body: the type of its JSON body. upload: the media type of another body that it accepts.
+    error: the name of the errors' form.
+    """
 
     path: str
     method: str
@@ -30,14 +42,16 @@ class Endpoint(NamedTuple):
     upload: str | None = None
     answers: tuple[str, ...] = (JSON,)   # media types
     errors: tuple[int, ...] = (400, 401, 404, 503)
+    error: str = "Error"
 
 
 @cache
 def document(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
     paths: dict[str, Any] = {}
-    components: dict[str, Any] = {"Error": ERROR}
-    refused = {"description": "an error", "content": {JSON: {"schema": {"$ref": "#/components/schemas/Error"}}}}
+    components: dict[str, Any] = {**ERRORS}
     for endpoint in endpoints:
+        refused = {"description": "an error",
+                   "content": {JSON: {"schema": {"$ref": f"#/components/schemas/{endpoint.error}"}}}}
         done = {"description": "the answer", "content": {form: BYTES if form == FILE else {} for form in endpoint.answers}}
         described: dict[str, Any] = {"responses": {"200": done, **{str(status): refused for status in endpoint.errors}}}
         if endpoint.body is not None:

@@ -259,6 +259,12 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
         return Thinking(asked.get(field, False), HINT_OF_EFFORT.get(effort or ""), field, field == by_effort)
 
 
+class TranslatedChat(ChatRequest, forbid_unknown_fields=True, kw_only=True):
+    """A chat request that was translated from another interface, where more stop strings are usual."""
+
+    most_stops: ClassVar[int] = 16
+
+
 class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """A function. Chat completions have these fields inside another object."""
 

@@ -16,7 +16,7 @@ from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.io.lines import counted
 from rwkv.io.signals import STOPPING, StopRequest
-from rwkv.serving.api import Service, application
+from rwkv.serving.api import application
 from rwkv.serving.compiling import Compilers
 from rwkv.serving.folder import claim
 from rwkv.serving.http import Protocol, Server
@@ -26,6 +26,7 @@ from rwkv.serving.metrics import Metrics
 from rwkv.serving.origins import LOCAL
 from rwkv.serving.remote import RemoteEngine, Work
 from rwkv.serving.responses import Responses
+from rwkv.serving.service import Service
 from rwkv.serving.states import Keeper
 from rwkv.tokenizer.tokenizers import Tokenizer
 

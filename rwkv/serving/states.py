@@ -23,6 +23,7 @@ from rwkv.errors import UserError
 from rwkv.serving.errors import STATE_GONE, ApiError
 from rwkv.serving.messages import SavedState, Turn
 from rwkv.serving.remote import RemoteEngine
+from rwkv.tokenizer.decoders import LAST_IDS
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 FORMS = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")         # media types of a file
@@ -123,6 +124,11 @@ class Keeper:
             return ApiError(400, f"state: its conversation ends with a message of the role {role}, which the chat template "
                             f"{self.template.name} cannot continue: send all messages without state", "state")
         return UserError(re.sub(r"^messages\[(\d+)\]", lambda place: f"messages[{int(place[1]) - len(before)}]", str(error)))
+
+    def after(self, ids: Sequence[int], tools: Any, start: SavedState | None) -> SavedState:
+        """Describes a conversation of which only the token ids are known, and which ends with an answer."""
+        last_ids = tuple(ids[-LAST_IDS:])
+        return SavedState("", "", 0, len(ids), 0, last_ids, self.turn_of_answer(tools, start))
 
     def turn_of_answer(self, tools: Any, start: SavedState | None) -> Turn:
         """The end of a conversation that follows `start`, after the model's answer. The engine's process adds the tail."""

@@ -89,7 +89,8 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
         models = {name: _Model(engines[each.model], each.start) for name, each in served.items()}
         worker = _Worker(connection, models, loaded.tokenizer, cache, states)
         model = loaded.model
-        about = About(model.generation.NAME, n_parameters(model.config, model.vocab_size), loaded.dtype, loaded.trained_tokens)
+        about = About(model.generation.NAME, n_parameters(model.config, model.vocab_size), loaded.dtype, loaded.trained_tokens,
+                      model.config.n_embd, model.emb.weight.device.type)
         starts = {name: each.start and SavedState("", "", 0, each.tokens, each.start.nbytes(), each.start.last_ids, model=name)
                   for name, each in loaded.adapters.items()}
         connection.send(Ready(about, loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.found, loaded.state_bytes,
@@ -138,11 +139,14 @@ class _Job:
         self._logprobs_sent += len(logprobs)
         if finished:
             event.finish_reason = sample.finish_reason
+            event.stop = self.row.stop
             before = (self.request.start and self.request.start.tokens) or 0         # tokens that `start` has read
             event.prompt_tokens = before + len(self.row.prompt_ids)
             event.cached_tokens = before + self.row.cached_tokens
             event.completion_tokens = len(sample.tokens)
             event.prompt_logprobs = self.row.prompt_logprobs
+            if self.request.pooling is not None and self.row.prompt_read:
+                event.embedding = self.row.embedding.tolist()
         return event
 
     def saved(self) -> SavedState | None:
@@ -247,7 +251,8 @@ class _Worker:
                 after = None
             stopping = StoppingCriteria(message.max_new_tokens, message.stop)
             row = engine.add(message.prompt, message.seed, stopping, message.sampling, message.n_logprobs, context,
-                             message.prompt_logprobs, grammar=message.grammar, keep=message.save is not None, after=after)
+                             message.prompt_logprobs, grammar=message.grammar, keep=message.save is not None, after=after,
+                             pooling=message.pooling)
         except ValueError as error:
             self._refused.append(Event(message.id, error=str(error), state_gone=isinstance(error, StateGone)))
         else:

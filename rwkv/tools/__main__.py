@@ -30,8 +30,8 @@ def main() -> None:
     if command in ("--help", "-h"):
         with exit_on_user_error():
             print("\n".join(["timemix COMMAND [ARGUMENT...]; timemix COMMAND --help lists the arguments", "",
-                             *(f"  {name:10}{_first_sentence(module)}" for name, module in COMMANDS.items())]), flush=True)
-    elif command not in COMMANDS:
+                             *(f"  {name:12}{_first_sentence(module)}" for name, module in COMMANDS.items())]), flush=True)
+    elif (command := command.replace("-", "_")) not in COMMANDS:
         close = get_close_matches(command, COMMANDS, n=1)
         meant = f"did you mean {close[0]}? " if close else ""
         print(f"error: unknown command {command!r}; {meant}there are: {', '.join(COMMANDS)}", file=sys.stderr)

@@ -1,0 +1,15 @@
+# The server on a CPU: docker run -p 8000:8000 -v /srv/models:/models timemix checkpoint=/models/MODEL
+FROM python:3.13-slim
+WORKDIR /timemix
+COPY constraints.txt pyproject.toml README.md LICENSE ./
+COPY kernels kernels
+COPY rwkv rwkv
+COPY configs configs
+RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu \
+ && pip install --no-cache-dir -c constraints.txt ".[serve,world]"
+RUN useradd --create-home timemix
+USER timemix
+WORKDIR /home/timemix
+EXPOSE 8000
+HEALTHCHECK CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health')"]
+ENTRYPOINT ["timemix", "serve", "host=0.0.0.0"]

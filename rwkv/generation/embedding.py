@@ -1,0 +1,30 @@
+"""Embeddings: a vector for each text, of the final hidden state (after the last layer norm, before the head)."""
+
+from collections.abc import Sequence
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from rwkv.config import Pooling, strings
+from rwkv.errors import UserError
+from rwkv.generation.engine import Engine
+from rwkv.generation.stopping import StoppingCriteria
+from rwkv.model.base import Model
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+
+def embed(model: Model, tokenizer: Tokenizer, texts: Sequence[str], pooling: Pooling = "mean") -> Tensor:
+    """The embeddings (n, C) of n texts, float32, each of length 1: the dot product of two is their cosine similarity.
+
+    pooling: "mean" over the text's tokens, or its "last" token, whose state has read the whole text. An empty text is read as
+    the end-of-text token. A vector does not depend on the other texts. Raises ValueError for another pooling, and for texts
+    that cannot be encoded.
+    """
+    if pooling not in get_args(Pooling):
+        raise UserError(f"pooling must be one of {', '.join(get_args(Pooling))}; got {pooling!r}")
+    texts = strings("texts", texts)
+    engine = Engine(model, tokenizer)
+    rows = [engine.add(text, stopping=StoppingCriteria(0), pooling=pooling) for text in texts]
+    engine.run()
+    return torch.stack([row.embedding for row in rows]) if rows else torch.empty(0, model.config.n_embd)

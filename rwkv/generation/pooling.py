@@ -1,0 +1,15 @@
+"""From the final hidden states of a prompt to one vector: the mean over its tokens, or that of its last token."""
+
+import torch
+from torch import Tensor
+
+from rwkv.config import Pooling
+from rwkv.generation.prefill import Reading
+
+
+def pooled(reading: Reading, pooling: Pooling) -> Tensor:
+    """The embedding (C) float32 of a prompt that was read with pools=True, of length 1."""
+    assert reading.hidden_sum is not None
+    assert reading.last_hidden is not None
+    vector = reading.hidden_sum if pooling == "mean" else reading.last_hidden.double()
+    return torch.nn.functional.normalize(vector, dim=0).float().cpu()

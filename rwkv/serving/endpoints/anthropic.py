@@ -1,0 +1,348 @@
+"""Anthropic's /v1/messages and /v1/messages/count_tokens.
+
+A request becomes a ChatRequest, and the events of its text become content blocks: thinking, text, tool_use. cache_control has
+no effect, because the server caches every prefix. budget_tokens neither: max_tokens bounds thoughts and answer together.
+"""
+
+import re
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rwkv.serving.answers import Answer, Shape
+from rwkv.serving.bodies import from_body
+from rwkv.serving.endpoints.chat import chat_texts
+from rwkv.serving.errors import ApiError, json_response, renaming
+from rwkv.serving.messages import Event, Generate
+from rwkv.serving.openapi import GENERATION, Endpoint
+from rwkv.serving.schema import Effort, NewTokens, SamplingFields, Seed, TranslatedChat, converted, read
+from rwkv.serving.service import Service, owner
+from rwkv.serving.submission import submit
+
+ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",
+          413: "request_too_large", 429: "rate_limit_error", 503: "overloaded_error"}
+NO_TEXT = {"image": "an image", "document": "a document", "container_upload": "a file"}
+NAMES = {"stop": "stop_sequences", "enable_thinking": "thinking", "reasoning_effort": "output_config.effort",
+         "response_format": "output_config.format"}
+SIGNATURE = "unsigned"                   # of thoughts: clients send back only those that have one
+REASONS = {"tool_calls": "tool_use", "length": "max_tokens", "stop": "end_turn"}
+
+
+class ThinkingConfig(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["enabled", "disabled", "adaptive"]
+    budget_tokens: NewTokens | None = None
+    display: Literal["summarized", "omitted"] | None = None
+
+
+class OutputFormat(msgspec.Struct, tag="json_schema", tag_field="type", forbid_unknown_fields=True):
+    schema: dict[str, Any]
+
+
+class OutputConfig(msgspec.Struct, forbid_unknown_fields=True):
+    effort: Effort | None = None
+    format: OutputFormat | None = None
+
+
+class Choice(msgspec.Struct, forbid_unknown_fields=True):
+    type: Literal["auto", "any", "tool", "none"]
+    name: str | None = None
+    disable_parallel_tool_use: bool | None = None
+
+
+class Message(msgspec.Struct, forbid_unknown_fields=True):
+    role: Literal["user", "assistant", "system"]
+    content: str | list[dict[str, Any]]
+
+
+class MessagesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
+    """Anthropic's fields, and beside them all options of sampling and a seed."""
+
+    model: str
+    messages: list[Message]
+    max_tokens: NewTokens | None = None
+    system: str | list[dict[str, Any]] | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = None
+    seed: Seed | None = None
+    thinking: ThinkingConfig | None = None
+    output_config: OutputConfig | None = None
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: Choice | None = None
+    container: None = None               # not supported
+    metadata: Any = None                 # ignored, as those below
+    cache_control: Any = None
+    service_tier: Any = None
+    speed: Any = None
+    inference_geo: Any = None
+    diagnostics: Any = None
+    user_profile_id: Any = None
+    context_management: Any = None
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    kind = ERRORS.get(error.status, "api_error" if error.status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": str(error)}}
+
+
+async def messages(service: Service, request: Request) -> "MessagesAnswer":
+    texts, shape, body, rename = await from_body(service, request, partial(_translated, owner=owner(request)))
+    with renaming(rename):
+        return MessagesAnswer(service, await submit(service, texts), shape, body)
+
+
+async def count_tokens(service: Service, request: Request) -> Response:
+    texts, *_ = await from_body(service, request, partial(_translated, owner=owner(request), counts=True))
+    return json_response({"input_tokens": _prompt_tokens(texts[0])})
+
+
+def _prompt_tokens(text: Generate) -> int:
+    return len(text.prompt) + ((text.start and text.start.tokens) or 0)
+
+
+# From a request to a ChatRequest
+
+
+Translated = tuple[list[Generate], Shape, MessagesRequest, Callable[[str], str]]
+
+
+def _translated(service: Service, sent: bytes, owner: str, counts: bool = False) -> Translated:
+    """counts: the request is one for count_tokens, which has no max_tokens."""
+    body = read(sent, MessagesRequest)
+    if body.max_tokens is None and not counts:
+        raise ApiError(400, "max_tokens is missing: it must be the largest number of tokens of the answer", "max_tokens")
+    chat, places = _messages(body)
+    sampling = {name: value for name in SamplingFields.__struct_fields__ if (value := getattr(body, name)) is not None}
+    thinking = body.thinking.type if body.thinking else "adaptive"
+    output = body.output_config or OutputConfig()
+    schema = {"name": "format", "schema": output.format.schema} if output.format else None
+    fields = {**sampling, "model": body.model, "messages": chat, "stream": body.stream, "seed": body.seed,
+              "max_tokens": 0 if counts else body.max_tokens, "stop": body.stop_sequences or None,
+              "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())] or None,
+              "enable_thinking": None if thinking == "adaptive" else thinking == "enabled",
+              "reasoning_effort": None if thinking == "disabled" else output.effort,
+              "response_format": schema and {"type": "json_schema", "json_schema": schema}, **_choice(body.tool_choice)}
+    rename = partial(_renamed, places=places)
+    with renaming(rename):
+        return *chat_texts(service, converted(fields, TranslatedChat), owner), body, rename
+
+
+def _renamed(field: str, places: list[str]) -> str:
+    """A field of the ChatRequest, as the client named it. places: of its messages."""
+    if place := re.match(r"messages\[(\d+)\]", field):
+        return places[int(place[1])] if int(place[1]) < len(places) else field
+    if tool := re.match(r"(tools\[\d+\])\.function(\.parameters)?", field):
+        return tool[1] + (".input_schema" if tool[2] else "") + field[tool.end():]
+    return NAMES.get(field.split(".")[0], field)
+
+
+def _choice(choice: Choice | None) -> dict[str, Any]:
+    if choice is None:
+        return {}
+    if (choice.type == "tool") != (choice.name is not None):
+        raise ApiError(400, "tool_choice.name is required with the type tool, and conflicts with others", "tool_choice.name")
+    named = {"type": "function", "function": {"name": choice.name}}
+    return {"tool_choice": {"any": "required", "tool": named}.get(choice.type, choice.type),
+            "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}
+
+
+def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
+    kind = str(tool.get("type") or "custom")
+    if kind != "custom":
+        raise ApiError(400, f"{where}.type must be custom: this server runs no tools; got {kind[:60]!r}", f"{where}.type")
+    if not isinstance(tool.get("input_schema"), dict):
+        raise ApiError(400, f"{where}.input_schema must be a JSON schema, an object", f"{where}.input_schema")
+    function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
+    return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
+
+
+def _messages(body: MessagesRequest) -> tuple[list[dict[str, Any]], list[str]]:
+    """The messages of a chat, and the place of each in the request. Turns of the same role that follow each other are one."""
+    chat: list[dict[str, Any]] = []
+    places: list[str] = []
+
+    def add(message: dict[str, Any], where: str) -> None:
+        last = chat[-1] if chat else None
+        if last and last["role"] == message["role"] != "tool" and not last.get("tool_calls"):
+            last["content"] = [*last["content"], *message["content"]]
+            last |= {name: value for name, value in message.items() if name not in ("role", "content")}
+        else:
+            chat.append(message)
+            places.append(where)
+
+    if body.system:
+        add({"role": "system", "content": _texts(body.system, "system")}, "system")
+    for i, message in enumerate(body.messages):
+        where = f"messages[{i}]"
+        for each in _turns(message.role, message.content, f"{where}.content"):
+            add(each, where)
+    if not body.messages or body.messages[-1].role == "assistant":
+        raise ApiError(400, "messages must end with a message of the user: this server cannot continue the beginning of an "
+                            "answer", "messages")
+    return chat, places
+
+
+def _turns(role: str, content: str | list[dict[str, Any]], where: str) -> Iterator[dict[str, Any]]:
+    """The messages of a chat for the blocks of one message: results of tools are messages of their own."""
+    turn: dict[str, Any] = {"role": role, "content": []}
+    calls = []
+    blocks = _texts(content, where) if isinstance(content, str) else content
+    for i, block in enumerate(blocks):
+        place = f"{where}[{i}]"
+        kind = block.get("type")
+        if kind == "tool_result" and role == "user":
+            if turn["content"]:
+                yield turn
+                turn = {"role": role, "content": []}
+            yield _result(block, place)
+        elif kind == "tool_use" and role == "assistant":
+            if not isinstance(block.get("name"), str) or not isinstance(block.get("input", {}), dict):
+                raise ApiError(400, f"{place} must have a name and an input, an object", place)
+            calls.append({"id": block.get("id"), "type": "function",
+                          "function": {"name": block["name"], "arguments": block.get("input", {})}})
+        elif kind == "thinking" and role == "assistant":
+            if not isinstance(block.get("thinking"), str):
+                raise ApiError(400, f"{place}.thinking must be a text", place)
+            turn["reasoning_content"] = turn.get("reasoning_content", "") + block["thinking"]
+        elif kind != "redacted_thinking" or role != "assistant":         # another model's thoughts, encrypted
+            turn["content"] += _texts([block], place)
+    if calls:
+        turn["tool_calls"] = calls
+    if turn["content"] or calls or role != "user" or not blocks:
+        yield turn
+
+
+def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
+    if not isinstance(block.get("tool_use_id"), str):
+        raise ApiError(400, f"{where}.tool_use_id must be a text", where)
+    error = [{"type": "text", "text": "Error:"}] if block.get("is_error") else []
+    texts = _texts(block.get("content") or "", f"{where}.content")
+    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": [*error, *texts]}
+
+
+def _texts(blocks: Any, where: str) -> list[dict[str, Any]]:
+    """Text blocks without their other fields, such as cache_control. Raises ApiError for any other block."""
+    blocks = [{"type": "text", "text": blocks}] if isinstance(blocks, str) else blocks
+    if not isinstance(blocks, list):
+        raise ApiError(400, f"{where} must be a text or a list of blocks", where)
+    for block in blocks:
+        kind = block.get("type") if isinstance(block, dict) else None
+        if isinstance(kind, str) and kind in NO_TEXT:
+            raise ApiError(400, f"{where}: it has {NO_TEXT[kind]}, and this model reads text alone", where)
+        if kind != "text" or not isinstance(block.get("text"), str):
+            raise ApiError(400, f"{where} must be a text block; got a block of type {str(kind)[:60]!r}", where)
+    return [{"type": "text", "text": block["text"]} for block in blocks]
+
+
+# From events to content blocks
+
+
+class MessagesAnswer(Answer):
+    def __init__(self, service: Service, ticket: Any, shape: Shape, body: MessagesRequest) -> None:
+        super().__init__(service.engine, ticket, shape, bool(body.stream), service.config.timeout_s)
+        self._stops = body.stop_sequences or []
+        self._shows_thoughts = body.thinking is None or body.thinking.display != "omitted"
+        self._blocks: list[dict[str, Any]] = []
+        self._open = False               # the last block may get more text
+        self._text = self._texts[0]
+
+    def _error_response(self, error: ApiError) -> Response:
+        return error.response(error_body)
+
+    def _take(self, number: int, event: Event) -> None:
+        list(self._events(event))
+
+    def _whole(self) -> Response:
+        return json_response({**self._message(), **self._ending(), "content": self._blocks, "usage": self._counts()})
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        usage = {"input_tokens": _prompt_tokens(self._ticket.texts[0]), "output_tokens": 0}
+        start = {**self._message(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
+        yield _sse({"type": "message_start", "message": start}) + _sse({"type": "ping"})
+        try:
+            async for _, event in self._ticket:
+                if chunk := b"".join(map(_sse, self._events(event))):
+                    yield chunk
+        except ApiError as error:
+            yield _sse(error_body(error))
+            return
+        self._complete = True
+        yield _sse({"type": "message_delta", "delta": self._ending(), "usage": self._counts()}) + _sse({"type": "message_stop"})
+
+    def _message(self) -> dict[str, Any]:
+        return {"id": f"msg_{self._shape.id}", "type": "message", "role": "assistant", "model": self._shape.model}
+
+    def _ending(self) -> dict[str, Any]:
+        last = self._text.last
+        reason = self._text.reason(last)
+        if reason == "stop" and last.stop in self._stops:
+            return {"stop_reason": "stop_sequence", "stop_sequence": last.stop}
+        return {"stop_reason": REASONS[reason], "stop_sequence": None}
+
+    def _counts(self) -> dict[str, Any]:
+        usage = self._usage()
+        cached = usage["prompt_tokens_details"]["cached_tokens"]
+        return {"input_tokens": usage["prompt_tokens"] - cached, "cache_creation_input_tokens": 0,
+                "cache_read_input_tokens": cached, "output_tokens": usage["completion_tokens"]}
+
+    def _events(self, event: Event) -> Iterator[dict[str, Any]]:
+        thoughts, parts = self._text.parsed(event)
+        if thoughts:
+            yield from self._add("thinking", thoughts if self._shows_thoughts else "")
+        for part in parts:
+            if part.call:
+                yield from self._add_call(part.call["function"], part.call["id"])
+            elif part.text:
+                yield from self._add("text", part.text)
+        if event.finish_reason is not None:
+            self._text.last = event
+            if not self._blocks:         # clients read the first block
+                yield from self._add("text", "")
+            yield from self._close()
+
+    def _add(self, kind: str, text: str) -> Iterator[dict[str, Any]]:
+        if not self._open or self._blocks[-1]["type"] != kind:
+            yield from self._close()
+            self._open = True
+            yield from self._begin({"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {}))
+        self._blocks[-1][kind] += text
+        if text:
+            yield self._delta(f"{kind}_delta", kind, text)
+
+    def _add_call(self, function: dict[str, Any], call_id: str) -> Iterator[dict[str, Any]]:
+        yield from self._close()
+        block = {"type": "tool_use", "id": call_id.replace("call_", "toolu_"), "name": function["name"], "input": {}}
+        yield from self._begin(block)
+        self._blocks[-1]["input"] = msgspec.Raw(function["arguments"].encode())      # numbers as they were written
+        yield self._delta("input_json_delta", "partial_json", function["arguments"])
+        yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+
+    def _begin(self, block: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        self._blocks.append(block)
+        yield {"type": "content_block_start", "index": len(self._blocks) - 1, "content_block": {**block}}
+
+    def _close(self) -> Iterator[dict[str, Any]]:
+        if not self._open:
+            return
+        self._open = False
+        if self._blocks[-1]["type"] == "thinking":
+            self._blocks[-1]["signature"] = SIGNATURE
+            yield self._delta("signature_delta", "signature", SIGNATURE)
+        yield {"type": "content_block_stop", "index": len(self._blocks) - 1}
+
+    def _delta(self, kind: str, name: str, text: str) -> dict[str, Any]:
+        return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": {"type": kind, name: text}}
+
+
+def _sse(event: dict[str, Any]) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))
+
+
+ENDPOINTS = (
+    Endpoint("/v1/messages", "POST", messages, MessagesRequest, **GENERATION, error="AnthropicError"),
+    Endpoint("/v1/messages/count_tokens", "POST", count_tokens, MessagesRequest, errors=GENERATION["errors"],
+             error="AnthropicError"),
+)

@@ -1,0 +1,190 @@
+"""OpenAI's /v1/chat/completions.
+
+chat_texts() translates a ChatRequest for the engine. Other chat interfaces translate their requests into a ChatRequest.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+
+from rwkv.chat.calls import START, stop_of
+from rwkv.chat.rendered import for_tokenizer
+from rwkv.chat.templates import chat_template
+from rwkv.chat.thoughts import START as START_OF_THOUGHTS
+from rwkv.chat.thoughts import begun_by, end_of
+from rwkv.errors import UserError
+from rwkv.generation.grammar import Grammar
+from rwkv.serving.answers import Answer, Shape
+from rwkv.serving.bodies import from_body
+from rwkv.serving.errors import ApiError
+from rwkv.serving.messages import Generate
+from rwkv.serving.openapi import GENERATION, Endpoint
+from rwkv.serving.schema import ChatRequest, TemplateOptions, Thinking, Tool, read
+from rwkv.serving.service import Service, adapter_of, default_max_tokens, owner
+from rwkv.serving.submission import NO_LIMIT, answer, continuing, include_usage, message_ids, prompt_ids, seeded_texts
+
+TEMPLATE_NAMES = {"bot": "flower", "assistant": "g1", "function_calling": "g1"}          # by rwkv_prompt_template
+
+
+async def chat_completions(service: Service, request: Request) -> Answer:
+    return await answer(service, *await from_body(service, request, partial(_translated, owner=owner(request))))
+
+
+def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, ChatRequest]:
+    body = read(sent, ChatRequest)
+    return *chat_texts(service, body, owner), body
+
+
+def chat_texts(service: Service, body: ChatRequest, owner: str, before: Sequence[int] = ()) -> tuple[list[Generate], Shape]:
+    """The sequences that answer a chat request. before: the ids of earlier turns, which end with an answer.
+
+    Raises ApiError and UserError with the field names of a ChatRequest.
+    """
+    model = adapter_of(service, body.model)
+    service = _with_template(service, body)
+    if body.top_logprobs is not None and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+    tools, call_start = tools_and_call(service, body)
+    thinking = _thinking(service, body, bool(call_start))
+    answer_start = service.template.answer_start(thinking.think)
+    start = service.states.start(body.state, owner, model)
+    follows = service.states.after(before, tools, start) if before else start
+    prompt = service.states.prompt(follows, body.messages, tools, thinking.think, thinking.effort)
+    if call_start and answer_start:      # thoughts, which end before the call
+        end = end_of(answer_start)
+        prompt = f"{prompt}{end}"
+        answer_start = f"{answer_start}{end}"
+        call_start = call_start.lstrip()
+    prompt += call_start
+    limit = "max_tokens"
+    maximum = body.max_tokens
+    if body.max_completion_tokens is not None:
+        limit = "max_completion_tokens"
+        maximum = body.max_completion_tokens
+    maximum = default_max_tokens(service)["chat"] if maximum in (None, NO_LIMIT) else maximum
+    one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
+    stops = (*service.template.stop, *body.stops(), *((stop_of(call_start),) if one_call else ()))
+    n = body.n or 1
+    n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
+    ids = prompt_ids(service, [*before, *message_ids(service, prompt, follows)], "messages", start)
+    begun = answer_start or begun_by(prompt)
+    grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True)
+    texts = seeded_texts(service, body, ids, n, maximum, stops, n_logprobs, False, grammar, limit, thinking.think)
+    texts = continuing(service, body, texts, start, owner, model, service.states.turn_of_answer(tools, start))
+    functions = [tool.function.name for tool in body.tools or ()] if tools else []
+    shape = Shape("chatcmpl", model or service.model, include_usage(body), bool(body.logprobs),
+                  [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start.lstrip(),
+                  most_calls=1 if one_call else None, thinks=service.template.thinks,
+                  after=start.last_ids if start else (), saves=bool(body.save_state))
+    return texts, shape
+
+
+def _with_template(service: Service, body: ChatRequest) -> Service:
+    """The service with the chat template that rwkv_prompt_template names, if the server's own has another form."""
+    kwargs = body.chat_template_kwargs or TemplateOptions()
+    asked = kwargs.rwkv_prompt_template
+    own = service.template
+    without_thoughts = kwargs.rwkv_generation_prompt in (None, "no_think")
+    fits = {"bot": own.name == "flower", "assistant": own.name == "g1" or (own.name == "world" and without_thoughts),
+            "function_calling": own.supports_tools}
+    if asked is None or fits[asked]:
+        return service
+    template = for_tokenizer(chat_template(TEMPLATE_NAMES[asked]), service.tokenizer)
+    return replace(service, template=template, states=replace(service.states, template=template))
+
+
+def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
+    """How the answer is to begin. calls: it must begin with a call, and so without thoughts.
+
+    Raises ApiError where the template has no form for what is asked; an effort without a form is ignored.
+    """
+    thinking = body.thinking(service.template.thinks)
+    try:
+        service.template.answer_start(thinking.think)
+        if calls and thinking.think is True:
+            raise UserError("think: tool_choice demands that the answer begins with a call; send auto, or ask for no thoughts")
+    except UserError as error:
+        if thinking.wish:
+            return thinking._replace(think=False)
+        raise ApiError(400, f"{thinking.field}: {str(error).partition(': ')[2]}", thinking.field) from None
+    return thinking
+
+
+def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | None, str]:
+    """The tools for the template (None for no tools), and the answer's first text where tool_choice demands a call ("" else).
+
+    Raises ApiError for a choice that the tools or the template do not allow.
+    """
+    choice = body.tool_choice
+    template = service.template
+    if not body.tools:
+        if choice not in (None, "none"):
+            raise ApiError(400, "tool_choice needs tools", "tool_choice")
+        return None, ""
+    tools = shown_tools(service, body.tools)
+    if choice == "none":
+        return None, ""
+    if choice in (None, "auto"):
+        return tools, ""
+    if template.call_start is None:
+        raise ApiError(400, f"tool_choice is auto or none with the chat template {template.name}: how a call begins is known "
+                            f"for g1 and for templates with {START} alone", "tool_choice")
+    names = [tool.function.name for tool in body.tools]
+    before, after = template.call_start
+    if isinstance(choice, str):          # required
+        return tools, f"{before}{names[0]}{after}" if len(names) == 1 else before
+    if choice.function.name not in names:
+        raise ApiError(400, f"tool_choice names a function that tools lacks; there are {', '.join(names)[:200]}", "tool_choice")
+    return tools, f"{before}{choice.function.name}{after}"
+
+
+def shown_tools(service: Service, tools: list[Tool] | None) -> list[dict[str, Any]] | None:
+    """The tools for the template. Templates expect parameters, which a tool may lack: it gets empty ones. Raises ApiError."""
+    if not tools:
+        return None
+    if not service.template.supports_tools:
+        raise ApiError(400, f"tools: {service.template.no_tools}", "tools")
+    found: list[dict[str, Any]] = msgspec.to_builtins(tools)
+    for tool in found:
+        parameters = tool["function"].setdefault("parameters", {})
+        parameters.setdefault("type", "object")
+        parameters.setdefault("properties", {})
+    return found
+
+
+def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, begun: str, think: bool) -> Grammar | None:
+    """The grammar of the answer; None for any text. tools: the answer may call them. call_start: as _tools returns it. begun:
+    the beginning of thoughts with which the prompt ends. think: the answer may begin with thoughts.
+
+    Raises ApiError where the form of a call is not known.
+    """
+    answer = body.answer_grammar()
+    functions = [(function.name, function.parameters or {}, f"tools[{i}].function.parameters")
+                 for i, function in enumerate(tool.function for tool in body.tools or ())]
+    if tools and (call_start or answer):
+        if service.template.call_start is None:
+            raise ApiError(400, "response_format and grammar do not go with tools and the chat template "
+                                f"{service.template.name}, of which it is not known how a call begins: send tool_choice=none",
+                           "tools")
+        form = service.template.call_start[0].lstrip(), service.template.call_start[1]
+        calls = Grammar.calls(form, functions, f"\n{stop_of(form[0]).lstrip()}", call_start.lstrip())
+        if call_start:
+            return calls
+        answer = answer.or_else(calls) if answer else None
+    if answer is None:
+        strict = [function for function, tool in zip(functions, body.tools or (), strict=True) if tool.function.strict]
+        # A grammar allows no special token, and so it cannot allow a call that begins with one
+        can_hold = START not in service.tokenizer.special and service.tokenizer.has_bytes
+        return Grammar.text_with_calls(strict) if tools and strict and can_hold else None
+    if "</think" in begun:               # an empty thought, perhaps without the last ">"
+        return answer.after_space() if begun.rstrip().endswith(">") else answer.after_space().after(">")
+    if begun:
+        return answer.after_thoughts()
+    return answer.after_thoughts(START_OF_THOUGHTS) if think else answer.after_space()
+
+
+ENDPOINTS = (Endpoint("/v1/chat/completions", "POST", chat_completions, ChatRequest, **GENERATION),)

@@ -1,0 +1,69 @@
+"""OpenAI's /v1/completions."""
+
+from functools import partial
+
+from starlette.requests import Request
+
+from rwkv.serving.answers import Answer, Shape
+from rwkv.serving.bodies import from_body
+from rwkv.serving.errors import ApiError
+from rwkv.serving.messages import Generate
+from rwkv.serving.openapi import GENERATION, Endpoint
+from rwkv.serving.schema import MOST_ROWS, CompletionRequest, Options, read
+from rwkv.serving.service import Service, adapter_of, default_max_tokens, owner
+from rwkv.serving.submission import NO_LIMIT, answer, continuing, include_usage, prompt_ids, seeded_texts
+
+
+async def completions(service: Service, request: Request) -> Answer:
+    return await answer(service, *await from_body(service, request, partial(_translated, owner=owner(request))))
+
+
+def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, Options]:
+    body = read(sent, CompletionRequest)
+    return *completion_texts(service, body, owner), body
+
+
+def completion_texts(service: Service, body: CompletionRequest, owner: str) -> tuple[list[Generate], Shape]:
+    model = adapter_of(service, body.model)
+    if body.suffix:
+        raise ApiError(400, "suffix is not supported: an RWKV model reads in one direction", "suffix")
+    if body.best_of not in (None, 1):
+        raise ApiError(400, "best_of is 1 on this server; use n, and choose by logprobs", "best_of")
+    start = service.states.start(body.state, owner, model)
+    prompts = [prompt_ids(service, prompt, start=start) for prompt in _prompts(body)]
+    maximum = default_max_tokens(service)["completions"] if body.max_tokens in (None, NO_LIMIT) else body.max_tokens
+    n = body.n or 1
+    echoed = bool(body.echo and body.logprobs is not None)
+    if echoed and n * sum(map(len, prompts)) > service.config.max_prompt_tokens:
+        raise ApiError(400, f"echo with logprobs is for at most {service.config.max_prompt_tokens} tokens of prompts in one "
+                            "request, each prompt counted n times", "echo")
+    if echoed and not all(prompts):
+        raise ApiError(400, "echo with logprobs needs a prompt, also after a state", "echo")
+    stops = body.stops()
+    grammar = body.answer_grammar()
+    texts = [text for ids in prompts
+             for text in seeded_texts(service, body, ids, n, maximum, stops, body.logprobs, echoed, grammar)]
+    texts = continuing(service, body, texts, start, owner, model)
+    before = [service.tokenizer.decode_start(ids) if body.echo else "" for ids in prompts for _ in range(n)]
+    shape = Shape("cmpl", model or service.model, include_usage(body), body.logprobs is not None, before, n, service.tokenizer,
+                  echoed, after=start.last_ids if start else (), saves=bool(body.save_state))
+    return texts, shape
+
+
+def _prompts(body: CompletionRequest) -> list[str | list[int]]:
+    prompt = body.prompt
+    if prompt is None or isinstance(prompt, str):
+        return [prompt or ""]
+    if not prompt:
+        raise ApiError(400, "prompt is an empty list", "prompt")
+    if all(isinstance(item, int) for item in prompt):
+        return [list(prompt)]                                    # type: ignore[arg-type]
+    if len(prompt) * (body.n or 1) > MOST_ROWS:
+        raise ApiError(400, f"one request is for at most {MOST_ROWS} texts", "prompt")
+    if not (all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) and item for item in prompt)):
+        raise ApiError(400, "prompt is a text, a list of texts, a list of token ids, or a list of such lists that are not "
+                            "empty", "prompt")
+    return list(prompt)                                          # type: ignore[arg-type]
+
+
+ENDPOINTS = (Endpoint("/v1/completions", "POST", completions, CompletionRequest, **GENERATION),)

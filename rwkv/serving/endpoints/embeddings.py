@@ -1,0 +1,139 @@
+"""OpenAI's /v1/embeddings. EmbeddingAnswer also answers Ollama's requests for embeddings."""
+
+import base64
+import sys
+from array import array
+from collections.abc import Callable
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.types import Receive, Scope, Send
+
+from rwkv.config import Pooling
+from rwkv.serving.answers import Answer, Shape
+from rwkv.serving.bodies import from_body
+from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.messages import Event, Generate
+from rwkv.serving.openapi import GENERATION, Endpoint
+from rwkv.serving.schema import TokenId, read
+from rwkv.serving.service import Service, adapter_of, owner
+from rwkv.serving.submission import prompt_ids, submit
+
+MOST_INPUTS = 2048                       # of one request, as OpenAI has it
+AT_ONCE = 4                              # texts of one request that the engine reads at a time, beside the prompts of others
+
+
+class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
+    input: str | list[str | TokenId | list[TokenId]]
+    model: str | None = None
+    encoding_format: Literal["float", "base64"] | None = None
+    dimensions: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    pooling: Pooling | None = None       # by default mean
+    user: Any = None                     # ignored
+
+
+async def embeddings(service: Service, request: Request) -> "EmbeddingAnswer":
+    texts, render = await from_body(service, request, partial(_translated, owner=owner(request)))
+    return EmbeddingAnswer(service, await submit(service, texts[:at_once(service)]), texts, render)
+
+
+Render = Callable[[list[Event]], dict[str, Any]]
+
+
+def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Render]:
+    body = read(sent, EmbeddingRequest)
+    model = adapter_of(service, body.model)
+    texts = embedding_texts(service, _inputs(body.input), model, owner, body.dimensions, body.pooling or "mean")
+
+    def render(events: list[Event]) -> dict[str, Any]:
+        read = sum(event.prompt_tokens for event in events)
+        shown = _as_base64 if body.encoding_format == "base64" else list
+        return {"object": "list", "model": model or service.model,
+                "data": [{"object": "embedding", "index": index, "embedding": shown(event.embedding or [])}
+                         for index, event in enumerate(events)],
+                "usage": {"prompt_tokens": read, "total_tokens": read}}
+
+    return texts, render
+
+
+def _inputs(value: str | list[Any]) -> list[str | list[int]]:
+    inputs = [value] if isinstance(value, str) or (value and all(isinstance(item, int) for item in value)) else value
+    if not (all(isinstance(item, str) for item in inputs) or all(isinstance(item, list) for item in inputs)):
+        raise ApiError(400, "input must be a text, a list of texts, a list of token ids, or a list of such lists", "input")
+    for place, item in enumerate(inputs):
+        if not item:
+            where = "input" if isinstance(value, str) else f"input[{place}]"
+            raise ApiError(400, f"{where} must not be empty", where)
+    return inputs
+
+
+def embedding_texts(service: Service, inputs: list[str | list[int]], model: str, owner: str, dimensions: int | None,
+                    pooling: Pooling = "mean") -> list[Generate]:
+    """A sequence without new tokens for each input. Raises ApiError."""
+    width = service.about.width
+    if not 1 <= len(inputs) <= MOST_INPUTS:
+        raise ApiError(400, f"input must have 1 to {MOST_INPUTS} texts; got {len(inputs)}", "input")
+    if dimensions not in (None, width):
+        raise ApiError(400, f"dimensions must be {width}, the width of the model, because a part of a hidden state is no "
+                            f"embedding; got {dimensions}", "dimensions")
+    start = service.states.start(None, owner, model)
+    return [Generate(-1, prompt_ids(service, each, f"input[{place}]", start), 0, 0, (), service.sampling[False], False,
+                     start=start, model=model, owner=owner, pooling=pooling) for place, each in enumerate(inputs)]
+
+
+def at_once(service: Service) -> int:
+    return min(AT_ONCE, service.config.max_rows)
+
+
+class EmbeddingAnswer(Answer):
+    """The embeddings of `texts`, which are submitted a few at a time. ticket: of the first ones. render: makes the content.
+
+    error_form: as in ApiError.response.
+    """
+
+    def __init__(self, service: Service, ticket: Any, texts: list[Generate], render: Render, error_form: Any = None) -> None:
+        shape = Shape("embedding", "", False, False, [""] * len(texts), 1, service.tokenizer)
+        super().__init__(service.engine, ticket, shape, False, service.config.timeout_s)
+        self._service = service
+        self._left = texts[len(ticket.texts):]
+        self._render = render
+        self._error_form = error_form
+
+    def _cancel(self) -> None:
+        super()._cancel()
+        self._left = []
+
+    async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            response = json_response(self._render(await self._events()))
+        except ApiError as error:
+            response = error.response(self._error_form)
+        self._complete = True
+        await self._send(response, scope, receive, send)
+
+    async def _events(self) -> list[Event]:
+        """The last event of each text. Raises ApiError where a text was not read."""
+        done: list[Event] = []
+        while True:
+            events = {number: event async for number, event in self._ticket if event.finish_reason is not None}
+            done += [events[number] for number in sorted(events)]
+            if any(event.embedding is None for event in done):
+                raise ApiError(503, "the input was not read in time: the server's timeout_s= ended it", code="timeout")
+            if not self._left:
+                return done
+            group = self._left[:at_once(self._service)]
+            self._left = self._left[len(group):]
+            self._ticket = await submit(self._service, group)
+
+
+def _as_base64(vector: list[float]) -> str:
+    """The numbers as float32, the lowest byte first."""
+    numbers = array("f", vector)
+    if sys.byteorder == "big":
+        numbers.byteswap()
+    return base64.b64encode(numbers.tobytes()).decode()
+
+
+ENDPOINTS = (Endpoint("/v1/embeddings", "POST", embeddings, EmbeddingRequest, errors=GENERATION["errors"]),)

@@ -1,0 +1,41 @@
+"""/v1/models, in the forms of OpenAI and Anthropic at once: no field differs between them."""
+
+from datetime import UTC, datetime
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rwkv.serving.errors import json_response
+from rwkv.serving.openapi import Endpoint
+from rwkv.serving.service import Service, adapter_of, default_max_tokens
+
+
+async def models(service: Service, request: Request) -> Response:
+    shown = [_shown_model(service, name) for name in (service.model, *service.engine.adapters)]
+    return json_response({"object": "list", "data": shown, "has_more": False, "first_id": shown[0]["id"],
+                          "last_id": shown[-1]["id"]})
+
+
+async def one_model(service: Service, request: Request) -> Response:
+    return json_response(_shown_model(service, adapter_of(service, request.path_params["id"]) or service.model))
+
+
+def _shown_model(service: Service, name: str) -> dict[str, Any]:
+    """The object for a model, with vLLM's max_model_len; meta has facts and defaults, and state_bytes is None where there
+    is no room for a state."""
+    states = service.states
+    meta = {**vars(service.about), "template": service.template.name,
+            "state_bytes": states.state_bytes if states.has_room else None,
+            "defaults": {**vars(service.sampling[False]), "max_tokens": default_max_tokens(service)}}
+    return {"id": name, "object": "model", "created": service.created, "owned_by": "timemix",
+            "type": "model", "display_name": name, "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
+            "lifecycle": "active", "max_tokens": service.config.max_tokens,
+            "max_input_tokens": service.config.max_prompt_tokens,
+            "max_model_len": service.config.max_prompt_tokens, "meta": meta}
+
+
+ENDPOINTS = (
+    Endpoint("/v1/models", "GET", models),
+    Endpoint("/v1/models/{id:path}", "GET", one_model),
+)

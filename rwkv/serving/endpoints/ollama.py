@@ -1,0 +1,301 @@
+"""Ollama's /api/chat and /api/generate. ollama_models.py has the rest of its interface.
+
+A request becomes a ChatRequest, or with raw=true a CompletionRequest; the choices that answer it become JSON lines. As in
+Ollama, unknown fields and options are ignored, and a stream is the default.
+"""
+
+import time
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from functools import partial
+from typing import Any, Literal
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rwkv.serving.answers import Answer, Shape
+from rwkv.serving.bodies import from_body
+from rwkv.serving.endpoints.chat import chat_texts
+from rwkv.serving.endpoints.completions import completion_texts
+from rwkv.serving.errors import ApiError, json_response, renaming
+from rwkv.serving.messages import Event, Generate
+from rwkv.serving.openapi import GENERATION, JSON, LINES, Endpoint
+from rwkv.serving.schema import CompletionRequest, TokenId, TranslatedChat, converted, read
+from rwkv.serving.service import Service, adapter_of, owner
+from rwkv.serving.submission import submit
+
+LATEST = ":latest"
+GENERATED: dict[str, Any] = {**GENERATION, "answers": (JSON, LINES), "error": "OllamaError"}         # of an Endpoint
+OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "temperature": "temperature", "top_k": "top_k",
+           "top_p": "top_p", "min_p": "min_p", "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
+           "seed": "seed", "stop": "stop"}
+OFF = {"mirostat": 0, "tfs_z": 1, "typical_p": 1}        # samplers that this server lacks, and their values that change nothing
+NAMES = {**{here: f"options.{option}" for option, here in OPTIONS.items()}, "reasoning_content": "thinking",
+         "enable_thinking": "think", "reasoning_effort": "think", "response_format": "format"}
+
+
+class Model(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    name: str | None = None              # its older name
+
+
+class OllamaRequest(Model, kw_only=True):
+    """The fields that /api/chat and /api/generate share."""
+
+    stream: bool | None = None
+    options: dict[str, Any] | None = None
+    format: Literal["", "json"] | dict[str, Any] | None = None
+    think: bool | Literal["", "low", "medium", "high", "max"] | None = None
+    keep_alive: str | float | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+
+
+class OllamaChat(OllamaRequest, kw_only=True):
+    messages: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = None
+
+
+class OllamaGenerate(OllamaRequest, kw_only=True):
+    prompt: str | None = None
+    system: str | None = None
+    raw: bool | None = None
+    context: list[TokenId] | None = None
+    suffix: str | None = None
+    template: str | None = None
+    images: list[Any] | None = None
+
+
+def error_body(error: ApiError) -> dict[str, Any]:
+    return {"error": str(error)}
+
+
+def _renamed(field: str) -> str:
+    """A field of a ChatRequest or a CompletionRequest, as it is named here."""
+    first, _, rest = field.partition(".")
+    if first == "messages" or first.startswith("messages["):
+        return field.replace(".reasoning_content", ".thinking")
+    if first == "response_format":
+        return "format"
+    return NAMES.get(first, first) + (f".{rest}" if rest else "")
+
+
+def model_id(service: Service, body: Model) -> str:
+    """The id of the model that a request names, perhaps with ":latest". Raises ApiError for an unknown name."""
+    name = body.model or body.name or service.model
+    known = (service.model, *service.engine.adapters)
+    plain = name if name in known else name.removesuffix(LATEST)
+    return adapter_of(service, plain) or service.model
+
+
+async def chat(service: Service, request: Request) -> Any:
+    return await _answered(service, request, partial(_chat, owner=owner(request)))
+
+
+async def generate(service: Service, request: Request) -> Any:
+    return await _answered(service, request, partial(_generate, owner=owner(request)))
+
+
+Translated = tuple[list[Generate], Shape, OllamaRequest]
+
+
+async def _answered(service: Service, request: Request, translate: Callable[[Service, bytes], Translated]) -> Any:
+    texts, shape, body = await from_body(service, request, translate)
+    stream = body.stream is not False
+    is_chat = isinstance(body, OllamaChat)
+    if not texts:                        # a request without a prompt: Ollama loads the model, or with keep_alive=0 unloads it
+        reason = "unload" if body.keep_alive in (0, "0", "0s", "0m") else "load"
+        line = _line(shape.model, {"content": ""}, is_chat) | {"done": True, "done_reason": reason}
+        return Response(msgspec.json.encode(line) + b"\n", media_type=LINES if stream else "application/json")
+    with renaming(_renamed):
+        ticket = await submit(service, texts)
+    return OllamaAnswer(service, ticket, shape, stream, is_chat)
+
+
+def _chat(service: Service, sent: bytes, owner: str) -> Translated:
+    body = read(sent, OllamaChat)
+    name = model_id(service, body)
+    if not body.messages:
+        return [], _nothing(service, name), body
+    fields = _fields(body, name)
+    fields["messages"] = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
+    fields["tools"] = [{"type": "function", **tool} for tool in body.tools or ()] or None
+    with renaming(_renamed):
+        return *chat_texts(service, converted(fields, TranslatedChat), owner), body
+
+
+def _generate(service: Service, sent: bytes, owner: str) -> Translated:
+    body = read(sent, OllamaGenerate)
+    name = model_id(service, body)
+    if body.suffix:
+        raise ApiError(400, "suffix is not supported: an RWKV model reads in one direction", "suffix")
+    if body.template:
+        raise ApiError(400, "template is not supported: the server's chat template applies, or with raw=true none",
+                       "template")
+    _refuse_images(body.images, "images")
+    if not body.prompt and not (body.raw and body.context):
+        return [], _nothing(service, name), body
+    fields = _fields(body, name)
+    prompt = body.prompt or ""
+    with renaming(_renamed):
+        if body.raw:
+            return *completion_texts(service, _raw(service, body, prompt, fields), owner), body
+        # With a context the conversation has begun, and its system prompt has been read
+        system = [{"role": "system", "content": body.system}] if body.system and not body.context else []
+        fields["messages"] = [*system, {"role": "user", "content": prompt}]
+        return *chat_texts(service, converted(fields, TranslatedChat), owner, body.context or ()), body
+
+
+def _raw(service: Service, body: OllamaGenerate, prompt: str, fields: dict[str, Any]) -> CompletionRequest:
+    """A completion of the prompt as it is."""
+    if body.think or body.system:
+        raise ApiError(400, f"{'think' if body.think else 'system'} needs the chat template: leave raw out", "raw")
+    for name in ("enable_thinking", "reasoning_effort"):
+        fields.pop(name)
+    logprobs = fields.pop("logprobs")
+    top = fields.pop("top_logprobs")
+    fields["logprobs"] = (top or 0) if logprobs else None
+    if fields["max_tokens"] is None:
+        fields["max_tokens"] = service.config.max_tokens
+    fields["prompt"] = [*body.context, *service.tokenizer.encode_after(prompt, body.context)] if body.context else prompt
+    return converted(fields, CompletionRequest)
+
+
+def _fields(body: OllamaRequest, model: str) -> dict[str, Any]:
+    """The fields of a ChatRequest for those that chat and generate share."""
+    options = {name: value for name, value in (body.options or {}).items() if value is not None}
+    for name, off in OFF.items():
+        if options.get(name, off) != off:
+            raise ApiError(400, f"options.{name} must be {off}: this server has no such sampler", f"options.{name}")
+    fields = {here: options[option] for option, here in OPTIONS.items() if option in options}
+    limit = fields.get("max_tokens")
+    if limit is None or (isinstance(limit, int) and limit <= 0):         # Ollama: no limit
+        fields["max_tokens"] = None
+    if options.get("repeat_last_n") == 0:
+        fields["repetition_penalty"] = 1.0
+    for name, value in fields.items():   # clients in languages without whole numbers
+        if isinstance(value, float) and value.is_integer() and name in ("max_tokens", "top_k", "seed"):
+            fields[name] = int(value)
+    form: dict[str, Any] | None = None
+    if body.format:
+        schema = {"name": "format", "schema": body.format}
+        form = {"type": "json_object"} if body.format == "json" else {"type": "json_schema", "json_schema": schema}
+    return {**fields, "model": model, "response_format": form, "stream": body.stream is not False,
+            "enable_thinking": body.think if isinstance(body.think, bool) else None,
+            "reasoning_effort": body.think if isinstance(body.think, str) and body.think else None,
+            "logprobs": body.logprobs, "top_logprobs": body.top_logprobs if body.logprobs else None}
+
+
+def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
+    _refuse_images(message.get("images"), f"{where}.images")
+    fields = {name: value for name, value in message.items() if name not in ("images", "thinking", "tool_name")}
+    fields.setdefault("content", "")
+    if message.get("thinking"):
+        fields["reasoning_content"] = message["thinking"]
+    if message.get("tool_name"):
+        fields["name"] = message["tool_name"]
+    calls = message.get("tool_calls")
+    if isinstance(calls, list):
+        fields["tool_calls"] = [{"type": "function", **call} if isinstance(call, dict) else call for call in calls]
+    return fields
+
+
+def _refuse_images(images: Any, where: str) -> None:
+    if images:
+        raise ApiError(400, f"{where}: this model reads text alone", where)
+
+
+def _nothing(service: Service, model: str) -> Shape:
+    return Shape("chatcmpl", model, False, False, [], 1, service.tokenizer)
+
+
+def _line(model: str, delta: dict[str, Any], is_chat: bool) -> dict[str, Any]:
+    """A JSON line for a delta, or a message, of OpenAI's form."""
+    text = delta.get("content") or ""
+    thinking = delta.get("reasoning_content")
+    calls = [{"id": call["id"], "function": {"name": call["function"]["name"],
+                                             "arguments": msgspec.Raw(call["function"]["arguments"].encode())}}
+             for call in delta.get("tool_calls") or ()]
+    line: dict[str, Any] = {"model": model, "created_at": datetime.now(UTC).isoformat().replace("+00:00", "Z")}
+    if not is_chat:
+        return line | {"response": text} | ({"thinking": thinking} if thinking else {}) | {"done": False}
+    message = {"role": "assistant", "content": text} | ({"thinking": thinking} if thinking else {})
+    return line | {"message": message | ({"tool_calls": calls} if calls else {}), "done": False}
+
+
+class OllamaAnswer(Answer):
+    content_type = LINES
+
+    def __init__(self, service: Service, ticket: Any, shape: Shape, stream: bool, is_chat: bool) -> None:
+        super().__init__(service.engine, ticket, shape, stream, service.config.timeout_s)
+        self._is_chat = is_chat
+        self._begun = time.monotonic_ns()
+        self._first = 0                  # when the first event came
+        self._written = ""
+
+    def _take(self, number: int, event: Event) -> None:
+        self._note(event)
+        super()._take(number, event)
+
+    def _note(self, event: Event) -> None:
+        self._first = self._first or time.monotonic_ns()
+        self._written += event.text
+
+    def _error_response(self, error: ApiError) -> Response:
+        return error.response(error_body)
+
+    def _whole(self) -> Response:
+        choice = self._texts[0].whole()
+        return json_response({**self._of(choice), **self._end(choice["finish_reason"])})
+
+    async def _chunks(self) -> AsyncIterator[bytes]:
+        reason = None
+        try:
+            async for _, event in self._ticket:
+                self._note(event)
+                for choice in self._texts[0].pieces(event):
+                    reason = choice["finish_reason"]
+                    if reason is None:
+                        yield msgspec.json.encode(self._of(choice)) + b"\n"
+        except ApiError as error:
+            yield msgspec.json.encode(error_body(error)) + b"\n"
+        else:
+            self._complete = True
+            yield msgspec.json.encode(_line(self._shape.model, {}, self._is_chat) | self._end(reason)) + b"\n"
+
+    def _of(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """The line for a choice of a chat or of a completion."""
+        delta = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
+        line = _line(self._shape.model, delta, self._is_chat)
+        return line | {"logprobs": _entries(choice["logprobs"])} if choice["logprobs"] else line
+
+    def _end(self, reason: str | None) -> dict[str, Any]:
+        """The fields of the last line. Durations are in nanoseconds, from the request on."""
+        usage = self._usage()
+        now = time.monotonic_ns()
+        first = self._first or now
+        end = {"done": True, "done_reason": "length" if reason == "length" else "stop", "total_duration": now - self._begun,
+               "load_duration": 0, "prompt_eval_count": usage["prompt_tokens"], "prompt_eval_duration": first - self._begun,
+               "eval_count": usage["completion_tokens"], "eval_duration": now - first}
+        if not self._is_chat:
+            ids = self._ticket.texts[0].prompt
+            end["context"] = [*ids, *self._shape.tokenizer.encode_after(self._written, ids)]
+        return end
+
+
+def _entries(logprobs: dict[str, Any]) -> list[dict[str, Any]]:
+    """Log-probabilities of a chat, or the parallel lists of a completion, as a list with an entry for each token."""
+    if "content" in logprobs:
+        entries: list[dict[str, Any]] = logprobs["content"]
+        return entries
+    lists = zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
+    return [{"token": token, "logprob": own,
+             "top_logprobs": [{"token": other, "logprob": value} for other, value in (top or {}).items()]}
+            for token, own, top in lists]
+
+
+ENDPOINTS = (
+    Endpoint("/api/chat", "POST", chat, OllamaChat, **GENERATED),
+    Endpoint("/api/generate", "POST", generate, OllamaGenerate, **GENERATED),
+)

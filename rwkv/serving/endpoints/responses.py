@@ -1,0 +1,68 @@
+"""OpenAI's /v1/responses."""
+
+from functools import partial
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rwkv.serving import responses
+from rwkv.serving.answers import Answer, Shape
+from rwkv.serving.bodies import from_body
+from rwkv.serving.endpoints.chat import chat_texts, tools_and_call
+from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.messages import Generate
+from rwkv.serving.openapi import GENERATION, Endpoint
+from rwkv.serving.responses import ResponseAnswer
+from rwkv.serving.schema import ResponseRequest, read
+from rwkv.serving.service import Service, adapter_of, owner
+from rwkv.serving.submission import submit
+
+
+async def make_response(service: Service, request: Request) -> Answer:
+    texts, shape, asked = await from_body(service, request, partial(_response_texts, owner=owner(request)))
+    try:
+        ticket = await submit(service, texts)
+    except ApiError as error:
+        raise responses.renamed(error) from None
+    return ResponseAnswer(service.engine, ticket, shape, service.config.timeout_s, asked, service.responses)
+
+
+def _response_texts(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, responses.Asked]:
+    asked = read(sent, ResponseRequest)
+    return responses.ask(asked, owner, adapter_of(service, asked.model), service.responses, service.states,
+                         lambda body: tools_and_call(service, body)[0], lambda body: chat_texts(service, body, owner))
+
+
+async def one_response(service: Service, request: Request) -> Response:
+    if request.query_params.get("stream") == "true":
+        raise ApiError(400, "stream is for a new response: this one has ended", "stream")
+    return json_response(_stored(service, request).response)
+
+
+async def delete_response(service: Service, request: Request) -> Response:
+    stored = _stored(service, request)
+    service.responses.drop(stored.response["id"])
+    return json_response({"id": stored.response["id"], "object": "response", "deleted": True})
+
+
+async def cancel_response(service: Service, request: Request) -> Response:
+    _stored(service, request)
+    raise ApiError(400, "this response has ended: a running one is cancelled by closing its connection, and this server runs "
+                        "none in the background")
+
+
+async def response_input(service: Service, request: Request) -> Response:
+    return json_response(responses.listed(_stored(service, request).input, request.query_params))
+
+
+def _stored(service: Service, request: Request) -> responses.Stored:
+    return service.responses.get(request.path_params["id"], owner(request))
+
+
+ENDPOINTS = (
+    Endpoint("/v1/responses", "POST", make_response, ResponseRequest, **GENERATION),
+    Endpoint("/v1/responses/{id}", "GET", one_response),
+    Endpoint("/v1/responses/{id}", "DELETE", delete_response),
+    Endpoint("/v1/responses/{id}/cancel", "POST", cancel_response),
+    Endpoint("/v1/responses/{id}/input_items", "GET", response_input),
+)

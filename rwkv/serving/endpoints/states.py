@@ -1,0 +1,95 @@
+"""/v1/states: states that clients keep, made of a prompt, of messages or of a state file."""
+
+from functools import partial
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rwkv.config import MIB
+from rwkv.serving.answers import Answer, Shape
+from rwkv.serving.bodies import from_body, read_body
+from rwkv.serving.endpoints.chat import shown_tools
+from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.messages import Generate, SavedState
+from rwkv.serving.openapi import FILE, GENERATION, Endpoint
+from rwkv.serving.schema import StateRequest, read
+from rwkv.serving.service import Service, adapter_of, owner
+from rwkv.serving.states import FORMS, shown
+from rwkv.serving.submission import message_ids, prompt_ids, submit
+
+
+class StateAnswer(Answer):
+    """The state at the end of the ticket's only text."""
+
+    def _whole(self) -> Response:
+        state = self._texts[0].last.state
+        if state is None:
+            return ApiError(503, "the prompt was not read in time: the server's timeout_s= ended it", code="timeout").response()
+        return json_response({**shown(state, self._shape.model), "usage": self._usage()})
+
+
+async def make_state(service: Service, request: Request) -> Any:
+    """Makes a state from the content of a state file, or by reading a prompt or messages."""
+    if request.headers.get("content-type", "").partition(";")[0].strip().lower() in FORMS:
+        content = await read_body(service, request, least=2 * service.states.state_bytes + MIB)
+        return _state(service, await service.engine.upload(service.states.new(owner(request)), content))
+    text = await from_body(service, request, partial(_state_text, owner=owner(request)))
+    shape = Shape("state", service.model, False, False, [""], 1, service.tokenizer, saves=True)
+    return StateAnswer(service.engine, await submit(service, [text]), shape, False, service.config.timeout_s)
+
+
+def _state_text(service: Service, sent: bytes, owner: str) -> Generate:
+    """A text of 0 new tokens, whose end is saved as the state."""
+    body = read(sent, StateRequest)
+    model = adapter_of(service, body.model)
+    if (body.prompt is None) == (body.messages is None):
+        raise ApiError(400, "a state is made of a prompt or of messages: send one of them, or a file with the content type "
+                            f"{FORMS[0]}", "prompt")
+    start = service.states.start(body.state, owner, model)
+    turn = None
+    if body.messages is None:
+        if body.tools:
+            raise ApiError(400, "tools are shown in messages, and not in a prompt", "tools")
+        ids = prompt_ids(service, body.prompt or "", start=start)
+    else:
+        tools = shown_tools(service, body.tools)
+        prompt = service.states.prompt(start, body.messages, tools, add_generation_prompt=False)
+        turn = service.states.turn_of_messages(body.messages, tools, start)
+        ids = message_ids(service, prompt, start)
+    return Generate(-1, ids, 0, 0, (), service.sampling[False], False, start=start, save=service.states.new(owner, turn, model),
+                    model=model, owner=owner)
+
+
+async def list_states(service: Service, request: Request) -> Response:
+    states = [shown(state, service.model) for state in service.states.of(owner(request))]
+    return json_response({"object": "list", "data": states, "has_more": False})
+
+
+async def one_state(service: Service, request: Request) -> Response:
+    return _state(service, service.states.get(request.path_params["id"], owner(request)))
+
+
+async def state_content(service: Service, request: Request) -> Response:
+    state = service.states.usable(request.path_params["id"], owner(request))
+    headers = {"content-disposition": f'attachment; filename="{state.id}.safetensors"'}
+    return Response(await service.engine.download(state), media_type=FORMS[0], headers=headers)
+
+
+async def delete_state(service: Service, request: Request) -> Response:
+    state = service.states.get(request.path_params["id"], owner(request))
+    service.engine.drop(state)
+    return json_response({"id": state.id, "object": "state.deleted", "deleted": True})
+
+
+def _state(service: Service, state: SavedState) -> Response:
+    return json_response(shown(state, service.model))
+
+
+ENDPOINTS = (
+    Endpoint("/v1/states", "POST", make_state, StateRequest, upload=FILE, errors=GENERATION["errors"]),
+    Endpoint("/v1/states", "GET", list_states),
+    Endpoint("/v1/states/{id}", "GET", one_state),
+    Endpoint("/v1/states/{id}", "DELETE", delete_state),
+    Endpoint("/v1/states/{id}/content", "GET", state_content, answers=(FILE,)),
+)

@@ -1,0 +1,64 @@
+"""What the endpoints share: the server's parts, the owner of a request, and the models that a request can name."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from rwkv.chat.template import ChatTemplate
+from rwkv.chat.thoughts import Think
+from rwkv.config import Sampling, ServeConfig
+from rwkv.serving.compiling import Compilers
+from rwkv.serving.errors import ApiError
+from rwkv.serving.messages import About
+from rwkv.serving.metrics import Metrics
+from rwkv.serving.remote import RemoteEngine
+from rwkv.serving.responses import Responses
+from rwkv.serving.states import Keeper
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+COMPLETION_TOKENS = 16                   # max_tokens of a completion, OpenAI's
+
+
+@dataclass
+class Service:
+    """What the handlers share. sampling: as in Ready. model: the id of the checkpoint's model. stopping: refuse new texts."""
+
+    config: ServeConfig
+    about: About
+    sampling: Mapping[Think, Sampling]
+    engine: RemoteEngine
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    metrics: Metrics
+    states: Keeper
+    responses: Responses
+    compilers: Compilers
+    model: str
+    created: int
+    stopping: bool = False
+
+
+def owner(request: Request) -> str:
+    owner: str = request.scope["state"]["owner"]
+    return owner
+
+
+def adapter_of(service: Service, name: str | None) -> str:
+    """The adapter that a request names; "" for the checkpoint's own model. Raises ApiError for an unknown name.
+
+    A name may have a prefix, such as gateways add: openai/NAME.
+    """
+    if name is None:
+        return ""
+    by_id = {service.model: "", **{adapter: adapter for adapter in service.engine.adapters}}
+    for known, adapter in by_id.items():
+        if name == known or (name not in by_id and name.endswith(f"/{known}")):
+            return adapter
+    raise ApiError(404, f"there is no model {name[:100]!r} here; there is {', '.join(map(repr, by_id))}", "model",
+                   "model_not_found")
+
+
+def default_max_tokens(service: Service) -> dict[str, int]:
+    most = service.config.max_tokens
+    return {"completions": min(COMPLETION_TOKENS, most), "chat": most}

@@ -1,0 +1,83 @@
+"""From a request's options to sequences in the engine: token ids, seeds, states, and the queue."""
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from rwkv.chat.thoughts import Think
+from rwkv.errors import UserError
+from rwkv.generation.grammar import Grammar
+from rwkv.io.lines import counted
+from rwkv.serving.answers import Answer, Shape
+from rwkv.serving.errors import ApiError
+from rwkv.serving.messages import Generate, SavedState, Turn
+from rwkv.serving.remote import Ticket
+from rwkv.serving.schema import Options
+from rwkv.serving.service import Service
+
+NO_LIMIT = -1                            # max_tokens of clients that set no limit
+
+
+async def answer(service: Service, texts: list[Generate], shape: Shape, body: Options) -> Answer:
+    return Answer(service.engine, await submit(service, texts), shape, bool(body.stream), service.config.timeout_s)
+
+
+async def submit(service: Service, texts: list[Generate]) -> Ticket:
+    if texts[0].grammar is not None:
+        await service.compilers.check(texts[0].grammar, texts[0].owner)
+    if service.stopping:
+        raise ApiError(503, "the server is stopping", code="stopping")
+    ticket = service.engine.submit(texts)
+    service.metrics.begin([text.id for text in ticket.texts])
+    return ticket
+
+
+def seeded_texts(service: Service, body: Options, ids: list[int], n: int, maximum: int, stops: tuple[str, ...],
+           n_logprobs: int | None, prompt_logprobs: bool, grammar: Grammar | None,
+           limit: str = "max_tokens", think: Think = False) -> list[Generate]:
+    """The n texts that continue a prompt, with consecutive seeds. limit: the name of the field that holds `maximum`."""
+    if maximum > service.config.max_tokens:
+        raise ApiError(400, f"{limit} is at most {service.config.max_tokens} on this server; got {maximum}", limit)
+    seed = body.first_seed()
+    sampling = body.sampling(service.sampling[think], service.tokenizer)
+    return [Generate(-1, ids, seed + number, maximum, stops, sampling, bool(body.stream), n_logprobs, prompt_logprobs,
+                     grammar)
+            for number in range(n)]
+
+
+def continuing(service: Service, body: Options, texts: list[Generate], start: SavedState | None, owner: str, model: str,
+               turn: Turn | None = None) -> list[Generate]:
+    """The texts as continuations of `start`; if the request asks for it, each is to save its end as a new state."""
+    return [replace(text, start=start, save=service.states.new(owner, turn, model) if body.save_state else None, model=model,
+                    owner=owner) for text in texts]
+
+
+def prompt_ids(service: Service, prompt: str | list[int], param: str = "prompt", start: SavedState | None = None) -> list[int]:
+    if isinstance(prompt, str):
+        before = start.last_ids if start else ()
+        ids = encoded(lambda text: service.tokenizer.encode_after(text, before), prompt, param)
+    else:
+        ids = prompt
+        if max(ids, default=0) >= service.tokenizer.vocab_size:
+            raise ApiError(400, f"{param} has token ids from 0 to {service.tokenizer.vocab_size - 1}; got {max(ids)}", param)
+    if len(ids) > service.config.max_prompt_tokens:
+        raise ApiError(400, f"{param} has {counted(len(ids), 'token')}, and this server reads at most "
+                            f"{service.config.max_prompt_tokens}", param, "context_length_exceeded")
+    follows = start is not None and start.tokens != 0            # a state that was trained has read no token
+    return ids if ids or follows else [service.tokenizer.end_of_text]
+
+
+def message_ids(service: Service, rendered: str, start: SavedState | None) -> list[int]:
+    return prompt_ids(service, encoded(lambda text: service.states.ids(text, start), rendered, "messages"), "messages", start)
+
+
+def encoded(encoder: Callable[[str], list[int]], text: str, param: str) -> list[int]:
+    try:
+        return encoder(text)
+    except UserError as error:
+        raise ApiError(400, str(error), param) from None
+
+
+def include_usage(body: Options) -> bool:
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream=true", "stream_options")
+    return bool(body.stream_options and body.stream_options.include_usage)
