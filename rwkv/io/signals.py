@@ -17,6 +17,7 @@ from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
+POLL_SECONDS = 0.2                       # between two checks for a signal
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 STOPPING = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))       # Windows has only the first two
 
@@ -87,6 +88,8 @@ def consume_interruptibly(items: Iterable[T], work: Callable[[Iterator[T]], obje
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
+        while thread.is_alive():         # a wait without a limit misses a signal that comes just before it begins
+            thread.join(POLL_SECONDS)
         outcome.result()
     except KeyboardInterrupt:
         interrupted.set()
