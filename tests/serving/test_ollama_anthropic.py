@@ -186,7 +186,10 @@ def test_ollama_takes_back_calls_and_holds_an_answer_to_a_form(writer: Running) 
     ("chat", {"messages": QUESTION, "format": "xml"}, "format"),
     ("chat", {"messages": QUESTION, "think": True}, "think"), ("chat", {"messages": QUESTION, "tools": TOOLS}, "tools"),
     ("generate", {"prompt": "a", "template": "x"}, "template"), ("generate", {"prompt": "a", "suffix": "x"}, "suffix"),
-    ("generate", {"prompt": "a", "images": ["aGk="]}, "images"), ("generate", {"prompt": "a", "context": [256]}, "256"),
+    ("generate", {"prompt": "a", "images": ["aGk="]}, "images"), ("generate", {"prompt": "a", "context": [256]}, "context"),
+    ("generate", {"prompt": "a", "context": [256], "raw": True}, "context"),
+    ("generate", {"prompt": "a", "context": [-1]}, "context"),
+    ("generate", {"prompt": "a", "context": [1] * 40_000}, "context"),
     ("generate", {"prompt": "a", "raw": True, "system": "x"}, "system"), ("show", {"model": "other"}, "other"),
     ("pull", {"model": "other"}, "other"), ("create", {}, "/api/create"), ("nothing", {}, "/api/nothing")], ids=str)
 def test_ollama_s_errors_have_its_form(server: Running, path: str, fields: dict[str, Any], named: str) -> None:

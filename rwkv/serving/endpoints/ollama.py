@@ -23,7 +23,7 @@ from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, JSON, LINES, Endpoint
 from rwkv.serving.schema import CompletionRequest, TokenId, TranslatedChat, converted, read
 from rwkv.serving.service import Service, adapter_of, owner
-from rwkv.serving.submission import submit
+from rwkv.serving.submission import prompt_ids, submit
 
 LATEST = ":latest"
 GENERATED: dict[str, Any] = {**GENERATION, "answers": (JSON, LINES), "error": "OllamaError"}         # of an Endpoint
@@ -136,6 +136,8 @@ def _generate(service: Service, sent: bytes, owner: str) -> Translated:
     _refuse_images(body.images, "images")
     if not body.prompt and not (body.raw and body.context):
         return [], _nothing(service, name), body
+    if body.context:
+        prompt_ids(service, body.context, "context")             # ids of this vocabulary
     fields = _fields(body, name)
     prompt = body.prompt or ""
     with renaming(_renamed):
