@@ -8,11 +8,12 @@ from rwkv import embed
 from rwkv.config import Sampling
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine
-from rwkv.generation.prefill import PASS, PrefixCache
+from rwkv.generation.prefill import ON_CPU, PrefixCache
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()
+PASS = ON_CPU.longest
 TEXTS = ["a", "A cat.", "x" * (2 * PASS + 7), "", "A cat."]
 
 

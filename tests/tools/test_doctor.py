@@ -122,7 +122,7 @@ COMPLETIONS = [                          # a line, and what it must and must not
 
 
 @pytest.mark.skipif(shutil.which("bash") is None, reason="needs bash")
-@pytest.mark.parametrize(("line", "offered", "withheld"), COMPLETIONS, ids=str)
+@pytest.mark.parametrize(("line", "offered", "withheld"), COMPLETIONS, ids=[line for line, *_ in COMPLETIONS])
 def test_bash_completes(line: str, offered: set[str], withheld: set[str], tmp_path: Path) -> None:
     (tmp_path / "some.file").write_text("")
     words = line.split() + [""] * line.endswith(" ")
