@@ -358,7 +358,8 @@ class TrainConfig:
     out_dir: str | None = option(None, "the run's directory; null: runs/DATE_TIME", verbatim=PATH)
     resume: str | None = option(None, "auto: continue the run in out_dir, or else the latest, or begin one; PATH: continue "
                                 "this run or checkpoint", verbatim=PATH)
-    init_from: str | None = option(None, "checkpoint of any format that gives weights, sizes and tokenizer", verbatim=PATH)
+    init_from: str | None = option(None, "checkpoint of any format, or a name on the Hub as ORG/REPO/FILE, that gives weights, "
+                                  "sizes and tokenizer", verbatim=PATH)
     plan: bool = option(False, "true: show what the run would do and need, and train nothing")
 
     def __post_init__(self) -> None:
@@ -580,7 +581,9 @@ def with_sampling(config: type[Config]) -> type[Config]:
 class SavedModelConfig:
     """The first options of generate.py, chat.py, serve.py and rwkv.tools.evaluate."""
 
-    checkpoint: str = option(LATEST.as_posix(), "a file, a Hugging Face directory, or a run's directory", heading="Model",
+    checkpoint: str = option(LATEST.as_posix(), "a file, a Hugging Face directory, a run's directory, or a name on the Hub: "
+                             "ORG/REPO/FILE, ORG/REPO or ORG/REPO:Q4_K_M, with @REVISION if need be. Other options that name "
+                             "a state, an adapter, a tokenizer or a template take such a name too", heading="Model",
                              verbatim=PATH)
     tokenizer: str | None = option(None, "byte, world, FILE.json or FILE.txt, where the checkpoint has none", verbatim=PATH)
     end_of_text: str | None = option(None, "text of the token that ends a text; null: what the checkpoint or FILE.json "

@@ -39,7 +39,8 @@ class RWKV(Model):
     @classmethod
     def from_pretrained(cls, path: str | Path, kernel: str = "auto", device: str = "cpu", dtype: str = "float32",
                         mmap: bool = True, trainable: bool = False) -> Self:
-        """The model in a file of any format, a Hugging Face directory or a run's directory, under any kernel.
+        """The model in a file of any format, a Hugging Face directory or a run's directory, under any kernel; or the one that
+        `path` names on the Hub, as "ORG/REPO/FILE.pth" or "ORG/REPO:Q4_K_M" (rwkv/io/hub.py), which is downloaded once.
 
         The model is for inference: in evaluation mode and without gradients. On a CPU, weights that the file already holds in
         `dtype` are a mapping of the file and not a copy: a program that writes into the file, instead of replacing it, changes

@@ -21,6 +21,7 @@ from rwkv.checkpoint.location import locate
 from rwkv.checkpoint.stored import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UnreadableError, UserError
+from rwkv.io import hub
 from rwkv.model.base import fingerprint, generation
 from rwkv.tokenizer.tokenizers import Tokenizer, end_option
 
@@ -147,7 +148,10 @@ def _tuned(content: Content, chosen: Checkpoint | None = None) -> Checkpoint:
     """
     entry = content.entry or {}
     try:
-        base = chosen or read_checkpoint(entry["run"]["init_from"])
+        source = entry["run"]["init_from"]
+        base = chosen or read_checkpoint(source)
+        if hub.parse(source):            # what is beside the weights on disk, such as a chat template, is looked for there
+            entry = {**entry, "run": {**entry["run"], "init_from": str(base.path)}}
     except CheckpointError as error:
         raise UnreadableError(f"{content.path} belongs to other weights, which cannot be read: {error}") from error
     tuned.require_same(content.path, base, entry, chosen is not None)

@@ -1,17 +1,19 @@
-"""Finds the checkpoint at a path. Needs no PyTorch: programs call it before they import that."""
+"""Finds the checkpoint at a path, or downloads it from the Hub. Needs no PyTorch: programs call it before they import that."""
 
 from pathlib import Path
 
 from rwkv.config import LATEST
 from rwkv.errors import CheckpointError
+from rwkv.io import hub
 
 FOLDER = "checkpoints"                   # in a run's directory
 LAST = Path(FOLDER) / "last.ckpt"
 
 
 def locate(path: str | Path) -> Path:
-    """The checkpoint at a path: a file or Hugging Face directory itself, or the last checkpoint of a run's directory."""
-    path = follow(Path(path))
+    """The checkpoint at a path: a file or Hugging Face directory itself, or the last checkpoint of a run's directory. A name on
+    the Hub (rwkv/io/hub.py) is downloaded."""
+    path = follow(hub.local(path))
     last = path / LAST
     if path.is_dir() and not (path / "config.json").is_file():
         if last.is_file():
@@ -20,8 +22,8 @@ def locate(path: str | Path) -> Path:
             raise CheckpointError(f"{path} is a folder of runs: name one of them, such as {runs[0].parents[1]}")
         raise CheckpointError(f"no checkpoint in {path}: expected {last} of a run, or config.json of a Hugging Face directory")
     if not path.exists():
-        raise CheckpointError(f"no checkpoint at {path}: expected a file, a Hugging Face directory or a run's directory, which "
-                              "train.py makes")
+        raise CheckpointError(f"no checkpoint at {path}: expected a file, a Hugging Face directory, a run's directory, which "
+                              "train.py makes, or a name on the Hub, as ORG/REPO/FILE.pth")
     return path
 
 

@@ -18,6 +18,7 @@ from rwkv.config import BITS, MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult, prefill
 from rwkv.generation.states import StateForm, is_state_file
+from rwkv.io import hub
 from rwkv.model.base import Model, fingerprint, generation, n_parameters
 from rwkv.model.state import State
 from rwkv.pretrained import RWKV, OpenCheckpoint, rounded_adapters
@@ -88,6 +89,7 @@ def require_room(weights: int, n_merged: int, available: int | None) -> None:
 
 def _read(name: str, path: str, opened: OpenCheckpoint, form: StateForm) -> Adapter:
     with errors_of_adapter(name):
+        path = str(hub.local(path, "adapter"))
         if Path(path).is_file() and is_state_file(path):
             context = form.load(path)
             return Adapter(name, path, _digest(context), context=context)

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 
 def serve(config: ServeConfig, line: cli.CommandLine) -> None:
-    from rwkv.checkpoint.named import require_adapters, require_files
+    from rwkv.checkpoint.named import on_disk, require_adapters, require_files
 
     try:
         from rwkv.serving import server
@@ -60,7 +60,7 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
     require_files(config, config.template)
     require_adapters(config)
     say("loading", config.checkpoint)
-    server.serve(config, partial(run_engine, given=line.keys))
+    server.serve(on_disk(config), partial(run_engine, given=line.keys))
 
 
 def run_engine(connection: Connection, config: ServeConfig, given: Collection[str]) -> None:
