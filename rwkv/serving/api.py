@@ -40,7 +40,7 @@ from rwkv.serving.answers import Answer, Shape, token_string
 from rwkv.serving.compiling import Compilers
 from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.log import say_refused
-from rwkv.serving.messages import About, Generate, SavedState, Turn
+from rwkv.serving.messages import About, Defaults, Generate, SavedState, Turn
 from rwkv.serving.metrics import Metrics
 from rwkv.serving.openapi import EVENTS, FILE, JSON, TEXT, Endpoint, Handler
 from rwkv.serving.origins import check_origin
@@ -78,11 +78,11 @@ PAGE_HEADERS = {"content-security-policy": "default-src 'none'; script-src 'unsa
 
 @dataclass
 class Service:
-    """What the handlers share. sampling: as in Ready. model: the id of the checkpoint's model. stopping: refuse new texts."""
+    """What the handlers share. defaults: as in Ready. model: the id of the checkpoint's model. stopping: refuse new texts."""
 
     config: ServeConfig
     about: About
-    sampling: Mapping[Think, Sampling]
+    defaults: Mapping[tuple[Think, bool], Defaults]
     engine: RemoteEngine
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -279,7 +279,8 @@ def _completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generat
         raise ApiError(400, "best_of is 1 on this server; use n, and choose by logprobs", "best_of")
     start = service.states.start(body.state, owner, model)
     prompts = [_ids(service, prompt, start=start) for prompt in _prompts(body)]
-    maximum = _most_tokens(service)["completions"] if body.max_tokens in (None, ANY) else body.max_tokens
+    usual = service.defaults[False, False]
+    maximum = _most_tokens(service, usual)["completions"] if body.max_tokens in (None, ANY) else body.max_tokens
     n = body.n or 1
     echoed = bool(body.echo and body.logprobs is not None)
     if echoed and n * sum(map(len, prompts)) > service.config.max_prompt_tokens:
@@ -287,10 +288,10 @@ def _completion(service: Service, sent: bytes, owner: str) -> tuple[list[Generat
                             "request, each prompt counted n times", "echo")
     if echoed and not all(prompts):
         raise ApiError(400, "echo with logprobs needs a prompt, also after a state", "echo")
-    stops = body.stops()
+    stops = usual.stop if body.stop is None else body.stops()
     grammar = body.answer_grammar()
     texts = [text for ids in prompts
-             for text in _texts(service, body, ids, n, maximum, stops, body.logprobs, echoed, grammar)]
+             for text in _texts(service, body, usual, ids, n, maximum, stops, body.logprobs, echoed, grammar)]
     texts = _with_states(service, body, texts, start, owner, model)
     before = [service.tokenizer.decode_start(ids) if body.echo else "" for ids in prompts for _ in range(n)]
     shape = Shape("cmpl", model or service.model, _include_usage(body), body.logprobs is not None, before, n, service.tokenizer,
@@ -324,15 +325,17 @@ def _chat_texts(service: Service, body: ChatRequest, owner: str) -> tuple[list[G
     if body.max_completion_tokens is not None:
         limit = "max_completion_tokens"
         maximum = body.max_completion_tokens
-    maximum = _most_tokens(service)["chat"] if maximum in (None, ANY) else maximum
+    usual = service.defaults[thinking.think, bool(tools)]
+    maximum = _most_tokens(service, usual)["chat"] if maximum in (None, ANY) else maximum
     one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
-    stops = (*service.template.stop, *body.stops(), *((stop_of(call_start),) if one_call else ()))
+    asked = usual.stop if body.stop is None else body.stops()
+    stops = (*service.template.stop, *asked, *((stop_of(call_start),) if one_call else ()))
     n = body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     ids = _ids_of_messages(service, prompt, start)
     begun = answer_start or begun_by(prompt)
     grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True)
-    texts = _texts(service, body, ids, n, maximum, stops, n_logprobs, False, grammar, limit, thinking.think)
+    texts = _texts(service, body, usual, ids, n, maximum, stops, n_logprobs, False, grammar, limit)
     texts = _with_states(service, body, texts, start, owner, model, service.states.turn_of_answer(tools, start))
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", model or service.model, _include_usage(body), bool(body.logprobs),
@@ -456,14 +459,14 @@ async def _submitted(service: Service, texts: list[Generate]) -> Ticket:
     return ticket
 
 
-def _texts(service: Service, body: Options, ids: list[int], n: int, maximum: int, stops: tuple[str, ...],
+def _texts(service: Service, body: Options, usual: Defaults, ids: list[int], n: int, maximum: int, stops: tuple[str, ...],
            n_logprobs: int | None, prompt_logprobs: bool, grammar: Grammar | None,
-           limit: str = "max_tokens", think: Think = False) -> list[Generate]:
+           limit: str = "max_tokens") -> list[Generate]:
     """The n texts that continue a prompt, with consecutive seeds. limit: the name of the field that holds `maximum`."""
     if maximum > service.config.max_tokens:
         raise ApiError(400, f"{limit} is at most {service.config.max_tokens} on this server; got {maximum}", limit)
     seed = body.first_seed()
-    sampling = body.sampling(service.sampling[think], service.tokenizer)
+    sampling = body.sampling(usual.sampling, service.tokenizer)
     return [Generate(-1, ids, seed + number, maximum, stops, sampling, bool(body.stream), n_logprobs, prompt_logprobs,
                      grammar)
             for number in range(n)]
@@ -580,8 +583,8 @@ def _state_text(service: Service, sent: bytes, owner: str) -> Generate:
         prompt = service.states.prompt(start, body.messages, tools, add_generation_prompt=False)
         turn = service.states.turn_of_messages(body.messages, tools, start)
         ids = _ids_of_messages(service, prompt, start)
-    return Generate(-1, ids, 0, 0, (), service.sampling[False], False, start=start, save=service.states.new(owner, turn, model),
-                    model=model, owner=owner)
+    return Generate(-1, ids, 0, 0, (), service.defaults[False, False].sampling, False, start=start,
+                    save=service.states.new(owner, turn, model), model=model, owner=owner)
 
 
 async def list_states(service: Service, request: Request) -> Response:
@@ -668,17 +671,17 @@ async def one_model(service: Service, request: Request) -> Response:
 def _shown_model(service: Service, name: str) -> dict[str, Any]:
     """OpenAI's object for a model, with vLLM's max_model_len; meta has facts and defaults, and state_bytes is None where there
     is no room for a state."""
-    states = service.states
+    states, usual = service.states, service.defaults[False, False]
     meta = {**vars(service.about), "template": service.template.name,
             "state_bytes": states.state_bytes if states.has_room else None,
-            "defaults": {**vars(service.sampling[False]), "max_tokens": _most_tokens(service)}}
+            "defaults": {**vars(usual.sampling), "max_tokens": _most_tokens(service, usual)}}
     return {"id": name, "object": "model", "created": service.created, "owned_by": "timemix",
             "max_model_len": service.config.max_prompt_tokens, "meta": meta}
 
 
-def _most_tokens(service: Service) -> dict[str, int]:
+def _most_tokens(service: Service, usual: Defaults) -> dict[str, int]:
     most = service.config.max_tokens
-    return {"completions": min(COMPLETION_TOKENS, most), "chat": most}
+    return {"completions": min(usual.max_tokens or COMPLETION_TOKENS, most), "chat": min(usual.max_tokens or most, most)}
 
 
 async def tokenizer_info(service: Service, request: Request) -> Response:
