@@ -585,6 +585,10 @@ class SavedModelConfig:
                              "ORG/REPO/FILE, ORG/REPO or ORG/REPO:Q4_K_M, with @REVISION if need be. Other options that name "
                              "a state, an adapter, a tokenizer or a template take such a name too", heading="Model",
                              verbatim=PATH)
+    lora: str | None = option(None, "another program's adapter, merged into the checkpoint: PEFT's directory, or a file of "
+                              "RWKV-PEFT", verbatim=PATH)
+    lora_alpha: float | None = option(None, "alpha of an adapter whose file does not state it, as RWKV-PEFT's do not",
+                                      above=0.0)
     tokenizer: str | None = option(None, "byte, world, FILE.json or FILE.txt, where the checkpoint has none", verbatim=PATH)
     end_of_text: str | None = option(None, "text of the token that ends a text; null: what the checkpoint or FILE.json "
                                      "says", verbatim=NAME)

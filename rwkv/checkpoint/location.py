@@ -15,7 +15,7 @@ def locate(path: str | Path) -> Path:
     the Hub (rwkv/io/hub.py) is downloaded."""
     path = follow(hub.local(path))
     last = path / LAST
-    if path.is_dir() and not (path / "config.json").is_file():
+    if path.is_dir() and not any((path / mark).is_file() for mark in hub.MARKS):
         if last.is_file():
             return last
         if runs := sorted(path.glob(f"*/{LAST}")):

@@ -21,6 +21,10 @@ def require_files(config: SavedModelConfig, template: str | None = None, state: 
     template, state: the values of the options with these names.
     """
     locate(config.checkpoint)
+    if config.lora is not None:
+        locate(config.lora)
+    elif config.lora_alpha is not None and not getattr(config, "adapters", None):
+        raise UserError("lora_alpha is for an adapter: name it with lora=")
     if config.tokenizer is not None:
         Tokenizer.check_named(config.tokenizer)
     if template is not None:
@@ -42,7 +46,8 @@ def on_disk(config: ServeConfig) -> ServeConfig:
         return name if name is None or hub.parse(name) is None else str(hub.local(name, noun))
 
     adapters = [f"{name}={path(from_home(file), 'adapter')}" for name, file in config.adapter_paths.items()]
-    return replace(config, checkpoint=str(path(config.checkpoint, "checkpoint")), tokenizer=path(config.tokenizer, "tokenizer"),
+    return replace(config, checkpoint=str(path(config.checkpoint, "checkpoint")), lora=path(config.lora, "adapter"),
+                   tokenizer=path(config.tokenizer, "tokenizer"),
                    template=path(config.template, "chat template"), adapters=adapters,
                    model_name=config.model_name or _title(config.checkpoint))
 
