@@ -362,7 +362,8 @@ class TrainConfig:
     out_dir: str | None = option(None, "the run's directory; null: runs/DATE_TIME", verbatim=PATH)
     resume: str | None = option(None, "auto: continue the run in out_dir, or else the latest, or begin one; PATH: continue "
                                 "this run or checkpoint", verbatim=PATH)
-    init_from: str | None = option(None, "checkpoint of any format that gives weights, sizes and tokenizer", verbatim=PATH)
+    init_from: str | None = option(None, "checkpoint of any format, or a name on the Hub as ORG/REPO/FILE, that gives weights, "
+                                   "sizes and tokenizer", verbatim=PATH)
     plan: str = option("false", "true: show what the run would do and need, and train nothing; timed: measure the time of its "
                        "steps too, even if they take minutes", one_of=("false", "true", "timed"))
 
@@ -591,8 +592,14 @@ def with_sampling(config: type[Config]) -> type[Config]:
 class SavedModelConfig:
     """The first options of generate.py, chat.py, serve.py and rwkv.tools.evaluate."""
 
-    checkpoint: str = option(LATEST.as_posix(), "a file, a Hugging Face directory, or a run's directory", heading="Model",
+    checkpoint: str = option(LATEST.as_posix(), "a file, a Hugging Face directory, a run's directory, or a name on the Hub: "
+                             "ORG/REPO/FILE, ORG/REPO or ORG/REPO:Q4_K_M, with @REVISION if need be. Other options that name "
+                             "a state, an adapter, a tokenizer or a template take such a name too", heading="Model",
                              verbatim=PATH)
+    lora: str | None = option(None, "another program's adapter, merged into the checkpoint: PEFT's directory, or a file of "
+                              "RWKV-PEFT", verbatim=PATH)
+    lora_alpha: float | None = option(None, "alpha of an adapter whose file does not state it, as RWKV-PEFT's do not",
+                                      above=0.0)
     tokenizer: str | None = option(None, "byte, world, FILE.json or FILE.txt, where the checkpoint has none", verbatim=PATH)
     end_of_text: str | None = option(None, "text of the token that ends a text; null: what the checkpoint or FILE.json "
                                      "says", verbatim=NAME)

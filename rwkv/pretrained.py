@@ -17,12 +17,13 @@ from rwkv.checkpoint.files import (
     checkpoint_of,
     read_checkpoint,
     tokenizer_of,
+    with_adapter,
     write_checkpoint,
 )
 from rwkv.checkpoint.tuned import surviving
 from rwkv.config import DTYPES, SavedModelConfig
 from rwkv.errors import UserError
-from rwkv.io.lines import wrapped
+from rwkv.io.lines import counted, wrapped
 from rwkv.model.base import MATRICES, Model, fingerprint, generation, of_linear_layer
 from rwkv.model.operators import operator_for
 from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8, to_packed
@@ -38,8 +39,10 @@ class RWKV(Model):
 
     @classmethod
     def from_pretrained(cls, path: str | Path, kernel: str = "auto", device: str = "cpu", dtype: str = "float32",
-                        mmap: bool = True, trainable: bool = False) -> Self:
-        """The model in a file of any format, a Hugging Face directory or a run's directory, under any kernel.
+                        mmap: bool = True, trainable: bool = False, lora: str | Path | None = None,
+                        lora_alpha: float | None = None) -> Self:
+        """The model in a file of any format, a Hugging Face directory or a run's directory, under any kernel; or the one that
+        `path` names on the Hub, as "ORG/REPO/FILE.pth" or "ORG/REPO:Q4_K_M" (rwkv/io/hub.py), which is downloaded once.
 
         The model is for inference: in evaluation mode and without gradients. On a CPU, weights that the file already holds in
         `dtype` are a mapping of the file and not a copy: a program that writes into the file, instead of replacing it, changes
@@ -47,13 +50,14 @@ class RWKV(Model):
         its weights are in `dtype`, which should be float32 unless the optimiser is made for another. Raises CheckpointError
         (a ValueError) where the file is missing, damaged or of another kind, KernelUnavailable where the kernel cannot run on
         `device`. Adapters of a run with tune=lora are merged in float32; where `dtype` rounds the sums, a warning says how much
-        of what the run has learnt is left.
+        of what the run has learnt is left. lora: another program's adapter (rwkv/checkpoint/adapters.py), merged likewise;
+        lora_alpha: of one whose file does not state it.
         """
         if dtype not in DTYPES:
             raise UserError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
         if trainable and dtype in QUANTISED:
             raise UserError(f"weights in {dtype} cannot be trained: use dtype=float32 or bfloat16, or leave trainable out")
-        checkpoint = read_checkpoint(path)
+        checkpoint = _read(path, lora, lora_alpha)
         for note in checkpoint.notes:
             warnings.warn(note, stacklevel=2)
         wkv = operator_for(checkpoint.config, kernel, device, computed_in(dtype))
@@ -145,6 +149,9 @@ class OpenCheckpoint(NamedTuple):
             found.append(("WARNING", f"dtype={self.dtype}: {slow}; use dtype=float32, int8 or int4"))
         if (self.device, self.dtype) == ("cuda", "bfloat16"):
             found.append(("dtype", "bfloat16, the default on a GPU that multiplies it; dtype=float32 computes in float32"))
+        if self.checkpoint.about:
+            found.append(("adapter", f"{self.checkpoint.about} at {self.checkpoint.path}, merged into the matrices of "
+                          f"{counted(len(self.checkpoint.unadapted), 'layer')}"))
         if self.assumed:
             found.append(("tokenizer", f"{self.assumed}, for the file carries none and its vocabulary is as large as that of "
                           "the World models"))
@@ -165,12 +172,18 @@ class OpenCheckpoint(NamedTuple):
 def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
     """Raises UserError for a file that cannot be read, a kernel that cannot run, and a tokenizer that does not fit."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    checkpoint = read_checkpoint(config.checkpoint)
+    checkpoint = _read(config.checkpoint, config.lora, config.lora_alpha)
     dtype = config.dtype or default_dtype(device)
     wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(dtype))
     tokenizer = tokenizer_of(checkpoint, config.tokenizer, config.end_of_text)
     assumed = assumed_tokenizer(checkpoint) if config.tokenizer is None else None
     return OpenCheckpoint(checkpoint, wkv, tokenizer, device, dtype, assumed)
+
+
+def _read(path: str | Path, lora: str | Path | None, alpha: float | None) -> Checkpoint:
+    if lora is None:
+        return read_checkpoint(path)
+    return with_adapter(read_checkpoint(path), lora, alpha)
 
 
 def default_dtype(device: str) -> str:
@@ -195,7 +208,7 @@ def rounded_adapters(checkpoint: Checkpoint, dtype: str) -> list[str]:
     left = surviving(checkpoint, dtype)
     if left > ALL_LEFT:
         return []
-    return [f"{dtype} rounds the sums of weights and adapters: {left:.0%} of what tune=lora has learnt is left; "
+    return [f"{dtype} rounds the sums of weights and adapters: {left:.0%} of what they have learnt is left; "
             "dtype=float32 keeps all of it"]
 
 

@@ -2,6 +2,7 @@
 
 import io
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +65,13 @@ def test_the_file_counts_before_the_kind_and_the_user_before_the_file(tmp_path: 
     folder = tmp_path / "RWKV7-G1k-1.5B"
     folder.mkdir()
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": 0.7, "top_k": 20}))
-    of_file = Sampling(0.7, 20, 1.0)
+    of_file = replace(THINK, temperature=0.7, top_k=20)  # the rest is that of its kind
     assert chosen(folder, True).sampling == of_file
+    assert "g1_think" in str(chosen(folder, True))
     assert chosen("runs/latest", True, {"init_from": str(folder)}).sampling == of_file
-    assert chosen(folder, True, given={"top_k": 5}).sampling == Sampling(0.7, 5, 1.0)
-    assert chosen(folder, True, given={"sampling": "chat"}) == Chosen(CHAT, "chat")
+    assert chosen(folder, True, given={"top_k": 5}).sampling == replace(of_file, top_k=5)
+    assert chosen(folder, "fake").sampling == replace(FAKE, temperature=0.7, top_k=20)
+    assert chosen(folder, True, given={"sampling": "chat"}) == Chosen(CHAT, "chat", source="generation_config.json")
     (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, "top_p": 7}))
     with pytest.raises(UserError) as error:
         chosen(folder, True)
@@ -91,6 +94,35 @@ def test_a_file_with_a_number_that_is_no_option_is_one_sentence(tmp_path: Path, 
 def test_a_file_s_top_k(tmp_path: Path, stated: str, top_k: int) -> None:
     (tmp_path / "generation_config.json").write_text(f'{{"do_sample": true, "top_k": {stated}}}')
     assert chosen(tmp_path, False).sampling == Sampling(1.0, top_k, 1.0)
+
+
+def test_the_files_beside_it_are_for_their_answers_alone(tmp_path: Path) -> None:
+    """The files of rwkv-rs/rwkv7-g1-st."""
+    folder = tmp_path / "rwkv7-g1k-1.5b"
+    folder.mkdir()
+    penalties = {"presence_penalty": 1.0, "frequency_penalty": 0.1, "penalty_decay": 0.988}
+    for name, content in (("", {"temperature": 0.96, "top_p": 0.76, "top_k": 32, **penalties, "max_new_tokens": 3000}),
+                          ("fake_think_", {"temperature": 1.0, "top_p": 0.28, "top_k": 32}),
+                          ("tools_", {"temperature": 0.5, "top_p": 0.76, "top_k": 32})):
+        text = json.dumps({"do_sample": True, "stop_strings": ["✿", "\nUser:"], **content})
+        (folder / f"{name}generation_config.json").write_text(text)
+    choice = SamplingChoice(ChatConfig(), [], folder, None, chat_template("g1"))
+    assert choice.for_answers(True)[0] == THINK
+    assert choice.for_answers(True)[3:] == (("✿", "\nUser:"), 3000, "generation_config.json")
+    assert (choice.for_answers("fake").sampling, choice.for_answers("fake").max_new_tokens) == (FAKE, None)
+    assert choice.for_answers(True, tools=True).sampling == replace(THINK, temperature=0.5)
+    assert choice.for_answers(True, tools=True).name == "tools_generation_config.json"
+    line = str(choice.for_answers(True))
+    assert "stop ['✿'," in line
+    assert "max_new_tokens 3000" in line
+    given = SamplingChoice(ChatConfig(), ["max_new_tokens", "stop"], folder, None, chat_template("g1")).for_answers(True)
+    assert (given.stop, given.max_new_tokens) == ((), None)
+
+
+def test_penalties_alone_leave_the_preset_of_the_program(tmp_path: Path) -> None:
+    """A file that does not say how to draw, of a model that is of no known kind."""
+    (tmp_path / "generation_config.json").write_text('{"repetition_penalty": 1.2}')
+    assert chosen(tmp_path, False).sampling == Sampling(1.0, 0, 0.3, repetition_penalty=1.2)
 
 
 @pytest.mark.parametrize("value", [0.5, 1.0])
@@ -144,6 +176,32 @@ def test_generate_takes_the_files_options(run: Run) -> None:
 
 
 @pytest.mark.programs
+def test_chat_takes_the_file_of_each_kind_of_answer(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, tokenizer = writing([b":", b"a", b"b", b"c", b"d"], [b"k", b"a"])
+    model.save_pretrained("model", tokenizer, format="huggingface")
+    Path("model/generation_config.json").write_text('{"stop_strings": ["c"]}')
+    Path("model/fake_think_generation_config.json").write_text('{"max_new_tokens": 3}')
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"x\n/think fake\nx\n/think false\nx\n")))
+    status, output, error = run("chat", "checkpoint=model", "template=g1", "temperature=0")
+    assert (status, output.splitlines()[0], output.splitlines()[-1]) == (0, "ab", "ab"), error
+    assert len(output.splitlines()[1:-1][-1]) == 3
+    lines = sampling_lines(error)
+    assert [line.partition("; by ")[2] for line in lines] == [
+        "generation_config.json: stop ['c']", "fake_think_generation_config.json: max_new_tokens 3",
+        "generation_config.json: stop ['c']"]
+
+
+@pytest.mark.programs
+def test_generate_takes_the_files_stops_and_limit(run: Run) -> None:
+    model, tokenizer = writing([b"a", b"b", b"c", b"d", b"e"])
+    model.save_pretrained("model", tokenizer, format="huggingface")
+    Path("model/generation_config.json").write_text('{"stop_strings": ["c"], "max_new_tokens": 3}')
+    for more, text in (((), "ab"), (("stop=x",), "abcd"), (("stop=x", "max_new_tokens=2"), "abc")):
+        status, output, error = run("generate", "checkpoint=model", "prompt=a", "temperature=0", *more)
+        assert (status, output) == (0, f"{text}\n"), (more, error)
+
+
+@pytest.mark.programs
 def test_requests_that_say_nothing_have_the_options_of_their_kind(tmp_path: Path) -> None:
     """Of some 260 tokens that are as likely each: the 32 of top_k with thoughts, three tenths (top_p) without, or all."""
     httpx = pytest.importorskip("httpx")
@@ -169,3 +227,28 @@ def test_requests_that_say_nothing_have_the_options_of_their_kind(tmp_path: Path
         assert Sampling(**{name: value for name, value in shown["meta"]["defaults"].items() if name != "max_tokens"}) == CHAT
         lines = [line.removeprefix("sampling").strip() for line in running.log.splitlines() if line.startswith("sampling")]
         assert [name in line for name, line in zip(("chat (", "g1_think (", "g1_fake ("), lines, strict=True)] == [True] * 3
+
+
+@pytest.mark.programs
+def test_requests_have_the_stops_and_the_limit_of_their_file(tmp_path: Path) -> None:
+    """Another file for empty thoughts and for tools. A request's own stop and max_tokens count before."""
+    httpx = pytest.importorskip("httpx")
+    model, tokenizer = writing([b":", b"a", b"b", b"c", b"d"], [b"<think></think", b"a"], [b"k", b">"])
+    folder = tmp_path / "RWKV7-G1k-tiny"
+    model.save_pretrained(folder, tokenizer)
+    for name, content in (("", {"stop_strings": ["c"], "max_new_tokens": 8}), ("tools_", {"stop_strings": ["b"]})):
+        (folder / f"{name}generation_config.json").write_text(json.dumps(content))
+    tool = {"type": "function", "function": {"name": "f"}}
+    with serving(tmp_path, f"checkpoint={folder}", "template=g1") as running:
+        def answer(**fields: Any) -> str:
+            body = {"messages": [{"role": "user", "content": "Hi"}], "temperature": 0, **fields}
+            return str(httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60).json()["choices"][0])
+
+        texts = [answer(**fields) for fields in ({}, {"stop": ["x"], "max_tokens": 20}, {"stop": ["x"], "max_tokens": 2},
+                                                 {"tools": [tool]}, {"tools": [tool], "stop": "c"})]
+        contents = [text.partition("'content': '")[2].partition("'")[0] for text in texts]
+        assert contents == ["ab", "abcd", "ab", "a", "ab"]
+        assert "max_new_tokens 8" in running.log
+        assert "by tools_generation_config.json: stop ['b']" in running.log
+        completion = httpx.post(f"{running.url}/v1/completions", json={"prompt": "a", "temperature": 0}, timeout=60).json()
+        assert completion["choices"][0]["text"] == "b"

@@ -1,4 +1,4 @@
-"""Facts for chat that a checkpoint states beside its weights: its template, its name, and its author's sampling options.
+"""Facts that a checkpoint states beside its weights: its chat template, its name, and its author's options of generation.
 
 A template is a text in jinja2: the file chat_template.jinja of a Hugging Face directory, `chat_template` in its
 tokenizer_config.json, or tokenizer.chat_template in the metadata of a GGUF file. If there are several, the one called default
@@ -11,7 +11,7 @@ recognises it. Sources: transformers, tokenization_utils_base.py; llama.cpp, con
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rwkv.errors import UserError
 from rwkv.io.gguf import MAGIC, header_of, parts_of
@@ -20,6 +20,8 @@ from rwkv.io.utf8 import read_text
 JINJA = "chat_template.jinja"
 TOKENIZER_CONFIG = "tokenizer_config.json"
 GENERATION_CONFIG = "generation_config.json"
+FAKE_THINK_CONFIG = "fake_think_generation_config.json"          # for answers that begin with an empty thought
+TOOLS_CONFIG = "tools_generation_config.json"                    # for conversations with tools
 CONFIG = "config.json"
 IN_GGUF = "tokenizer.chat_template"
 TOOL_USE = "tool_use"
@@ -27,7 +29,8 @@ TOOL_USE_FILE = f"additional_chat_templates/{TOOL_USE}.jinja"
 OF_CONVERTER = ("rwkv-world", r"{{- 'User: ' + message['content']|trim + '\n\n' -}}")
 NAMES_IN_GGUF = ("general.name", "general.basename", "general.base_model.0.name")
 NAMES_IN_DIRECTORY = ("_name_or_path", "name_or_path")
-SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")}
+DRAWN = {name: name for name in ("temperature", "top_p", "top_k", "min_p")}      # used where tokens are drawn (do_sample)
+PENALTIES = {name: name for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "penalty_decay")}
 SAMPLING_IN_GGUF = {"general.sampling.temp": "temperature", "general.sampling.top_p": "top_p",
                     "general.sampling.top_k": "top_k", "general.sampling.min_p": "min_p",
                     "general.sampling.penalty_repeat": "repetition_penalty"}
@@ -71,17 +74,49 @@ def names_in(checkpoint: Path) -> list[str]:
     return _texts(_json(config), NAMES_IN_DIRECTORY) if config.is_file() else []
 
 
-def sampling_in(checkpoint: Path) -> tuple[Path, dict[str, Any]]:
-    """The file that states sampling options, and these options by our names.
+class Generation(NamedTuple):
+    """What a file states about generation. sampling: options by our names. draws: the file says how tokens are drawn.
+    max_new_tokens: None where it states none."""
 
-    A Hugging Face directory has none unless its generation_config.json says do_sample=true: otherwise transformers ignores them
-    and takes the likeliest token. A top_k of 0 or less is off, as for llama.cpp and vLLM.
+    file: Path
+    sampling: dict[str, Any]
+    draws: bool = False
+    stop: tuple[str, ...] = ()
+    max_new_tokens: int | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.sampling or self.stop or self.max_new_tokens)
+
+
+def generation_in(checkpoint: Path, fake: bool = False, tools: bool = False) -> Generation:
+    """What the checkpoint states about answers of this kind. fake: they begin with an empty thought. tools: the conversation
+    has tools.
+
+    A Hugging Face directory may have a file for each of these (rwkv-rs/transformers-rwkv, docs/source/en/model_doc/rwkv.md);
+    without it, or where it states nothing, generation_config.json counts. Temperature, top_p, top_k and min_p count where the
+    file says do_sample=true: otherwise transformers ignores them and takes the likeliest token. A top_k of 0 or less is off, as
+    for llama.cpp and vLLM. Raises UserError for stop_strings and max_new_tokens of other types.
     """
     if _is_gguf(checkpoint):
-        return checkpoint, _numbers(_of_gguf(checkpoint), SAMPLING_IN_GGUF)
-    file = checkpoint / GENERATION_CONFIG
-    stated = _json(file) if file.is_file() else {}
-    return file, _numbers(stated, SAMPLING) if stated.get("do_sample") is True else {}
+        sampling = _numbers(_of_gguf(checkpoint), SAMPLING_IN_GGUF)
+        return Generation(checkpoint, sampling, bool(sampling))
+    names = [TOOLS_CONFIG] * tools + [FAKE_THINK_CONFIG] * (fake and not tools) + [GENERATION_CONFIG]
+    stated = [_generation(checkpoint / name) for name in names if (checkpoint / name).is_file()]
+    return next(filter(None, stated), Generation(checkpoint / GENERATION_CONFIG, {}))
+
+
+def _generation(file: Path) -> Generation:
+    stated = _json(file)
+    draws = stated.get("do_sample") is True
+    stops = stated.get("stop_strings") or []
+    stops = [stops] if isinstance(stops, str) else stops
+    if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
+        raise UserError(f"{file}: stop_strings must be a list of texts; got {json.dumps(stops)[:60]}")
+    tokens = stated.get("max_new_tokens")
+    if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int | float) or tokens % 1 or tokens < 1):
+        raise UserError(f"{file}: max_new_tokens must be a whole number of at least 1; got {json.dumps(tokens)[:60]}")
+    sampling = _numbers(stated, {**DRAWN, **PENALTIES} if draws else PENALTIES)
+    return Generation(file, sampling, draws, tuple(stops), None if tokens is None else int(tokens))
 
 
 def _named(stated: Any) -> Any:

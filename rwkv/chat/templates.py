@@ -20,7 +20,6 @@ FILE: a template in jinja2 (jinja.py), in a file of its own or inside one of a c
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from rwkv.chat import calls
@@ -30,6 +29,7 @@ from rwkv.chat.stated import template_in, tool_template_in
 from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.thoughts import BEGUN, Think, end_of, with_hint
 from rwkv.errors import UserError
+from rwkv.io import hub
 
 FLOWER = "✿"
 
@@ -63,12 +63,13 @@ def chat_template(name: str) -> ChatTemplate:
     """
     if name in FORMS:
         return TurnTemplate(name)
-    if not Path(name).is_file():
+    file = hub.local(name, "chat template")
+    if not file.is_file():
         raise UserError(f"a chat template is {', '.join(FORMS)} or a jinja2 file; there is no file {name}")
-    text = template_in(Path(name))
+    text = template_in(file)
     if text is None:
         raise UserError(f"{name} holds no chat template: name a jinja2 file, or one of {', '.join(FORMS)}")
-    return JinjaTemplate(text, name, tool_template_in(Path(name)))
+    return JinjaTemplate(text, name, tool_template_in(file))
 
 
 class TurnTemplate(ChatTemplate):

@@ -14,13 +14,14 @@ from torch import Tensor
 
 from kernels.matvec import Int4
 from rwkv.chat.names import trained_length
-from rwkv.checkpoint import formats, tuned
+from rwkv.checkpoint import adapters, formats, tuned
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.generations import config_of, fit, recognise, require_sizes
 from rwkv.checkpoint.location import locate
 from rwkv.checkpoint.stored import DTYPES, Stored, same_numbers
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UnreadableError, UserError
+from rwkv.io import hub
 from rwkv.model.base import fingerprint, generation
 from rwkv.tokenizer.tokenizers import Tokenizer, end_option
 
@@ -59,8 +60,9 @@ class Checkpoint:
     configuration.
 
     packed: as in Content. fingerprint: Model.fingerprint of the weights before they were packed in int4; None where the file
-    has none. unadapted: the matrices into which `weights` merges adapters, as they were before the first adapter. data_sha256:
-    of the data that the run read. Only the path is sent to another process, which reads the file again.
+    has none. unadapted: the matrices into which `weights` merges adapters, as they were before the first adapter. about: what
+    another program's adapter is. data_sha256: of the data that the run read. Only the path is sent to another process, which
+    reads the file again.
     """
 
     path: Path
@@ -77,6 +79,7 @@ class Checkpoint:
     unadapted: Mapping[str, Stored] = field(default_factory=dict)
     data_sha256: str | None = None
     notes: list[str] = field(default_factory=list)           # sentences for people: what was assumed or left unread
+    about: str = ""
 
     def __reduce__(self) -> Any:
         return read_checkpoint, (self.path,)
@@ -119,21 +122,66 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
     """
     path = locate(path)
     try:
+        if adapters.is_directory(path):
+            return with_adapter(_base_of(path), path)
         content = formats.recognise(path).read(path)
-        return _tuned(content) if tuned.is_tuned(content.entry) else _understand(content)
+        if tuned.is_tuned(content.entry):
+            return _tuned(content)
+        if adapters.has_adapter(content.tensors) and "emb.weight" not in content.tensors:
+            raise CheckpointError(f"{path} is an adapter: name the weights that it belongs to, and it with lora=, or for a "
+                                  "server with adapters=")
+        return _understand(content)
     except OSError as error:
         raise UnreadableError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def read_tuned(path: str | Path, base: Checkpoint) -> tuple[Checkpoint, str]:
-    """The checkpoint of a run with tune=lora or tune=state, on the weights of `base`, and a digest of the trained values.
+def with_adapter(base: Checkpoint, path: str | Path, alpha: float | None = None) -> Checkpoint:
+    """The checkpoint `base` with another program's adapter merged into it. alpha: of a file that does not state it.
 
-    path: the run's directory, or a .ckpt in it. Raises CheckpointError as read_checkpoint does, and for another kind of run or
-    one that began from other weights.
+    Raises CheckpointError for an adapter of another model or of a kind that is not read, UserError where alpha is missing.
     """
     path = locate(path)
     try:
+        return _with_adapter(base, adapters.read(path, base.config, base.weights.stored, alpha))
+    except OSError as error:
+        raise UnreadableError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _with_adapter(base: Checkpoint, adapter: adapters.Adapter) -> Checkpoint:
+    stored = base.weights.stored
+    changed = {name: adapters.changed(stored[name], change) for name, change in adapter.changes.items()}
+    weights = {**stored, **adapter.whole, **changed}
+    unadapted = {name: stored[name] for name in changed}
+    run = {"model": asdict(base.config), **(base.run or {}), "init_from": str(base.path)}
+    return replace(base, path=adapter.path, weights=Weights(weights), packed={}, fingerprint=None, run=tuned.without_tune(run),
+                   unadapted={**unadapted, **base.unadapted}, about=adapter.about)
+
+
+def _base_of(path: Path) -> Checkpoint:
+    name = adapters.base_of(path)
+    try:
+        return read_checkpoint(name)
+    except CheckpointError as error:
+        raise UnreadableError(f"{path} is an adapter of {name}, which cannot be read ({error}): name the base with "
+                              "checkpoint=, and the adapter with lora=") from error
+
+
+def read_tuned(path: str | Path, base: Checkpoint, alpha: float | None = None) -> tuple[Checkpoint, str]:
+    """The checkpoint of a run with tune=lora or tune=state, or of another program's adapter, on the weights of `base`, and a
+    digest of the trained values.
+
+    path: the run's directory, or a .ckpt in it; or as in with_adapter. Raises CheckpointError as read_checkpoint does, and for
+    another kind of run or one that began from other weights.
+    """
+    path = locate(path)
+    try:
+        if adapters.is_directory(path):
+            adapter = adapters.read(path, base.config, base.weights.stored)
+            return _with_adapter(base, adapter), tuned.digest(Content(path, dict(adapter.tensors)))
         content = formats.recognise(path).read(path)
+        if not tuned.is_tuned(content.entry) and adapters.has_adapter(content.tensors):
+            adapter = adapters.read(path, base.config, base.weights.stored, alpha)
+            return _with_adapter(base, adapter), f"{tuned.digest(content)} {alpha}"
         if not tuned.is_tuned(content.entry):
             raise CheckpointError(f"{path} is not of a run of tune=state or tune=lora: expected the directory of one, a .ckpt "
                                   "of it, or a state file")
@@ -149,7 +197,10 @@ def _tuned(content: Content, chosen: Checkpoint | None = None) -> Checkpoint:
     """
     entry = content.entry or {}
     try:
-        base = chosen or read_checkpoint(entry["run"]["init_from"])
+        source = entry["run"]["init_from"]
+        base = chosen or read_checkpoint(source)
+        if hub.parse(source):            # what is beside the weights on disk, such as a chat template, is looked for there
+            entry = {**entry, "run": {**entry["run"], "init_from": str(base.path)}}
     except CheckpointError as error:
         raise UnreadableError(f"{content.path} belongs to other weights, which cannot be read: {error}") from error
     tuned.require_same(content.path, base, entry, chosen is not None)

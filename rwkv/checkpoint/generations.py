@@ -6,6 +6,7 @@ A generation's file has
     official_name                  turns another program's name of a tensor into the official one
     recognises                     whether tensors by official names are of this generation
     arranged, laid_out             turn tensors of any format into the official arrangement, and that into a format's
+    directory_factor               a matrix's factor beside that of a Hugging Face directory
     widths, has_many_forms         the sizes that follow from the tensors' shapes; whether a vector has several shapes in files
     EXTENSIONS                     later versions, which are refused by name, each with a pattern of its tensors' names
     HUGGING_FACE_TYPE, HUGGING_FACE_SIZES, hugging_face_config          for config.json

@@ -1,4 +1,4 @@
-"""Finds the checkpoint at a path. Needs no PyTorch: programs call it before they import that."""
+"""Finds the checkpoint at a path, or downloads it from the Hub. Needs no PyTorch: programs call it before they import that."""
 
 import re
 import sys
@@ -7,6 +7,7 @@ from pathlib import Path
 
 from rwkv.config import LATEST
 from rwkv.errors import CheckpointError
+from rwkv.io import hub
 
 ADAPTER = "adapter_config.json"          # of PEFT
 SUFFIXES = (".pth", ".pt", ".ckpt", ".safetensors", ".bin", ".ggmf", ".gguf", ".st")         # of files of weights
@@ -15,10 +16,11 @@ LAST = Path(FOLDER) / "last.ckpt"
 
 
 def locate(path: str | Path) -> Path:
-    """The checkpoint at a path: a file or Hugging Face directory itself, or the last checkpoint of a run's directory."""
-    path = follow(Path(path))
+    """The checkpoint at a path: a file or Hugging Face directory itself, or the last checkpoint of a run's directory. A name on
+    the Hub (rwkv/io/hub.py) is downloaded."""
+    path = follow(hub.local(path))
     last = path / LAST
-    if path.is_dir() and not (path / "config.json").is_file():
+    if path.is_dir() and not any((path / mark).is_file() for mark in hub.MARKS):
         if last.is_file():
             return last
         if runs := sorted(path.glob(f"*/{LAST}")):
@@ -28,8 +30,8 @@ def locate(path: str | Path) -> Path:
                                   "peft's merge_and_unload, and name the result")
         return _only_file(path)
     if not path.exists():
-        raise CheckpointError(f"no checkpoint at {path}: expected a file, a Hugging Face directory or a run's directory, which "
-                              "train.py makes")
+        raise CheckpointError(f"no checkpoint at {path}: expected a file, a Hugging Face directory, a run's directory, which "
+                              "train.py makes, or a name on the Hub, as ORG/REPO/FILE.pth")
     return path
 
 

@@ -2,25 +2,35 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import PurePosixPath
 
 from kernels.arguments import from_home
 from rwkv.chat.templates import chat_template
 from rwkv.checkpoint.location import locate
 from rwkv.config import SavedModelConfig, ServeConfig
 from rwkv.errors import UserError
-from rwkv.io.state_file import require_state_file
+from rwkv.io import hub
+from rwkv.io.state_file import state_file
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def require_files(config: SavedModelConfig, template: str | None = None, state: str | None = None) -> None:
-    """Raises UserError for the first file that is missing. template, state: the values of the options with these names."""
+    """Raises UserError for the first file that is missing; downloads names on the Hub.
+
+    template, state: the values of the options with these names.
+    """
     locate(config.checkpoint)
+    if config.lora is not None:
+        locate(config.lora)
+    elif config.lora_alpha is not None and not getattr(config, "adapters", None):
+        raise UserError("lora_alpha is for an adapter: name it with lora=")
     if config.tokenizer is not None:
         Tokenizer.check_named(config.tokenizer)
     if template is not None:
         chat_template(template)
     if state is not None:
-        require_state_file(state)
+        state_file(state)
 
 
 def require_adapters(config: ServeConfig) -> None:
@@ -28,6 +38,27 @@ def require_adapters(config: ServeConfig) -> None:
     for name, path in config.adapter_paths.items():
         with errors_of_adapter(name):
             locate(from_home(path))
+
+
+def on_disk(config: ServeConfig) -> ServeConfig:
+    """The configuration for another process, with the paths of downloaded files in place of names on the Hub."""
+    def path(name: str | None, noun: str) -> str | None:
+        return name if name is None or hub.parse(name) is None else str(hub.local(name, noun))
+
+    adapters = [f"{name}={path(from_home(file), 'adapter')}" for name, file in config.adapter_paths.items()]
+    return replace(config, checkpoint=str(path(config.checkpoint, "checkpoint")), lora=path(config.lora, "adapter"),
+                   tokenizer=path(config.tokenizer, "tokenizer"),
+                   template=path(config.template, "chat template"), adapters=adapters,
+                   model_name=config.model_name or _title(config.checkpoint))
+
+
+def _title(checkpoint: str) -> str | None:
+    """The model's id for clients, of a name on the Hub: that of the repository or the file; None for a path."""
+    pinned = hub.parse(hub.fetched(checkpoint).pinned) if hub.parse(checkpoint) else None
+    if pinned is None:
+        return None
+    path = PurePosixPath(pinned.path or pinned.repository)
+    return path.stem if path.suffix in hub.WEIGHTS else path.name
 
 
 @contextmanager

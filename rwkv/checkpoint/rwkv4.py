@@ -80,3 +80,8 @@ def widths(matrix: Callable[[str], tuple[int, ...]], names: Collection[str]) -> 
 def has_many_forms(name: str) -> bool:
     """Whether the tensor is a vector, which files have as [C], [C,1] or [1,1,C]."""
     return ".time_" in name
+
+
+def directory_factor(name: str, config: ModelConfig) -> float:
+    """The official matrix, in multiples of that of a Hugging Face directory."""
+    return 1.0

@@ -366,3 +366,9 @@ def widths(matrix: Callable[[str], tuple[int, ...]], names: Collection[str]) -> 
 def has_many_forms(name: str) -> bool:
     """Whether the tensor is a vector, which files have as [C] or [1,1,C]."""
     return re.fullmatch(VECTOR, name) is not None
+
+
+def directory_factor(name: str, config: ModelConfig) -> float:
+    """The official matrix, in multiples of that of a Hugging Face directory without an epsilon of its own."""
+    epsilon = group_norm_epsilon(model.resolved(config).head_size)
+    return math.sqrt(EPS / epsilon) if name.endswith(".att.receptance.weight") else 1.0

@@ -40,6 +40,11 @@ def without_base(run: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in run.items() if name not in ("tune", "init_from")} if is_tuned({"run": run}) else run
 
 
+def without_tune(run: dict[str, Any]) -> dict[str, Any]:
+    """A run's configuration for weights into which another adapter is merged; init_from stays, for what its name says."""
+    return {name: value for name, value in run.items() if name != "tune"}
+
+
 def identity(checkpoint: Any) -> str:
     """A text that identifies the frozen weights: it differs for files of equal size, and costs little time."""
     found = fingerprint(generation(checkpoint.config), checkpoint.weights)

@@ -40,7 +40,8 @@ def description(path: Path) -> str:
 def _entry(name: str, text: str) -> list[str]:
     """`  name   text`, where the text begins at COLUMN, or two spaces after a longer name."""
     head = f"  {name}  ".ljust(COLUMN)
-    wrapped = textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * COLUMN, break_long_words=False)
+    wrapped = textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * COLUMN, break_long_words=False,
+                            break_on_hyphens=False)
     return wrapped or [head.rstrip()]
 
 

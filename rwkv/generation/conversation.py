@@ -39,8 +39,9 @@ class Stats:
 class Chat:
     """messages: the conversation so far. context: the result of reading the text before it, as from a state file; or None.
 
-    think: how answers begin, as in thoughts.py. A message keeps its thoughts as reasoning_content; the template decides whether
-    later turns show them. kept_bytes: the most that kept results take; the oldest are dropped first.
+    stop: strings that end an answer, beside the template's. think: how answers begin, as in thoughts.py. A message keeps its
+    thoughts as reasoning_content; the template decides whether later turns show them. kept_bytes: the most that kept results
+    take; the oldest are dropped first.
     """
 
     model: Model
@@ -52,6 +53,7 @@ class Chat:
     think: Think = False
     context: PrefillResult | None = None
     kept_bytes: int = 2**30
+    stop: tuple[str, ...] = ()
     messages: list[Message] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     _points: list[tuple[str, PrefillResult]] = field(default_factory=list)
@@ -119,7 +121,8 @@ class Chat:
         earlier = encode(self.tokenizer, [prompt])[0] if self.sampling.repetition_penalty != 1 else ()
         engine = Engine(self.model, self.tokenizer)
         row, = engine.add_all(encode(self.tokenizer, [prompt[len(read):]], before), [self.seed],
-                              StoppingCriteria(self.max_new_tokens, self.template.stop), self.sampling, context,
+                              StoppingCriteria(self.max_new_tokens, (*self.template.stop, *self.stop)),
+                              self.sampling, context,
                               earlier=earlier)
         self.seed += 1
         self.stats = Stats(len(row.prompt_ids))

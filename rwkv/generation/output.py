@@ -30,18 +30,19 @@ SEPARATOR = "---\n"                      # between two texts on standard output
 
 
 def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, prompts: Sequence[str],
-                   context: PrefillResult | None = None, sampling: Sampling | None = None) -> bool:
-    """Generates and writes num_samples texts for each prompt. sampling: replaces the configuration's options.
+                   context: PrefillResult | None = None, sampling: Sampling | None = None, stop: Sequence[str] = ()) -> bool:
+    """Generates and writes num_samples texts for each prompt. sampling: replaces the configuration's options. stop: further
+    strings that end a text.
 
     After a signal such as Ctrl-C it writes the texts so far and returns False.
     """
-    stopping = StoppingCriteria(config.max_new_tokens, config.stop, config.stop_tokens)
+    stopping = StoppingCriteria(config.max_new_tokens, (*config.stop, *stop), config.stop_tokens)
     grammar = grammar_from(config)
     sampling = sampling or Sampling.of(config)
     jobs = ((prompt, config.seed + sample) for prompt in prompts for sample in range(config.num_samples))
     single = len(prompts) * config.num_samples == 1
     with (Path(config.out).open("w", encoding="utf-8") if config.out else nullcontext() as out,
-          StopRequest() as stop):
+          StopRequest() as request):
         written = 0
         while batch := list(itertools.islice(jobs, config.batch_size)):
             texts, seeds = zip(*batch, strict=True)
@@ -51,16 +52,16 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
             samples = [row.sample for row in rows]
             clock = _Clock(engine, rows, started)
             if config.stream and single:
-                _stream(samples[0], clock, stop)
+                _stream(samples[0], clock, request)
             else:
-                _write_texts(samples, clock, stop, written)
+                _write_texts(samples, clock, request, written)
             report = clock.report()
             if file := out or (sys.stderr if config.logprobs else None):
                 _write_json(samples, file)
             print(report, file=sys.stderr)
             if config.save_state:
                 save_context(config.save_state, engine.context(), model, tokenizer)
-            if stop.requested:
+            if request.requested:
                 return False
             written += len(batch)
     return True

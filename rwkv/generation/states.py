@@ -20,7 +20,7 @@ from rwkv.config import ModelConfig, whole_numbers
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult
 from rwkv.io.atomic import write_file
-from rwkv.io.state_file import require_state_file
+from rwkv.io.state_file import state_file
 from rwkv.model.base import Model, generation
 from rwkv.tokenizer.decoders import require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -66,9 +66,9 @@ class StateForm:
 
     def load(self, path: str | Path) -> PrefillResult:
         """The result in a file. Raises UserError as load_context does."""
-        require_state_file(path)
+        path = state_file(path)
         try:
-            content = Path(path).read_bytes()
+            content = path.read_bytes()
         except OSError as error:
             raise UserError(f"{path} cannot be read: {error.strerror}") from error
         return self.read(content, str(path))

@@ -3,11 +3,14 @@
 from pathlib import Path
 
 from rwkv.errors import UserError
+from rwkv.io import hub
 from rwkv.io.commands import as_typed
 
 
-def require_state_file(path: str | Path) -> None:
-    """Raises UserError where there is no file."""
-    if not Path(path).is_file():
+def state_file(path: str | Path) -> Path:
+    """The file at a path, or of a name on the Hub. Raises UserError where there is none."""
+    found = hub.local(path, "state file")
+    if not found.is_file():
         generate = as_typed("python generate.py")
         raise UserError(f"no state file at {path}: {generate} writes one with save_state={path}")
+    return found

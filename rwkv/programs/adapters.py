@@ -18,6 +18,7 @@ from rwkv.config import BITS, MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult, prefill
 from rwkv.generation.states import StateForm, is_state_file
+from rwkv.io import hub
 from rwkv.model.base import Model, fingerprint, generation, n_parameters
 from rwkv.model.state import State
 from rwkv.pretrained import RWKV, OpenCheckpoint, rounded_adapters
@@ -47,7 +48,8 @@ class Adapter:
     @property
     def about(self) -> str:
         if self.merged is not None:
-            return f"LoRA of {self.path}, merged into weights of its own; its texts are a batch of their own"
+            kind = self.merged.about or "LoRA"
+            return f"{kind} of {self.path}, merged into weights of its own; its texts are a batch of their own"
         return f"state of {self.path}, before each text; in one batch with the checkpoint's texts"
 
     def load(self, opened: OpenCheckpoint, base: Model) -> tuple[Model, PrefillResult | None]:
@@ -70,7 +72,7 @@ def read_adapters(config: ServeConfig, opened: OpenCheckpoint) -> list[Adapter]:
     base = opened.checkpoint
     identity = base.fingerprint or fingerprint(generation(base.config), base.weights)
     form = StateForm(generation(base.config).resolved(base.config), base.vocab_size, identity, opened.tokenizer, opened.device)
-    found = [_read(name, from_home(path), opened, form) for name, path in config.adapter_paths.items()]
+    found = [_read(name, from_home(path), opened, form, config.lora_alpha) for name, path in config.adapter_paths.items()]
     n_merged = sum(adapter.merged is not None for adapter in found)
     if n_merged:
         require_room(n_parameters(base.config, base.vocab_size) * BITS[opened.dtype] // 8, n_merged, available_memory())
@@ -86,12 +88,13 @@ def require_room(weights: int, n_merged: int, available: int | None) -> None:
                         "take a smaller dtype=")
 
 
-def _read(name: str, path: str, opened: OpenCheckpoint, form: StateForm) -> Adapter:
+def _read(name: str, path: str, opened: OpenCheckpoint, form: StateForm, alpha: float | None) -> Adapter:
     with errors_of_adapter(name):
+        path = str(hub.local(path, "adapter"))
         if Path(path).is_file() and is_state_file(path):
             context = form.load(path)
             return Adapter(name, path, _digest(context), context=context)
-        checkpoint, digest = read_tuned(path, opened.checkpoint)
+        checkpoint, digest = read_tuned(path, opened.checkpoint, alpha)
         require_tokenizer(checkpoint, opened.tokenizer, "the server's tokenizer")
         if checkpoint.time_states is None:
             return Adapter(name, path, digest, merged=checkpoint, notes=tuple(rounded_adapters(checkpoint, opened.dtype)))

@@ -93,7 +93,8 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoic
     model = opened.model()
     context = load_context(config.state, model, opened.tokenizer) if config.state else None
     _say(decoding_line(model))
-    talk = Chat(model, opened.tokenizer, template, chosen.sampling, config.max_new_tokens, config.seed, think, context)
+    talk = Chat(model, opened.tokenizer, template, chosen.sampling, chosen.max_new_tokens or config.max_new_tokens, config.seed,
+                think, context, stop=chosen.stop)
     if config.system:
         talk.reset(config.system)
     return talk, sampling
@@ -109,6 +110,7 @@ class Terminal:
         self.talk = talk
         self._sampling = sampling
         self._set_options: dict[str, Any] = {}           # options of sampling that /set has changed
+        self._set_tokens = False                         # whether it has changed max_new_tokens
         self._commands: dict[str, Callable[[str], None]] = {
             "reset": lambda _: self.talk.reset(), "undo": lambda _: self.talk.undo(), "system": self.talk.reset,
             "retry": lambda _: self._show(self.talk.retry()), "save": self._save, "load": self._load, "think": self._think,
@@ -206,15 +208,18 @@ class Terminal:
                 raise UserError(f"{name} is a whole number; got {value!r}")
             ChatConfig(**{name: number})
             setattr(self.talk, name, number)
+            self._set_tokens = self._set_tokens or name == "max_new_tokens"
 
     def _choose_sampling(self) -> None:
         """Chooses the options of sampling for the next answers. Options that /set has changed stay."""
         if self._sampling is None:
             return
         chosen = self._sampling.for_answers(self.talk.think)
-        before = self.talk.sampling
-        self.talk.sampling = replace(chosen.sampling, **self._set_options)
-        if self.talk.sampling != before:
+        before = self.talk.sampling, self.talk.stop, self.talk.max_new_tokens
+        self.talk.sampling, self.talk.stop = replace(chosen.sampling, **self._set_options), chosen.stop
+        if not self._set_tokens:
+            self.talk.max_new_tokens = chosen.max_new_tokens or self._sampling.max_new_tokens
+        if (self.talk.sampling, self.talk.stop, self.talk.max_new_tokens) != before:
             _say(f"sampling {chosen._replace(sampling=self.talk.sampling)}")
 
     def _stats(self, _: str) -> None:

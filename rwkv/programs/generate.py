@@ -37,7 +37,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     output = unread(sys.stdout) if files else sys.stdout         # the files become whole even if nobody reads the output
     with redirect_stdout(output):
         try:
-            whole = run_generation(model, tokenizer, config, prompts, context, chosen.sampling)
+            whole = run_generation(model, tokenizer, config, prompts, context, chosen.sampling, chosen.stop)
         except BrokenPipeError:          # the reader of standard output has seen enough, as in: generate.py | head
             abandon(sys.stdout)
             return
@@ -64,6 +64,8 @@ def _open(config: GenerateConfig, line: cli.CommandLine) -> tuple[Any, Any, list
     opened = open_checkpoint(config)
     opened.print_notes()
     chosen = SamplingChoice(config, line.keys, opened.checkpoint.path, opened.checkpoint.run).for_answers()
+    if chosen.max_new_tokens is not None:
+        config.max_new_tokens = chosen.max_new_tokens
     model = opened.model()
     context = load_context(config.state, model, opened.tokenizer) if config.state else None
     return model, opened.tokenizer, prompts, context, chosen

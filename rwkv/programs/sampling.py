@@ -1,12 +1,14 @@
 """Chooses the options of sampling, from the first of these sources that has any:
 
     the user             sampling=NAME
-    the file             generation_config.json of a directory, general.sampling of a GGUF file; options that it lacks are off
+    the file             generation_config.json of a directory and its variants for empty thoughts and for tools, and
+                         general.sampling of a GGUF file; options that it lacks are those of the kind of model, or else off
     the kind of model    for G1 models, their author's advice on answers that begin with thoughts, or with an empty thought;
                          without thoughts, and for texts without a chat template on a server, the preset for conversations
     the program          its own preset
 
-A single option that the user gives replaces that option of the source.
+A single option that the user gives replaces that option of the source. Strings that end a text and the largest number of tokens
+come from the file, where the user gives none.
 """
 
 from collections.abc import Collection, Mapping
@@ -16,7 +18,7 @@ from typing import Any, NamedTuple
 
 from rwkv import cli
 from rwkv.chat.names import Choice, kind_of
-from rwkv.chat.stated import sampling_in
+from rwkv.chat.stated import Generation, generation_in
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import Think
 from rwkv.config import Sampling
@@ -32,14 +34,21 @@ OF_G1_FORM = ("g1", "flower")            # chat templates
 
 
 class Chosen(NamedTuple):
-    """name: a preset, or the file that states the options. why: for people; "" if the user has named the preset."""
+    """name: a preset, or the file that states the options. why: for people; "" if the user has named the preset. stop,
+    max_new_tokens: those of the file `source`; () and None where it has none or the user gives them."""
 
     sampling: Sampling
     name: str
     why: str = ""
+    stop: tuple[str, ...] = ()
+    max_new_tokens: int | None = None
+    source: str = ""
 
     def __str__(self) -> str:
-        return f"{self.name}{f' ({self.why})' if self.why else ''}: {self.sampling}"
+        stated = [f"stop [{','.join(map(repr, self.stop))}]"] if self.stop else []
+        stated += [f"max_new_tokens {self.max_new_tokens}"] if self.max_new_tokens else []
+        source = f"; by {self.source}: {', '.join(stated)}" if stated else ""
+        return f"{self.name}{f' ({self.why})' if self.why else ''}: {self.sampling}{source}"
 
 
 class SamplingChoice:
@@ -54,39 +63,60 @@ class SamplingChoice:
         self._own = Sampling.of(config)
         self._preset: str = config.sampling
         self._named = "sampling" in given
+        self._given = given
+        self.max_new_tokens: int = getattr(config, "max_new_tokens", 0)          # where the file states none
         self._asked = {name: getattr(self._own, name) for name in OF_SAMPLING if name in given}
         self._names = (str(path), (run or {}).get("init_from"))
         self._template = template
 
-    def for_answers(self, think: Think = False) -> Chosen:
-        """The options for answers that begin as `think` says. Raises UserError for a file's option that Sampling refuses."""
+    def for_answers(self, think: Think = False, tools: bool = False) -> Chosen:
+        """The options for answers that begin as `think` says; tools: in a conversation with tools.
+
+        Raises UserError for a file's option that Sampling refuses.
+        """
+        begun = self._begun(think)
+        stated = self._of_file(begun == "fake", tools)
+        chosen = self._sampling(begun, stated)
+        if self._asked and not self._named:
+            why = f"{chosen.why}; as asked for: {', '.join(self._asked)}"
+            chosen = Chosen(replace(chosen.sampling, **self._asked), chosen.name, why)
+        if stated is None:
+            return chosen
+        return chosen._replace(stop=() if "stop" in self._given else stated.stop, source=stated.file.name,
+                               max_new_tokens=None if "max_new_tokens" in self._given else stated.max_new_tokens)
+
+    def _sampling(self, begun: Think | None, stated: Generation | None) -> Chosen:
         if self._named:
             return Chosen(self._own, self._preset)
-        chosen = self._of_file() or self._of_kind(think) or Chosen(self._own, self._preset, "the program's default")
-        if not self._asked:
-            return chosen
-        why = f"{chosen.why}; as asked for: {', '.join(self._asked)}"
-        return Chosen(replace(chosen.sampling, **self._asked), chosen.name, why)
+        of_kind = self._of_kind(begun)
+        own = of_kind or Chosen(self._own, self._preset, "the program's default")
+        if stated is None or not stated.sampling:
+            return own
+        base = UNCHANGED if of_kind is None and stated.draws else own.sampling
+        rest = "" if base is UNCHANGED else f"; the rest is {own.name}, {own.why}"
+        try:
+            sampling = replace(base, **stated.sampling)
+        except UserError as error:
+            raise UserError(f"{stated.file}: {error}: mend it, or name a preset, as sampling={self._preset}") from None
+        return Chosen(sampling, stated.file.name, f"the checkpoint has {', '.join(stated.sampling)} there{rest}")
 
-    def _of_file(self) -> Chosen | None:
-        for name in filter(None, self._names):
-            file, stated = sampling_in(Path(name))
-            if not stated:
-                continue
-            try:
-                return Chosen(replace(UNCHANGED, **stated), file.name, "the checkpoint has it")
-            except UserError as error:
-                raise UserError(f"{file}: {error}: mend it, or name a preset, as sampling={self._preset}") from None
-        return None
+    def _of_file(self, fake: bool, tools: bool) -> Generation | None:
+        """What the file of the checkpoint, or of the one that it began with, states; None where neither states anything."""
+        return next((stated for name in filter(None, self._names) if (stated := generation_in(Path(name), fake, tools))), None)
 
-    def _of_kind(self, think: Think) -> Chosen | None:
+    def _begun(self, think: Think) -> Think | None:
+        """How answers begin in the chat template; None without one, and where it has no answers that begin so."""
         if self._template is None:
             return None
         try:
             start = self._template.answer_start(think)
-        except UserError:                # the template has no answers that begin so
+        except UserError:
             return None
-        begun: Think = "fake" if "</think" in start else bool(start)
+        return "fake" if "</think" in start else bool(start)
+
+    def _of_kind(self, begun: Think | None) -> Chosen | None:
+        if self._template is None or begun is None:
+            return None
         kind = kind_of(*self._names)
         if self._template.name in OF_G1_FORM and kind.template != "g1":
             kind = Choice("g1", f"the chat template is {self._template.name}")

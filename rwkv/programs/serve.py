@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 
 def serve(config: ServeConfig, line: cli.CommandLine) -> None:
-    from rwkv.checkpoint.named import require_adapters, require_files
+    from rwkv.checkpoint.named import on_disk, require_adapters, require_files
 
     try:
         from rwkv.serving import server
@@ -63,7 +63,7 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
     require_files(config, config.template)
     require_adapters(config)
     say("loading", config.checkpoint)
-    server.serve(config, partial(run_engine, given=line.keys))
+    server.serve(on_disk(config), partial(run_engine, given=line.keys))
 
 
 def run_engine(connection: Connection, config: ServeConfig, given: Collection[str]) -> None:
@@ -83,13 +83,14 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
     from rwkv.model.decoding.c_step import step_of, why_not
     from rwkv.pretrained import open_checkpoint, template_choice, template_line, trained_with
     from rwkv.programs.adapters import read_adapters
+    from rwkv.serving.messages import Defaults
     from rwkv.serving.worker import Loaded, LoadedAdapter
 
     opened = open_checkpoint(config)
     choice = template_choice(opened.checkpoint, config.template)
     template = chat_template(choice.template)            # a wrong template or adapter is refused before the model is loaded
     sampling = SamplingChoice(config, given, opened.checkpoint.path, opened.checkpoint.run, template)
-    chosen = {think: sampling.for_answers(think) for think in BEGUN}
+    chosen = {(think, tools): sampling.for_answers(think, tools) for tools in (False, True) for think in BEGUN}
     adapters = read_adapters(config, opened)
     model = opened.model()
     n = n_parameters(model.config, model.vocab_size)
@@ -112,17 +113,23 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
             ("memory", f"weights about {weights * (1 + copies) / MIB:,.0f} MiB; at most {counted(config.max_rows, 'text')} of "
                        f"{row / MIB:.2f} MiB each, and {config.cache_mib:,} MiB of prefixes"),
             ("states", _kept(config, row))]
-    return Loaded(model, opened.tokenizer, choice.template, plan, row, {think: each.sampling for think, each in chosen.items()},
-                  trained_with(opened.checkpoint).tokens, loaded, opened.dtype)
+    defaults = {kind: Defaults(each.sampling, each.stop, each.max_new_tokens) for kind, each in chosen.items()}
+    return Loaded(model, opened.tokenizer, choice.template, plan, row, defaults, trained_with(opened.checkpoint).tokens, loaded,
+                  opened.dtype)
 
 
-def _sampling_lines(chosen: Mapping[Think, Chosen]) -> list[str]:
-    """The options of sampling: a line for all answers, and one for each way to begin an answer that has other options."""
-    usual = chosen[False]
+def _sampling_lines(chosen: Mapping[tuple[Think, bool], Chosen]) -> list[str]:
+    """The options of sampling: a line for all answers, and one for each kind of answer that has others.
+
+    chosen: by how the answer begins, and whether there are tools.
+    """
+    usual = chosen[False, False]
     lines = [f"{usual}; a request may say otherwise"]
-    for think, each in chosen.items():
+    for (think, tools), each in chosen.items():
+        if tools and each == chosen[think, False]:
+            continue
         if each != usual:
-            lines.append(f"with think={str(think).lower()}: {each}")
+            lines.append(f"with think={str(think).lower()}{' and tools' * tools}: {each}")
     return lines
 
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from rwkv.chat.thoughts import Think
 from rwkv.config import Pooling, Sampling
@@ -57,14 +57,22 @@ class About:
     device: str
 
 
+class Defaults(NamedTuple):
+    """What counts where a request does not say it. stop: strings that end a text. max_tokens: None for the server's limit."""
+
+    sampling: Sampling
+    stop: tuple[str, ...] = ()
+    max_tokens: int | None = None
+
+
 @dataclass(frozen=True)
 class Ready:
     """Says that the model is loaded.
 
     tokenizer: its definition, for Tokenizer.from_dict. template: the chat template's name. plan: lines (subject, text) for
-    people. states: those that states_dir= already holds. state_bytes: the size of one state. sampling: the defaults of
-    requests, by how the answer begins; the entry of False is also for texts without a chat template. adapters: by name, the
-    state that the adapter's texts begin with; None for the empty one.
+    people. states: those that states_dir= already holds. state_bytes: the size of one state. defaults: of requests, by how the
+    answer begins and whether there are tools; the entry of (False, False) is also for texts without a chat template. adapters:
+    by name, the state that the adapter's texts begin with; None for the empty one.
     """
 
     about: About
@@ -73,7 +81,7 @@ class Ready:
     plan: list[tuple[str, str]]
     states: list[SavedState]
     state_bytes: int
-    sampling: Mapping[Think, Sampling]
+    defaults: Mapping[tuple[Think, bool], Defaults]
     adapters: dict[str, SavedState | None] = field(default_factory=dict)
 
 

@@ -84,7 +84,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
     tokenizer.encode(LONG)               # so that the first long prompt need not wait for the library
     template = for_tokenizer(chat_template(ready.template), tokenizer)
     compilers = Compilers(ready.tokenizer)
-    service = Service(config, ready.about, ready.sampling, engine, tokenizer, template,
+    service = Service(config, ready.about, ready.defaults, engine, tokenizer, template,
                       Metrics(lambda: engine.n_running, lambda: engine.n_waiting),
                       Keeper(config, engine, tokenizer, template, ready.state_bytes), Responses(config, engine),
                       compilers, _model_name(config), int(time.time()))

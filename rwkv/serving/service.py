@@ -7,10 +7,10 @@ from starlette.requests import Request
 
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import Think
-from rwkv.config import Sampling, ServeConfig
+from rwkv.config import ServeConfig
 from rwkv.serving.compiling import Compilers
 from rwkv.serving.errors import ApiError
-from rwkv.serving.messages import About
+from rwkv.serving.messages import About, Defaults
 from rwkv.serving.metrics import Metrics
 from rwkv.serving.remote import RemoteEngine
 from rwkv.serving.responses import Responses
@@ -22,11 +22,11 @@ COMPLETION_TOKENS = 16                   # max_tokens of a completion, OpenAI's
 
 @dataclass
 class Service:
-    """What the handlers share. sampling: as in Ready. model: the id of the checkpoint's model. stopping: refuse new texts."""
+    """What the handlers share. defaults: as in Ready. model: the id of the checkpoint's model. stopping: refuse new texts."""
 
     config: ServeConfig
     about: About
-    sampling: Mapping[Think, Sampling]
+    defaults: Mapping[tuple[Think, bool], Defaults]
     engine: RemoteEngine
     tokenizer: Tokenizer
     template: ChatTemplate
@@ -59,6 +59,6 @@ def adapter_of(service: Service, name: str | None) -> str:
                    "model_not_found")
 
 
-def default_max_tokens(service: Service) -> dict[str, int]:
+def default_max_tokens(service: Service, usual: Defaults) -> dict[str, int]:
     most = service.config.max_tokens
-    return {"completions": min(COMPLETION_TOKENS, most), "chat": most}
+    return {"completions": min(usual.max_tokens or COMPLETION_TOKENS, most), "chat": min(usual.max_tokens or most, most)}

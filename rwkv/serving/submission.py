@@ -3,13 +3,12 @@
 from collections.abc import Callable
 from dataclasses import replace
 
-from rwkv.chat.thoughts import Think
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
 from rwkv.io.lines import counted
 from rwkv.serving.answers import Answer, Shape
 from rwkv.serving.errors import ApiError
-from rwkv.serving.messages import Generate, SavedState, Turn
+from rwkv.serving.messages import Defaults, Generate, SavedState, Turn
 from rwkv.serving.remote import Ticket
 from rwkv.serving.schema import Options
 from rwkv.serving.service import Service
@@ -31,14 +30,14 @@ async def submit(service: Service, texts: list[Generate]) -> Ticket:
     return ticket
 
 
-def seeded_texts(service: Service, body: Options, ids: list[int], n: int, maximum: int, stops: tuple[str, ...],
-           n_logprobs: int | None, prompt_logprobs: bool, grammar: Grammar | None,
-           limit: str = "max_tokens", think: Think = False) -> list[Generate]:
+def seeded_texts(service: Service, body: Options, usual: Defaults, ids: list[int], n: int, maximum: int,
+                 stops: tuple[str, ...], n_logprobs: int | None, prompt_logprobs: bool, grammar: Grammar | None,
+                 limit: str = "max_tokens") -> list[Generate]:
     """The n texts that continue a prompt, with consecutive seeds. limit: the name of the field that holds `maximum`."""
     if maximum > service.config.max_tokens:
         raise ApiError(400, f"{limit} is at most {service.config.max_tokens} on this server; got {maximum}", limit)
     seed = body.first_seed()
-    sampling = body.sampling(service.sampling[think], service.tokenizer)
+    sampling = body.sampling(usual.sampling, service.tokenizer)
     return [Generate(-1, ids, seed + number, maximum, stops, sampling, bool(body.stream), n_logprobs, prompt_logprobs,
                      grammar)
             for number in range(n)]

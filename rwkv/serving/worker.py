@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from kernels.machine.allocator import keep_large_blocks
 from rwkv.chat.thoughts import Think
-from rwkv.config import MIB, Sampling, ServeConfig
+from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine
 from rwkv.generation.grammar import compiled
@@ -28,6 +28,7 @@ from rwkv.serving.kept_states import KeptStates, StateGone
 from rwkv.serving.messages import (
     About,
     Cancel,
+    Defaults,
     Download,
     Drop,
     Event,
@@ -63,7 +64,7 @@ class Loaded(NamedTuple):
     template: str
     plan: list[tuple[str, str]]
     state_bytes: int
-    sampling: Mapping[Think, Sampling]
+    defaults: Mapping[tuple[Think, bool], Defaults]
     trained_tokens: int | None = None
     adapters: Mapping[str, LoadedAdapter] = MappingProxyType({})
     dtype: str = "float32"
@@ -94,7 +95,7 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
         starts = {name: each.start and SavedState("", "", 0, each.tokens, each.start.nbytes(), each.start.last_ids, model=name)
                   for name, each in loaded.adapters.items()}
         connection.send(Ready(about, loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.found, loaded.state_bytes,
-                              loaded.sampling, starts))
+                              loaded.defaults, starts))
         try:
             worker.run()
         finally:

@@ -21,6 +21,7 @@ from typing import Any
 import tokenizers
 
 from rwkv.errors import UserError
+from rwkv.io import hub
 from rwkv.io.signals import consume_interruptibly
 from rwkv.io.utf8 import WrongCharacter, read_bytes, read_text, require_unicode
 from rwkv.tokenizer import special, world, world_json
@@ -216,7 +217,8 @@ class Tokenizer(ABC):
 
 
 def _require_name(name: str, option: str, names: str = NAMES) -> None:
-    if name not in ("byte", "world") and not name.endswith((".json", ".txt")):
+    on_hub = hub.parse(name)
+    if name not in ("byte", "world") and not (on_hub.path if on_hub else name).endswith((".json", ".txt")):
         raise UserError(f"{option} is {names}; got {name!r}")
 
 
@@ -227,8 +229,9 @@ def end_option(option: str) -> str:
 
 
 def _file_named(name: str) -> str | Path:
-    """The file of a vocabulary. Raises UserError if the package of the World vocabulary is not installed."""
-    return world.installed() if name == "world" else name
+    """The file of a vocabulary, on disk or named on the Hub. Raises UserError if the package of the World vocabulary is not
+    installed."""
+    return world.installed() if name == "world" else hub.local(name, "tokenizer")
 
 
 def _described(path: str | Path) -> str:

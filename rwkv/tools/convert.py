@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
-from kernels.arguments import Parser, from_home, path_of
+from kernels.arguments import Parser, above_zero, from_home, path_of
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.location import locate
 from rwkv.cli import exit_on_user_error
@@ -41,23 +41,30 @@ def main(arguments: list[str] | None = None) -> None:
         options.format = options.format or formats.by_suffix(options.target)
         if options.tokenizer is not None:
             Tokenizer.check_named(options.tokenizer, "--tokenizer")
+        if options.lora is not None:
+            locate(options.lora)
+        elif options.lora_alpha is not None:
+            raise UserError("--lora-alpha is for an adapter: name it with --lora")
         convert(options.source, options.target, options.dtype, options.format, options.tokenizer, options.end_of_text,
-                options.form)
+                options.form, options.lora, options.lora_alpha)
 
 
 def convert(source: Path, target: Path, dtype: str | None = None, format: str | None = None,
-            tokenizer: str | None = None, end_of_text: str | None = None, form: str | None = None) -> None:
+            tokenizer: str | None = None, end_of_text: str | None = None, form: str | None = None,
+            lora: str | Path | None = None, lora_alpha: float | None = None) -> None:
     """Writes the checkpoint at `source` to `target`. dtype: None keeps that of each tensor. format: None: by the suffix.
 
     tokenizer: the name, as in Tokenizer.named, of the tokenizer to write with the weights; None: that of `source`, if any.
     end_of_text: the name of the token of a .json tokenizer that ends a text; None: as in `source`, or else in the file. form:
-    of a Hugging Face directory of RWKV-7, fla or official.
+    of a Hugging Face directory of RWKV-7, fla or official. lora, lora_alpha: an adapter to merge, as in with_adapter.
     """
-    from rwkv.checkpoint.files import read_checkpoint, tokenizer_of, write_checkpoint
+    from rwkv.checkpoint.files import read_checkpoint, tokenizer_of, with_adapter, write_checkpoint
     from rwkv.model.base import generation, n_parameters
 
     name = format or formats.by_suffix(target)
     checkpoint = read_checkpoint(source)
+    if lora is not None:
+        checkpoint = with_adapter(checkpoint, lora, lora_alpha)
     if tokenizer is not None or end_of_text is not None:
         chosen = tokenizer_of(checkpoint, tokenizer, end_of_text, "--tokenizer")
         checkpoint = replace(checkpoint, tokenizer=chosen.to_dict(), tokenizer_hash=chosen.hash)
@@ -88,7 +95,7 @@ def _of_adapters(checkpoint: "Checkpoint", dtype: str | None) -> str:
     merged = f"adapters are merged into the weights of {counted(len(checkpoint.unadapted), 'layer')}"
     if dtype in (None, "float32"):
         return f"{merged}, which are written in float32"
-    return f"{merged} and rounded to {dtype}: {surviving(checkpoint, str(dtype)):.0%} of what tune=lora has learnt is left"
+    return f"{merged} and rounded to {dtype}: {surviving(checkpoint, str(dtype)):.0%} of what they have learnt is left"
 
 
 def _parser() -> Parser:
@@ -100,6 +107,10 @@ def _parser() -> Parser:
     parser.add_argument("--format", choices=formats.names(), help="by default OUT's suffix chooses it")
     parser.add_argument("--form", choices=formats.FORMS, metavar="FORM", help="of a Hugging Face directory of RWKV-7: fla's, "
                         "or the official one of transformers' branch; by default fla's")
+    parser.add_argument("--lora", metavar="PATH", type=from_home,
+                        help="another program's adapter to merge: PEFT's directory, or a file of RWKV-PEFT")
+    parser.add_argument("--lora-alpha", metavar="NUMBER", type=above_zero,
+                        help="alpha of an adapter whose file does not state it")
     parser.add_argument("--tokenizer", metavar="NAME", type=from_home,
                         help="world, FILE.json or FILE.txt, to write too; by default IN's")
     parser.add_argument("--end-of-text", metavar="TEXT", help="the token of FILE.json that ends a text; by default what IN or "

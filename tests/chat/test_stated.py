@@ -9,7 +9,7 @@ import pytest
 
 from rwkv.chat.names import default_template
 from rwkv.chat.rendered import encode
-from rwkv.chat.stated import sampling_in
+from rwkv.chat.stated import Generation, generation_in
 from rwkv.chat.templates import chat_template
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import ByteTokenizer
@@ -95,11 +95,12 @@ def test_sampling_counts_where_it_is_used(tmp_path: Path) -> None:
     options = {"do_sample": True, "temperature": 0.8, "top_p": 0.5, "top_k": True, "eos_token_id": 0}
     folder = Path(directory(tmp_path / "model"))
     file = folder / "generation_config.json"
-    assert sampling_in(folder) == (file, {})
+    assert generation_in(folder) == Generation(file, {})
     for content, expected in ((options, {"temperature": 0.8, "top_p": 0.5}), (options | {"do_sample": False}, {}), ([], {}),
                               (options | {"top_k": -1, "top_p": None}, {"temperature": 0.8, "top_k": 0})):
         file.write_text(json.dumps(content))
-        assert sampling_in(folder) == (file, expected)
+        found = generation_in(folder)
+        assert (found.file, found.sampling) == (file, expected)
 
 
 def test_a_gguf_states_sampling_too(tmp_path: Path) -> None:
@@ -109,7 +110,41 @@ def test_a_gguf_states_sampling_too(tmp_path: Path) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
-    assert sampling_in(tmp_path / "model.gguf") == (tmp_path / "model.gguf", {"temperature": 0.5, "top_k": 40})
+    file = tmp_path / "model.gguf"
+    assert generation_in(file) == Generation(file, {"temperature": 0.5, "top_k": 40}, draws=True)
+
+
+def test_penalties_stops_and_a_limit_count_without_do_sample(tmp_path: Path) -> None:
+    """As in transformers, where the likeliest token is chosen under penalties too."""
+    folder = Path(directory(tmp_path / "model"))
+    file = folder / "generation_config.json"
+    file.write_text(json.dumps({"temperature": 0.8, "repetition_penalty": 1.2, "penalty_decay": 0.9, "stop_strings": "\nUser:",
+                                "max_new_tokens": 300.0}))
+    penalties = {"repetition_penalty": 1.2, "penalty_decay": 0.9}
+    assert generation_in(folder) == Generation(file, penalties, False, ("\nUser:",), 300)
+
+
+def test_each_kind_of_answer_has_its_file_or_else_the_usual_one(tmp_path: Path) -> None:
+    folder = Path(directory(tmp_path / "model"))
+    for kind, temperature in (("", 0.1), ("fake_think_", 0.2), ("tools_", 0.3)):
+        (folder / f"{kind}generation_config.json").write_text(json.dumps({"do_sample": True, "temperature": temperature}))
+    kinds = [{"fake": fake, "tools": tools} for fake in (False, True) for tools in (False, True)]
+    assert [generation_in(folder, **kind).sampling["temperature"] for kind in kinds] == [0.1, 0.3, 0.2, 0.3]
+    (folder / "fake_think_generation_config.json").write_text('{"do_sample": false}')
+    (folder / "tools_generation_config.json").unlink()
+    assert [generation_in(folder, **kind).sampling["temperature"] for kind in kinds] == [0.1] * 4
+
+
+@pytest.mark.parametrize("stated", ['"stop_strings": 5', '"stop_strings": ["a", ""]', '"stop_strings": [3]',
+                                    '"max_new_tokens": 0', '"max_new_tokens": 1.5', '"max_new_tokens": "many"',
+                                    '"max_new_tokens": true', '"max_new_tokens": NaN', '"max_new_tokens": Infinity'])
+def test_a_wrong_stop_or_limit_names_the_file(tmp_path: Path, stated: str) -> None:
+    folder = Path(directory(tmp_path / "model"))
+    (folder / "generation_config.json").write_text(f"{{{stated}}}")
+    with pytest.raises(UserError) as error:
+        generation_in(folder)
+    assert "generation_config.json" in str(error.value)
+    assert stated.split('"')[1] in str(error.value)
 
 
 def test_a_damaged_file_is_a_users_error(tmp_path: Path) -> None:

@@ -65,15 +65,17 @@ def chat_texts(service: Service, body: ChatRequest, owner: str, before: Sequence
     if body.max_completion_tokens is not None:
         limit = "max_completion_tokens"
         maximum = body.max_completion_tokens
-    maximum = default_max_tokens(service)["chat"] if maximum in (None, NO_LIMIT) else maximum
+    usual = service.defaults[thinking.think, bool(tools)]
+    maximum = default_max_tokens(service, usual)["chat"] if maximum in (None, NO_LIMIT) else maximum
     one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
-    stops = (*service.template.stop, *body.stops(), *((stop_of(call_start),) if one_call else ()))
+    requested = usual.stop if body.stop is None else body.stops()
+    stops = (*service.template.stop, *requested, *((stop_of(call_start),) if one_call else ()))
     n = body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     ids = prompt_ids(service, [*before, *message_ids(service, prompt, follows)], "messages", start)
     begun = answer_start or begun_by(prompt)
     grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True)
-    texts = seeded_texts(service, body, ids, n, maximum, stops, n_logprobs, False, grammar, limit, thinking.think)
+    texts = seeded_texts(service, body, usual, ids, n, maximum, stops, n_logprobs, False, grammar, limit)
     texts = continuing(service, body, texts, start, owner, model, service.states.turn_of_answer(tools, start))
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", model or service.model, include_usage(body), bool(body.logprobs),

@@ -31,7 +31,8 @@ def completion_texts(service: Service, body: CompletionRequest, owner: str) -> t
         raise ApiError(400, "best_of is 1 on this server; use n, and choose by logprobs", "best_of")
     start = service.states.start(body.state, owner, model)
     prompts = [prompt_ids(service, prompt, start=start) for prompt in _prompts(body)]
-    maximum = default_max_tokens(service)["completions"] if body.max_tokens in (None, NO_LIMIT) else body.max_tokens
+    usual = service.defaults[False, False]
+    maximum = default_max_tokens(service, usual)["completions"] if body.max_tokens in (None, NO_LIMIT) else body.max_tokens
     n = body.n or 1
     echoed = bool(body.echo and body.logprobs is not None)
     if echoed and n * sum(map(len, prompts)) > service.config.max_prompt_tokens:
@@ -39,10 +40,10 @@ def completion_texts(service: Service, body: CompletionRequest, owner: str) -> t
                             "request, each prompt counted n times", "echo")
     if echoed and not all(prompts):
         raise ApiError(400, "echo with logprobs needs a prompt, also after a state", "echo")
-    stops = body.stops()
+    stops = usual.stop if body.stop is None else body.stops()
     grammar = body.answer_grammar()
     texts = [text for ids in prompts
-             for text in seeded_texts(service, body, ids, n, maximum, stops, body.logprobs, echoed, grammar)]
+             for text in seeded_texts(service, body, usual, ids, n, maximum, stops, body.logprobs, echoed, grammar)]
     texts = continuing(service, body, texts, start, owner, model)
     before = [service.tokenizer.decode_start(ids) if body.echo else "" for ids in prompts for _ in range(n)]
     shape = Shape("cmpl", model or service.model, include_usage(body), body.logprobs is not None, before, n, service.tokenizer,

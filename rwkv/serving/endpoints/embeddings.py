@@ -79,8 +79,9 @@ def embedding_texts(service: Service, inputs: list[str | list[int]], model: str,
         raise ApiError(400, f"dimensions must be {width}, the width of the model, because a part of a hidden state is no "
                             f"embedding; got {dimensions}", "dimensions")
     start = service.states.start(None, owner, model)
-    return [Generate(-1, prompt_ids(service, each, f"input[{place}]", start), 0, 0, (), service.sampling[False], False,
-                     start=start, model=model, owner=owner, pooling=pooling) for place, each in enumerate(inputs)]
+    sampling = service.defaults[False, False].sampling
+    return [Generate(-1, prompt_ids(service, each, f"input[{place}]", start), 0, 0, (), sampling, False, start=start,
+                     model=model, owner=owner, pooling=pooling) for place, each in enumerate(inputs)]
 
 
 def at_once(service: Service) -> int:

@@ -25,9 +25,10 @@ def _shown_model(service: Service, name: str) -> dict[str, Any]:
     """The object for a model, with vLLM's max_model_len; meta has facts and defaults, and state_bytes is None where there
     is no room for a state."""
     states = service.states
+    usual = service.defaults[False, False]
     meta = {**vars(service.about), "template": service.template.name,
             "state_bytes": states.state_bytes if states.has_room else None,
-            "defaults": {**vars(service.sampling[False]), "max_tokens": default_max_tokens(service)}}
+            "defaults": {**vars(usual.sampling), "max_tokens": default_max_tokens(service, usual)}}
     return {"id": name, "object": "model", "created": service.created, "owned_by": "timemix",
             "type": "model", "display_name": name, "created_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
             "lifecycle": "active", "max_tokens": service.config.max_tokens,

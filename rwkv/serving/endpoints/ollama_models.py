@@ -63,7 +63,7 @@ def _shown(service: Service, sent: bytes) -> Response:
     about = service.about
     template = service.template
     capabilities = ["completion", *(["tools"] if template.supports_tools else []), *(["thinking"] if template.thinks else [])]
-    sampling = service.sampling[False]
+    sampling = service.defaults[False, False].sampling
     parameters = {option: getattr(sampling, here) for option, here in OPTIONS.items() if hasattr(sampling, here)}
     return json_response({
         "modelfile": f"FROM {name}\n", "template": template.definition,

@@ -57,7 +57,8 @@ def _state_text(service: Service, sent: bytes, owner: str) -> Generate:
         prompt = service.states.prompt(start, body.messages, tools, add_generation_prompt=False)
         turn = service.states.turn_of_messages(body.messages, tools, start)
         ids = message_ids(service, prompt, start)
-    return Generate(-1, ids, 0, 0, (), service.sampling[False], False, start=start, save=service.states.new(owner, turn, model),
+    return Generate(-1, ids, 0, 0, (), service.defaults[False, False].sampling, False, start=start,
+                    save=service.states.new(owner, turn, model),
                     model=model, owner=owner)
 
 

@@ -12,6 +12,7 @@ from rwkv.checkpoint.files import Checkpoint, assumed_tokenizer, read_checkpoint
 from rwkv.config import DataConfig, ModelConfig, TrainConfig
 from rwkv.distributed import log
 from rwkv.errors import CheckpointError, UserError
+from rwkv.io import hub
 from rwkv.model.base import generation
 from rwkv.model.lora import chosen
 from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, Tokenizer
@@ -31,8 +32,11 @@ def open_init_checkpoint(config: TrainConfig, given: Collection[str]) -> tuple[T
     template = choose_template(config.data.template, str(config.init_from), checkpoint.run).template
     data = replace(config.data, template=template) if config.data.name == "chat" else config.data
     config = replace(config, model=model, data=data)
-    if config.tune.method != "full":     # the run's checkpoints name the file, so its path must not depend on the folder
-        config = replace(config, init_from=str(checkpoint.path.resolve()))
+    on_hub = hub.parse(str(config.init_from)) is not None
+    if on_hub or config.tune.method != "full":           # the name must mean the same file later, and in another folder
+        pinned = hub.fetched(str(config.init_from)).pinned if on_hub else str(checkpoint.path.resolve())
+        config = replace(config, init_from=pinned)
+    if config.tune.method != "full":
         require_tunable(config, checkpoint)
     return config, checkpoint, _tokenizer(config.data, given, checkpoint)
 

@@ -1,0 +1,335 @@
+"""Adapters of other programs, merged into the weights that they belong to when these are read; the sums are float32.
+
+    FILE.pth, .safetensors       RWKV-PEFT's: X.lora_A (r,in), X.lora_B (out,r), without alpha; PiSSA where init_pissa.pth is
+                                 beside it; X.disha or X.bone: MiSS, which had these names
+    adapter_config.json, adapter_model.safetensors or .bin       a directory of PEFT: LoRA with rank and alpha patterns, rsLoRA,
+                                 DoRA, PiSSA; MiSS
+
+X is the path of a linear layer in any layout that weights are read from. Other tensors in RWKV-PEFT's files are weights that
+were trained as a whole, and replace the model's; in PEFT's, as modules_to_save, they are refused.
+
+    LoRA    W + s B A                                    s = alpha / r; rsLoRA: alpha / sqrt(r); arXiv 2106.09685, 2312.03732
+    DoRA    m (W + s B A) / |W + s B A|                  the norm of each row; arXiv 2402.09353
+    PiSSA   W - W_r + s B A                              W_r: the r largest singular values of W, or B A at the beginning, with
+                                                         s = 1, from init_pissa.pth; arXiv 2404.02948
+    MiSS    W[o,c] + M[c mod r, o]                       arXiv 2409.15371; mini: M repeated along o; bat: W + W_k M_k + M_k for
+                                                         blocks W_k (r,r), of a row of them in PEFT, of a column in RWKV-PEFT
+
+Sources: huggingface/peft 0.21, tuners/lora/layer.py, dora.py, tuners/miss/layer.py and utils/other.py (get_pattern_key);
+JL-er/RWKV-PEFT, merge/merge.py, merge/merge_bone.py and rwkvt/peft/rwkvLinear.py.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rwkv.checkpoint import formats
+from rwkv.checkpoint.formats import _torch_file, pth, safetensors
+from rwkv.checkpoint.generations import generation_of
+from rwkv.checkpoint.stored import Stored
+from rwkv.config import ModelConfig
+from rwkv.errors import CheckpointError, UserError
+
+CONFIG = "adapter_config.json"
+WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
+INIT_PISSA = "init_pissa.pth"
+PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "miss_block", "bone_block",
+         "disha", "bone")
+PART = re.compile(rf"(.+)\.({'|'.join(PARTS)})(?:\.default)?(?:\.weight)?")
+PEFT_TYPES = ("LORA", "MISS", "BONE")
+PLAIN = (True, False, "gaussian", "eva", "orthogonal", "mica")   # values of init_lora_weights that do not change the base
+REFUSED = {"modules_to_save": "whole modules beside the adapters", "trainable_token_indices": "trained rows of the embedding",
+           "layer_replication": "layers that are repeated", "target_parameters": "adapters of other tensors than linear layers",
+           "fan_in_fan_out": "transposed layers", "lora_bias": "biases", "use_qalora": "QALoRA", "use_bdlora": "BD-LoRA",
+           "alora_invocation_tokens": "adapters that a token switches on", "arrow_config": "Arrow", "kasa_config": "KaSA",
+           "monteclora_config": "MonteCLoRA", "loftq_config": "LoftQ"}
+
+Change = Callable[[Tensor], Tensor]      # a matrix (out,in) in at least float32 -> the changed matrix
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter that has been read. changes: of matrices by official name. whole: weights that replace the model's. tensors:
+    all of its file, by the file's names. about: its kind, for people."""
+
+    path: Path
+    about: str
+    changes: Mapping[str, Change]
+    tensors: Mapping[str, Stored]
+    whole: Mapping[str, Stored] = field(default_factory=dict)
+
+
+def is_directory(path: Path) -> bool:
+    """Whether it is a directory of PEFT, and not one of a whole model."""
+    return (path / CONFIG).is_file() and not (path / "config.json").is_file()
+
+
+def has_adapter(tensors: Mapping[str, Stored]) -> bool:
+    return any(PART.fullmatch(name) for name in tensors)
+
+
+def base_of(path: Path) -> str:
+    """The name of the base that a directory of PEFT states. Raises CheckpointError where it states none."""
+    named = _config(path).get("base_model_name_or_path")
+    if not isinstance(named, str) or not named:
+        raise CheckpointError(f"{path} is an adapter that does not name its base: name the base with checkpoint=, and the "
+                              "adapter with lora=")
+    return named
+
+
+def read(path: Path, config: ModelConfig, weights: Mapping[str, Stored], alpha: float | None = None) -> Adapter:
+    """The adapter at `path`. config, weights: of the model that it belongs to. alpha: of a file that does not state it.
+
+    Raises CheckpointError for one of another model or of a kind that is not read, UserError where alpha is missing or stated
+    twice.
+    """
+    if path.is_dir():
+        if alpha is not None:
+            raise UserError(f"lora_alpha is for files that do not state it, and {path / CONFIG} does: leave it out")
+        return _peft(path, config, weights)
+    return _rwkv_peft(path, config, weights, alpha)
+
+
+def _peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored]) -> Adapter:
+    described = _config(path)
+    kind = described.get("peft_type")
+    if kind not in PEFT_TYPES:
+        raise CheckpointError(f"{path} is a {kind} adapter of PEFT: this program reads {', '.join(PEFT_TYPES)}")
+    for key, feature in REFUSED.items():
+        if described.get(key):
+            raise CheckpointError(f"{path / CONFIG} has {key} {json.dumps(described[key])[:60]}: {feature} are not merged")
+    if described.get("bias", "none") != "none":
+        raise CheckpointError(f"{path / CONFIG} has bias {described['bias']!r}: the layers of these models have no biases")
+    file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
+    if file is None:
+        raise CheckpointError(f"{path} has no weights beside its {CONFIG}: expected {' or '.join(WEIGHTS)}")
+    tensors = (pth if _torch_file.recognises(file) else safetensors).read(file).tensors
+    modules, whole = _modules(tensors)
+    if whole:
+        raise CheckpointError(f"{file} has {whole[0]}, which is not a part of an adapter: whole modules are not merged")
+    changes = {}
+    for module, parts in modules.items():
+        make = partial(_lora_of_peft, described) if kind == "LORA" else partial(_miss_of_peft, described)
+        name, change = _placed(path, module, config, weights, make(path, module, parts))
+        changes[name] = change
+    about = {"LORA": "DoRA" if described.get("use_dora") else "LoRA"}.get(str(kind), "MiSS")
+    return Adapter(path, f"{about} of PEFT", changes, tensors)
+
+
+def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], alpha: float | None) -> Adapter:
+    tensors = formats.recognise(path).read(path).tensors
+    modules, others = _modules(tensors)
+    if not modules:
+        raise CheckpointError(f"{path} is not an adapter: it has no tensor that ends in .lora_A, .lora_B, .disha or .bone")
+    first = _first(path.with_name(INIT_PISSA))
+    is_lora = any("lora_A" in parts for parts in modules.values())
+    if is_lora and not first and alpha is None:
+        raise UserError(f"{path} does not state alpha, as no file of RWKV-PEFT does: give the one of its training, as "
+                        f"lora_alpha=32; for PiSSA put {INIT_PISSA} beside it")
+    if alpha is not None and (first or not is_lora):
+        reason = f"{INIT_PISSA} is beside it, so that it is PiSSA, which has none" if first else "MiSS has none"
+        raise UserError(f"lora_alpha is not for {path}: {reason}: leave it out")
+    changes = {}
+    for module, parts in modules.items():
+        if is_lora:
+            A, B = _factors(path, module, parts)
+            change: Change = partial(lora, A=A, B=B, scale=1.0 if first else (alpha or 0) / A.shape[0])
+            if first:
+                if module not in first:
+                    raise CheckpointError(f"{path.with_name(INIT_PISSA)} lacks {module}: do the files belong together?")
+                change = partial(_both, partial(lora, A=first[module][0], B=first[module][1], scale=-1.0), change)
+        else:
+            block = next(iter(parts.values()))
+            if len(block.shape) == 2 and "bone" in parts:
+                raise CheckpointError(f"{path} has {module}.bone {block.shape}, an early form of MiSS that is not read")
+            change = partial(miss, M=block) if len(block.shape) == 2 else partial(bat, M=block, by_row=False)
+        name, changed = _placed(path, module, config, weights, change)
+        changes[name] = changed
+    official = generation_of(config).official_name
+    whole = {official(name): tensors[name] for name in others}
+    for name, tensor in whole.items():
+        if name not in weights or tensor.count != weights[name].count:
+            raise CheckpointError(f"{path} has {name} {tensor.shape}, which the model lacks: it belongs to another model")
+    kind = "PiSSA" if first else "LoRA" if is_lora else "MiSS"
+    placed = {name: tensor.renamed(name).viewed(weights[name].shape) for name, tensor in whole.items()}
+    return Adapter(path, f"{kind} of RWKV-PEFT", changes, tensors, placed)
+
+
+def _modules(tensors: Mapping[str, Stored]) -> tuple[dict[str, dict[str, Stored]], list[str]]:
+    """The parts of each adapter by the path of its module, and the names of all other tensors."""
+    modules: dict[str, dict[str, Stored]] = {}
+    others = []
+    for name, tensor in tensors.items():
+        if match := PART.fullmatch(name):
+            modules.setdefault(match[1], {})[match[2]] = tensor
+        else:
+            others.append(name)
+    return modules, others
+
+
+def _first(path: Path) -> dict[str, tuple[Stored, Stored]]:
+    """A and B of each module in init_pissa.pth; {} where there is no such file."""
+    tensors = pth.read(path).tensors if path.is_file() else {}
+    ends = ".init_lora_A", ".init_lora_B"
+    names = [name.removesuffix(ends[0]) for name in tensors if name.endswith(ends[0])]
+    return {name: (tensors[name + ends[0]], tensors[name + ends[1]]) for name in names if name + ends[1] in tensors}
+
+
+def _lora_of_peft(described: Mapping[str, Any], path: Path, module: str, parts: Mapping[str, Stored]) -> Change:
+    A, B = _factors(path, module, parts)
+    patterns = described.get("alpha_pattern") or {}
+    layer = module.removeprefix("base_model.model.")
+    key = next((key for key in patterns if re.fullmatch(rf"(.*\.)?({key})", layer)), None)
+    alpha = described.get("lora_alpha") if key is None else patterns[key]
+    if not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        raise CheckpointError(f"{path / CONFIG} has lora_alpha {alpha!r}, expected a number")
+    rank = A.shape[0]
+    scale = alpha / (math.sqrt(rank) if described.get("use_rslora") else rank)
+    first = described.get("init_lora_weights", True)
+    if first not in (*PLAIN, "pissa"):
+        raise CheckpointError(f"{path / CONFIG} has init_lora_weights {first!r}: the training changed the weights beside the "
+                              "adapter, and no file has how: convert it with PEFT's path_initial_model_for_weight_conversion")
+    if "lora_magnitude_vector" in parts:
+        return partial(dora, A=A, B=B, scale=scale, m=parts["lora_magnitude_vector"])
+    if described.get("use_dora"):
+        raise CheckpointError(f"{path} lacks {module}.lora_magnitude_vector, which DoRA has")
+    if "lora_embedding_A" in parts:
+        return partial(lora_of_embedding, A=A, B=B, scale=scale)
+    change = partial(lora, A=A, B=B, scale=scale)
+    return partial(_both, partial(without_largest, rank=rank), change) if first == "pissa" else change
+
+
+def _miss_of_peft(described: Mapping[str, Any], path: Path, module: str, parts: Mapping[str, Stored]) -> Change:
+    M = parts.get("miss_block") or parts.get("bone_block")
+    if M is None or len(parts) > 1:
+        raise CheckpointError(f"{path} has {module}.{next(iter(parts))} in a MiSS adapter: expected miss_block alone")
+    return partial(bat, M=M, by_row=True) if len(M.shape) == 3 else partial(miss, M=M)
+
+
+def _factors(path: Path, module: str, parts: Mapping[str, Stored]) -> tuple[Stored, Stored]:
+    """A (r,in) and B (out,r), or for an embedding (r,V) and (C,r)."""
+    A = parts.get("lora_A") or parts.get("lora_embedding_A")
+    B = parts.get("lora_B") or parts.get("lora_embedding_B")
+    if A is None or B is None:
+        raise CheckpointError(f"{path} has only {', '.join(parts)} of {module}: it is not a whole adapter")
+    if len(A.shape) != 2 or len(B.shape) != 2 or A.shape[0] != B.shape[1] or not A.shape[0]:
+        raise CheckpointError(f"{path} has A {A.shape} and B {B.shape} of {module}, which do not go together: the file is "
+                              "damaged")
+    return A, B
+
+
+def _placed(path: Path, module: str, config: ModelConfig, weights: Mapping[str, Stored], change: Change) -> tuple[str, Change]:
+    """The official name of a module's matrix, and its change; `change` is that of the matrix in the adapter's layout."""
+    generation = generation_of(config)
+    parts = module.split(".")
+    for start in range(len(parts)):
+        theirs = f"{'.'.join(parts[start:])}.weight"
+        ours = generation.official_name(theirs)
+        name = ours.removesuffix("_transposed")
+        if name in weights and len(weights[name].shape) == 2:
+            in_directory = ours != theirs or "rwkv7" in parts[:start]
+            factor = generation.directory_factor(name, config) if in_directory else 1.0
+            shape = weights[name].shape
+            _require_shape(path, module, change, shape[::-1] if name != ours else shape)
+            return name, partial(_in_layout, change, name != ours, factor)
+    raise CheckpointError(f"{path} has an adapter of {module}, which the model does not have: it belongs to another model")
+
+
+def _in_layout(change: Change, transposed: bool, factor: float, W: Tensor) -> Tensor:
+    """factor: W is that many times the matrix of the adapter's layout."""
+    theirs = W.T if transposed else W
+    changed = change(theirs / factor) * factor
+    return changed.T if transposed else changed
+
+
+def _require_shape(path: Path, module: str, change: Change, shape: tuple[int, ...]) -> None:
+    try:
+        made = change(torch.zeros(shape, device="meta"))
+        fits = made.shape == shape
+    except (RuntimeError, ValueError):
+        fits = False
+    if not fits:
+        raise CheckpointError(f"{path} has an adapter of {module} that does not fit a matrix of {list(shape)}: it belongs to "
+                              "another model, or is damaged")
+
+
+def changed(weight: Stored, change: Change) -> Stored:
+    """The weight with its change, which is applied each time that it is read."""
+    def data() -> Tensor:
+        with torch.no_grad():
+            W = weight.get()
+            return change(W.to(torch.promote_types(W.dtype, torch.float32)))
+
+    return replace(weight, dtype=torch.float32, data=data, mapped=False)
+
+
+# The changes; W (out,in)
+
+
+def _like(W: Tensor, part: Stored) -> Tensor:
+    return torch.empty(part.shape, dtype=W.dtype, device="meta") if W.is_meta else part.get().to(W.dtype)
+
+
+def _both(first: Change, second: Change, W: Tensor) -> Tensor:
+    return second(first(W))
+
+
+def lora(W: Tensor, A: Stored, B: Stored, scale: float) -> Tensor:
+    return torch.addmm(W, _like(W, B), _like(W, A), alpha=scale)
+
+
+def lora_of_embedding(W: Tensor, A: Stored, B: Stored, scale: float) -> Tensor:
+    return torch.addmm(W, _like(W, A).T, _like(W, B).T, alpha=scale)
+
+
+def dora(W: Tensor, A: Stored, B: Stored, scale: float, m: Stored) -> Tensor:
+    """m: (out,)."""
+    direction = lora(W, A, B, scale)
+    return _like(W, m).view(-1, 1) * direction / direction.norm(dim=1, keepdim=True)
+
+
+def without_largest(W: Tensor, rank: int) -> Tensor:
+    """W without its `rank` largest singular values."""
+    if W.is_meta:
+        return W
+    U, S, Vh = torch.linalg.svd(W, full_matrices=False)
+    return W - U[:, :rank] * S[:rank] @ Vh[:rank]
+
+
+def miss(W: Tensor, M: Stored) -> Tensor:
+    """M: (r,out), or (r,mini) where it is repeated along out."""
+    out, inputs = W.shape
+    rank, width = M.shape
+    if out % width:
+        raise ValueError(f"{out} rows are no multiple of {width}")
+    return W + _like(W, M).repeat(-(-inputs // rank), out // width)[:inputs].T
+
+
+def bat(W: Tensor, M: Stored, by_row: bool) -> Tensor:
+    """M: (n,r,r), a block for each row of blocks of W, or for each column."""
+    out, inputs = W.shape
+    rank = M.shape[-1]
+    blocks = W.reshape(out // rank, rank, inputs // rank, rank).permute(0, 2, 1, 3)      # (out/r,in/r,r,r)
+    each = _like(W, M)
+    each = each[:, None] if by_row else each[None]
+    if each.shape[0 if by_row else 1] != blocks.shape[0 if by_row else 1]:
+        raise ValueError("another number of blocks")
+    return W + (blocks @ each + each).permute(0, 2, 1, 3).reshape(out, inputs)
+
+
+def _config(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path / CONFIG} is not JSON ({error}): the file is damaged or incomplete") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path / CONFIG} holds a {type(content).__name__}, expected a JSON object: the file is damaged")
+    return content

@@ -1,0 +1,323 @@
+"""Adapters of PEFT and RWKV-PEFT: merged as float64 has it, over each layout of names, or refused by name.
+
+What is expected is computed in the layout of the adapter: its formula on the file's own matrices, then read as any checkpoint.
+"""
+
+import json
+import math
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from files import SIZES
+from models import small_model
+from parity.exchange import PYTHON, in_peers_environment
+from programs import caller, one_sentence
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rwkv.checkpoint import formats
+from rwkv.checkpoint.files import read_checkpoint, with_adapter
+from rwkv.config import ServeConfig
+from rwkv.errors import CheckpointError, UserError
+from rwkv.model.rwkv7 import UNUSED
+from rwkv.pretrained import RWKV, open_checkpoint
+from rwkv.programs.adapters import read_adapters
+from rwkv.tokenizer.tokenizers import ByteTokenizer
+from rwkv.tools import convert
+
+R = 2                                    # the rank
+C = SIZES["rwkv7"]["n_embd"]
+Weights = dict[str, Tensor]
+LAYERS = {"fla": ("model.layers.1.attn.r_proj", "model.layers.2.ffn.key", "model.layers.0.attn.w_lora.lora.0", "lm_head"),
+          "official": ("rwkv7.blocks.1.att.receptance", "rwkv7.blocks.2.ffn.key", "head"),
+          "transformers-rwkv": ("model.layers.1.linear_attn.r_proj", "model.layers.2.mlp.key", "lm_head")}
+FORMS = [form for form in formats.FORMS if form in LAYERS]
+NAMES = ("blocks.0.att.key", "blocks.1.att.receptance", "blocks.2.ffn.value", "head")
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return 0.3 * torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def lora(W: Tensor, scale: float, rank: int = R) -> tuple[Weights, Tensor]:
+    A, B = random(rank, W.shape[1], seed=1), random(W.shape[0], rank, seed=2)
+    return {"lora_A.weight": A, "lora_B.weight": B}, W + scale * B.double() @ A.double()
+
+
+def dora(W: Tensor, scale: float) -> tuple[Weights, Tensor]:
+    parts, merged = lora(W, scale)
+    m = 1 + random(W.shape[0], seed=3)
+    return {**parts, "lora_magnitude_vector": m}, m.double()[:, None] * merged / merged.norm(dim=1, keepdim=True)
+
+
+def pissa(W: Tensor, scale: float) -> tuple[Weights, Tensor]:
+    parts, merged = lora(W, scale)
+    U, S, Vh = torch.linalg.svd(W)
+    return parts, merged - U[:, :R] @ torch.diag(S[:R]) @ Vh[:R]
+
+
+def miss(W: Tensor, scale: float, width: int | None = None, rank: int = 3) -> tuple[Weights, Tensor]:
+    M = random(rank, width or W.shape[0], seed=4)
+    out, inputs = W.shape
+    change = torch.tensor([[M[c % rank, o % M.shape[1]] for c in range(inputs)] for o in range(out)])
+    return {"miss_block": M}, W + change.double()
+
+
+def bat(W: Tensor, scale: float) -> tuple[Weights, Tensor]:
+    M = random(W.shape[0] // R, R, R, seed=5)
+    changed = W.clone()
+    for i in range(W.shape[0] // R):
+        for j in range(W.shape[1] // R):
+            rows, columns = slice(R * i, R * i + R), slice(R * j, R * j + R)
+            changed[rows, columns] += W[rows, columns] @ M[i].double() + M[i].double()
+    return {"miss_block": M}, changed
+
+
+MISS: dict[str, Any] = {"peft_type": "MISS", "r": 3}
+KINDS: dict[str, tuple[Callable[..., tuple[Weights, Tensor]], dict[str, Any], float]] = {
+    "lora": (lora, {}, 2.5), "rslora": (lora, {"use_rslora": True}, 5 / math.sqrt(R)), "dora": (dora, {"use_dora": True}, 2.5),
+    "pissa": (pissa, {"init_lora_weights": "pissa"}, 2.5), "miss": (miss, MISS, 1.0),
+    "mini": (lambda W, scale: miss(W, scale, 2), {**MISS, "init_weights": "mini", "mini_r": 2}, 1.0),
+    "bat": (bat, {**MISS, "init_weights": "bat"}, 1.0)}
+
+
+def write_peft(folder: Path, tensors: Weights, **config: Any) -> Path:
+    folder.mkdir()
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, folder / "adapter_model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": R, "lora_alpha": 5, **config}))
+    return folder
+
+
+def weights_of(path: Path) -> Weights:
+    return {name: tensor.double() for name, tensor in read_checkpoint(path).weights.items()}
+
+
+def assert_weights(found: Any, expected: Weights, atol: float = 1e-6) -> None:
+    assert found.keys() == expected.keys()
+    for name, weight in expected.items():
+        torch.testing.assert_close(found[name].double(), weight, rtol=1e-5, atol=atol,
+                                   msg=f"{name}: {(found[name].double() - weight).abs().max()}")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """base.pth, and the same weights as a directory of each form. Heads are not 64 wide, so that receptances differ."""
+    made = tmp_path_factory.mktemp("adapters")
+    small_model(generation="rwkv7", **SIZES["rwkv7"]).save_pretrained(made / "base.pth")
+    for form in FORMS:
+        if form != "transformers-rwkv":
+            convert.convert(made / "base.pth", made / form, form=form)
+    return made
+
+
+@pytest.mark.parametrize("form", [form for form in FORMS if form != "transformers-rwkv"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_peft_over_each_layout_of_names(folder: Path, tmp_path: Path, form: str, kind: str) -> None:
+    make, described, scale = KINDS[kind]
+    raw = load_file(folder / form / "model.safetensors")
+    trained: Weights = {}
+    for layer in LAYERS[form]:
+        if kind in ("bat", "mini") and raw[f"{layer}.weight"].shape[0] % R:
+            continue                     # these are for sizes that R divides
+        parts, merged = make(raw[f"{layer}.weight"].double(), scale)
+        trained |= {f"base_model.model.{layer}.{part}": tensor for part, tensor in parts.items()}
+        raw[f"{layer}.weight"] = merged.float().contiguous()
+    adapter = write_peft(tmp_path / "adapter", trained, base_model_name_or_path=str(folder / form), **described)
+    (tmp_path / "merged").mkdir()
+    (tmp_path / "merged" / "config.json").write_bytes((folder / form / "config.json").read_bytes())
+    save_file(raw, tmp_path / "merged" / "model.safetensors")
+    expected = weights_of(tmp_path / "merged")
+    atol = 1e-4 if kind == "pissa" else 1e-6             # singular values lie close together, and PEFT takes them in float32
+    assert_weights(read_checkpoint(adapter).weights, expected, atol)     # the base by the name that it states
+    found = with_adapter(read_checkpoint(folder / "base.pth"), adapter).weights
+    assert_weights({name: found[name] for name in found if name not in UNUSED},
+                   {name: weight for name, weight in expected.items() if name not in UNUSED}, atol)
+
+
+def test_names_of_the_author_wrappers_and_patterns(folder: Path, tmp_path: Path) -> None:
+    """alpha_pattern is by the end of a layer's name, and the rank is that of the tensors."""
+    base = read_checkpoint(folder / "base.pth").weights
+    expected, trained = weights_of(folder / "base.pth"), {}
+    for number, (name, prefix) in enumerate(zip(NAMES, ("", "model.", "_orig_mod.module.", ""), strict=True)):
+        rank, alpha = (4, 7.0) if name == "blocks.2.ffn.value" else (R, 5.0)
+        parts, merged = lora(base[f"{name}.weight"].double(), alpha / rank, rank)
+        trained |= {f"base_model.model.{prefix}{name}.{part.replace('.', '.default.') if number == 0 else part}": tensor
+                    for part, tensor in parts.items()}
+        expected[f"{name}.weight"] = merged
+    adapter = write_peft(tmp_path / "adapter", trained, rank_pattern={r"2\.ffn\.value": 4}, alpha_pattern={r"2\.ffn\.value": 7})
+    assert_weights(with_adapter(read_checkpoint(folder / "base.pth"), adapter).weights, expected)
+
+
+def test_an_embedding(folder: Path, tmp_path: Path) -> None:
+    expected = weights_of(folder / "base.pth")
+    V, C = expected["emb.weight"].shape
+    A, B = random(R, V), random(C, R, seed=1)
+    stem = "base_model.model.emb.lora_embedding"
+    adapter = write_peft(tmp_path / "adapter", {f"{stem}_A": A, f"{stem}_B": B})
+    expected["emb.weight"] = expected["emb.weight"] + 2.5 * (B.double() @ A.double()).T
+    assert_weights(with_adapter(read_checkpoint(folder / "base.pth"), adapter).weights, expected)
+
+
+# RWKV-PEFT
+
+
+def test_a_lora_of_rwkv_peft_takes_alpha_by_option(folder: Path, tmp_path: Path) -> None:
+    """Its file may hold weights that were trained as a whole, too."""
+    base = read_checkpoint(folder / "base.pth")
+    expected, trained = weights_of(folder / "base.pth"), {"blocks.1.att.x_r": random(*base.weights["blocks.1.att.x_r"].shape)}
+    for name in NAMES:
+        parts, expected[f"{name}.weight"] = lora(expected[f"{name}.weight"], 16.0)
+        trained |= {f"{name}.{part.removesuffix('.weight')}": tensor for part, tensor in parts.items()}
+    expected["blocks.1.att.x_r"] = trained["blocks.1.att.x_r"].double()
+    torch.save(trained, tmp_path / "rwkv-0.pth")
+    assert_weights(with_adapter(base, tmp_path / "rwkv-0.pth", 32).weights, expected)
+    with pytest.raises(UserError, match="lora_alpha"):
+        with_adapter(base, tmp_path / "rwkv-0.pth")
+    with pytest.raises(CheckpointError, match="lora="):
+        read_checkpoint(tmp_path / "rwkv-0.pth")
+    model = RWKV.from_pretrained(folder / "base.pth", lora=tmp_path / "rwkv-0.pth", lora_alpha=32)
+    assert_weights(model.state_dict(), expected)
+    convert.main([str(folder / "base.pth"), str(tmp_path / "out.safetensors"), "--lora", str(tmp_path / "rwkv-0.pth"),
+                  "--lora-alpha", "32"])
+    assert_weights(read_checkpoint(tmp_path / "out.safetensors").weights, expected)
+
+
+def test_pissa_of_rwkv_peft_has_its_beginning_beside_it(folder: Path, tmp_path: Path) -> None:
+    base = read_checkpoint(folder / "base.pth")
+    expected, trained, first = weights_of(folder / "base.pth"), {}, {}
+    for name in NAMES:
+        parts, merged = lora(expected[f"{name}.weight"], 1.0)
+        trained |= {f"{name}.{part.removesuffix('.weight')}": tensor for part, tensor in parts.items()}
+        A, B = random(*parts["lora_A.weight"].shape, seed=8), random(*parts["lora_B.weight"].shape, seed=9)
+        first |= {f"{name}.init_lora_A": A, f"{name}.init_lora_B": B}
+        expected[f"{name}.weight"] = merged - B.double() @ A.double()
+    torch.save(trained, tmp_path / "rwkv-0.pth")
+    torch.save(first, tmp_path / "init_pissa.pth")
+    assert_weights(with_adapter(base, tmp_path / "rwkv-0.pth").weights, expected)
+    with pytest.raises(UserError, match=r"init_pissa\.pth"):
+        with_adapter(base, tmp_path / "rwkv-0.pth", 32)
+    torch.save({}, tmp_path / "init_pissa.pth")
+    with pytest.raises(UserError, match="lora_alpha"):
+        with_adapter(base, tmp_path / "rwkv-0.pth")
+
+
+@pytest.mark.parametrize("name", ["disha", "bone"])
+def test_miss_of_rwkv_peft(folder: Path, tmp_path: Path, name: str) -> None:
+    """In its bat form a block is for a column of blocks."""
+    base = read_checkpoint(folder / "base.pth")
+    expected = weights_of(folder / "base.pth")
+    W = expected["blocks.2.ffn.value.weight"]
+    parts, merged = miss(W, 1.0) if name == "disha" else bat(W.T, 1.0)
+    block = next(iter(parts.values()))
+    if name == "bone":
+        merged = W.clone()
+        for j, M in enumerate(block.double()):
+            for i in range(W.shape[0] // R):
+                part = slice(R * i, R * i + R), slice(R * j, R * j + R)
+                merged[part] += W[part] @ M + M
+    expected["blocks.2.ffn.value.weight"] = merged
+    torch.save({f"blocks.2.ffn.value.{name}": block}, tmp_path / "rwkv-0.pth")
+    assert_weights(with_adapter(base, tmp_path / "rwkv-0.pth").weights, expected)
+
+
+# Refused by name
+
+
+@pytest.mark.parametrize(("described", "said"), [
+    ({"modules_to_save": ["lm_head"]}, "modules_to_save"), ({"peft_type": "IA3"}, "IA3"), ({"peft_type": "ADALORA"}, "ADALORA"),
+    ({"init_lora_weights": "olora"}, "olora"), ({"init_lora_weights": "pissa_niter_4"}, "pissa_niter_4"),
+    ({"init_lora_weights": "corda"}, "corda"), ({"fan_in_fan_out": True}, "fan_in_fan_out"), ({"bias": "all"}, "bias"),
+    ({"layer_replication": [[0, 1]]}, "layer_replication"), ({"trainable_token_indices": [1]}, "trainable_token_indices"),
+    ({"use_dora": True}, "lora_magnitude_vector"), ({"lora_alpha": None}, "lora_alpha"), ({"lora_alpha": "x"}, "lora_alpha")])
+def test_what_is_not_merged_is_refused_by_name(folder: Path, tmp_path: Path, described: dict[str, Any], said: str) -> None:
+    parts, _ = lora(torch.zeros(C, C).double(), 1.0)
+    trained = {f"base_model.model.blocks.0.att.key.{part}": tensor for part, tensor in parts.items()}
+    adapter = write_peft(tmp_path / "adapter", trained, **described)
+    with pytest.raises(CheckpointError, match=said):
+        with_adapter(read_checkpoint(folder / "base.pth"), adapter)
+
+
+@pytest.mark.parametrize(("name", "shape", "said"), [
+    ("blocks.9.att.key.lora_A", (R, C), "blocks.9.att.key"), ("blocks.0.att.key.lora_A", (R, C + 1), "another model"),
+    ("blocks.0.att.key.lora_A", (R + 1, C), "do not go together"), ("blocks.0.att.gate.lora_A", (R, C), "blocks.0.att.gate"),
+    ("blocks.0.att.key.modules_to_save", (C, C), "modules_to_save")])
+def test_an_adapter_of_another_model_is_refused(folder: Path, tmp_path: Path, name: str, shape: tuple[int, ...],
+                                                said: str) -> None:
+    trained = {f"base_model.model.{name}.weight": random(*shape)}
+    if name.endswith("lora_A"):
+        trained[f"base_model.model.{name.replace('lora_A', 'lora_B')}.weight"] = random(C, R)
+    adapter = write_peft(tmp_path / "adapter", trained)
+    with pytest.raises(CheckpointError, match=said):
+        with_adapter(read_checkpoint(folder / "base.pth"), adapter)
+
+
+def test_half_an_adapter_and_a_damaged_description_are_refused(folder: Path, tmp_path: Path) -> None:
+    base = read_checkpoint(folder / "base.pth")
+    adapter = write_peft(tmp_path / "adapter", {"base_model.model.blocks.0.att.key.lora_A.weight": random(R, C)})
+    with pytest.raises(CheckpointError, match="not a whole adapter"):
+        with_adapter(base, adapter)
+    with pytest.raises(CheckpointError, match="name the base"):
+        read_checkpoint(adapter)
+    (adapter / "adapter_config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not JSON"):
+        with_adapter(base, adapter)
+    (adapter / "adapter_config.json").write_text('{"peft_type": "LORA", "base_model_name_or_path": "./nowhere"}')
+    with pytest.raises(CheckpointError, match=r"\./nowhere"):
+        read_checkpoint(adapter)
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(CheckpointError, match="no weights"):
+        with_adapter(base, adapter)
+
+
+@pytest.mark.soak
+def test_peft_s_own_adapters_are_merged_as_peft_does(folder: Path, tmp_path: Path) -> None:
+    if not PYTHON.exists() or subprocess.run([PYTHON, "-I", "-c", "import peft"], capture_output=True).returncode:
+        pytest.skip(f"no peft in {PYTHON.parent.parent.name}: `make peers` installs it")
+    in_peers_environment(str(Path(__file__).with_name("peft_writer.py")), str(folder / "base.pth"), str(tmp_path), cwd=tmp_path)
+    kinds = sorted(path.name for path in tmp_path.iterdir() if path.is_dir())
+    assert len(kinds) == 8
+    for kind in kinds:
+        found = with_adapter(read_checkpoint(folder / "base.pth"), tmp_path / kind)
+        assert len(found.unadapted) == 9, kind
+        for name, weight in torch.load(tmp_path / f"{kind}.pth", weights_only=True).items():
+            torch.testing.assert_close(found.weights[name], weight, rtol=0, atol=2e-4 if kind == "pissa" else 1e-6, msg=kind)
+
+
+@pytest.mark.programs
+def test_programs_and_the_server_take_adapters(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+                                               capsys: pytest.CaptureFixture[str]) -> None:
+    """generate says what was merged; adapters= stand beside the checkpoint, and their digest depends on alpha."""
+    monkeypatch.chdir(tmp_path)
+    model = small_model(generation="rwkv7", vocab_size=256)
+    model.save_pretrained("base.safetensors", ByteTokenizer())
+    parts, _ = lora(model.head.weight.detach().double(), 1.0)
+    torch.save({f"head.{part.removesuffix('.weight')}": 9 * tensor for part, tensor in parts.items()}, "rwkv-0.pth")
+    write_peft(tmp_path / "peft", {f"base_model.model.head.{part}": 9 * tensor for part, tensor in parts.items()}, lora_alpha=2,
+               base_model_name_or_path="base.safetensors")
+    run = caller(monkeypatch, capsys)
+    asked = ("prompt=a", "max_new_tokens=8", "temperature=0", "kernel=reference", "tokenizer=byte")
+    texts = []
+    for options in (("checkpoint=base.safetensors",), ("checkpoint=base.safetensors", "lora=rwkv-0.pth", "lora_alpha=2"),
+                    ("checkpoint=base.safetensors", "lora=peft"), ("checkpoint=peft",)):
+        status, output, error = run("generate", *options, *asked)
+        assert status == 0, error
+        assert ("adapter: LoRA of " in error) == (options[0].endswith("peft") or len(options) > 1)
+        texts.append(output)
+    assert texts[0] != texts[1] == texts[2] == texts[3]
+    one_sentence(run("generate", "checkpoint=base.safetensors", "lora=rwkv-0.pth", *asked), "lora_alpha=32")
+    one_sentence(run("generate", "checkpoint=base.safetensors", "lora_alpha=2", *asked), "lora=")
+    one_sentence(run("generate", "checkpoint=base.safetensors", "lora=nowhere.pth", *asked), "nowhere.pth")
+    digests = []
+    for alpha in (2.0, 3.0):
+        config = ServeConfig(checkpoint="base.safetensors", adapters=["one=rwkv-0.pth,two=peft"], lora_alpha=alpha)
+        one, two = read_adapters(config, open_checkpoint(config))
+        assert one.merged
+        assert two.merged
+        assert "PEFT" in two.about
+        digests.append((one.digest, two.digest))
+    assert digests[0][0] != digests[1][0]
+    assert digests[0][1] == digests[1][1]

@@ -1,0 +1,224 @@
+"""Names on the Hub, beside a server on this machine that speaks its interface."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hub_server import HubServer, Repository, environment, hub_server, python
+
+from rwkv.errors import CheckpointError
+from rwkv.io.hub import Contents, Name, choose, local, offers, parse
+
+INDEX = json.dumps({"weight_map": {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}}).encode()
+REPOSITORIES = {
+    "org/files": ["rwkv7-g1k-1.5b-ctx25600.pth", "rwkv7-g1k-2.9b-ctx25600.pth", "rwkv-g1k-3b-temp-5441.pth", "README.md",
+                  "old/rwkv7-g1a-0.1b.pth"],
+    "org/whole": ["config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "pytorch_model.bin",
+                  "README.md", "logo.png", "onnx/model.onnx", "additional_chat_templates/tool_use.jinja"],
+    "org/parts": ["config.json", "model.safetensors.index.json", "model-00001-of-00002.safetensors",
+                  "model-00002-of-00002.safetensors", "consolidated.safetensors"],
+    "org/gguf": ["m-Q4_K_M.gguf", "m-Q4_K_S.gguf", "m-Q8_0.gguf", "m.f16.gguf", "m-IQ4_XS.gguf", "config.json"],
+    "org/gguf-parts": ["Q8_0/m-Q8_0-00001-of-00002.gguf", "Q8_0/m-Q8_0-00002-of-00002.gguf"],
+    "org/two": ["rwkv7-1.5b_Q4_0.gguf", "rwkv7-2.9b_q4_0.gguf"],
+    "org/releases": ["rwkv7-a/config.json", "rwkv7-a/model.safetensors", "rwkv7-b/config.json", "rwkv7-b/model.safetensors"],
+    "org/lora": ["adapter_config.json", "adapter_model.safetensors", "checkpoint-10/optimizer.pt"],
+    "org/one": ["README.md", "model.pth"],
+    "org/none": ["README.md", "train.py"]}
+
+
+def contents(name: str) -> Contents:
+    return Contents("0" * 40, dict.fromkeys(REPOSITORIES[name], 1))
+
+
+@pytest.mark.parametrize(("text", "name"), [
+    ("BlinkDL/rwkv7-g1/a.pth", Name("BlinkDL/rwkv7-g1", "a.pth")),
+    ("RWKV/RWKV7-1.5B-20260805", Name("RWKV/RWKV7-1.5B-20260805")),
+    ("ORG/REPO:Q4_K_M", Name("ORG/REPO", "", "Q4_K_M")),
+    ("ORG/REPO:Q4_K_M@v1", Name("ORG/REPO", "", "Q4_K_M", "v1")),
+    ("ORG/REPO@v1:Q4_K_M", Name("ORG/REPO", "", "Q4_K_M", "v1")),
+    ("ORG/REPO/sub:Q8_0", Name("ORG/REPO", "sub", "Q8_0")),
+    ("ORG/REPO/a.pth@feature/x", Name("ORG/REPO", "a.pth", None, "feature/x")),
+    ("ORG/REPO@refs/pr/3/a.pth", Name("ORG/REPO", "a.pth", None, "refs/pr/3")),
+    ("hf://ORG/REPO@v1/sub/a.pth", Name("ORG/REPO", "sub/a.pth", None, "v1")),
+    ("hf:ORG/a.pth", Name("ORG/a.pth")),
+    ("https://huggingface.co/ORG/REPO/blob/main/sub/a.pth", Name("ORG/REPO", "sub/a.pth", None, "main")),
+    ("https://huggingface.co/ORG/REPO/resolve/v2/a.pth?download=true", Name("ORG/REPO", "a.pth", None, "v2")),
+    ("https://huggingface.co/ORG/REPO/tree/main", Name("ORG/REPO", "", None, "main")),
+    ("hf.co/ORG/REPO:Q4_0", Name("ORG/REPO", "", "Q4_0")),
+    ("models/a.pth", None), ("a.pth", None), ("./a/b", None), ("../a/b", None), ("/a/b/c.pth", None), ("~/a/b", None),
+    ("a\\b\\c.pth", None), ("C:/a/b.pth", None), ("runs/latest", None), ("runs/2026-11-28/checkpoints/last.ckpt", None),
+    ("a/../b", None), ("ORG/REPO/", None), ("world", None), ("-", None), ("", None)])
+def test_a_name_is_a_path_or_one_on_the_hub(text: str, name: Name | None, tmp_path: Path,
+                                            monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert parse(text) == name
+    if name is not None and not name.path.endswith("/"):
+        assert parse(str(name)) == name or text == "hf:ORG/a.pth"
+        assert parse(Path(text)) == name or "?" in text
+
+
+@pytest.mark.parametrize("text", ["hf://", "hf://ORG", "https://huggingface.co/ORG", "hf://ORG/REPO/../a"])
+def test_a_scheme_without_a_name_is_an_error(text: str) -> None:
+    with pytest.raises(CheckpointError, match="hf://ORG/REPO"):
+        parse(text)
+
+
+def test_what_is_on_disk_stays_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "org").mkdir()
+    (tmp_path / "org" / "files").write_bytes(b"")
+    assert local("org/files") == Path("org/files")
+    assert local("org/other/missing") == Path("org/other/missing")       # a mistake inside a folder that exists
+
+
+@pytest.mark.parametrize(("text", "target", "needed"), [
+    ("org/files/rwkv-g1k-3b-temp-5441.pth", "rwkv-g1k-3b-temp-5441.pth", {"rwkv-g1k-3b-temp-5441.pth"}),
+    ("org/files/old", "old/rwkv7-g1a-0.1b.pth", {"old/rwkv7-g1a-0.1b.pth"}),
+    ("org/whole", "", {"config.json", "generation_config.json", "tokenizer.json", "README.md", "model.safetensors",
+                       "additional_chat_templates/tool_use.jinja"}),
+    ("org/parts", "", {"config.json", "model.safetensors.index.json"}),
+    ("org/gguf:q4_k_m", "m-Q4_K_M.gguf", {"m-Q4_K_M.gguf"}),
+    ("org/gguf:IQ4_XS", "m-IQ4_XS.gguf", {"m-IQ4_XS.gguf"}),
+    ("org/gguf:F16", "m.f16.gguf", {"m.f16.gguf"}),
+    ("org/gguf-parts:Q8_0", "Q8_0/m-Q8_0-00001-of-00002.gguf",
+     {"Q8_0/m-Q8_0-00001-of-00002.gguf", "Q8_0/m-Q8_0-00002-of-00002.gguf"}),
+    ("org/releases/rwkv7-a", "rwkv7-a", {"rwkv7-a/config.json", "rwkv7-a/model.safetensors"}),
+    ("org/lora", "", {"adapter_config.json", "adapter_model.safetensors"}),
+    ("org/one", "model.pth", {"model.pth"})])
+def test_only_the_needed_files_are_chosen(text: str, target: str, needed: set[str]) -> None:
+    name = parse(text)
+    assert name
+    found, files = choose(name, contents(name.repository))
+    assert (found, {*files}) == (target, needed)
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("org/files/rwkv7-g1k-1.5b-ctx2560.pth", "did you mean org/files/rwkv7-g1k-1.5b-ctx25600.pth"),
+    ("org/files/RWKV7-g1k-2.9B-ctx25600.pth", "org/files/rwkv7-g1k-2.9b-ctx25600.pth"),
+    ("org/files/rwkv7-g1a-0.1b.pth", "org/files/old/rwkv7-g1a-0.1b.pth"),
+    ("org/files/zzz", "it has org/files/old/rwkv7-g1a-0.1b.pth"),
+    ("org/releases/rwkv7-c", "org/releases/rwkv7-a"),
+    ("org/files", "org/files/rwkv7-g1k-1.5b-ctx25600.pth"), ("org/releases", "org/releases/rwkv7-a"),
+    ("org/gguf:Q4_K", "there are F16, IQ4_XS, Q4_K_M, Q4_K_S, Q8_0"), ("org/files:Q4_0", "no GGUF file"),
+    ("org/two:Q4_0", "org/two/rwkv7-2.9b_q4_0.gguf"), ("org/gguf", "org/gguf/m-Q4_K_M.gguf"), ("org/none", "no weights")])
+def test_what_a_repository_lacks_is_answered_with_what_it_has(text: str, said: str) -> None:
+    name = parse(text)
+    assert name
+    with pytest.raises(CheckpointError) as error:
+        choose(name, contents(name.repository))
+    assert said in str(error.value)
+
+
+def test_a_repository_offers_its_directories_and_files() -> None:
+    assert offers(contents("org/releases")) == ["rwkv7-a", "rwkv7-b"]
+    assert offers(contents("org/whole")) == [""]
+    assert offers(contents("org/gguf-parts")) == ["Q8_0/m-Q8_0-00001-of-00002.gguf"]
+
+
+# Downloads, each in a process of its own, since huggingface_hub reads its variables when it is imported
+
+FETCH = "import sys; from rwkv.io.hub import fetched\nfor name in {names!r}: print(*fetched(name)[:2])"
+REFUSED = "from rwkv.io.hub import local\ntry: local({name!r})\nexcept ValueError as error: print(error)"
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[HubServer]:
+    repositories = {name: Repository({file: INDEX if file.endswith("index.json") else file.encode() * 1000 for file in files})
+                    for name, files in REPOSITORIES.items()}
+    repositories["org/private"] = Repository({"model.pth": b"secret"}, token="hf_right")
+    repositories["org/gated"] = Repository({"model.pth": b"secret"}, token="hf_right", gated=True)
+    repositories["org/tagged"] = Repository({"model.pth": b"tagged"}, revisions=("main", "v1"), card={"license": "apache-2.0"})
+    repositories["org/long"] = Repository({"model.pth": bytes(range(256)) * (3 * 2**14)})
+    with hub_server(repositories) as running:
+        yield running
+
+
+def fetch(server: HubServer, home: Path, *names: str, **variables: str) -> tuple[list[Path], list[str], str]:
+    done = python(FETCH.format(names=names), environment(server.endpoint, home, **variables), home)
+    assert done.returncode == 0, done.stderr
+    lines = [line.rsplit(" ", 1) for line in done.stdout.splitlines()]
+    return [Path(path) for path, _ in lines], [pinned for _, pinned in lines], done.stderr
+
+
+def refused(name: str, home: Path, endpoint: str, **variables: str) -> str:
+    done = python(REFUSED.format(name=name), environment(endpoint, home, **variables), home)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.strip()
+
+
+def test_a_file_and_directories_come_once_and_from_the_cache_then(server: HubServer, tmp_path: Path) -> None:
+    server.requests.clear()
+    names = ("org/files/old/rwkv7-g1a-0.1b.pth", "org/whole", "org/parts", "org/gguf-parts:Q8_0", "hf://org/one@main")
+    paths, pinned, error = fetch(server, tmp_path, *names)
+    assert paths[0].read_bytes() == b"old/rwkv7-g1a-0.1b.pth" * 1000
+    assert paths[1].is_dir()
+    assert sorted(server.downloads()) == sorted([
+        "old/rwkv7-g1a-0.1b.pth", "config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "README.md",
+        "additional_chat_templates/tool_use.jinja", "config.json", "model.safetensors.index.json",
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "Q8_0/m-Q8_0-00001-of-00002.gguf",
+        "Q8_0/m-Q8_0-00002-of-00002.gguf", "model.pth"])
+    assert f"hub: {names[0]}: 0.0 MB from {server.endpoint}: {paths[0]}" in error.splitlines()
+    server.requests.clear()
+    again, _, error = fetch(server, tmp_path, *names, *pinned)
+    assert again == paths + paths
+    assert server.downloads() == []
+    assert f"hub: {names[1]}: from the cache: {paths[1]}" in error.splitlines()
+    server.requests.clear()
+    offline, _, error = fetch(server, tmp_path, *names, *pinned, HF_HUB_OFFLINE="1")
+    assert offline == again
+    assert server.requests == []
+    assert f"hub: {names[1]}: from the cache, because HF_HUB_OFFLINE is set: {paths[1]}" in error.splitlines()
+
+
+def test_a_pinned_name_does_not_follow_the_branch(server: HubServer, tmp_path: Path) -> None:
+    first, (pinned,), _ = fetch(server, tmp_path, "org/tagged/model.pth@v1")
+    repository = server.repositories["org/tagged"]
+    assert pinned == f"org/tagged/model.pth@{repository.commit}"
+    repository.files = {"model.pth": b"changed"}
+    (old, new), _, _ = fetch(server, tmp_path, pinned, "org/tagged/model.pth")
+    assert ([old], new.read_bytes()) == (first, b"changed")
+
+
+def test_a_download_whose_connection_breaks_is_resumed(server: HubServer, tmp_path: Path) -> None:
+    whole = server.repositories["org/long"].files["model.pth"]
+    server.requests.clear()
+    server.cut = 11 * 2**20               # huggingface_hub keeps what it has in units of 10 MiB
+    (path,), _, _ = fetch(server, tmp_path, "org/long")
+    server.cut = None
+    assert path.read_bytes() == whole
+    ranges = [asked for method, _, asked in server.requests if method == "GET" and asked]
+    assert len(ranges) == 1              # the second half
+
+
+def test_a_private_repository_takes_a_token(server: HubServer, tmp_path: Path) -> None:
+    for variables in ({}, {"HF_TOKEN": "hf_wrong"}):
+        said = refused("org/private/model.pth", tmp_path, server.endpoint, **variables)
+        assert "org/private" in said
+        assert "HF_TOKEN" in said
+    assert "gated" in refused("org/gated", tmp_path, server.endpoint)
+    (path,), _, _ = fetch(server, tmp_path, "org/private", HF_TOKEN="hf_right")
+    assert path.read_bytes() == b"secret"
+
+
+def test_what_the_hub_does_not_have_is_one_sentence(server: HubServer, tmp_path: Path) -> None:
+    assert "no repository org/nowhere" in refused("org/nowhere/model.pth", tmp_path, server.endpoint)
+    assert "no revision 'v9'" in refused("org/tagged@v9", tmp_path, server.endpoint)
+    said = refused("org/files/rwkv7-g1k-1.5b-ctx2560.pth", tmp_path, server.endpoint)
+    assert "rwkv7-g1k-1.5b-ctx25600.pth" in said
+    assert "HF_HUB_OFFLINE is set" in refused("org/one", tmp_path, server.endpoint, HF_HUB_OFFLINE="1")
+    assert "cannot be reached" in refused("org/one", tmp_path, "http://127.0.0.1:9")
+
+
+def test_a_missing_package_is_one_sentence(tmp_path: Path) -> None:
+    code = "import sys; sys.modules['huggingface_hub'] = None\n" + REFUSED.format(name="org/one")
+    done = python(code, environment("http://127.0.0.1:9", tmp_path), tmp_path)
+    assert "pip install huggingface_hub" in done.stdout
+    assert len(done.stdout.splitlines()) == 1
+
+
+def test_the_weights_of_a_directory_are_those_that_the_format_reads() -> None:
+    from rwkv.checkpoint.formats.huggingface import INDICES, WHOLE
+    from rwkv.io.hub import OF_DIRECTORY
+
+    assert {*WHOLE, *INDICES} <= {*OF_DIRECTORY}
