@@ -40,8 +40,7 @@ class Outgoing:
     """Tensors by official name in the dtypes to write, and our entry, for formats that have room for it.
 
     quantised: the block format of the large matrices, one of those in formats.QUANTISED; None leaves the dtypes of `tensors`.
-    packed: as in Content. form: of a Hugging Face directory, one of
-    formats.FORMS.
+    packed: as in Content. form: of a Hugging Face directory, one of formats.FORMS. card: the text of its README.md.
     """
 
     tensors: dict[str, Stored]
@@ -51,6 +50,7 @@ class Outgoing:
     quantised: str | None = None
     form: str | None = None
     packed: Mapping[str, Callable[[], Int4]] = field(default_factory=dict)
+    card: str = ""
 
 
 def plain_entry(path: Path, entry: Any) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kernels.matvec import Int4
 from rwkv.chat.names import trained_length
-from rwkv.checkpoint import adapters, formats, tuned
+from rwkv.checkpoint import adapters, card, formats, tuned
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.generations import config_of, fit, recognise, require_sizes
 from rwkv.checkpoint.location import locate
@@ -213,11 +213,12 @@ def _tuned(content: Content, chosen: Checkpoint | None = None) -> Checkpoint:
 
 
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None = None, format: str | None = None,
-                     progress: Callable[[int, int], Any] = lambda count, total: None, form: str | None = None) -> None:
+                     progress: Callable[[int, int], Any] = lambda count, total: None, form: str | None = None,
+                     source: str | None = None, command: str | None = None) -> None:
     """Writes a checkpoint with one tensor in memory at a time. After each it calls progress(its bytes, bytes of all tensors).
 
-    form: of a Hugging Face directory, one of formats.FORMS. Raises UserError as save_pretrained does, before anything is
-    written.
+    form: of a Hugging Face directory, one of formats.FORMS. source, command: for its model card, the name of what is written and
+    the command that does it. Raises UserError as save_pretrained does, before anything is written.
     """
     path = Path(path)
     if checkpoint.time_states:
@@ -249,7 +250,9 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
               "data_sha256": checkpoint.data_sha256}
     if quantised == "int4":
         entry["fingerprint"] = checkpoint.fingerprint or fingerprint(generation(checkpoint.config), checkpoint.weights)
-    module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised, form, checkpoint.packed))
+    text = card.of_directory(path.name, checkpoint.path, source, command) if format == "huggingface" else ""
+    module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised, form, checkpoint.packed,
+                                text))
 
 
 def require_tokenizer(checkpoint: Checkpoint, tokenizer: Any, name: str) -> None:

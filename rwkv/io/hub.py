@@ -26,6 +26,7 @@ from rwkv.errors import CheckpointError
 EXTRA = "pip install huggingface_hub"
 MAIN = "main"
 SHOWN = 4                                # names in an error
+CARD = "README.md"
 RUNS = "runs/"                           # where runs are, also before the first one
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SCHEME = re.compile(r"(hf:|(?:https?:/+)?(?:www\.)?(?:huggingface\.co|hf\.co)(?=/))/*")
@@ -58,12 +59,10 @@ class Name(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """The path on disk, and the name with the commit as its revision: it means the same file for ever. licence: of the
-    repository, where its card states one."""
+    """The path on disk, and the name with the commit as its revision: it means the same file for ever."""
 
     path: Path
     pinned: str
-    licence: str | None = None
 
 
 class Contents(NamedTuple):
@@ -72,7 +71,6 @@ class Contents(NamedTuple):
 
     commit: str
     files: Mapping[str, int | None]
-    licence: str | None = None
     offline: str | None = None
 
 
@@ -132,6 +130,8 @@ def _fetch(name: Name, noun: str) -> Fetched:
             return Fetched(path, str(name))
     contents = contents_of(name, noun)
     target, needed = choose(name, contents, noun)
+    if CARD in contents.files and CARD not in needed:            # it states the licence
+        needed.insert(0, CARD)
     folder = _snapshots(hub, name.repository) / contents.commit
     is_cached = all((folder / file).is_file() for file in needed)
     if not is_cached:
@@ -148,7 +148,7 @@ def _fetch(name: Name, noun: str) -> Fetched:
     source = f"from the cache{f', because {contents.offline}' if contents.offline else ''}" if is_cached else \
         f"{size / 1e6:,.1f} MB from {hub.constants.ENDPOINT}"
     print(f"hub: {name}: {source}: {folder / target}", file=sys.stderr, flush=True)
-    return Fetched(folder / target, pinned, contents.licence)
+    return Fetched(folder / target, pinned)
 
 
 def contents_of(name: Name, noun: str = "checkpoint") -> Contents:
@@ -169,8 +169,7 @@ def contents_of(name: Name, noun: str = "checkpoint") -> Contents:
                               "or leave it out for main") from None
     except (*errors.HfHubHTTPError.__bases__, OSError) as error:     # the first is the HTTP library's base of all errors
         return _cached_contents(hub, name, noun, _reason(hub, error))
-    card = info.card_data or {}
-    return Contents(info.sha, {file.rfilename: file.size for file in info.siblings}, card.get("license"))
+    return Contents(info.sha, {file.rfilename: file.size for file in info.siblings})
 
 
 def _reason(hub: Any, error: Exception) -> str:
@@ -190,7 +189,7 @@ def _cached_contents(hub: Any, name: Name, noun: str, reason: str) -> Contents:
         raise CheckpointError(f"no {noun} at {name}: there is no such path, {reason}, and the cache {snapshots.parent.parent} "
                               "does not have it")
     files = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
-    return Contents(commit, files, None, reason)
+    return Contents(commit, files, reason)
 
 
 def choose(name: Name, contents: Contents, noun: str = "checkpoint") -> tuple[str, list[str]]:

@@ -3,6 +3,7 @@
 It converts one tensor at a time, so it needs the memory of the largest tensor. OUT is written whole or not at all.
 """
 
+import shlex
 import sys
 from contextlib import suppress
 from dataclasses import replace
@@ -45,18 +46,20 @@ def main(arguments: list[str] | None = None) -> None:
             locate(options.lora)
         elif options.lora_alpha is not None:
             raise UserError("--lora-alpha is for an adapter: name it with --lora")
+        command = shlex.join(["timemix", "convert", *(arguments or sys.argv[1:])])
         convert(options.source, options.target, options.dtype, options.format, options.tokenizer, options.end_of_text,
-                options.form, options.lora, options.lora_alpha)
+                options.form, options.lora, options.lora_alpha, command)
 
 
 def convert(source: Path, target: Path, dtype: str | None = None, format: str | None = None,
             tokenizer: str | None = None, end_of_text: str | None = None, form: str | None = None,
-            lora: str | Path | None = None, lora_alpha: float | None = None) -> None:
+            lora: str | Path | None = None, lora_alpha: float | None = None, command: str | None = None) -> None:
     """Writes the checkpoint at `source` to `target`. dtype: None keeps that of each tensor. format: None: by the suffix.
 
     tokenizer: the name, as in Tokenizer.named, of the tokenizer to write with the weights; None: that of `source`, if any.
     end_of_text: the name of the token of a .json tokenizer that ends a text; None: as in `source`, or else in the file. form:
     of a Hugging Face directory of RWKV-7, fla or official. lora, lora_alpha: an adapter to merge, as in with_adapter.
+    command: for the model card of a directory.
     """
     from rwkv.checkpoint.files import read_checkpoint, tokenizer_of, with_adapter, write_checkpoint
     from rwkv.model.base import generation, n_parameters
@@ -83,7 +86,7 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
             bar.total = total
             bar.update(count)
 
-        write_checkpoint(checkpoint, target, dtype, name, progress, form)
+        write_checkpoint(checkpoint, target, dtype, name, progress, form, str(source), command)
     _log(f"written: {target} ({name})")
     if checkpoint.tokenizer and name in WITHOUT_TOKENIZER:
         _log(f"the tokenizer is not in {target}: the format {name} cannot hold one")

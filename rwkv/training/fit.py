@@ -32,12 +32,13 @@ from rwkv.training.length import with_steps_of_epochs
 from rwkv.training.loggers import loggers, require
 from rwkv.training.memory import gives_back
 from rwkv.training.plan import announce_needs, announce_training, is_timed, validated_part
+from rwkv.training.run.card import write_card
 from rwkv.training.run.directory import Run, as_plain, create
 from rwkv.training.run.opening import open_run
 from rwkv.training.run.resume import require_unfinished
 from rwkv.training.setup import data_for, kernel_for, new_model, require_capacity
 from rwkv.training.task import LanguageModel
-from rwkv.training.trainer import build_trainer, leave_report, prepare_blocks, say_result, show_sample
+from rwkv.training.trainer import build_trainer, compared, leave_report, prepare_blocks, say_result, show_sample
 from rwkv.training.tuning.preferences import REFERENCE, Preferences, read_reference, write_reference
 from rwkv.training.tuning.tuned import write_tuned
 
@@ -173,5 +174,7 @@ def train(run: Run) -> None:
         for path in write_tuned(task.model, data.tokenizer, config, run.out_dir):
             log(f"tuned: {path}")
     say_result(trainer, validated, validated_part(config.trainer.val_tokens, data.sizes.val_tokens))
+    if distributed.rank() == 0:
+        write_card(run, data, trainer.callback_metrics, compared(trainer))
     leave_report(run.out_dir)
     show_sample(task, data.tokenizer, config, run.out_dir)

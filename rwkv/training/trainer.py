@@ -161,9 +161,14 @@ def say_result(trainer: lightning.Trainer, data: Corpus, part: str | None = None
         loss += f", val/bpb {metrics['val/bpb']:.4f} bits per byte (gzip -9 of the same text: {data.sizes.gzip_bpb:.4f})"
     lost = data.describe_lost()
     log(wrapped(f"{loss}; {lost}" if lost else loss, sys.stderr))
-    for callback in trainer.callbacks:          # type: ignore[attr-defined]
-        if isinstance(callback, BeforeAfter) and callback.after is not None:
-            log(wrapped(callback.describe(), sys.stderr))
+    for line in compared(trainer):
+        log(wrapped(line, sys.stderr))
+
+
+def compared(trainer: lightning.Trainer) -> list[str]:
+    """A line about the losses before and after tuning; none in other runs."""
+    return [callback.describe() for callback in trainer.callbacks          # type: ignore[attr-defined]
+            if isinstance(callback, BeforeAfter) and callback.after is not None]
 
 
 def strategy_for(config: TrainerConfig, block: type[nn.Module]) -> dict[str, Any]:

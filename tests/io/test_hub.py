@@ -128,7 +128,7 @@ def server() -> Iterator[HubServer]:
                     for name, files in REPOSITORIES.items()}
     repositories["org/private"] = Repository({"model.pth": b"secret"}, token="hf_right")
     repositories["org/gated"] = Repository({"model.pth": b"secret"}, token="hf_right", gated=True)
-    repositories["org/tagged"] = Repository({"model.pth": b"tagged"}, revisions=("main", "v1"), card={"license": "apache-2.0"})
+    repositories["org/tagged"] = Repository({"model.pth": b"tagged"}, revisions=("main", "v1"))
     repositories["org/long"] = Repository({"model.pth": bytes(range(256)) * (3 * 2**14)})
     with hub_server(repositories) as running:
         yield running
@@ -154,10 +154,11 @@ def test_a_file_and_directories_come_once_and_from_the_cache_then(server: HubSer
     assert paths[0].read_bytes() == b"old/rwkv7-g1a-0.1b.pth" * 1000
     assert paths[1].is_dir()
     assert sorted(server.downloads()) == sorted([
-        "old/rwkv7-g1a-0.1b.pth", "config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "README.md",
+        "README.md", "old/rwkv7-g1a-0.1b.pth",           # a card states the licence
+        "config.json", "generation_config.json", "tokenizer.json", "model.safetensors", "README.md",
         "additional_chat_templates/tool_use.jinja", "config.json", "model.safetensors.index.json",
         "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "Q8_0/m-Q8_0-00001-of-00002.gguf",
-        "Q8_0/m-Q8_0-00002-of-00002.gguf", "model.pth"])
+        "Q8_0/m-Q8_0-00002-of-00002.gguf", "README.md", "model.pth"])
     assert f"hub: {names[0]}: 0.0 MB from {server.endpoint}: {paths[0]}" in error.splitlines()
     server.requests.clear()
     again, _, error = fetch(server, tmp_path, *names, *pinned)

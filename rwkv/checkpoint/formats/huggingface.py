@@ -25,6 +25,7 @@ from typing import Any
 import torch
 
 from rwkv.chat.stated import CONFIG, GENERATION_CONFIG, TOKENIZER_CONFIG
+from rwkv.checkpoint import card
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import FORMS, _torch_file, pth, require_no_pointer, safetensors
 from rwkv.checkpoint.generations import generation_of, generations, require_supported, supported, unread
@@ -153,6 +154,8 @@ def _texts(outgoing: Outgoing) -> dict[str, str]:
     config = {**generation_of(outgoing.config).hugging_face_config(outgoing.config, outgoing.vocab_size, dtype, **form), **ids,
               "tie_word_embeddings": False, "use_cache": True, "torch_dtype": str(dtype).removeprefix("torch.")}
     texts = {CONFIG: json.dumps(config, indent=2) + "\n"}
+    if outgoing.card:
+        texts[card.FILE] = outgoing.card
     if in_json:
         texts[TOKENIZER] = tokenizer["definition"]
         parsed = json.loads(tokenizer["definition"])
@@ -178,7 +181,8 @@ def _texts(outgoing: Outgoing) -> dict[str, str]:
 def _require_ours(path: Path) -> None:
     if path.is_file():
         raise UserError(f"{path} is a file, and a Hugging Face checkpoint is a directory: choose another name")
-    others = sorted(file.name for file in path.iterdir() if file.name not in OURS) if path.is_dir() else []
+    others = sorted(file.name for file in path.iterdir() if file.name not in OURS and not card.is_ours(file)) \
+        if path.is_dir() else []
     if others:
         raise UserError(f"{path} holds {others[0]}, which is not part of what would be written there: choose an empty "
                         "directory")

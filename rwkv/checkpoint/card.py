@@ -1,0 +1,114 @@
+"""Model cards, the README.md of a directory: what the weights came from, what they were trained on, and how to load them.
+
+The front matter is that of cards on the Hugging Face Hub (license, base_model, library_name, tags). A licence is that of the
+base's card, where it has one; none is made up.
+"""
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rwkv.io import hub
+
+FILE = hub.CARD
+MARK = "<!-- written by timemix -->"     # in our cards: such a file may be replaced
+LOADING = "## How to load it"
+FRONT = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
+COMMANDS = re.compile(r"## Command\n\n((?:    .*\n)+)")
+
+
+@dataclass(frozen=True)
+class Card:
+    """base: the name of the weights that it began with. data: lines with a name and a hash. losses: lines. commands: those that
+    made it. loads: commands and code, one each."""
+
+    title: str
+    base: str | None = None
+    licence: str | None = None
+    data: Sequence[str] = ()
+    losses: Sequence[str] = ()
+    commands: Sequence[str] = ()
+    loads: Sequence[str] = ()
+    tags: Sequence[str] = field(default=("rwkv",))
+
+    def __str__(self) -> str:
+        on_hub = hub.parse(self.base) if self.base else None
+        front: dict[str, Any] = {"license": self.licence} if self.licence else {}
+        if on_hub:
+            front["base_model"] = on_hub.repository
+        front |= {"library_name": "timemix", "tags": [*self.tags]}
+        parts = [f"---\n{yaml.safe_dump(front, sort_keys=False)}---\n{MARK}\n", f"# {self.title}\n"]
+        licence = f"; its licence is {self.licence}" if self.licence else "; no card states its licence"
+        if self.base:
+            parts.append(f"## Base\n\n`{self.base}`{licence}\n")
+        for heading, lines in (("## Data", self.data), ("## Losses", self.losses)):
+            if lines:
+                parts.append(f"{heading}\n\n" + "".join(f"- {line}\n" for line in lines))
+        for heading, lines in (("## Command", self.commands), (LOADING, self.loads)):
+            if lines:
+                parts.append(f"{heading}\n\n" + "".join(f"    {line}\n" for line in lines))
+        return "\n".join(parts)
+
+
+def is_ours(file: Path) -> bool:
+    """Whether it is a card that this program wrote, and nobody has taken its mark out."""
+    return file.name == FILE and file.is_file() and MARK in file.read_text(encoding="utf-8", errors="replace")
+
+
+def licence_of(path: str | Path) -> str | None:
+    """The licence in the card of a directory, or beside a file; None where no card states one."""
+    path = Path(path)
+    folders = [path if path.is_dir() else path.parent]
+    folders += [folder for folder in path.parents if folder.parent.name == "snapshots"]          # in the Hub's cache
+    folders += [path.parent.parent] * (path.parent.name == "checkpoints")                        # of a run
+    for folder in folders:
+        front = _front(folder / FILE)
+        if isinstance(stated := front.get("license"), str):
+            return stated
+    return None
+
+
+def commands_in(file: Path) -> list[str]:
+    """The commands in a card of ours; [] in other files."""
+    match = COMMANDS.search(file.read_text(encoding="utf-8")) if is_ours(file) else None
+    return [line.removeprefix("    ") for line in match[1].splitlines()] if match else []
+
+
+def loading(name: str) -> list[str]:
+    """How to load a checkpoint of this name: a command, and code."""
+    return [f"timemix generate checkpoint={name} prompt=...",
+            f'RWKV.from_pretrained("{name}")           # from rwkv import RWKV']
+
+
+def of_directory(name: str, path: Path, source: str | None = None, command: str | None = None) -> str:
+    """The card of a Hugging Face directory `name` with the weights that were read from `path`.
+
+    source: the name that the user gave. command: the one that writes the directory. The card of a run says what it says there.
+    """
+    loads = loading(name)
+    of_run = path.parent.parent / FILE
+    if path.parent.name == "checkpoints" and is_ours(of_run):
+        text = of_run.read_text(encoding="utf-8").partition(LOADING)[0]
+        if command and (match := COMMANDS.search(text)):
+            text = f"{text[:match.end()]}    {command}\n{text[match.end():]}"
+        return text + f"{LOADING}\n\n" + "".join(f"    {line}\n" for line in loads)
+    if not path.exists():                # of a model in memory, nothing is known
+        return str(Card(name, loads=loads))
+    base = source or path.name
+    pinned = hub.fetched(base).pinned if hub.parse(base) else base
+    return str(Card(name, pinned, licence_of(path), commands=[command] if command else [], loads=loads))
+
+
+def _front(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    match = FRONT.match(file.read_text(encoding="utf-8", errors="replace"))
+    try:
+        content = yaml.safe_load(match[1]) if match else {}
+    except (yaml.YAMLError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,55 @@
+"""The model card of a run, README.md in its directory and in adapter/: base, data, command, losses, licence, how to load it."""
+
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rwkv.checkpoint import card
+from rwkv.data.prepare import Corpus
+from rwkv.io import hub
+from rwkv.io.atomic import write_file
+from rwkv.model.base import generation
+from rwkv.training.run.directory import Run
+
+
+def command() -> str:
+    return shlex.join(["timemix", "train", *sys.argv[1:]])
+
+
+def write_card(run: Run, data: Corpus, metrics: Mapping[str, Any], compared: Sequence[str]) -> None:
+    """Writes the cards at the end of a run, whose earlier card has the commands so far.
+
+    metrics: of the last validation. compared: lines about losses before and after.
+    """
+    config, file = run.config, run.out_dir / card.FILE
+    method = config.tune.method
+    losses = list(compared)
+    if "val/loss" in metrics:
+        bits = f", val/bpb {float(metrics['val/bpb']):.4f}" if "val/bpb" in metrics else ""
+        losses.append(f"after {config.trainer.max_steps:,} steps: val/loss {float(metrics['val/loss']):.4f}{bits}")
+    name = run.out_dir.name
+    loads = card.loading(name)
+    if method == "state":
+        loads.insert(0, f"timemix generate checkpoint={config.init_from} state={name}/state.safetensors prompt=...")
+    base = config.init_from
+    known = [] if base is None else [hub.local(base) if hub.parse(base) else Path(base)]
+    commands = card.commands_in(file)
+    made = card.Card(name, base, card.licence_of(known[0]) if known else None,
+                     [f"{data.source}; SHA-256 {data.sha256}"], losses,
+                     commands if command() in commands else [*commands, command()], loads,
+                     ("rwkv", generation(config.model).NAME.lower().replace("-", ""), *([method] if method != "full" else [])))
+    _write(file, str(made))
+    adapter = run.out_dir / "adapter"
+    if adapter.is_dir():
+        loads = [f"timemix generate checkpoint={base} lora={name}/adapter prompt=...",
+                 f'PeftModel.from_pretrained(model, "{name}/adapter")        # from peft import PeftModel; names as in a .pth']
+        _write(adapter / card.FILE, str(replace(made, title=f"{name}: adapter", loads=loads)))
+
+
+def _write(file: Path, text: str) -> None:
+    """A card that someone has written by hand stays."""
+    if not file.exists() or card.is_ours(file):
+        write_file(file, lambda opened: opened.write(text.encode()))

@@ -1,0 +1,97 @@
+"""Model cards: in each directory that is written, with what is known of the base, and never in place of one by hand."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from models import small_model
+from programs import caller
+from training_runs import SMALL, TEXT
+
+from rwkv.checkpoint import card
+from rwkv.errors import UserError
+from rwkv.pretrained import RWKV
+from rwkv.tokenizer.tokenizers import ByteTokenizer
+from rwkv.tools import convert
+
+LICENSED = "---\nlicense: apache-2.0\nbase_model: x/y\n---\n# A base\n"
+
+
+def front(file: Path) -> dict[str, object]:
+    match = card.FRONT.match(file.read_text())
+    assert match
+    content = yaml.safe_load(match[1])
+    assert isinstance(content, dict)
+    return content
+
+
+@pytest.fixture
+def base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RWKV:
+    monkeypatch.chdir(tmp_path)
+    model = small_model(generation="rwkv7", vocab_size=256)
+    model.save_pretrained("base.safetensors", ByteTokenizer())
+    return model
+
+
+@pytest.mark.parametrize("form", ["fla", "official"])
+def test_a_converted_directory_has_a_card(base: RWKV, form: str) -> None:
+    Path("README.md").write_text(LICENSED)
+    convert.main(["base.safetensors", "out dir", "--form", form])
+    text = Path("out dir/README.md").read_text()
+    assert front(Path("out dir/README.md")) == {"license": "apache-2.0", "library_name": "timemix", "tags": ["rwkv"]}
+    command = f"timemix convert base.safetensors 'out dir' --form {form}"
+    for part in ("# out dir", "base.safetensors", command, "from_pretrained"):
+        assert part in text
+    convert.main(["out dir", "again"])                   # and of a directory
+    assert front(Path("again/README.md"))["license"] == "apache-2.0"
+    convert.main(["again", "out dir"])                   # our own card is replaced
+    assert "`again`" in Path("out dir/README.md").read_text()
+
+
+def test_no_licence_is_made_up_and_none_of_files_far_away(base: RWKV, tmp_path: Path) -> None:
+    (tmp_path.parent / "README.md").write_text(LICENSED)
+    for content in (None, "# no front matter", "---\n: [\n---\n", "---\n- a\n---\n", "---\nlicense: 3\n---\n"):
+        if content:
+            Path("README.md").write_text(content)
+        convert.main(["base.safetensors", "out"])
+        assert "license" not in front(Path("out/README.md"))
+        assert "no card states its licence" in Path("out/README.md").read_text()
+    Path("README.md").write_text(LICENSED)
+    base.save_pretrained("out")          # in memory, of which nothing is known
+    assert "license" not in front(Path("out/README.md"))
+    assert "Base" not in Path("out/README.md").read_text()
+
+
+def test_a_card_by_hand_is_not_replaced(base: RWKV) -> None:
+    base.save_pretrained("out")
+    Path("out/README.md").write_text("# mine")
+    with pytest.raises(UserError, match=r"README\.md"):
+        base.save_pretrained("out")
+    assert Path("out/README.md").read_text() == "# mine"
+
+
+@pytest.mark.programs
+def test_a_run_says_what_it_was(base: RWKV, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """With the commands of its continuations; a directory that is converted from it says the same."""
+    Path("text.txt").write_text(TEXT)
+    Path("README.md").write_text(LICENSED)
+    run = caller(monkeypatch, capsys)
+    options = (*SMALL, "init_from=base.safetensors", "tune=lora", "tune.rank=2", "logger=csv", "kernel=reference")
+    status, _, error = run("train", *options, "trainer.max_steps=2", "out_dir=run")
+    assert status == 0, error
+    tuned = json.loads(Path("run/tuned.json").read_text())
+    text = Path("run/README.md").read_text()
+    for part in ("base.safetensors", "apache-2.0", "SHA-256", "tune=lora", "after 2 steps: val/loss", "text.txt",
+                 f"{tuned['before']['val/loss']:.4f} before, {tuned['after']['val/loss']:.4f} after"):
+        assert part in text
+    assert "lora=run/adapter" in Path("run/adapter/README.md").read_text()
+    status, _, error = run("train", "resume=auto", "out_dir=run", "trainer.max_steps=3")
+    assert status == 0, error
+    commands = card.commands_in(Path("run/README.md"))
+    assert [command.split()[2] for command in commands] == ["debug=fast", "resume=auto"]
+    convert.main(["run", "merged"])
+    text = Path("merged/README.md").read_text()
+    for part in ("SHA-256", "after 3 steps", "timemix convert run merged", 'from_pretrained("merged")', "apache-2.0"):
+        assert part in text
+    assert 'from_pretrained("run")' not in text
