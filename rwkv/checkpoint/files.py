@@ -217,8 +217,8 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
                      source: str | None = None, command: str | None = None) -> None:
     """Writes a checkpoint with one tensor in memory at a time. After each it calls progress(its bytes, bytes of all tensors).
 
-    form: of a Hugging Face directory, one of formats.FORMS. source, command: for its model card, the name of what is written and
-    the command that does it. Raises UserError as save_pretrained does, before anything is written.
+    form: of a Hugging Face directory, one of formats.FORMS. source, command: for its model card, the name of what is written
+    and the command that does it. Raises UserError as save_pretrained does, before anything is written.
     """
     path = Path(path)
     if checkpoint.time_states:
