@@ -768,29 +768,29 @@ def _texts_or_whole_numbers(name: str, values: Any) -> tuple[int | str, ...]:
 def strings(name: str, values: Iterable[str]) -> tuple[str, ...]:
     """`values` as a tuple. Raises UserError, with the option's name, unless it is a list of strings."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise UserError(f"{name} is a list of strings; got one {type(values).__name__}: put it into a list")
+        raise UserError(f"{name} must be a list of strings; got one {type(values).__name__}: put it into a list")
     values = tuple(values)
     for value in values:
         if not isinstance(value, str):
-            raise UserError(f"{name} is a list of strings; one of them is {value!r}")
+            raise UserError(f"{name} must be a list of strings; one of them is {value!r}")
     return values
 
 
 def _one_of(name: str, value: Any, allowed: Collection[str]) -> None:
     if value not in allowed:
-        raise UserError(f"{name} is one of {', '.join(allowed)}; got {value!r}")
+        raise UserError(f"{name} must be one of {', '.join(allowed)}; got {value!r}")
 
 
 def _at_least(name: str, value: float, least: float, most: float) -> None:
     if not value >= least:
-        raise UserError(f"{name} is at least {least}; got {value}")
+        raise UserError(f"{name} must be at least {least}; got {value}")
     if value > most:
-        raise UserError(f"{name} is at most {most}; got {value}")
+        raise UserError(f"{name} must be at most {most}; got {value}")
     if value == math.inf:
-        raise UserError(f"{name} is a finite number; got {value}")
+        raise UserError(f"{name} must be a finite number; got {value}")
 
 
 def _between(name: str, value: float, low: float, high: float) -> None:
     if not low < value < high:
         allowed = f"a finite number above {low:g}" if high == math.inf else f"above {low:g} and below {high:g}"
-        raise UserError(f"{name} is {allowed}; got {value:g}")
+        raise UserError(f"{name} must be {allowed}; got {value:g}")

@@ -341,7 +341,7 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
         ("optim.betas=[0.9,1.5]", "optim.betas"),
         ("optim.matrix_lr=0.1", "optim.matrix_lr is for optim=muon or normuon"),
         ("data.template=world", "data.template is for data=chat"),
-        ("model.n_layer=1000000", "model.n_layer is at most 10000"),
+        ("model.n_layer=1000000", "model.n_layer must be at most 10000"),
         ("seed=4294967296", "seed"),
         ("logger.project=a/b", "logger.project"),
         ("optim.name=sgd", "adamw, adam, muon, normuon; got 'sgd'"),

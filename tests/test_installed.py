@@ -26,8 +26,8 @@ def test_every_folder_of_the_product_is_a_package() -> None:
 
 
 def test_a_command_is_a_program_and_not_a_part_of_one() -> None:
-    assert set(COMMANDS) == {"chat", "generate", "serve", "train", "convert", "evaluate", "list", "lm_eval", "pull", "report",
-                             "kernels", "bench"}
+    assert set(COMMANDS) == {"bench", "chat", "completion", "convert", "doctor", "evaluate", "generate", "kernels", "list",
+                             "lm_eval", "pull", "report", "serve", "smoke", "train"}
 
 
 @pytest.mark.programs

@@ -120,25 +120,25 @@ def _divided(text: str, where: str, fraction: float, times: int) -> Iterator[Doc
 def repeated_share(documents: Iterable[Document]) -> float:
     """The share of the validation text, by characters in lines of at least LONG characters, that the training text has too.
 
-    SAMPLE lines, spread over the validation text, are looked for.
+    SAMPLE lines, spread over the validation text, are looked for. They are compared by their hashes, since a line may be long.
     """
     both = list(documents)
     train, val = ([document for document in both if document.val == is_val] for is_val in (False, True))
-    sample: list[str] = []
+    sample: list[tuple[int, int]] = []   # of each line: its hash and its length
     every = 1
     for number, line in enumerate(line for document in val for lines in _lines(document.chunks) for line in lines
                                   if len(line) >= LONG):
         if number % every == 0:
-            sample.append(line)
+            sample.append((hash(line), len(line)))
         if len(sample) == 2 * SAMPLE:
             sample = sample[::2]
             every *= 2
-    wanted = {*sample}
-    repeated: set[str] = set()
+    wanted = {hashed for hashed, _ in sample}
+    repeated: set[int] = set()
     for document in train:
         for lines in _lines(document.chunks):
-            repeated |= wanted.intersection(lines)
-    return sum(len(line) for line in sample if line in repeated) / max(sum(map(len, sample)), 1)
+            repeated |= wanted.intersection(map(hash, lines))
+    return sum(length for hashed, length in sample if hashed in repeated) / max(sum(length for _, length in sample), 1)
 
 
 def _lines(chunks: Iterable[str]) -> Iterator[list[str]]:

@@ -180,8 +180,8 @@ def test_the_system_message_stays_at_a_reset() -> None:
     ("sampling=mine", "g1_think"),
     ("logit_bias=a", "logit_bias"),
     ("banned=3", "banned"),
-    ("max_new_tokens=0", "max_new_tokens is at least 1; got 0"),
-    ("seed=-1", "seed is at least 0; got -1"),
+    ("max_new_tokens=0", "max_new_tokens must be at least 1; got 0"),
+    ("seed=-1", "seed must be at least 0; got -1"),
     ("temperature=-1", "temperature"),
 ])
 def test_a_wrong_setting_is_refused(capsys: pytest.CaptureFixture[str], setting: str, said: str) -> None:

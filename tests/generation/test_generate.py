@@ -47,7 +47,7 @@ def checkpoint(tmp_path: Path) -> Path:
     (("num_samples=2", "save_state=x"), "save_state="),
     (("prompt=a", "out=x", "save_state=./x"), "same file"),
     *(pytest.param(*more, marks=pytest.mark.thorough) for more in (
-        (("checkpoint=.",), "checkpoint"),
+        (("checkpoint=several",), "name one of them"),
         (("kernel=nonsense",), "nonsense"),
         (("logit_bias=a:1",), "logit_bias"),
         (("max_new_tokens=-1",), "max_new_tokens"),
@@ -58,6 +58,9 @@ def checkpoint(tmp_path: Path) -> Path:
 ])
 def test_a_mistake_is_one_sentence(run: Run, arguments: tuple[str, ...], named: str) -> None:
     Path("empty.txt").write_text("\n")
+    Path("several").mkdir(exist_ok=True)
+    for name in ("a.pth", "b.pth"):
+        (Path("several") / name).touch()
     Path("utf16.txt").write_text("a", encoding="utf-16")
     Path("wrong.jsonl").write_text('{"prompt": "a"}\n{"text": "a"}\n')
     given = "checkpoint=" in "".join(arguments) or not arguments
