@@ -80,7 +80,7 @@ def base_of(path: Path) -> str:
     """The name of the base that a directory of PEFT states. Raises CheckpointError where it states none."""
     named = _config(path).get("base_model_name_or_path")
     if not isinstance(named, str) or not named:
-        raise CheckpointError(f"{path} is an adapter that does not name its base: name the base with checkpoint=, and the "
+        raise CheckpointError(f"{path} is a LoRA adapter that does not name its base: name the base with checkpoint=, and the "
                               "adapter with lora=")
     return named
 

@@ -35,6 +35,7 @@ Weights = dict[str, Tensor]
 LAYERS = {"fla": ("model.layers.1.attn.r_proj", "model.layers.2.ffn.key", "model.layers.0.attn.w_lora.lora.0", "lm_head"),
           "official": ("rwkv7.blocks.1.att.receptance", "rwkv7.blocks.2.ffn.key", "head"),
           "transformers-rwkv": ("model.layers.1.linear_attn.r_proj", "model.layers.2.mlp.key", "lm_head")}
+WIDE = "transformers-rwkv"               # has heads of 64 alone
 FORMS = [form for form in formats.FORMS if form in LAYERS]
 NAMES = ("blocks.0.att.key", "blocks.1.att.receptance", "blocks.2.ffn.value", "head")
 
@@ -105,16 +106,21 @@ def assert_weights(found: Any, expected: Weights, atol: float = 1e-6) -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """base.pth, and the same weights as a directory of each form. Heads are not 64 wide, so that receptances differ."""
+    """base.pth, and the same weights as a directory of each form. Heads are not 64 wide, so that receptances differ, but for
+    wide.pth and the form that needs such heads."""
     made = tmp_path_factory.mktemp("adapters")
     small_model(generation="rwkv7", **SIZES["rwkv7"]).save_pretrained(made / "base.pth")
+    small_model(generation="rwkv7", **{**SIZES["rwkv7"], "head_size": 64}).save_pretrained(made / "wide.pth")
     for form in FORMS:
-        if form != "transformers-rwkv":
-            convert.convert(made / "base.pth", made / form, form=form)
+        convert.convert(base_of(made, form), made / form, form=form)
     return made
 
 
-@pytest.mark.parametrize("form", [form for form in FORMS if form != "transformers-rwkv"])
+def base_of(folder: Path, form: str) -> Path:
+    return folder / ("wide.pth" if form == WIDE else "base.pth")
+
+
+@pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_peft_over_each_layout_of_names(folder: Path, tmp_path: Path, form: str, kind: str) -> None:
     make, described, scale = KINDS[kind]
@@ -133,7 +139,7 @@ def test_peft_over_each_layout_of_names(folder: Path, tmp_path: Path, form: str,
     expected = weights_of(tmp_path / "merged")
     atol = 1e-4 if kind == "pissa" else 1e-6             # singular values lie close together, and PEFT takes them in float32
     assert_weights(read_checkpoint(adapter).weights, expected, atol)     # the base by the name that it states
-    found = with_adapter(read_checkpoint(folder / "base.pth"), adapter).weights
+    found = with_adapter(read_checkpoint(base_of(folder, form)), adapter).weights
     assert_weights({name: found[name] for name in found if name not in UNUSED},
                    {name: weight for name, weight in expected.items() if name not in UNUSED}, atol)
 
