@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from rwkv.checkpoint.location import ADAPTER_ALONE
 from rwkv.checkpoint.stored import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
@@ -107,9 +108,7 @@ def tuned_kind(names: Collection[str]) -> str | None:
         return ("a tuned state, which begins a text on the weights that it was trained with: name these as checkpoint=, and "
                 "give the directory of its run to serve.py as adapters=NAME=DIRECTORY")
     if any(re.search(r"\.lora_[AB]\b", name) for name in names):
-        return ("a LoRA adapter, which changes the weights that it was trained with: name these as checkpoint=, and give the "
-                "directory of its run as checkpoint= or to serve.py as adapters=NAME=DIRECTORY; merge one of another program "
-                "with that program, such as by peft's merge_and_unload")
+        return ADAPTER_ALONE
     if {"logits", "att_x", "ffn_x"} <= set(names):
         return ("a saved state, which continues a text on the weights that it was made with: name these as checkpoint=, and "
                 "this file as state=")

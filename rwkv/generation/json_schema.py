@@ -196,7 +196,8 @@ def enforceable(schema: Mapping[str, Any], where: str, is_empty: IsEmpty) -> dic
     require_keywords(schema, where)
     finite = _Finite(schema)
     if not finite.has_instance(schema):
-        raise UserError(f"{where}: no text is valid by it, because its references form a circle, or what they require does")
+        raise UserError(f"{where}: no text is valid by it, because what it requires is excluded, or its references form a "
+                        "circle")
     _require_multiples(schema, where)
     return _Rewriting(schema, finite, is_empty).rewritten(schema, where)
 

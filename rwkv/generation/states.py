@@ -80,7 +80,7 @@ class StateForm:
             metadata = metadata_of(content)
         except (SafetensorError, ValueError) as error:
             raise UserError(f"{name} cannot be read as a state file: it is damaged, or not one that save_state= "
-                            "wrote") from error
+                            "wrote; name weights as checkpoint=") from error
         self.require_same(name, metadata)
         module = generation(self._config)
         expected = _parts(PrefillResult(torch.empty(1, self._vocab_size), module.empty_state(self._config, 1, "meta")))
@@ -100,7 +100,7 @@ class StateForm:
         """Raises UserError where a file with this metadata belongs to another model or tokenizer."""
         if metadata.get("format") != FORMAT:
             raise UserError(f"{name} is not a state file of this version: expected the format {FORMAT}, "
-                            f"found {metadata.get('format', 'none')}")
+                            f"found {metadata.get('format', 'none')}; name weights as checkpoint=")
         for part in PARTS:
             if metadata.get(part) != self.identity[part]:
                 raise UserError(f"{name} was written with another {part} (its hash is {str(metadata.get(part))[:12]}, this "

@@ -241,7 +241,16 @@ def test_an_adapter_beside_weights_is_ambiguous(model: RWKV, tmp_path: Path) -> 
     (folder / "adapter_config.json").write_text("{}")
     not_damaged(folder, "adapter")
     (folder / "config.json").unlink()
-    not_damaged(folder, "LoRA adapter")
+    not_damaged(folder, "LoRA adapter", "checkpoint=")
+
+
+def test_the_adapter_of_a_run_names_the_run(tmp_path: Path) -> None:
+    adapter = tmp_path / "run/adapter"
+    adapter.mkdir(parents=True)
+    (adapter / "adapter_config.json").write_text("{}")
+    (tmp_path / "run/checkpoints").mkdir()
+    (tmp_path / "run/checkpoints/last.ckpt").touch()
+    not_damaged(adapter, "LoRA adapter", str(tmp_path / "run"))
 
 
 def test_a_folder_with_one_file_is_that_file_and_with_two_neither(model: RWKV, tmp_path: Path) -> None:

@@ -195,6 +195,11 @@ def test_what_cannot_be_enforced_is_refused(name: str) -> None:
         assert "coerce" not in str(error.value)
 
 
+def test_a_required_name_that_may_not_occur_is_not_called_a_circle_alone() -> None:
+    with pytest.raises(UserError, match="what it requires is excluded"):
+        Grammar.json_schema({**CLOSED, "properties": {"a": INTEGER}, "required": ["b"]}).check()
+
+
 def test_a_schema_of_too_many_values_is_refused_at_once() -> None:
     with pytest.raises(UserError):
         Grammar.json_schema({"enum": [*range(200_000)]})

@@ -68,6 +68,14 @@ def test_a_missing_or_damaged_file_is_one_sentence(saved: Path) -> None:
             load_context(saved, model, BYTES)
 
 
+@pytest.mark.parametrize("name", ["weights.pth", "weights.safetensors"])
+def test_weights_are_no_state_and_the_error_names_their_option(name: str, tmp_path: Path) -> None:
+    model = small_model(vocab_size=256)
+    model.save_pretrained(tmp_path / name)
+    with pytest.raises(UserError, match="checkpoint="):
+        load_context(tmp_path / name, model, BYTES)
+
+
 @each_generation
 def test_a_file_that_has_changed_is_refused(tmp_path: Path, generation: str) -> None:
     """Its form is whole, and each of its numbers is one that a state can have: only the checksum tells."""
