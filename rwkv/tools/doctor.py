@@ -21,13 +21,13 @@ from rwkv.errors import UserError
 PACKAGES: dict[str, tuple[str, ...]] = {
     "": ("torch", "numpy", "tokenizers", "safetensors", "lightning", "torchdata", "pyyaml", "filelock", "tqdm", "hydra-core",
          "jinja2", "wandb"),
-    "taichi": ("taichi",), "cuda": ("cuda-core", "cuda-bindings"), "triton": ("triton",), "plot": ("matplotlib",),
+    "taichi": ("taichi",), "triton": ("triton",), "plot": ("matplotlib",),
     "hf": ("datasets",), "world": ("pyrwkv-tokenizer",), "chat": ("prompt_toolkit",), "lm-eval": ("lm-eval",),
-    "gguf": ("gguf",),
+    "gguf": ("gguf",), "hub": ("huggingface_hub",),
     "serve": ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus-client", "llguidance")}
-FOR = {"taichi": "kernels taichi_*", "cuda": "kernels cuda_*", "triton": "kernels triton_*", "plot": "plots of benchmarks",
+FOR = {"taichi": "kernels taichi_*", "triton": "kernels triton_*", "plot": "plots of benchmarks",
        "hf": "data=hf", "world": "fast World tokenisation", "chat": "editing lines in chat", "lm-eval": "timemix lm_eval",
-       "gguf": "llama.cpp's files", "serve": "timemix serve"}
+       "gguf": "llama.cpp's files", "hub": "names on the Hub", "serve": "timemix serve"}
 PROBLEM = "!"
 
 
