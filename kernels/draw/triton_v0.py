@@ -7,6 +7,8 @@ found one by one: 32 sums over the list, mostly of a few hundred tokens, in floa
 """
 
 # mypy: disable-error-code="no-untyped-def"
+import ctypes
+
 import torch
 import triton
 import triton.language as tl
@@ -39,12 +41,18 @@ def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias) -> Tenso
     block = min(BLOCK, max(PART, triton.next_power_of_2(V)))
     with torch.cuda.device_of(logits):
         _draw[(rows,)](logits, to_device(uniform.double(), logits.device), drawn, numbers, ids, logits.stride(0), V, listed,
-                       1 / filters.temperature, top_k, float(filters.top_p), float(filters.min_p), FILTERED=filtered,
+                       _float32(1 / _float32(filters.temperature)), top_k, _float32(filters.top_p), _float32(filters.min_p),
+                       FILTERED=filtered,
                        TOP_K=top_k > 0, IN_ORDER=bool(top_k or filters.top_p < 1),
                        FILTERS_FIRST=filtered and filters.filters_first, BLOCK=block,
                        PARTS=triton.next_power_of_2(triton.cdiv(V, PART)), LISTED=min(LISTED, block), PART=PART, num_warps=8,
                        enable_fp_fusion=True)
     return drawn
+
+
+def _float32(value: float) -> float:
+    """The value in float32, as C reads it, and as a GPU receives a kernel's float; the interpreter keeps 64 bits."""
+    return ctypes.c_float(value).value
 
 
 def _biased(logits: Tensor, bias: Bias) -> Tensor:
