@@ -97,6 +97,18 @@ def _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST: tl.
 
 
 @triton.jit
+def _summands(x, inside, top, scale, last_scale, min_p, WHAT: tl.constexpr, FILTERS_FIRST: tl.constexpr):
+    """What _search sums for each token of a part of the list."""
+    if WHAT == "count":
+        summand = inside.to(tl.float64)
+    elif WHAT == "weight":
+        summand = tl.where(inside, _weights(x, top, scale), 0.0).to(tl.float64)
+    else:
+        summand = _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST)
+    return summand
+
+
+@triton.jit
 def _search(numbers, ids, n, low, bound, top, scale, last_scale, min_p, WHAT: tl.constexpr, FILTERS_FIRST: tl.constexpr,
             LISTED: tl.constexpr):
     """The smallest key q, at least `low`, at which the sum over tokens with larger keys is below the bound, or for "draw" at
@@ -110,12 +122,7 @@ def _search(numbers, ids, n, low, bound, top, scale, last_scale, min_p, WHAT: tl
         total = tl.zeros([], tl.float64)
         for first in range(0, n, LISTED):
             x, _ids, inside = _listed(numbers, ids, n, first, LISTED)
-            if WHAT == "count":
-                summand = inside.to(tl.float64)
-            elif WHAT == "weight":
-                summand = tl.where(inside, _weights(x, top, scale), 0.0).to(tl.float64)
-            else:
-                summand = _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST)
+            summand = _summands(x, inside, top, scale, last_scale, min_p, WHAT, FILTERS_FIRST)
             total += tl.sum(tl.where(_key(x).to(tl.int64) > middle, summand, 0.0), 0)
         enough = total <= bound if WHAT == "draw" else total < bound
         high = tl.where(enough, middle, high)
@@ -125,12 +132,7 @@ def _search(numbers, ids, n, low, bound, top, scale, last_scale, min_p, WHAT: tl
     at_key = tl.zeros([], tl.int32)
     for first in range(0, n, LISTED):
         x, _ids, inside = _listed(numbers, ids, n, first, LISTED)
-        if WHAT == "count":
-            summand = inside.to(tl.float64)
-        elif WHAT == "weight":
-            summand = tl.where(inside, _weights(x, top, scale), 0.0).to(tl.float64)
-        else:
-            summand = _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST)
+        summand = _summands(x, inside, top, scale, last_scale, min_p, WHAT, FILTERS_FIRST)
         above += tl.sum(tl.where(_key(x).to(tl.int64) > low, summand, 0.0), 0)
         at = inside & (_key(x).to(tl.int64) == low) & (summand > 0)
         at_key += tl.sum(at.to(tl.int32), 0)
