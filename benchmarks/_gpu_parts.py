@@ -38,6 +38,7 @@ from rwkv.config import ModelConfig, OptimConfig, Sampling, TrainerConfig
 from rwkv.generation.decoder import CDecoder, decoder_of
 from rwkv.generation.engine import Engine
 from rwkv.generation.prefill import prefill
+from rwkv.generation.request import Request
 from rwkv.generation.sampling import drawing_on, next_tokens
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model import fused_form
@@ -459,7 +460,8 @@ def _engine(check: Check, checkpoint: Path, vocabulary: Path, texts: Sequence[in
         engine = Engine(model, tokenizer)
         start = time.perf_counter()
         for seed in range(n):
-            engine.add(serving.PROMPT, seed, StoppingCriteria(10**9), Sampling(temperature=1, top_p=0.8, banned=(0,)))
+            engine.add(Request(serving.PROMPT, seed, StoppingCriteria(10**9),
+                               Sampling(temperature=1, top_p=0.8, banned=(0,))))
         while len(engine.step()) < n:
             pass
         read_s, start, steps = time.perf_counter() - start, time.perf_counter(), 0

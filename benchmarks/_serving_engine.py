@@ -23,6 +23,7 @@ def main() -> None:
     from rwkv.generation.decoder import decoder_of
     from rwkv.generation.engine import Engine
     from rwkv.generation.prefill import prefill
+    from rwkv.generation.request import Request
     from rwkv.generation.sampling import Sampling
     from rwkv.generation.stopping import StoppingCriteria
     from rwkv.pretrained import RWKV
@@ -34,7 +35,8 @@ def main() -> None:
         texts, seconds = json.loads(line)
         engine = Engine(model, tokenizer)
         for seed in range(texts):
-            engine.add(PROMPT, seed, StoppingCriteria(10**9), Sampling(temperature=1, top_p=1, logit_bias={0: -100}))
+            engine.add(Request(PROMPT, seed, StoppingCriteria(10**9),
+                               Sampling(temperature=1, top_p=1, logit_bias={0: -100})))
         while len(engine.step()) < texts:
             pass
         start = prefill(model, torch.ones(texts, 1, dtype=torch.long))

@@ -220,13 +220,13 @@ class OptimConfig:
     def __post_init__(self) -> None:
         check_options(self, "optim.")
         if not 0 <= self.matrix_momentum < 1:
-            raise UserError(f"optim.matrix_momentum is from 0 to below 1; got {self.matrix_momentum}")
+            raise UserError(f"optim.matrix_momentum must be from 0 to below 1; got {self.matrix_momentum}")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise UserError(f"optim.betas are two numbers from 0 to below 1; got {list(self.betas)}")
+            raise UserError(f"optim.betas must be two numbers from 0 to below 1; got {list(self.betas)}")
         if not 0 < self.lr < math.inf:
-            raise UserError(f"optim.lr is a finite number above 0; got {self.lr}")
+            raise UserError(f"optim.lr must be a finite number above 0; got {self.lr}")
         if not 0 < self.last_lr <= self.lr:
-            raise UserError(f"optim.min_lr is above 0 and at most optim.lr, which is {self.lr}; got {self.min_lr}: give "
+            raise UserError(f"optim.min_lr must be above 0 and at most optim.lr, which is {self.lr}; got {self.min_lr}: give "
                             "another optim.min_lr as well")
 
     @property
@@ -277,7 +277,7 @@ class TrainerConfig:
         if self.strategy == "single" and (self.devices, self.num_nodes) != (1, 1):
             raise UserError("trainer.devices and trainer.num_nodes are for trainer=ddp and trainer=fsdp")
         if self.overfit_batches % self.accumulate:
-            raise UserError(f"trainer.overfit_batches is a multiple of trainer.accumulate, {self.accumulate}; got "
+            raise UserError(f"trainer.overfit_batches must be a multiple of trainer.accumulate, {self.accumulate}; got "
                             f"{self.overfit_batches}")
         if self.strategy == "fsdp" and self.tbptt:
             raise UserError("trainer=fsdp gathers a block's weights for one pass, and trainer.tbptt makes a pass for each "
@@ -337,9 +337,9 @@ class TuneConfig:
     def __post_init__(self) -> None:
         check_options(self, "tune.")
         if not self.label_smoothing < 0.5:
-            raise UserError(f"tune.label_smoothing is from 0 to below 0.5; got {self.label_smoothing}")
+            raise UserError(f"tune.label_smoothing must be from 0 to below 0.5; got {self.label_smoothing}")
         if not self.dropout < 1:
-            raise UserError(f"tune.dropout is from 0 to below 1; got {self.dropout}")
+            raise UserError(f"tune.dropout must be from 0 to below 1; got {self.dropout}")
         if self.method == "full" and self.base != "float32":
             raise UserError(f"tune.base={self.base} is for frozen weights, and tune=full trains them: use tune=lora or state")
 
@@ -417,7 +417,7 @@ def _biases(texts: Iterable[str]) -> dict[int, float]:
         try:
             biases[int(token)] = float(bias)
         except ValueError:
-            raise UserError(f"logit_bias is TOKEN_ID:NUMBER, as in logit_bias=198:-5; got {text!r}") from None
+            raise UserError(f"logit_bias must be TOKEN_ID:NUMBER, as in logit_bias=198:-5; got {text!r}") from None
     return biases
 
 
@@ -489,7 +489,7 @@ class Sampling:
             _one_of(item.name, value, limits["one_of"])
         if item.type == Mapping[int, float]:
             if not isinstance(value, Mapping):
-                raise UserError(f"{item.name} is a dict of token ids and numbers; got {value!r}")
+                raise UserError(f"{item.name} must be a dict of token ids and numbers; got {value!r}")
         elif limits["least"] is None:
             return
         for number in value.values() if isinstance(value, Mapping) else [value]:
@@ -532,7 +532,7 @@ class Sampling:
         for name in ("logit_bias", "banned", "no_penalty"):
             for token in getattr(self, name):
                 if isinstance(token, int) and not 0 <= token < vocab_size:
-                    raise UserError(f"{name} takes token ids from 0 to {vocab_size - 1}; got {token}")
+                    raise UserError(f"{name} must hold token ids from 0 to {vocab_size - 1}; got {token}")
         if len({*self.banned}) >= vocab_size:
             raise UserError(f"banned has all {vocab_size} tokens of the vocabulary: leave at least one out")
 
@@ -719,7 +719,7 @@ class ServeConfig(SavedModelConfig):
         check_options(self)
         _ = self.adapter_paths           # raises UserError for other forms than NAME=PATH
         if self.port > 65535:
-            raise UserError(f"port is from 0 to 65535; got {self.port}")
+            raise UserError(f"port must be from 0 to 65535; got {self.port}")
         if "*" in self.cors and self.api_key:
             raise UserError("cors=* lets any page use this server: with api_key= name the origins")
         Sampling.of(self)
@@ -731,7 +731,7 @@ class ServeConfig(SavedModelConfig):
         for pair in (pair for given in self.adapters for pair in NEXT_PAIR.split(given)):
             name, _, path = pair.partition("=")
             if not name or not path:
-                raise UserError(f"adapters is NAME=PATH, or several such pairs with commas between them; got {pair!r}")
+                raise UserError(f"adapters must be NAME=PATH, or several such pairs with commas between them; got {pair!r}")
             if name in found:
                 raise UserError(f"adapters has the name {name!r} twice: give each model a name of its own")
             found[name] = path
@@ -743,16 +743,16 @@ def whole_number(name: str, value: Any, least: int = 0, most: float = math.inf) 
     try:
         number = operator.index(value)
     except TypeError:
-        raise UserError(f"{name} is a whole number; got {value!r}") from None
+        raise UserError(f"{name} must be a whole number; got {value!r}") from None
     if not least <= number <= most:
-        raise UserError(f"{name} is {f'{least} or more' if most == math.inf else f'from {least} to {most}'}; got {number}")
+        raise UserError(f"{name} must be {f'{least} or more' if most == math.inf else f'from {least} to {most}'}; got {number}")
     return number
 
 
 def whole_numbers(name: str, values: Iterable[Any], most: float = math.inf) -> tuple[int, ...]:
     """`values` as ints from 0 to `most`. Raises UserError, with the option's name, for anything else."""
     if isinstance(values, (str, bytes)) or not isinstance(values, Iterable):
-        raise UserError(f"{name} is a list of whole numbers; got {values!r}")
+        raise UserError(f"{name} must be a list of whole numbers; got {values!r}")
     return tuple(whole_number(name, value, most=most) for value in values)
 
 
@@ -761,7 +761,7 @@ def _texts_or_whole_numbers(name: str, values: Any) -> tuple[int | str, ...]:
     if isinstance(values, str):
         values = (values,)
     if not isinstance(values, Iterable) or "" in (values := tuple(values)):
-        raise UserError(f"{name} is a list of token ids and of texts that are not empty; got {values!r}")
+        raise UserError(f"{name} must be a list of token ids and of texts that are not empty; got {values!r}")
     return tuple(value if isinstance(value, str) else whole_number(name, value) for value in values)
 
 

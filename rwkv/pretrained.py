@@ -54,7 +54,7 @@ class RWKV(Model):
         lora_alpha: of one whose file does not state it.
         """
         if dtype not in DTYPES:
-            raise UserError(f"dtype is one of {', '.join(DTYPES)}; got {dtype!r}")
+            raise UserError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
         if trainable and dtype in QUANTISED:
             raise UserError(f"weights in {dtype} cannot be trained: use dtype=float32 or bfloat16, or leave trainable out")
         checkpoint = _read(path, lora, lora_alpha)

@@ -37,7 +37,7 @@ def requires(timex: str, block: int = BLOCK) -> Requires:
         raise UnknownKernel(f"{timex} cannot be used inside WKV: its error is relative to the largest e^k of a row, and "
                             "e^k spans decades; choose another kernel")
     if block < 1:
-        raise ValueError(f"block is the number of steps per block, at least 1; got {block}")
+        raise ValueError(f"block must be at least 1 step per block; got {block}")
     return replace(inner, dtypes=tuple(dtype for dtype in inner.dtypes if dtype in REQUIRES.dtypes))   # e^k overflows a half
 
 

@@ -47,7 +47,7 @@ def is_learnt(message: Message, where: str) -> bool:
         if value is None:
             continue
         if not isinstance(value, (int, float)) or value not in (0, 1):
-            raise UserError(f"{where}.{field} is 0 or 1 (false or true), because an answer is learnt or it is not; got "
+            raise UserError(f"{where}.{field} must be 0 or 1 (false or true), because an answer is learnt or it is not; got "
                             f"{_shown(value)}")
         if not answer and value == 1 and field in ("train", "training", "trainable"):
             raise UserError(f"{where}.{field}: the role is {message['role']}, and a model learns the assistant's answers alone")
@@ -60,24 +60,24 @@ def is_learnt(message: Message, where: str) -> bool:
 
 def _check_message(message: Any, where: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
-        raise UserError(f"{where} is an object with role and content; got {_shown(message)}")
+        raise UserError(f"{where} must be an object with role and content; got {_shown(message)}")
     role = message.get("role")
     role = OTHER_ROLES.get(role, role) if isinstance(role, str) else role
     if not isinstance(role, str) or role not in ROLES:
-        raise UserError(f"{where}.role is one of {', '.join(ROLES)}; got {_shown(role)}")
+        raise UserError(f"{where}.role must be one of {', '.join(ROLES)}; got {_shown(role)}")
     given = {field: value for field, value in message.items() if value not in EMPTY}
     for field in ("tool_calls", "function_call", "reasoning_content"):
         if field in given and role != "assistant":
             raise UserError(f"{where}.{field} belongs to the assistant; the role is {role}")
     if not isinstance(given.get("reasoning_content", ""), str):
-        raise UserError(f"{where}.reasoning_content is a string; got {_shown(given['reasoning_content'])}")
+        raise UserError(f"{where}.reasoning_content must be a string; got {_shown(given['reasoning_content'])}")
     call = given.pop("function_call", None)
     if call is not None and "tool_calls" not in given:
         given["tool_calls"] = [{"type": "function", "function": call}]
     if "tool_calls" in given:
         calls = given["tool_calls"]
         if not isinstance(calls, list):
-            raise UserError(f"{where}.tool_calls is a list; got {_shown(calls)}")
+            raise UserError(f"{where}.tool_calls must be a list; got {_shown(calls)}")
         given["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     return {**given, "role": role, "content": _content(message.get("content"), given.get("refusal"), role, where)}
 
@@ -86,13 +86,13 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     """A call whose arguments are an object, as templates expect. In OpenAI's interface they are JSON in a string."""
     function = call.get("function", call) if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-        raise UserError(f'{where} is a call, {{"type": "function", "function": {{"name": "...", "arguments": "{{}}"}}}}; got '
-                        f"{_shown(call)}")
+        raise UserError(f'{where} must be a call, {{"type": "function", "function": {{"name": "...", "arguments": "{{}}"}}}}; '
+                        f"got {_shown(call)}")
     arguments = function.get("arguments")
     if isinstance(arguments, str):
         arguments = _read_arguments(arguments)
     if arguments is not None and not isinstance(arguments, Mapping):
-        raise UserError(f"{where}.function.arguments is a JSON object; got {_shown(arguments)}")
+        raise UserError(f"{where}.function.arguments must be a JSON object; got {_shown(arguments)}")
     known = {**function, "arguments": without_surrogates(arguments or {})}
     return {**call, "function": known} if "function" in call else known
 
@@ -112,7 +112,7 @@ def _content(content: Any, refusal: Any, role: str, where: str) -> str:
     if isinstance(content, str):
         return content
     if not isinstance(content, list):
-        raise UserError(f"{where}.content is a string, or a list of texts; got {_shown(content)}")
+        raise UserError(f"{where}.content must be a string, or a list of texts; got {_shown(content)}")
     return "\n".join(_text(item, role, f"{where}.content[{i}]") for i, item in enumerate(content))
 
 
@@ -122,7 +122,7 @@ def _text(item: Any, role: str, where: str) -> str:
     if isinstance(kind, str) and kind in NO_TEXT:
         raise UserError(f"{where} is {NO_TEXT[kind]}, and this model reads text alone")
     if kind not in kinds or not isinstance(item.get(kind), str):
-        raise UserError(f'{where} is a text, {{"type": "text", "text": "..."}}; got {_shown(item)}')
+        raise UserError(f'{where} must be a text, {{"type": "text", "text": "..."}}; got {_shown(item)}')
     text: str = item[kind]
     return text
 

@@ -235,7 +235,7 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     quantised = dtype if dtype in block_formats else None
     if dtype is not None and dtype not in DTYPES and not quantised:
         blocks = "".join(f"; in {name} also {', '.join(dtypes)}" for name, dtypes in formats.QUANTISED.items())
-        raise UserError(f"dtype is one of {', '.join(DTYPES)}{blocks}; got {dtype!r}")
+        raise UserError(f"dtype must be one of {', '.join(DTYPES)}{blocks}; got {dtype!r}")
     if hasattr(module, "dtype_for"):
         group = generation(checkpoint.config).group
         tensors = {name: tensor.cast(module.dtype_for(tensor, group(name), dtype))

@@ -294,7 +294,7 @@ def _laid_out_for_transformers_rwkv(tensors: Mapping[str, Stored]) -> dict[str, 
     """Raises UserError for heads that are not 64 wide, which that program does not have."""
     head_size = tensors["blocks.0.att.r_k"].shape[1]
     if head_size != HEAD_SIZE:
-        raise UserError(f"the form {TRANSFORMERS_RWKV} is for heads of {HEAD_SIZE}; got {head_size}: choose another form")
+        raise UserError(f"the form {TRANSFORMERS_RWKV} requires heads of {HEAD_SIZE}; got {head_size}: choose another form")
     laid: dict[str, Stored] = {}
     for name, tensor in tensors.items():
         if name in TRANSFORMERS_RWKV_TOP:

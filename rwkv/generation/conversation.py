@@ -18,6 +18,7 @@ from rwkv.config import Sampling
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine
 from rwkv.generation.prefill import PrefillResult
+from rwkv.generation.request import Request
 from rwkv.generation.row import Sample
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model
@@ -120,10 +121,9 @@ class Chat:
         # Penalties count the whole conversation, so that an answer does not depend on how much of it is read now
         earlier = encode(self.tokenizer, [prompt])[0] if self.sampling.repetition_penalty != 1 else ()
         engine = Engine(self.model, self.tokenizer)
-        row, = engine.add_all(encode(self.tokenizer, [prompt[len(read):]], before), [self.seed],
-                              StoppingCriteria(self.max_new_tokens, (*self.template.stop, *self.stop)),
-                              self.sampling, context,
-                              earlier=earlier)
+        ids, = encode(self.tokenizer, [prompt[len(read):]], before)
+        stopping = StoppingCriteria(self.max_new_tokens, (*self.template.stop, *self.stop))
+        row, = engine.add_all([Request(ids, self.seed, stopping, self.sampling, context=context, earlier=earlier)])
         self.seed += 1
         self.stats = Stats(len(row.prompt_ids))
         self._keep(prompt, engine.context())

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from kernels.backends.transfer import to_device
-from rwkv.config import LARGEST_SEED, Pooling, Sampling, strings, whole_number, whole_numbers
+from rwkv.config import LARGEST_SEED, Sampling, strings, whole_number, whole_numbers
 from rwkv.errors import UserError
 from rwkv.generation.decoder import CDecoder, GpuDecoder, decoder_of
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.logprobs import entry, logprobs
 from rwkv.generation.pooling import pooled
-from rwkv.generation.prefill import EMPTY, Key, PrefillResult, PrefixCache, Reading, chunks_on, prefill
+from rwkv.generation.prefill import PrefillResult, PrefixCache, Reading, chunks_on, prefill
+from rwkv.generation.request import Request
 from rwkv.generation.row import CANCELLED, Row, Sample
 from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, drawing_on, on_host, queued_tokens
 from rwkv.generation.stopping import StoppingCriteria
@@ -49,8 +50,9 @@ def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_token
     be encoded or the tokenizer does not fit the model.
     """
     engine = Engine(model, tokenizer, cache)
-    engine.add_all([prompt], [seed], StoppingCriteria(max_new_tokens, stop, stop_tokens), Sampling(**sampling), context,
-                   grammar=grammar)
+    prompt, = strings("prompts", [prompt])
+    engine.add_all([Request(prompt, seed, StoppingCriteria(max_new_tokens, stop, stop_tokens), Sampling(**sampling),
+                            grammar=grammar, context=context)])
     return (piece for _, piece in engine if piece)
 
 
@@ -67,10 +69,15 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
     seeds: one for each prompt; all 0 by default. Raises ValueError as `generate` does.
     """
     prompts = strings("prompts", prompts)
+    seeds = [0] * len(prompts) if seeds is None else whole_numbers("seed", seeds, most=LARGEST_SEED)
+    if len(prompts) != len(seeds):
+        raise UserError(f"one seed per prompt: got {len(prompts)} prompts and {len(seeds)} seeds")
+    stopping = StoppingCriteria(max_new_tokens, stop, stop_tokens)
+    options = Sampling(**sampling)
+    n_logprobs = whole_number("logprobs", logprobs) or None
     engine = Engine(model, tokenizer, cache)
-    rows = engine.add_all(prompts, [0] * len(prompts) if seeds is None else seeds,
-                          StoppingCriteria(max_new_tokens, stop, stop_tokens), Sampling(**sampling), n_logprobs=logprobs,
-                          grammar=grammar)
+    rows = engine.add_all([Request(prompt, seed, stopping, options, n_logprobs, grammar=grammar)
+                           for prompt, seed in zip(prompts, seeds, strict=True)])
     engine.run()
     return [row.sample for row in rows]
 
@@ -104,54 +111,26 @@ class Engine:
         self._steps = 0
         self._watch_every = WATCH_ON_GPU if self._logits.is_cuda else 1
 
-    def add_all(self, prompts: Sequence[str | list[int]], seeds: Sequence[int],
-                stopping: StoppingCriteria | None = None, sampling: Sampling | None = None,
-                context: PrefillResult | None = None, n_logprobs: int = 0, earlier: Sequence[int] = (),
-                grammar: Grammar | None = None) -> list[Row]:
-        """A row for each prompt and its seed, with the same options. Reads all prompts now.
-
-        n_logprobs: 0 for no log-probabilities. Raises ValueError as `generate` does, before anything is read.
-        """
-        if not prompts or not all(isinstance(prompt, list) for prompt in prompts):       # ids are checked by add()
-            prompts = strings("prompts", prompts)                # type: ignore[arg-type]
-        seeds = whole_numbers("seed", seeds, most=LARGEST_SEED)
-        if len(prompts) != len(seeds):
-            raise UserError(f"one seed per prompt: got {len(prompts)} prompts and {len(seeds)} seeds")
-        n = whole_number("logprobs", n_logprobs) or None
-        rows = [self.add(prompt, seed, stopping, sampling, n, context, earlier=earlier, grammar=grammar)
-                for prompt, seed in zip(prompts, seeds, strict=True)]
+    def add_all(self, requests: Sequence[Request]) -> list[Row]:
+        """A row for each request, with all prompts read. Raises ValueError as add() does, before anything is read."""
+        rows = [self.add(request) for request in requests]
         while self._readings:
             self._read_prompts()
         return rows
 
-    def add(self, prompt: str | Sequence[int], seed: int = 0, stopping: StoppingCriteria | None = None,
-            sampling: Sampling | None = None, n_logprobs: int | None = None, context: PrefillResult | None = None,
-            prompt_logprobs: bool = False, earlier: Sequence[int] = (), grammar: Grammar | None = None,
-            keep: bool = False, after: Key | None = None, pooling: Pooling | None = None) -> Row:
-        """A row that continues `prompt`, a text or its ids, from the next step on.
-
-        n_logprobs: keep the log-probability of each token and of this many likeliest tokens; None for no log-probabilities.
-        prompt_logprobs: keep them also for the prompt's tokens except the first. earlier: ids that the context has read;
-        repetition_penalty counts them like the prompt's. grammar: what the text may be. keep: set Row.kept at the end. after:
-        the cache key, of length 0, for the context; None is EMPTY, and a context without a key is not looked up or cached.
-        pooling: set Row.embedding when the prompt is read.
-        Raises ValueError as `generate` does.
-        """
-        sampling = sampling or Sampling()
+    def add(self, request: Request) -> Row:
+        """A row that continues the request's prompt from the next step on. Raises ValueError as `generate` does."""
+        sampling = request.sampling
         sampling.check_ids(self._tokenizer.vocab_size)
-        ids = self._prompt_ids(prompt, context)
-        sample = Sample(prompt if isinstance(prompt, str) else "", whole_number("seed", seed, most=LARGEST_SEED))
+        ids = self._prompt_ids(request)
         penalties: Penalties | TablePenalties | None = None
         if sampling.has_penalties:
             make = self._penalty_table.row if self._penalty_table else Penalties
-            penalties = make(sampling, [*earlier, *ids], sampling.ids_without_penalty(self._tokenizer))
-        row = Row(self._added, sample, ids, self._tokenizer, stopping or StoppingCriteria(), sampling, penalties, n_logprobs,
-                  self._cache_for(context, after), context, grammar, keep, after or EMPTY)
-        n_of_prompt = (n_logprobs or 0) if prompt_logprobs else None
-        shared = next((shared for shared in self._readings if shared.fits(ids, context, n_of_prompt, after, pooling)), None)
+            penalties = make(sampling, [*request.earlier, *ids], sampling.ids_without_penalty(self._tokenizer))
+        row = Row(self._added, request, ids, self._tokenizer, penalties, self._cache if request.uses_cache else None)
+        shared = next((shared for shared in self._readings if shared.serves(request, ids)), None)
         if shared is None:
-            reading = self._reading(ids, context, n_of_prompt, after, pooling)
-            shared = _Shared(reading, context, n_of_prompt, after, [], pooling=pooling)
+            shared = _Shared(self._reading(request, ids), request, [])
             self._readings.append(shared)
         row.cached_tokens = shared.reading.cached
         shared.rows.append(row)
@@ -167,11 +146,11 @@ class Engine:
             prefill(self._model, torch.zeros(1, tokens, dtype=torch.long, device="cpu"))
         texts = Engine(self._model, self._tokenizer)     # without the cache
         for n_logprobs in (None, 1):                     # one row, then two
-            texts.add([0], 0, StoppingCriteria(WARM_TOKENS), Sampling(), n_logprobs)
+            texts.add(Request([0], stopping=StoppingCriteria(WARM_TOKENS), n_logprobs=n_logprobs))
             texts.step()
         texts.run()
         for options in WARM_SAMPLINGS if self._draw_device.type == "cuda" else ():
-            texts.add([0], 0, StoppingCriteria(1), options)
+            texts.add(Request([0], stopping=StoppingCriteria(1), sampling=options))
             texts.run()
         if isinstance(self._decoder, GpuDecoder):        # last: more slots than before would need other graphs
             self._decoder.warm_up(rows)
@@ -205,7 +184,7 @@ class Engine:
         pieces = [(row.index, row.end_without_token()) for row in self._rows if row.unfinished and not row.find_allowed()]
         for position, row in enumerate(self._rows):
             if row.owes_end:             # its last token has been read now
-                row.kept = self._end_of(position)
+                row.final_context = self._end_of(position)
         self._drop_finished()
         if not self._rows:
             return pieces
@@ -214,9 +193,9 @@ class Engine:
         for position, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
             pieces.append((row.index, row.push(token)))
             if not row.unfinished and row.cache is not None:
-                row.cache.put(row.cache.key(row.tokens_read(), row.after), self._result(position))
+                row.cache.put(row.cache.key(row.tokens_read(), row.request.cache_key), self._result(position))
             if row.owes_end and not row.last_token_in_text:
-                row.kept = self._end_of(position)
+                row.final_context = self._end_of(position)
         return pieces
 
     def context(self) -> PrefillResult:
@@ -228,14 +207,10 @@ class Engine:
             self._read_drawn()
         return self._end_of(0)
 
-    def _reading(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None, after: Key | None,
-                 pooling: Pooling | None) -> Reading:
-        cache = self._cache_for(context, after)
-        return Reading(self._model, ids, context, cache, n_logprobs, self._tokenizer.vocab_size, after or EMPTY, self._in_c,
-                       pooling is not None)
-
-    def _cache_for(self, context: PrefillResult | None, after: Key | None) -> PrefixCache | None:
-        return self._cache if context is None or after is not None else None
+    def _reading(self, request: Request, ids: list[int]) -> Reading:
+        cache = self._cache if request.uses_cache else None
+        return Reading(self._model, ids, request.context, cache, request.n_prompt_logprobs, self._tokenizer.vocab_size,
+                       request.cache_key, self._in_c, request.pooling is not None)
 
     def _decode_from(self, state: State) -> None:
         """Makes the decoder, which keeps values computed from the weights, and a watch on the weights."""
@@ -250,8 +225,7 @@ class Engine:
         for row in self._rows:
             row.cache = None
         for shared in self._readings:
-            shared.reading = self._reading(shared.reading.tokens, shared.context, shared.n_logprobs, shared.after,
-                                           shared.pooling)
+            shared.reading = self._reading(shared.request, shared.reading.tokens)
             shared.logprobs.clear()
 
     def _result(self, position: int) -> PrefillResult:
@@ -262,7 +236,8 @@ class Engine:
         """_result(position) with the last ids of the row's text, so that another text can follow it."""
         return self._result(position)._replace(last_ids=tuple(self._rows[position].last_ids()))
 
-    def _prompt_ids(self, prompt: str | Sequence[int], context: PrefillResult | None) -> list[int]:
+    def _prompt_ids(self, request: Request) -> list[int]:
+        prompt, context = request.prompt, request.context
         if isinstance(prompt, str):
             ids = self._tokenizer.encode_after(prompt, context.last_ids if context else ())
         else:
@@ -308,8 +283,8 @@ class Engine:
             for row in shared.rows:
                 row.prompt_read = True
                 row.prompt_logprobs = shared.logprobs
-                if shared.pooling is not None:
-                    row.embedding = pooled(shared.reading, shared.pooling)
+                if row.request.pooling is not None:
+                    row.embedding = pooled(shared.reading, row.request.pooling)
             self._rows += shared.rows
             results += [result] * len(shared.rows)
         if results:
@@ -319,7 +294,7 @@ class Engine:
 
     def _end_damaged(self) -> None:
         """Ends the rows whose logits are not finite because of their context, which may come from a damaged file."""
-        positions = [position for position, row in enumerate(self._rows) if row.has_context and row.stays]
+        positions = [position for position, row in enumerate(self._rows) if row.request.context is not None and row.stays]
         if positions:
             finite = self._logits[positions].amax(-1).isfinite().tolist()
             for position, good in zip(positions, finite, strict=True):
@@ -333,7 +308,7 @@ class Engine:
         tokens = [0] * len(self._rows)
         groups: dict[Sampling, list[int]] = {}
         for position, row in enumerate(self._rows):
-            groups.setdefault(row.sampling, []).append(position)
+            groups.setdefault(row.request.sampling, []).append(position)
         queued = []
         for options, positions in groups.items():
             rows = [self._rows[position] for position in positions]
@@ -360,16 +335,16 @@ class Engine:
         return logits
 
     def _keep_logprobs(self, logits: Tensor, tokens: list[int]) -> None:
-        positions = [position for position, row in enumerate(self._rows) if row.n_logprobs is not None]
+        positions = [position for position, row in enumerate(self._rows) if row.request.n_logprobs is not None]
         if not positions:
             return
-        n = max(self._rows[position].n_logprobs or 0 for position in positions)
+        n = max(self._rows[position].request.n_logprobs or 0 for position in positions)
         drawn = torch.tensor([tokens[position] for position in positions], device="cpu")
         own, ids, values = logprobs(logits[positions], drawn, n)
         for index, position in enumerate(positions):
             row = self._rows[position]
             row.sample.logprobs.append(entry(self._tokenizer, tokens[position], own[index], ids[index], values[index],
-                                             row.n_logprobs, row.last_ids()))
+                                             row.request.n_logprobs, row.last_ids()))
 
     def _name_prompt_logprobs(self, shared: "_Shared") -> None:
         """Makes the entries for the part that was read last. Making those of a long prompt at once would take seconds."""
@@ -379,22 +354,19 @@ class Engine:
             for token, its_own, its_ids, its_values in zip(following, own, ids, values, strict=True):
                 place = len(shared.logprobs) + 1
                 before = shared.reading.tokens[max(0, place - LAST_IDS):place]
-                shared.logprobs.append(entry(self._tokenizer, token, its_own, its_ids, its_values, shared.n_logprobs, before))
+                shared.logprobs.append(entry(self._tokenizer, token, its_own, its_ids, its_values,
+                                             shared.request.n_logprobs, before))
         shared.reading.logprobs.clear()
+
 
 @dataclass
 class _Shared:
-    """A prompt while it is read, once for all rows that continue it."""
+    """A prompt while it is read, once for all rows that continue it. request: of the first of them."""
 
     reading: Reading
-    context: PrefillResult | None
-    n_logprobs: int | None
-    after: Key | None
+    request: Request
     rows: list[Row]
     logprobs: list[dict[str, Any]] = field(default_factory=list)         # of the prompt's tokens except the first
-    pooling: Pooling | None = None
 
-    def fits(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None, after: Key | None,
-             pooling: Pooling | None) -> bool:
-        same = self.context is context and self.n_logprobs == n_logprobs and self.after == after and self.pooling == pooling
-        return same and self.reading.tokens == ids
+    def serves(self, request: Request, ids: list[int]) -> bool:
+        return self.request.shares_prefill(request) and self.reading.tokens == ids

@@ -88,7 +88,7 @@ def _require_safe_keys(schema: Any, where: str) -> None:
     least = schema.get("minProperties", 0)
     required = schema.get("required", [])
     if isinstance(least, int) and isinstance(required, list) and least > max(1, len({*map(str, required)})):
-        raise UserError(f"{where}: minProperties is at most the number of required properties, or 1; got {least}")
+        raise UserError(f"{where}: minProperties must be at most the number of required properties, or 1; got {least}")
     names = schema.get("properties")
     more = schema.get("additionalProperties", True)
     if isinstance(names, Mapping) and more is not False and any(CONTROL.search(name) for name in names):

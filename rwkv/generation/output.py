@@ -17,6 +17,7 @@ from rwkv.config import GenerateConfig, Sampling
 from rwkv.generation.engine import Engine
 from rwkv.generation.options import grammar_from
 from rwkv.generation.prefill import PrefillResult
+from rwkv.generation.request import Request
 from rwkv.generation.row import Row, Sample
 from rwkv.generation.states import save_context
 from rwkv.generation.stopping import StoppingCriteria
@@ -45,10 +46,10 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
           StopRequest() as request):
         written = 0
         while batch := list(itertools.islice(jobs, config.batch_size)):
-            texts, seeds = zip(*batch, strict=True)
             started = time.perf_counter()
             engine = Engine(model, tokenizer)
-            rows = engine.add_all(texts, seeds, stopping, sampling, context, config.logprobs, grammar=grammar)
+            rows = engine.add_all([Request(prompt, seed, stopping, sampling, config.logprobs or None, grammar=grammar,
+                                           context=context) for prompt, seed in batch])
             samples = [row.sample for row in rows]
             clock = _Clock(engine, rows, started)
             if config.stream and single:

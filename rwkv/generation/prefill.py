@@ -104,7 +104,7 @@ class PrefixCache:
 
     def __init__(self, max_bytes: int = 256 * 2**20) -> None:
         if max_bytes < 0:
-            raise UserError(f"max_bytes is 0 or more; got {max_bytes}")
+            raise UserError(f"max_bytes must be 0 or more; got {max_bytes}")
         self.max_bytes = max_bytes
         self._point = secrets.randbelow(self._PRIME)
         self._entries: dict[Key, PrefillResult] = {}

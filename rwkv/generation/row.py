@@ -1,4 +1,4 @@
-"""One text while it is generated, independent of all others: what may come next, what has been drawn, and how it ends."""
+"""One sequence while it is generated, independent of all others: which tokens may follow, which were drawn, and how it ends."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -6,11 +6,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rwkv.config import Sampling, whole_number
-from rwkv.generation.grammar import Grammar, Matcher
-from rwkv.generation.prefill import EMPTY, Key, PrefillResult, PrefixCache
+from rwkv.generation.grammar import Matcher
+from rwkv.generation.prefill import PrefillResult, PrefixCache
+from rwkv.generation.request import Request
 from rwkv.generation.sampling import Penalties, TablePenalties
-from rwkv.generation.stopping import StoppingCriteria, StopStrings
+from rwkv.generation.stopping import StopStrings
 from rwkv.tokenizer.decoders import LAST_IDS
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -41,50 +41,45 @@ class Sample:
 
 
 class Row:
-    """One text while it is generated: its random numbers, its text decoder and its stop strings.
+    """A request while it runs: its random numbers, its text decoder and its stop strings.
 
     cached_tokens: how many tokens of the prompt came from the cache. prompt_logprobs: if requested, an entry as in
-    Sample.logprobs for each token of the prompt except the first. embedding: if requested, (C), when the prompt is read.
-    context: the result of reading the text before the prompt. forbidden: (V) bool, True for tokens that the grammar does not
-    allow next; None without a grammar. kept: with `keep`, the result of reading the whole text, its last token and a stop
-    string included; None for a row that was cancelled. damaged: the row was cancelled because the logits after its context are
-    not finite.
+    Sample.logprobs for each token of the prompt except the first. embedding: if requested, (C), once the prompt is read.
+    forbidden: (V) bool, True for tokens that the grammar does not allow next; None without a grammar. final_context: if
+    requested, the result of reading the whole sequence, its last token and a stop string included; None for a row that was
+    cancelled. damaged: the row was cancelled because the logits after its context are not finite.
     """
 
-    def __init__(self, index: int, sample: Sample, prompt_ids: list[int], tokenizer: Tokenizer, stopping: StoppingCriteria,
-                 sampling: Sampling, penalties: Penalties | TablePenalties | None, n_logprobs: int | None,
-                 cache: PrefixCache | None, context: PrefillResult | None = None, grammar: Grammar | None = None,
-                 keep: bool = False, after: Key = EMPTY) -> None:
+    def __init__(self, index: int, request: Request, prompt_ids: list[int], tokenizer: Tokenizer,
+                 penalties: Penalties | TablePenalties | None = None, cache: PrefixCache | None = None) -> None:
         self.index = index
-        self.sample = sample
+        self.request = request
+        self.sample = Sample(request.prompt_text, request.seed)
         self.prompt_ids = prompt_ids
-        self.sampling = sampling
         self.penalties = penalties
-        self.n_logprobs = None if n_logprobs is None else whole_number("logprobs", n_logprobs)
         self.cache = cache
-        self.after = after
         self.cached_tokens = 0
         self.prompt_read = False
         self.prompt_logprobs: list[dict[str, Any]] = []
         self.embedding = torch.empty(0)
         self.last_token_in_text = True   # False after an end-of-text or stop token
-        self.kept: PrefillResult | None = None
-        self._keep = keep
+        self.final_context: PrefillResult | None = None
         self._ends = {*tokenizer.ends}
         self._vocab_size = tokenizer.vocab_size
-        self._stopping = stopping
+        stopping = request.stopping
         self._stop_tokens = {*stopping.stop_tokens, *tokenizer.starting(stopping.stop)}
-        self._matcher: Matcher | None = grammar.matcher(tokenizer, [*self._stop_tokens]) if grammar else None
+        self._matcher: Matcher | None = None
+        if request.grammar is not None:
+            self._matcher = request.grammar.matcher(tokenizer, [*self._stop_tokens])
         self.forbidden: Tensor | None = None
-        self._generator = torch.Generator().manual_seed(sample.seed)
+        self._generator = torch.Generator().manual_seed(request.seed)
         self._uniform: list[float] = []  # random numbers that are still unused, the next one last
-        self.has_context = context is not None
         self.damaged = False
-        self._before = [*(context.last_ids if context else ()), *prompt_ids[-LAST_IDS:]][-LAST_IDS:]
+        self._before = [*(request.context.last_ids if request.context else ()), *prompt_ids[-LAST_IDS:]][-LAST_IDS:]
         self._text_decoder = tokenizer.decoder(self._before)
         self._stop_strings = StopStrings(stopping.stop)
         if stopping.max_new_tokens == 0:
-            sample.finish_reason = "length"
+            self.sample.finish_reason = "length"
 
     @property
     def unfinished(self) -> bool:
@@ -92,14 +87,14 @@ class Row:
 
     @property
     def complete(self) -> bool:
-        """Whether nothing more comes: the row was cancelled, or its prompt is read, its text has ended and `kept` is there."""
+        """Whether nothing more comes: the row was cancelled, or its prompt is read, it has ended and owes no context."""
         return not self.unfinished and ((self.prompt_read and not self.owes_end) or self.sample.finish_reason == CANCELLED)
 
     @property
     def owes_end(self) -> bool:
-        """Whether the text has ended and `kept` is still missing."""
+        """Whether the text has ended and final_context is still missing."""
         ended = self.prompt_read and self.sample.finish_reason not in (None, CANCELLED)
-        return self._keep and self.kept is None and ended
+        return self.request.keep_context and self.final_context is None and ended
 
     @property
     def stays(self) -> bool:
@@ -112,7 +107,7 @@ class Row:
 
     @property
     def read_after_text(self) -> str:
-        """The text that `kept` has read after the shown text: a stop string, and the rest of the token in which it ends."""
+        """What final_context has read after the shown text: a stop string, and the rest of the token in which it ends."""
         return self._stop_strings.rest
 
     def cancel(self) -> None:
@@ -143,10 +138,10 @@ class Row:
         if mask is None:
             return False
         self.forbidden = ZEROS[torch.frombuffer(mask, dtype=torch.uint8).int()].view(torch.bool)[:self._vocab_size]
-        if not self.sampling.banned:
+        if not self.request.sampling.banned:
             return True
         left_out = self.forbidden.clone()
-        left_out[list(self.sampling.banned)] = True
+        left_out[list(self.request.sampling.banned)] = True
         return not bool(left_out.all())
 
     def end_without_token(self) -> str:
@@ -168,7 +163,7 @@ class Row:
             if self._matcher is not None:
                 self._matcher.push(token)
             text = self._stop_strings.push(self._text_decoder.push(token))
-            if self._stop_strings.found is None and len(sample.tokens) == self._stopping.max_new_tokens:
+            if self._stop_strings.found is None and len(sample.tokens) == self.request.stopping.max_new_tokens:
                 sample.finish_reason = "length"
                 text += self._flush()
         if self._stop_strings.found is not None:

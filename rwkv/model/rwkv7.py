@@ -75,7 +75,7 @@ def sizes(config: ModelConfig) -> Sizes:
     """
     C, N = config.n_embd, config.head_size
     if C % N:
-        raise UserError(f"model.n_embd is a multiple of model.head_size, which is {N}; got {C}")
+        raise UserError(f"model.n_embd must be a multiple of model.head_size, which is {N}; got {C}")
     given = {"w": config.decay_low_rank_dim, "a": config.a_low_rank_dim, "v": config.v_low_rank_dim,
              "g": config.gate_low_rank_dim}
     ranks = {name: rank or max(32, 32 * round(RANK_FACTORS[name] * math.sqrt(C) / 32)) for name, rank in given.items()}

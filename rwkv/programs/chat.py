@@ -205,7 +205,7 @@ class Terminal:
         else:
             number = _from_yaml(name, value)
             if type(number) is not type(getattr(self.talk, name)):
-                raise UserError(f"{name} is a whole number; got {value!r}")
+                raise UserError(f"{name} must be a whole number; got {value!r}")
             ChatConfig(**{name: number})
             setattr(self.talk, name, number)
             self._set_tokens = self._set_tokens or name == "max_new_tokens"
@@ -255,7 +255,7 @@ def _from_yaml(name: str, text: str) -> Any:
     try:
         return yaml.safe_load(text)
     except (yaml.YAMLError, ValueError):                 # ValueError: of a date such as 2026-02-30
-        raise UserError(f"{name} is a number, a name, or true or false; got {text!r}") from None
+        raise UserError(f"{name} must be a number, a name, or true or false; got {text!r}") from None
 
 
 def _say(text: str) -> None:

@@ -170,7 +170,7 @@ def _results(runs: list[Run]) -> list[str]:
 def _reference(runs: list[Run], given: str | None) -> str | None:
     kernels = list(dict.fromkeys(run.kernel for run in runs))
     if given is not None and given not in kernels:
-        raise UserError(f"the reference is one of the kernels that were trained, {', '.join(kernels)}; got {given!r}")
+        raise UserError(f"the reference must be one of the kernels that were trained, {', '.join(kernels)}; got {given!r}")
     trained = [run.kernel for run in runs if run.curve("train/loss")]
     preferred = [kernel for kernel in REFERENCES if kernel in trained]
     return given or next(iter(preferred + trained), None)

@@ -73,7 +73,7 @@ class Answer:
         self._shape = shape
         self._stream = stream
         self._timeout_s = timeout_s
-        self._texts = [_Text(shape, number, text.prompt) for number, text in enumerate(ticket.texts)]
+        self._texts = [_Text(shape, number, text.request.prompt_ids) for number, text in enumerate(ticket.texts)]
         self._complete = False           # all events have come
         self._abandoned = False          # the client went away before that
 

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rwkv.chat.thoughts import Think
-from rwkv.config import Pooling, Sampling
-from rwkv.generation.grammar import Grammar
+from rwkv.config import Sampling
+from rwkv.generation.request import Request
 
 
 @dataclass(frozen=True)
@@ -95,27 +95,19 @@ class Failed:
 
 @dataclass(frozen=True)
 class Generate:
-    """Asks for one text. stream: send its pieces as they come, not all at the end.
+    """Asks for one sequence. id: set when it is queued. stream: send its pieces as they come, not all at the end.
 
     start: the state that it continues. save: keep its end as this state; tokens, bytes and last_ids are filled in then. model,
-    owner: as in SavedState. pooling: the prompt's embedding is wanted.
+    owner: as in SavedState.
     """
 
-    id: int
-    prompt: list[int]
-    seed: int
-    max_new_tokens: int
-    stop: tuple[str, ...]
-    sampling: Sampling
-    stream: bool
-    n_logprobs: int | None = None
-    prompt_logprobs: bool = False
-    grammar: Grammar | None = None
+    request: Request                     # without the context, which is in the engine's process
+    model: str
+    owner: str
     start: SavedState | None = None
     save: SavedState | None = None
-    model: str = ""
-    owner: str = ""
-    pooling: Pooling | None = None
+    stream: bool = False
+    id: int = -1
 
 
 @dataclass(frozen=True)

@@ -498,7 +498,7 @@ class ResponseAnswer(Answer):
 
     def _response(self, status: str | None = None) -> dict[str, Any]:
         body = self._asked.body
-        sampling = self._ticket.texts[0].sampling
+        sampling = self._ticket.texts[0].request.sampling
         status = status or self._status()
         ended = status != "in_progress"
         found = {

@@ -4,11 +4,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rwkv.errors import UserError
-from rwkv.generation.grammar import Grammar
+from rwkv.generation.request import Request
+from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.lines import counted
 from rwkv.serving.answers import Answer, Shape
 from rwkv.serving.errors import ApiError
-from rwkv.serving.messages import Defaults, Generate, SavedState, Turn
+from rwkv.serving.messages import Generate, SavedState, Turn
 from rwkv.serving.remote import Ticket
 from rwkv.serving.schema import Options
 from rwkv.serving.service import Service
@@ -21,8 +22,8 @@ async def answer(service: Service, texts: list[Generate], shape: Shape, body: Op
 
 
 async def submit(service: Service, texts: list[Generate]) -> Ticket:
-    if texts[0].grammar is not None:
-        await service.compilers.check(texts[0].grammar, texts[0].owner)
+    if (grammar := texts[0].request.grammar) is not None:
+        await service.compilers.check(grammar, texts[0].owner)
     if service.stopping:
         raise ApiError(503, "the server is stopping", code="stopping")
     ticket = service.engine.submit(texts)
@@ -30,24 +31,22 @@ async def submit(service: Service, texts: list[Generate]) -> Ticket:
     return ticket
 
 
-def seeded_texts(service: Service, body: Options, usual: Defaults, ids: list[int], n: int, maximum: int,
-                 stops: tuple[str, ...], n_logprobs: int | None, prompt_logprobs: bool, grammar: Grammar | None,
-                 limit: str = "max_tokens") -> list[Generate]:
-    """The n texts that continue a prompt, with consecutive seeds. limit: the name of the field that holds `maximum`."""
-    if maximum > service.config.max_tokens:
-        raise ApiError(400, f"{limit} is at most {service.config.max_tokens} on this server; got {maximum}", limit)
-    seed = body.first_seed()
-    sampling = body.sampling(usual.sampling, service.tokenizer)
-    return [Generate(-1, ids, seed + number, maximum, stops, sampling, bool(body.stream), n_logprobs, prompt_logprobs,
-                     grammar)
+def stopping(service: Service, max_tokens: int, stops: tuple[str, ...], field: str = "max_tokens") -> StoppingCriteria:
+    """Raises ApiError where the server allows fewer tokens. field: the name of the field that holds max_tokens."""
+    if max_tokens > service.config.max_tokens:
+        raise ApiError(400, f"{field} must be at most {service.config.max_tokens} on this server; got {max_tokens}", field)
+    return StoppingCriteria(max_tokens, stops)
+
+
+def sequences(service: Service, body: Options, first: Request, n: int, start: SavedState | None, owner: str, model: str,
+              turn: Turn | None = None) -> list[Generate]:
+    """n sequences that continue `start`, with consecutive seeds from that of `first` on.
+
+    Each saves its end as a new state if the body asks for it.
+    """
+    return [Generate(replace(first, seed=first.seed + number), model, owner, start,
+                     service.states.new(owner, turn, model) if body.save_state else None, bool(body.stream))
             for number in range(n)]
-
-
-def continuing(service: Service, body: Options, texts: list[Generate], start: SavedState | None, owner: str, model: str,
-               turn: Turn | None = None) -> list[Generate]:
-    """The texts as continuations of `start`; if the request asks for it, each is to save its end as a new state."""
-    return [replace(text, start=start, save=service.states.new(owner, turn, model) if body.save_state else None, model=model,
-                    owner=owner) for text in texts]
 
 
 def prompt_ids(service: Service, prompt: str | list[int], param: str = "prompt", start: SavedState | None = None) -> list[int]:
@@ -57,7 +56,8 @@ def prompt_ids(service: Service, prompt: str | list[int], param: str = "prompt",
     else:
         ids = prompt
         if max(ids, default=0) >= service.tokenizer.vocab_size:
-            raise ApiError(400, f"{param} has token ids from 0 to {service.tokenizer.vocab_size - 1}; got {max(ids)}", param)
+            most = service.tokenizer.vocab_size - 1
+            raise ApiError(400, f"{param} must hold token ids from 0 to {most}; got {max(ids)}", param)
     if len(ids) > service.config.max_prompt_tokens:
         raise ApiError(400, f"{param} has {counted(len(ids), 'token')}, and this server reads at most "
                             f"{service.config.max_prompt_tokens}", param, "context_length_exceeded")

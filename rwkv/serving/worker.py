@@ -21,7 +21,6 @@ from rwkv.generation.grammar import compiled
 from rwkv.generation.prefill import Key, PrefillResult, PrefixCache
 from rwkv.generation.row import Row
 from rwkv.generation.states import StateForm
-from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.signals import STOPPING
 from rwkv.model.base import n_parameters
 from rwkv.serving.kept_states import KeptStates, StateGone
@@ -117,8 +116,8 @@ class _Model(NamedTuple):
 class _Job:
     """A text that is being generated: its row, and how much of it has been sent."""
 
-    def __init__(self, request: Generate, row: Row) -> None:
-        self.request = request
+    def __init__(self, message: Generate, row: Row) -> None:
+        self.message = message
         self.row = row
         self.text = ""                   # not sent yet
         self._logprobs_sent = 0
@@ -126,41 +125,41 @@ class _Job:
     def event(self) -> Event | None:
         sample = self.row.sample
         finished = self.row.complete
-        if not finished and not self.request.stream:
+        if not finished and not self.message.stream:
             return None
         # lm-evaluation-harness, which asks for the prompt's log-probabilities, expects one entry more than there are tokens
-        shown = len(sample.logprobs) if self.request.prompt_logprobs else len(sample.tokens)
+        shown = len(sample.logprobs) if self.row.request.prompt_logprobs else len(sample.tokens)
         logprobs = sample.logprobs[self._logprobs_sent:shown]
         if not (self.text or logprobs or finished):
             return None
         if self.row.damaged:
-            return Event(self.request.id, error="the state is damaged: the logits after it are not finite")
-        event = Event(self.request.id, self.text, logprobs)
+            return Event(self.message.id, error="the state is damaged: the logits after it are not finite")
+        event = Event(self.message.id, self.text, logprobs)
         self.text = ""
         self._logprobs_sent += len(logprobs)
         if finished:
             event.finish_reason = sample.finish_reason
             event.stop = self.row.stop
-            before = (self.request.start and self.request.start.tokens) or 0         # tokens that `start` has read
+            before = (self.message.start and self.message.start.tokens) or 0         # tokens that `start` has read
             event.prompt_tokens = before + len(self.row.prompt_ids)
             event.cached_tokens = before + self.row.cached_tokens
             event.completion_tokens = len(sample.tokens)
             event.prompt_logprobs = self.row.prompt_logprobs
-            if self.request.pooling is not None and self.row.prompt_read:
+            if self.row.request.pooling is not None and self.row.prompt_read:
                 event.embedding = self.row.embedding.tolist()
         return event
 
     def saved(self) -> SavedState | None:
-        save = self.request.save
-        kept = self.row.kept
-        start = self.request.start
-        if save is None or kept is None:
+        save = self.message.save
+        context = self.row.final_context
+        start = self.message.start
+        if save is None or context is None:
             return None
         read = len(self.row.prompt_ids) + len(self.row.sample.tokens)
         before = start.tokens if start else 0
         turn = save.turn and replace(save.turn, tail=save.turn.tail + self.row.read_after_text)
-        return replace(save, tokens=None if before is None else before + read, bytes=kept.nbytes(), last_ids=kept.last_ids,
-                       turn=turn)
+        return replace(save, tokens=None if before is None else before + read, bytes=context.nbytes(),
+                       last_ids=context.last_ids, turn=turn)
 
 
 class _Worker:
@@ -210,8 +209,8 @@ class _Worker:
         event = job.event()
         saved = job.saved()
         if event is not None and saved is not None:
-            assert job.row.kept is not None
-            self._states.put(saved, job.row.kept)
+            assert job.row.final_context is not None
+            self._states.put(saved, job.row.final_context)
             event.state = saved
         return event
 
@@ -221,7 +220,7 @@ class _Worker:
         """
         if isinstance(message, Cancel):
             for job in (job for jobs in self._jobs.values() for job in jobs.values()):
-                if job.request.id == message.id:
+                if job.message.id == message.id:
                     job.row.cancel()
             if any(text.id == message.id for _, texts in self._compiling for text in texts):
                 self._cancelled.add(message.id)
@@ -229,8 +228,8 @@ class _Worker:
             self._states.drop(message.state)
         elif isinstance(message, (Upload, Download)):
             self._connection.send(self._reply(message))
-        elif message[0].grammar is not None:
-            self._compiling.append((self._compiler.submit(compiled, message[0].grammar, self._tokenizer), message))
+        elif (grammar := message[0].request.grammar) is not None:
+            self._compiling.append((self._compiler.submit(compiled, grammar, self._tokenizer), message))
         else:
             for text in message:
                 self._begin(text)
@@ -245,15 +244,12 @@ class _Worker:
 
     def _begin(self, message: Generate) -> None:
         engine, context = self._models[message.model]
-        after: Key | None = Key(model=message.model, owner=message.owner)
+        key: Key | None = Key(model=message.model, owner=message.owner)
         try:
             if message.start and message.start.id:
                 context = self._states.get(message.start)
-                after = None
-            stopping = StoppingCriteria(message.max_new_tokens, message.stop)
-            row = engine.add(message.prompt, message.seed, stopping, message.sampling, message.n_logprobs, context,
-                             message.prompt_logprobs, grammar=message.grammar, keep=message.save is not None, after=after,
-                             pooling=message.pooling)
+                key = None
+            row = engine.add(replace(message.request, context=context, context_key=key, keep_context=message.save is not None))
         except ValueError as error:
             self._refused.append(Event(message.id, error=str(error), state_gone=isinstance(error, StateGone)))
         else:

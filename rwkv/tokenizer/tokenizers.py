@@ -219,7 +219,7 @@ class Tokenizer(ABC):
 def _require_name(name: str, option: str, names: str = NAMES) -> None:
     on_hub = hub.parse(name)
     if name not in ("byte", "world") and not (on_hub.path if on_hub else name).endswith((".json", ".txt")):
-        raise UserError(f"{option} is {names}; got {name!r}")
+        raise UserError(f"{option} must be {names}; got {name!r}")
 
 
 def end_option(option: str) -> str:

@@ -122,7 +122,7 @@ def register() -> None:
 def _rows(batch_size: int | str | None) -> int:
     text = str(batch_size or 1)
     if not text.isdigit() or int(text) < 1:
-        raise UserError(f"--batch_size is a whole number from 1; got {text}")
+        raise UserError(f"--batch_size must be a whole number from 1; got {text}")
     return int(text)
 
 

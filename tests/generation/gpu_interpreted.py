@@ -18,6 +18,7 @@ from rwkv.config import Sampling
 from rwkv.generation import engine as engine_module
 from rwkv.generation.decoder import Decoder, GpuDecoder
 from rwkv.generation.engine import WARM_SAMPLINGS, Engine
+from rwkv.generation.request import Request
 from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, filters_of
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.decoding.triton_step import GpuStep, bucket_of, step_of, why_not_on_gpu
@@ -142,7 +143,7 @@ def test_after_an_engines_warm_up_no_graph_is_captured(monkeypatch: pytest.Monke
     captured = dict(step._graphs)
     assert sorted(captured) == [1, 2]
     for seed in range(2):
-        engine.add([1], seed, StoppingCriteria(2))
+        engine.add(Request([1], seed, StoppingCriteria(2)))
     engine.run()
     assert step._graphs == captured
 
@@ -275,10 +276,11 @@ def texts(model: RWKV, n: int = 5) -> list[tuple[str, str | None]]:
     engine = Engine(model, ByteTokenizer())
     options = [Sampling(), Sampling(temperature=0), Sampling(top_k=5, top_p=0.8, presence_penalty=0.5, penalty_decay=0.9),
                Sampling(logit_bias={65: 3.0}, banned=(66,)), Sampling(min_p=0.1, temperature=0.7)]
-    rows = [engine.add(f"prompt {i}", i, StoppingCriteria(3 + i), options[i]) for i in range(2)]
+    rows = [engine.add(Request(f"prompt {i}", i, StoppingCriteria(3 + i), options[i])) for i in range(2)]
     for step in range(20):
         if step == 2:
-            rows += [engine.add(f"prompt {i}", i, StoppingCriteria(3 + i), options[i], n_logprobs=1) for i in range(2, n)]
+            rows += [engine.add(Request(f"prompt {i}", i, StoppingCriteria(3 + i), options[i], n_logprobs=1))
+                     for i in range(2, n)]
         if step == 4:
             rows[3].cancel()
         engine.step()

@@ -19,6 +19,7 @@ from rwkv.config import Sampling
 from rwkv.errors import UserError
 from rwkv.generation.conversation import Chat
 from rwkv.generation.engine import Engine, generate
+from rwkv.generation.request import Request
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.unread import abandon
 from rwkv.programs.chat import Terminal
@@ -39,7 +40,7 @@ def answer_of(chat: Chat, text: str) -> tuple[str, list[int], Engine]:
     answer = "".join(chat.say(text))
     ids, = encode(chat.tokenizer, [chat.template.render(chat.messages[:-1])])
     alone = Engine(chat.model, chat.tokenizer)
-    alone.add_all([ids], [0], StoppingCriteria(12, chat.template.stop), chat.sampling)
+    alone.add_all([Request(ids, 0, StoppingCriteria(12, chat.template.stop), chat.sampling)])
     assert answer == "".join(piece for _, piece in alone)
     return answer, ids, alone
 

@@ -9,6 +9,7 @@ from rwkv.config import Sampling
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine
 from rwkv.generation.prefill import ON_CPU, PrefixCache
+from rwkv.generation.request import Request
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
@@ -36,8 +37,8 @@ def test_embeddings_leave_generated_texts_and_the_cache_alone() -> None:
     cache = PrefixCache()
     alone = Engine(model, BYTES)
     beside = Engine(model, BYTES, cache)
-    texts = [engine.add("A cat", 3, StoppingCriteria(20)) for engine in (alone, beside)]
-    rows = [beside.add(text, stopping=StoppingCriteria(0), pooling="mean") for text in TEXTS]
+    texts = [engine.add(Request("A cat", 3, StoppingCriteria(20))) for engine in (alone, beside)]
+    rows = [beside.add(Request(text, stopping=StoppingCriteria(0), pooling="mean")) for text in TEXTS]
     alone.run()
     beside.run()
     assert texts[0].sample.tokens == texts[1].sample.tokens
@@ -47,10 +48,10 @@ def test_embeddings_leave_generated_texts_and_the_cache_alone() -> None:
 
 def test_running_sequences_get_a_token_at_every_step() -> None:
     engine = Engine(small_model("reference", generation="rwkv7", vocab_size=256), BYTES)
-    running = engine.add("A cat", 3, StoppingCriteria(40, stop_tokens=()), Sampling(banned=(BYTES.end_of_text,)))
+    running = engine.add(Request("A cat", 3, StoppingCriteria(40, stop_tokens=()), Sampling(banned=(BYTES.end_of_text,))))
     engine.step()
-    rows = [engine.add("x" * PASS, stopping=StoppingCriteria(0), pooling="mean") for _ in range(4)]
-    rows.append(engine.add("y" * PASS, stopping=StoppingCriteria(0), pooling="last"))
+    rows = [engine.add(Request("x" * PASS, stopping=StoppingCriteria(0), pooling="mean")) for _ in range(4)]
+    rows.append(engine.add(Request("y" * PASS, stopping=StoppingCriteria(0), pooling="last")))
     before = len(running.sample.tokens)
     for _ in range(20):
         engine.step()

@@ -20,6 +20,7 @@ from rwkv.generation import prefill as prefill_module
 from rwkv.generation.decoder import CDecoder
 from rwkv.generation.engine import Engine, generate, generate_batch
 from rwkv.generation.prefill import PrefillResult, PrefixCache, Reading, prefill
+from rwkv.generation.request import Request
 from rwkv.generation.row import Row, Sample
 from rwkv.generation.sampling import Sampling, next_tokens
 from rwkv.generation.states import load_context, save_context
@@ -250,9 +251,9 @@ def test_rows_join_and_leave_and_each_text_is_the_text_alone(kernel: str, arriva
     with pytest.MonkeyPatch.context() as patch:
         cut_into(patch, 16, 8)
         engine, rows = Engine(model, BYTES), []
-        cancelled = engine.add("gone")
+        cancelled = engine.add(Request("gone"))
         for step in range(200):
-            rows += [engine.add(prompt, seed, StoppingCriteria(n), Sampling(**options))
+            rows += [engine.add(Request(prompt, seed, StoppingCriteria(n), Sampling(**options)))
                      for arrives, prompt, seed, n, options in arrivals if arrives == step]
             engine.step()
             if step == 3:
@@ -269,13 +270,13 @@ def test_a_text_from_the_cache_is_the_text(kernel: str, monkeypatch: pytest.Monk
     model, cache = MODELS[kernel], PrefixCache()
     prompt = "a question of some length: "
     engine = Engine(model, BYTES, cache)
-    rows = engine.add_all([prompt], [0], StoppingCriteria(6), Sampling(banned=(0,)))
+    rows = engine.add_all([Request(prompt, 0, StoppingCriteria(6), Sampling(banned=(0,)))])
     list(engine)
     tokens = [*prompt.encode(), *rows[0].sample.tokens, *b"more"]
     expected = Engine(model, BYTES)
-    expected = _finished(expected, expected.add(tokens, 3, StoppingCriteria(20)))
+    expected = _finished(expected, expected.add(Request(tokens, 3, StoppingCriteria(20))))
     again = Engine(model, BYTES, cache=cache)
-    row = again.add(tokens, 3, StoppingCriteria(20))
+    row = again.add(Request(tokens, 3, StoppingCriteria(20)))
     assert row.cached_tokens == len(prompt) + 5
     assert _finished(again, row) == expected
 
@@ -324,8 +325,9 @@ def test_parts_of_a_pass_are_the_pass_to_the_bit(n_logprobs: int | None, monkeyp
 def test_a_prompt_delays_the_others_by_one_slice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     cut_into(monkeypatch, 24, 8)
     engine = Engine(MODELS["conv1d"], BYTES)
-    engine.add_all(["ab"], [0], StoppingCriteria(30), Sampling(banned=(0,)))
-    late = [engine.add("c" * length, stopping=StoppingCriteria(4), sampling=Sampling(banned=(0,))) for length in (50, 3, 4)]
+    engine.add_all([Request("ab", 0, StoppingCriteria(30), Sampling(banned=(0,)))])
+    late = [engine.add(Request("c" * length, stopping=StoppingCriteria(4), sampling=Sampling(banned=(0,))))
+            for length in (50, 3, 4)]
     passes, parts, read_part = watch(monkeypatch), list[int](), Reading.read_part
 
     def counted(self: Reading) -> None:
@@ -348,7 +350,7 @@ def test_a_prompt_delays_the_others_by_one_slice_at_most(monkeypatch: pytest.Mon
 def test_logprobs_of_a_prompt_and_of_each_token() -> None:
     model, ids = MODELS["conv1d"], [*b"abcdef" * 40]
     engine = Engine(model, BYTES)
-    row = engine.add(ids, 0, StoppingCriteria(4), Sampling(banned=(0,)), n_logprobs=2, prompt_logprobs=True)
+    row = engine.add(Request(ids, 0, StoppingCriteria(4), Sampling(banned=(0,)), n_logprobs=2, prompt_logprobs=True))
     list(engine)
     ids += row.sample.tokens
     expected = torch.log_softmax(model(torch.tensor([ids]))[0][0, :-1], -1)
@@ -385,7 +387,7 @@ def test_a_text_goes_on_after_its_prompt(kind: str, tmp_path: Path) -> None:
         assert {other["token"]: other["text"] for other in entry["top"]}.get(entry["token"], entry["text"]) == entry["text"]
 
     engine = Engine(model, tokenizer)
-    engine.add_all(["bad"], [0], StoppingCriteria(1), Sampling(**options))
+    engine.add_all([Request("bad", 0, StoppingCriteria(1), Sampling(**options))])
     first = "".join(piece for _, piece in engine)
     save_context(tmp_path / "state.safetensors", engine.context(), model, tokenizer)
     for context in (engine.context(), load_context(tmp_path / "state.safetensors", model, tokenizer)):
@@ -393,14 +395,14 @@ def test_a_text_goes_on_after_its_prompt(kind: str, tmp_path: Path) -> None:
         assert f"bad{first}{rest}" == tokenizer.decode(ids)
 
     engine = Engine(model, tokenizer)
-    row = engine.add(ids, n_logprobs=1, prompt_logprobs=True, stopping=StoppingCriteria(0))
+    row = engine.add(Request(ids, n_logprobs=1, prompt_logprobs=True, stopping=StoppingCriteria(0)))
     list(engine)
     assert tokenizer.names(ids[:1])[0] + "".join(entry["text"] for entry in row.prompt_logprobs) == tokenizer.decode(ids)
 
     engine = Engine(model, tokenizer)
-    engine.add_all(["bad"], [0], StoppingCriteria(0))
+    engine.add_all([Request("bad", 0, StoppingCriteria(0))])
     longer = Engine(model, tokenizer)
-    longer.add_all([" cab"], [0], StoppingCriteria(0), context=engine.context())
+    longer.add_all([Request(" cab", 0, StoppingCriteria(0), context=engine.context())])
     longer.run()
     assert longer.context().last_ids == (*tokenizer.encode("bad cab"),), "a prompt after a context has the whole text's ids"
 
@@ -421,7 +423,7 @@ def test_each_end_of_text_and_special_stop_ends_a_text() -> None:
 def test_a_context_taken_in_the_middle_has_read_what_was_written() -> None:
     model = MODELS["conv1d"]
     engine = Engine(model, BYTES)
-    rows = engine.add_all(["ab"], [0], StoppingCriteria(30), Sampling(banned=(0,)))
+    rows = engine.add_all([Request("ab", 0, StoppingCriteria(30), Sampling(banned=(0,)))])
     for count, _ in enumerate(engine, 1):
         if count == 7:
             break
@@ -431,7 +433,8 @@ def test_a_context_taken_in_the_middle_has_read_what_was_written() -> None:
 def test_an_iteration_that_was_left_can_be_continued() -> None:
     options = {"repetition_penalty": 1.5, "temperature": 0.5}
     engine = Engine(MODELS["conv1d"], BYTES)
-    rows = engine.add_all(["ab", "c"], [0, 1], StoppingCriteria(12), Sampling(**options))
+    rows = engine.add_all([Request(prompt, seed, StoppingCriteria(12), Sampling(**options))
+                           for seed, prompt in enumerate(["ab", "c"])])
     for _ in engine.step():
         pass
     for _, _ in engine:

@@ -22,6 +22,7 @@ from rwkv.generation.engine import Engine, generate, generate_batch
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.options import check_config
 from rwkv.generation.output import run_generation
+from rwkv.generation.request import Request
 from rwkv.generation.row import NO_TOKEN, Sample
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer, JsonTokenizer, Tokenizer
@@ -127,7 +128,7 @@ def test_a_text_is_the_same_alone_in_a_batch_and_in_pieces() -> None:
     grammars = [Grammar.json_schema(NAMED), None, Grammar.regex("[ab]{3,9}"), Grammar.json_schema(SCHEMAS[12])]
     options = {"temperature": 1.3, "top_p": 0.9, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "logit_bias": {97: 2.0}}
     engine = Engine(MODEL, BYTES)
-    rows = [engine.add("x", seed, StoppingCriteria(80), Sampling(**options), grammar=grammar)
+    rows = [engine.add(Request("x", seed, StoppingCriteria(80), Sampling(**options), grammar=grammar))
             for seed, grammar in enumerate(grammars)]
     pieces: dict[int, str] = {}
     for index, piece in engine:

@@ -13,6 +13,7 @@ from kernels import native
 from rwkv.generation.decoder import decoder_of
 from rwkv.generation.engine import Engine, generate_batch
 from rwkv.generation.prefill import PrefixCache
+from rwkv.generation.request import Request
 from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.decoding.c_step import decoding_line, why_not
@@ -197,7 +198,7 @@ def test_a_change_after_the_first_text_is_seen(change: Change, generation: str) 
     model, cache = frozen(generation), PrefixCache()
     options = {"max_new_tokens": 4, "temperature": 0}
     engine = Engine(model, BYTES, cache)
-    rows = engine.add_all(["ab"], [0], StoppingCriteria(1000), Sampling(banned=(BYTES.end_of_text,)))
+    rows = engine.add_all([Request("ab", 0, StoppingCriteria(1000), Sampling(banned=(BYTES.end_of_text,)))])
     engine.step()
     generate_batch(model, BYTES, ["a prompt"], cache=cache, **options)
     engine.step()

@@ -15,6 +15,7 @@ from rwkv.generation.conversation import Chat
 from rwkv.generation.decoder import decoder_of
 from rwkv.generation.engine import Engine, generate
 from rwkv.generation.prefill import PrefixCache
+from rwkv.generation.request import Request
 from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model import derived
@@ -83,7 +84,7 @@ def test_decoding_and_the_model_agree_after_any_change_of_any_weight(dtype: str,
     """In an engine that goes on, and in a new decoder. Each weight is changed in one of the ways, and then put back."""
     model = frozen(dtype, generation)
     engine = Engine(model, BYTES)
-    rows = engine.add_all(["ab"], [0], StoppingCriteria(1000), Sampling(banned=(BYTES.end_of_text,)))
+    rows = engine.add_all([Request("ab", 0, StoppingCriteria(1000), Sampling(banned=(BYTES.end_of_text,)))])
     for i, name in enumerate(list(dict(model.named_parameters()))):
         engine.step()
         state, before = engine.context().state, model.get_parameter(name).detach().clone()

@@ -22,6 +22,7 @@ from rwkv.config import Sampling, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine, generate, generate_batch
 from rwkv.generation.prefill import prefill
+from rwkv.generation.request import Request
 from rwkv.generation.states import CHECKSUM, StateForm, load_context, metadata_of, save_context
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.pretrained import RWKV
@@ -90,8 +91,9 @@ def test_the_end_of_an_answer_is_a_state_as_generate_saves_it(api: httpx.Client,
     else:
         state = ok(answer)["choices"][0]["state"]
     engine = Engine(model, BYTES)
-    engine.add_all(["once"], [7], StoppingCriteria(body["max_tokens"], ending.get("stop", ())),
-                   Sampling(**PLAIN, logit_bias={0: 100.0} if "logit_bias" in ending else {}))
+    stopping = StoppingCriteria(body["max_tokens"], ending.get("stop", ()))
+    sampling = Sampling(**PLAIN, logit_bias={0: 100.0} if "logit_bias" in ending else {})
+    engine.add_all([Request("once", 7, stopping, sampling)])
     engine.run()
     (tmp_path / "found.safetensors").write_bytes(api.get(f"/states/{state}/content").content)
     found, expected = load_context(tmp_path / "found.safetensors", model, BYTES), engine.context()

@@ -119,7 +119,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
     """Writes the directory. Raises UserError where it holds anything that is not part of such a checkpoint, and for a form
     that the generation does not have."""
     if outgoing.form not in (None, *FORMS):
-        raise UserError(f"the form of a Hugging Face directory is one of {', '.join(FORMS)}; got {outgoing.form!r}")
+        raise UserError(f"the form of a Hugging Face directory must be one of {', '.join(FORMS)}; got {outgoing.form!r}")
     generation = generation_of(outgoing.config)
     if outgoing.form is not None and not hasattr(generation, "OFFICIAL_PREFIX"):
         raise UserError(f"{generation.model.NAME} has one form of Hugging Face directory: leave the form out")

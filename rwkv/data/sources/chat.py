@@ -253,7 +253,7 @@ def _messages(entry: dict[str, Any]) -> list[dict[str, Any]]:
     messages = _with_system(messages, given, first=name != "messages")
     weight = given.get("weight", 1)
     if not isinstance(weight, (int, float)) or weight not in (0, 1):
-        raise UserError(f"weight is 0 or 1, because a conversation is learnt or it is not; got {json.dumps(weight)[:60]}")
+        raise UserError(f"weight must be 0 or 1, because a conversation is learnt or it is not; got {json.dumps(weight)[:60]}")
     bad = name is None and given.get("label") is False
     return messages if weight and not bad else _unlearnt(messages)
 
@@ -288,7 +288,7 @@ def _one(role: str, said: Any, name: str) -> list[dict[str, Any]]:
     if isinstance(said, str):
         return [{"role": role, "content": said}]
     if not isinstance(said, list):
-        raise UserError(f"{name} is a string, or a list of messages; got {_shown(said)}")
+        raise UserError(f"{name} must be a string, or a list of messages; got {_shown(said)}")
     return _turns(said, name)
 
 
@@ -298,7 +298,7 @@ def _unlearnt(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _turns(turns: Any, name: str) -> list[dict[str, Any]]:
     if not isinstance(turns, list) or not turns:
-        raise UserError(f"{name} is a list of at least one object with role and content, or from and value; got "
+        raise UserError(f"{name} must be a list of at least one object with role and content, or from and value; got "
                         f"{_shown(turns)}")
     return [_turn(turn, f"{name}[{i}]") for i, turn in enumerate(turns)]
 
@@ -306,7 +306,7 @@ def _turns(turns: Any, name: str) -> list[dict[str, Any]]:
 def _turn(turn: Any, where: str) -> dict[str, Any]:
     """A message in OpenAI's form, of {"role": ..., "content": ...} or {"from": ..., "value": ...}."""
     if not isinstance(turn, dict):
-        raise UserError(f"{where} is an object with role and content, or from and value; got {_shown(turn)}")
+        raise UserError(f"{where} must be an object with role and content, or from and value; got {_shown(turn)}")
     given = {field: value for field, value in turn.items() if value is not None}
     role_field = "from" if "from" in given and "role" not in given else "role"
     said_field = next((field for field in ("content", "value", "text") if field in given),
@@ -317,7 +317,7 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
     if role is None:
         raise UserError(f"{where} has no role, and no from: there is {', '.join(turn)[:60] or 'nothing'}")
     if known not in ROLES:
-        raise UserError(f"{where}.{role_field} is one of {', '.join(ROLES)}; got {_shown(role)}")
+        raise UserError(f"{where}.{role_field} must be one of {', '.join(ROLES)}; got {_shown(role)}")
     names = {role_field: "role", said_field: "content"}
     message = {names.get(field, field): value for field, value in given.items()} | {"role": ROLES[known]}
     if known in CALLS:
@@ -326,15 +326,15 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
     without_content = any(message.get(field) not in EMPTY for field in INSTEAD_OF_CONTENT)
     answers = message["role"] == "assistant" and said is None and without_content
     if not isinstance(said, (str, list)) and not answers:
-        raise UserError(f"{where}.{said_field} is a string, or a list of texts; got {_shown(said)}")
+        raise UserError(f"{where}.{said_field} must be a string, or a list of texts; got {_shown(said)}")
     return message
 
 
 def _calls(said: Any, where: str) -> list[Any]:
     calls = _from_json(said)
     if not isinstance(calls, (list, dict)) or not calls:
-        raise UserError(f'{where} is a call of a tool, {{"name": "...", "arguments": {{}}}}, or a list of them, in JSON; got '
-                        f"{_shown(said)}")
+        raise UserError(f'{where} must be a call of a tool, {{"name": "...", "arguments": {{}}}}, or a list of them, in JSON; '
+                        f"got {_shown(said)}")
     return [call if not isinstance(call, dict) or "function" in call else {"type": "function", "function": call}
             for call in (calls if isinstance(calls, list) else [calls])]
 
@@ -349,7 +349,7 @@ def _tools(entry: dict[str, Any]) -> list[dict[str, Any]] | None:
         tools = [{"type": "function", "function": function} for function in functions]
     tools = [_from_json(tool) for tool in tools] if isinstance(tools, list) else tools
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise UserError(f"tools is a list of objects, or that list as JSON in a string; got {_shown(entry['tools'])}")
+        raise UserError(f"tools must be a list of objects, or that list as JSON in a string; got {_shown(entry['tools'])}")
     return tools or None
 
 

@@ -100,7 +100,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
 
 
 def _prompt_tokens(text: Generate) -> int:
-    return len(text.prompt) + ((text.start and text.start.tokens) or 0)
+    return len(text.request.prompt_ids) + ((text.start and text.start.tokens) or 0)
 
 
 # From a request to a ChatRequest

@@ -18,6 +18,7 @@ from rwkv.chat.thoughts import START as START_OF_THOUGHTS
 from rwkv.chat.thoughts import begun_by, end_of
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
+from rwkv.generation.request import Request as EngineRequest
 from rwkv.serving.answers import Answer, Shape
 from rwkv.serving.bodies import from_body
 from rwkv.serving.errors import ApiError
@@ -25,7 +26,7 @@ from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import ChatRequest, TemplateOptions, Thinking, Tool, read
 from rwkv.serving.service import Service, adapter_of, default_max_tokens, owner
-from rwkv.serving.submission import NO_LIMIT, answer, continuing, include_usage, message_ids, prompt_ids, seeded_texts
+from rwkv.serving.submission import NO_LIMIT, answer, include_usage, message_ids, prompt_ids, sequences, stopping
 
 TEMPLATE_NAMES = {"bot": "flower", "assistant": "g1", "function_calling": "g1"}          # by rwkv_prompt_template
 
@@ -75,8 +76,9 @@ def chat_texts(service: Service, body: ChatRequest, owner: str, before: Sequence
     ids = prompt_ids(service, [*before, *message_ids(service, prompt, follows)], "messages", start)
     begun = answer_start or begun_by(prompt)
     grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True)
-    texts = seeded_texts(service, body, usual, ids, n, maximum, stops, n_logprobs, False, grammar, limit)
-    texts = continuing(service, body, texts, start, owner, model, service.states.turn_of_answer(tools, start))
+    first = EngineRequest(ids, body.first_seed(), stopping(service, maximum, stops, limit),
+                          body.sampling(usual.sampling, service.tokenizer), n_logprobs, grammar=grammar)
+    texts = sequences(service, body, first, n, start, owner, model, service.states.turn_of_answer(tools, start))
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     shape = Shape("chatcmpl", model or service.model, include_usage(body), bool(body.logprobs),
                   [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start.lstrip(),

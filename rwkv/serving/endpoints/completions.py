@@ -1,9 +1,11 @@
 """OpenAI's /v1/completions."""
 
+from dataclasses import replace
 from functools import partial
 
 from starlette.requests import Request
 
+from rwkv.generation.request import Request as EngineRequest
 from rwkv.serving.answers import Answer, Shape
 from rwkv.serving.bodies import from_body
 from rwkv.serving.errors import ApiError
@@ -11,7 +13,7 @@ from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import MOST_ROWS, CompletionRequest, Options, read
 from rwkv.serving.service import Service, adapter_of, default_max_tokens, owner
-from rwkv.serving.submission import NO_LIMIT, answer, continuing, include_usage, prompt_ids, seeded_texts
+from rwkv.serving.submission import NO_LIMIT, answer, include_usage, prompt_ids, sequences, stopping
 
 
 async def completions(service: Service, request: Request) -> Answer:
@@ -40,11 +42,10 @@ def completion_texts(service: Service, body: CompletionRequest, owner: str) -> t
                             "request, each prompt counted n times", "echo")
     if echoed and not all(prompts):
         raise ApiError(400, "echo with logprobs needs a prompt, also after a state", "echo")
-    stops = usual.stop if body.stop is None else body.stops()
-    grammar = body.answer_grammar()
+    first = EngineRequest("", body.first_seed(), stopping(service, maximum, usual.stop if body.stop is None else body.stops()),
+                          body.sampling(usual.sampling, service.tokenizer), body.logprobs, echoed, body.answer_grammar())
     texts = [text for ids in prompts
-             for text in seeded_texts(service, body, usual, ids, n, maximum, stops, body.logprobs, echoed, grammar)]
-    texts = continuing(service, body, texts, start, owner, model)
+             for text in sequences(service, body, replace(first, prompt=ids), n, start, owner, model)]
     before = [service.tokenizer.decode_start(ids) if body.echo else "" for ids in prompts for _ in range(n)]
     shape = Shape("cmpl", model or service.model, include_usage(body), body.logprobs is not None, before, n, service.tokenizer,
                   echoed, after=start.last_ids if start else (), saves=bool(body.save_state))

@@ -12,6 +12,8 @@ from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from rwkv.config import Pooling
+from rwkv.generation.request import Request as EngineRequest
+from rwkv.generation.stopping import StoppingCriteria
 from rwkv.serving.answers import Answer, Shape
 from rwkv.serving.bodies import from_body
 from rwkv.serving.errors import ApiError, json_response
@@ -79,9 +81,8 @@ def embedding_texts(service: Service, inputs: list[str | list[int]], model: str,
         raise ApiError(400, f"dimensions must be {width}, the width of the model, because a part of a hidden state is no "
                             f"embedding; got {dimensions}", "dimensions")
     start = service.states.start(None, owner, model)
-    sampling = service.defaults[False, False].sampling
-    return [Generate(-1, prompt_ids(service, each, f"input[{place}]", start), 0, 0, (), sampling, False, start=start,
-                     model=model, owner=owner, pooling=pooling) for place, each in enumerate(inputs)]
+    return [Generate(EngineRequest(prompt_ids(service, each, f"input[{place}]", start), stopping=StoppingCriteria(0),
+                                   pooling=pooling), model, owner, start) for place, each in enumerate(inputs)]
 
 
 def at_once(service: Service) -> int:

@@ -281,7 +281,7 @@ class OllamaAnswer(Answer):
                "load_duration": 0, "prompt_eval_count": usage["prompt_tokens"], "prompt_eval_duration": first - self._begun,
                "eval_count": usage["completion_tokens"], "eval_duration": now - first}
         if not self._is_chat:
-            ids = self._ticket.texts[0].prompt
+            ids = self._ticket.texts[0].request.prompt_ids
             end["context"] = [*ids, *self._shape.tokenizer.encode_after(self._written, ids)]
         return end
 

@@ -7,6 +7,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rwkv.config import MIB
+from rwkv.generation.request import Request as EngineRequest
+from rwkv.generation.stopping import StoppingCriteria
 from rwkv.serving.answers import Answer, Shape
 from rwkv.serving.bodies import from_body, read_body
 from rwkv.serving.endpoints.chat import shown_tools
@@ -57,9 +59,8 @@ def _state_text(service: Service, sent: bytes, owner: str) -> Generate:
         prompt = service.states.prompt(start, body.messages, tools, add_generation_prompt=False)
         turn = service.states.turn_of_messages(body.messages, tools, start)
         ids = message_ids(service, prompt, start)
-    return Generate(-1, ids, 0, 0, (), service.defaults[False, False].sampling, False, start=start,
-                    save=service.states.new(owner, turn, model),
-                    model=model, owner=owner)
+    return Generate(EngineRequest(ids, stopping=StoppingCriteria(0)), model, owner, start,
+                    service.states.new(owner, turn, model))
 
 
 async def list_states(service: Service, request: Request) -> Response:

@@ -16,6 +16,7 @@ from rwkv.data.prepare import Corpus
 from rwkv.data.sources.chat import template_of
 from rwkv.data.token_array import TokenArray
 from rwkv.generation.engine import Engine
+from rwkv.generation.request import Request
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -52,8 +53,8 @@ def continuations(model: Model, tokenizer: Tokenizer, config: TrainConfig, found
     """The likeliest text after each prompt, at most trainer.sample_tokens long. Raises ValueError as Engine does."""
     stop = template_of(config.data).stop if config.data.name == "chat" else ()
     engine = Engine(model, tokenizer)
-    rows = engine.add_all([prompt.ids for prompt in found], [config.seed] * len(found),
-                          StoppingCriteria(config.trainer.sample_tokens, stop), Sampling(temperature=0.0))
+    stopping = StoppingCriteria(config.trainer.sample_tokens, stop)
+    rows = engine.add_all([Request(prompt.ids, config.seed, stopping, Sampling(temperature=0.0)) for prompt in found])
     engine.run()
     return [row.sample.text for row in rows]
 
