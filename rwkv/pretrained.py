@@ -153,8 +153,7 @@ class OpenCheckpoint(NamedTuple):
             found.append(("adapter", f"{self.checkpoint.about} at {self.checkpoint.path}, merged into the matrices of "
                           f"{counted(len(self.checkpoint.unadapted), 'layer')}"))
         if self.assumed:
-            found.append(("tokenizer", f"{self.assumed}, for the file carries none and its vocabulary is as large as that of "
-                          "the World models"))
+            found.append(("tokenizer", f"{self.assumed} (guessed from the vocabulary size, {self.checkpoint.vocab_size:,})"))
         if end := self.tokenizer.end_line():
             found.append(("texts", f"end with {end}"))
         rounding = [*second_rounding(self.checkpoint, self.dtype), *rounded_adapters(self.checkpoint, self.dtype)]
@@ -224,7 +223,7 @@ def template_choice(checkpoint: Checkpoint, name: str | None = None) -> Choice:
 def template_line(checkpoint: Checkpoint, choice: Choice) -> str:
     """A line for people: the chat template, the length of text that the model was trained with, and what says so."""
     length = trained_with(checkpoint)
-    trained = f"; trained with texts of up to {length.tokens:,} tokens ({length.why})" if length.tokens else ""
+    trained = f"; trained on sequences of up to {length.tokens:,} tokens ({length.why})" if length.tokens else ""
     return f"{choice.template} ({choice.why}){trained}"
 
 

@@ -143,7 +143,7 @@ def test_what_was_chosen_is_one_line(run: Run, tmp_path: Path) -> None:
     small_model("reference", vocab_size=256).save_pretrained(tmp_path / "model.pth", BYTES, format="pth")
     arguments = (f"checkpoint={tmp_path / 'model.pth'}", "tokenizer=byte", "prompt=a", "max_new_tokens=3")
     _, _, error = run("generate", *arguments, "sampling=g1_think", "top_k=5", "no_penalty= ", "no_penalty=[48,49]")
-    assert ("sampling g1_think: temperature 0.96, top_k 5, top_p 0.76, presence_penalty 1, frequency_penalty 0.1, "
+    assert ("sampling: g1_think: temperature 0.96, top_k 5, top_p 0.76, presence_penalty 1, frequency_penalty 0.1, "
             "penalty_decay 0.988, no_penalty [' ',48,49]") in error.splitlines()
     one, other = (run("generate", *arguments, *more)[1] for more in (("sampling=greedy",), ("temperature=0",)))
     assert one == other

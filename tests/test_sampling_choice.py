@@ -130,7 +130,7 @@ def test_an_option_changes_itself_alone(value: float) -> None:
     """Also to what the program's own preset has."""
     made = chosen(G1K, True, given={"temperature": value})
     assert made.sampling == Sampling(value, 32, 0.76, presence_penalty=1.0, frequency_penalty=0.1, penalty_decay=0.988)
-    assert "temperature" in made.why
+    assert made.own == (f"temperature={value}",)
 
 
 @pytest.fixture
@@ -142,7 +142,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureF
 
 
 def sampling_lines(error: str) -> list[str]:
-    return [line for line in error.splitlines() if line.startswith("sampling ")]
+    return [line for line in error.splitlines() if line.startswith("sampling: ")]
 
 
 @pytest.mark.programs
@@ -160,7 +160,7 @@ def test_chat_chooses_and_chooses_anew(run: Run, monkeypatch: pytest.MonkeyPatch
     assert "G1k" in lines[0]
     turns("/think")
     _, _, error = run("chat", f"checkpoint={G1K}.safetensors", "sampling=chat")
-    assert sampling_lines(error) == [f"sampling chat: {CHAT}"]
+    assert sampling_lines(error) == [f"sampling: chat: {CHAT}"]
 
 
 @pytest.mark.programs
@@ -168,10 +168,10 @@ def test_generate_takes_the_files_options(run: Run) -> None:
     model, tokenizer = writing([b"a", b"b"])
     model.save_pretrained("model", tokenizer, format="huggingface")
     asked = ("checkpoint=model", "prompt=a", "max_new_tokens=2")
-    assert sampling_lines(run("generate", *asked)[2])[0].startswith("sampling default (")
+    assert sampling_lines(run("generate", *asked)[2])[0].startswith("sampling: default (")
     Path("model/generation_config.json").write_text('{"do_sample": true, "temperature": 0.25, "top_k": 2}')
     (line,) = sampling_lines(run("generate", *asked)[2])
-    assert line.startswith("sampling generation_config.json (")
+    assert line.startswith("sampling: generation_config.json (")
     assert line.endswith("temperature 0.25, top_k 2, top_p 1")
 
 
@@ -186,7 +186,7 @@ def test_chat_takes_the_file_of_each_kind_of_answer(run: Run, monkeypatch: pytes
     assert (status, output.splitlines()[0], output.splitlines()[-1]) == (0, "ab", "ab"), error
     assert len(output.splitlines()[1:-1][-1]) == 3
     lines = sampling_lines(error)
-    assert [line.partition("; by ")[2] for line in lines] == [
+    assert [line.partition("; from ")[2] for line in lines] == [
         "generation_config.json: stop ['c']", "fake_think_generation_config.json: max_new_tokens 3",
         "generation_config.json: stop ['c']"]
 

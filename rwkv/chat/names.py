@@ -55,10 +55,10 @@ def choose_template(asked: str | None, path: str, run: Mapping[str, Any] | None 
     path: of the checkpoint. run: the configuration of the run that made it.
     """
     if asked:
-        return Choice(asked, "as asked for")
+        return Choice(asked, "your template=")
     run = run or {}
     if learnt := run.get("data", {}).get("template"):
-        return Choice(learnt, "the run has learnt conversations in it")
+        return Choice(learnt, "the run was trained on conversations in it")
     return default_template(path, run.get("init_from"))
 
 
@@ -69,7 +69,7 @@ def default_template(*names: str | None) -> Choice:
     """
     for name in filter(None, names):
         if found := template_file(Path(name)):
-            return Choice(str(found), "the checkpoint has it")
+            return Choice(str(found), "from the checkpoint")
     return kind_of(*names)
 
 
@@ -80,12 +80,12 @@ def kind_of(*names: str | None) -> Choice:
     """
     for name in _said(names):
         if found := _SERIES.search(name.lower()):
-            return Choice("g1", f"{name} is of the series G{found[1]}{found[2]}")
+            return Choice("g1", f"{name} belongs to the series G{found[1]}{found[2]}")
         if "world" in name.lower():
-            return Choice("world", f"{name} is of the World series")
+            return Choice("world", f"{name} belongs to the World series")
         if "pile" not in name.lower() and _day_of(name) >= FIRST_G1:
-            return Choice("g1", f"{name} is of a day after the first model of the series G1")
-    return Choice("world", "no name tells another")
+            return Choice("g1", f"{name} is dated after the first G1 model")
+    return Choice("world", "default")
 
 
 def trained_length(*names: str | None) -> Length:

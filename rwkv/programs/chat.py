@@ -89,7 +89,7 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoic
     sampling = SamplingChoice(config, line.keys, opened.checkpoint.path, opened.checkpoint.run, template)
     chosen = sampling.for_answers(think)
     _say(f"chat template: {template_line(opened.checkpoint, choice)}")
-    _say(f"sampling {chosen}")
+    _say(f"sampling: {chosen}")
     model = opened.model()
     context = load_context(config.state, model, opened.tokenizer) if config.state else None
     _say(decoding_line(model))
@@ -190,7 +190,7 @@ class Terminal:
         if name == "sampling":
             self.talk.sampling = preset(value)
             self._sampling = None
-            _say(f"sampling {value}: {self.talk.sampling}")
+            _say(f"sampling: {value}: {self.talk.sampling}")
         elif name in OF_SAMPLING:
             how = next(item.metadata for item in fields(Sampling) if item.name == name)
             of_texts = how["typed"] == list[str]         # the option is a list of texts, and /set gives one text
@@ -220,7 +220,7 @@ class Terminal:
         if not self._set_tokens:
             self.talk.max_new_tokens = chosen.max_new_tokens or self._sampling.max_new_tokens
         if (self.talk.sampling, self.talk.stop, self.talk.max_new_tokens) != before:
-            _say(f"sampling {chosen._replace(sampling=self.talk.sampling)}")
+            _say(f"sampling: {chosen._replace(sampling=self.talk.sampling)}")
 
     def _stats(self, _: str) -> None:
         stats = self.talk.stats

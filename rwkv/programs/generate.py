@@ -41,7 +41,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
         except BrokenPipeError:          # the reader of standard output has seen enough, as in: generate.py | head
             abandon(sys.stdout)
             return
-    print(wrapped(f"sampling {chosen}", sys.stderr), file=sys.stderr)
+    print(wrapped(f"sampling: {chosen}", sys.stderr), file=sys.stderr)
     print(wrapped(decoding_line(model), sys.stderr), file=sys.stderr)
     raise_unwritten(output)
     if not whole:

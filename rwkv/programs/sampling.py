@@ -34,8 +34,9 @@ OF_G1_FORM = ("g1", "flower")            # chat templates
 
 
 class Chosen(NamedTuple):
-    """name: a preset, or the file that states the options. why: for people; "" if the user has named the preset. stop,
-    max_new_tokens: those of the file `source`; () and None where it has none or the user gives them."""
+    """name: a preset, or the file that states the options. why: for people; "" if the user named the preset. own: the options
+    that the user gave, as NAME=VALUE. stop, max_new_tokens: those of the file `source`; () and None where it has none or the
+    user gives them."""
 
     sampling: Sampling
     name: str
@@ -43,12 +44,14 @@ class Chosen(NamedTuple):
     stop: tuple[str, ...] = ()
     max_new_tokens: int | None = None
     source: str = ""
+    own: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         stated = [f"stop [{','.join(map(repr, self.stop))}]"] if self.stop else []
         stated += [f"max_new_tokens {self.max_new_tokens}"] if self.max_new_tokens else []
-        source = f"; by {self.source}: {', '.join(stated)}" if stated else ""
-        return f"{self.name}{f' ({self.why})' if self.why else ''}: {self.sampling}{source}"
+        source = f"; from {self.source}: {', '.join(stated)}" if stated else ""
+        yours = "".join(f", your {option}" for option in self.own)
+        return f"{self.name}{f' ({self.why})' if self.why else ''}{yours}: {self.sampling}{source}"
 
 
 class SamplingChoice:
@@ -78,8 +81,8 @@ class SamplingChoice:
         stated = self._of_file(begun == "fake", tools)
         chosen = self._sampling(begun, stated)
         if self._asked and not self._named:
-            why = f"{chosen.why}; as asked for: {', '.join(self._asked)}"
-            chosen = Chosen(replace(chosen.sampling, **self._asked), chosen.name, why)
+            own = tuple(f"{name}={value}" for name, value in self._asked.items())
+            chosen = chosen._replace(sampling=replace(chosen.sampling, **self._asked), own=own)
         if stated is None:
             return chosen
         return chosen._replace(stop=() if "stop" in self._given else stated.stop, source=stated.file.name,
@@ -89,7 +92,7 @@ class SamplingChoice:
         if self._named:
             return Chosen(self._own, self._preset)
         of_kind = self._of_kind(begun)
-        own = of_kind or Chosen(self._own, self._preset, "the program's default")
+        own = of_kind or Chosen(self._own, self._preset, "preset")
         if stated is None or not stated.sampling:
             return own
         base = UNCHANGED if of_kind is None and stated.draws else own.sampling
@@ -98,7 +101,7 @@ class SamplingChoice:
             sampling = replace(base, **stated.sampling)
         except UserError as error:
             raise UserError(f"{stated.file}: {error}: mend it, or name a preset, as sampling={self._preset}") from None
-        return Chosen(sampling, stated.file.name, f"the checkpoint has {', '.join(stated.sampling)} there{rest}")
+        return Chosen(sampling, stated.file.name, f"states {', '.join(stated.sampling)}{rest}")
 
     def _of_file(self, fake: bool, tools: bool) -> Generation | None:
         """What the file of the checkpoint, or of the one that it began with, states; None where neither states anything."""

@@ -63,13 +63,13 @@ def what_was_tuned(run: Run) -> str:
     tuned = run.tuned["tuned"]
     values = counted(tuned["trained"], "value")
     if tuned["method"] == "full":
-        return f"Tuned were all weights of {tuned['base']}: {values}, in {tuned['dtype']}."
+        return f"Trained all weights of {tuned['base']}: {values}, in {tuned['dtype']}."
     what = "the state before the first token"
     if tuned["method"] == "lora":
         modules = tuned.get("modules")
         named = ", ".join(map(str, modules)) if isinstance(modules, list) else modules
         what = f"a LoRA of rank {tuned.get('rank')}, alpha {_number(tuned.get('alpha'))}, on {named}"
-    return f"Tuned was {what}: {values} beside the frozen weights of {tuned['base']} in {tuned['dtype']}."
+    return f"Trained {what}: {values} beside the frozen weights of {tuned['base']} in {tuned['dtype']}."
 
 
 def _number(value: object) -> str:

@@ -53,8 +53,8 @@ class Keeper:
         """Raises ApiError where the owner has no such state."""
         state = self.engine.states.get(state_id)
         if state is None or state.owner != owner:
-            raise ApiError(404, f"there is no state {state_id[:100]!r}: it was not made with this key, or it has been deleted, "
-                                "or dropped for want of room", "state", STATE_GONE)
+            raise ApiError(404, f"unknown, deleted or evicted state {state_id[:100]!r}; states belong to the API key that "
+                                "made them", "state", STATE_GONE)
         return state
 
     def start(self, state_id: str | None, owner: str, model: str = "") -> SavedState | None:

@@ -190,8 +190,7 @@ def _crowded() -> str | None:
     free = max(1, cores - others)
     if others == 0 or torch.get_num_threads() <= free:
         return None
-    return (f"other programs keep {min(others, cores)} of {counted(cores, 'core')} busy, and each step waits for its slowest "
-            f"thread: OMP_NUM_THREADS={free} may be several times as fast")
+    return f"other programs use {min(others, cores)} of {counted(cores, 'core')}: try OMP_NUM_THREADS={free}"
 
 
 def _template(run: Run) -> str:
@@ -231,11 +230,11 @@ def _blocks(compiled: bool, method: str, conversations: bool, device: str) -> st
         return "plain formulas: trainer.compile=true fuses them"
     why = ""
     if method != "full":
-        why = f"tune={method} freezes weights"
+        why = f"tune={method} freezes the weights"
     elif conversations:
-        why = "rows of conversations are read text by text"
-    twice = f"; steps between the products are computed twice: {why}" if why else ""
-    return f"fused {fused_form.describe(device)}, with gradients of their own{twice}"
+        why = "the sequences of a row of conversations are read one by one"
+    recomputed = f"; recomputes activations, because {why}" if why else ""
+    return f"fused {fused_form.describe(device)}, with gradients of their own{recomputed}"
 
 
 def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs: int) -> Iterator[tuple[str, str]]:
@@ -243,7 +242,7 @@ def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs
     need = estimate(config, vocab_size, world_size())
     checkpointing = config.trainer.activation_checkpointing
     other = estimate(with_options(config, activation_checkpointing=not checkpointing), vocab_size, world_size())
-    already = f", of which {readable(programs)} are in use already" if programs else ""
+    already = f", {readable(programs)} of it already in use" if programs else ""
     yield "memory", (f"about {readable(programs + need.total)} for each process{already}; {readable(free_memory(device))} "
                      "is free")
     yield "", ((f"program and libraries {readable(programs)}, " if programs else "")

@@ -131,7 +131,7 @@ def _require_memory(need: int, device: torch.device, processes: int, remedy: str
     if free is not None and need > free:
         where = "the GPU" if device.type == "cuda" else "this machine"
         used = _used(device, processes)
-        already = f", {readable(used)} of which the programs take already," if used else ""
+        already = f", {readable(used)} of it already in use," if used else ""
         raise UserError(f"training needs at least {readable(need + used)} of memory{already} and {where} has "
                         f"{readable(free)} free: {remedy}")
 

@@ -198,7 +198,7 @@ def test_options_of_sampling_are_set_as_on_the_command_line(capsys: pytest.Captu
     terminal = Terminal(chat)
     for setting in ("sampling=g1_think", "temperature=0.5", "no_penalty=0 1", "logit_bias=65:2", "banned=[0,1]", "order=rwkv"):
         assert terminal.turn(f"/set {setting}")
-    assert "sampling g1_think: temperature 0.96, top_k 32, top_p 0.76" in capsys.readouterr().err
+    assert "sampling: g1_think: temperature 0.96, top_k 32, top_p 0.76" in capsys.readouterr().err
     assert chat.sampling == Sampling(0.5, 32, 0.76, presence_penalty=1.0, frequency_penalty=0.1, penalty_decay=0.988,
                                      no_penalty=("0 1",), logit_bias={65: 2.0}, banned=(0, 1), order="rwkv")
     assert terminal.turn("/set sampling=greedy")

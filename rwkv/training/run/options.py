@@ -66,7 +66,7 @@ def _require_new_weights(config: TrainConfig, given: Collection[str]) -> None:
     if "tune.guard" in given:
         raise UserError("tune.guard is measured where a run tunes the weights of another: name them with init_from=")
     if config.tune.method != "full":
-        raise UserError(f"tune={config.tune.method} trains something beside the weights of a model: name them with init_from=")
+        raise UserError(f"tune={config.tune.method} requires a base model: init_from=FILE")
     if config.tune.prefers:
         raise UserError(f"tune.objective={config.tune.objective} changes which answers a trained model prefers: name that "
                         "model with init_from=")

@@ -54,6 +54,5 @@ def describe(config: TrainConfig, names: Collection[str]) -> str:
     values = ", ".join(f"optim.{name}={getattr(config.optim, name)}" for name in names)
     if config.init_from is None:
         return f"{values}, the default for {config.model.n_embd} channels; up to {WIDEST} channels it is {OptimConfig.lr}"
-    of_pairs = f" tune.objective={config.tune.objective}" if config.tune.prefers else ""
-    return (f"{values}: the defaults of tune={config.tune.method}{of_pairs} with init_from=, from what others have found "
-            "(docs/tune.md)")
+    objective = f" tune.objective={config.tune.objective}" if config.tune.prefers else ""
+    return f"{values} (defaults of tune={config.tune.method}{objective} with init_from=; docs/tune.md gives the sources)"

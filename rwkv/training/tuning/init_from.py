@@ -67,8 +67,7 @@ def _tokenizer(data: DataConfig, given: Collection[str], checkpoint: Checkpoint)
     assumed = assumed_tokenizer(checkpoint)
     if "data.tokenizer" not in given and (checkpoint.tokenizer or assumed):
         if assumed:
-            log(f"tokenizer  {assumed}: {checkpoint.path} carries none, and its vocabulary is as large as that of the World "
-                "models")
+            log(f"tokenizer  {assumed} (guessed from the vocabulary size of {checkpoint.path}, {checkpoint.vocab_size:,})")
         return tokenizer_of(checkpoint, None, data.end_of_text, "data.tokenizer")
     if data.tokenizer in MADE_FROM_DATA:
         remedy = "leave data.tokenizer out" if checkpoint.tokenizer else "name theirs: data.tokenizer=FILE.json, or world"
