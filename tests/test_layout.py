@@ -1,4 +1,4 @@
-"""The layout: who may import whom, no circles inside a folder, no environment variables, no effects at import."""
+"""The layout: who may import whom, no circles inside a folder, no environment variables, no effects at import, the museum."""
 
 import ast
 import re
@@ -7,11 +7,13 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from graphlib import CycleError, TopologicalSorter
+from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from kernels import select
 from kernels.registry import names, operators
 
 ROOT = Path(__file__).parent.parent
@@ -36,6 +38,8 @@ HEIGHT = {part: len(FLOORS) - i for i, parts in enumerate(FLOORS) for part in pa
 OPERATORS = "|".join(operators())
 IMPLEMENTATIONS = "|".join(rf"kernels\.{op}\.({'|'.join(names(op))})" for op in operators())
 BACK_ENDS = r"taichi|triton|cuda|cupy"
+MUSEUM = ("pad", "softmax", "timex")     # operators without a product column in docs/museum.md
+MUSEUM_PAGE = ROOT / "docs" / "museum.md"
 
 
 class Rule(NamedTuple):
@@ -54,6 +58,7 @@ RULES = (
     Rule(r"(?!kernels\.backends\.taichi$).*", r"taichi"),
     Rule(rf"kernels\.({OPERATORS})(\.cases)?", BACK_ENDS),
     Rule(r".*", IMPLEMENTATIONS),                                # an implementation is loaded by its name
+    Rule(rf"(?!kernels\.(bench|{'|'.join(MUSEUM)})\b|kernels\.wkv4\.timex$).*", rf"kernels\.({'|'.join(MUSEUM)})"),
     Rule(rf"kernels\.({OPERATORS}|backends|machine)\b.*", r"kernels\.bench"),
     Rule(r"kernels\.machine\b.*", r"kernels\.backends"),
     Rule(r"kernels\.(backends|machine)\b.*", OPERATORS),
@@ -141,6 +146,8 @@ def test_a_wrong_import_is_noticed() -> None:
         ("kernels.timex.mine", "import rwkv"), ("kernels.timex.mine", "import taichi as ti"), ("kernels.wkv4", "import triton"),
         ("kernels.timex.mine", "from kernels.timex import conv1d"), ("kernels.timex.mine", "from .conv1d import forward"),
         ("kernels.timex.mine", "from kernels.wkv4 import WKV4"), ("kernels.bench", "import hydra"),
+        ("rwkv.model.base", "from kernels.softmax import Softmax"), ("kernels.wkv4", "import kernels.timex"),
+        ("kernels.select", "from kernels import pad"),
         ("rwkv.model.base", "import lightning"), ("rwkv.model.base", "from kernels.select import select"),
         ("rwkv.model.base", "from rwkv.training.task import LanguageModel"), ("rwkv.training.task", "import wandb"),
         ("rwkv.training.loggers", "import wandb"), ("rwkv.training.task", "from omegaconf import DictConfig"),
@@ -151,9 +158,53 @@ def test_a_wrong_import_is_noticed() -> None:
     right = (
         ("kernels.timex.mine", "from kernels.backends.taichi import launch\nfrom kernels.registry import Requires"),
         ("kernels.wkv4.timex", "from kernels.timex import TimeX\nfrom kernels.wkv4 import decay_exponent"),
+        ("kernels.bench.softmax", "from kernels.softmax import Softmax"),
         ("rwkv.model.rwkv4", "from kernels.wkv4 import WKV4, WKVState"), ("rwkv.cli", "def run():\n    import hydra"),
         ("rwkv.training.loggers", "def log():\n    import wandb"), ("rwkv.training.task", "import lightning"))
     assert [each for each in wrong if not broken_rules(*each)] == [each for each in right if broken_rules(*each)] == []
+
+
+class Exhibits(NamedTuple):
+    """A row of the first table of docs/museum.md: the names of an operator's kernels."""
+
+    product: set[str]
+    reference: set[str]
+    museum: set[str]
+
+
+def exhibits() -> dict[str, Exhibits]:
+    rows = re.findall(r"^\| (\w+) \|(.*)\|(.*)\|(.*)\|$", MUSEUM_PAGE.read_text(encoding="utf-8"), re.MULTILINE)
+    return {operator: Exhibits(*(set(re.findall(r"`(\w+)`", cell)) for cell in cells)) for operator, *cells in rows
+            if operator != "operator"}
+
+
+def test_the_museum_page_lists_every_kernel_once() -> None:
+    """And as product exactly those that kernel=auto can run."""
+    listed = exhibits()
+    automatic = {op: {name for (of, *_), rule in select.RULES.items() if of == op for name in rule.order} for op in listed}
+    for (op, *_), sizes in select.BY_SIZE.items():
+        automatic[op] |= {name for order in sizes.values() for name in order}
+    assert set(listed) == {*operators(), "draw"}
+    for op, (product, reference, museum) in listed.items():
+        assert product == automatic[op]
+        assert sorted([*product, *reference, *museum]) == sorted(names(op))
+    assert {op for op, row in listed.items() if not row.product} == set(MUSEUM)
+
+
+def museum_loads(text: str) -> set[tuple[str, str]]:
+    """The (operator, kernel) of the museum that a file names in a call, as in load("timex", "fft")."""
+    calls = [[node.value for node in call.args if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+             for call in ast.walk(parsed(text)) if isinstance(call, ast.Call)]
+    rows = exhibits()
+    return {(op, name) for words in calls for op, name in pairwise(words)
+            if op in rows and name in rows[op].museum}
+
+
+def test_no_other_code_loads_a_kernel_of_the_museum() -> None:
+    assert museum_loads("x = select('wkv7', 'taichi_v0', device)\ny = load('wkv7', 'taichi_v3')") == {("wkv7", "taichi_v0")}
+    own = [ROOT / "kernels" / name for name in ("bench", *MUSEUM)]
+    used = {path: museum_loads(path.read_text(encoding="utf-8")) for path in PRODUCT if path.parent not in own}
+    assert {str(path): pairs for path, pairs in used.items() if pairs} == {}
 
 
 def test_no_circle_inside_a_folder() -> None:

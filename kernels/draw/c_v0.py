@@ -1,4 +1,4 @@
-"""In C (csrc/draw.c): a thread for each row, and a heap that finds the likeliest of the tokens that top_p can keep."""
+"""C (csrc/draw.c): a thread per row, and a heap that sorts only the candidates for top_p."""
 
 import torch
 from torch import Tensor
@@ -8,18 +8,19 @@ from kernels.draw import Bias, Filters
 from kernels.registry import Requires
 
 REQUIRES = Requires(devices=("cpu",), why_not=native.why_not)
-SMALL = 2**16                            # up to so many logits, one thread is done before another one is awake
-OF_TOKEN, OF_BLOCK, OF_BIAS = 12, 16, 4  # bytes of scratch: of a token in a list, of a block of 512 tokens, of a logit
+SMALL = 2**16                            # up to this many logits, one thread finishes before another wakes
+BLOCK = 512                              # tokens whose weights are summed in float32, as in draw.c
 
 
 def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias) -> Tensor:
     rows, V = logits.shape
     n = len(bias.ids)
-    usable = logits.stride(1) == 1 and (n == 0 or rows == 1 or logits.stride(0) >= V)    # in C a bias is added in place
+    usable = logits.stride(1) == 1 and (n == 0 or rows == 1 or logits.stride(0) >= V)    # C adds a bias in place
     logits = logits if usable else logits.contiguous()
     uniform = uniform.double().contiguous()
     threads = 1 if rows * V <= SMALL else native.threads_for(rows)
-    size = -(-(OF_BLOCK * (V // 512 + 1) + OF_TOKEN * V + OF_BIAS * n) // 64) * 64
+    size = (V // BLOCK + 1) * native.size_of("draw_block") + V * native.size_of("draw_token") + n * logits.itemsize
+    size = -(-size // 64) * 64
     scratch = logits.new_empty(threads * size, dtype=torch.uint8)
     drawn = uniform.new_empty(rows, dtype=torch.int64)
     top_k = filters.top_k if filters.top_k < V else 0

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from kernels import native
-from kernels.native.forms import FORMS
+from kernels.native.dtypes import DTYPES
 
 GROUP = 32                               # neighbours in a row of W that share a scale, in int4
 SMALLEST = 1e-30                         # stands for the largest magnitude of zeros
@@ -26,7 +26,7 @@ def int8(weight: Tensor) -> tuple[Tensor, Tensor]:
     scale = torch.empty(N, dtype=torch.float32, device="cpu")
     exact = _for_c(weight)
     if exact is not None:
-        native.run(f"matvec_int8_{FORMS[exact.dtype]}", native.threads_for(N), N, K, exact, q, scale)
+        native.run(f"matvec_int8_{DTYPES[exact.dtype]}", native.threads_for(N), N, K, exact, q, scale)
         return q, scale
     for start in range(0, N, ROWS):
         rows = slice(start, start + ROWS)
@@ -54,7 +54,7 @@ def int4(weight: Tensor, symmetric: bool) -> Groups:
     shift = torch.empty_like(scale)
     exact = _for_c(weight)
     if exact is not None:
-        native.run(f"matvec_int4_{FORMS[exact.dtype]}", native.threads_for(N), *weight.shape, symmetric, len(SHRUNK),
+        native.run(f"matvec_int4_{DTYPES[exact.dtype]}", native.threads_for(N), *weight.shape, symmetric, len(SHRUNK),
                    exact, SHRUNK, q, scale, shift)
         return q, scale, shift
     for start in range(0, N, ROWS):
@@ -112,4 +112,4 @@ def _for_c(weight: Tensor) -> Tensor | None:
     if native.why_not() is not None or weight.device.type != "cpu":
         return None
     weight = weight.detach()
-    return (weight if weight.dtype in FORMS else weight.float()).contiguous()
+    return (weight if weight.dtype in DTYPES else weight.float()).contiguous()

@@ -1,9 +1,9 @@
-"""The C kernels: one shared library for each system, in lib/, which comes with the package. Users need no compiler.
+"""The C kernels: one prebuilt shared library per system, in lib/. No compiler required.
 
     run("wkv4_forward_float32", threads, B, T, C, ...)
 
-calls a C function with a struct of 64-bit numbers and addresses. Each function is in the library once for each of LEVELS, sets
-of vector instructions; `level` is the best that this CPU has. `python -m kernels.native.build` makes the libraries.
+calls a C function with a struct of 64-bit numbers and addresses. The library contains each function once per level, a set of
+vector instructions; `level` is the best one that this CPU supports. `python -m kernels.native.build` builds the libraries.
 """
 
 import ctypes
@@ -22,15 +22,15 @@ if TYPE_CHECKING:                        # build.py runs in an environment witho
     from torch import Tensor
 
 FOLDER = Path(__file__).parent / "lib"
-LEVELS = {"x86_64": ("avx2", "avx512", "avx512bf16"), "aarch64": ("neon", "neondot")}     # the best last, from 1 in levels.c
+LEVELS = {"x86_64": ("avx2", "avx512", "avx512bf16"), "aarch64": ("neon", "neondot")}     # ascending, as in levels.c
 SYSTEMS = {"linux": "linux", "darwin": "macos", "win32": "windows"}
 MACHINES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
-CALLED = re.compile(r'\brun\(\s*f?"(\w+)')         # a function's name, or its beginning before a {
+CALL = re.compile(r'\brun\(\s*f?"(\w+)')           # a function's name, or its prefix before a {
 SUFFIXES = {"linux": "so", "macos": "dylib", "windows": "dll"}
 
 
 class Target(NamedTuple):
-    """What a library is for: a machine of LEVELS and a system of SUFFIXES."""
+    """The platform of a library: a machine of LEVELS and a system of SUFFIXES."""
 
     machine: str
     system: str
@@ -45,36 +45,54 @@ TARGETS = (Target("x86_64", "linux"), Target("aarch64", "linux"), Target("aarch6
 
 
 def why_not() -> str | None:
-    """None where the C kernels run, otherwise the reason in one sentence."""
+    """None if the C kernels run here, otherwise the reason in one sentence."""
     library = _library()
     return library if isinstance(library, str) else None if level() else (
-        f"the C kernels need a CPU with {LEVELS[_here().machine][0].upper()}, which this one lacks (use another kernel)")
+        f"the C kernels require a CPU with {LEVELS[_here().machine][0].upper()} (use another kernel)")
 
 
 @cache
 def levels() -> tuple[str, ...]:
-    """Those of LEVELS whose instructions this CPU has, the best last; none where there is no library."""
+    """The levels that this CPU supports, in ascending order; empty without a library."""
     library = _library()
     return () if isinstance(library, str) else LEVELS[_here().machine][:library.timemix_level()]
 
 
 def level() -> str | None:
-    """The best of levels(); None where there is none."""
+    """The best supported level, or None."""
     return levels()[-1] if levels() else None
 
 
 def run(name: str, threads: int, *arguments: "int | float | Tensor | None") -> None:
-    """Calls the C function of that name for this CPU, on up to `threads` threads. arguments: as its struct call lists them, a
-    float as a double; a tensor is the address of its first number, None the null address. Raises KernelUnavailable where the
-    library has no such function, and ValueError for a tensor that is not in the CPU's memory."""
-    of_level = level()
-    assert of_level is not None, why_not()
+    """Calls a C function on up to `threads` threads.
+
+    arguments: the fields of the function's struct, in order. A float is passed as a double, a tensor as the address of its
+    first number, None as a null pointer. Raises KernelUnavailable if the library does not contain the function, ValueError for
+    a tensor that is not in CPU memory, and AssertionError if the struct has another number of fields.
+    """
     call = (ctypes.c_int64 * len(arguments))(*map(number, arguments))
-    _function(name, of_level)(call, threads)
+    function = _function(name, _required_level())
+    require_size(name, len(arguments))
+    function(call, threads)
+
+
+def size_of(name: str) -> int:
+    """sizeof, in bytes, of a struct that C exports with EXPORT_SIZE(name, ...), or of the struct of arguments of a function.
+
+    Raises KernelUnavailable if the library does not export it.
+    """
+    return _size(name, _required_level())
+
+
+def require_size(name: str, numbers: int) -> None:
+    """Raises AssertionError unless the struct of size_of(name) consists of that many 64-bit numbers."""
+    size = size_of(name)
+    assert size == 8 * numbers, (f"the struct of {name} must have the same fields in C and in Python; "
+                                 f"got {size} bytes in C, {8 * numbers} in Python")
 
 
 def threads_for(tasks: int) -> int:
-    """As many threads as torch uses, and at most one for each task."""
+    """The number of threads that torch uses, at most one per task."""
     import torch
 
     return min(tasks, torch.get_num_threads())
@@ -95,25 +113,40 @@ def number(argument: "int | float | Tensor | None") -> int:
 
 
 def not_built(file: Path) -> str | None:
-    """The first function that a kernel's file calls with native.run and that this system's library does not contain."""
-    names = CALLED.findall(file.read_text(encoding="utf-8"))
+    """The first function that a kernel's file calls with native.run and this system's library does not contain, or None."""
+    names = CALL.findall(file.read_text(encoding="utf-8"))
     try:
         library = _here().path.read_bytes()
     except OSError:
-        return None                      # why_not() says so
+        return None                      # why_not() reports it
     return next((name for name in names if name.encode() not in library), None)
 
 
 @cache
-def _function(name: str, of_level: str) -> Callable[[Any, int], None]:
+def _function(name: str, level: str) -> Callable[[Any, int], None]:
     try:
-        function = getattr(_library(), f"{name}_{of_level}")
-    except AttributeError:               # an author's, who has written the C and not built it
-        raise KernelUnavailable(f"the C library has no function {name} for {of_level}: name it ENTRY({name}) in a file in a "
-                                "csrc folder, and run make native") from None
+        function = getattr(_library(), f"{name}_{level}")
+    except AttributeError:               # C source added but library not rebuilt
+        raise KernelUnavailable(f"the C library has no function {name} for {level}: define it as ENTRY({name}, struct call) in "
+                                "a csrc folder, and run make native") from None
     function.argtypes = (ctypes.c_void_p, ctypes.c_int64)
     function.restype = None
     return function
+
+
+@cache
+def _size(name: str, level: str) -> int:
+    try:
+        return ctypes.c_int64.in_dll(_library(), f"size_of_{name}_{level}").value
+    except ValueError:
+        raise KernelUnavailable(f"the C library has no size of {name}: export it with EXPORT_SIZE({name}, struct ...), and run "
+                                "make native") from None
+
+
+def _required_level() -> str:
+    required = level()
+    assert required is not None, why_not()
+    return required
 
 
 def _here() -> Target:
@@ -122,12 +155,12 @@ def _here() -> Target:
 
 @cache
 def _library() -> Any:
-    """The opened library, or the reason why there is none."""
+    """The loaded library, or the reason why there is none."""
     here = _here()
     if here not in TARGETS:
         there_are = ", ".join(f"{target.system} on {target.machine}" for target in TARGETS)
-        return f"the C kernels are made for {there_are}, not for {here.system} on {here.machine} (use another kernel)"
+        return f"no C kernels for {here.system} on {here.machine}, only for {there_are} (use another kernel)"
     try:
         return ctypes.CDLL(str(here.path))
     except OSError as error:
-        return f"the C kernels cannot be opened ({error}): use another kernel"
+        return f"the C kernels cannot be loaded ({error}): use another kernel"

@@ -72,7 +72,7 @@ def _share_tile(tile: ti.template(), i, x: ti.template(), row, at, T, backwards:
 
 @ti.func
 def _dot(window: ti.template(), x: ti.template(), i):
-    """Thread i's sum. The barriers wait until all threads have staged the tile, and until all have read it."""
+    """Thread i's sum. The barriers separate staging a tile from reading it, and reading it from staging the next."""
     ti.simt.block.sync()
     dot = 0.0
     for j in range(TILE):

@@ -222,7 +222,7 @@ def _share_tile(tile: ti.template(), at, lane, x: ti.template(), row, first, T, 
 
 @ti.func
 def _add_dots(total: ti.template(), window: ti.template(), w_at, x: ti.template(), x_at, lane, batches: ti.template()):
-    """The lane's sums. The barriers wait until all lanes have staged the tile, and until all have read it."""
+    """The lane's sums. The barriers separate staging a tile from reading it, and reading it from staging the next."""
     ti.simt.block.sync()
     dots = [0.0 for _ in ti.static(range(batches * T_GROUP))]
     for phase in range(THREADS):

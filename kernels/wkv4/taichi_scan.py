@@ -30,7 +30,7 @@ REQUIRES = Requires(packages=("taichi",), dtypes=(torch.float32, torch.bfloat16)
 
 FORWARD, BACKWARD = 32, 16  # lanes per vector: the most that fits into the 32 registers of AVX-512 without spilling
 ALIGNMENT = 64  # bytes; a vector load from any other address is a segmentation fault
-CHUNK = 32  # steps between two stored states
+CHUNK = 32  # steps between saved states
 SERIAL = 2**17  # elements up to which one thread is faster than several
 SAVED = 5  # numbers per step in the backward's scratch buffer
 LIMIT = 1.1e7
@@ -248,7 +248,7 @@ def _weights(time_decay, time_first):
 
 @ti.func
 def _enter(small: ti.template(), at, R):
-    """The incoming state with b within [1, 2), its P, and the factor by which a and b were multiplied."""
+    """The incoming state scaled so that b is in [1, 2), its P, and the factor applied to a and b."""
     a, b, p = [small[at + s * R] for s in ti.static(range(3))]
     m, P = _exp(p)
     n = ti.min(ti.max((by_lane(ti.bit_cast, b, ti.i32) >> 23) - 127, -126), 126)
@@ -258,7 +258,7 @@ def _enter(small: ti.template(), at, R):
 
 @ti.func
 def _leave(P):
-    """The factor 2^P / e^p that brings a and b to the scale e^p, which corrects the rounding of p; and p."""
+    """2^P / e^p, which rescales a and b to e^p and corrects the rounding of p; and p = P log 2."""
     p = LN_2 * by_lane(ti.cast, P, ti.f32)
     m, n = _exp(p)
     return _pow2(ti.min(ti.max(P - n, -127), 127)) / m, p
@@ -274,7 +274,7 @@ def _shares(decay, shift, m, n, P):
 
 @ti.func
 def _settled(drift, j, a, b, P):
-    """The same state with the power of e^w's mantissa over chunk j moved into P; also for the state's gradients."""
+    """Moves the power of e^w's mantissa accumulated in chunk j into P; also for the state's gradients."""
     n = by_lane(ti.cast, ti.floor((j + 1) * drift), ti.i32) - by_lane(ti.cast, ti.floor(j * drift), ti.i32)
     scale = _pow2(0 - n)
     return scale * a, scale * b, P + n
@@ -282,7 +282,7 @@ def _settled(drift, j, a, b, P):
 
 @ti.func
 def _exp(x):
-    """e^x = m * 2^n, m within [1, 2), to one unit in the last place."""
+    """e^x = m * 2^n with m in [1, 2), within 1 ulp."""
     bits = by_lane(ti.bit_cast, x, ti.i32)  # compare bits: fast_math assumes that there is no infinity
     x = by_lane(ti.bit_cast, ti.select(bits == INFINITY, NAN, bits), ti.f32)
     x = ti.select(x > LIMIT, LIMIT, x)  # keeps a NaN, unlike ti.min
@@ -299,5 +299,5 @@ def _exp(x):
 
 @ti.func
 def _pow2(n):
-    """2^n for n within [-126, 127]; 0 for n = -127."""
+    """2^n for n in [-126, 127]; 0 for n = -127."""
     return by_lane(ti.bit_cast, (n + 127) << 23, ti.f32)

@@ -1,14 +1,14 @@
-"""The passes of taichi_v3 in C (csrc/wkv7.c), with fused multiply-adds; log_w's gradient needs no running sum."""
+"""C (csrc/wkv7.c): the passes of taichi_v3 with fused multiply-adds; log_w's gradient needs no running sum."""
 
 import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.native.forms import FORMS
+from kernels.native.dtypes import DTYPES
 from kernels.registry import Requires
 
-CHUNK, STAGED, LANES = 16, 9, 16  # as in wkv7.c: steps, vectors that are made ready for each, lanes at most
-REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, dtypes=tuple(FORMS), N_multiple=16)
+CHUNK, STAGED, LANES = 16, 9, 16  # as in wkv7.c: steps, staged vectors per step; maximum number of lanes
+REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, dtypes=tuple(DTYPES), N_multiple=16)
 
 
 def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
@@ -22,7 +22,7 @@ def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor
     y = torch.empty_like(v)
     after = torch.empty_like(state)
     (sa,) = kept or (None,)
-    _run("forward", (N + CHUNK * STAGED + 1) * N, r, log_w, k, v, a, b, state, sa, y, after)
+    _run("forward", (N + CHUNK * STAGED + 1) * N, r, log_w, k, v, a, b, state, sa, y, after, *[None] * 7)
     return y, after
 
 
@@ -37,8 +37,8 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
 
 
 def _run(direction: str, scratch_size: int, r: Tensor, log_w: Tensor, *others: Tensor | None) -> None:
-    """Calls the C function with its struct call. scratch_size: numbers for each thread."""
+    """Calls the C function. others: the fields after log_w of its struct call; scratch_size: numbers per thread."""
     B, T, H, N = r.shape
     threads = native.threads_for(B * H)
     scratch = log_w.new_empty(threads * scratch_size)
-    native.run(f"wkv7_{direction}_{FORMS[r.dtype]}", threads, B, T, H, N, scratch_size, scratch, r, log_w, *others)
+    native.run(f"wkv7_{direction}_{DTYPES[r.dtype]}", threads, B, T, H, N, scratch_size, scratch, r, log_w, *others)

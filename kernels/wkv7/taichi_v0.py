@@ -22,7 +22,7 @@ from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("taichi",))
 
-CHUNK = 32  # steps between two states that forward keeps
+CHUNK = 32  # steps between saved states
 Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
 
 
@@ -146,5 +146,5 @@ def _columns(r: Flat, log_w: Flat, k: Flat, v: Flat, a: Flat, b: Flat, sa: Flat,
 
 @ti.func
 def _vector(head, t, T, H, N):
-    """Where a head's N numbers of step t begin."""
+    """Index of the first of a head's N numbers at step t."""
     return ((head // H * T + t) * H + head % H) * N

@@ -12,7 +12,7 @@ from kernels.wkv7 import _passes
 from kernels.wkv7._passes import LANES
 
 REQUIRES = _passes.REQUIRES
-GROUP = 2  # columns of which a pass loads all before it stores any: Taichi reloads the data's address after a store
+GROUP = 2  # columns that a pass loads before it stores any: Taichi reloads the data's address after a store
 
 
 @ti.func

@@ -26,7 +26,7 @@ from kernels.registry import Requires
 from kernels.wkv7 import _passes
 from kernels.wkv7._passes import LANES
 
-GROUP = 2  # columns of which a pass loads all before it stores any: Taichi reloads the data's address after a store
+GROUP = 2  # columns that a pass loads before it stores any: Taichi reloads the data's address after a store
 REQUIRES = Requires(packages=("taichi",), devices=("cpu",), dtypes=(torch.float32, torch.bfloat16), N_multiple=LANES)
 
 
@@ -59,7 +59,7 @@ def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vec
 @ti.func
 def _stage(read: ti.template(), scratch: ti.template(), columns, r: ti.template(), log_w: ti.template(),
            k: ti.template(), a: ti.template(), b: ti.template(), at, t_0, steps, T, H, M):
-    """Of each step b', k', r', the next step's a' (0 after the last), W and 1/W."""
+    """Stages, for each step, b', k', r', the next step's a' (0 after the last step), W and 1/W."""
     for x in range(M):
         w = ti.Vector([1.0] * LANES)
         for s in range(steps):

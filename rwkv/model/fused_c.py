@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.native.forms import FORMS
+from kernels.native.dtypes import DTYPES
 from kernels.operator import contiguous
 
 MIXES = {(torch.float32, torch.float32): "float32", (torch.bfloat16, torch.bfloat16): "bfloat16",
          (torch.float32, torch.bfloat16): "autocast"}    # by the dtypes of x and of its mixes
-MOST_MIXES = 6                           # as in fused.c
+MAX_MIXES = 6                           # as in fused.c
 ROWS = 32                                # in a task, as in both sources
 PIECE = 2 ** 14                          # numbers in a task of the squared ReLU
 SERIAL = 2 ** 14                         # up to so many elements one thread is done before another is awake
@@ -26,7 +26,7 @@ Tensors = tuple[Tensor, ...]
 def takes(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool:
     """Whether the C functions take these tensors, of one dtype and with heads of any N. dtype: that of the results."""
     first = tensors[0]
-    return (dtype or first.dtype) in FORMS and all(tensor.dtype == first.dtype for tensor in tensors)
+    return (dtype or first.dtype) in DTYPES and all(tensor.dtype == first.dtype for tensor in tensors)
 
 
 def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, shares: Tensors,
@@ -56,7 +56,7 @@ def mix_backward(kept: Sequence[Tensor | None], grads: Tensors, of_before: bool)
 def _run_mixes(direction: str, x: Tensor, last_x: Tensor | None, shares: Tensors, of_before: bool, mixes: Tensors,
                *of_backward: Tensor | None) -> None:
     _, T, C = x.shape
-    unused = [None] * (MOST_MIXES - len(shares))
+    unused = [None] * (MAX_MIXES - len(shares))
     native.run(f"mixes_{direction}_{MIXES[x.dtype, mixes[0].dtype]}", _threads(x), x.numel() // C, T, C, len(shares), of_before,
                x, last_x, *shares, *unused, *mixes, *unused, *of_backward)
 
@@ -66,7 +66,7 @@ def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
     x = x.contiguous()
     out = torch.empty_like(x)
     threads = 1 if x.numel() <= SERIAL else native.threads_for(-(-x.numel() // PIECE))
-    native.run(f"squared_relu_{FORMS[x.dtype]}", threads, x.numel(), x, None if grad is None else grad.contiguous(), out)
+    native.run(f"squared_relu_{DTYPES[x.dtype]}", threads, x.numel(), x, None if grad is None else grad.contiguous(), out)
     return out
 
 
@@ -115,7 +115,7 @@ def gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int
 
 def _run_rwkv7(name: str, x: Tensor, N: int, *tensors: Tensor | None) -> None:
     C = x.shape[-1]
-    native.run(f"rwkv7_{name}_{FORMS[x.dtype]}", _threads(x), x.numel() // C, C // N, N, *tensors)
+    native.run(f"rwkv7_{name}_{DTYPES[x.dtype]}", _threads(x), x.numel() // C, C // N, N, *tensors)
 
 
 def _three(z: Tensors) -> tuple[Tensor | None, ...]:

@@ -54,7 +54,7 @@ with_zig = pytest.mark.skipif(zig() is None, reason="needs zig's compiler (make 
 @pytest.mark.parametrize("target", native.TARGETS, ids=lambda target: f"{target.system}-{target.machine}")
 def test_a_library_is_of_its_sources(target: native.Target) -> None:
     """Else `make native` has to be run again."""
-    is_of_them = build.name_of_sources().encode() in target.path.read_bytes()
+    is_of_them = build.sources_id().encode() in target.path.read_bytes()
     assert is_of_them, "run make native"
 
 
@@ -261,7 +261,7 @@ def test_a_library_that_cannot_be_opened_is_a_sentence(unavailable: pytest.Monke
     unavailable.setattr(native, "FOLDER", tmp_path)
     reason = why_not("wkv7", "c_v0")
     assert reason is not None
-    assert "cannot be opened" in reason
+    assert "cannot be loaded" in reason
     assert "\n" not in reason
 
 
@@ -269,6 +269,69 @@ def test_a_library_that_cannot_be_opened_is_a_sentence(unavailable: pytest.Monke
 def test_c_that_is_not_built_is_a_sentence() -> None:
     with pytest.raises(KernelUnavailable, match="timex_of_tomorrow"):
         native.run("timex_of_tomorrow", 1, 3)
+
+
+@in_c
+def test_every_function_exports_the_size_of_its_struct() -> None:
+    library = native._here().path.read_bytes()
+    suffix = str(native.level()).encode()
+    exported = {name.decode() for name in re.findall(rb"\0(\w+)_%s(?=\0)" % suffix, library)}
+    functions = {name for name in exported if not name.startswith("size_of_")}
+    assert {"draw", "matvec", "rwkv4_step", "rwkv7_step", "wkv4_forward_float32", "wkv7_backward_bfloat16"} <= functions
+    for name in functions:
+        assert native.size_of(name) % 8 == 0
+        assert native.size_of(name) > 0
+
+
+@in_c
+def test_an_argument_in_python_alone_is_refused() -> None:
+    x, y = torch.arange(-2.0, 2.0), torch.empty(4)
+    native.run("squared_relu_float32", 1, 4, x, None, y)
+    assert y.tolist() == [0, 0, 0, 1]
+    for arguments in ((4, x, None), (4, x, None, y, None)):
+        with pytest.raises(AssertionError, match="squared_relu_float32 must have the same fields"):
+            native.run("squared_relu_float32", 1, *arguments)
+
+
+@in_c
+def test_a_size_that_is_not_exported_is_a_sentence() -> None:
+    with pytest.raises(KernelUnavailable, match=r"EXPORT_SIZE\(tomorrow"):
+        native.size_of("tomorrow")
+
+
+@pytest.mark.compiles
+@with_zig
+@in_c
+@torch.no_grad()
+def test_a_field_in_c_alone_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A struct of arguments, and one inside a model's struct, each compiled with one field more."""
+    model = small_model("reference", generation="rwkv7")
+    level = str(native.level())
+    for source in build.sources():
+        copy = tmp_path / source
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        text = (build.ROOT / source).read_text()
+        for struct in ("relu_call", "layer"):
+            text = text.replace(f"struct {struct} {{\n", f"struct {struct} {{\n    int64_t extra;\n")
+        copy.write_text(text)
+    here = native._here()
+    sources = ("kernels/native/csrc/threads.c", "kernels/matvec/csrc/products.c", "rwkv/model/csrc/fused.c",
+               "rwkv/model/decoding/csrc/rwkv7.c")
+    subprocess.run([str(zig()), "-m", "ziglang", "cc", "-target", f"{here.machine}-{build.SYSTEMS[here.system]}", "-shared",
+                    *build.FLAGS, *build.LEVEL_FLAGS[level], f"-DLEVEL={level}", *sources, "-o", "extended"], check=True,
+                   cwd=tmp_path)
+    library = ctypes.CDLL(str(tmp_path / "extended"))
+    native._size.cache_clear()
+    monkeypatch.setattr(native, "level", lambda: level)
+    monkeypatch.setattr(native, "why_not", lambda: None)
+    monkeypatch.setattr(native, "_library", lambda: library)
+    try:
+        with pytest.raises(AssertionError, match="squared_relu_float32 must"):
+            native.run("squared_relu_float32", 1, 4, torch.ones(4), None, torch.ones(4))
+        with pytest.raises(AssertionError, match="rwkv7_layer must"):
+            step_of(model)
+    finally:
+        native._size.cache_clear()
 
 
 def test_a_cpu_without_the_instructions_takes_another_kernel(unavailable: pytest.MonkeyPatch) -> None:
@@ -288,7 +351,8 @@ def test_a_cpu_without_the_instructions_takes_another_kernel(unavailable: pytest
 def entries(level: str) -> list[str]:
     """The functions that Python calls: the names that the library for ARM has."""
     library = native.Target("aarch64", "linux").path.read_bytes()
-    return sorted({name.decode() for name in re.findall(rb"\0(\w+_%s)(?=\0)" % level.encode(), library)})
+    names = {name.decode() for name in re.findall(rb"\0(\w+_%s)(?=\0)" % level.encode(), library)}
+    return sorted(name for name in names if not name.startswith("size_of_"))
 
 
 class Emulated:
@@ -304,7 +368,7 @@ class Emulated:
         sources = [source for source in build.sources() if source.endswith(".c")]
         harness = Path(__file__).parent / "native_calls.c"
         subprocess.run([str(zig()), "-m", "ziglang", "cc", "-target", "aarch64-linux-musl", "-static", *build.FLAGS,
-                        *build.OF_LEVEL[level], f"-DLEVEL={level}", '-DSOURCES=""', f"-I{folder}", str(harness), *sources,
+                        *build.LEVEL_FLAGS[level], f"-DLEVEL={level}", '-DSOURCES=""', f"-I{folder}", str(harness), *sources,
                         "-o", str(self._program)], check=True, cwd=build.ROOT)
 
     def __call__(self, name: str, threads: int, *arguments: int | float | Tensor | None) -> None:

@@ -1,6 +1,8 @@
 """A model's step in one call of C is the model's own in float64, for any rows, in every form and on every level."""
 
 import copy
+from collections import namedtuple
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,7 +12,7 @@ from models import assert_same_state, each_generation, exact, in_form, small_mod
 from kernels import native
 from kernels.matvec import FORMS
 from rwkv.generation.decoder import CDecoder, Decoder
-from rwkv.model.decoding.c_step import step_of, why_not
+from rwkv.model.decoding.c_step import CStep, step_of, why_not
 from rwkv.pretrained import RWKV
 
 in_c = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
@@ -37,6 +39,32 @@ def test_steps_are_the_models_in_float64(level: str, form: str, sizes: str, gene
     assert off.max() <= (2e-5 if form == "float32" else 0.1)
     right = (off <= 2e-5).nonzero().flatten().tolist()
     assert_same_state(decoder.state(right), reference.state(right), 1e-4)
+
+
+def longer(struct: Any) -> Any:
+    """A named tuple with a field more."""
+    kind = namedtuple(type(struct).__name__, [*struct._fields, "extra"])  # type: ignore[misc]
+    return kind(*struct, 0)
+
+
+LONGER: dict[str, Callable[[Any], Any]] = {
+    "norm": lambda model: model._replace(common=model.common._replace(ln_out=longer(model.common.ln_out))),
+    "matrix": lambda model: model._replace(common=model.common._replace(head=longer(model.common.head))),
+    "common": lambda model: model._replace(common=longer(model.common)),
+    "layer": lambda model: model._replace(layers=tuple(map(longer, model.layers))),
+    "model": longer}
+
+
+@in_c
+@each_generation
+@pytest.mark.parametrize("struct", LONGER)
+def test_a_field_in_python_alone_is_refused(struct: str, generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_in("float32", generation)
+    step_of(model)
+    made = model.generation.c_model
+    monkeypatch.setattr(model.generation, "c_model", lambda model, builder: LONGER[struct](made(model, builder)))
+    with pytest.raises(AssertionError, match=f"{generation}_{struct} must have the same fields"):
+        CStep(model)
 
 
 @in_c

@@ -1,9 +1,9 @@
-// The products of kernels/matvec, and what they need of x. A part of the outputs is a task.
+// kernels/matvec: products, int4 inputs, and unpacking of int4 weights.
 
 #include "products.h"
 #include "../../native/csrc/threads.h"
 
-// The arguments of a call, as c_v0.py lists them. N is cut into `parts`.
+// Arguments, in the order of c_v0.py. The N outputs are divided into `parts` tasks.
 struct call {
     int64_t kind, N, K, R, x_row, q_row, offset, parts;
     const void *w, *scale, *shift;
@@ -19,61 +19,61 @@ static void multiply(struct tasks *tasks, int64_t thread) {
         .y = call->y, .R = call->R, .K = call->K, .x_row = call->x_row, .q_row = call->q_row, .y_row = call->N,
         .offset = call->offset,
     };
-    int64_t each = (call->N + call->parts - 1) / call->parts;
+    int64_t part_size = (call->N + call->parts - 1) / call->parts;
     (void)thread;
     for (int64_t part; (part = next_task(tasks)) < call->parts;) {
-        int64_t end = (part + 1) * each < call->N ? (part + 1) * each : call->N;
-        if (part * each < end) products(&product, part * each, end);
+        int64_t end = (part + 1) * part_size < call->N ? (part + 1) * part_size : call->N;
+        if (part * part_size < end) matmul(&product, part * part_size, end);
     }
 }
 
-ENTRY(matvec)(const struct call *call, int64_t threads) { share(multiply, call, threads); }
+ENTRY(matvec, struct call) { parallel_for(multiply, call, threads); }
 
-// Blocks of x, which is whole ones: in q (BLOCK bytes) and y (16 floats) what a product in int4 reads of each.
-struct arranged {
+// Quantizes whole blocks of x for an int4 product: BLOCK bytes of q and 16 floats of y for each (prepare_input).
+struct arrange_call {
     int64_t blocks;
     const float *x;
     uint8_t *q;
     float *y;
 };
 
-ENTRY(matvec_arrange)(const struct arranged *call, int64_t threads) {
+ENTRY(matvec_arrange, struct arrange_call) {
     (void)threads;
-    prepare(OF_INT4, call->x, call->blocks * BLOCK, 0, call->blocks * BLOCK, 0, 0, call->y, call->q);
+    prepare_input(W_INT4, call->x, call->blocks * BLOCK, 0, call->blocks * BLOCK, 0, 0, call->y, call->q);
 }
 
-// W (N,K) that int4 stands for: the integer times scale plus shift of its group. A row is a task.
-struct unpacked {
+// Unpacks int4 to W (N,K): integer times scale plus shift of its group. A task is a row.
+struct unpack_call {
     int64_t N, K, is_bfloat16;
     const uint16_t *w, *scale, *shift;
     void *matrix;
 };
 
-INLINE void unpack_block(enum form form, const uint16_t *words, floats scale, floats shift, void *row, int64_t first) {
-    float by_element[GROUP * 8], by_group[BLOCK];
+INLINE void unpack_block(enum dtype dtype, const uint16_t *words, floats scale, floats shift, void *row, int64_t first) {
+    float by_element[GROUP * 8], by_group[BLOCK];        // (GROUP,8) and (8,GROUP)
     for (int word = 0; word < GROUP / 4; word++) {
-        halves bits;
+        bfloats bits;
         memcpy(&bits, words + word * 8, sizeof bits);
-        ints whole = __builtin_convertvector(bits, ints);
-        UNROLLED for (int nibble = 0; nibble < 4; nibble++) {            // of both bytes the low one and the high one
+        ints nibbles = __builtin_convertvector(bits, ints);
+        UNROLL for (int nibble = 0; nibble < 4; nibble++) {            // low and high nibble of each byte
             int element = 2 * word + nibble / 2 + nibble % 2 * 16;
-            put(by_element + element * 8, __builtin_convertvector((whole >> (4 * nibble)) & 15, floats) * scale + shift);
+            store(by_element + element * 8, __builtin_convertvector((nibbles >> (4 * nibble)) & 15, floats) * scale + shift);
         }
     }
-    turn(by_group, GROUP, by_element, 8, GROUP, 8);
-    for (int64_t k = 0; k < BLOCK; k += LANES) write(form, row, first + k, at(by_group + k));
+    transpose(by_group, GROUP, by_element, 8, GROUP, 8);
+    for (int64_t k = 0; k < BLOCK; k += LANES) store_as(dtype, row, first + k, load(by_group + k));
 }
 
 static void unpack_rows(struct tasks *tasks, int64_t thread) {
-    const struct unpacked *call = tasks->call;
+    const struct unpack_call *call = tasks->call;
     int64_t blocks = call->K / BLOCK;
     (void)thread;
     for (int64_t n; (n = next_task(tasks)) < call->N;)
         for (int64_t block = n * blocks; block < (n + 1) * blocks; block++) {
-            floats scale = of_groups(call->scale, block), shift = of_groups(call->shift, block);
+            floats scale = load_groups(call->scale, block), shift = load_groups(call->shift, block);
             if (call->is_bfloat16) unpack_block(BFLOAT16, call->w + block * BLOCK / 4, scale, shift, call->matrix, block * BLOCK);
             else unpack_block(FLOAT32, call->w + block * BLOCK / 4, scale, shift, call->matrix, block * BLOCK);
         }
 }
 
-ENTRY(matvec_unpack)(const struct unpacked *call, int64_t threads) { share(unpack_rows, call, threads); }
+ENTRY(matvec_unpack, struct unpack_call) { parallel_for(unpack_rows, call, threads); }

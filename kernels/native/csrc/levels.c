@@ -1,4 +1,4 @@
-// What the library is made of, and which of its levels this CPU can run.
+// The hash of the library's sources, and CPU feature detection.
 
 #include "vectors.h"
 
@@ -9,31 +9,32 @@ EXPORTED const char timemix_sources[] = "timemix sources " SOURCES;
 
 enum { SSE_STATE = 1 << 1, YMM_STATE = 1 << 2, ZMM_STATE = 7 << 5 };
 
-static uint32_t states_that_the_system_keeps(void) {
+// Register states that the operating system saves at a context switch.
+static uint32_t read_xcr0(void) {
     uint32_t low, high;
     __asm__("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
     return low;
 }
 
-static int all_in(uint32_t has, uint32_t wanted) { return (has & wanted) == wanted; }
+static int has_all(uint32_t features, uint32_t required) { return (features & required) == required; }
 
-// 0: none; 1: AVX2 and FMA; 2: AVX-512 with F, BW, DQ, VL and VNNI; 3: BF16 too. Source: Intel's manual, CPUID.
+// 0: none; 1: AVX2 and FMA; 2: AVX-512 F, BW, DQ, VL and VNNI; 3: also AVX-512 BF16. Source: Intel's manual, CPUID.
 EXPORTED int timemix_level(void) {
     uint32_t a, b, c, d, features, a_1, extended, bfloat16 = 0;
     if (!__get_cpuid(1, &a, &b, &c, &d)) return 0;
-    if (!all_in(c, bit_OSXSAVE | bit_FMA | bit_AVX | bit_F16C)) return 0;
-    uint32_t kept = states_that_the_system_keeps();
+    if (!has_all(c, bit_OSXSAVE | bit_FMA | bit_AVX | bit_F16C)) return 0;
+    uint32_t saved = read_xcr0();
     if (!__get_cpuid_count(7, 0, &a, &features, &extended, &d)) return 0;
-    if (!all_in(kept, SSE_STATE | YMM_STATE) || !all_in(features, bit_AVX2)) return 0;
+    if (!has_all(saved, SSE_STATE | YMM_STATE) || !has_all(features, bit_AVX2)) return 0;
     uint32_t wide = bit_AVX512F | bit_AVX512BW | bit_AVX512DQ | bit_AVX512VL;
-    if (!all_in(kept, ZMM_STATE) || !all_in(features, wide) || !all_in(extended, bit_AVX512VNNI)) return 1;
+    if (!has_all(saved, ZMM_STATE) || !has_all(features, wide) || !has_all(extended, bit_AVX512VNNI)) return 1;
     if (a >= 1 && __get_cpuid_count(7, 1, &a_1, &b, &c, &d)) bfloat16 = a_1 & (1 << 5);
     return bfloat16 ? 3 : 2;
 }
 
 #else
 
-// 1: NEON, which every 64-bit ARM has; 2: dot products of int8, too, as on every Mac. Source: Linux, Documentation/arch/arm64.
+// 1: NEON, on every 64-bit ARM; 2: also int8 dot products, on every Mac. Source: Linux, Documentation/arch/arm64.
 #ifdef __linux__
 #include <sys/auxv.h>
 

@@ -1,57 +1,56 @@
-// The threads of the library: the caller's own and those that wait for it (threads.c).
+// Thread pool of the library (threads.c): parallel loops, and barriers between the phases of a loop.
 
 #pragma once
 #include <stdint.h>
 
-// The tasks of a call, which are numbered from 0; threads take them one after the other.
+// A call's task queue: tasks 0, 1, ... are taken from a shared counter.
 struct tasks {
     const void *call;
-    int64_t taken;
+    int64_t next;
 };
 
-static inline int64_t next_task(struct tasks *tasks) { return __atomic_fetch_add(&tasks->taken, 1, __ATOMIC_RELAXED); }
+static inline int64_t next_task(struct tasks *tasks) { return __atomic_fetch_add(&tasks->next, 1, __ATOMIC_RELAXED); }
 
-// What a thread does: take tasks until there are none. 0 <= thread < n.
+// A worker's body: takes tasks until none are left. 0 <= thread < n.
 typedef void work_function(struct tasks *tasks, int64_t thread);
 
-// For who waits for another thread, in a loop: `look` counts from 0. After some microseconds it gives the core to others.
-void wait_a_little(int64_t look);
+// Spin-wait back-off: call in a loop with spins = 0, 1, ...; after a few microseconds it yields the core.
+void back_off(int64_t spins);
 
-// Lets up to n threads, the caller's included, work, and returns when all tasks are done. A thread that comes too late does not
-// take part, and nobody waits for it: `work` must not count on more than one thread.
-void share(work_function *work, const void *call, int64_t n);
+// Runs `work` on up to n threads, the caller included; returns when all tasks are done. Late threads are not waited for, so
+// `work` must finish every task even if it runs on one thread only.
+void parallel_for(work_function *work, const void *call, int64_t n);
 
-// Work in phases, none of which begins before all tiles of the one before are done: each thread that works calls next_tile in the
-// same loops,
+// Phases: loops over tiles with a barrier after each. Every thread runs the same loops,
 //
-//     for (int64_t tile = -1; (tile = next_tile(&turn, tile, total)) >= 0;) ...
+//     for (int64_t tile = -1; (tile = next_tile(&phase, tile, total)) >= 0;) ...
 //
-// takes tiles from a counter, and waits at the end of a loop until the others have done theirs, by spinning, which costs below 1 us.
-// A thread that the system has stopped delays the others by the tile that it holds, and one that comes late passes what is done.
-struct phases {
-    _Alignas(64) int64_t taken;          // the number of the phase times PHASE, and how many of its tiles are taken
-    _Alignas(64) int64_t done;           // how many of them are done
+// which take tiles from a shared counter, and wait at the end until all tiles are done, by spinning, usually for less than 1 us.
+// A descheduled thread delays the others by at most the tile that it holds. A late thread skips completed phases.
+struct barrier {
+    _Alignas(64) int64_t taken;          // PHASE_STEP times the phase's number, plus its tiles taken so far
+    _Alignas(64) int64_t done;           // tiles completed in this phase
 };
-static const int64_t PHASE = (int64_t)1 << 32;
+static const int64_t PHASE_STEP = (int64_t)1 << 32;
 
-// Where a thread is: the phases, which are all 0 at first, and the number of the phase that it works in, times PHASE.
-struct turn {
-    struct phases *phases;
-    int64_t phase;
+// A thread's position: the shared barrier (initially zero), and PHASE_STEP times the number of the current phase.
+struct phase {
+    struct barrier *barrier;
+    int64_t start;
 };
 
-// The next tile of the phase, after `tile` is done, if that is none of -1; -1 where all are done. total > 0.
-static inline int64_t next_tile(struct turn *turn, int64_t tile, int64_t total) {
-    struct phases *phases = turn->phases;
-    if (tile >= 0 && __atomic_add_fetch(&phases->done, 1, __ATOMIC_ACQ_REL) == total) {
-        phases->done = 0;
-        __atomic_store_n(&phases->taken, turn->phase + PHASE, __ATOMIC_RELEASE);
+// Completes `tile` (-1: none) and returns the next tile of the phase, or -1 after all of them are done. total > 0.
+static inline int64_t next_tile(struct phase *phase, int64_t tile, int64_t total) {
+    struct barrier *barrier = phase->barrier;
+    if (tile >= 0 && __atomic_add_fetch(&barrier->done, 1, __ATOMIC_ACQ_REL) == total) {
+        barrier->done = 0;
+        __atomic_store_n(&barrier->taken, phase->start + PHASE_STEP, __ATOMIC_RELEASE);
     }
-    int64_t taken = __atomic_load_n(&phases->taken, __ATOMIC_ACQUIRE);
-    while (taken < turn->phase + total)
-        if (__atomic_compare_exchange_n(&phases->taken, &taken, taken + 1, 1, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
-            return taken - turn->phase;
-    turn->phase += PHASE;
-    for (int64_t look = 0; __atomic_load_n(&phases->taken, __ATOMIC_ACQUIRE) < turn->phase; look++) wait_a_little(look);
+    int64_t taken = __atomic_load_n(&barrier->taken, __ATOMIC_ACQUIRE);
+    while (taken < phase->start + total)
+        if (__atomic_compare_exchange_n(&barrier->taken, &taken, taken + 1, 1, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+            return taken - phase->start;
+    phase->start += PHASE_STEP;
+    for (int64_t spins = 0; __atomic_load_n(&barrier->taken, __ATOMIC_ACQUIRE) < phase->start; spins++) back_off(spins);
     return -1;
 }

@@ -1,11 +1,11 @@
-// Online softmax: the largest x and the sum of e^(x - largest) in one pass. blockDim.x threads take one row; blockDim.y is the
-// rows of a block, above 1 only where a row's threads are a single warp, which needs no barrier.
+// Online softmax: computes the largest x and the sum of e^(x - largest) in one pass. blockDim.x threads process one row; a block
+// has blockDim.y rows, more than one only if a row's threads are a single warp, which needs no barrier.
 //
-// A row starts at any multiple of 4 bytes: its first columns, up to a multiple of 16, and its last ones are taken one at a
-// time, all between by float4. Inputs and result start at multiples of 16, so that a row lies the same in all of them.
+// A row starts at any multiple of 4 bytes. Its first columns, up to a multiple of 16 bytes, and its last ones are accessed one by
+// one, those between as float4. Inputs and result start at multiples of 16 bytes, so a row has the same alignment in all of them.
 //
-// The largest starts at -FLT_MAX instead of -inf: then -inf has the share e^-inf = 0 from the start, and only a row of
-// nothing else ends with the sum 0, and 0/0. A NaN or a +inf makes the sum NaN, and with it the row.
+// The maximum starts at -FLT_MAX instead of -inf, so that -inf contributes e^-inf = 0. Only a row of nothing but -inf has the sum
+// 0 and yields 0/0. A NaN or +inf makes the sum, and thus the row, NaN.
 
 constexpr float LOWEST = -3.402823466e38f;
 
@@ -16,7 +16,7 @@ struct Online {
         const float most = fmaxf(fmaxf(x.x, x.y), fmaxf(x.z, x.w)), now = fmaxf(largest, most);
         add(most, expf(x.x - now) + expf(x.y - now) + expf(x.z - now) + expf(x.w - now));
     }
-    // x and the sum of what comes with it, relative to the larger of x and `largest`
+    // merges x and its sum, relative to the larger of x and `largest`
     __device__ void add(float x, float share) {
         const float now = fmaxf(largest, x);
         sum = sum * expf(largest - now) + share;
@@ -36,7 +36,7 @@ struct Sum {
     __device__ Sum from(int bits) const { return {__shfl_xor_sync(~0u, sum, bits)}; }
 };
 
-// All threads of a row have the same afterwards, and have added in the same order
+// All threads of a row end with the same value, added in the same order
 template <class Part> static __device__ void join_warp(Part& part) {
 #pragma unroll
     for (int bits = 16; bits; bits /= 2) part.join(part.from(bits));
@@ -53,10 +53,10 @@ template <class Part> static __device__ void join_row(Part& part, const Part& no
     join_warp(part);
 }
 
-// The columns before the first multiple of 16 bytes
+// Number of columns before the first multiple of 16 bytes
 static __device__ int head(long long row, int M) { return min(M, static_cast<int>(-row & 3)); }
 
-// one(i) for the columns that go alone, four(i) for those from which four go together: this thread's share of a row
+// This thread's part of a row: one(i) for single columns, four(i) for groups of four
 template <class One, class Four> static __device__ void each(long long row, int M, const One& one, const Four& four) {
     const int first = head(row, M), last = first + (M - first) / 4 * 4, edge = first + M - last;
     for (int i = threadIdx.x; i < edge; i += blockDim.x) one(i < first ? i : last + i - first);

@@ -1,12 +1,12 @@
-// Rung 0: the formula. One output per thread, everything read from global memory.
+// Rung 0: the formula. One output per thread; all reads from global memory.
 //
-// Neighbouring threads hold neighbouring t, so that they read one k and neighbouring w.
+// Adjacent threads compute adjacent t, so they read the same k and adjacent w.
 
 constexpr int PART = 128;
 
 static __device__ long long thread() { return (long long)blockIdx.x * blockDim.x + threadIdx.x; }
 
-// The sum over 0 <= j < n of x[step * j] * y[j], in parts, so that fewer roundings add up
+// The sum over 0 <= j < n of x[step * j] * y[j], in parts, to reduce rounding error
 static __device__ float dot(const float* x, int step, const float* y, int n) {
     float total = 0;
     for (int j_0 = 0; j_0 < n; j_0 += PART) {

@@ -1,10 +1,10 @@
-// Rung 1: rows in shared memory. A block computes a tile of one row's outputs from a copy of what they have in common.
+// Rung 1: rows in shared memory. A block computes a tile of one row's outputs from a staged copy of their common inputs.
 //
-// All products are one, total += window[i + j] * x[j], with i in a tile of outputs and j in a step of STEP inputs:
+// All three products have one form, total += window[i + j] * x[j], with i in a tile of outputs and j in a step of STEP inputs:
 //     forward   window of w, x = k           i counts t downwards from the end of its tile
 //     grad_k    the same with time running backwards: of grad_out and grad_k, step t is column T - 1 - t
 //     grad_w    window of k, x = grad_out    i counts the columns of w
-// What lies outside a row is staged as zero.
+// Elements outside a row are staged as zero.
 
 static __device__ float read(const float* row, int column, int T) { return 0 <= column && column < T ? row[column] : 0; }
 
@@ -32,7 +32,7 @@ static __device__ void convolve(const float* __restrict__ w, const float* __rest
     const int i = threadIdx.x, t = t_0 + tile - 1 - i;
     float total = 0;
     for (int u_0 = 0; u_0 < min(T, t_0 + tile); u_0 += STEP) {
-        const int end = (t < T ? t + 1 : 0) - u_0;                           // of the steps that reach this thread's output
+        const int end = (t < T ? t + 1 : 0) - u_0;                           // steps that contribute to this thread's output
         __syncthreads();
         stage<false>(window, tile + STEP, w + c * T, T - tile - t_0 + u_0, T);
         stage<BACKWARDS>(ks, STEP, k + row, u_0, T);
@@ -60,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grad_w(
     float total = 0;
     for (int b = 0; b < B; ++b) {
         const long long row = ((long long)b * C + c) * T;
-        for (int t_0 = max(0, T - tile - i_0); t_0 < T; t_0 += STEP) {       // before, all of the tile's lags reach too far
+        for (int t_0 = max(0, T - tile - i_0); t_0 < T; t_0 += STEP) {       // earlier steps have no product with this tile's lags
             const int first = max(0, T - 1 - i_0 - i - t_0);
             __syncthreads();
             stage<false>(window, tile + STEP, k + row, t_0 - (T - 1) + i_0, T);

@@ -1,10 +1,10 @@
-// Rung 2: float4. A thread computes T_GROUP = 4 outputs, and reads memory, shared memory too, four values at a time.
+// Rung 2: float4. A thread computes T_GROUP = 4 outputs and loads four values at a time from global and shared memory.
 //
-// All products are one, total[i] += window[i + j] * x[j], with i in a tile of outputs and j in a step of STEP inputs:
+// All three products have one form, total[i] += window[i + j] * x[j], i in a tile of outputs, j in a step of STEP inputs:
 //     forward   window of w, x = k           i counts t downwards from the end of its tile
 //     grad_k    the same with time running backwards: of grad_out and grad_k, step t is column T - 1 - t
 //     grad_w    window of k, x = grad_out    i counts the columns of w
-// What lies outside a row is staged as zero. T and all offsets are multiples of T_GROUP.
+// Elements outside a row are staged as zero. T and all offsets are multiples of T_GROUP.
 
 struct alignas(16) Four { float of[4]; };
 
@@ -34,7 +34,7 @@ static __device__ void load(float* to, const float* from) {
 // total[i] += sum over first <= j < end of window[SHIFT + i + j] * x[j]
 template <int SHIFT>
 static __device__ void correlate(float (&total)[T_GROUP], const float* window, const float* x, int first, int end) {
-    float ws[T_GROUP + 4], xs[4], part[T_GROUP] = {};            // a part of the sum, so that fewer roundings add up
+    float ws[T_GROUP + 4], xs[4], part[T_GROUP] = {};            // partial sums, to reduce rounding error
     load(ws + 4, window + first);
 #pragma unroll 4
     for (int j = first; j < end; j += 4) {
@@ -70,7 +70,7 @@ static __device__ void convolve(const float* __restrict__ w, const float* __rest
     const int i = threadIdx.x * T_GROUP, t = t_0 + tile - T_GROUP - i;       // this thread's outputs are t .. t + T_GROUP
     float total[T_GROUP] = {};
     for (int u_0 = 0; u_0 < min(T, t_0 + tile); u_0 += STEP) {
-        const int end = (t < T ? t + T_GROUP : 0) - u_0;                     // of the steps that reach this thread's outputs
+        const int end = (t < T ? t + T_GROUP : 0) - u_0;                     // steps that contribute to this thread's outputs
         __syncthreads();
         stage<false>(window, tile + STEP, w + c * T, T - tile - t_0 + u_0, T);
         stage<BACKWARDS>(ks, STEP, k + row, u_0, T);
@@ -98,7 +98,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) grad_w(
     float total[T_GROUP] = {};
     for (int b = 0; b < B; ++b) {
         const long long row = ((long long)b * C + c) * T;
-        for (int t_0 = max(0, T - tile - i_0); t_0 < T; t_0 += STEP) {       // before, all of the tile's lags reach too far
+        for (int t_0 = max(0, T - tile - i_0); t_0 < T; t_0 += STEP) {       // earlier steps have no product with this tile's lags
             const int first = max(0, T - T_GROUP - i_0 - i - t_0);
             __syncthreads();
             stage<false>(window, tile + STEP, k + row, t_0 - T + i_0, T);

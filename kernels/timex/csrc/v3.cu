@@ -1,18 +1,18 @@
-// Rung 3: batch groups. A thread computes T_GROUP outputs of B_GROUP batches, which share the w that it reads.
+// Rung 3: batch groups. A thread computes T_GROUP outputs of B_GROUP batches, which reuse the same w.
 //
-// All products are one, total[i] += window[i + j] * x[j], with i in a tile of outputs and j in a step of STEP inputs:
+// All three products have one form, total[i] += window[i + j] * x[j], i in a tile of outputs, j in a step of STEP inputs:
 //     forward   window of w, x = k           i counts t downwards from the end of its tile
 //     grad_k    the same with time running backwards: of grad_out and grad_k, step t is column T - 1 - t
 //     grad_w    window of k, x = grad_out    i counts the columns of w
-// What lies outside a row, or after the last batch, is staged as zero. T and all offsets are multiples of T_GROUP.
+// Elements outside a row or after the last batch are staged as zero. T and all offsets are multiples of T_GROUP.
 //
-// A block has blockDim.x threads over the batches and blockDim.y over i. So the outputs of a warp are many batches' and few
-// steps of time, and little of what lies above the diagonal is computed. In grad_w, where nothing is shared between batches,
-// a thread has one batch of every blockDim.x, and the threads of a row add up at the end.
+// A block has blockDim.x threads over batches and blockDim.y over i, so a warp covers many batches and few steps and wastes
+// little work above the diagonal. In grad_w, where batches share nothing, a thread processes every blockDim.x-th batch, and the
+// threads of a row add their sums at the end.
 
 struct alignas(16) Four { float of[4]; };
 
-constexpr int STRIDE = STEP + 4;         // of rows in shared memory: eight of them lie in different banks
+constexpr int STRIDE = STEP + 4;         // of rows in shared memory: eight rows fall into different banks
 
 static __device__ float* shared_memory() {
     extern __shared__ __align__(16) float shared[];
@@ -29,14 +29,14 @@ static __device__ Four read_backwards(const float* row, int column, int T) {
     return {x.of[3], x.of[2], x.of[1], x.of[0]};
 }
 
-// to[j] = row[column + j] for 0 <= j < n, by `threads` threads of which this one is `thread`
+// to[j] = row[column + j] for 0 <= j < n; this is thread `thread` of `threads`
 template <bool BACKWARDS>
 static __device__ void stage(float* to, int n, const float* row, int column, int T, int thread, int threads) {
     for (int j = 4 * thread; j < n; j += 4 * threads)
         *reinterpret_cast<Four*>(to + j) = BACKWARDS ? read_backwards(row, column + j, T) : read(row, column + j, T);
 }
 
-// The same for the rows of `rows` batches from b_0, a warp each
+// The same for `rows` batches from b_0 on, one warp per row
 template <bool BACKWARDS>
 static __device__ void stage_rows(float* to, int stride, int n, const float* x, int column, int rows, int b_0, int B, int C, int T) {
     const int thread = threadIdx.y * blockDim.x + threadIdx.x, warps = blockDim.x * blockDim.y / 32;
@@ -56,7 +56,7 @@ static __device__ void load(float* to, const float* from) {
 template <int SHIFT, int GROUP>
 static __device__ void correlate(float (&total)[GROUP][T_GROUP], const float* window, const float* x, int stride,
                                  int first, int end) {
-    float ws[T_GROUP + 4], xs[4], part[GROUP][T_GROUP] = {};     // a part of the sum, so that fewer roundings add up
+    float ws[T_GROUP + 4], xs[4], part[GROUP][T_GROUP] = {};     // partial sums, to reduce rounding error
 #pragma unroll
     for (int i = 0; i < T_GROUP; i += 4) load(ws + 4 + i, window + first + i);
 #pragma unroll 1
@@ -104,7 +104,7 @@ static __device__ void convolve(const float* __restrict__ w, const float* __rest
     const int i = threadIdx.y * T_GROUP, t = t_0 + tile - T_GROUP - i;       // this thread's outputs are t .. t + T_GROUP
     float *window = shared, *ks = shared + tile + STEP, total[B_GROUP][T_GROUP] = {};
     for (int u_0 = 0; u_0 < min(T, t_0 + tile); u_0 += STEP) {
-        const int end = (t < T ? t + T_GROUP : 0) - u_0;                     // of the steps that reach this thread's outputs
+        const int end = (t < T ? t + T_GROUP : 0) - u_0;                     // steps that contribute to this thread's outputs
         __syncthreads();
         stage<false>(window, tile + STEP, w + (long long)c * T, T - tile - t_0 + u_0, T,
                      threadIdx.y * blockDim.x + threadIdx.x, blockDim.x * blockDim.y);
@@ -138,7 +138,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) grad_w(
     const long long row = (long long)c * T;
     float *windows = shared, *gs = shared + blockDim.x * stride, total[1][T_GROUP] = {};
     for (int b_0 = 0; b_0 < B; b_0 += blockDim.x) {
-        for (int t_0 = max(0, T - tile - i_0); t_0 < T; t_0 += STEP) {       // before, all of the tile's lags reach too far
+        for (int t_0 = max(0, T - tile - i_0); t_0 < T; t_0 += STEP) {       // earlier steps have no product with this tile's lags
             const int first = max(0, T - T_GROUP - i_0 - i - t_0);
             __syncthreads();
             stage_rows<false>(windows, stride, tile + STEP, k + row, t_0 - T + i_0, blockDim.x, b_0, B, C, T);

@@ -1,15 +1,15 @@
-// Rung 4: tensor cores. Each product of float32 is three of tf32, whose 11 bits of fraction are twice what one half needs.
+// Rung 4: tensor cores. A float32 product is the sum of three tf32 products of its operands' high and low parts.
 //
 //     forward   out[t] = eps + sum_u W[t - u] k[u]      a Toeplitz matrix, the same for all b, times the columns k[b]
 //     grad_k    grad_k[t] = sum_u W[u - t] grad_out[u]  the same with the matrix transposed
 //     grad_w    grad_W[n] = sum_b sum_t grad_out[t] k[t - n]: the products of 64 steps t and 64 steps u, summed along diagonals
 // W[n] = w[T - 1 - n], 0 for n < 0. x is k or grad_out; N_TILES * 8 batches at once.
 //
-// A warp computes 64 rows of all columns. Its fragments of the matrix are values of W four apart, at g - q + 4m for lane
-// (g, q): going on by 8 columns brings two new values, and the other fourteen stay in registers.
+// A warp computes 64 rows of all columns. Its matrix fragments are values of W four apart, at g - q + 4m for lane (g, q):
+// advancing by 8 columns loads two new values and keeps the other fourteen in registers.
 //
-// A tensor core adds by cutting off, which over thousands of additions would show: so each has three to do, and the sums
-// over these are ordinary float32 additions.
+// Tensor cores truncate when they add, which would accumulate over thousands of additions: each accumulates three products only,
+// and ordinary float32 additions sum the results.
 
 #include "mma.cuh"
 
@@ -20,7 +20,7 @@ constexpr int TILE = 64, LINES = 32, DIAGONALS = 2 * TILE;              // of gr
 
 struct Split { unsigned big, small; };                                  // x = big + small, each in tf32
 
-// To nearest: the 13 bits that tf32 has not are rounded away
+// Rounds to nearest: drops the 13 bits that tf32 lacks
 static __device__ __forceinline__ unsigned tf32(float x) { return (__float_as_uint(x) + 0x1000u) & 0xffffe000u; }
 
 static __device__ __forceinline__ Split split(float x) {
@@ -39,8 +39,8 @@ static __device__ __forceinline__ void multiply_add(float (&total)[4], Split a0,
     for (int i = 0; i < 4; ++i) total[i] += sum[i];
 }
 
-// total += rows of the matrix, whose lane's values are window[4m], times CHUNK steps of the columns x. Eight steps a turn, and
-// not unrolled: the compiler would bring forward so many loads that it runs out of registers.
+// total += rows of the matrix (this lane's values are window[4m]) times CHUNK steps of the columns x. Eight steps per iteration,
+// not unrolled further: the compiler would hoist more loads than there are registers.
 static __device__ __forceinline__ void multiply_chunk(float (&total)[ROWS / 16][N_TILES][4], const float* window,
                                                       const float (*x)[STRIDE], int g, int q) {
     constexpr int KEPT = ROWS / 4 - 2;
@@ -62,14 +62,14 @@ static __device__ __forceinline__ void multiply_chunk(float (&total)[ROWS / 16][
     }
 }
 
-// Starts this thread's copies of 64 steps of a row from step u on, a quarter of it, with zeros from step `end` on
+// Starts this thread's asynchronous copies, a quarter of 64 steps of a row from step u on; zeros from step `end` on
 static __device__ __forceinline__ void fetch_quarter(float* to, const float* row, int u, int end) {
 #pragma unroll
     for (int step = threadIdx.x % 4 * 4; step < 64; step += 16)
         copy_async<16>(&to[step], u + step < end ? row + u + step : row, u + step < end);
 }
 
-// Starts the copies of the lags between the columns from u on and the rows from t on
+// Starts the copies of the lags between columns from u on and rows from t on
 template <bool TRANSPOSED>
 static __device__ __forceinline__ void fetch_lags(float* lags, const float* w_row, int t, int u, int T) {
 #pragma unroll 1
@@ -88,7 +88,7 @@ static __device__ __forceinline__ void multiply(const float* w, const float* x, 
     const int c = blockIdx.x % (C * groups) / groups, b = blockIdx.x % groups * N;
     const int t = (TRANSPOSED ? rank : blocks - 1 - rank) * BLOCK;     // the longest sums first
     const int lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-    const int row = (threadIdx.x / 32 + blockIdx.x) % (THREADS / 32) * ROWS;    // the long and the short sums to all schedulers
+    const int row = (threadIdx.x / 32 + blockIdx.x) % (THREADS / 32) * ROWS;    // spreads long and short sums over all schedulers
     const int first = TRANSPOSED ? t / CHUNK : 0, end = ((TRANSPOSED ? T : min(T, t + BLOCK)) - 1) / CHUNK + 1;
     const float* const w_row = w + (long long)c * T;
     float total[ROWS / 16][N_TILES][4] = {};
@@ -131,17 +131,17 @@ grad_k(const float* __restrict__ w, const float* __restrict__ grad_out, float* _
     multiply<true>(w, grad_out, grad, B, C, T, 0.0f);
 }
 
-// sums (C,tiles,DIAGONALS): of grad_w at lag 64 d + x, in column x + 63 of tile d, for x from -63 to 63, what that tile knows
+// sums (C,tiles,DIAGONALS): column x + 63 of tile d holds that tile's part of grad_w at lag 64 d + x, -63 <= x <= 63
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
 grad_w_tiles(const float* __restrict__ k, const float* __restrict__ grad_out, float* __restrict__ sums, int B, int C, int T) {
     constexpr int HALF = TILE / 2;
     __shared__ __align__(16) float lines[2][2][LINES][WIDE];
     const int c = blockIdx.x % C, d = blockIdx.x / C, tiles = (T - 1) / TILE + 1;
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, q = lane % 4;
-    const int i_0 = warp / 2 * HALF, j_0 = warp % 2 * HALF;            // a warp's quarter of the tile
+    const int i_0 = warp / 2 * HALF, j_0 = warp % 2 * HALF;            // this warp's quarter of the tile
     const long long count = (long long)B * (tiles - d);
     float total[HALF / 16][HALF / 8][4] = {};
-    const auto fetch = [&](long long first) {           // pairs of a tile of k and the one of grad_out that is d tiles later
+    const auto fetch = [&](long long first) {           // pairs of a tile of k and the tile of grad_out d tiles later
         const long long pair = first + threadIdx.x / 4, b = pair / (tiles - d), row = pair < count ? (b * C + c) * T : 0;
         const int u = int(pair % (tiles - d)) * TILE, end = pair < count ? T : 0;
         float(*const to)[LINES][WIDE] = lines[first / LINES & 1];
@@ -189,7 +189,7 @@ grad_w_tiles(const float* __restrict__ k, const float* __restrict__ grad_out, fl
     sums[((long long)c * tiles + d) * DIAGONALS + threadIdx.x] = sum;
 }
 
-// grad_w (C,T): each lag from the two tiles that it lies in
+// grad_w (C,T): each lag is the sum of its parts in two tiles
 extern "C" __global__ void grad_w(const float* __restrict__ sums, float* __restrict__ grad, int C, int T) {
     const long long at = (long long)blockIdx.x * THREADS + threadIdx.x;
     if (at >= (long long)C * T) return;

@@ -1,21 +1,21 @@
-// The WKV scan. A block takes 32 channels of one batch, a warp a segment of STEPS time steps, all warps together a chunk.
+// The WKV scan. A block processes 32 channels of one batch; a warp scans a segment of STEPS steps, all its warps one chunk.
 //
-//   lane      a channel, so that a warp reads 128 neighbouring bytes of each row of k (B,T,C)
-//   Power     m 2^n, e to the power of something; n is an integer, so that rescaling rounds nothing
+//   lane      a channel, so that a warp reads 128 contiguous bytes of each row of k (B,T,C)
+//   Power     m 2^n, an exponential; n is an integer, so rescaling is exact
 //   State     a 2^P and b 2^P
 //   decay     e^w, w = -exp(time_decay);   over a segment: e^(STEPS w);   bonus: e^time_first
-//   Gradient  of a and b, at the scale 2^P of one moment
+//   Gradient  of a and b, at the scale 2^P of one step
 //
-// Macros: STEPS, WARPS, and BFLOAT16, the dtype of k, v, y and their gradients; all else is float32. k and v are read once: a
-// segment stays in registers while its sum goes through shared memory, and the sums of the segments before it come back as the
-// state that it starts from.
+// Macros: STEPS, WARPS, and BFLOAT16, the dtype of k, v, y and their gradients; everything else is float32. k and v are read
+// once: a segment stays in registers, its sum passes through shared memory, and the sums of the preceding segments yield its
+// initial state.
 
 #include "fast.cuh"
 #include "number.cuh"
 
 constexpr int LANES = 32, THREADS = LANES * WARPS, CHUNK = STEPS * WARPS;
-constexpr float LIMIT = 1.1e7f;             // of |k|, |p| and |time_first|: float32 has no fraction beyond it
-constexpr double LOST = -67108864.0;        // the exponent of a decay that no two k can make good
+constexpr float LIMIT = 1.1e7f;             // of |k|, |p| and |time_first|: above it float32 has no fraction
+constexpr double LOST = -67108864.0;        // exponent of a decay that erases the state for any k
 constexpr double FASTEST_DECAY = 50.0, LOG2_E = 1.4426950408889634;
 constexpr float LN_2 = 0.6931471805599453f, LN_2_HIGH = 0.693359375f, LN_2_LOW = -2.1219444005469058e-4f;
 
@@ -23,17 +23,17 @@ struct Power { float m; int n; };
 struct State { float a, b; int P; };
 struct Shares { float kept, added; int P; };
 struct Gradient { float a, b; };
-struct Sum { Gradient own; float through; };    // what a segment adds to the gradient before it, and its share of that after it
+struct Sum { Gradient own; float through; };    // a segment's gradient, and the factor of the gradient after it
 
-// As comparisons, which let a NaN through; 0 x makes one of infinity
+// Comparisons, which propagate NaN; 0 x turns infinity into NaN
 static __device__ __forceinline__ float within_limit(float x) {
     return x > LIMIT ? LIMIT + 0.0f * x : x < -LIMIT ? -LIMIT : x;
 }
 
-// 2^n for n within [-126, 127], and 0 for n = -127
+// 2^n for n in [-126, 127]; 0 for n = -127
 static __device__ __forceinline__ float pow2(int n) { return __int_as_float((n + 127) << 23); }
 
-// e^x, m within [1, 2): x - n log 2 is exact, because the high part of log 2 is short; the polynomial is right to 2e-9
+// e^x with m in [1, 2): x - n log 2 is exact, since the high part of log 2 is short; the polynomial's error is 2e-9
 static __device__ __forceinline__ Power exponential(float x) {
     x = within_limit(x);
     const int n = __float2int_rd(x * float(LOG2_E));
@@ -46,7 +46,7 @@ static __device__ __forceinline__ Power exponential(float x) {
     return {fmaf(m, r, 1.0000000018154944f), n};
 }
 
-// e^x, m within [0.7, 1.4], for what is raised to high powers
+// e^x with m in [0.7, 1.4], for bases of high powers
 static __device__ Power exponential(double x) {
     const double power = x * LOG2_E, n = rint(fmax(power, LOST));
     return {float(exp2(power - n)), int(n)};
@@ -56,7 +56,7 @@ static __device__ double decay_exponent(float time_decay) {
     return -exp(time_decay > FASTEST_DECAY ? FASTEST_DECAY : double(time_decay));
 }
 
-// What is left of the state and what comes in, as shares of the scale after it
+// The decayed state and the new term, relative to the scale after the step
 static __device__ __forceinline__ Shares shares(Power decay, int P, float m, int n) {
     const int lead = n - (P + decay.n), up = max(lead, 0);
     return {decay.m * pow2(-min(up, 127)), m * pow2(max(lead - up, -127)), P + decay.n + up};
@@ -75,13 +75,13 @@ static __device__ __forceinline__ int exponent(float x) {
     return min(max(((__float_as_int(x) >> 23) & 255) - 127, -126), 126);
 }
 
-// The same with b within [1, 2)
+// The same state with b in [1, 2)
 static __device__ __forceinline__ State normal(State s) {
     const int n = exponent(s.b);
     return {pow2(-n) * s.a, pow2(-n) * s.b, s.P + n};
 }
 
-// The incoming state at a scale of 2^P, and what a and b were multiplied by
+// The incoming state at scale 2^P, and the factor applied to a and b
 static __device__ State enter(float a, float b, float p, float& scale) {
     const Power e = exponential(p);
     const int n = exponent(b);
@@ -89,7 +89,7 @@ static __device__ State enter(float a, float b, float p, float& scale) {
     return {scale * a, scale * b, e.n + n};
 }
 
-// p, and what a and b have to be multiplied by, 2^P / e^p, which makes good the rounding of p
+// p, and the factor 2^P / e^p for a and b, which corrects the rounding of p
 static __device__ float leave(int P, float& p) {
     p = LN_2 * float(P);
     const Power e = exponential(p);
@@ -118,9 +118,9 @@ static __device__ __forceinline__ void backwards(int length, Step step) {
     }
 }
 
-// Which part of the tensors a thread works on
+// A thread's position in the tensors
 struct Place {
-    int warp, lane, b, channel, B, T, C;    // a lane beyond the last channel does what that one's does, and writes the same
+    int warp, lane, b, channel, B, T, C;    // lanes beyond the last channel duplicate its work
 
     __device__ Place(unsigned block, int B, int T, int C) : warp(threadIdx.y), lane(threadIdx.x), B(B), T(T), C(C) {
         const unsigned tiles = (C - 1) / LANES + 1;
@@ -133,7 +133,7 @@ struct Place {
     __device__ long long at(int chunk) const { return ((long long)b * T + chunk * CHUNK + warp * STEPS) * C + channel; }
 };
 
-// The channel's e^w, e^w over a whole segment and over the last, shorter one, and e^time_first: computed once, in shared memory
+// A channel's e^w, e^w over a full segment and over the last, shorter one, and e^time_first; computed once, in shared memory
 struct Weights {
     const Power (*all)[LANES];
     int lane;
@@ -165,7 +165,7 @@ struct Segment {
     __device__ __forceinline__ void exponentiate(int length) {
         forwards(length, [&](int i) { const Power e = exponential(m[i]); m[i] = e.m, n[i] = e.n; });
     }
-    // What they add to the state after them. The decays are known, so the largest exponent comes first.
+    // Their contribution to the state after them. The decays are known, so the largest exponent is computed first.
     __device__ __forceinline__ State sum(Power decay, int length) const {
         State s = {0.0f, 0.0f, -2147483647 - 1};
         forwards(length, [&](int i) { s.P = max(s.P, n[i] + (length - 1 - i) * decay.n); });
@@ -177,7 +177,7 @@ struct Segment {
     }
 };
 
-// The state before `segment` of a chunk that begins with the state `s`
+// The state before `segment` of a chunk that starts with state `s`
 static __device__ __forceinline__ State before(int segment, State s, const State (*sums)[LANES], const Place& place, int chunk,
                                         const Weights& by) {
     for (int i = 0; i < segment; ++i) {
@@ -201,12 +201,12 @@ static __device__ State saved(const float* states, const Place& place) {
     return {states[place.row()], states[place.row() + place.rows()], __float_as_int(states[place.row() + 2 * place.rows()])};
 }
 
-// With OUTPUT y; without it the states before each chunk. Returns the state after the last step.
+// Writes y if OUTPUT, otherwise the state before each chunk. Returns the state after the last step.
 template <bool OUTPUT>
 static __device__ __forceinline__ State scan(const Place& place, const float* time_decay, const float* time_first,
                                              const Number* k, const Number* v, const float* a, const float* b,
                                              const float* p, Number* y, float* states) {
-    __shared__ State sums[2][WARPS][LANES], starts[2][LANES];   // two of each: a fast warp writes while a slow one reads
+    __shared__ State sums[2][WARPS][LANES], starts[2][LANES];   // double-buffered: a fast warp writes while a slow one reads
     const Weights by = weights(place, time_decay, time_first);
     const Power decay = by.decay(), bonus = by.bonus();
     const int warp = place.warp, lane = place.lane, C = place.C, chunks = place.chunks();
@@ -244,7 +244,7 @@ static __device__ __forceinline__ State scan(const Place& place, const float* ti
     return starts[chunks & 1][lane];
 }
 
-// k, v, y (B,T,C); all else (B,C)
+// k, v, y (B,T,C); everything else (B,C)
 extern "C" __global__ void __launch_bounds__(THREADS, 3)
 scan_forward(const float* __restrict__ time_decay, const float* __restrict__ time_first, const Number* __restrict__ k,
              const Number* __restrict__ v, const float* __restrict__ a, const float* __restrict__ b,
@@ -268,8 +268,8 @@ scan_states(const float* __restrict__ time_decay, const float* __restrict__ time
     if (place.warp == 0) save(states + 3 * place.rows() * place.chunks(), place, after);
 }
 
-// A segment's way forward, on which it notes what the way back needs, and sums what does not need the gradient after it.
-// da and db are the derivatives of a and b by w within the segment.
+// Forward pass of a segment: saves values for the backward pass and sums the terms that do not depend on the gradient after it.
+// da and db are the derivatives of a and b with respect to w within the segment.
 struct Replay {
     float added[STEPS], kept[STEPS], grad_num[STEPS], grad_den[STEPS];
     float da, db, grad_w, grad_u;
@@ -282,7 +282,7 @@ struct Replay {
         forwards(length, [&](int i) {
             const float m = segment.m[i], v = segment.v[i], now = share_now(bonus, s.P, m, segment.n[i]);
             const float over = reciprocal(s.b + now), y = (s.a + now * v) * over, g = grad_y[i] * over, here = now * g;
-            const float gain = over * (v * s.b - s.a);                  // v - y, and exact where this step is most of y
+            const float gain = over * (v * s.b - s.a);                  // v - y, exact where this step dominates y
             by_v[i * THREADS] = here, by_k[i * THREADS] = here * gain;
             grad_num[i] = g, grad_den[i] = g * y;
             own.a += through * g, own.b -= through * (g * y);
@@ -299,7 +299,7 @@ struct Replay {
     }
 };
 
-// grad_a and grad_b come in; grad_a_before, grad_b_before, grad_decay and grad_first go out, the latter two to be summed over B
+// Inputs grad_a, grad_b; outputs grad_a_before, grad_b_before, grad_decay and grad_first, the last two to be summed over B
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
 scan_backward(const float* __restrict__ time_decay, const float* __restrict__ time_first, const Number* __restrict__ k,
               const Number* __restrict__ v, const float* __restrict__ a, const float* __restrict__ b,
@@ -310,8 +310,8 @@ scan_backward(const float* __restrict__ time_decay, const float* __restrict__ ti
     __shared__ State sums[WARPS][LANES];
     __shared__ Sum back[WARPS][LANES];
     __shared__ Gradient after_chunk[LANES];
-    __shared__ float by_k[STEPS][THREADS], by_v[STEPS][THREADS];    // the parts that y gives; registers are used up
-    const Place place(gridDim.x - 1 - blockIdx.x, B, T, C);         // last block first: a cache has what scan_states read last
+    __shared__ float by_k[STEPS][THREADS], by_v[STEPS][THREADS];    // y's contributions; no registers are left for them
+    const Place place(gridDim.x - 1 - blockIdx.x, B, T, C);         // last block first: scan_states read it last, so it is cached
     const Weights by = weights(place, time_decay, time_first);
     const Power decay = by.decay(), bonus = by.bonus();
     const int warp = place.warp, lane = place.lane, thread = warp * LANES + lane, chunks = place.chunks();

@@ -1,57 +1,58 @@
-// WKV-4 and its gradients. Every exponential is m 2^n with a whole n, so that each rescaling is exact.
+// WKV-4 and its gradients. Every exponential is m 2^n with an integer n, so rescaling is exact.
 //
-// Per channel a step is, with w = -exp(time_decay), u = time_first and the state (a, b) at the scale 2^P,
+// Per channel, with w = -exp(time_decay), u = time_first and the state (a, b) scaled by 2^-P, a step is
 //
 //     y = (a + e^(u+k) v) / (b + e^(u+k))         a <- e^w a + e^k v         b <- e^w b + e^k
 //
-// P is the larger of the decayed state's exponent and the newest step's: nothing is lost however far apart the k are. (e^(u+k)
-// relative to the state is clamped to 2^64.) The mantissa of e^w, within [0.7, 1.4], moves b away from 2^P. After each chunk its
-// power moves into P, computed from w alone: backward finds the same P, to the bit. Exponents are float32, which are exact up to
-// 2^24; |k|, |p| and |time_first| are clamped to 1.1e7, above which float32 has no fraction, and a state that decays by more is
-// lost anyway. NaN stays NaN, in its channel, and infinity becomes NaN.
+// P is the larger of the exponents of the decayed state and of e^k, so no spread of k loses precision. (e^(u+k) relative to the
+// state is clamped to 2^64.) The mantissa of e^w, within [0.7, 1.4], makes b drift away from 2^P. After each chunk the
+// accumulated power moves into P; it is computed from w alone, so backward finds the same P, to the bit. Exponents are float32,
+// exact up to 2^24; |k|, |p| and |time_first| are clamped to 1.1e7, above which float32 has no fraction, and a state that decays
+// by more vanishes anyway. NaN stays NaN, in its channel; infinity becomes NaN.
 //
-// g is the gradient of what stands behind it. Backward notes the state before each chunk; then, from the last chunk to the
-// first, it computes the chunk again and goes back through it:
+// gx denotes the gradient of x. Backward saves the state before each chunk; then, from the last chunk to the first, it recomputes
+// the chunk and propagates gradients through it:
 //
-//     gnum = gy / (b + now)       gk = now gnum (v - y) + new (ga v + gb)         gv = now gnum + new ga
-//     ga <- kept ga + gnum        gb <- kept gb - gnum y         gw += kept (ga a + gb b)         gu += now gnum (v - y)
+//     gnum = gy / (b + bonus)     gk = bonus gnum (v - y) + new (ga v + gb)       gv = bonus gnum + new ga
+//     ga <- decay ga + gnum       gb <- decay gb - gnum y        gw += decay (ga a + gb b)        gu += bonus gnum (v - y)
 //
-// now = e^(u+k), kept = e^w and new = e^k at the scales of their step. A row is LANES channels of one b; k, v, y (B,T,C), all else
-// (B,C) or (C). SHARE channels of one b are a task.
+// bonus = e^(u+k), decay = e^w and new = e^k, at the scales of their step. A row is LANES channels of one b. k, v, y are (B,T,C),
+// everything else (B,C) or (C). A task is TASK_CHANNELS channels of one b.
 
-#define LANES 16                         // with AVX2 two registers: a whole line of the cache
+#define LANES 16                         // a whole cache line; with AVX2 two registers
 
 #include "../../native/csrc/threads.h"
 #include "../../native/csrc/vectors.h"
 
 enum {
-    CHUNK = 32,                          // steps between two states that are kept
-    KEPT = 3, SAVED = 5,                 // vectors for a chunk: a, b, P; and for a step: a, b, now, kept, new
-    SHARE = 32,                          // channels: whole lines of the cache in each dtype
-    AHEAD = 16,                          // steps that are fetched before they are needed: the CPU does not guess places C apart
+    CHUNK = 32,                          // steps between saved states
+    PER_CHUNK = 3, PER_STEP = 5,         // vectors saved for a chunk: a, b, P; for a step: a, b, bonus, decay, new
+    TASK_CHANNELS = 32,                  // whole cache lines in each dtype
+    PREFETCH_STEPS = 16,                 // prefetch distance: the hardware does not follow a stride of C
 };
 
-static const float LIMIT = 1.1e7f, LOST = 16.0f, LOST_SHIFT = -268435456.0f;     // time_decay above which a step forgets all
+static const float LIMIT = 1.1e7f;
+static const float FORGET = 16.0f, FORGET_SHIFT = -268435456.0f;     // time_decay above which a step erases the state
 static const float LOG2_E = 1.4426950408889634f, ROOT_2 = 1.4142135f;
 static const float LN_2 = 0.6931471805599453f, LN_2_HIGH = 0.693359375f, LN_2_LOW = -2.1219444005469058e-4f;
 
-// The arguments of a call, as c_v0.py lists them. scratch: scratch_size numbers for each thread, of backward alone.
+// Arguments, in the order of c_v0.py. Gradients are named as in the formulas above.
 struct call {
-    int64_t B, T, C, scratch_size;
-    float *scratch;
+    int64_t B, T, C, scratch_size;       // scratch_size: numbers per thread
+    float *scratch;                      // backward only
     const float *time_decay, *time_first;
     const void *k, *v;
     const float *a, *b, *p;
-    void *y;                             // in backward gy
-    float *after_a, *after_b;            // in backward ga and gb
-    float *after_p;                      // of forward alone
-    void *gk, *gv;                       // of backward alone, as all below
-    float *gw, *gu, *ga, *gb;            // (B,C): the gradients of time_decay and time_first of each b
+    void *y;                             // backward: gy
+    float *after_a, *after_b;            // the state after the last step; backward: ga and gb
+    float *after_p;                      // forward only
+    void *gk, *gv;                       // from here on backward only
+    float *gw, *gu, *ga, *gb;            // (B,C); gw, gu: gradients of time_decay and time_first, to be summed over b
 };
 
-// A row: its first number in (B,T,C) and in (B,C), its channel, and how many of its lanes there are.
+// A row: the index of its first number in (B,T,C) and in (B,C), its first channel, and its number of lanes.
 struct row {
-    int64_t first, of_state, channel, lanes;
+    int64_t first, state, channel, lanes;
 };
 
 struct power { floats m, n; };           // m 2^n
@@ -61,217 +62,220 @@ struct state { floats a, b, P; };
 struct weights {
     floats w;
     struct power decay, bonus;           // e^w and e^u
-    floats drift;                        // log2 of the power of decay.m over a chunk
+    floats drift;                        // log2(decay.m^CHUNK)
 };
 
-struct step { floats now, kept, new, P; };               // P: after it
+struct step { floats bonus, decay, new, P; };            // P: after the step
 
-// e^x, m within [1, 2), to one unit in the last place
-INLINE struct power power_of(floats x) {
-    x = x == __builtin_inff() ? same(__builtin_nanf("")) : x;
-    x = larger(same(-LIMIT), smaller(same(LIMIT), x));
-    floats n = rounded_down(x * LOG2_E);
-    floats r = less(n, same(LN_2_LOW), less(n, same(LN_2_HIGH), x));
-    floats m = same(0.001955775417299989f);              // of e^r on [0, log 2], to 2e-9
-    m = fused(m, r, same(0.007776794816698978f));
-    m = fused(m, r, same(0.041928080322846804f));
-    m = fused(m, r, same(0.16660485760579424f));
-    m = fused(m, r, same(0.5000068453211467f));
-    m = fused(m, r, same(0.9999997208349418f));
-    m = fused(m, r, same(1.0000000018154944f));
+// e^x with m in [1, 2), within 1 ulp
+INLINE struct power exp_power(floats x) {
+    x = x == __builtin_inff() ? splat(__builtin_nanf("")) : x;
+    x = max(splat(-LIMIT), min(splat(LIMIT), x));
+    floats n = round_down(x * LOG2_E);
+    floats r = fnmadd(n, splat(LN_2_LOW), fnmadd(n, splat(LN_2_HIGH), x));
+    floats m = splat(0.001955775417299989f);              // e^r on [0, log 2], within 2e-9
+    m = fma(m, r, splat(0.007776794816698978f));
+    m = fma(m, r, splat(0.041928080322846804f));
+    m = fma(m, r, splat(0.16660485760579424f));
+    m = fma(m, r, splat(0.5000068453211467f));
+    m = fma(m, r, splat(0.9999997208349418f));
+    m = fma(m, r, splat(1.0000000018154944f));
     return (struct power){m, n};
 }
 
-INLINE floats power_of_2(floats n) { return times_power(same(1.0f), n); }
+INLINE floats exp2_int(floats n) { return scalef(splat(1.0f), n); }
 
 INLINE struct weights weights_of(const struct call *call, const struct row *row) {
-    floats time_decay = read_some(FLOAT32, call->time_decay, row->channel, row->lanes);
-    struct power speed = power_of(smaller(same(LOST), time_decay));
-    struct weights weights = {.w = -times_power(speed.m, speed.n)};
-    struct power decay = power_of(weights.w);
+    floats time_decay = load_partial(FLOAT32, call->time_decay, row->channel, row->lanes);
+    struct power speed = exp_power(min(splat(FORGET), time_decay));
+    struct weights weights = {.w = -scalef(speed.m, speed.n)};
+    struct power decay = exp_power(weights.w);
     decay.n = decay.m > ROOT_2 ? decay.n + 1.0f : decay.n;
     decay.m = decay.m > ROOT_2 ? decay.m * 0.5f : decay.m;
-    weights.drift = (float)CHUNK * fused(weights.w, same(LOG2_E), -decay.n);
-    decay.n = time_decay > LOST ? same(LOST_SHIFT) : decay.n;
+    weights.drift = (float)CHUNK * fma(weights.w, splat(LOG2_E), -decay.n);
+    decay.n = time_decay > FORGET ? splat(FORGET_SHIFT) : decay.n;
     weights.decay = decay;
-    weights.bonus = power_of(read_some(FLOAT32, call->time_first, row->channel, row->lanes));
+    weights.bonus = exp_power(load_partial(FLOAT32, call->time_first, row->channel, row->lanes));
     return weights;
 }
 
-// The incoming state with b within [1, 2), and the factor by which a and b were multiplied.
-INLINE struct state enter(const struct call *call, const struct row *row, floats *scale) {
-    floats a = read_some(FLOAT32, call->a, row->of_state, row->lanes), b = read_some(FLOAT32, call->b, row->of_state, row->lanes);
-    struct power power = power_of(read_some(FLOAT32, call->p, row->of_state, row->lanes));
-    floats n = __builtin_convertvector((bits_of(b) >> 23) - 127, floats);
-    n = larger(same(-126.0f), smaller(same(126.0f), n));
-    *scale = times_power(power.m, -n);
+// Loads the state, scaled so that b is in [1, 2); *scale: the factor applied to a and b.
+INLINE struct state load_state(const struct call *call, const struct row *row, floats *scale) {
+    floats a = load_partial(FLOAT32, call->a, row->state, row->lanes), b = load_partial(FLOAT32, call->b, row->state, row->lanes);
+    struct power power = exp_power(load_partial(FLOAT32, call->p, row->state, row->lanes));
+    floats n = __builtin_convertvector((as_ints(b) >> 23) - 127, floats);
+    n = max(splat(-126.0f), min(splat(126.0f), n));
+    *scale = scalef(power.m, -n);
     return (struct state){*scale * a, *scale * b, power.n + n};
 }
 
-// The factor 2^P / e^p that brings a and b to the scale e^p, which corrects the rounding of p; and p.
-INLINE floats leave(floats P, floats *p) {
+// Computes p = P log 2; returns 2^P / e^p, which rescales a and b to e^p and corrects the rounding of p.
+INLINE floats export_scale(floats P, floats *p) {
     *p = P * LN_2;
-    struct power power = power_of(*p);
-    return power_of_2(P - power.n) / power.m;
+    struct power power = exp_power(*p);
+    return exp2_int(P - power.n) / power.m;
 }
 
-// The same state with the power of decay.m over chunk j moved into P; scale: the factor of a and b, and of their gradients.
-INLINE struct state settled(const struct weights *weights, int64_t j, struct state state, floats *scale) {
-    floats n = rounded_down((float)(j + 1) * weights->drift) - rounded_down((float)j * weights->drift);
-    *scale = power_of_2(-n);
+// Moves the power accumulated in chunk j from a and b into P; *scale: the factor applied to a and b, also for their gradients.
+INLINE struct state renormalize(const struct weights *weights, int64_t j, struct state state, floats *scale) {
+    floats n = round_down((float)(j + 1) * weights->drift) - round_down((float)j * weights->drift);
+    *scale = exp2_int(-n);
     return (struct state){*scale * state.a, *scale * state.b, state.P + n};
 }
 
-INLINE struct step step_of(const struct weights *weights, floats P, floats k) {
-    struct power power = power_of(k);
+INLINE struct step make_step(const struct weights *weights, floats P, floats k) {
+    struct power power = exp_power(k);
     floats lead = power.n - P, relative = weights->bonus.n + lead, decayed = P + weights->decay.n;
-    relative = larger(same(-64.0f), smaller(same(64.0f), relative));
-    struct step step = {.now = times_power(weights->bonus.m * power.m, relative), .P = larger(decayed, power.n)};
-    step.kept = times_power(weights->decay.m, decayed - step.P);
-    step.new = times_power(power.m, power.n - step.P);
+    relative = max(splat(-64.0f), min(splat(64.0f), relative));
+    struct step step = {.bonus = scalef(weights->bonus.m * power.m, relative), .P = max(decayed, power.n)};
+    step.decay = scalef(weights->decay.m, decayed - step.P);
+    step.new = scalef(power.m, power.n - step.P);
     return step;
 }
 
-INLINE struct state advanced(struct state state, const struct step *step, floats v) {
-    return (struct state){fused(step->kept, state.a, step->new * v), fused(step->kept, state.b, step->new), step->P};
+INLINE struct state advance(struct state state, const struct step *step, floats v) {
+    return (struct state){fma(step->decay, state.a, step->new * v), fma(step->decay, state.b, step->new), step->P};
 }
 
-INLINE floats read_row(enum form form, const struct row *row, const void *p, int64_t i) {
-    return read_some(form, p, i, row->lanes);
+INLINE floats load_row(enum dtype dtype, const struct row *row, const void *p, int64_t i) {
+    return load_partial(dtype, p, i, row->lanes);
 }
 
-INLINE void put_row(const struct row *row, float *p, floats x) { write_some(FLOAT32, p, row->of_state, row->lanes, x); }
+INLINE void store_row(const struct row *row, float *p, floats x) { store_partial(FLOAT32, p, row->state, row->lanes, x); }
 
-INLINE void forward_row(enum form form, const struct call *call, const struct row *row) {
+INLINE void forward_row(enum dtype dtype, const struct call *call, const struct row *row) {
     struct weights weights = weights_of(call, row);
     floats scale, p;
-    struct state state = enter(call, row, &scale);
+    struct state state = load_state(call, row, &scale);
     for (int64_t j = 0; j * CHUNK < call->T; j++) {
         int64_t end = (j + 1) * CHUNK < call->T ? (j + 1) * CHUNK : call->T;
         for (int64_t t = j * CHUNK; t < end; t++) {
             int64_t i = row->first + t * call->C;
-            fetch(form, call->k, i + AHEAD * call->C);
-            fetch(form, call->v, i + AHEAD * call->C);
-            floats v = read_row(form, row, call->v, i);
-            struct step step = step_of(&weights, state.P, read_row(form, row, call->k, i));
-            write_some(form, call->y, i, row->lanes, fused(step.now, v, state.a) / (state.b + step.now));
-            state = advanced(state, &step, v);
+            prefetch(dtype, call->k, i + PREFETCH_STEPS * call->C);
+            prefetch(dtype, call->v, i + PREFETCH_STEPS * call->C);
+            floats v = load_row(dtype, row, call->v, i);
+            struct step step = make_step(&weights, state.P, load_row(dtype, row, call->k, i));
+            store_partial(dtype, call->y, i, row->lanes, fma(step.bonus, v, state.a) / (state.b + step.bonus));
+            state = advance(state, &step, v);
         }
-        state = settled(&weights, j, state, &scale);
+        state = renormalize(&weights, j, state, &scale);
     }
-    scale = leave(state.P, &p);
-    put_row(row, call->after_a, scale * state.a);
-    put_row(row, call->after_b, scale * state.b);
-    put_row(row, call->after_p, p);
+    scale = export_scale(state.P, &p);
+    store_row(row, call->after_a, scale * state.a);
+    store_row(row, call->after_b, scale * state.b);
+    store_row(row, call->after_p, p);
 }
 
-INLINE void keep(float *place, struct state state) {
-    put(place, state.a);
-    put(place + LANES, state.b);
-    put(place + 2 * LANES, state.P);
+INLINE void save_state(float *to, struct state state) {
+    store(to, state.a);
+    store(to + LANES, state.b);
+    store(to + 2 * LANES, state.P);
 }
 
-INLINE struct state kept_at(const float *place) { return (struct state){at(place), at(place + LANES), at(place + 2 * LANES)}; }
+INLINE struct state saved_state(const float *from) {
+    return (struct state){load(from), load(from + LANES), load(from + 2 * LANES)};
+}
 
-// Notes the state before each chunk; returns the state's P after the last one.
-INLINE floats keep_states(enum form form, const struct call *call, const struct row *row, const struct weights *weights,
-                          struct state state, float *kept) {
+// Saves the state before each chunk; returns P after the last chunk.
+INLINE floats save_chunks(enum dtype dtype, const struct call *call, const struct row *row, const struct weights *weights,
+                          struct state state, float *chunks) {
     floats scale;
     for (int64_t j = 0; j * CHUNK < call->T; j++) {
         int64_t end = (j + 1) * CHUNK < call->T ? (j + 1) * CHUNK : call->T;
-        keep(kept + j * KEPT * LANES, state);
+        save_state(chunks + j * PER_CHUNK * LANES, state);
         for (int64_t t = j * CHUNK; t < end; t++) {
             int64_t i = row->first + t * call->C;
-            fetch(form, call->k, i + AHEAD * call->C);
-            fetch(form, call->v, i + AHEAD * call->C);
-            struct step step = step_of(weights, state.P, read_row(form, row, call->k, i));
-            state = advanced(state, &step, read_row(form, row, call->v, i));
+            prefetch(dtype, call->k, i + PREFETCH_STEPS * call->C);
+            prefetch(dtype, call->v, i + PREFETCH_STEPS * call->C);
+            struct step step = make_step(weights, state.P, load_row(dtype, row, call->k, i));
+            state = advance(state, &step, load_row(dtype, row, call->v, i));
         }
-        state = settled(weights, j, state, &scale);
+        state = renormalize(weights, j, state, &scale);
     }
     return state.P;
 }
 
-// Computes a chunk again and saves what its steps need on the way back.
-INLINE void save_steps(enum form form, const struct call *call, const struct row *row, const struct weights *weights,
+// Recomputes a chunk and saves what backward_chunk needs of each step.
+INLINE void recompute_chunk(enum dtype dtype, const struct call *call, const struct row *row, const struct weights *weights,
                        struct state state, int64_t first, int64_t steps, float *saved) {
-    for (int64_t s = 0; s < steps; s++, saved += SAVED * LANES) {
+    for (int64_t s = 0; s < steps; s++, saved += PER_STEP * LANES) {
         int64_t i = first + s * call->C;
-        struct step step = step_of(weights, state.P, read_row(form, row, call->k, i));
-        put(saved, state.a);
-        put(saved + LANES, state.b);
-        put(saved + 2 * LANES, step.now);
-        put(saved + 3 * LANES, step.kept);
-        put(saved + 4 * LANES, step.new);
-        state = advanced(state, &step, read_row(form, row, call->v, i));
+        struct step step = make_step(weights, state.P, load_row(dtype, row, call->k, i));
+        store(saved, state.a);
+        store(saved + LANES, state.b);
+        store(saved + 2 * LANES, step.bonus);
+        store(saved + 3 * LANES, step.decay);
+        store(saved + 4 * LANES, step.new);
+        state = advance(state, &step, load_row(dtype, row, call->v, i));
     }
 }
 
 struct gradients { floats a, b, w, u; };
 
-INLINE struct gradients back_through(enum form form, const struct call *call, const struct row *row, int64_t first, int64_t steps,
-                                     const float *saved, struct gradients g) {
+INLINE struct gradients backward_chunk(enum dtype dtype, const struct call *call, const struct row *row, int64_t first,
+                                       int64_t steps, const float *saved, struct gradients g) {
     for (int64_t s = steps - 1; s >= 0; s--) {
         int64_t i = first + s * call->C, later = i - CHUNK * call->C;
-        fetch(form, call->k, later);
-        fetch(form, call->v, later);
-        fetch(form, call->y, later);
-        const float *step = saved + s * SAVED * LANES;
-        floats a = at(step), b = at(step + LANES), now = at(step + 2 * LANES);
-        floats kept = at(step + 3 * LANES), new = at(step + 4 * LANES);
-        floats v = read_row(form, row, call->v, i), over = same(1.0f) / (b + now);
-        floats gnum = over * read_row(form, row, call->y, i), here = now * gnum;
-        floats gain = here * (over * fused(v, b, -a));               // v - y; exact where this step dominates y
-        write_some(form, call->gk, i, row->lanes, fused(new, fused(g.a, v, g.b), gain));
-        write_some(form, call->gv, i, row->lanes, fused(new, g.a, here));
-        g.u = g.u + gain;
-        g.w = fused(kept, fused(g.a, a, g.b * b), g.w);
-        g.a = fused(kept, g.a, gnum);
-        g.b = less(gnum, over * fused(now, v, a), kept * g.b);
+        prefetch(dtype, call->k, later);
+        prefetch(dtype, call->v, later);
+        prefetch(dtype, call->y, later);
+        const float *step = saved + s * PER_STEP * LANES;
+        floats a = load(step), b = load(step + LANES), bonus = load(step + 2 * LANES);
+        floats decay = load(step + 3 * LANES), new = load(step + 4 * LANES);
+        floats v = load_row(dtype, row, call->v, i), inverse = splat(1.0f) / (b + bonus);
+        floats gnum = inverse * load_row(dtype, row, call->y, i), direct = bonus * gnum;
+        floats gbonus = direct * (inverse * fma(v, b, -a));          // v - y, exact where this step dominates y
+        store_partial(dtype, call->gk, i, row->lanes, fma(new, fma(g.a, v, g.b), gbonus));
+        store_partial(dtype, call->gv, i, row->lanes, fma(new, g.a, direct));
+        g.u = g.u + gbonus;
+        g.w = fma(decay, fma(g.a, a, g.b * b), g.w);
+        g.a = fma(decay, g.a, gnum);
+        g.b = fnmadd(gnum, inverse * fma(bonus, v, a), decay * g.b);
     }
     return g;
 }
 
-INLINE void backward_row(enum form form, const struct call *call, const struct row *row, float *scratch) {
+INLINE void backward_row(enum dtype dtype, const struct call *call, const struct row *row, float *scratch) {
     struct weights weights = weights_of(call, row);
-    float *saved = scratch, *kept = scratch + CHUNK * SAVED * LANES;
+    float *saved = scratch, *chunks = scratch + CHUNK * PER_STEP * LANES;
     floats scale_in, scale, p;
-    floats P = keep_states(form, call, row, &weights, enter(call, row, &scale_in), kept);
-    scale = leave(P, &p);
-    struct gradients g = {scale * read_some(FLOAT32, call->after_a, row->of_state, row->lanes),
-                          scale * read_some(FLOAT32, call->after_b, row->of_state, row->lanes), same(0.0f), same(0.0f)};
+    floats P = save_chunks(dtype, call, row, &weights, load_state(call, row, &scale_in), chunks);
+    scale = export_scale(P, &p);
+    struct gradients g = {scale * load_partial(FLOAT32, call->after_a, row->state, row->lanes),
+                          scale * load_partial(FLOAT32, call->after_b, row->state, row->lanes), splat(0.0f), splat(0.0f)};
     for (int64_t j = (call->T - 1) / CHUNK; j >= 0; j--) {
         int64_t steps = call->T - j * CHUNK < CHUNK ? call->T - j * CHUNK : CHUNK, first = row->first + j * CHUNK * call->C;
-        settled(&weights, j, (struct state){g.a, g.b, P}, &scale);
+        renormalize(&weights, j, (struct state){g.a, g.b, P}, &scale);
         g.a = scale * g.a, g.b = scale * g.b;
-        save_steps(form, call, row, &weights, kept_at(kept + j * KEPT * LANES), first, steps, saved);
-        g = back_through(form, call, row, first, steps, saved, g);
+        recompute_chunk(dtype, call, row, &weights, saved_state(chunks + j * PER_CHUNK * LANES), first, steps, saved);
+        g = backward_chunk(dtype, call, row, first, steps, saved, g);
     }
-    put_row(row, call->gw, weights.w * g.w);
-    put_row(row, call->gu, g.u);
-    put_row(row, call->ga, scale_in * g.a);
-    put_row(row, call->gb, scale_in * g.b);
+    store_row(row, call->gw, weights.w * g.w);
+    store_row(row, call->gu, g.u);
+    store_row(row, call->ga, scale_in * g.a);
+    store_row(row, call->gb, scale_in * g.b);
 }
 
-// Rows whose lanes are all there are compiled apart: their loads and stores are one instruction.
-INLINE void run_row(enum form form, int back, const struct call *call, const struct row *row, float *scratch) {
-    if (back) backward_row(form, call, row, scratch);
-    else forward_row(form, call, row);
+// Inlined twice, so that full rows load and store with single instructions.
+INLINE void run_row(enum dtype dtype, int backward, const struct call *call, const struct row *row, float *scratch) {
+    if (backward) backward_row(dtype, call, row, scratch);
+    else forward_row(dtype, call, row);
 }
 
-INLINE void run(enum form form, int back, struct tasks *tasks, int64_t thread) {
+INLINE void run(enum dtype dtype, int backward, struct tasks *tasks, int64_t thread) {
     const struct call *call = tasks->call;
-    int64_t shares = (call->C + SHARE - 1) / SHARE;
-    float *scratch = back ? call->scratch + thread * call->scratch_size : 0;
-    for (int64_t task; (task = next_task(tasks)) < call->B * shares;) {
-        int64_t b = task / shares, c = task % shares * SHARE, end = c + SHARE < call->C ? c + SHARE : call->C;
+    int64_t tasks_per_b = (call->C + TASK_CHANNELS - 1) / TASK_CHANNELS;
+    float *scratch = backward ? call->scratch + thread * call->scratch_size : 0;
+    for (int64_t task; (task = next_task(tasks)) < call->B * tasks_per_b;) {
+        int64_t b = task / tasks_per_b, c = task % tasks_per_b * TASK_CHANNELS;
+        int64_t end = c + TASK_CHANNELS < call->C ? c + TASK_CHANNELS : call->C;
         for (; c + LANES <= end; c += LANES) {
             struct row row = {b * call->T * call->C + c, b * call->C + c, c, LANES};
-            run_row(form, back, call, &row, scratch);
+            run_row(dtype, backward, call, &row, scratch);
         }
         if (c < end) {
             struct row row = {b * call->T * call->C + c, b * call->C + c, c, end - c};
-            run_row(form, back, call, &row, scratch);
+            run_row(dtype, backward, call, &row, scratch);
         }
     }
 }
@@ -281,7 +285,7 @@ static void forward_bfloat16(struct tasks *tasks, int64_t thread) { run(BFLOAT16
 static void backward_float32(struct tasks *tasks, int64_t thread) { run(FLOAT32, 1, tasks, thread); }
 static void backward_bfloat16(struct tasks *tasks, int64_t thread) { run(BFLOAT16, 1, tasks, thread); }
 
-ENTRY(wkv4_forward_float32)(const struct call *call, int64_t threads) { share(forward_float32, call, threads); }
-ENTRY(wkv4_forward_bfloat16)(const struct call *call, int64_t threads) { share(forward_bfloat16, call, threads); }
-ENTRY(wkv4_backward_float32)(const struct call *call, int64_t threads) { share(backward_float32, call, threads); }
-ENTRY(wkv4_backward_bfloat16)(const struct call *call, int64_t threads) { share(backward_bfloat16, call, threads); }
+ENTRY(wkv4_forward_float32, struct call) { parallel_for(forward_float32, call, threads); }
+ENTRY(wkv4_forward_bfloat16, struct call) { parallel_for(forward_bfloat16, call, threads); }
+ENTRY(wkv4_backward_float32, struct call) { parallel_for(backward_float32, call, threads); }
+ENTRY(wkv4_backward_bfloat16, struct call) { parallel_for(backward_bfloat16, call, threads); }

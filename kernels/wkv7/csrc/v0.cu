@@ -1,12 +1,12 @@
-// Rung 0: the recurrence as written. A thread takes a row of a head's state, which stays in global memory like all else.
+// Rung 0: the recurrence as written. A thread processes a row of a head's state; everything stays in global memory.
 //
-// The backward takes one block per head. Chunk by chunk from the end it recomputes the states into `history`, row by row; then
-// for each step its threads take rows of G (gv, gsa), wait for each other, and take columns (gr, gk, gb, gw, ga, and the new G).
-// CHUNK and BFLOAT16 are given by whoever compiles this.
+// Backward uses one block per head. From the last chunk to the first it recomputes the states into `history`, row by row. Then,
+// for each step, its threads process rows of G (gv, gsa), synchronise, and process columns (gr, gk, gb, gw, ga, and the new G).
+// Macros: CHUNK, BFLOAT16.
 
 #include "wkv7.cuh"
 
-// A row of the state after a step from the one before, which may be the same memory
+// Updates a row of the state by one step; before and after may be the same memory
 static __device__ void advance(const float* before, float* after, const float* log_w, const Number* k, float v,
                                const Number* a, const Number* b, int N) {
     float sa = 0;
@@ -43,14 +43,15 @@ extern "C" __global__ void forward(const Number* r, const float* log_w, const Nu
     run<false>(r, log_w, k, v, a, b, state, y, after, nullptr, heads, T, H, N);
 }
 
-// With states (B,H,chunks,N,N), those before each chunk
+// The same, saving states (B,H,chunks,N,N) before each chunk
 extern "C" __global__ void forward_keeping(const Number* r, const float* log_w, const Number* k, const Number* v,
                                            const Number* a, const Number* b, const float* state, Number* y, float* after,
                                            float* states, int heads, int T, int H, int N) {
     run<true>(r, log_w, k, v, a, b, state, y, after, states, heads, T, H, N);
 }
 
-// history (B,H,CHUNK+1,N,N), sums (B,H,2,N): of each row, sa and gsa. G, grad_state at first, ends as its gradient.
+// history (B,H,CHUNK+1,N,N); sums (B,H,2,N): each row's sa and gsa. G: initially grad_state, finally the initial state's
+// gradient.
 extern "C" __global__ void backward(const Number* r, const float* log_w, const Number* k, const Number* v, const Number* a,
                                     const Number* b, const float* states, const Number* grad_y, Number* grad_r,
                                     float* grad_log_w, Number* grad_k, Number* grad_v, Number* grad_a, Number* grad_b,

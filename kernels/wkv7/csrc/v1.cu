@@ -1,10 +1,9 @@
-// Rung 1: a row of the state in a thread's registers; what all rows of a step need in shared memory. A block takes a head.
+// Rung 1: a row of the state in a thread's registers; a step's vectors in shared memory. A block processes a head.
 //
-// The backward has one block per head, too. Its thread n holds row n of G, for gv and gsa, and column n, for the gradients of
-// what has columns: both kinds of sums stay within a thread, and G is computed twice. Before, it goes through the chunk with
-// column n of S, which needs no sum, since forward has kept sa: that gives gr, and the states, which go into `history`. These three
-// vectors at once are some words more than 255 registers hold: it spills 60 to 120 bytes.
-// N, CHUNK and BFLOAT16 are given by whoever compiles this.
+// Backward also uses one block per head. Thread n holds row n of G, for gv and gsa, and column n, for the column gradients, so
+// that both kinds of sums stay within a thread, at the cost of computing G twice. First it recomputes the chunk with column n of
+// S, which needs no sums, since forward has saved sa: this yields gr and the states, which go into `history`. Three such vectors
+// exceed 255 registers: it spills 60 to 120 bytes. Macros: N, CHUNK, BFLOAT16.
 
 #include "wkv7.cuh"
 
@@ -59,7 +58,7 @@ extern "C" __global__ void __launch_bounds__(N) forward(
     run<false>(r, log_w, k, v, a, b, state, y, after, nullptr, nullptr, T, H);
 }
 
-// With sa (B,T,H,N), and states (B,H,chunks,N,N): those before each chunk, [j][i], which a warp writes in one piece
+// The same, saving sa (B,T,H,N) and states (B,H,chunks,N,N) before each chunk, as [j][i] for coalesced stores
 extern "C" __global__ void __launch_bounds__(N) forward_keeping(
         const Number* __restrict__ r, const float* __restrict__ log_w, const Number* __restrict__ k,
         const Number* __restrict__ v, const Number* __restrict__ a, const Number* __restrict__ b,

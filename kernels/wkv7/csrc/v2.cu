@@ -1,12 +1,11 @@
-// Rung 2: one pass a step. The loop that makes S after step t also sums y of t, and sa of t + 1: one chain of additions where
-// rung 1 had two in turn, in four parts. While it runs, the next step's numbers come from global memory; they go into the other
-// one of two buffers, so that a step has one barrier.
+// Rung 2: one pass per step. The loop that updates S at step t also sums y of t and sa of t + 1: one chain of additions, in four
+// parts, instead of rung 1's two in sequence. Meanwhile the next step's vectors are loaded from global memory into the other of
+// two buffers, so a step has one barrier.
 //
-// The backward is rung 1's in that form. Iteration t takes G from step t to t - 1 by rows, with the sums of t - 1, and by columns
-// with those of t, which needs the gsa that iteration t + 1 has left. So a buffer has w and a of t, but r, k and b of t - 1; after
-// the last step w = 1 and a = 0, and iteration 0 has no rows. The chunk's states come from `history`, as before.
-// With bfloat16 the backward spills 48 bytes on sm_80.
-// N, CHUNK and BFLOAT16 are given by whoever compiles this.
+// Backward is rung 1's in the same form. Iteration t moves G from step t to t - 1, by rows with the sums of t - 1 and by columns
+// with those of t, which needs gsa from iteration t + 1. So a buffer holds w and a of t, but r, k and b of t - 1; after the last
+// step w = 1 and a = 0, and iteration 0 has no rows. The chunk's states come from `history`, as before. With bfloat16, backward
+// spills 48 bytes on sm_80. Macros: N, CHUNK, BFLOAT16.
 
 #include "wkv7.cuh"
 
@@ -15,7 +14,7 @@ struct alignas(16) Four { float of[4]; };
 struct alignas(16) Columns { float w[N], a[N], r[N], k[N], b[N]; };
 struct alignas(16) Rows { float v[N], sa[N], gy[N], gsa[N]; };
 
-// Element n of each vector of a step, on its way into a buffer
+// Element n of each of a step's vectors, in registers before it is stored to a buffer
 struct Numbers {
     float w, a, r, k, b, v, sa, gy;
 
@@ -97,7 +96,7 @@ extern "C" __global__ void __launch_bounds__(N) forward(
     run<false>(r, log_w, k, v, a, b, state, y, after, nullptr, nullptr, T, H);
 }
 
-// With sa (B,T,H,N), and states (B,H,chunks,N,N): those before each chunk, [j][i], which a warp writes in one piece
+// The same, saving sa (B,T,H,N) and states (B,H,chunks,N,N) before each chunk, as [j][i] for coalesced stores
 extern "C" __global__ void __launch_bounds__(N) forward_keeping(
         const Number* __restrict__ r, const float* __restrict__ log_w, const Number* __restrict__ k,
         const Number* __restrict__ v, const Number* __restrict__ a, const Number* __restrict__ b,

@@ -1,17 +1,18 @@
-// Rung 3: enough threads. Tiles of 4 x N / LANES numbers in a thread's registers; the backward split, its keys in all chunks at once.
+// Rung 3: enough threads. Tiles of 4 x N / LANES numbers in a thread's registers; backward is split and runs its key pass in all
+// chunks in parallel.
 //
-//   tile      4 rows of a matrix M by N / LANES columns: a number that is read from shared memory serves 4 products, and the
-//             LANES threads of 4 rows add up by shuffles, 4 numbers by 4 or 8
-//   advance   what forward and rows do at a step: M <- M decay + x xs^T + u us^T, then P = M p and Q = M q
+//   tile      4 rows of a matrix M by N / LANES columns: a value from shared memory is used in 4 products, and the LANES threads
+//             of 4 rows reduce by shuffles, 4 numbers by 4 or 8
+//   advance   a step of forward or rows: M <- M decay + x xs^T + u us^T, then P = M p and Q = M q
 //   rows      M is G, from the last step to the first: gv and gsa
-//   keys      M is S^T from the first step of a chunk to its last, gr and ga; then G^T back again, gk, gb and gl. Forward has kept
-//             sa and the state before each chunk, rows gsa and G after each: no chunk waits for another.
+//   keys      M is S^T from a chunk's first step to its last: gr and ga; then G^T backwards: gk, gb and gl. Forward saves sa and the
+//             state before each chunk, rows saves gsa and G after each chunk, so all chunks run in parallel.
 //
-// log_w's gradient is gl_j = w_j sum_i G_ij S'_ij, S' the state before the step. On their way to the chunk's end keys store S at every
-// GROUP-th step; on their way back they compute those in between once more, which are then in registers when G is. (A running sum
-// of r gr, a ga, b gb and k gk needs no S. But where gl is small it is the difference of two large numbers.)
+// log_w's gradient is gl_j = w_j sum_i G_ij S'_ij, with S' the state before the step. On the way forward, keys stores S at every
+// GROUP-th step; on the way back it recomputes the steps between, so that S and G are in registers together. (A running sum of r
+// gr, a ga, b gb and k gk would need no S, but a small gl would be the difference of two large numbers.)
 //
-// N, CHUNK, GROUP, LANES and BFLOAT16 are given by whoever compiles this.
+// Macros: N, CHUNK, GROUP, LANES, BFLOAT16.
 
 #include "wkv7.cuh"
 
@@ -22,12 +23,12 @@ struct alignas(16) Four { float of[4]; };
 
 struct alignas(16) Vector { float of[N]; };
 
-// What a step does with M, in shared memory, and in a thread on its way there: M <- M decay + x xs^T + u us^T; M p and M q
+// A step's operands in shared memory, and in registers on the way there: M <- M decay + x xs^T + u us^T; M p and M q
 template <class T> struct Step { T decay, x, xs, u, us, p, q; };
 
 static __device__ Four four(const float* from) { return *reinterpret_cast<const Four*>(from); }
 
-// Thread n has element n; those from N on have none
+// Thread n holds element n; threads from N on hold none
 static __device__ void put(Step<Vector>& to, const Step<float>& from) {
     const int n = threadIdx.x;
     if (n >= N) return;
@@ -35,8 +36,8 @@ static __device__ void put(Step<Vector>& to, const Step<float>& from) {
     to.p.of[n] = from.p, to.q.of[n] = from.q;
 }
 
-// Sums over the LANES threads of a tile's rows: lane i gets that of row i % ROWS. Each adds up half of what it has and gives the
-// rest away, until it has one number.
+// Reduces over the LANES threads of a tile's rows: lane i gets the sum of row i % ROWS. Each exchange halves the numbers that a
+// lane holds, until one is left.
 static __device__ float added_up(const Four& x, int lane) {
     const bool odd = lane & 1, upper = lane & 2;
     const float low = (odd ? x.of[1] : x.of[0]) + __shfl_xor_sync(~0u, odd ? x.of[0] : x.of[1], 1);
@@ -47,21 +48,21 @@ static __device__ float added_up(const Four& x, int lane) {
     return sum;
 }
 
-// All rows' numbers, of which each lane has one
+// Gathers the rows' numbers, one from each lane
 static __device__ Four of_rows(float x) {
     return {__shfl_sync(~0u, x, 0, ROWS), __shfl_sync(~0u, x, 1, ROWS), __shfl_sync(~0u, x, 2, ROWS), __shfl_sync(~0u, x, 3, ROWS)};
 }
 
 struct Tile {
     float of[ROWS][COLUMNS];
-    int lane, row;                               // its first row; lane i < ROWS writes what belongs to row + i
+    int lane, row;                               // the tile's first row; lane i < ROWS writes row + i
 
     __device__ __forceinline__ Tile() : lane(threadIdx.x % LANES), row(threadIdx.x / LANES * ROWS) {}
 
-    // Of the tile's column m, a multiple of 4: neighbouring lanes read neighbouring fours
+    // Offset of the tile's column m, a multiple of 4: adjacent lanes read adjacent groups of four
     __device__ __forceinline__ int column(int m) const { return m * LANES + lane * 4; }
 
-    // From a matrix, or from its transpose
+    // Loads from a matrix or its transpose
     template <bool TRANSPOSED> __device__ void read(const float* from) {
 #pragma unroll
         for (int m = 0; m < COLUMNS; m += 4)
@@ -80,7 +81,7 @@ struct Tile {
                 *reinterpret_cast<Four*>(to + (row + i) * N + column(m)) =
                     {of[i][m], of[i][m + 1], of[i][m + 2], of[i][m + 3]};
     }
-    // M <- M decay + x xs^T + u us^T, the decay one of rows
+    // M <- M decay + x xs^T + u us^T, with one decay per row
     __device__ void update(const Four& decay, const Four& x, const Vector& xs, const Four& u, const Vector& us) {
 #pragma unroll
         for (int m = 0; m < COLUMNS; m += 4) {
@@ -94,7 +95,7 @@ struct Tile {
                 }
         }
     }
-    // Of each row the sum of products with the same row of another matrix
+    // Each row's dot product with the same row of another matrix
     __device__ float times(const Tile& other) const {
         Four sums = {};
 #pragma unroll
@@ -115,7 +116,7 @@ struct Tile {
         }
         return added_up(sums, lane);
     }
-    // The decay is one of columns. P and Q are of the lane's row.
+    // One decay per column. P and Q belong to the lane's row.
     __device__ void advance(const Step<Vector>& step, const Four& x, float& P, float& Q) {
         const Four u = four(step.u.of + row);
         Four Ps = {}, Qs = {};
@@ -183,7 +184,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward(
     run<false>(r, log_w, k, v, a, b, state, y, after, nullptr, nullptr, T, H);
 }
 
-// With sa (B,T,H,N), and states (B,H,chunks,N,N): those before each chunk
+// The same, saving sa (B,T,H,N) and states (B,H,chunks,N,N) before each chunk
 extern "C" __global__ void __launch_bounds__(THREADS) forward_keeping(
         const Number* __restrict__ r, const float* __restrict__ log_w, const Number* __restrict__ k,
         const Number* __restrict__ v, const Number* __restrict__ a, const Number* __restrict__ b,
@@ -192,7 +193,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) forward_keeping(
     run<true>(r, log_w, k, v, a, b, state, y, after, sa, states, T, H);
 }
 
-// gsa (B,T,H,N); Gs (B,H,chunks,N,N): G after each chunk's last step, with the share of its y
+// gsa (B,T,H,N); Gs (B,H,chunks,N,N): G after each chunk's last step, including that step's y
 extern "C" __global__ void __launch_bounds__(THREADS) backward_rows(
         const Number* __restrict__ r, const float* __restrict__ log_w, const Number* __restrict__ k,
         const Number* __restrict__ a, const Number* __restrict__ b, const Number* __restrict__ grad_y,
@@ -200,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) backward_rows(
         float* __restrict__ Gs, float* __restrict__ grad_state_before, int T, int H) {
     __shared__ Step<Vector> steps[2];
     const int head = blockIdx.x, n = threadIdx.x, chunks = (T - 1) / CHUNK + 1;
-    // From step t, after the last of which nothing decays, to the sums of t - 1
+    // From step t to the sums of t - 1; the last step has no decay after it
     const auto fetch = [&](int t) -> Step<float> {
         if (n >= N) return {};
         const long long x = place(head, t, T, H, N) + n, last = x - (long long)H * N;

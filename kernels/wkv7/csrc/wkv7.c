@@ -1,346 +1,349 @@
 // WKV-7 and its gradients: the passes of taichi_v3 with fused multiply-adds.
 //
-// Per row and head a step is, with S an N x N matrix, its rows i of the value and its columns j of the key, and w = exp(log_w),
+// Per batch row and head, a step is, with S an N x N matrix (rows i: value, columns j: key) and w = exp(log_w),
 //
 //     S <- S (diag(w) + a b^T) + v k^T        y = S r         sa_t = S_{t-1} a_t
 //
-// Within a chunk of steps W_t is the product of w from the chunk's first step to t, S = S' diag(W_t) and G = dL/dS = G' /
-// diag(W_t). With b' = b / W, k' = k / W, r' = r W and a'_t = a_t W_{t-1} no step has a decay, and each of four passes over a
-// matrix adds two outer products to it, and multiplies it by two vectors:
+// Within a chunk of steps, let W_t be the product of w from the chunk's first step to t, S = S' diag(W_t) and G = dL/dS = G' /
+// diag(W_t). With b' = b / W, k' = k / W, r' = r W and a'_t = a_t W_{t-1} the steps have no decay, and each of four passes over a
+// matrix adds two outer products to it and multiplies it by two vectors:
 //
 //     forward   lanes i   S' += sa_t b'_t + v_t k'_t              y_t = S' r'_t              sa_{t+1} = S' a'_{t+1}
 //     rows      lanes i   G' += gsa_{t+1} a'_{t+1} + gy_t r'_t    gv_t = G' k'_t             gsa_t = G' b'_t
 //     states    lanes j   S' as in forward                        gr_t = W_t (S'^T gy_t)     ga_{t+1} = W_t (S'^T gsa_{t+1})
 //     keys      lanes j   G' as in rows                           gk_t = (G'^T v_t) / W_t    gb_t = (G'^T sa_t) / W_t
 //
-// Backward goes twice through the sequences: from the last chunk to the first for rows, which keep G after each chunk; then
-// forwards, a chunk at a time, for its states and, back from its end, for its keys. States keep S' after each step of the chunk,
-// so that keys have both matrices of one moment for gl, the gradient of log_w:
+// Backward makes two passes over the sequence. The first runs the row pass from the last chunk to the first and saves G after
+// each chunk. The second runs the chunks forwards: the state pass, which saves S' after each step, then the key pass from the
+// chunk's end. The key pass thus has both matrices at each step for gl, the gradient of log_w:
 //
 //     gl_t = sum_i (S_{t-1} diag(w_t))_ij (G_t)_ij = sum_i (S'_{t-1})_ij (G'_t)_ij
 //
-// The running sum gl_{t+1} = gl_t - (r gr)_t - (a ga)_{t+1} + (b gb)_t + (k gk)_t costs less. But a small gl beside a large one is
-// then the difference of two large sums, and where gl is 0 it is not.
+// The running sum gl_{t+1} = gl_t - (r gr)_t - (a ga)_{t+1} + (b gb)_t + (k gk)_t would be cheaper, but cancels: a small gl
+// beside a large one becomes the difference of two large sums, and a gl of 0 does not come out as 0.
 //
-// A matrix is cut into strips, which are as wide as a vector: LANES rows of it, with lanes along i, or LANES columns, along j. A
-// strip is its vectors, N of them, one after the other, and stays in the first cache for a chunk of steps.
+// A matrix is divided into strips of one vector's width: LANES rows, with lanes along i, or LANES columns, with lanes along j. A
+// strip stores its N vectors contiguously and stays in L1 for a chunk of steps.
 //
-// Sequences are (B,T,H,N), states (B,H,N,N). A head (b,h) is a task.
+// Sequences are (B,T,H,N), states (B,H,N,N). A task is a head (b,h).
 
 #include "../../native/csrc/threads.h"
 #include "../../native/csrc/vectors.h"
 
 enum {
-    CHUNK = 16,                          // steps: 1/W is at most e^16 where log_w >= -1
+    CHUNK = 16,                          // steps; 1/W <= e^16 for log_w >= -1
 };
 
-// The arguments of a call, as c_v0.py lists them.
+// Arguments, in the order of c_v0.py. gx denotes the gradient of x; gl that of log_w.
 struct call {
-    int64_t B, T, H, N, scratch_size;    // scratch_size: numbers of scratch for each thread
+    int64_t B, T, H, N, scratch_size;    // scratch_size: numbers per thread
     float *scratch;
     const void *r, *log_w, *k, *v, *a, *b;
     const float *state;
-    float *sa;                           // forward writes it, unless it is null; backward reads it
-    void *y;                             // in backward gy
-    float *after;                        // the state after the last step; in backward its gradient
-    void *gr, *gl, *gk, *gv, *ga, *gb;   // of backward alone, as gstate
+    float *sa;                           // forward: output, or null; backward: input
+    void *y;                             // backward: gy
+    float *after;                        // the state after the last step; backward: its gradient
+    void *gr, *gl, *gk, *gv, *ga, *gb;   // from here on backward only
     float *gstate;
 };
 
-// A head at work. Its step t begins at number `first + t * stride` of a sequence. matrix: of forward, rows or states; gsa: of T + 1
-// steps, of which the last is 0; G: a strip of keys; history: a strip of S' after each step of a chunk; kept: G after each chunk.
+// A head's buffers. Step t starts at index first + t * stride of a sequence. matrix: S' or G' in strips; columns, rows: staged
+// vectors of a chunk; gsa: T + 1 steps, the last one 0; G: a strip of the key pass; history: a strip of S' after each step of a
+// chunk; saved: G after each chunk.
 struct head {
     const struct call *call;
     int64_t first, stride, T, N;
-    float *matrix, *columns, *rows, *gsa, *G, *history, *kept;
+    float *matrix, *columns, *rows, *gsa, *G, *history, *saved;
 };
 
-// What a step needs of the key's axis and of the value's, N numbers of each: b', k', r', the next step's a' (0 after the last), W
-// and 1/W; sa, v and gy
-enum { B, K, R, A_NEXT, DECAY, OVER_DECAY, COLUMNS };
+// Staged vectors (N) of a step. Along the key axis: b', k', r', the next step's a' (0 after the last step), W, 1/W. Along the
+// value axis: sa, v, gy.
+enum { B, K, R, A_NEXT, DECAY, INVERSE_DECAY, COLUMNS };
 enum { SA, V, GY, ROWS };
 
 INLINE float *column(const struct head *head, int64_t s, int name) { return head->columns + (s * COLUMNS + name) * head->N; }
 INLINE float *row(const struct head *head, int64_t s, int name) { return head->rows + (s * ROWS + name) * head->N; }
-INLINE int64_t number_of(const struct head *head, int64_t t) { return head->first + t * head->stride; }
-INLINE int64_t steps_from(const struct head *head, int64_t t_0) { return head->T - t_0 < CHUNK ? head->T - t_0 : CHUNK; }
+INLINE int64_t index_of(const struct head *head, int64_t t) { return head->first + t * head->stride; }
+INLINE int64_t chunk_steps(const struct head *head, int64_t t_0) { return head->T - t_0 < CHUNK ? head->T - t_0 : CHUNK; }
 
-INLINE void stage_columns(enum form form, const struct head *head, int64_t t_0, int64_t steps) {
+INLINE void stage_columns(enum dtype dtype, const struct head *head, int64_t t_0, int64_t steps) {
     const struct call *call = head->call;
     for (int64_t s = 0; s < steps; s++) {
-        int64_t is_last = t_0 + s == head->T - 1, i = number_of(head, t_0 + s), next = is_last ? i : i + head->stride;
-        floats more = same(is_last ? 0.0f : 1.0f);
+        int64_t is_last = t_0 + s == head->T - 1, i = index_of(head, t_0 + s), next = is_last ? i : i + head->stride;
+        floats has_next = splat(is_last ? 0.0f : 1.0f);
         for (int64_t j = 0; j < head->N; j += LANES) {
-            floats w = exp_of(read(FLOAT32, call->log_w, i + j));
-            if (s) w = w * at(column(head, s - 1, DECAY) + j);
-            floats over_w = 1.0f / w;
-            put(column(head, s, B) + j, read(form, call->b, i + j) * over_w);
-            put(column(head, s, K) + j, read(form, call->k, i + j) * over_w);
-            put(column(head, s, R) + j, read(form, call->r, i + j) * w);
-            put(column(head, s, A_NEXT) + j, read(form, call->a, next + j) * w * more);
-            put(column(head, s, DECAY) + j, w);
-            put(column(head, s, OVER_DECAY) + j, over_w);
+            floats w = exp_neg(load_as(FLOAT32, call->log_w, i + j));
+            if (s) w = w * load(column(head, s - 1, DECAY) + j);
+            floats inverse_w = 1.0f / w;
+            store(column(head, s, B) + j, load_as(dtype, call->b, i + j) * inverse_w);
+            store(column(head, s, K) + j, load_as(dtype, call->k, i + j) * inverse_w);
+            store(column(head, s, R) + j, load_as(dtype, call->r, i + j) * w);
+            store(column(head, s, A_NEXT) + j, load_as(dtype, call->a, next + j) * w * has_next);
+            store(column(head, s, DECAY) + j, w);
+            store(column(head, s, INVERSE_DECAY) + j, inverse_w);
         }
     }
 }
 
-INLINE void stage_rows(enum form form, const struct head *head, int64_t t_0, int64_t steps) {
+INLINE void stage_rows(enum dtype dtype, const struct head *head, int64_t t_0, int64_t steps) {
     const struct call *call = head->call;
     for (int64_t s = 0; s < steps; s++) {
-        int64_t i = number_of(head, t_0 + s);
+        int64_t i = index_of(head, t_0 + s);
         for (int64_t j = 0; j < head->N; j += LANES) {
-            put(row(head, s, SA) + j, at(call->sa + i + j));
-            put(row(head, s, V) + j, read(form, call->v, i + j));
-            put(row(head, s, GY) + j, read(form, call->y, i + j));
+            store(row(head, s, SA) + j, load(call->sa + i + j));
+            store(row(head, s, V) + j, load_as(dtype, call->v, i + j));
+            store(row(head, s, GY) + j, load_as(dtype, call->y, i + j));
         }
     }
 }
 
-// Puts `from`, a strip, plus p x^T + q y^T into `to`, and returns its products with u and v. Two sums for each, since one that
-// waits for its last addition at every vector would be the slowest part.
-INLINE void pass(const float *from, float *to, int64_t N, floats p, floats q, const float *x, const float *y, const float *u,
-                 const float *v, floats *of_u, floats *of_v) {
-    floats sums_u[2] = {same(0.0f), same(0.0f)}, sums_v[2] = {same(0.0f), same(0.0f)};
+// A step of a pass on a strip: to = from + p x^T + q y^T; dot_u and dot_v are the products of `to` with u and v. Each product has
+// two accumulators, since the latency of one dependent addition per vector would dominate.
+INLINE void step(const float *from, float *to, int64_t N, floats p, floats q, const float *x, const float *y, const float *u,
+                 const float *v, floats *dot_u, floats *dot_v) {
+    floats sums_u[2] = {splat(0.0f), splat(0.0f)}, sums_v[2] = {splat(0.0f), splat(0.0f)};
     for (int64_t n = 0; n < N; n += 2)
-        UNROLLED for (int o = 0; o < 2; o++) {
-            floats new = fused(q, same(y[n + o]), fused(p, same(x[n + o]), at(from + (n + o) * LANES)));
-            put(to + (n + o) * LANES, new);
-            sums_u[o] = fused(new, same(u[n + o]), sums_u[o]);
-            sums_v[o] = fused(new, same(v[n + o]), sums_v[o]);
+        UNROLL for (int o = 0; o < 2; o++) {
+            floats new = fma(q, splat(y[n + o]), fma(p, splat(x[n + o]), load(from + (n + o) * LANES)));
+            store(to + (n + o) * LANES, new);
+            sums_u[o] = fma(new, splat(u[n + o]), sums_u[o]);
+            sums_v[o] = fma(new, splat(v[n + o]), sums_v[o]);
         }
-    *of_u = sums_u[0] + sums_u[1], *of_v = sums_v[0] + sums_v[1];
+    *dot_u = sums_u[0] + sums_u[1], *dot_v = sums_v[0] + sums_v[1];
 }
 
-// The same, and of each lane the sum of products with another strip.
-INLINE void pass_beside(const float *from, float *to, const float *other, int64_t N, floats p, floats q, const float *x,
-                        const float *y, const float *u, const float *v, floats *of_u, floats *of_v, floats *of_other) {
-    floats sums_u[2] = {same(0.0f), same(0.0f)}, sums_v[2] = {same(0.0f), same(0.0f)};
-    floats sums_other[2] = {same(0.0f), same(0.0f)};
+// The same; dot_other is each lane's dot product of `to` with another strip.
+INLINE void step_with(const float *from, float *to, const float *other, int64_t N, floats p, floats q, const float *x,
+                      const float *y, const float *u, const float *v, floats *dot_u, floats *dot_v, floats *dot_other) {
+    floats sums_u[2] = {splat(0.0f), splat(0.0f)}, sums_v[2] = {splat(0.0f), splat(0.0f)};
+    floats sums_other[2] = {splat(0.0f), splat(0.0f)};
     for (int64_t n = 0; n < N; n += 2)
-        UNROLLED for (int o = 0; o < 2; o++) {
-            floats of_o = at(other + (n + o) * LANES);
-            floats new = fused(q, same(y[n + o]), fused(p, same(x[n + o]), at(from + (n + o) * LANES)));
-            put(to + (n + o) * LANES, new);
-            sums_u[o] = fused(new, same(u[n + o]), sums_u[o]);
-            sums_v[o] = fused(new, same(v[n + o]), sums_v[o]);
-            sums_other[o] = fused(new, of_o, sums_other[o]);
+        UNROLL for (int o = 0; o < 2; o++) {
+            floats other_n = load(other + (n + o) * LANES);
+            floats new = fma(q, splat(y[n + o]), fma(p, splat(x[n + o]), load(from + (n + o) * LANES)));
+            store(to + (n + o) * LANES, new);
+            sums_u[o] = fma(new, splat(u[n + o]), sums_u[o]);
+            sums_v[o] = fma(new, splat(v[n + o]), sums_v[o]);
+            sums_other[o] = fma(new, other_n, sums_other[o]);
         }
-    *of_u = sums_u[0] + sums_u[1], *of_v = sums_v[0] + sums_v[1], *of_other = sums_other[0] + sums_other[1];
+    *dot_u = sums_u[0] + sums_u[1], *dot_v = sums_v[0] + sums_v[1], *dot_other = sums_other[0] + sums_other[1];
 }
 
-INLINE floats product(const float *strip, int64_t N, const float *u) {
-    floats sum = same(0.0f);
-    for (int64_t n = 0; n < N; n++) sum = fused(at(strip + n * LANES), same(u[n]), sum);
+INLINE floats strip_dot(const float *strip, int64_t N, const float *u) {
+    floats sum = splat(0.0f);
+    for (int64_t n = 0; n < N; n++) sum = fma(load(strip + n * LANES), splat(u[n]), sum);
     return sum;
 }
 
-// Of a strip with lanes along i, each column times its decay.
+// Decays the columns of a strip with lanes along i.
 INLINE void decay_columns(float *strip, int64_t N, const float *w) {
-    for (int64_t n = 0; n < N; n++) put(strip + n * LANES, at(strip + n * LANES) * same(w[n]));
+    for (int64_t n = 0; n < N; n++) store(strip + n * LANES, load(strip + n * LANES) * splat(w[n]));
 }
 
-// The same of one with lanes along j, from one place to another.
+// Decays a strip with lanes along j; from and to may be the same.
 INLINE void decay(const float *from, float *to, int64_t N, floats w) {
-    for (int64_t n = 0; n < N; n++) put(to + n * LANES, at(from + n * LANES) * w);
+    for (int64_t n = 0; n < N; n++) store(to + n * LANES, load(from + n * LANES) * w);
 }
 
-// H heads apart, the CPU does not guess what a chunk later is read or written.
-INLINE void fetch_columns(enum form form, const struct call *call, int64_t i) {
-    fetch(FLOAT32, call->log_w, i);
-    fetch(form, call->r, i);
-    fetch(form, call->k, i);
-    fetch(form, call->a, i);
-    fetch(form, call->b, i);
+// Prefetches the inputs of a step one chunk ahead: the hardware does not follow a stride of H heads.
+INLINE void prefetch_columns(enum dtype dtype, const struct call *call, int64_t i) {
+    prefetch(FLOAT32, call->log_w, i);
+    prefetch(dtype, call->r, i);
+    prefetch(dtype, call->k, i);
+    prefetch(dtype, call->a, i);
+    prefetch(dtype, call->b, i);
 }
 
-INLINE void fetch_rows(enum form form, const struct call *call, int64_t i) {
-    fetch(FLOAT32, call->sa, i);
-    fetch(form, call->v, i);
-    fetch(form, call->y, i);
+INLINE void prefetch_rows(enum dtype dtype, const struct call *call, int64_t i) {
+    prefetch(FLOAT32, call->sa, i);
+    prefetch(dtype, call->v, i);
+    prefetch(dtype, call->y, i);
 }
 
-INLINE void forward_strip(enum form form, const struct head *head, int64_t lane, int64_t t_0, int64_t steps, float *sa) {
+INLINE void forward_strip(enum dtype dtype, const struct head *head, int64_t lane, int64_t t_0, int64_t steps, float *sa) {
     const struct call *call = head->call;
     float *strip = head->matrix + lane * head->N;
-    floats sa_t = at(sa + lane), y;
+    floats sa_t = load(sa + lane), y;
     for (int64_t s = 0; s < steps; s++) {
-        int64_t i = number_of(head, t_0 + s) + lane, later = i + CHUNK * head->stride;
-        fetch_columns(form, call, later);
-        fetch(form, call->v, later);
-        fetch(form, call->y, later);
+        int64_t i = index_of(head, t_0 + s) + lane, later = i + CHUNK * head->stride;
+        prefetch_columns(dtype, call, later);
+        prefetch(dtype, call->v, later);
+        prefetch(dtype, call->y, later);
         if (call->sa) {
-            fetch(FLOAT32, call->sa, later);
-            put(call->sa + i, sa_t);
+            prefetch(FLOAT32, call->sa, later);
+            store(call->sa + i, sa_t);
         }
-        pass(strip, strip, head->N, sa_t, read(form, call->v, i), column(head, s, B), column(head, s, K),
+        step(strip, strip, head->N, sa_t, load_as(dtype, call->v, i), column(head, s, B), column(head, s, K),
              column(head, s, R), column(head, s, A_NEXT), &y, &sa_t);
-        write(form, call->y, i, y);
+        store_as(dtype, call->y, i, y);
     }
-    put(sa + lane, sa_t);
+    store(sa + lane, sa_t);
     decay_columns(strip, head->N, column(head, steps - 1, DECAY));
 }
 
-INLINE void forward(enum form form, const struct head *head, const float *state, float *after) {
+INLINE void forward(enum dtype dtype, const struct head *head, const float *state, float *after) {
     int64_t N = head->N;
     float *a = head->columns, *sa = head->gsa;           // of one step
-    for (int64_t j = 0; j < N; j += LANES) put(a + j, read(form, head->call->a, head->first + j));
+    for (int64_t j = 0; j < N; j += LANES) store(a + j, load_as(dtype, head->call->a, head->first + j));
     for (int64_t lane = 0; lane < N; lane += LANES) {
-        turn(head->matrix + lane * N, LANES, state + lane * N, N, LANES, N);
-        put(sa + lane, product(head->matrix + lane * N, N, a));
+        transpose(head->matrix + lane * N, LANES, state + lane * N, N, LANES, N);
+        store(sa + lane, strip_dot(head->matrix + lane * N, N, a));
     }
     for (int64_t t_0 = 0; t_0 < head->T; t_0 += CHUNK) {
-        int64_t steps = steps_from(head, t_0);
-        stage_columns(form, head, t_0, steps);
-        for (int64_t lane = 0; lane < N; lane += LANES) forward_strip(form, head, lane, t_0, steps, sa);
+        int64_t steps = chunk_steps(head, t_0);
+        stage_columns(dtype, head, t_0, steps);
+        for (int64_t lane = 0; lane < N; lane += LANES) forward_strip(dtype, head, lane, t_0, steps, sa);
     }
-    for (int64_t lane = 0; lane < N; lane += LANES) turn(after + lane * N, N, head->matrix + lane * N, LANES, N, LANES);
+    for (int64_t lane = 0; lane < N; lane += LANES) transpose(after + lane * N, N, head->matrix + lane * N, LANES, N, LANES);
 }
 
-INLINE void rows_strip(enum form form, const struct head *head, int64_t lane, int64_t t_0, int64_t steps) {
+INLINE void row_strip(enum dtype dtype, const struct head *head, int64_t lane, int64_t t_0, int64_t steps) {
     const struct call *call = head->call;
     int64_t N = head->N;
     float *strip = head->matrix + lane * N, *gsa = head->gsa + t_0 * N + lane;
-    floats gsa_t = at(gsa + steps * N), gv;
+    floats gsa_t = load(gsa + steps * N), gv;
     decay_columns(strip, N, column(head, steps - 1, DECAY));
     for (int64_t s = steps - 1; s >= 0; s--) {
-        int64_t i = number_of(head, t_0 + s) + lane, later = i - CHUNK * head->stride;
-        fetch_columns(form, call, later);
-        fetch(form, call->y, later);
-        fetch(form, call->gv, later);
-        pass(strip, strip, N, gsa_t, read(form, call->y, i), column(head, s, A_NEXT), column(head, s, R), column(head, s, K),
+        int64_t i = index_of(head, t_0 + s) + lane, later = i - CHUNK * head->stride;
+        prefetch_columns(dtype, call, later);
+        prefetch(dtype, call->y, later);
+        prefetch(dtype, call->gv, later);
+        step(strip, strip, N, gsa_t, load_as(dtype, call->y, i), column(head, s, A_NEXT), column(head, s, R), column(head, s, K),
              column(head, s, B), &gv, &gsa_t);
-        write(form, call->gv, i, gv);
-        put(gsa + s * N, gsa_t);
+        store_as(dtype, call->gv, i, gv);
+        store(gsa + s * N, gsa_t);
     }
 }
 
-// G after the chunk that begins with step t_0, in strips of keys.
-INLINE float *kept_after(const struct head *head, int64_t t_0) { return head->kept + t_0 / CHUNK * head->N * head->N; }
+// G after the chunk that starts at step t_0, in strips along j.
+INLINE float *saved_G(const struct head *head, int64_t t_0) { return head->saved + t_0 / CHUNK * head->N * head->N; }
 
-// From the strips of rows to those of keys.
-INLINE void keep(const struct head *head, float *kept) {
+// Copies the matrix from strips along i to strips along j.
+INLINE void save_G(const struct head *head, float *saved) {
     int64_t N = head->N;
     for (int64_t j = 0; j < N; j += LANES)
         for (int64_t i = 0; i < N; i += LANES)
-            turn(kept + j * N + i * LANES, LANES, head->matrix + i * N + j * LANES, LANES, LANES, LANES);
+            transpose(saved + j * N + i * LANES, LANES, head->matrix + i * N + j * LANES, LANES, LANES, LANES);
 }
 
-// gv, and the gradient of the state before the first step: G' there, and gsa a^T of that step.
-INLINE void rows(enum form form, const struct head *head, const float *gafter, float *gstate) {
+// Row pass: gv, gsa and the initial state's gradient, which is G' before the first step plus that step's gsa a^T.
+INLINE void row_pass(enum dtype dtype, const struct head *head, const float *gafter, float *gstate) {
     int64_t N = head->N;
     for (int64_t lane = 0; lane < N; lane += LANES) {
-        turn(head->matrix + lane * N, LANES, gafter + lane * N, N, LANES, N);
-        put(head->gsa + head->T * N + lane, same(0.0f));
+        transpose(head->matrix + lane * N, LANES, gafter + lane * N, N, LANES, N);
+        store(head->gsa + head->T * N + lane, splat(0.0f));
     }
     for (int64_t t_0 = (head->T - 1) / CHUNK * CHUNK; t_0 >= 0; t_0 -= CHUNK) {
-        int64_t steps = steps_from(head, t_0);
-        stage_columns(form, head, t_0, steps);
-        keep(head, kept_after(head, t_0));
-        for (int64_t lane = 0; lane < N; lane += LANES) rows_strip(form, head, lane, t_0, steps);
+        int64_t steps = chunk_steps(head, t_0);
+        stage_columns(dtype, head, t_0, steps);
+        save_G(head, saved_G(head, t_0));
+        for (int64_t lane = 0; lane < N; lane += LANES) row_strip(dtype, head, lane, t_0, steps);
     }
     float *a = head->columns;                            // of the first step
-    for (int64_t j = 0; j < N; j += LANES) put(a + j, read(form, head->call->a, head->first + j));
+    for (int64_t j = 0; j < N; j += LANES) store(a + j, load_as(dtype, head->call->a, head->first + j));
     for (int64_t lane = 0; lane < N; lane += LANES) {
         float *strip = head->matrix + lane * N;
-        floats gsa = at(head->gsa + lane);
-        for (int64_t n = 0; n < N; n++) put(strip + n * LANES, fused(gsa, same(a[n]), at(strip + n * LANES)));
-        turn(gstate + lane * N, N, strip, LANES, N, LANES);
+        floats gsa = load(head->gsa + lane);
+        for (int64_t n = 0; n < N; n++) store(strip + n * LANES, fma(gsa, splat(a[n]), load(strip + n * LANES)));
+        transpose(gstate + lane * N, N, strip, LANES, N, LANES);
     }
 }
 
-// Fills the history, in which S' before the chunk's first step is missing.
-INLINE void states_strip(enum form form, const struct head *head, int64_t lane, int64_t t_0, int64_t steps) {
+// State pass of a strip: gr, ga, and the history (S' after each step).
+INLINE void state_strip(enum dtype dtype, const struct head *head, int64_t lane, int64_t t_0, int64_t steps) {
     const struct call *call = head->call;
     int64_t N = head->N;
     const float *before = head->matrix + lane * N, *gsa_next = head->gsa + (t_0 + 1) * N;
     floats gr, ga;
     for (int64_t s = 0; s < steps; s++) {
-        int64_t i = number_of(head, t_0 + s) + lane, later = i + CHUNK * head->stride;
+        int64_t i = index_of(head, t_0 + s) + lane, later = i + CHUNK * head->stride;
         float *after = head->history + s * N * LANES;
-        fetch_columns(form, call, later);
-        fetch_rows(form, call, later);
-        fetch(form, call->gr, later);
-        fetch(form, call->ga, later);
-        pass(before, after, N, at(column(head, s, B) + lane), at(column(head, s, K) + lane), row(head, s, SA), row(head, s, V),
-             row(head, s, GY), gsa_next + s * N, &gr, &ga);
-        floats w = at(column(head, s, DECAY) + lane);
-        write(form, call->gr, i, gr * w);
-        if (t_0 + s < head->T - 1) write(form, call->ga, i + head->stride, ga * w);
+        prefetch_columns(dtype, call, later);
+        prefetch_rows(dtype, call, later);
+        prefetch(dtype, call->gr, later);
+        prefetch(dtype, call->ga, later);
+        step(before, after, N, load(column(head, s, B) + lane), load(column(head, s, K) + lane), row(head, s, SA),
+             row(head, s, V), row(head, s, GY), gsa_next + s * N, &gr, &ga);
+        floats w = load(column(head, s, DECAY) + lane);
+        store_as(dtype, call->gr, i, gr * w);
+        if (t_0 + s < head->T - 1) store_as(dtype, call->ga, i + head->stride, ga * w);
         before = after;
     }
 }
 
-INLINE void keys_strip(enum form form, const struct head *head, int64_t lane, int64_t t_0, int64_t steps) {
+// Key pass of a strip: gk, gb, gl.
+INLINE void key_strip(enum dtype dtype, const struct head *head, int64_t lane, int64_t t_0, int64_t steps) {
     const struct call *call = head->call;
     int64_t N = head->N;
     const float *gsa_next = head->gsa + (t_0 + 1) * N;
     floats gk, gb, gl;
-    decay(kept_after(head, t_0) + lane * N, head->G, N, at(column(head, steps - 1, DECAY) + lane));
+    decay(saved_G(head, t_0) + lane * N, head->G, N, load(column(head, steps - 1, DECAY) + lane));
     for (int64_t s = steps - 1; s >= 0; s--) {
-        int64_t i = number_of(head, t_0 + s) + lane, later = i + CHUNK * head->stride;
+        int64_t i = index_of(head, t_0 + s) + lane, later = i + CHUNK * head->stride;
         const float *before = s ? head->history + (s - 1) * N * LANES : head->matrix + lane * N;
-        fetch(form, call->gk, later);
-        fetch(form, call->gb, later);
-        fetch(FLOAT32, call->gl, later);
-        pass_beside(head->G, head->G, before, N, at(column(head, s, A_NEXT) + lane), at(column(head, s, R) + lane),
+        prefetch(dtype, call->gk, later);
+        prefetch(dtype, call->gb, later);
+        prefetch(FLOAT32, call->gl, later);
+        step_with(head->G, head->G, before, N, load(column(head, s, A_NEXT) + lane), load(column(head, s, R) + lane),
                     gsa_next + s * N, row(head, s, GY), row(head, s, V), row(head, s, SA), &gk, &gb, &gl);
-        floats over_w = at(column(head, s, OVER_DECAY) + lane);
-        write(form, call->gk, i, gk * over_w);
-        write(form, call->gb, i, gb * over_w);
-        write(FLOAT32, call->gl, i, gl);
+        floats inverse_w = load(column(head, s, INVERSE_DECAY) + lane);
+        store_as(dtype, call->gk, i, gk * inverse_w);
+        store_as(dtype, call->gb, i, gb * inverse_w);
+        store_as(FLOAT32, call->gl, i, gl);
     }
 }
 
-// gr, ga, gk, gb and gl
-INLINE void states_and_keys(enum form form, const struct head *head, const float *state) {
+// State and key passes, chunk by chunk: gr, ga, gk, gb, gl.
+INLINE void state_and_key_passes(enum dtype dtype, const struct head *head, const float *state) {
     int64_t N = head->N;
     for (int64_t lane = 0; lane < N; lane += LANES) {
         float *strip = head->matrix + lane * N;
-        for (int64_t n = 0; n < N; n++) put(strip + n * LANES, at(state + n * N + lane));
-        write(form, head->call->ga, head->first + lane, product(strip, N, head->gsa));
+        for (int64_t n = 0; n < N; n++) store(strip + n * LANES, load(state + n * N + lane));
+        store_as(dtype, head->call->ga, head->first + lane, strip_dot(strip, N, head->gsa));
     }
     for (int64_t t_0 = 0; t_0 < head->T; t_0 += CHUNK) {
-        int64_t steps = steps_from(head, t_0);
-        stage_columns(form, head, t_0, steps);
-        stage_rows(form, head, t_0, steps);
+        int64_t steps = chunk_steps(head, t_0);
+        stage_columns(dtype, head, t_0, steps);
+        stage_rows(dtype, head, t_0, steps);
         for (int64_t lane = 0; lane < N; lane += LANES) {
-            states_strip(form, head, lane, t_0, steps);
-            keys_strip(form, head, lane, t_0, steps);
-            decay(head->history + (steps - 1) * N * LANES, head->matrix + lane * N, N, at(column(head, steps - 1, DECAY) + lane));
+            state_strip(dtype, head, lane, t_0, steps);
+            key_strip(dtype, head, lane, t_0, steps);
+            decay(head->history + (steps - 1) * N * LANES, head->matrix + lane * N, N,
+                  load(column(head, steps - 1, DECAY) + lane));
         }
     }
 }
 
-INLINE struct head head_of(const struct call *call, int64_t number, int64_t thread) {
+INLINE struct head make_head(const struct call *call, int64_t task, int64_t thread) {
     int64_t N = call->N;
-    struct head head = {.call = call, .first = (number / call->H * call->T * call->H + number % call->H) * N,
+    struct head head = {.call = call, .first = (task / call->H * call->T * call->H + task % call->H) * N,
                         .stride = call->H * N, .T = call->T, .N = N};
     head.matrix = call->scratch + thread * call->scratch_size;
     head.columns = head.matrix + N * N;
     head.rows = head.columns + CHUNK * COLUMNS * N;
-    head.gsa = head.rows + CHUNK * ROWS * N;             // forward has its sa here
-    head.G = head.gsa + (call->T + 1) * N;               // in backward, as what follows
+    head.gsa = head.rows + CHUNK * ROWS * N;             // forward: sa of one step
+    head.G = head.gsa + (call->T + 1) * N;               // from here on backward only
     head.history = head.G + N * LANES;
-    head.kept = head.history + CHUNK * N * LANES;
+    head.saved = head.history + CHUNK * N * LANES;
     return head;
 }
 
-INLINE void forward_heads(enum form form, struct tasks *tasks, int64_t thread) {
+INLINE void forward_heads(enum dtype dtype, struct tasks *tasks, int64_t thread) {
     const struct call *call = tasks->call;
-    for (int64_t number; (number = next_task(tasks)) < call->B * call->H;) {
-        struct head head = head_of(call, number, thread);
-        int64_t matrix = number * call->N * call->N;
-        forward(form, &head, call->state + matrix, call->after + matrix);
+    for (int64_t task; (task = next_task(tasks)) < call->B * call->H;) {
+        struct head head = make_head(call, task, thread);
+        int64_t matrix = task * call->N * call->N;
+        forward(dtype, &head, call->state + matrix, call->after + matrix);
     }
 }
 
-INLINE void backward_heads(enum form form, struct tasks *tasks, int64_t thread) {
+INLINE void backward_heads(enum dtype dtype, struct tasks *tasks, int64_t thread) {
     const struct call *call = tasks->call;
-    for (int64_t number; (number = next_task(tasks)) < call->B * call->H;) {
-        struct head head = head_of(call, number, thread);
-        int64_t matrix = number * call->N * call->N;
-        rows(form, &head, call->after + matrix, call->gstate + matrix);
-        states_and_keys(form, &head, call->state + matrix);
+    for (int64_t task; (task = next_task(tasks)) < call->B * call->H;) {
+        struct head head = make_head(call, task, thread);
+        int64_t matrix = task * call->N * call->N;
+        row_pass(dtype, &head, call->after + matrix, call->gstate + matrix);
+        state_and_key_passes(dtype, &head, call->state + matrix);
     }
 }
 
@@ -349,7 +352,7 @@ static void forward_bfloat16(struct tasks *tasks, int64_t thread) { forward_head
 static void backward_float32(struct tasks *tasks, int64_t thread) { backward_heads(FLOAT32, tasks, thread); }
 static void backward_bfloat16(struct tasks *tasks, int64_t thread) { backward_heads(BFLOAT16, tasks, thread); }
 
-ENTRY(wkv7_forward_float32)(const struct call *call, int64_t threads) { share(forward_float32, call, threads); }
-ENTRY(wkv7_forward_bfloat16)(const struct call *call, int64_t threads) { share(forward_bfloat16, call, threads); }
-ENTRY(wkv7_backward_float32)(const struct call *call, int64_t threads) { share(backward_float32, call, threads); }
-ENTRY(wkv7_backward_bfloat16)(const struct call *call, int64_t threads) { share(backward_bfloat16, call, threads); }
+ENTRY(wkv7_forward_float32, struct call) { parallel_for(forward_float32, call, threads); }
+ENTRY(wkv7_forward_bfloat16, struct call) { parallel_for(forward_bfloat16, call, threads); }
+ENTRY(wkv7_backward_float32, struct call) { parallel_for(backward_float32, call, threads); }
+ENTRY(wkv7_backward_bfloat16, struct call) { parallel_for(backward_bfloat16, call, threads); }

@@ -1,229 +1,240 @@
-// What stands between the products of RWKV-7's time mixing, and its gradients. A row is one step of one text, (rows,C) in H heads
-// of N channels; vectors are (C). z are the low-rank gates' products: zw = tanh(m_w w1) w2, za = (m_a a1) a2, zv = (m_v v1) v2.
+// RWKV-7's time mixing between its matrix products: gates and output, with gradients. A row is one step of one sequence; tensors
+// are (rows,C), with C in H heads of N channels, and vectors (C). z are the outputs of the low-rank gates: zw = tanh(m_w w1) w2,
+// za = (m_a a1) a2, zv = (m_v v1) v2.
 //
-// The gates:
+// Gates:
 //     decay = sigmoid(w0 + zw)      rate = sigmoid(a0 + za)      gate = sigmoid(v0 + zv)         log_w = -e^-0.5 decay
-//     kk = k k_k / |k k_k| (of the head)        a = -kk        b = kk rate
-//     new k = k (1 + (rate - 1) k_a)            new v = v + (v_first - v) gate                   in layer 0 new v = v
+//     kk = k k_k / |k k_k| (per head)           a = -kk        b = kk rate
+//     new k = k (1 + (rate - 1) k_a)            new v = v + (v_first - v) gate                   layer 0: new v = v
 //
-// The output, from y of the operator:
-//     normal = (y - mean) / sqrt(variance + EPS) (of the head)        share = sum over the head of r k r_k
-//     read = normal weight + bias + share v                           gated = read g
+// Output, from the operator's y:
+//     normal = (y - mean) / sqrt(variance + EPS) (per head)           bonus = sum over the head of r k r_k
+//     out = normal weight + bias + bonus v                            gated = out g
 //
-// g_ is the gradient of what stands behind it. Backward computes again what forward did not keep. ROWS rows are a task, which adds
-// up its own gradients of the vectors.
+// g_x denotes the gradient of x. Backward recomputes what forward does not save. A task is ROWS rows and sums its own gradients
+// of the vectors.
 
 #include "../../../kernels/native/csrc/threads.h"
 #include "../../../kernels/native/csrc/vectors.h"
-#include "totals.h"
+#include "partial_sums.h"
 
 enum { ROWS = 32 };
 
 static const float FASTEST_LOG_W = -0.6065306597126334f, LEAST_NORM = 1e-12f, EPS = 64e-5f;
 
-// The arguments of a call, as fused_c.py lists them. All of v_first, zv and v0 are null in layer 0.
+// Arguments, in the order of fused_c.py. v_first, zv and v0 are null in layer 0.
 struct gates_call {
     int64_t rows, H, N;
     const void *k, *v, *v_first, *zw, *za, *zv;
     const float *k_k, *k_a, *w0, *a0, *v0;
     float *inverse;                      // (rows,H): 1 / |k k_k|
-    float *log_w;                        // in backward its gradient, as those of the next line
+    float *log_w;                        // backward: its gradient, as for the next four
     void *new_k, *new_v, *a, *b;
-    const void *more_k, *more_v;         // of backward alone, as all below: what is added to the gradients of new k and v, or null
+    const void *extra_k, *extra_v;       // from here on backward only; added to the gradients of new k and v, or null
     void *g_k, *g_v, *g_v_first, *g_zw, *g_za, *g_zv;
-    float *of_tasks, *g_vectors;         // (tasks,5,C), (5,C): of k_k, k_a, w0, a0, v0
+    float *partial, *g_vectors;          // (tasks,5,C) and (5,C): gradients of k_k, k_a, w0, a0, v0
 };
 
 struct output_call {
     int64_t rows, H, N;
     const void *y, *r, *k, *v, *g;
     const float *r_k, *weight, *bias;
-    void *gated;                         // in backward its gradient
-    void *g_y, *g_r, *g_k, *g_v, *g_g;   // of backward alone, as below
-    float *of_tasks, *g_vectors;         // (tasks,3,C), (3,C): of r_k, weight, bias
+    void *gated;                         // backward: its gradient
+    void *g_y, *g_r, *g_k, *g_v, *g_g;   // from here on backward only
+    float *partial, *g_vectors;          // (tasks,3,C) and (3,C): gradients of r_k, weight, bias
 };
 
-// Part of a head: its first number in (rows,C) and in (C), and how many of its lanes there are.
-struct part { int64_t i, c, lanes; };
+// Up to LANES channels of a head: their index in (rows,C) and in (C), and their number.
+struct span { int64_t i, c, lanes; };
 
-#define EACH_PART(part, first, channel, N)                                                                                        \
-    for (struct part part = {first, channel, (N) < LANES ? (N) : LANES}; part.i < (first) + (N); part.i += LANES,                 \
-         part.c += LANES, part.lanes = (first) + (N) - part.i < LANES ? (first) + (N) - part.i : LANES)
+#define FOR_EACH_SPAN(span, first, channel, N)                                                                                    \
+    for (struct span span = {first, channel, (N) < LANES ? (N) : LANES}; span.i < (first) + (N); span.i += LANES,                 \
+         span.c += LANES, span.lanes = (first) + (N) - span.i < LANES ? (first) + (N) - span.i : LANES)
 
-INLINE floats vector(const float *p, const struct part *part) { return read_some(FLOAT32, p, part->c, part->lanes); }
-INLINE floats get(enum form form, const void *p, const struct part *part) { return read_some(form, p, part->i, part->lanes); }
-INLINE void set(enum form form, void *p, const struct part *part, floats x) { write_some(form, p, part->i, part->lanes, x); }
-
-INLINE void add(float *p, const struct part *part, floats x) {
-    write_some(FLOAT32, p, part->c, part->lanes, read_some(FLOAT32, p, part->c, part->lanes) + x);
+INLINE floats load_vector(const float *p, const struct span *span) {
+    return load_partial(FLOAT32, p, span->c, span->lanes);
 }
 
-// The gates of a part.
+INLINE floats load_span(enum dtype dtype, const void *p, const struct span *span) {
+    return load_partial(dtype, p, span->i, span->lanes);
+}
+
+INLINE void store_span(enum dtype dtype, void *p, const struct span *span, floats x) {
+    store_partial(dtype, p, span->i, span->lanes, x);
+}
+
+INLINE void accumulate(float *p, const struct span *span, floats x) {
+    store_partial(FLOAT32, p, span->c, span->lanes, load_partial(FLOAT32, p, span->c, span->lanes) + x);
+}
+
+// q = k k_k; factor = 1 + (rate - 1) k_a
 struct gates { floats k, q, decay, rate, factor; };
 
-INLINE struct gates gates_of(enum form form, const struct gates_call *call, const struct part *part) {
-    struct gates gates = {.k = get(form, call->k, part)};
-    gates.q = gates.k * vector(call->k_k, part);
-    gates.decay = sigmoid(get(form, call->zw, part) + vector(call->w0, part));
-    gates.rate = sigmoid(get(form, call->za, part) + vector(call->a0, part));
-    gates.factor = fused(gates.rate - 1.0f, vector(call->k_a, part), same(1.0f));
+INLINE struct gates load_gates(enum dtype dtype, const struct gates_call *call, const struct span *span) {
+    struct gates gates = {.k = load_span(dtype, call->k, span)};
+    gates.q = gates.k * load_vector(call->k_k, span);
+    gates.decay = sigmoid(load_span(dtype, call->zw, span) + load_vector(call->w0, span));
+    gates.rate = sigmoid(load_span(dtype, call->za, span) + load_vector(call->a0, span));
+    gates.factor = fma(gates.rate - 1.0f, load_vector(call->k_a, span), splat(1.0f));
     return gates;
 }
 
-INLINE floats gate_of(enum form form, const struct gates_call *call, const struct part *part) {
-    return sigmoid(get(form, call->zv, part) + vector(call->v0, part));
+INLINE floats load_gate(enum dtype dtype, const struct gates_call *call, const struct span *span) {
+    return sigmoid(load_span(dtype, call->zv, span) + load_vector(call->v0, span));
 }
 
-INLINE void gates_forward(enum form form, const struct gates_call *call, int64_t row, int64_t head) {
+INLINE void gates_forward(enum dtype dtype, const struct gates_call *call, int64_t row, int64_t head) {
     int64_t N = call->N, c = head * N, i = row * call->H * N + c;
-    floats squares = same(0.0f);
-    EACH_PART(part, i, c, N) {
-        floats q = get(form, call->k, &part) * vector(call->k_k, &part);
-        squares = fused(q, q, squares);
+    floats squares = splat(0.0f);
+    FOR_EACH_SPAN(span, i, c, N) {
+        floats q = load_span(dtype, call->k, &span) * load_vector(call->k_k, &span);
+        squares = fma(q, q, squares);
     }
-    float norm = __builtin_sqrtf(sum_of(squares));
+    float norm = __builtin_sqrtf(hsum(squares));
     float inverse = 1.0f / (norm < LEAST_NORM ? LEAST_NORM : norm);
     call->inverse[row * call->H + head] = inverse;
-    EACH_PART(part, i, c, N) {
-        struct gates gates = gates_of(form, call, &part);
-        floats kk = gates.q * inverse, v = get(form, call->v, &part);
-        set(FLOAT32, call->log_w, &part, FASTEST_LOG_W * gates.decay);
-        set(form, call->new_k, &part, gates.k * gates.factor);
-        set(form, call->a, &part, -kk);
-        set(form, call->b, &part, kk * gates.rate);
+    FOR_EACH_SPAN(span, i, c, N) {
+        struct gates gates = load_gates(dtype, call, &span);
+        floats kk = gates.q * inverse, v = load_span(dtype, call->v, &span);
+        store_span(FLOAT32, call->log_w, &span, FASTEST_LOG_W * gates.decay);
+        store_span(dtype, call->new_k, &span, gates.k * gates.factor);
+        store_span(dtype, call->a, &span, -kk);
+        store_span(dtype, call->b, &span, kk * gates.rate);
         if (call->v_first)
-            set(form, call->new_v, &part, fused(get(form, call->v_first, &part) - v, gate_of(form, call, &part), v));
+            store_span(dtype, call->new_v, &span,
+                       fma(load_span(dtype, call->v_first, &span) - v, load_gate(dtype, call, &span), v));
     }
 }
 
-// Of the gradient of new k or v, in two parts where the second is given.
-INLINE floats sum_at(enum form form, const void *p, const void *more, const struct part *part) {
-    return more ? get(form, p, part) + get(form, more, part) : get(form, p, part);
+// The gradient of new k or v, plus the optional extra one.
+INLINE floats load_sum(enum dtype dtype, const void *p, const void *extra, const struct span *span) {
+    return extra ? load_span(dtype, p, span) + load_span(dtype, extra, span) : load_span(dtype, p, span);
 }
 
-INLINE void gates_backward(enum form form, const struct gates_call *call, int64_t row, int64_t head, float *g_vectors) {
+INLINE void gates_backward(enum dtype dtype, const struct gates_call *call, int64_t row, int64_t head, float *g_vectors) {
     int64_t N = call->N, C = call->H * N, c = head * N, i = row * C + c;
     float inverse = call->inverse[row * call->H + head];
-    floats products = same(0.0f);
-    EACH_PART(part, i, c, N) {
-        floats kk = get(form, call->k, &part) * vector(call->k_k, &part) * inverse;
-        floats rate = sigmoid(get(form, call->za, &part) + vector(call->a0, &part));
-        floats g_kk = fused(get(form, call->b, &part), rate, -get(form, call->a, &part));
-        products = fused(g_kk, kk, products);
+    floats dot = splat(0.0f);
+    FOR_EACH_SPAN(span, i, c, N) {
+        floats kk = load_span(dtype, call->k, &span) * load_vector(call->k_k, &span) * inverse;
+        floats rate = sigmoid(load_span(dtype, call->za, &span) + load_vector(call->a0, &span));
+        floats g_kk = fma(load_span(dtype, call->b, &span), rate, -load_span(dtype, call->a, &span));
+        dot = fma(g_kk, kk, dot);
     }
-    float along = sum_of(products);
-    EACH_PART(part, i, c, N) {
-        struct gates gates = gates_of(form, call, &part);
-        floats kk = gates.q * inverse, g_b = get(form, call->b, &part);
-        floats g_kk = fused(g_b, gates.rate, -get(form, call->a, &part)), g_q = less(kk, same(along), g_kk) * inverse;
-        floats g_new_k = sum_at(form, call->new_k, call->more_k, &part), k_g = gates.k * g_new_k;
-        floats g_rate = fused(g_b, kk, k_g * vector(call->k_a, &part));
+    float g_kk_dot_kk = hsum(dot);
+    FOR_EACH_SPAN(span, i, c, N) {
+        struct gates gates = load_gates(dtype, call, &span);
+        floats kk = gates.q * inverse, g_b = load_span(dtype, call->b, &span);
+        floats g_kk = fma(g_b, gates.rate, -load_span(dtype, call->a, &span));
+        floats g_q = fnmadd(kk, splat(g_kk_dot_kk), g_kk) * inverse;
+        floats g_new_k = load_sum(dtype, call->new_k, call->extra_k, &span), g_factor = gates.k * g_new_k;
+        floats g_rate = fma(g_b, kk, g_factor * load_vector(call->k_a, &span));
         floats g_za = g_rate * gates.rate * (1.0f - gates.rate);
-        floats g_zw = get(FLOAT32, call->log_w, &part) * FASTEST_LOG_W * gates.decay * (1.0f - gates.decay);
-        set(form, call->g_k, &part, fused(g_new_k, gates.factor, g_q * vector(call->k_k, &part)));
-        set(form, call->g_za, &part, g_za);
-        set(form, call->g_zw, &part, g_zw);
-        add(g_vectors, &part, g_q * gates.k);
-        add(g_vectors + C, &part, k_g * (gates.rate - 1.0f));
-        add(g_vectors + 2 * C, &part, g_zw);
-        add(g_vectors + 3 * C, &part, g_za);
-        floats g_new_v = sum_at(form, call->new_v, call->more_v, &part);
+        floats g_zw = load_span(FLOAT32, call->log_w, &span) * FASTEST_LOG_W * gates.decay * (1.0f - gates.decay);
+        store_span(dtype, call->g_k, &span, fma(g_new_k, gates.factor, g_q * load_vector(call->k_k, &span)));
+        store_span(dtype, call->g_za, &span, g_za);
+        store_span(dtype, call->g_zw, &span, g_zw);
+        accumulate(g_vectors, &span, g_q * gates.k);
+        accumulate(g_vectors + C, &span, g_factor * (gates.rate - 1.0f));
+        accumulate(g_vectors + 2 * C, &span, g_zw);
+        accumulate(g_vectors + 3 * C, &span, g_za);
+        floats g_new_v = load_sum(dtype, call->new_v, call->extra_v, &span);
         if (!call->v_first) {
-            set(form, call->g_v, &part, g_new_v);
+            store_span(dtype, call->g_v, &span, g_new_v);
             continue;
         }
-        floats gate = gate_of(form, call, &part), g_first = g_new_v * gate;
-        floats change = get(form, call->v_first, &part) - get(form, call->v, &part);
-        floats g_zv = g_first * change * (1.0f - gate);
-        set(form, call->g_v_first, &part, g_first);
-        set(form, call->g_v, &part, g_new_v - g_first);
-        set(form, call->g_zv, &part, g_zv);
-        add(g_vectors + 4 * C, &part, g_zv);
+        floats gate = load_gate(dtype, call, &span), g_first = g_new_v * gate;
+        floats delta = load_span(dtype, call->v_first, &span) - load_span(dtype, call->v, &span);
+        floats g_zv = g_first * delta * (1.0f - gate);
+        store_span(dtype, call->g_v_first, &span, g_first);
+        store_span(dtype, call->g_v, &span, g_new_v - g_first);
+        store_span(dtype, call->g_zv, &span, g_zv);
+        accumulate(g_vectors + 4 * C, &span, g_zv);
     }
 }
 
-// Of a head of y: its mean and 1 / sqrt(variance + EPS), and the sum of r k r_k.
-struct head { float mean, inverse, share; };
+// A head's mean of y, 1 / sqrt(variance + EPS), and bonus.
+struct head { float mean, inverse, bonus; };
 
-INLINE struct head head_of(enum form form, const struct output_call *call, int64_t i, int64_t c) {
-    floats sum = same(0.0f), squares = same(0.0f), share = same(0.0f);
-    EACH_PART(part, i, c, call->N) {
-        sum += get(form, call->y, &part);
-        share = fused(get(form, call->r, &part) * get(form, call->k, &part), vector(call->r_k, &part), share);
+INLINE struct head load_head(enum dtype dtype, const struct output_call *call, int64_t i, int64_t c) {
+    floats sum = splat(0.0f), squares = splat(0.0f), bonus = splat(0.0f);
+    FOR_EACH_SPAN(span, i, c, call->N) {
+        sum += load_span(dtype, call->y, &span);
+        bonus = fma(load_span(dtype, call->r, &span) * load_span(dtype, call->k, &span), load_vector(call->r_k, &span), bonus);
     }
-    float mean = sum_of(sum) / (float)call->N;
-    EACH_PART(part, i, c, call->N) {
-        floats there = get(form, call->y, &part) - mean;
-        there = read_some(FLOAT32, &there, 0, part.lanes);           // nothing in the lanes beyond the head
-        squares = fused(there, there, squares);
+    float mean = hsum(sum) / (float)call->N;
+    FOR_EACH_SPAN(span, i, c, call->N) {
+        floats deviation = load_span(dtype, call->y, &span) - mean;
+        deviation = load_partial(FLOAT32, &deviation, 0, span.lanes);    // zeros the lanes beyond the head
+        squares = fma(deviation, deviation, squares);
     }
-    return (struct head){mean, 1.0f / __builtin_sqrtf(sum_of(squares) / (float)call->N + EPS), sum_of(share)};
+    return (struct head){mean, 1.0f / __builtin_sqrtf(hsum(squares) / (float)call->N + EPS), hsum(bonus)};
 }
 
-INLINE void output_forward(enum form form, const struct output_call *call, int64_t row, int64_t h) {
+INLINE void output_forward(enum dtype dtype, const struct output_call *call, int64_t row, int64_t h) {
     int64_t c = h * call->N, i = row * call->H * call->N + c;
-    struct head head = head_of(form, call, i, c);
-    EACH_PART(part, i, c, call->N) {
-        floats normal = (get(form, call->y, &part) - head.mean) * head.inverse;
-        floats read = fused(normal, vector(call->weight, &part), vector(call->bias, &part));
-        read = fused(get(form, call->v, &part), same(head.share), read);
-        set(form, call->gated, &part, read * get(form, call->g, &part));
+    struct head head = load_head(dtype, call, i, c);
+    FOR_EACH_SPAN(span, i, c, call->N) {
+        floats normal = (load_span(dtype, call->y, &span) - head.mean) * head.inverse;
+        floats out = fma(normal, load_vector(call->weight, &span), load_vector(call->bias, &span));
+        out = fma(load_span(dtype, call->v, &span), splat(head.bonus), out);
+        store_span(dtype, call->gated, &span, out * load_span(dtype, call->g, &span));
     }
 }
 
-INLINE void output_backward(enum form form, const struct output_call *call, int64_t row, int64_t h, float *g_vectors) {
+INLINE void output_backward(enum dtype dtype, const struct output_call *call, int64_t row, int64_t h, float *g_vectors) {
     int64_t N = call->N, C = call->H * N, c = h * N, i = row * C + c;
-    struct head head = head_of(form, call, i, c);
-    floats of_share = same(0.0f), of_normal = same(0.0f), along = same(0.0f);
-    EACH_PART(part, i, c, N) {
-        floats normal = (get(form, call->y, &part) - head.mean) * head.inverse;
-        floats g_read = get(form, call->gated, &part) * get(form, call->g, &part);
-        floats g_normal = g_read * vector(call->weight, &part);
-        of_share = fused(g_read, get(form, call->v, &part), of_share);
-        of_normal += g_normal;
-        along = fused(g_normal, normal, along);
+    struct head head = load_head(dtype, call, i, c);
+    floats sum_bonus = splat(0.0f), sum_normal = splat(0.0f), dot_normal = splat(0.0f);      // sums of gradients over the head
+    FOR_EACH_SPAN(span, i, c, N) {
+        floats normal = (load_span(dtype, call->y, &span) - head.mean) * head.inverse;
+        floats g_out = load_span(dtype, call->gated, &span) * load_span(dtype, call->g, &span);
+        floats g_normal = g_out * load_vector(call->weight, &span);
+        sum_bonus = fma(g_out, load_span(dtype, call->v, &span), sum_bonus);
+        sum_normal += g_normal;
+        dot_normal = fma(g_normal, normal, dot_normal);
     }
-    float g_share = sum_of(of_share), mean = sum_of(of_normal) / (float)N, mean_along = sum_of(along) / (float)N;
-    EACH_PART(part, i, c, N) {
-        floats r = get(form, call->r, &part), k = get(form, call->k, &part), v = get(form, call->v, &part);
-        floats g_gated = get(form, call->gated, &part), g_read = g_gated * get(form, call->g, &part);
-        floats normal = (get(form, call->y, &part) - head.mean) * head.inverse, weight = vector(call->weight, &part);
-        floats read = fused(normal, weight, vector(call->bias, &part)), r_k = vector(call->r_k, &part);
-        set(form, call->g_g, &part, g_gated * fused(v, same(head.share), read));
-        set(form, call->g_v, &part, g_read * head.share);
-        set(form, call->g_r, &part, k * r_k * g_share);
-        set(form, call->g_k, &part, r * r_k * g_share);
-        set(form, call->g_y, &part, head.inverse * less(normal, same(mean_along), fused(g_read, weight, same(-mean))));
-        add(g_vectors, &part, r * k * g_share);
-        add(g_vectors + C, &part, g_read * normal);
-        add(g_vectors + 2 * C, &part, g_read);
+    float g_bonus = hsum(sum_bonus), mean = hsum(sum_normal) / (float)N, mean_dot = hsum(dot_normal) / (float)N;
+    FOR_EACH_SPAN(span, i, c, N) {
+        floats r = load_span(dtype, call->r, &span), k = load_span(dtype, call->k, &span), v = load_span(dtype, call->v, &span);
+        floats g_gated = load_span(dtype, call->gated, &span), g_out = g_gated * load_span(dtype, call->g, &span);
+        floats normal = (load_span(dtype, call->y, &span) - head.mean) * head.inverse, weight = load_vector(call->weight, &span);
+        floats out = fma(normal, weight, load_vector(call->bias, &span)), r_k = load_vector(call->r_k, &span);
+        store_span(dtype, call->g_g, &span, g_gated * fma(v, splat(head.bonus), out));
+        store_span(dtype, call->g_v, &span, g_out * head.bonus);
+        store_span(dtype, call->g_r, &span, k * r_k * g_bonus);
+        store_span(dtype, call->g_k, &span, r * r_k * g_bonus);
+        store_span(dtype, call->g_y, &span, head.inverse * fnmadd(normal, splat(mean_dot), fma(g_out, weight, splat(-mean))));
+        accumulate(g_vectors, &span, r * k * g_bonus);
+        accumulate(g_vectors + C, &span, g_out * normal);
+        accumulate(g_vectors + 2 * C, &span, g_out);
     }
 }
 
-#define BOTH(name, form)                                                                                                          \
-    EACH_ROW(gates_forward_##name, gates_call, 0, gates_forward(form, call, row, h))                                              \
-    EACH_ROW(gates_backward_##name, gates_call, 5, gates_backward(form, call, row, h, g_vectors))                                 \
-    EACH_ROW(output_forward_##name, output_call, 0, output_forward(form, call, row, h))                                           \
-    EACH_ROW(output_backward_##name, output_call, 3, output_backward(form, call, row, h, g_vectors))
+#define BOTH(name, dtype)                                                                                                         \
+    FOR_EACH_HEAD(gates_forward_##name, gates_call, 0, gates_forward(dtype, call, row, h))                                        \
+    FOR_EACH_HEAD(gates_backward_##name, gates_call, 5, gates_backward(dtype, call, row, h, g_vectors))                           \
+    FOR_EACH_HEAD(output_forward_##name, output_call, 0, output_forward(dtype, call, row, h))                                     \
+    FOR_EACH_HEAD(output_backward_##name, output_call, 3, output_backward(dtype, call, row, h, g_vectors))
 
-// A function that Python calls: it does `work` for each head of each row.
-#define EACH_ROW(name, call_type, n_vectors, work)                                                                                \
+// An exported function that runs `work` for each head of each row.
+#define FOR_EACH_HEAD(name, call_type, n_vectors, work)                                                                           \
     static void name##_tasks(struct tasks *tasks, int64_t thread) {                                                               \
         (void)thread;                                                                                                             \
         const struct call_type *call = tasks->call;                                                                               \
         int64_t size = n_vectors * call->H * call->N;                                                                             \
         for (int64_t task; (task = next_task(tasks)) * ROWS < call->rows;) {                                                      \
             int64_t first = task * ROWS, end = first + ROWS < call->rows ? first + ROWS : call->rows;                             \
-            float *g_vectors = n_vectors ? call->of_tasks + task * size : 0;                                                      \
+            float *g_vectors = n_vectors ? call->partial + task * size : 0;                                                       \
             if (n_vectors) memset(g_vectors, 0, (size_t)size * sizeof(float));                                                    \
             for (int64_t row = first; row < end; row++)                                                                           \
                 for (int64_t h = 0; h < call->H; h++) work;                                                                       \
         }                                                                                                                         \
     }                                                                                                                             \
-    ENTRY(rwkv7_##name)(const struct call_type *call, int64_t threads) {                                                          \
+    ENTRY(rwkv7_##name, struct call_type) {                                                                                       \
         int64_t tasks = (call->rows + ROWS - 1) / ROWS, size = n_vectors * call->H * call->N;                                     \
-        share(name##_tasks, call, threads);                                                                                       \
-        if (n_vectors) total(call->g_vectors, call->of_tasks, tasks, size, size);                                                 \
+        parallel_for(name##_tasks, call, threads);                                                                                \
+        if (n_vectors) sum_partials(call->g_vectors, call->partial, tasks, size, size);                                           \
     }
 
 BOTH(float32, FLOAT32)

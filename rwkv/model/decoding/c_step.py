@@ -1,7 +1,7 @@
 """A model's step for one token in one call of C (csrc/): the structs of numbers and addresses that the C reads.
 
-The named tuples here and in rwkvN_c.py, beside this file, are the structs of csrc/step.h and csrc/rwkvN.c, field by field; a
-generation's c_model(model, builder) makes its own. A model keeps its CStep for all decoders until its weights change.
+The named tuples here and in rwkvN_c.py are the structs of csrc/step.h and csrc/rwkvN.c, field by field; CStep compares their
+sizes. A generation's c_model(model, builder) makes its own. A model caches its CStep for all decoders until its weights change.
 """
 
 from collections.abc import Iterator
@@ -46,7 +46,7 @@ class Matrix(NamedTuple):                # W (N,K) in a form of kernels/matvec
     w: Tensor
     scale: Tensor | None = None
     shift: Tensor | None = None
-    steps: int = 0
+    levels: int = 0
     offset: int = 0
     by_input: int = 0
 
@@ -79,6 +79,7 @@ class CStep:
     def __init__(self, model: Any) -> None:
         builder = Builder(model)
         structs = model.generation.c_model(model, builder)
+        _require_sizes(model.config.generation, structs)
         numbers = list(_numbers(structs))
         theirs = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(model)}
         self.own = [part for part in _parts(structs) if isinstance(part, Tensor)
@@ -255,8 +256,8 @@ class Builder:
         if isinstance(layer, (Int8Linear, Int4Linear)):
             packed = layer.packed.map(Tensor.contiguous)
             weight, scale, shift = (*packed, None)[:3]
-            steps, offset = (packed.rounding.steps, packed.rounding.offset) if isinstance(packed, Int8) else (0, 0)
-            return Matrix(KINDS[packed.form], layer.out_features, packed.K, weight, scale, shift, steps, offset)
+            levels, offset = (packed.rounding.steps, packed.rounding.offset) if isinstance(packed, Int8) else (0, 0)
+            return Matrix(KINDS[packed.form], layer.out_features, packed.K, weight, scale, shift, levels, offset)
         linear = cast(nn.Linear, layer)
         copy = self._copies.get(id(linear.weight))
         if copy is not None:
@@ -301,6 +302,17 @@ def _small(weight: Tensor) -> Matrix:
 def _matrix(kind: str, weight: Tensor) -> Matrix:
     N, K = weight.shape[:2]
     return Matrix(KINDS[kind], N, K, weight.contiguous())
+
+
+def _require_sizes(generation: str, model: Any) -> None:
+    """Raises AssertionError unless each struct has as many fields here as in C."""
+    for struct in (model.common.ln_out, model.common.head, model.common, model.layers[0], model):
+        native.require_size(f"{generation}_{type(struct).__name__.lower()}", _count(struct))
+
+
+def _count(struct: Any) -> int:
+    """The numbers in a struct and the structs inside it, without the array of layers at its end."""
+    return sum(_count(part) if hasattr(part, "_fields") else not isinstance(part, tuple) for part in struct)
 
 
 def _parts(struct: Any) -> Iterator[Any]:

@@ -8,7 +8,7 @@ from rwkv.model.decoding.c_step import NO_MATRIX, NO_NORM, Builder, Common, Matr
 
 MIXES = "rkvwag"
 GATES = "wagv"                           # the first layer has no v
-OF_CHANNELS = ("v_first", "r", "k", "v", "z", "rate", "share", "g", "kk", "y", "out")
+BUFFERS = ("v_first", "r", "k", "v", "zw", "za", "zv", "g", "kk", "y", "out")        # of C numbers in a row of `work`
 
 
 class Layer(NamedTuple):
@@ -45,17 +45,17 @@ class Model(NamedTuple):
     H: int
     N: int
     mixed: int
-    of_w: int
-    of_a: int
-    of_g: int
-    of_v: int
+    hidden_w: int
+    hidden_a: int
+    hidden_g: int
+    hidden_v: int
     v_first: int
     r: int
     k: int
     v: int
-    z: int
-    rate: int
-    share: int
+    zw: int
+    za: int
+    zv: int
     g: int
     kk: int
     y: int
@@ -66,8 +66,8 @@ class Model(NamedTuple):
 
 def c_model(model: Any, builder: Builder) -> Model:
     block, C, N = model.blocks[0], model.config.n_embd, model.config.head_size
-    widths = {"mixed": len(MIXES) * C, **{f"of_{gate}": getattr(block.att, f"{gate}1").shape[1] for gate in GATES},
-              **dict.fromkeys(OF_CHANNELS, C), "relu": block.ffn.key.out_features}
+    widths = {"mixed": len(MIXES) * C, **{f"hidden_{gate}": getattr(block.att, f"{gate}1").shape[1] for gate in GATES},
+              **dict.fromkeys(BUFFERS, C), "relu": block.ffn.key.out_features}
     places: dict[str, Any] = {name: builder.place(width) for name, width in widths.items()}
     layers = tuple(_layer(block, builder) for block in model.blocks)
     return Model(common=builder.common(), H=C // N, N=N, **places, layers=layers)
