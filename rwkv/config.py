@@ -19,6 +19,7 @@ from rwkv.errors import UserError
 SCALED = ("time_mix", "time_decay", "time_first")        # optim.NAME_lr_scale is a factor on the learning rate of each
 GENERATIONS = tuple(sorted(path.stem for path in (Path(__file__).parent / "model").glob("rwkv*.py") if path.stem[4:].isdigit()))
 SOURCES = tuple(sorted(path.stem for path in (Path(__file__).parent / "data" / "sources").glob("[!_]*.py")))      # of text
+TOKENS = ("binidx",)                     # kinds of data that are ids already
 ORTHOGONAL = ("muon", "normuon")                         # optimisers with an update of their own for the blocks' matrices
 LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # each says how long to train
 LARGEST_SEED = 2**63 - 1                 # of torch's generators
@@ -158,8 +159,11 @@ class ModelConfig:
 class DataConfig:
     """rwkv/data/prepare.py says how val_fraction divides each kind of data."""
 
-    name: str = option("stdlib", "set by data=", one_of=(*SOURCES, "binidx"), heading="Data")
+    name: str = option("stdlib", "set by data=", one_of=(*SOURCES, *TOKENS, "mix"), heading="Data")
     path: str | None = option(None, "a file, a folder, a pattern such as books/**/*.txt, or a data set's name", verbatim=PATH)
+    sources: list[dict[str, Any]] = option(list, "of data=mix: {path: A.jsonl, weight: 0.7} for each source, with its share of "
+                                           "the tokens; also name, data, field, separator, split, val_fraction",
+                                           needs=("data.name", "mix"))
     field: str = option("text", "name of the field with the text, in jsonl and hf", verbatim=TEXT, filled=True,
                        needs=("data.name", "jsonl", "hf"))
     separator: str | None = option(None, "text between the documents of a file, such as <|endoftext|>; null: a file, or each "
@@ -375,6 +379,8 @@ class TrainConfig:
             raise UserError("trainer=fsdp divides weights that are trained, and most are frozen here: use trainer=ddp")
         if self.tune.prefers:
             self._require_pairs()
+        if self.trainer.tbptt and self.data.name == "mix":
+            raise UserError("trainer.tbptt conflicts with data=mix, whose windows are of several sources: leave one out")
         if self.trainer.tbptt and self.tune.dropout:
             raise UserError("trainer.tbptt computes segments twice, and tune.dropout would draw other random numbers the "
                             "second time: leave one out")

@@ -6,7 +6,8 @@ without end: every token except the first and the last ones, fewer than T, is pr
 the grid is shifted by a seeded offset and wraps around, so that a token has another context in each epoch. The order is the
 same for any number of workers and processes (each has every world-th window of a common batch), and continues from any step.
 Validation reads all windows in order; the tokens after them are a last window, filled up with IGNORED targets. documents.py has
-the documents of trainer.tbptt, conversations.py conversations, pairs.py pairs of answers.
+the documents of trainer.tbptt, mixed_windows.py the windows of data=mix, conversations.py conversations, pairs.py pairs of
+answers.
 """
 
 import multiprocessing
@@ -27,6 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from rwkv.config import DataConfig
 from rwkv.data.conversations import RowSampler, WholeConversations, longer_than
 from rwkv.data.documents import SegmentDataset, SegmentSampler, StepLayout, chunks_of
+from rwkv.data.mixed_windows import MixedValidation, MixedWindows, MixSampler, seed_of
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.data.windows import ShuffleSampler, Windows
@@ -81,6 +83,13 @@ class DataModule(LightningDataModule):
             data = rows_of(self.corpus.conversations[0], self.ctx_len)
             batches = batches or -(-len(data) // layout.rows)
             sampler = RowSampler(data.counts, layout.rows, batches, self.seed, layout.rank, layout.world, layout.parts)
+        elif self.corpus.parts:
+            windows = [Windows(part.corpus.train, self.ctx_len, seed=seed_of(self.seed, number))
+                       for number, part in enumerate(self.corpus.parts)]
+            data = MixedWindows(windows)
+            batches = batches or -(-sum(map(len, windows)) // layout.rows)
+            sampler = MixSampler([*map(len, windows)], [part.share for part in self.corpus.parts], layout.rows, batches,
+                                 self.seed, layout.rank, layout.world)
         else:
             data = Windows(self.corpus.train, self.ctx_len, seed=self.seed)
             batches = batches or -(-len(data) // layout.rows)
@@ -91,10 +100,15 @@ class DataModule(LightningDataModule):
                                       worker_init_fn=_init_worker, generator=_own_generator(self.seed))
 
     def val_dataloader(self) -> DataLoader:
-        """Batches (x, y), each (B,T), or Packed or Pairs; the last may be smaller. Every token but the first is a target once.
+        """Batches (x, y), each (B,T), or Packed, Pairs or OfSource; the last may be smaller. Every token but the first, of each
+        source, is a target once.
 
         With tbptt, conversations come as Whole if one is longer than ctx_len, since its answer may begin after ctx_len.
         """
+        if self.corpus.parts:
+            mixed = MixedValidation([Windows(part.corpus.val, self.ctx_len, partial=True) for part in self.corpus.parts])
+            return DataLoader(mixed, batch_sampler=mixed.batches(self.config.batch_size), collate_fn=_unchanged,
+                              generator=_own_generator(self.seed))
         windows: Any = Windows(self.corpus.val, self.ctx_len, partial=True)
         if self.corpus.conversations:
             whole = self.tbptt and longer_than(self.corpus.val, self.ctx_len)
@@ -103,10 +117,17 @@ class DataModule(LightningDataModule):
         return DataLoader(windows, self.config.batch_size, collate_fn=_unchanged, generator=_own_generator(self.seed))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sha256": self.corpus.sha256, "moved": self.corpus.moved}
+        mixed = {"shares": {part.name: part.share for part in self.corpus.parts}} if self.corpus.parts else {}
+        return {"sha256": self.corpus.sha256, "moved": self.corpus.moved} | mixed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises UserError if the run began with other data, or with another split of them."""
+        shares = {part.name: part.share for part in self.corpus.parts}
+        if state_dict.get("shares", {}) != shares:
+            before, now = (", ".join(f"{name} {100 * share:.4g} %" for name, share in each.items())
+                           for each in (state_dict.get("shares", {}), shares))
+            raise UserError(f"the run mixes {before}, which stays, and data.sources says {now}: give the same names and "
+                            "weights to resume, or begin a new run with init_from=")
         if state_dict["sha256"] != self.corpus.sha256:
             raise UserError(f"the data have changed since the run began: their SHA-256 was {state_dict['sha256'][:12]} and is "
                             f"{self.corpus.sha256[:12]}; restore them to resume, name their place with data.path=, or begin a "

@@ -2,6 +2,7 @@
 
 from rwkv.config import SOURCES, DataConfig
 from rwkv.data import binidx
+from rwkv.data.mixture import mixed_sources, naming
 from rwkv.data.sources import check_path
 from rwkv.data.sources.chat import template_of
 from rwkv.errors import UserError
@@ -13,6 +14,11 @@ def check_data(config: DataConfig, tokenizer: bool = True, template: bool = True
 
     tokenizer, template: False where that of a checkpoint will be used.
     """
+    if config.name == "mix":
+        for source in mixed_sources(config):
+            with naming(source.name):
+                check_data(source.config, tokenizer, template)
+        return
     if config.name in SOURCES:
         check_path(config)
     else:

@@ -11,20 +11,24 @@ The validation split depends only on the data (f = val_fraction):
 - a single text file: the last f of its characters;
 - jsonl, chat and hf, and texts with data.separator: the first document and one of every 1/f that follow, or the last part of a
   single document;
-- binidx: the last documents, from the first that begins after 1-f of all ids.
+- binidx: the last documents, from the first that begins after 1-f of all ids;
+- mix: the validation split of each source, one after the other.
 Copies of a document are in the same split (copies.py).
 """
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from rwkv.config import DataConfig
+from rwkv.config import TOKENS, DataConfig
 from rwkv.data import binidx, shards
 from rwkv.data.conversations import Tokenised, tokenise
+from rwkv.data.mixture import mixed_sources, naming
 from rwkv.data.options import check_data
 from rwkv.data.source import Source
 from rwkv.data.sources import open_source
@@ -64,7 +68,8 @@ class Corpus:
     conversations: the training and the validation split of data=chat. unknown: the share of data=binidx's validation ids that
     are the unknown token; None if the tokenizer loses nothing. copies: the number of documents that repeat an earlier one;
     moved: of those that are in another split than without copies. repeated: the share of the text of a single file's validation
-    part that its training part has too. marks: how often texts contain each mark that usually ends a document.
+    part that its training part has too. marks: how often texts contain each mark that usually ends a document. parts: the
+    sources of data=mix, of which train and val are the splits one after the other.
     """
 
     tokenizer: Tokenizer
@@ -79,6 +84,7 @@ class Corpus:
     moved: int = 0
     repeated: float = 0.0
     marks: Mapping[str, int] = field(default_factory=dict)
+    parts: "tuple[CorpusPart, ...]" = ()
 
     @property
     def val_lost(self) -> float:
@@ -98,7 +104,7 @@ class Corpus:
         if self.conversations:
             val = self.conversations[1]
             return val.learnt_bytes / int(val.learnt[:].sum())
-        return self.sizes.val_bytes / (self.sizes.val_tokens - 1)
+        return self.sizes.val_bytes / (self.sizes.val_tokens - max(1, len(self.parts)))
 
     @property
     def learnt(self) -> TokenArray | None:
@@ -129,6 +135,14 @@ class Corpus:
                 f"tokens, {written}, SHA-256 {self.sha256[:12]}")
 
 
+class CorpusPart(NamedTuple):
+    """A source of data=mix, with its share of the training tokens."""
+
+    name: str
+    share: float
+    corpus: Corpus
+
+
 def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None, pairs: bool = False) -> Corpus:
     """The data that `config` names, tokenised now or read from config.cache_dir.
 
@@ -138,13 +152,60 @@ def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None
     cache = Path(config.cache_dir)
     if config.name == "chat":
         return _from_conversations(config, tokenizer, cache, pairs)
-    return (_from_ids if config.name == "binidx" else _from_text)(config, ctx_len, tokenizer, cache)
+    if config.name == "mix":
+        return _from_sources(config, ctx_len, tokenizer, cache)
+    return (_from_ids if config.name in TOKENS else _from_text)(config, ctx_len, tokenizer, cache)
+
+
+def _from_sources(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
+    sources = mixed_sources(config)
+    if tokenizer is None and config.tokenizer not in MADE_FROM_DATA:
+        tokenizer = Tokenizer.named(config.tokenizer, "data.tokenizer", end_of_text=config.end_of_text)
+    if tokenizer is None:
+        texts = []
+        for source in sources:
+            with naming(source.name):
+                texts.append((open_source(source.config, cache), source.share))
+        identity = [part for source, (text, share) in zip(sources, texts, strict=True)
+                    for part in (str(source.config.val_fraction), text.sha256, str(share))]
+        tokenizer = _tokenizer(config, texts, sha256(identity)[:16], cache)
+    parts = []
+    for source in sources:
+        with naming(source.name):
+            parts.append(CorpusPart(source.name, source.share, prepare(source.config, ctx_len, tokenizer)))
+    return mixed(parts)
+
+
+def mixed(parts: Sequence[CorpusPart]) -> Corpus:
+    """The corpus of data=mix. Sizes are sums; gzip_bpb and the share of unknown ids are means over the validation bytes."""
+    corpora = [part.corpus for part in parts]
+    val_bytes = [corpus.sizes.val_bytes for corpus in corpora]
+
+    def mean(numbers: Iterable[float]) -> float:
+        return sum(number * size for number, size in zip(numbers, val_bytes, strict=True)) / max(sum(val_bytes), 1)
+
+    def total(name: str) -> Any:
+        return sum(getattr(corpus.sizes, name) for corpus in corpora)
+
+    lost = [sum((getattr(corpus.sizes, name) for corpus in corpora), NOTHING) for name in ("train_lost", "val_lost")]
+    sizes = Sizes(total("train_tokens"), total("val_tokens"), total("train_bytes"), total("val_bytes"),
+                  mean(corpus.sizes.gzip_bpb for corpus in corpora), *lost)
+    marks: Counter[str] = Counter()
+    for corpus in corpora:
+        marks.update(corpus.marks)
+    uncertain = any(corpus.unknown is not None for corpus in corpora)
+    return Corpus(corpora[0].tokenizer, TokenArray.joined([corpus.train for corpus in corpora]),
+                  TokenArray.joined([corpus.val for corpus in corpora]), sizes, f"{len(parts)} sources",
+                  sha256(text for part in parts for text in (part.name, part.corpus.sha256)),
+                  unknown=mean(corpus.val_lost for corpus in corpora) if uncertain else None,
+                  copies=sum(corpus.copies for corpus in corpora), moved=sum(corpus.moved for corpus in corpora),
+                  marks=marks, parts=tuple(parts))
 
 
 def _from_conversations(config: DataConfig, tokenizer: Tokenizer | None, cache: Path, pairs: bool) -> Corpus:
     source = open_source(config, cache)
     identity = [config.name, str(config.val_fraction), source.sha256]
-    tokenizer = tokenizer or _tokenizer(config, source, sha256(identity)[:16], cache)
+    tokenizer = tokenizer or _tokenizer(config, [(source, 1.0)], sha256(identity)[:16], cache)
     train, val, gzip_bpb = tokenise(config, identity, tokenizer, cache, pairs)
     sizes = Sizes(len(train.tokens), len(val.tokens), train.bytes, val.bytes, gzip_bpb, train.lost, val.lost)
     about = source.about + (f", {train.left_out:,} others left out that have no answer to learn" if train.left_out else "")
@@ -169,7 +230,7 @@ def _from_text(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, ca
     if source.at_most and not config.tokenizer.endswith(".json"):  # other tokenizers give at most one token per byte
         _require_context(ctx_len, *source.at_most, "at most ")
     identity = [config.name, str(config.val_fraction), source.sha256]
-    tokenizer = tokenizer or _tokenizer(config, source, sha256(identity)[:16], cache)
+    tokenizer = tokenizer or _tokenizer(config, [(source, 1.0)], sha256(identity)[:16], cache)
     folder = cache / f"tokens-{shards.cache_key(identity, tokenizer)}"
     manifest = shards.tokenise(source, tokenizer, folder, config.tokenize_workers)
     train, val = (shards.token_array(folder, manifest, split) for split in shards.SPLITS)
@@ -188,8 +249,10 @@ def _require_context(ctx_len: int, train: int, val: int, about: str = "", lost: 
                             f"model.ctx_len={ctx_len} needs {ctx_len + 1}{why}; use more text or a smaller model.ctx_len")
 
 
-def _tokenizer(config: DataConfig, source: Source, key: str, cache: Path) -> Tokenizer:
-    """The tokenizer that `config` names. char covers both splits and bpe is trained on the training split; both are cached."""
+def _tokenizer(config: DataConfig, sources: Sequence[tuple[Source, float]], key: str, cache: Path) -> Tokenizer:
+    """The tokenizer that `config` names, for (source, share) of all sources. char covers both splits and bpe is trained on the
+    training splits; both are cached.
+    """
     if config.tokenizer not in MADE_FROM_DATA:
         return Tokenizer.named(config.tokenizer, "data.tokenizer", end_of_text=config.end_of_text)
     path = cache / (f"bpe-{config.vocab_size}-{key}.json" if config.tokenizer == "bpe" else f"char-{key}.json")
@@ -197,21 +260,24 @@ def _tokenizer(config: DataConfig, source: Source, key: str, cache: Path) -> Tok
     if definition:
         return Tokenizer.from_dict(definition)
     log(labelled("loading", f"the text, from which a {config.tokenizer} tokenizer is made", sys.stderr))
-    made = JsonTokenizer.train(_sample(source), config.vocab_size) if config.tokenizer == "bpe" else _characters(source)
+    made = JsonTokenizer.train(_sample(sources), config.vocab_size) if config.tokenizer == "bpe" else _characters(sources)
     write_json(path, made.to_dict())
     return made
 
 
-def _characters(source: Source) -> Tokenizer:
+def _characters(sources: Sequence[tuple[Source, float]]) -> Tokenizer:
     found: set[str] = set()
-    for document in source.documents():
-        for chunk in document.chunks:
-            found.update(chunk)
+    for source, _ in sources:
+        for document in source.documents():
+            for chunk in document.chunks:
+                found.update(chunk)
     return CharTokenizer(found)
 
 
-def _sample(source: Source) -> Iterator[str]:
-    """Training text for a bpe tokenizer: evenly spread pieces of about BPE_BYTES in all, or the whole text if it is shorter."""
-    training = (document for document in source.documents() if not document.val)
-    texts = (text for document in training for text in pieces(document.chunks, last_line_end))
-    return islice(texts, None, None, math.ceil(source.size / BPE_BYTES))
+def _sample(sources: Sequence[tuple[Source, float]]) -> Iterator[str]:
+    """Training text for a bpe tokenizer: of each source evenly spread pieces of its share of BPE_BYTES, or all if it has less.
+    """
+    for source, share in sources:
+        training = (document for document in source.documents() if not document.val)
+        texts = (text for document in training for text in pieces(document.chunks, last_line_end))
+        yield from islice(texts, None, None, math.ceil(source.size / (share * BPE_BYTES)))

@@ -111,6 +111,7 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
     lost = data.describe_lost()
     if lost:
         yield "WARNING", lost
+    yield from _sources(config, data)
     yield from _documents(config, data)
     if run.resume_from is None and (seen := warn_of_split(config.data, data.sha256, run.init_checkpoint)):
         yield "WARNING", seen
@@ -162,6 +163,20 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
     yield from _memory(config, V, device, programs)
     kept = counted(n_checkpoints(config.trainer.keep_last), "checkpoint")
     yield "disk", f"{readable(checkpoint_bytes(config, V))} for {kept}; {readable(free_disk(run.out_dir))} is free"
+
+
+def _sources(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
+    """A line on each source of data=mix, with its epochs in the whole run, and a warning for one that is read too often."""
+    read = config.trainer.max_steps * config.tokens_per_step
+    for part in data.parts:
+        epochs = read * part.share / len(part.corpus.train)
+        documents = counted(len(part.corpus.train.starts) + len(part.corpus.val.starts), "document")
+        yield "source", (f"{part.name}: {part.corpus.source}; {documents}, {part.corpus.sizes.train_tokens:,} training and "
+                         f"{part.corpus.sizes.val_tokens:,} validation tokens; {100 * part.share:.3g} % of what is read, "
+                         f"{counted(float(f'{epochs:.3g}'), 'epoch')}")
+        if epochs > MANY:
+            yield "WARNING", (f"{part.name} is read {epochs:,.1f} times, and beyond {MANY} times little is learnt: give it a "
+                              "smaller weight, or more text")
 
 
 def _documents(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
