@@ -28,6 +28,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from rwkv.config import DataConfig
 from rwkv.data.conversations import RowSampler, WholeConversations, longer_than
 from rwkv.data.documents import SegmentDataset, SegmentSampler, StepLayout, chunks_of
+from rwkv.data.lanes import StreamLoader
 from rwkv.data.mixed_windows import MixedValidation, MixedWindows, MixSampler, seed_of
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
@@ -36,6 +37,7 @@ from rwkv.errors import UserError
 from rwkv.io.signals import STOPPING
 
 # torch's messages are "DataLoader worker (pid 9) is killed by signal: Killed. " and "... (pid(s) 9) exited unexpectedly"
+IN_WORKER = "in DataLoader worker process"
 WORKER_ENDED = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signal: ([^.]*)|exited unexpectedly)")
 
 
@@ -64,7 +66,7 @@ class DataModule(LightningDataModule):
         self.seed = seed
         self.tbptt = tbptt
 
-    def train_dataloader(self) -> StatefulDataLoader:
+    def train_dataloader(self) -> StatefulDataLoader | StreamLoader:
         """Batches (x, y), each (B,T), or Packed, Pairs or Segments. The loader's state_dict is its position."""
         data: Any
         sampler: Any
@@ -74,6 +76,11 @@ class DataModule(LightningDataModule):
         if trainer is not None:
             layout = StepLayout(layout.rows, trainer.accumulate_grad_batches, trainer.global_rank, trainer.world_size)
             batches = max(0, trainer.max_steps) * trainer.accumulate_grad_batches
+        if streams := self.corpus.streams:
+            if not batches:
+                raise UserError("a stream has no end: a run on it needs trainer.max_steps")
+            return StreamLoader(batches, self.config.num_workers, _init_worker, sources=streams,
+                                tokenizer=self.corpus.tokenizer, T=self.ctx_len, layout=layout, seed=self.seed)
         if self.tbptt:
             chunks = chunks_of(self.corpus, self.ctx_len, layout.streams)
             data = SegmentDataset(self.corpus.train, self.ctx_len, self.corpus.learnt)
@@ -154,9 +161,11 @@ def _by_value(tensor: torch.Tensor) -> Any:
 
 
 def worker_error(error: BaseException) -> UserError | None:
-    """The user's message for torch's error after a worker was killed, which a signal handler raises anywhere in this process;
-    None for another error.
+    """The user's message for torch's error after a worker was killed, which a signal handler raises anywhere in this process,
+    and for a user's mistake that a worker has met, which torch shows with its traceback; None for another error.
     """
+    if isinstance(error, UserError) and IN_WORKER in str(error):
+        return UserError(str(error).strip().splitlines()[-1].partition(": ")[2])
     ended = WORKER_ENDED.search(str(error)) if isinstance(error, RuntimeError) else None
     if ended is None:
         return None

@@ -75,36 +75,52 @@ class MixSampler(Sampler[list[Place]]):
 
 
 class MixIterator(Iterator[list[Place]]):
-    """One pass over a MixSampler. drawn: the places that all processes together have taken so far."""
+    """One pass over a MixSampler."""
 
     def __init__(self, sampler: MixSampler) -> None:
         self.sampler = sampler
-        self.drawn = 0
+        self._turns = SourceTurns(sampler.shares, sampler.seed)
         self._orders = [Permutations(size, seed_of(sampler.seed, source)) for source, size in enumerate(sampler.sizes)]
-        self._begin(0, [0] * len(sampler.sizes))
 
     def __next__(self) -> list[Place]:
         sampler = self.sampler
         common = sampler.batch_size * sampler.world
-        if self.drawn >= sampler.batches * common:
+        if self._turns.drawn >= sampler.batches * common:
             raise StopIteration
-        places = []
-        for turn in range(common):
-            if self.drawn == (self._block + 1) * BLOCK:
-                self._begin(self._block + 1, self._after)
-            source, nth = self._sources[self.drawn % BLOCK]
-            if turn % sampler.world == sampler.rank:
-                places.append(Place(source, nth - nth % sampler.sizes[source] + self._orders[source][nth]))
-            self.drawn += 1
-        return places
+        turns = [next(self._turns) for _ in range(common)]
+        return [Place(source, nth - nth % sampler.sizes[source] + self._orders[source][nth])
+                for source, nth in turns[sampler.rank::sampler.world]]
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._turns.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self._turns.load_state_dict(state)
+
+
+class SourceTurns(Iterator[tuple[int, int]]):
+    """The source of each window of the common order, and the window's number within that source. drawn: the windows so far."""
+
+    def __init__(self, shares: Sequence[float], seed: int) -> None:
+        self.shares = shares
+        self.seed = seed
+        self.drawn = 0
+        self._begin(0, [0] * len(shares))
+
+    def __next__(self) -> tuple[int, int]:
+        if self.drawn == (self._block + 1) * BLOCK:
+            self._begin(self._block + 1, self._after)
+        turn = self._turns[self.drawn % BLOCK]
+        self.drawn += 1
+        return turn
 
     def _begin(self, block: int, taken: Sequence[int]) -> None:
         """Plans a block. taken: the windows of each source before it."""
         self._block = block
         self._before = [*taken]
-        self._sources = mixed_block(self.sampler.shares, taken, self.sampler.seed, block)
+        self._turns = mixed_block(self.shares, taken, self.seed, block)
         self._after = [*taken]
-        for source, _ in self._sources:
+        for source, _ in self._turns:
             self._after[source] += 1
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,6 +1,6 @@
 """Checks what a configuration says of the data, before any of it is read. Needs no PyTorch."""
 
-from rwkv.config import SOURCES, DataConfig
+from rwkv.config import SOURCES, STREAMED, DataConfig
 from rwkv.data import binidx
 from rwkv.data.mixture import mixed_sources, naming
 from rwkv.data.sources import check_path
@@ -19,6 +19,8 @@ def check_data(config: DataConfig, tokenizer: bool = True, template: bool = True
             with naming(source.name):
                 check_data(source.config, tokenizer, template)
         return
+    if config.streaming and config.name not in STREAMED:
+        raise UserError(f"data.streaming reads data={' and data='.join(STREAMED)}; got data={config.name}")
     if config.name in SOURCES:
         check_path(config)
     else:
@@ -31,6 +33,9 @@ def check_data(config: DataConfig, tokenizer: bool = True, template: bool = True
 
 def _check_tokenizer(config: DataConfig) -> None:
     name = config.tokenizer
+    if config.streaming and name in MADE_FROM_DATA:
+        raise UserError(f"data.streaming reads no text before training, from which a {name} tokenizer could be made: give "
+                        f"data.tokenizer={NAMES}")
     if config.name == "binidx" and name in MADE_FROM_DATA:
         raise UserError(f"data=binidx holds ids, not text to make a {name} tokenizer from: name the tokenizer that made the "
                         "ids, data.tokenizer=world, FILE.json or FILE.txt")

@@ -25,6 +25,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from rwkv.config import TOKENS, DataConfig
 from rwkv.data import binidx, shards
 from rwkv.data.conversations import Tokenised, tokenise
@@ -32,7 +34,8 @@ from rwkv.data.mixture import mixed_sources, naming
 from rwkv.data.options import check_data
 from rwkv.data.source import Source
 from rwkv.data.sources import open_source
-from rwkv.data.token_array import TokenArray
+from rwkv.data.streamed import Streamed, hold_out
+from rwkv.data.token_array import TokenArray, TokensInMemory
 from rwkv.distributed import log
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, sha256, write_json
@@ -69,7 +72,8 @@ class Corpus:
     are the unknown token; None if the tokenizer loses nothing. copies: the number of documents that repeat an earlier one;
     moved: of those that are in another split than without copies. repeated: the share of the text of a single file's validation
     part that its training part has too. marks: how often texts contain each mark that usually ends a document. parts: the
-    sources of data=mix, of which train and val are the splits one after the other.
+    sources of data=mix, of which train and val are the splits one after the other. stream: the stream of data.streaming, with
+    which train is empty.
     """
 
     tokenizer: Tokenizer
@@ -85,6 +89,14 @@ class Corpus:
     repeated: float = 0.0
     marks: Mapping[str, int] = field(default_factory=dict)
     parts: "tuple[CorpusPart, ...]" = ()
+    stream: Streamed | None = None
+
+    @property
+    def streams(self) -> list[tuple[Streamed, float]]:
+        """The stream of each source, with its share of the training tokens; none without data.streaming."""
+        if self.stream is not None:
+            return [(self.stream, 1.0)]
+        return [(part.corpus.stream, part.share) for part in self.parts if part.corpus.stream is not None]
 
     @property
     def val_lost(self) -> float:
@@ -113,7 +125,9 @@ class Corpus:
 
     @property
     def val_share(self) -> float:
-        """The validation split's fraction of all bytes."""
+        """The validation split's fraction of all bytes; 0 for a stream, whose size is not known."""
+        if self.streams:
+            return 0.0
         return self.sizes.val_bytes / max(self.sizes.train_bytes + self.sizes.val_bytes, 1)
 
     def describe_lost(self) -> str | None:
@@ -129,6 +143,8 @@ class Corpus:
         return "; ".join([*found, withheld]) if found else None
 
     def describe(self) -> str:
+        if self.streams:
+            return f"{self.source}: {self.sizes.val_tokens:,} validation tokens, SHA-256 {self.sha256[:12]}"
         size = self.sizes.train_bytes + self.sizes.val_bytes
         written = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
         return (f"{self.source}: {self.sizes.train_tokens:,} training and {self.sizes.val_tokens:,} validation "
@@ -154,7 +170,23 @@ def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None
         return _from_conversations(config, tokenizer, cache, pairs)
     if config.name == "mix":
         return _from_sources(config, ctx_len, tokenizer, cache)
+    if config.streaming:
+        return _from_stream(config, ctx_len, tokenizer)
     return (_from_ids if config.name in TOKENS else _from_text)(config, ctx_len, tokenizer, cache)
+
+
+def _from_stream(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None) -> Corpus:
+    tokenizer = tokenizer or Tokenizer.named(config.tokenizer, "data.tokenizer", end_of_text=config.end_of_text)
+    stream, streamed, val = hold_out(config, tokenizer)
+    if len(val.tokens) < ctx_len + 1:
+        raise UserError(f"the validation text is shorter than one context: the first data.val_documents={config.val_documents} "
+                        f"documents have {counted(len(val.tokens), 'token')}, and model.ctx_len={ctx_len} needs {ctx_len + 1}; "
+                        "raise data.val_documents or take a smaller model.ctx_len")
+    left = "" if streamed.tokens is None else f", with about {streamed.tokens:.2g} training tokens"
+    about = f"{stream.about}{left}, read while training; the first {counted(config.val_documents, 'document')} for validation"
+    empty = TokensInMemory(val.tokens[:0], np.empty(0, np.int64))
+    sizes = Sizes(0, len(val.tokens), 0, val.bytes, val.gzip_bpb, NOTHING, val.lost)
+    return Corpus(tokenizer, empty, val.tokens, sizes, about, stream.sha256, marks=val.marks, stream=streamed)
 
 
 def _from_sources(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:

@@ -70,7 +70,11 @@ class TokenArray:
 
     @staticmethod
     def joined(arrays: Sequence["TokenArray"]) -> "TokenArray":
-        """The ids and the documents of all arrays, one array after the other."""
+        """The ids and the documents of all arrays, one array after the other. All are in files, or all in memory."""
+        if arrays and isinstance(arrays[0], TokensInMemory):
+            begins = accumulate(map(len, arrays), initial=0)
+            return TokensInMemory(np.concatenate([array[:] for array in arrays]), np.concatenate(
+                [array.starts + begin for array, begin in zip(arrays, begins, strict=False)]))
         begins = accumulate(map(len, arrays), initial=0)
         offsets = [offsets._replace(base=offsets.base - begin)
                    for array, begin in zip(arrays, begins, strict=False) for offsets in array._offsets]
@@ -103,6 +107,32 @@ class TokenArray:
     def starts(self) -> np.ndarray:
         """Where each document begins: at the end-of-text token before it, or at its first token. (D,), int64, ascending."""
         return np.concatenate([np.empty(0, np.int64), *map(_places, self._offsets)])
+
+
+class TokensInMemory(TokenArray):
+    """Ids (N,) in memory, with documents that begin at `begins` (D,)."""
+
+    def __init__(self, ids: np.ndarray, begins: np.ndarray) -> None:
+        super().__init__([])
+        self._ids = ids
+        self._begins = begins
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokensInMemory, (self._ids, self._begins)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        return self._ids[places]
+
+    def between(self, start: int, stop: int) -> "TokenArray":
+        inside = (self._begins >= start) & (self._begins < stop)
+        return TokensInMemory(self._ids[start:stop], self._begins[inside] - start)
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        return self._begins
 
 
 def _places(offsets: DocumentOffsets) -> np.ndarray:

@@ -68,7 +68,7 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
 def fit(trainer: lightning.Trainer, task: LanguageModel, loaders: DataModule, run: Run) -> None:
     """Lightning's fit. Ctrl-C raises KeyboardInterrupt; Lightning would exit with status 1.
 
-    Raises UserError where a process that loads batches was killed.
+    Raises UserError where a process that loads batches was killed, or has met a user's mistake.
     """
     try:
         trainer.fit(task, loaders, ckpt_path=run.resume_from, weights_only=True)
@@ -76,7 +76,7 @@ def fit(trainer: lightning.Trainer, task: LanguageModel, loaders: DataModule, ru
         if isinstance(ended.__context__, KeyboardInterrupt):
             raise ended.__context__ from None
         raise
-    except RuntimeError as error:
+    except (RuntimeError, UserError) as error:
         raise (worker_error(error) or error) from None
 
 
