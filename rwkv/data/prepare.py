@@ -20,7 +20,7 @@ import math
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -205,7 +205,17 @@ def _from_sources(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None,
     for source in sources:
         with naming(source.name):
             parts.append(CorpusPart(source.name, source.share, prepare(source.config, ctx_len, tokenizer)))
+    if config.streaming:
+        parts = _held_out_of_all(parts)
     return mixed(parts)
+
+
+def _held_out_of_all(parts: Sequence[CorpusPart]) -> list[CorpusPart]:
+    """The sources with streams that leave out the validation documents of all sources."""
+    streams = [part.corpus.stream for part in parts]
+    held_out = frozenset[int]().union(*(stream.held_out for stream in streams if stream))
+    return [part._replace(corpus=replace(part.corpus, stream=stream and replace(stream, held_out=held_out)))
+            for part, stream in zip(parts, streams, strict=True)]
 
 
 def mixed(parts: Sequence[CorpusPart]) -> Corpus:

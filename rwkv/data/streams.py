@@ -76,10 +76,6 @@ class JsonLines(Stream):
     def __init__(self, config: DataConfig) -> None:
         path = str(config.path)
         found = sorted(jsonl.files(path), key=lambda pair: natural(pair[0]))
-        for _, file in found:
-            if jsonl.is_list(file):
-                raise UserError(f"{file} is one JSON list, which a stream cannot read: write an object on each line, or leave "
-                                "data.streaming out")
         self.files = [file for _, file in found]
         self.field = config.field
         self.about = f"{self.files[0].name if len(found) == 1 else f'{len(found)} files of {path}'}, field {config.field}"
@@ -109,6 +105,9 @@ class LineReader(Reader):
     def _read(self) -> Iterator[Row]:
         while self._place[0] < len(self._files):
             path = self._files[self._place[0]]
+            if jsonl.is_list(path):
+                raise UserError(f"{path} is one JSON list, which a stream cannot read: write an object on each line, or leave "
+                                "data.streaming out")
             with open_file(path) as raw:
                 file = decompressed(raw, path)
                 _skip(file, raw, self._place[1], path)
