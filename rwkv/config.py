@@ -19,7 +19,7 @@ from rwkv.errors import UserError
 SCALED = ("time_mix", "time_decay", "time_first")        # optim.NAME_lr_scale is a factor on the learning rate of each
 GENERATIONS = tuple(sorted(path.stem for path in (Path(__file__).parent / "model").glob("rwkv*.py") if path.stem[4:].isdigit()))
 SOURCES = tuple(sorted(path.stem for path in (Path(__file__).parent / "data" / "sources").glob("[!_]*.py")))      # of text
-TOKENS = ("binidx",)                     # kinds of data that are ids already
+TOKENS = ("binidx", "datatrove")         # kinds of data that are ids already
 STREAMED = ("jsonl", "hf")               # kinds of data for data.streaming
 ORTHOGONAL = ("muon", "normuon")                         # optimisers with an update of their own for the blocks' matrices
 LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # each says how long to train

@@ -28,7 +28,8 @@ ENTRIES = ("name", "data", "weight", *OF_SOURCE)
 KINDS = tuple(kind for kind in (*SOURCES, *TOKENS) if kind != "chat")
 EXAMPLE = "data.sources=[{path: A.jsonl, weight: 0.7}, {path: B.txt, weight: 0.3}]"
 ENDINGS = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".jsonl.zst": "jsonl", ".parquet": "hf",
-           ".arrow": "hf", ".csv": "hf", ".tsv": "hf", ".bin": "binidx", ".idx": "binidx"}
+           ".arrow": "hf", ".csv": "hf", ".tsv": "hf", ".bin": "binidx", ".idx": "binidx",
+           ".ds": "datatrove"}
 
 
 class MixedSource(NamedTuple):

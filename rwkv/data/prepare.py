@@ -11,7 +11,7 @@ The validation split depends only on the data (f = val_fraction):
 - a single text file: the last f of its characters;
 - jsonl, chat and hf, and texts with data.separator: the first document and one of every 1/f that follow, or the last part of a
   single document;
-- binidx: the last documents, from the first that begins after 1-f of all ids;
+- binidx and datatrove: the last documents, from the first that begins after 1-f of all ids;
 - mix: the validation split of each source, one after the other.
 Copies of a document are in the same split (copies.py).
 """
@@ -28,10 +28,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rwkv.config import TOKENS, DataConfig
-from rwkv.data import binidx, shards
+from rwkv.data import datatrove, shards, token_files
 from rwkv.data.conversations import Tokenised, tokenise
 from rwkv.data.mixture import mixed_sources, naming
-from rwkv.data.options import check_data
+from rwkv.data.options import check_data, token_files_of
 from rwkv.data.source import Source
 from rwkv.data.sources import open_source
 from rwkv.data.streamed import Streamed, hold_out
@@ -52,7 +52,7 @@ class Sizes:
     """Sizes of both splits. Tokens include end_of_text; bytes are of the text in UTF-8, without end_of_text.
 
     gzip_bpb: bits per byte of `gzip -9` on the first 16 MB of the validation split, for comparison with the model.
-    train_lost, val_lost: the text that the tokenizer has lost; unknown for data=binidx.
+    train_lost, val_lost: the text that the tokenizer has lost; unknown for ids made elsewhere.
     """
 
     train_tokens: int
@@ -68,7 +68,7 @@ class Sizes:
 class Corpus:
     """Tokenised data. source: one line about its origin, for people. sha256: of the text's content, order and names.
 
-    conversations: the training and the validation split of data=chat. unknown: the share of data=binidx's validation ids that
+    conversations: the training and the validation split of data=chat. unknown: of ids made elsewhere, the share of those that
     are the unknown token; None if the tokenizer loses nothing. copies: the number of documents that repeat an earlier one;
     moved: of those that are in another split than without copies. repeated: the share of the text of a single file's validation
     part that its training part has too. marks: how often texts contain each mark that usually ends a document. parts: the
@@ -257,12 +257,15 @@ def _from_conversations(config: DataConfig, tokenizer: Tokenizer | None, cache: 
 
 def _from_ids(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
     tokenizer = tokenizer or Tokenizer.named(config.tokenizer, "data.tokenizer", end_of_text=config.end_of_text)
-    found = binidx.read(str(config.path), tokenizer, config.val_fraction, cache)
+    files = token_files_of(config)
+    found = token_files.read(files, tokenizer, config.val_fraction, cache)
     _require_context(ctx_len, len(found.train), len(found.val))
     train, val = (round(found.bytes_per_token * (len(split) - 1)) for split in (found.train, found.val))
     sizes = Sizes(len(found.train), len(found.val), train, val, found.gzip_bpb)
-    name = Path(str(config.path)).name
-    about = f"{name}, {counted(found.documents, 'document')}, the last {100 * config.val_fraction:g} % for validation"
+    name = files[0].ids.name if len(files) == 1 else f"{len(files)} files of {config.path}"
+    stated = datatrove.tokenizers(files) if config.name == "datatrove" else ()
+    made = f", tokenized with {' and '.join(sorted(stated))}" if stated else ""
+    about = f"{name}{made}, {counted(found.documents, 'document')}, the last {100 * config.val_fraction:g} % for validation"
     return Corpus(tokenizer, found.train, found.val, sizes, about, found.sha256, unknown=found.unknown, copies=found.copies,
                   moved=found.moved)
 

@@ -384,7 +384,8 @@ def test_a_character_that_cannot_be_encoded_is_named_by_its_place_in_the_file(co
 
 
 def test_the_kinds_of_data_are_the_files_of_the_folder_and_have_presets() -> None:
-    assert {*SOURCES, *TOKENS, "mix"} == {*cli.choices("data")} == {"stdlib", "text", "jsonl", "chat", "hf", "binidx", "mix"}
+    assert {*SOURCES, *TOKENS, "mix"} == {*cli.choices("data")} == {
+        "stdlib", "text", "jsonl", "chat", "hf", "binidx", "datatrove", "mix"}
 
 
 def test_errors_name_the_path_and_the_option(config: DataConfig, tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 from rwkv.checkpoint.files import Checkpoint
 from rwkv.config import DataConfig
 
-LAST_PART = ("binidx", "stdlib", "text")         # of which a smaller data.val_fraction chooses a part of what a larger one does
+LAST_PART = ("binidx", "datatrove", "stdlib", "text")     # a smaller data.val_fraction chooses a part of what a larger one does
 
 
 def warn_of_split(data: DataConfig, sha256: str, before: Checkpoint | None) -> str | None:
