@@ -115,7 +115,7 @@ def _kind_of(path: str | None, where: str) -> str:
     if any((folder / name).exists() for name in ("state.json", "dataset_dict.json")):
         return "hf"
     if folder.is_dir():
-        kinds = {_by_ending(file.name) for file in sorted(folder.rglob("*")) if file.is_file()} - {None}
+        kinds = {_by_ending(file.name) for file in folder.rglob("[!.]*") if file.is_file()} - {None}
         if len(kinds) == 1:
             return str(*kinds)
     elif kind := _by_ending(folder.name):

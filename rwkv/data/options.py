@@ -16,6 +16,8 @@ def check_data(config: DataConfig, tokenizer: bool = True, template: bool = True
     tokenizer, template: False where that of a checkpoint will be used.
     """
     if config.name == "mix":
+        if config.path:
+            raise UserError(f"data=mix takes no data.path; each of data.sources has its own: got data.path={config.path}")
         for source in mixed_sources(config):
             with naming(source.name):
                 check_data(source.config, tokenizer, template)

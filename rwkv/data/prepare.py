@@ -30,7 +30,8 @@ import numpy as np
 from rwkv.config import TOKENS, DataConfig
 from rwkv.data import datatrove, shards, token_files
 from rwkv.data.conversations import Tokenised, tokenise
-from rwkv.data.mixture import mixed_sources, naming
+from rwkv.data.copies_between import trained_elsewhere, without
+from rwkv.data.mixture import MixedSource, mixed_sources, naming
 from rwkv.data.options import check_data, token_files_of
 from rwkv.data.source import Source
 from rwkv.data.sources import open_source
@@ -205,9 +206,31 @@ def _from_sources(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None,
     for source in sources:
         with naming(source.name):
             parts.append(CorpusPart(source.name, source.share, prepare(source.config, ctx_len, tokenizer)))
-    if config.streaming:
-        parts = _held_out_of_all(parts)
-    return mixed(parts)
+    return mixed(_held_out_of_all(parts) if config.streaming else _without_copies(parts, sources, ctx_len, cache))
+
+
+def _without_copies(parts: Sequence[CorpusPart], sources: Sequence[MixedSource], ctx_len: int, cache: Path) -> list[CorpusPart]:
+    """The sources, whose validation splits leave out documents that another source trains on."""
+    tokenizer = parts[0].corpus.tokenizer
+    splits = [(part.corpus.train, part.corpus.val) for part in parts]
+    identities = [f"{part.corpus.sha256} {source.config.name} {source.config.val_fraction} {tokenizer.data_key}"
+                  for part, source in zip(parts, sources, strict=True)]
+    changed = []
+    for part, left_out in zip(parts, trained_elsewhere(splits, identities, tokenizer.end_of_text, cache), strict=True):
+        corpus = part.corpus
+        if left_out.any():
+            val = without(corpus.val, left_out)
+            with naming(part.name):
+                if len(val) < ctx_len + 1:
+                    raise UserError(f"{int(left_out.sum()):,} of {counted(len(left_out), 'validation document')} are in the "
+                                    "training text of other sources, and too few are left to validate on: remove the copies")
+            removed = without(corpus.val, ~left_out)
+            size = corpus.sizes.val_bytes - len(tokenizer.decode(removed[:].tolist()).encode())
+            sizes = replace(corpus.sizes, val_tokens=len(val), val_bytes=max(size, 1))
+            about = f"{corpus.source}; without {counted(int(left_out.sum()), 'document')} that other sources train on"
+            corpus = replace(corpus, val=val, sizes=sizes, source=about)
+        changed.append(part._replace(corpus=corpus))
+    return changed
 
 
 def _held_out_of_all(parts: Sequence[CorpusPart]) -> list[CorpusPart]:
@@ -262,7 +285,7 @@ def _from_ids(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cac
     _require_context(ctx_len, len(found.train), len(found.val))
     train, val = (round(found.bytes_per_token * (len(split) - 1)) for split in (found.train, found.val))
     sizes = Sizes(len(found.train), len(found.val), train, val, found.gzip_bpb)
-    name = files[0].ids.name if len(files) == 1 else f"{len(files)} files of {config.path}"
+    name = Path(str(config.path)).name if len(files) == 1 else f"{len(files)} files of {config.path}"
     stated = datatrove.tokenizers(files) if config.name == "datatrove" else ()
     made = f", tokenized with {' and '.join(sorted(stated))}" if stated else ""
     about = f"{name}{made}, {counted(found.documents, 'document')}, the last {100 * config.val_fraction:g} % for validation"

@@ -95,6 +95,7 @@ def test_a_wrong_source_is_one_sentence(folder: Path, sources: list[Any], named:
 def test_a_path_that_needs_quotes_and_options_that_conflict_are_named(folder: Path, run: Run) -> None:
     one_sentence(run("train", "data=mix", "data.sources=[{path: büch.txt, weight: 1}]"), "data.sources", "quotes")
     one_sentence(run("train", "data=mix", SOURCES, "trainer.tbptt=2"), "trainer.tbptt", "data=mix")
+    one_sentence(run("train", "data=mix", SOURCES, "data.path=b.txt"), "data.path", "data.sources")
     one_sentence(run("train", "data=text", "data.path=b.txt", SOURCES), "data.sources", "data=mix")
 
 
@@ -115,6 +116,24 @@ def test_each_source_is_split_as_in_a_run_on_it_alone(folder: Path) -> None:
         assert whole.starts.tolist() == [start + begin for part, begin in zip(parts, begins, strict=False)
                                          for start in part.starts.tolist()]
     assert corpus.sizes.train_tokens == len(corpus.train)
+
+
+def test_validation_leaves_out_what_another_source_trains_on(folder: Path) -> None:
+    Path("more.jsonl").write_text("".join(json.dumps({"text": line}) + "\n" for line in [*reversed(LINES), "only here"]))
+    write(Path("ids"), [[*line.encode(), 0] for line in LINES[:40]], "int32")
+    for _ in range(2):                   # with the hashes of the cache, too
+        corpus = prepare(mix({"path": "a.jsonl"}, {"path": "more.jsonl"}, {"path": "ids"}, val_fraction=0.4), 16)
+        train, val = ([{*bytes(getattr(part.corpus, split)[:].tolist()).strip(b"\0").split(b"\0")} for part in corpus.parts]
+                      for split in ("train", "val"))
+        for source, other in itertools.permutations(range(3), 2):
+            assert not val[source] & train[other]
+        assert all(val)
+        for part, documents in zip(corpus.parts[:2], val, strict=False):
+            assert part.corpus.sizes.val_bytes == sum(map(len, documents))
+            assert part.corpus.sizes.val_tokens == len(part.corpus.val)
+            assert len(part.corpus.val.starts) == len(documents)
+    with pytest.raises(UserError, match="other sources"):
+        prepare(mix({"path": "a.jsonl", "val_fraction": 0.05}, {"path": "a.jsonl", "name": "b", "val_fraction": 0.03}), 64)
 
 
 def test_a_tokenizer_is_made_from_the_text_of_all_sources(folder: Path) -> None:
