@@ -37,7 +37,7 @@ from rwkv.distributed import all_gather
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-AHEAD = 8                                # rows of a lane that are tokenised at a time
+AHEAD = 1 << 18                          # bytes of rows that are tokenised at a time: a tokenizer's library pays for many
 
 
 class Block(NamedTuple):
@@ -78,13 +78,10 @@ class Lanes:
         documents = self._ids[lane]
         position = self._position[lane]
         while sum(map(len, documents)) <= position[1] + T:
-            if not self._rows[lane]:
+            if self._rows[lane]:
+                self._tokenise(lane)
+            else:
                 self._read_block()
-                continue
-            rows = [self._rows[lane].popleft() for _ in range(min(AHEAD, len(self._rows[lane])))]
-            for encoded in self._texts.encode(rows):
-                documents.append(np.concatenate([np.empty(0, self._texts.dtype), *encoded.ids]))
-                self._require_text(len(documents[-1]))
         parts = [documents[0][position[1]:position[1] + T + 1]]
         for document in itertools.islice(documents, 1, None):
             parts.append(document[:T + 1 - sum(map(len, parts))])
@@ -93,6 +90,21 @@ class Lanes:
             position[1] -= len(documents.popleft())
             position[0] += 1
         return np.concatenate(parts)
+
+    def _tokenise(self, needed: int) -> None:
+        """Tokenises the next row of a lane, and then of each lane in turn, up to AHEAD bytes."""
+        lanes = deque([needed, *(lane for lane in self._rows if lane != needed)])
+        rows: list[tuple[int, Row]] = []
+        size = 0
+        while lanes and size < AHEAD:
+            lane = lanes.popleft()
+            if self._rows[lane]:
+                rows.append((lane, self._rows[lane].popleft()))
+                size += len(rows[-1][1].content or "")
+                lanes.append(lane)
+        for (lane, _), encoded in zip(rows, self._texts.encode([row for _, row in rows]), strict=True):
+            self._ids[lane].append(np.concatenate([np.empty(0, self._texts.dtype), *encoded.ids]))
+            self._require_text(len(self._ids[lane][-1]))
 
     def _require_text(self, tokens: int) -> None:
         """Raises UserError where the stream was read many times and no row had tokens."""

@@ -20,7 +20,7 @@ from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.split import pieces, safe_split
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-AT_ONCE = 64                             # texts given to the tokenizer at a time
+AT_ONCE = 1024                           # texts given to the tokenizer at a time
 
 
 @dataclass(frozen=True)
