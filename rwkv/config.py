@@ -19,6 +19,8 @@ from rwkv.errors import UserError
 SCALED = ("time_mix", "time_decay", "time_first")        # optim.NAME_lr_scale is a factor on the learning rate of each
 GENERATIONS = tuple(sorted(path.stem for path in (Path(__file__).parent / "model").glob("rwkv*.py") if path.stem[4:].isdigit()))
 SOURCES = tuple(sorted(path.stem for path in (Path(__file__).parent / "data" / "sources").glob("[!_]*.py")))      # of text
+TOKENS = ("binidx", "datatrove")         # kinds of data that are ids already
+STREAMED = ("jsonl", "hf")               # kinds of data for data.streaming
 ORTHOGONAL = ("muon", "normuon")                         # optimisers with an update of their own for the blocks' matrices
 LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # each says how long to train
 LARGEST_SEED = 2**63 - 1                 # of torch's generators
@@ -41,7 +43,7 @@ GRAMMAR = "grammar"                      # Hydra's grammar, in which all other o
 
 def option(default: Any, help: str, *, one_of: Collection[str] | None = None, least: float | None = None,
            most: float = math.inf, above: float | None = None, below: float = math.inf, verbatim: str | None = None,
-           filled: bool = False, needs: tuple[str, ...] = (), heading: str | None = None, or_zero: bool = False,
+           filled: bool = False, needs: tuple[Any, ...] = (), heading: str | None = None, or_zero: bool = False,
            served: tuple[float, float] | None = None, typed: Any = None, read: Callable[[Any], Any] | None = None) -> Any:
     """A dataclass field for one option.
 
@@ -114,6 +116,7 @@ def require_effect(config: Any, given: Iterable[str]) -> None:
         if value not in allowed:
             group, name = needed.split(".")
             shown = group if name in ("name", "method") else needed          # these two are set by their group
+            value, *allowed = (str(each).lower() if isinstance(each, bool) else each for each in (value, *allowed))
             raise UserError(f"{key} is for {shown}={' or '.join(allowed)}, and has no effect with {shown}={value}: leave it "
                             f"out, or give {shown}={allowed[0]}")
 
@@ -158,8 +161,11 @@ class ModelConfig:
 class DataConfig:
     """rwkv/data/prepare.py says how val_fraction divides each kind of data."""
 
-    name: str = option("stdlib", "set by data=", one_of=(*SOURCES, "binidx"), heading="Data")
+    name: str = option("stdlib", "set by data=", one_of=(*SOURCES, *TOKENS, "mix"), heading="Data")
     path: str | None = option(None, "a file, a folder, a pattern such as books/**/*.txt, or a data set's name", verbatim=PATH)
+    sources: list[dict[str, Any]] = option(list, "of data=mix: {path: A.jsonl, weight: 0.7} for each source, with its share of "
+                                           "the tokens; also name, data, field, separator, split, val_fraction",
+                                           needs=("data.name", "mix"))
     field: str = option("text", "name of the field with the text, in jsonl and hf", verbatim=TEXT, filled=True,
                        needs=("data.name", "jsonl", "hf"))
     separator: str | None = option(None, "text between the documents of a file, such as <|endoftext|>; null: a file, or each "
@@ -173,13 +179,20 @@ class DataConfig:
     preview: bool = option(False, "true: show two conversations, with learnt text marked, and train nothing",
                            needs=("data.name", "chat"))
     split: str = option("train", "split of a Hugging Face data set", filled=True, needs=("data.name", "hf"))
+    streaming: bool = option(False, "read jsonl and hf while training, and tokenise nothing before",
+                             needs=("data.name", "jsonl", "hf", "mix"))
+    shuffle_buffer: int = option(10_000, "documents of a stream that are shuffled at a time", least=1,
+                                 needs=("data.streaming", True))
+    val_documents: int = option(256, "first documents of a stream, which are for validation", least=1,
+                                needs=("data.streaming", True))
     tokenizer: str = option("bpe", "byte, char, bpe (made from the text), world, FILE.json or FILE.txt", verbatim=PATH)
     vocab_size: int = option(2048, "number of tokens of a bpe tokenizer", least=257, most=2**24)
     end_of_text: str | None = option(None, "text of the token of FILE.json that ends a document; null: what FILE.json says",
                                      verbatim=NAME)
     batch_size: int = option(8, "windows in one backward pass, over all processes", least=1)
     cache_dir: str = option(".cache", "folder where tokenised data are kept for other runs", verbatim=PATH)
-    val_fraction: float = option(0.1, "fraction of the data for validation", above=0.0, below=1.0)
+    val_fraction: float = option(0.1, "fraction of the data for validation", above=0.0, below=1.0,
+                                 needs=("data.streaming", False))
     num_workers: int = option(0, "processes that load batches; 0: the training process itself", least=0)
     tokenize_workers: int = option(0, "shards tokenised at a time; 0: one per core, up to 4", least=0)
     sample_prompt: str = option("", "text that samples continue; empty: samples begin without a prompt", verbatim=TEXT)
@@ -375,6 +388,13 @@ class TrainConfig:
             raise UserError("trainer=fsdp divides weights that are trained, and most are frozen here: use trainer=ddp")
         if self.tune.prefers:
             self._require_pairs()
+        if self.trainer.tbptt and self.data.name == "mix":
+            raise UserError("trainer.tbptt conflicts with data=mix, whose windows are of several sources: leave one out")
+        if self.data.streaming and self.trainer.tbptt:
+            raise UserError("trainer.tbptt conflicts with data.streaming, which cuts documents into windows: leave one out")
+        if self.data.streaming and self.trainer.epochs is not None:
+            raise UserError("trainer.epochs conflicts with data.streaming, since the length of a stream is not known: give "
+                            "trainer.max_steps or trainer.max_tokens")
         if self.trainer.tbptt and self.tune.dropout:
             raise UserError("trainer.tbptt computes segments twice, and tune.dropout would draw other random numbers the "
                             "second time: leave one out")

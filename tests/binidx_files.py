@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-CODES = {"uint8": 1, "int32": 4, "int64": 5, "uint16": 8}
+CODES = {"uint8": 1, "int8": 2, "int16": 3, "int32": 4, "int64": 5, "uint16": 8}
 
 
 def write(base: Path, documents: Sequence[Sequence[int]], dtype: str = "uint16", sentences: int = 1,

@@ -59,7 +59,9 @@ INTERRUPTED = 130
 CANNOT_BE_NULL = "{0} cannot be null: give a value, or leave {0}= out"
 NUMBERS = "a list of numbers, as [0.9,0.99]"
 EXPECTED = {bool: "true or false", int: "a whole number, as 1000", float: "a number", list: "a list, as [A,B]",
-            list[float]: NUMBERS, tuple: NUMBERS}
+            list[float]: NUMBERS, tuple: NUMBERS,
+            list[dict[str, Any]]: 'a list, as [{path: A.jsonl, weight: 0.7}, {path: "other text", weight: 0.3}], with quotes '
+                                  "around a path that has other characters than A-Z a-z 0-9 / . _ -"}
 
 
 def command(program: str) -> str:

@@ -6,7 +6,8 @@ without end: every token except the first and the last ones, fewer than T, is pr
 the grid is shifted by a seeded offset and wraps around, so that a token has another context in each epoch. The order is the
 same for any number of workers and processes (each has every world-th window of a common batch), and continues from any step.
 Validation reads all windows in order; the tokens after them are a last window, filled up with IGNORED targets. documents.py has
-the documents of trainer.tbptt, conversations.py conversations, pairs.py pairs of answers.
+the documents of trainer.tbptt, mixed_windows.py the windows of data=mix, conversations.py conversations, pairs.py pairs of
+answers.
 """
 
 import multiprocessing
@@ -27,6 +28,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from rwkv.config import DataConfig
 from rwkv.data.conversations import RowSampler, WholeConversations, longer_than
 from rwkv.data.documents import SegmentDataset, SegmentSampler, StepLayout, chunks_of
+from rwkv.data.lanes import StreamLoader
+from rwkv.data.mixed_windows import MixedValidation, MixedWindows, MixSampler, seed_of
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.data.windows import ShuffleSampler, Windows
@@ -34,6 +37,7 @@ from rwkv.errors import UserError
 from rwkv.io.signals import STOPPING
 
 # torch's messages are "DataLoader worker (pid 9) is killed by signal: Killed. " and "... (pid(s) 9) exited unexpectedly"
+IN_WORKER = "in DataLoader worker process"
 WORKER_ENDED = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signal: ([^.]*)|exited unexpectedly)")
 
 
@@ -62,7 +66,7 @@ class DataModule(LightningDataModule):
         self.seed = seed
         self.tbptt = tbptt
 
-    def train_dataloader(self) -> StatefulDataLoader:
+    def train_dataloader(self) -> StatefulDataLoader | StreamLoader:
         """Batches (x, y), each (B,T), or Packed, Pairs or Segments. The loader's state_dict is its position."""
         data: Any
         sampler: Any
@@ -72,6 +76,11 @@ class DataModule(LightningDataModule):
         if trainer is not None:
             layout = StepLayout(layout.rows, trainer.accumulate_grad_batches, trainer.global_rank, trainer.world_size)
             batches = max(0, trainer.max_steps) * trainer.accumulate_grad_batches
+        if streams := self.corpus.streams:
+            if not batches:
+                raise UserError("a stream has no end: a run on it needs trainer.max_steps")
+            return StreamLoader(batches, self.config.num_workers, _init_worker, sources=streams,
+                                tokenizer=self.corpus.tokenizer, T=self.ctx_len, layout=layout, seed=self.seed)
         if self.tbptt:
             chunks = chunks_of(self.corpus, self.ctx_len, layout.streams)
             data = SegmentDataset(self.corpus.train, self.ctx_len, self.corpus.learnt)
@@ -81,6 +90,13 @@ class DataModule(LightningDataModule):
             data = rows_of(self.corpus.conversations[0], self.ctx_len)
             batches = batches or -(-len(data) // layout.rows)
             sampler = RowSampler(data.counts, layout.rows, batches, self.seed, layout.rank, layout.world, layout.parts)
+        elif self.corpus.parts:
+            windows = [Windows(part.corpus.train, self.ctx_len, seed=seed_of(self.seed, number))
+                       for number, part in enumerate(self.corpus.parts)]
+            data = MixedWindows(windows)
+            batches = batches or -(-sum(map(len, windows)) // layout.rows)
+            sampler = MixSampler([*map(len, windows)], [part.share for part in self.corpus.parts], layout.rows, batches,
+                                 self.seed, layout.rank, layout.world)
         else:
             data = Windows(self.corpus.train, self.ctx_len, seed=self.seed)
             batches = batches or -(-len(data) // layout.rows)
@@ -91,10 +107,15 @@ class DataModule(LightningDataModule):
                                       worker_init_fn=_init_worker, generator=_own_generator(self.seed))
 
     def val_dataloader(self) -> DataLoader:
-        """Batches (x, y), each (B,T), or Packed or Pairs; the last may be smaller. Every token but the first is a target once.
+        """Batches (x, y), each (B,T), or Packed, Pairs or OfSource; the last may be smaller. Every token but the first, of each
+        source, is a target once.
 
         With tbptt, conversations come as Whole if one is longer than ctx_len, since its answer may begin after ctx_len.
         """
+        if self.corpus.parts:
+            mixed = MixedValidation([Windows(part.corpus.val, self.ctx_len, partial=True) for part in self.corpus.parts])
+            return DataLoader(mixed, batch_sampler=mixed.batches(self.config.batch_size), collate_fn=_unchanged,
+                              generator=_own_generator(self.seed))
         windows: Any = Windows(self.corpus.val, self.ctx_len, partial=True)
         if self.corpus.conversations:
             whole = self.tbptt and longer_than(self.corpus.val, self.ctx_len)
@@ -103,10 +124,17 @@ class DataModule(LightningDataModule):
         return DataLoader(windows, self.config.batch_size, collate_fn=_unchanged, generator=_own_generator(self.seed))
 
     def state_dict(self) -> dict[str, Any]:
-        return {"sha256": self.corpus.sha256, "moved": self.corpus.moved}
+        mixed = {"shares": {part.name: part.share for part in self.corpus.parts}} if self.corpus.parts else {}
+        return {"sha256": self.corpus.sha256, "moved": self.corpus.moved} | mixed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Raises UserError if the run began with other data, or with another split of them."""
+        shares = {part.name: part.share for part in self.corpus.parts}
+        if state_dict.get("shares", {}) != shares:
+            before, now = (", ".join(f"{name} {100 * share:.4g} %" for name, share in each.items())
+                           for each in (state_dict.get("shares", {}), shares))
+            raise UserError(f"the run mixes {before}, which stays, and data.sources says {now}: give the same names and "
+                            "weights to resume, or begin a new run with init_from=")
         if state_dict["sha256"] != self.corpus.sha256:
             raise UserError(f"the data have changed since the run began: their SHA-256 was {state_dict['sha256'][:12]} and is "
                             f"{self.corpus.sha256[:12]}; restore them to resume, name their place with data.path=, or begin a "
@@ -133,9 +161,11 @@ def _by_value(tensor: torch.Tensor) -> Any:
 
 
 def worker_error(error: BaseException) -> UserError | None:
-    """The user's message for torch's error after a worker was killed, which a signal handler raises anywhere in this process;
-    None for another error.
+    """The user's message for torch's error after a worker was killed, which a signal handler raises anywhere in this process,
+    and for a user's mistake that a worker has met, which torch shows with its traceback; None for another error.
     """
+    if isinstance(error, UserError) and IN_WORKER in str(error):
+        return UserError(str(error).strip().splitlines()[-1].partition(": ")[2])
     ended = WORKER_ENDED.search(str(error)) if isinstance(error, RuntimeError) else None
     if ended is None:
         return None

@@ -1,9 +1,11 @@
 """Checks what a configuration says of the data, before any of it is read. Needs no PyTorch."""
 
-from rwkv.config import SOURCES, DataConfig
-from rwkv.data import binidx
+from rwkv.config import SOURCES, STREAMED, TOKENS, DataConfig
+from rwkv.data import binidx, datatrove
+from rwkv.data.mixture import mixed_sources, naming
 from rwkv.data.sources import check_path
 from rwkv.data.sources.chat import template_of
+from rwkv.data.token_files import TokenFile
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, NAMES, Tokenizer
 
@@ -13,23 +15,40 @@ def check_data(config: DataConfig, tokenizer: bool = True, template: bool = True
 
     tokenizer, template: False where that of a checkpoint will be used.
     """
+    if config.name == "mix":
+        if config.path:
+            raise UserError(f"data=mix takes no data.path; each of data.sources has its own: got data.path={config.path}")
+        for source in mixed_sources(config):
+            with naming(source.name):
+                check_data(source.config, tokenizer, template)
+        return
+    if config.streaming and config.name not in STREAMED:
+        raise UserError(f"data.streaming reads data={' and data='.join(STREAMED)}; got data={config.name}")
     if config.name in SOURCES:
         check_path(config)
     else:
-        binidx.files(config.path)
+        token_files_of(config)
     if tokenizer:
         _check_tokenizer(config)
     if template and config.name == "chat":
         template_of(config)
 
 
+def token_files_of(config: DataConfig) -> list[TokenFile]:
+    """The files of a kind of data that is ids already. Raises UserError if one is missing."""
+    return (binidx if config.name == "binidx" else datatrove).files(config.path)
+
+
 def _check_tokenizer(config: DataConfig) -> None:
     name = config.tokenizer
-    if config.name == "binidx" and name in MADE_FROM_DATA:
-        raise UserError(f"data=binidx holds ids, not text to make a {name} tokenizer from: name the tokenizer that made the "
-                        "ids, data.tokenizer=world, FILE.json or FILE.txt")
+    if config.streaming and name in MADE_FROM_DATA:
+        raise UserError(f"data.streaming reads no text before training, from which a {name} tokenizer could be made: give "
+                        f"data.tokenizer={NAMES}")
+    if config.name in TOKENS and name in MADE_FROM_DATA:
+        raise UserError(f"data={config.name} holds ids, not text to make a {name} tokenizer from: name the tokenizer that made "
+                        "the ids, data.tokenizer=world, FILE.json or FILE.txt")
     if name not in MADE_FROM_DATA:
-        names = NAMES if config.name == "binidx" else f"{', '.join(MADE_FROM_DATA)}, {NAMES}"
+        names = NAMES if config.name in TOKENS else f"{', '.join(MADE_FROM_DATA)}, {NAMES}"
         Tokenizer.check_named(name, "data.tokenizer", names)
     elif config.end_of_text is not None:
         raise UserError(f"data.end_of_text names a token of a tokenizer's .json file, and data.tokenizer={name} makes one from "

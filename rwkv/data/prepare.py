@@ -11,24 +11,32 @@ The validation split depends only on the data (f = val_fraction):
 - a single text file: the last f of its characters;
 - jsonl, chat and hf, and texts with data.separator: the first document and one of every 1/f that follow, or the last part of a
   single document;
-- binidx: the last documents, from the first that begins after 1-f of all ids.
+- binidx and datatrove: the last documents, from the first that begins after 1-f of all ids;
+- mix: the validation split of each source, one after the other.
 Copies of a document are in the same split (copies.py).
 """
 
 import math
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
-from rwkv.config import DataConfig
-from rwkv.data import binidx, shards
+import numpy as np
+
+from rwkv.config import TOKENS, DataConfig
+from rwkv.data import datatrove, shards, token_files
 from rwkv.data.conversations import Tokenised, tokenise
-from rwkv.data.options import check_data
+from rwkv.data.copies_between import trained_elsewhere, without
+from rwkv.data.mixture import MixedSource, mixed_sources, naming
+from rwkv.data.options import check_data, token_files_of
 from rwkv.data.source import Source
 from rwkv.data.sources import open_source
-from rwkv.data.token_array import TokenArray
+from rwkv.data.streamed import Streamed, hold_out
+from rwkv.data.token_array import TokenArray, TokensInMemory
 from rwkv.distributed import log
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, sha256, write_json
@@ -45,7 +53,7 @@ class Sizes:
     """Sizes of both splits. Tokens include end_of_text; bytes are of the text in UTF-8, without end_of_text.
 
     gzip_bpb: bits per byte of `gzip -9` on the first 16 MB of the validation split, for comparison with the model.
-    train_lost, val_lost: the text that the tokenizer has lost; unknown for data=binidx.
+    train_lost, val_lost: the text that the tokenizer has lost; unknown for ids made elsewhere.
     """
 
     train_tokens: int
@@ -61,10 +69,12 @@ class Sizes:
 class Corpus:
     """Tokenised data. source: one line about its origin, for people. sha256: of the text's content, order and names.
 
-    conversations: the training and the validation split of data=chat. unknown: the share of data=binidx's validation ids that
+    conversations: the training and the validation split of data=chat. unknown: of ids made elsewhere, the share of those that
     are the unknown token; None if the tokenizer loses nothing. copies: the number of documents that repeat an earlier one;
     moved: of those that are in another split than without copies. repeated: the share of the text of a single file's validation
-    part that its training part has too. marks: how often texts contain each mark that usually ends a document.
+    part that its training part has too. marks: how often texts contain each mark that usually ends a document. parts: the
+    sources of data=mix, of which train and val are the splits one after the other. stream: the stream of data.streaming, with
+    which train is empty.
     """
 
     tokenizer: Tokenizer
@@ -79,6 +89,15 @@ class Corpus:
     moved: int = 0
     repeated: float = 0.0
     marks: Mapping[str, int] = field(default_factory=dict)
+    parts: "tuple[CorpusPart, ...]" = ()
+    stream: Streamed | None = None
+
+    @property
+    def streams(self) -> list[tuple[Streamed, float]]:
+        """The stream of each source, with its share of the training tokens; none without data.streaming."""
+        if self.stream is not None:
+            return [(self.stream, 1.0)]
+        return [(part.corpus.stream, part.share) for part in self.parts if part.corpus.stream is not None]
 
     @property
     def val_lost(self) -> float:
@@ -98,7 +117,7 @@ class Corpus:
         if self.conversations:
             val = self.conversations[1]
             return val.learnt_bytes / int(val.learnt[:].sum())
-        return self.sizes.val_bytes / (self.sizes.val_tokens - 1)
+        return self.sizes.val_bytes / (self.sizes.val_tokens - max(1, len(self.parts)))
 
     @property
     def learnt(self) -> TokenArray | None:
@@ -107,7 +126,9 @@ class Corpus:
 
     @property
     def val_share(self) -> float:
-        """The validation split's fraction of all bytes."""
+        """The validation split's fraction of all bytes; 0 for a stream, whose size is not known."""
+        if self.streams:
+            return 0.0
         return self.sizes.val_bytes / max(self.sizes.train_bytes + self.sizes.val_bytes, 1)
 
     def describe_lost(self) -> str | None:
@@ -123,10 +144,20 @@ class Corpus:
         return "; ".join([*found, withheld]) if found else None
 
     def describe(self) -> str:
+        if self.streams:
+            return f"{self.source}: {self.sizes.val_tokens:,} validation tokens, SHA-256 {self.sha256[:12]}"
         size = self.sizes.train_bytes + self.sizes.val_bytes
         written = f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
         return (f"{self.source}: {self.sizes.train_tokens:,} training and {self.sizes.val_tokens:,} validation "
                 f"tokens, {written}, SHA-256 {self.sha256[:12]}")
+
+
+class CorpusPart(NamedTuple):
+    """A source of data=mix, with its share of the training tokens."""
+
+    name: str
+    share: float
+    corpus: Corpus
 
 
 def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None, pairs: bool = False) -> Corpus:
@@ -138,13 +169,108 @@ def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None
     cache = Path(config.cache_dir)
     if config.name == "chat":
         return _from_conversations(config, tokenizer, cache, pairs)
-    return (_from_ids if config.name == "binidx" else _from_text)(config, ctx_len, tokenizer, cache)
+    if config.name == "mix":
+        return _from_sources(config, ctx_len, tokenizer, cache)
+    if config.streaming:
+        return _from_stream(config, ctx_len, tokenizer)
+    return (_from_ids if config.name in TOKENS else _from_text)(config, ctx_len, tokenizer, cache)
+
+
+def _from_stream(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None) -> Corpus:
+    tokenizer = tokenizer or Tokenizer.named(config.tokenizer, "data.tokenizer", end_of_text=config.end_of_text)
+    stream, streamed, val = hold_out(config, tokenizer)
+    if len(val.tokens) < ctx_len + 1:
+        raise UserError(f"the validation text is shorter than one context: the first data.val_documents={config.val_documents} "
+                        f"documents have {counted(len(val.tokens), 'token')}, and model.ctx_len={ctx_len} needs {ctx_len + 1}; "
+                        "raise data.val_documents or take a smaller model.ctx_len")
+    left = "" if streamed.tokens is None else f", with about {streamed.tokens:.2g} training tokens"
+    about = f"{stream.about}{left}, read while training; the first {counted(config.val_documents, 'document')} for validation"
+    empty = TokensInMemory(val.tokens[:0], np.empty(0, np.int64))
+    sizes = Sizes(0, len(val.tokens), 0, val.bytes, val.gzip_bpb, NOTHING, val.lost)
+    return Corpus(tokenizer, empty, val.tokens, sizes, about, stream.sha256, marks=val.marks, stream=streamed)
+
+
+def _from_sources(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
+    sources = mixed_sources(config)
+    if tokenizer is None and config.tokenizer not in MADE_FROM_DATA:
+        tokenizer = Tokenizer.named(config.tokenizer, "data.tokenizer", end_of_text=config.end_of_text)
+    if tokenizer is None:
+        texts = []
+        for source in sources:
+            with naming(source.name):
+                texts.append((open_source(source.config, cache), source.share))
+        identity = [part for source, (text, share) in zip(sources, texts, strict=True)
+                    for part in (str(source.config.val_fraction), text.sha256, str(share))]
+        tokenizer = _tokenizer(config, texts, sha256(identity)[:16], cache)
+    parts = []
+    for source in sources:
+        with naming(source.name):
+            parts.append(CorpusPart(source.name, source.share, prepare(source.config, ctx_len, tokenizer)))
+    return mixed(_held_out_of_all(parts) if config.streaming else _without_copies(parts, sources, ctx_len, cache))
+
+
+def _without_copies(parts: Sequence[CorpusPart], sources: Sequence[MixedSource], ctx_len: int, cache: Path) -> list[CorpusPart]:
+    """The sources, whose validation splits leave out documents that another source trains on."""
+    tokenizer = parts[0].corpus.tokenizer
+    splits = [(part.corpus.train, part.corpus.val) for part in parts]
+    identities = [f"{part.corpus.sha256} {source.config.name} {source.config.val_fraction} {tokenizer.data_key}"
+                  for part, source in zip(parts, sources, strict=True)]
+    changed = []
+    for part, left_out in zip(parts, trained_elsewhere(splits, identities, tokenizer.end_of_text, cache), strict=True):
+        corpus = part.corpus
+        if left_out.any():
+            val = without(corpus.val, left_out)
+            with naming(part.name):
+                if len(val) < ctx_len + 1:
+                    raise UserError(f"{int(left_out.sum()):,} of {counted(len(left_out), 'validation document')} are in the "
+                                    "training text of other sources, and too few are left to validate on: remove the copies")
+            removed = without(corpus.val, ~left_out)
+            size = corpus.sizes.val_bytes - len(tokenizer.decode(removed[:].tolist()).encode())
+            sizes = replace(corpus.sizes, val_tokens=len(val), val_bytes=max(size, 1))
+            about = f"{corpus.source}; without {counted(int(left_out.sum()), 'document')} that other sources train on"
+            corpus = replace(corpus, val=val, sizes=sizes, source=about)
+        changed.append(part._replace(corpus=corpus))
+    return changed
+
+
+def _held_out_of_all(parts: Sequence[CorpusPart]) -> list[CorpusPart]:
+    """The sources with streams that leave out the validation documents of all sources."""
+    streams = [part.corpus.stream for part in parts]
+    held_out = frozenset[int]().union(*(stream.held_out for stream in streams if stream))
+    return [part._replace(corpus=replace(part.corpus, stream=stream and replace(stream, held_out=held_out)))
+            for part, stream in zip(parts, streams, strict=True)]
+
+
+def mixed(parts: Sequence[CorpusPart]) -> Corpus:
+    """The corpus of data=mix. Sizes are sums; gzip_bpb and the share of unknown ids are means over the validation bytes."""
+    corpora = [part.corpus for part in parts]
+    val_bytes = [corpus.sizes.val_bytes for corpus in corpora]
+
+    def mean(numbers: Iterable[float]) -> float:
+        return sum(number * size for number, size in zip(numbers, val_bytes, strict=True)) / max(sum(val_bytes), 1)
+
+    def total(name: str) -> Any:
+        return sum(getattr(corpus.sizes, name) for corpus in corpora)
+
+    lost = [sum((getattr(corpus.sizes, name) for corpus in corpora), NOTHING) for name in ("train_lost", "val_lost")]
+    sizes = Sizes(total("train_tokens"), total("val_tokens"), total("train_bytes"), total("val_bytes"),
+                  mean(corpus.sizes.gzip_bpb for corpus in corpora), *lost)
+    marks: Counter[str] = Counter()
+    for corpus in corpora:
+        marks.update(corpus.marks)
+    uncertain = any(corpus.unknown is not None for corpus in corpora)
+    return Corpus(corpora[0].tokenizer, TokenArray.joined([corpus.train for corpus in corpora]),
+                  TokenArray.joined([corpus.val for corpus in corpora]), sizes, f"{len(parts)} sources",
+                  sha256(text for part in parts for text in (part.name, part.corpus.sha256)),
+                  unknown=mean(corpus.val_lost for corpus in corpora) if uncertain else None,
+                  copies=sum(corpus.copies for corpus in corpora), moved=sum(corpus.moved for corpus in corpora),
+                  marks=marks, parts=tuple(parts))
 
 
 def _from_conversations(config: DataConfig, tokenizer: Tokenizer | None, cache: Path, pairs: bool) -> Corpus:
     source = open_source(config, cache)
     identity = [config.name, str(config.val_fraction), source.sha256]
-    tokenizer = tokenizer or _tokenizer(config, source, sha256(identity)[:16], cache)
+    tokenizer = tokenizer or _tokenizer(config, [(source, 1.0)], sha256(identity)[:16], cache)
     train, val, gzip_bpb = tokenise(config, identity, tokenizer, cache, pairs)
     sizes = Sizes(len(train.tokens), len(val.tokens), train.bytes, val.bytes, gzip_bpb, train.lost, val.lost)
     about = source.about + (f", {train.left_out:,} others left out that have no answer to learn" if train.left_out else "")
@@ -154,12 +280,15 @@ def _from_conversations(config: DataConfig, tokenizer: Tokenizer | None, cache: 
 
 def _from_ids(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
     tokenizer = tokenizer or Tokenizer.named(config.tokenizer, "data.tokenizer", end_of_text=config.end_of_text)
-    found = binidx.read(str(config.path), tokenizer, config.val_fraction, cache)
+    files = token_files_of(config)
+    found = token_files.read(files, tokenizer, config.val_fraction, cache)
     _require_context(ctx_len, len(found.train), len(found.val))
     train, val = (round(found.bytes_per_token * (len(split) - 1)) for split in (found.train, found.val))
     sizes = Sizes(len(found.train), len(found.val), train, val, found.gzip_bpb)
-    name = Path(str(config.path)).name
-    about = f"{name}, {counted(found.documents, 'document')}, the last {100 * config.val_fraction:g} % for validation"
+    name = Path(str(config.path)).name if len(files) == 1 else f"{len(files)} files of {config.path}"
+    stated = datatrove.tokenizers(files) if config.name == "datatrove" else ()
+    made = f", tokenized with {' and '.join(sorted(stated))}" if stated else ""
+    about = f"{name}{made}, {counted(found.documents, 'document')}, the last {100 * config.val_fraction:g} % for validation"
     return Corpus(tokenizer, found.train, found.val, sizes, about, found.sha256, unknown=found.unknown, copies=found.copies,
                   moved=found.moved)
 
@@ -169,7 +298,7 @@ def _from_text(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, ca
     if source.at_most and not config.tokenizer.endswith(".json"):  # other tokenizers give at most one token per byte
         _require_context(ctx_len, *source.at_most, "at most ")
     identity = [config.name, str(config.val_fraction), source.sha256]
-    tokenizer = tokenizer or _tokenizer(config, source, sha256(identity)[:16], cache)
+    tokenizer = tokenizer or _tokenizer(config, [(source, 1.0)], sha256(identity)[:16], cache)
     folder = cache / f"tokens-{shards.cache_key(identity, tokenizer)}"
     manifest = shards.tokenise(source, tokenizer, folder, config.tokenize_workers)
     train, val = (shards.token_array(folder, manifest, split) for split in shards.SPLITS)
@@ -188,8 +317,10 @@ def _require_context(ctx_len: int, train: int, val: int, about: str = "", lost: 
                             f"model.ctx_len={ctx_len} needs {ctx_len + 1}{why}; use more text or a smaller model.ctx_len")
 
 
-def _tokenizer(config: DataConfig, source: Source, key: str, cache: Path) -> Tokenizer:
-    """The tokenizer that `config` names. char covers both splits and bpe is trained on the training split; both are cached."""
+def _tokenizer(config: DataConfig, sources: Sequence[tuple[Source, float]], key: str, cache: Path) -> Tokenizer:
+    """The tokenizer that `config` names, for (source, share) of all sources. char covers both splits and bpe is trained on the
+    training splits; both are cached.
+    """
     if config.tokenizer not in MADE_FROM_DATA:
         return Tokenizer.named(config.tokenizer, "data.tokenizer", end_of_text=config.end_of_text)
     path = cache / (f"bpe-{config.vocab_size}-{key}.json" if config.tokenizer == "bpe" else f"char-{key}.json")
@@ -197,21 +328,24 @@ def _tokenizer(config: DataConfig, source: Source, key: str, cache: Path) -> Tok
     if definition:
         return Tokenizer.from_dict(definition)
     log(labelled("loading", f"the text, from which a {config.tokenizer} tokenizer is made", sys.stderr))
-    made = JsonTokenizer.train(_sample(source), config.vocab_size) if config.tokenizer == "bpe" else _characters(source)
+    made = JsonTokenizer.train(_sample(sources), config.vocab_size) if config.tokenizer == "bpe" else _characters(sources)
     write_json(path, made.to_dict())
     return made
 
 
-def _characters(source: Source) -> Tokenizer:
+def _characters(sources: Sequence[tuple[Source, float]]) -> Tokenizer:
     found: set[str] = set()
-    for document in source.documents():
-        for chunk in document.chunks:
-            found.update(chunk)
+    for source, _ in sources:
+        for document in source.documents():
+            for chunk in document.chunks:
+                found.update(chunk)
     return CharTokenizer(found)
 
 
-def _sample(source: Source) -> Iterator[str]:
-    """Training text for a bpe tokenizer: evenly spread pieces of about BPE_BYTES in all, or the whole text if it is shorter."""
-    training = (document for document in source.documents() if not document.val)
-    texts = (text for document in training for text in pieces(document.chunks, last_line_end))
-    return islice(texts, None, None, math.ceil(source.size / BPE_BYTES))
+def _sample(sources: Sequence[tuple[Source, float]]) -> Iterator[str]:
+    """Training text for a bpe tokenizer: of each source evenly spread pieces of its share of BPE_BYTES, or all if it has less.
+    """
+    for source, share in sources:
+        training = (document for document in source.documents() if not document.val)
+        texts = (text for document in training for text in pieces(document.chunks, last_line_end))
+        yield from islice(texts, None, None, math.ceil(source.size / (share * BPE_BYTES)))

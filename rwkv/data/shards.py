@@ -137,7 +137,7 @@ def encode(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter,
     """The ids of each batch of pieces, with end_of_text before each document, and the part of the batch's text that is lost."""
     for batch in _batches(parts):
         found = []
-        encoded = _encode_batch(batch, tokenizer)
+        encoded = encode_batch(batch, tokenizer)
         for part, ids in zip(batch, encoded, strict=True):
             if part.starts_document:
                 found.append(np.array([tokenizer.end_of_text], dtype))
@@ -145,7 +145,8 @@ def encode(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter,
         yield np.concatenate(found), counter.count([part.text for part in batch], encoded)
 
 
-def _encode_batch(batch: list[Piece], tokenizer: Tokenizer) -> list[list[int]]:
+def encode_batch(batch: list[Piece], tokenizer: Tokenizer) -> list[list[int]]:
+    """The ids of each piece. Raises UserError with the place of a piece that cannot be encoded."""
     try:
         return tokenizer.encode_batch([part.text for part in batch])
     except ValueError:

@@ -48,6 +48,11 @@ def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
     return [(file.relative_to(root).as_posix(), file) for file in files]
 
 
+def natural(name: str) -> list[tuple[int, str]]:
+    """A sort key for names with numbers in them: part-2 comes before part-10."""
+    return [(int(number or 0), text) for text, number in re.findall(r"(\D*)(\d*)", name)]
+
+
 def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Content]:
     """The Content of each file, cached. A file is read again if its size or timestamp differs from the cached one, or if it
     was changed in the two seconds before it was read, since a second change may have the same timestamp.

@@ -36,16 +36,19 @@ class DocumentOffsets(NamedTuple):
 
 
 class TokenArray:
-    """Ids of consecutive parts. A pickle holds only the paths of the files; another process maps them itself."""
+    """Ids of consecutive parts. A pickle holds only the paths of the files; another process maps them itself.
 
-    def __init__(self, parts: Sequence[Part], offsets: DocumentOffsets) -> None:
+    offsets: of consecutive documents, in one file or in several.
+    """
+
+    def __init__(self, parts: Sequence[Part], *offsets: DocumentOffsets) -> None:
         self.parts = [part for part in parts if part.length]
         self._offsets = offsets
         self._ends = list(accumulate(part.length for part in self.parts))
         self._mapped = lru_cache(MAPPED)(_map)           # by file: thousands of parts may be of the same one
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TokenArray, (self.parts, self._offsets)
+        return TokenArray, (self.parts, *self._offsets)
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -65,12 +68,35 @@ class TokenArray:
             index += 1
         return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0, np.uint16)])
 
+    @staticmethod
+    def joined(arrays: Sequence["TokenArray"]) -> "TokenArray":
+        """The ids and the documents of all arrays, one array after the other. All are in files, or all in memory."""
+        if arrays and isinstance(arrays[0], TokensInMemory):
+            begins = accumulate(map(len, arrays), initial=0)
+            return TokensInMemory(np.concatenate([array[:] for array in arrays]), np.concatenate(
+                [array.starts + begin for array, begin in zip(arrays, begins, strict=False)]))
+        begins = accumulate(map(len, arrays), initial=0)
+        offsets = [offsets._replace(base=offsets.base - begin)
+                   for array, begin in zip(arrays, begins, strict=False) for offsets in array._offsets]
+        return TokenArray([part for array in arrays for part in array.parts], *offsets)
+
     def first(self, length: int) -> "TokenArray":
         """The first `length` ids, at most all of them."""
-        begins = [end - part.length for part, end in zip(self.parts, self._ends, strict=True)]
-        parts = [part._replace(length=min(part.length, length - begin))
-                 for part, begin in zip(self.parts, begins, strict=True) if begin < length]
-        return TokenArray(parts, self._offsets._replace(length=int(np.searchsorted(self.starts, length))))
+        return self.between(0, min(length, len(self)))
+
+    def between(self, start: int, stop: int) -> "TokenArray":
+        """The ids [start, stop), with the documents that begin among them."""
+        cut = []
+        for part, end in zip(self.parts, self._ends, strict=True):
+            skipped = max(0, start - (end - part.length))
+            length = min(end, stop) - (end - part.length) - skipped
+            if length > 0:
+                cut.append(part._replace(first=part.first + skipped, length=length))
+        offsets = []
+        for one in self._offsets:
+            first, last = np.searchsorted(_places(one), (start, stop)).tolist()
+            offsets.append(one._replace(first=one.first + first, length=last - first, base=one.base + start))
+        return TokenArray(cut, *offsets)
 
     @property
     def bounds(self) -> np.ndarray:
@@ -80,8 +106,38 @@ class TokenArray:
     @cached_property
     def starts(self) -> np.ndarray:
         """Where each document begins: at the end-of-text token before it, or at its first token. (D,), int64, ascending."""
-        path, first, length, base = self._offsets
-        return np.load(path, mmap_mode="r")[first:first + length] - base
+        return np.concatenate([np.empty(0, np.int64), *map(_places, self._offsets)])
+
+
+class TokensInMemory(TokenArray):
+    """Ids (N,) in memory, with documents that begin at `begins` (D,)."""
+
+    def __init__(self, ids: np.ndarray, begins: np.ndarray) -> None:
+        super().__init__([])
+        self._ids = ids
+        self._begins = begins
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TokensInMemory, (self._ids, self._begins)
+
+    def __len__(self) -> int:
+        return len(self._ids)
+
+    def __getitem__(self, places: slice) -> np.ndarray:
+        return self._ids[places]
+
+    def between(self, start: int, stop: int) -> "TokenArray":
+        inside = (self._begins >= start) & (self._begins < stop)
+        return TokensInMemory(self._ids[start:stop], self._begins[inside] - start)
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        return self._begins
+
+
+def _places(offsets: DocumentOffsets) -> np.ndarray:
+    path, first, length, base = offsets
+    return np.load(path, mmap_mode="r")[first:first + length] - base
 
 
 def _map(path: Path, dtype: str) -> np.ndarray:

@@ -3,20 +3,25 @@
 import zlib
 from dataclasses import replace
 from itertools import groupby, pairwise
+from math import ceil
 from operator import itemgetter
 
 from rwkv.data.conversations import Tokenised
-from rwkv.data.prepare import Corpus
+from rwkv.data.prepare import Corpus, mixed
 
 
 def with_part(corpus: Corpus, val_tokens: int | None, reach: int) -> Corpus:
     """The corpus with the first `val_tokens` predicted tokens of its validation split; unchanged for None or a short split.
 
-    Of conversations it has the fewest whole ones that hold so many tokens and an answer to predict. reach: the number of tokens
-    that validation reads of each conversation; an answer must begin within it. The lost shares stay those of the whole split.
+    Each source of data=mix has its share of them. Of conversations it has the fewest whole ones that hold so many tokens and an
+    answer to predict. reach: the number of tokens that validation reads of each conversation; an answer must begin within it.
+    The lost shares stay those of the whole split.
     """
     if val_tokens is None or val_tokens + 1 >= len(corpus.val):
         return corpus
+    if corpus.parts:
+        return mixed([part._replace(corpus=with_part(part.corpus, ceil(val_tokens * part.share), reach))
+                      for part in corpus.parts])
     if corpus.conversations is None:
         val = corpus.val.first(val_tokens + 1)
         text = corpus.tokenizer.decode(val[:].tolist()).encode()

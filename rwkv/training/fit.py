@@ -68,7 +68,7 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
 def fit(trainer: lightning.Trainer, task: LanguageModel, loaders: DataModule, run: Run) -> None:
     """Lightning's fit. Ctrl-C raises KeyboardInterrupt; Lightning would exit with status 1.
 
-    Raises UserError where a process that loads batches was killed.
+    Raises UserError where a process that loads batches was killed, or has met a user's mistake.
     """
     try:
         trainer.fit(task, loaders, ckpt_path=run.resume_from, weights_only=True)
@@ -76,7 +76,7 @@ def fit(trainer: lightning.Trainer, task: LanguageModel, loaders: DataModule, ru
         if isinstance(ended.__context__, KeyboardInterrupt):
             raise ended.__context__ from None
         raise
-    except RuntimeError as error:
+    except (RuntimeError, UserError) as error:
         raise (worker_error(error) or error) from None
 
 
@@ -138,6 +138,7 @@ def train(run: Run) -> None:
     if replayed:
         model.replay = graphs.Replay(model)
     task = LanguageModel(model, config.optim, config.trainer.max_steps, validated.val_bytes_per_token, validated.val_lost)
+    task.sources = [part.name for part in validated.parts]
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
     task.entry = describe(resolved, model.vocab_size, data.tokenizer) | {"data_sha256": data.sha256}
     if config.tune.method != "full" and run.init_checkpoint is not None:

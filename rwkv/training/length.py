@@ -6,7 +6,7 @@ segments of trainer.tbptt's streams. A step may begin in one pass and end in the
 
 from collections.abc import Collection
 from dataclasses import replace
-from math import ceil
+from math import ceil, inf
 
 from rwkv.config import LENGTHS, TrainConfig, given_length
 from rwkv.data import documents
@@ -20,7 +20,12 @@ MANY = 4                                 # epochs of conversations after which a
 
 
 def steps_per_epoch(config: TrainConfig, data: Corpus) -> float:
-    """The optimiser steps of one pass over the training split; fractional if its rows do not fill the last step."""
+    """The optimiser steps of one pass over the training split; fractional if its rows do not fill the last step.
+
+    Of streams, an estimate; infinite where nothing is known.
+    """
+    if data.streams:
+        return sum(inf if stream.tokens is None else stream.tokens for stream, _ in data.streams) / config.tokens_per_step
     rows = config.data.batch_size * config.trainer.accumulate
     if config.trainer.tbptt:
         return int(documents.chunks_of(data, config.model.ctx_len, rows).segments.sum()) / (rows * config.trainer.tbptt)

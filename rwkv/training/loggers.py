@@ -17,7 +17,8 @@ from typing import Any, Literal, NamedTuple
 import yaml
 from lightning.pytorch.loggers import Logger, WandbLogger
 
-from rwkv.config import PREFERENCES, LoggerConfig
+from rwkv.config import PREFERENCES, DataConfig, LoggerConfig
+from rwkv.data.mixture import names_of, source_metric
 from rwkv.distributed import rank
 from rwkv.errors import UserError
 from rwkv.io.atomic import append, write_file
@@ -64,7 +65,8 @@ def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at
     norms = norm_names(run["model"]["n_layer"]) if run["trainer"]["grad_norms"] else ()
     guard = GUARD_COLUMNS if run["init_from"] and run["tune"]["guard"] else ()
     rewards = reward_names() if run["tune"]["objective"] in PREFERENCES else ()
-    file = MetricsFile(out_dir / METRICS, run["kernel"]["name"], (*guard, *rewards, *norms), resumed_at)
+    sources = [source_metric(name) for name in names_of(DataConfig(**run["data"]))]
+    file = MetricsFile(out_dir / METRICS, run["kernel"]["name"], (*sources, *guard, *rewards, *norms), resumed_at)
     if config._target_ is not None:
         logger = _named(config)
         logger.log_hyperparams(run)

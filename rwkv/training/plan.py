@@ -5,6 +5,7 @@ is refused. The duration comes from two timed training steps of the model, which
 PATIENCE, and plan=timed does not ask for them, it is reckoned from the speed of a matrix product.
 """
 
+import math
 import os
 import sys
 import time
@@ -111,6 +112,7 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
     lost = data.describe_lost()
     if lost:
         yield "WARNING", lost
+    yield from _sources(config, data)
     yield from _documents(config, data)
     if run.resume_from is None and (seen := warn_of_split(config.data, data.sha256, run.init_checkpoint)):
         yield "WARNING", seen
@@ -162,6 +164,23 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
     yield from _memory(config, V, device, programs)
     kept = counted(n_checkpoints(config.trainer.keep_last), "checkpoint")
     yield "disk", f"{readable(checkpoint_bytes(config, V))} for {kept}; {readable(free_disk(run.out_dir))} is free"
+
+
+def _sources(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
+    """A line on each source of data=mix, with its epochs in the whole run, and a warning for one that is read too often."""
+    read = config.trainer.max_steps * config.tokens_per_step
+    for part in data.parts:
+        stream = part.corpus.stream
+        tokens = part.corpus.sizes.train_tokens if stream is None else stream.tokens
+        epochs = read * part.share / tokens if tokens else 0
+        documents = counted(len(part.corpus.train.starts) + len(part.corpus.val.starts), "document")
+        of_split = f"{documents}, {tokens:,} training and " if stream is None else ""
+        passes = f", {'' if stream is None else 'about '}{counted(float(f'{epochs:.3g}'), 'epoch')}" if tokens else ""
+        yield "source", (f"{part.name}: {part.corpus.source}; {of_split}{part.corpus.sizes.val_tokens:,} validation tokens; "
+                         f"{100 * part.share:.3g} % of what is read{passes}")
+        if epochs > MANY:
+            yield "WARNING", (f"{part.name} is read {epochs:,.1f} times, and beyond {MANY} times little is learnt: give it a "
+                              "smaller weight, or more text")
 
 
 def _documents(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
@@ -272,7 +291,10 @@ def _training(run: Run, device: torch.device, task: LanguageModel | None, data: 
         duration = f"very roughly {reckoned} (from the speed of a matrix product; plan=timed measures steps)"
 
     passes = steps / per_epoch
-    part = counted(float(f"{passes:.1f}"), "epoch") if passes >= 1 else f"{100 * passes:.2g} % of the training data"
+    about = "about " if data.streams else ""
+    part = counted(float(f"{passes:.1f}"), "epoch") if passes >= 1 else f"{about}{100 * passes:.2g} % of the training data"
+    if per_epoch == math.inf:
+        part = "of a stream whose length is not known"
     yield "training", (f"{_length(trainer, steps)} of {counted(config.tokens_per_step, 'token')}: "
                        f"{counted(steps * config.tokens_per_step, 'token')}, {duration}"
                        + ("" if trainer.epochs else f"; {part}"))

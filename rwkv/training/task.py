@@ -1,13 +1,14 @@
 """The LightningModule: training and validation steps, metrics, optimiser, gradient clipping, and its part of a checkpoint.
 
-Metrics: train/loss and val/loss in nats per token; val/bpb, bits per byte of the validation text, unless the tokenizer loses
-too much of it (rwkv/tokenizer/lost.py); val/lost, the share that it loses, if it loses any. Validation reads the whole split or
-its first trainer.val_tokens tokens: as windows, each from the empty state, or as conversations, which are whole or packed into
-rows. With tune.objective=dpo and ipo the losses are means over pairs of answers, and rewards are logged
-(tuning/preferences.py).
+Metrics: train/loss and val/loss in nats per token; val/loss/NAME of each source of data=mix; val/bpb, bits per byte of the
+validation text, unless the tokenizer loses too much of it (rwkv/tokenizer/lost.py); val/lost, the share that it loses, if it
+loses any. Validation reads the whole split or its first trainer.val_tokens tokens: as windows, each from the empty state, or as
+conversations, which are whole or packed into rows. With tune.objective=dpo and ipo the losses are means over pairs of answers,
+and rewards are logged (tuning/preferences.py).
 """
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import lightning
@@ -20,6 +21,8 @@ from rwkv.checkpoint.content import ENTRY
 from rwkv.config import OptimConfig
 from rwkv.data.conversations import Packed, Whole
 from rwkv.data.documents import Segments
+from rwkv.data.mixed_windows import OfSource
+from rwkv.data.mixture import source_metric
 from rwkv.data.pairs import Pairs
 from rwkv.distributed import all_sum, rank, world_size
 from rwkv.errors import UserError
@@ -34,6 +37,7 @@ from rwkv.training.tbptt import Carried, hidden_of_segments
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FullyShardedDataParallel
 
+ValidationBatch = tuple[Tensor, Tensor] | Packed | Whole | Pairs | OfSource
 CARRIED = "carried"                      # key in a checkpoint of the states of trainer.tbptt's document streams
 
 
@@ -58,6 +62,7 @@ class LanguageModel(lightning.LightningModule):
         self.tuned = not all(parameter.requires_grad for parameter in model.parameters())
         self.strict_loading = not self.tuned     # a checkpoint lacks the frozen weights
         self.grad_norm: Tensor | None = None     # of the last step, before clipping; None if gradients are not clipped
+        self.sources: Sequence[str] = ()         # the names of data=mix's sources
         self.preferences: Any = None     # Preferences, for an objective of pairs
         self.rewards = torch.zeros(len(REWARDS))         # weighted means over this process's batches of the current step
         self.on_validation_epoch_start()
@@ -104,9 +109,10 @@ class LanguageModel(lightning.LightningModule):
         self._nats = 0.0                 # sums of a validation
         self._tokens = 0
         self._rewards = torch.zeros(len(REWARDS))
-        self._own: tuple[Tensor, Tensor] | Packed | Whole | Pairs | None = None       # this process's batch of the next round
+        self._of_source = [[0.0, 0.0] for _ in self.sources]         # nats and tokens
+        self._own: ValidationBatch | None = None         # this process's batch of the next round
 
-    def validation_step(self, batch: tuple[Tensor, Tensor] | Packed | Whole | Pairs, batch_idx: int) -> None:
+    def validation_step(self, batch: ValidationBatch, batch_idx: int) -> None:
         """Each of n processes computes every n-th batch, all at the same time, and the sums are added up at the end.
 
         With trainer=fsdp each forward pass gathers the weights from all processes. So if the last round has fewer batches
@@ -123,12 +129,17 @@ class LanguageModel(lightning.LightningModule):
             loss, rewards = self.preferences.loss(self.model, read, "val")
             count = len(read.numbers)
         else:
-            loss = self.loss_of_whole(read) if isinstance(read, Whole) else self.loss(*read[:3])
+            inputs = read[:2] if isinstance(read, OfSource) else read[:3]
+            loss = self.loss_of_whole(read) if isinstance(read, Whole) else self.loss(*inputs)
             count = int((read[1] != IGNORED).sum())
         if self._own is not None:
             self._nats += loss.item() * count
             self._tokens += count
             self._rewards += rewards.cpu() * count
+            if isinstance(read, OfSource):
+                sums = self._of_source[read.source]
+                sums[0] += loss.item() * count
+                sums[1] += count
         self._own = None
 
     def on_validation_epoch_end(self) -> None:
@@ -141,6 +152,9 @@ class LanguageModel(lightning.LightningModule):
         nats, tokens = all_sum(self._nats, self._tokens)
         loss = nats / max(tokens, 1)
         metrics = {"val/loss": loss}
+        for name, sums in zip(self.sources, self._of_source, strict=True):
+            of_source, count = all_sum(*sums)
+            metrics[source_metric(name)] = of_source / max(count, 1)
         if self.preferences is not None:
             sums = all_sum(*self._rewards.tolist())
             metrics |= {f"val/{name}": total / max(tokens, 1) for name, total in zip(REWARDS, sums, strict=True)}

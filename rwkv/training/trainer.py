@@ -27,6 +27,7 @@ from rwkv import cli, report
 from rwkv.checkpoint.files import read_checkpoint
 from rwkv.checkpoint.location import FOLDER, LAST
 from rwkv.config import TrainConfig, TrainerConfig
+from rwkv.data.mixture import source_metric
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import launched, log, rank, world_size
 from rwkv.errors import UserError
@@ -161,6 +162,9 @@ def say_result(trainer: lightning.Trainer, data: Corpus, part: str | None = None
         loss += f", val/bpb {metrics['val/bpb']:.4f} bits per byte (gzip -9 of the same text: {data.sizes.gzip_bpb:.4f})"
     lost = data.describe_lost()
     log(wrapped(f"{loss}; {lost}" if lost else loss, sys.stderr))
+    if data.parts:
+        losses = (f"{part.name} {metrics[source_metric(part.name)]:.4f}" for part in data.parts)
+        log(wrapped(f"of each source: {', '.join(losses)}", sys.stderr))
     for line in compared(trainer):
         log(wrapped(line, sys.stderr))
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from losing import dropping, with_unknown
 
 from rwkv.config import DataConfig
-from rwkv.data import binidx
+from rwkv.data import binidx, token_files
 from rwkv.data.prepare import prepare
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
@@ -52,7 +52,7 @@ def test_documents_begin_at_the_end_of_text_before_them(tmp_path_factory: pytest
     index = binidx.read_index(base.with_suffix(".idx"))
     begins = [0, *itertools.accumulate(map(len, documents[:-1]))]
     assert (index.tokens, index.starts.tolist()) == (sum(map(len, documents)), begins)
-    found = binidx.read(str(base), ByteTokenizer(), 0.4, base.parent / "cache")
+    found = token_files.read(binidx.files(str(base)), ByteTokenizer(), 0.4, base.parent / "cache")
     starts = [*found.train.starts.tolist(), *(found.val.starts + len(found.train)).tolist()]
     assert starts == [0, *(begin - ended for begin in begins[1:])]
     assert found.val.starts[0] == 0
@@ -107,6 +107,7 @@ WRONG = {
     "empty idx": (change(".idx", lambda data: b""), ("data.idx",)),
     "another file": (change(".idx", lambda data: b"PK" + data[2:]), ("data.idx",)),
     "version": (change(".idx", lambda data: data[:9] + b"\2" + data[10:]), ("data.idx", "version 2")),
+    "older": (change(".idx", lambda data: b"TNTIDX\0\0" + data[8:]), ("data.idx", "TNTIDX")),
     "floats": (change(".idx", lambda data: data[:17] + b"\6" + data[18:]), ("data.idx", "type 6")),
     "cut idx": (change(".idx", lambda data: data[:-8]), ("data.idx",)),
     "long idx": (change(".idx", lambda data: data + b"\0" * 3), ("data.idx",)),
@@ -134,7 +135,7 @@ def test_every_truncated_or_altered_index_is_named(tmp_path_factory: pytest.Temp
     wrong = data.draw(st.sampled_from([right[:place], right[:place] + bytes([right[place] ^ 0x80]) + right[place + 1:]]))
     file.write_bytes(wrong)
     with pytest.raises(UserError):
-        binidx.read(str(base), ByteTokenizer(), 0.4, base.parent / "cache-altered")
+        token_files.read(binidx.files(str(base)), ByteTokenizer(), 0.4, base.parent / "cache-altered")
 
 
 def test_negative_ids_and_empty_files_are_errors(config: DataConfig, tmp_path: Path) -> None:
@@ -165,3 +166,81 @@ def test_of_ids_made_elsewhere_the_unknown_tokens_are_known(config: DataConfig, 
     many = prepare(config, 16, with_unknown("abc"))
     assert many.unknown == pytest.approx(0.4, abs=0.02)
     assert many.val_bytes_per_token is None
+
+
+# Several files
+
+
+NUMBERS = [0, 1, 2, 10]
+
+
+def write_parts(folder: Path, name: str) -> list[int]:
+    """Parts of DOCUMENTS in the order of their numbers, with ids of several types; the ids of all."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, (number, dtype) in enumerate(zip(NUMBERS if "of" not in name else range(4), (*CODES, *CODES), strict=False)):
+        write(folder / name.format(number), [[*document, 0] for document in DOCUMENTS[10 * part:10 * part + 10]], dtype)
+    return [index for document in DOCUMENTS for index in (*document, 0)]
+
+
+@pytest.mark.parametrize(("name", "path"), [
+    ("data_{:05}", "data*"), ("data_{:05}", "."), ("data-{:05}-of-00004", "data"), ("data{}", "*.idx"), ("deep/er/x{}", "."),
+    ("data_part_{}_text_document", "*"), ("d\N{LATIN SMALL LETTER A WITH DIAERESIS} ta/data {}", "*/*.bin")])
+def test_parts_are_one_corpus_in_the_order_of_their_numbers(config: DataConfig, tmp_path: Path, name: str, path: str) -> None:
+    folder = tmp_path / "parts"
+    (folder / name).parent.mkdir(parents=True)
+    ids = write_parts(folder, name)
+    for other in ("README.md", ".hidden.bin", "data.txt"):
+        (folder / other).write_text("no ids")
+    prepared = prepare(dataclasses.replace(config, path=str(folder / path)), 16)
+    assert [*prepared.train[:].tolist(), *prepared.val[:].tolist()] == ids
+    starts = [*prepared.train.starts.tolist(), *(prepared.val.starts + len(prepared.train)).tolist()]
+    begins = [0, *itertools.accumulate(len(document) + 1 for document in DOCUMENTS[:-1])]
+    assert starts == [begin - (number % 10 > 0) for number, begin in enumerate(begins)]
+    assert "4 files" in prepared.source
+
+
+@pytest.mark.parametrize("names", [["data_text_document"], ["data_content_document"], ["data_0", "data_1"],
+                                   ["data_000_text_document", "data_001_text_document"], ["data-00000", "data-00001"]])
+def test_a_name_stands_for_megatron_s_files_and_for_parts(config: DataConfig, tmp_path: Path, names: list[str]) -> None:
+    for number, name in enumerate(names):
+        write(tmp_path / name, DOCUMENTS[number::len(names)])
+    write(tmp_path / "database", DOCUMENTS[:1])
+    prepared = prepare(config, 16)
+    assert len(prepared.train) + len(prepared.val) == sum(map(len, DOCUMENTS))
+
+
+def test_copies_in_several_parts_are_in_one_split(config: DataConfig, tmp_path: Path) -> None:
+    one = tmp_path / "one"
+    documents = [*DOCUMENTS, *DOCUMENTS[5:9]]
+    write(one, [[*document, 0] for document in documents])
+    for number in range(2):
+        write(tmp_path / f"data_{number}", [[*document, 0] for document in documents[22 * number:22 * number + 22]])
+    alone, parts = (prepare(dataclasses.replace(config, path=str(path)), 16) for path in (one, tmp_path / "data"))
+    assert parts.copies == alone.copies == 4
+    assert parts.moved == alone.moved > 0
+    train, val = (bytes(split[:].tolist()).split(b"\0") for split in (parts.train, parts.val))
+    assert not {*map(bytes, DOCUMENTS)} & {*train} & {*val}
+
+
+@pytest.mark.parametrize(("names", "named"), [
+    (["data_0", "data_2"], ("part 1 is missing",)), (["data-00000-of-00003", "data-00001-of-00003"], ("part 2 is missing",)),
+    (["data_text_document", "data_content_document"], ("several data", "data_content_document")),
+    (["data_0_text_document", "data_0_code_document"], ("several data",)), (["other"], ("no data.bin",))])
+def test_parts_that_do_not_fit_together_are_named(config: DataConfig, tmp_path: Path, names: list[str],
+                                                  named: tuple[str, ...]) -> None:
+    for name in names:
+        write(tmp_path / name, DOCUMENTS)
+    with pytest.raises(UserError) as error:
+        prepare(config, 16)
+    assert all(part in str(error.value) for part in named)
+
+
+def test_a_missing_half_of_a_part_and_foreign_ids_are_named(config: DataConfig, tmp_path: Path) -> None:
+    for number in range(3):
+        write(tmp_path / f"data_{number}", DOCUMENTS)
+    write(tmp_path / "data_2", [*DOCUMENTS, [300]])
+    with pytest.raises(UserError, match=r"data_2\.bin has the id 300"):
+        prepare(config, 16)
+    (tmp_path / "data_1.idx").unlink()
+    with pytest.raises(UserError, match=r"no data_1\.idx"):
+        prepare(config, 16)

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rwkv import cli
-from rwkv.config import SOURCES, DataConfig
+from rwkv.config import SOURCES, TOKENS, DataConfig
 from rwkv.data.prepare import Corpus, prepare
 from rwkv.data.separators import describe, marks, separate
 from rwkv.data.source import Document, in_validation
@@ -384,13 +384,14 @@ def test_a_character_that_cannot_be_encoded_is_named_by_its_place_in_the_file(co
 
 
 def test_the_kinds_of_data_are_the_files_of_the_folder_and_have_presets() -> None:
-    assert {*SOURCES, "binidx"} == {*cli.choices("data")} == {"stdlib", "text", "jsonl", "chat", "hf", "binidx"}
+    assert {*SOURCES, *TOKENS, "mix"} == {*cli.choices("data")} == {
+        "stdlib", "text", "jsonl", "chat", "hf", "binidx", "datatrove", "mix"}
 
 
 def test_errors_name_the_path_and_the_option(config: DataConfig, tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "*.md"):
         refuses(of_kind(config, "text", path), "data.path=", str(path))
-    for name in {*SOURCES, "binidx"} - {"stdlib"}:
+    for name in {*SOURCES, *TOKENS} - {"stdlib"}:
         refuses(dataclasses.replace(config, name=name, path=None), f"data={name} ", "data.path")
     for name in ("text", "jsonl", "chat"):
         refuses(of_kind(config, name, tmp_path / "absent"), f"data.path={tmp_path / 'absent'} does not exist")

@@ -4,8 +4,8 @@
     for document in source.documents():
         document.val, document.where, "".join(document.chunks)
 
-A source can be read several times, always in the same order, and is never in memory as a whole. data=binidx holds tokens, not
-text (rwkv/data/binidx.py).
+A source can be read several times, always in the same order, and is never in memory as a whole. data=binidx and
+data=datatrove hold tokens, not text (rwkv/data/token_files.py).
 
 A kind has source(config, cache) -> Source; PATH, what data.path is, for errors ("" if there is none); and LOCAL, whether
 data.path is always a file, a folder or a pattern on this machine.

@@ -1,4 +1,4 @@
-"""Conversations: JSON lines or one JSON list (.jsonl, .json), also in .gz, in the forms that the field uses:
+"""Conversations: JSON lines or one JSON list (.jsonl, .json), also in .gz and .zst, in the forms that the field uses:
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}], "system": "..."}

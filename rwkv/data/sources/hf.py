@@ -3,6 +3,7 @@
 import glob
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,13 @@ from rwkv.config import DataConfig
 from rwkv.data.copies import split_documents
 from rwkv.data.source import Source
 from rwkv.data.sources.jsonl import between_separators
-from rwkv.data.text_files import contents
+from rwkv.data.text_files import contents, matching, natural
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
 from rwkv.io.lines import counted
 
-PATH = "a folder that save_to_disk made, a .parquet, .arrow, .json, .csv or .tsv file, or a dataset's name"
+PATH = ("a .parquet, .arrow, .json, .csv or .tsv file, a folder or a pattern of them, a folder that save_to_disk made, or a "
+        "dataset's name")
 LOCAL = False
 FORMATS = {".parquet": "parquet", ".json": "json", ".jsonl": "json", ".csv": "csv", ".tsv": "csv", ".arrow": "arrow"}
 STRINGS = ("string", "large_string", "string_view")
@@ -43,25 +45,71 @@ def source(config: DataConfig, cache: Path) -> Source:
 
 def _load(path: str, split: str) -> Any:
     """The rows of a split, or of a part of one such as train[:50%]."""
+    with _library(path) as datasets:
+        if _is_saved(path):
+            return _part(datasets.load_from_disk(path), path, split)
+        name, options = _arguments(path, split)
+        return datasets.load_dataset(name, split=split, **options)
+
+
+def streamed(config: DataConfig) -> Any:
+    """The column of texts as an IterableDataset of `datasets`, whose state_dict is its position."""
+    path = str(config.path)
+    with _library(path) as datasets:
+        if _is_saved(path):
+            rows = _part(datasets.load_from_disk(path), path, config.split).to_iterable_dataset()
+        else:
+            name, options = _arguments(path, config.split)
+            rows = datasets.load_dataset(name, split=config.split, streaming=True, **options)
+        columns = rows.column_names or [*next(iter(rows), {})]
+        if config.field not in columns:
+            raise UserError(f"data.path={path} has no column {config.field!r}; it has {', '.join(columns) or 'none'}: choose "
+                            "with data.field=NAME")
+        return rows.select_columns([config.field])
+
+
+@contextmanager
+def _library(path: str) -> Iterator[Any]:
+    """The library, whose errors become UserErrors."""
     try:
         import datasets
     except ImportError:
         raise UserError("data=hf needs the library `datasets`: pip install datasets") from None
-    suffix = Path(path).suffix
     try:
-        if (Path(path) / "state.json").exists() or (Path(path) / "dataset_dict.json").exists():
-            return _part(datasets.load_from_disk(path), path, split)
-        if suffix in FORMATS:
-            name = re.split(r"[\[+]", split)[0].strip()
-            options = _as_text(path, SEPARATORS[suffix]) if suffix in SEPARATORS else {}
-            return datasets.load_dataset(FORMATS[suffix], data_files={name: glob.escape(path)}, split=split, **options)
-        return datasets.load_dataset(path, split=split)
+        yield datasets
     except UserError:
         raise
     except Exception as error:           # errors of all its sources: files, the network, ...
-        cause = error.__cause__ or error         # of an error while a file is read, the library names only the former
-        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
-        raise UserError(f"cannot load data.path={path} with the library `datasets`: {reason}") from None
+        raise UserError(f"cannot load data.path={path} with the library `datasets`: {reason(error)}") from None
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error. Of one while a file is read, the library names only its cause."""
+    cause = error.__cause__ or error
+    return (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+
+
+def local_files(path: str) -> list[tuple[str, Path]]:
+    """(name, file) of the files of a path, a folder or a pattern; none for a name on the Hub."""
+    if not Path(path).exists() and not glob.has_magic(path):
+        return []
+    return matching(path, tuple(FORMATS))
+
+
+def _is_saved(path: str) -> bool:
+    return any((Path(path) / name).exists() for name in ("state.json", "dataset_dict.json"))
+
+
+def _arguments(path: str, split: str) -> tuple[str, dict[str, Any]]:
+    """The arguments of load_dataset: a format with its files, or a folder or name that it knows to read."""
+    suffix = Path(path).suffix
+    if suffix not in FORMATS or Path(path).is_dir():
+        return path, {}
+    is_pattern = glob.has_magic(path) and not Path(path).exists()
+    files = sorted((str(file) for _, file in matching(path, ())), key=natural) if is_pattern else [path]
+    name = re.split(r"[\[+]", split)[0].strip()
+    options = _as_text(files[0], SEPARATORS[suffix]) if suffix in SEPARATORS else {}
+    return FORMATS[suffix], {"data_files": {name: [*map(glob.escape, files)]}, **options}
 
 
 def _as_text(path: str, separator: str) -> dict[str, Any]:

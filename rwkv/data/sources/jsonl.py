@@ -1,12 +1,10 @@
-"""JSON lines, also in .gz: the text of each {"text": "..."} is a document. data.field names another key.
+"""JSON lines, also in .gz and .zst: the text of each {"text": "..."} is a document. data.field names another key.
 
 A file may also be one JSON list of such objects.
 """
 
 import codecs
-import gzip
 import json
-import zlib
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,16 +16,18 @@ from rwkv.data.source import Source, chunks_of
 from rwkv.data.text_files import matching, names_and_hashes
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
+from rwkv.io.compressed import BROKEN, COMPRESSED, decompressed
 from rwkv.io.json_lines import loads, parse, text_of
 from rwkv.io.utf8 import decode, open_file
 
-PATH = "a .jsonl or .jsonl.gz file, a folder of them, or a pattern"
+PATH = "a .jsonl, .jsonl.gz or .jsonl.zst file, a folder of them, or a pattern"
 LOCAL = True
-ENDINGS = (".jsonl", ".jsonl.gz")
+ENDINGS = (".jsonl", *(f".jsonl{ending}" for ending in COMPRESSED))
 BLOCK = 1 << 16                          # bytes at a file's beginning in which a list is looked for
 OTHER_FILES = {b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file", b"PK\3\4": "a zip archive",
-               b"BZh": "compressed with bzip2", b"\x28\xb5\x2f\xfd": "compressed with zstandard",
-               b"\xfd7zXZ": "compressed with xz"}
+               b"BZh": "compressed with bzip2", b"\xfd7zXZ": "compressed with xz",
+               b"\x28\xb5\x2f\xfd": "compressed with zstandard, and its name does not end in .zst",
+               b"\x1f\x8b": "compressed with gzip, and its name does not end in .gz"}
 
 
 def source(config: DataConfig, cache: Path) -> Source:
@@ -35,7 +35,8 @@ def source(config: DataConfig, cache: Path) -> Source:
     paths = [path for _, path in found]
 
     def documents() -> Iterator[Any]:
-        texts = ((_text(entry, config.field, where), where, weight) for path in paths for entry, where, weight in entries(path))
+        texts = ((text_in(entry, config.field, where), where, weight)
+                 for path in paths for entry, where, weight in entries(path))
         return split_documents(between_separators(texts, config), config.val_fraction, str(config.path))
 
     about = f"{paths[0].name if len(paths) == 1 else f'{len(paths)} files of {config.path}'}, field {config.field}"
@@ -61,26 +62,31 @@ def files(path: str, endings: Sequence[str] = ENDINGS) -> list[tuple[str, Path]]
 
 def entries(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
     """(object, where, bytes of the file read for it) of each line that is not blank, or of each entry of a JSON list."""
-    beginning = _beginning(path)
-    kind = next((kind for magic, kind in OTHER_FILES.items() if beginning.startswith(magic)), None)
-    if kind:
-        raise UserError(f"data.path={path} is {kind}: expected JSON lines or one JSON list, as a text or in .gz; `datasets` "
-                        "and pandas write JSON lines with to_json")
-    if beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"["):
+    if is_list(path):
         yield from _of_list(path)
     else:
         for line, where, size in lines(path):
             yield parse(line, where), where, size
 
 
+def is_list(path: Path) -> bool:
+    """Whether the file is one JSON list. Raises UserError for a file of another kind."""
+    beginning = _beginning(path)
+    kind = next((kind for magic, kind in OTHER_FILES.items() if beginning.startswith(magic)), None)
+    if kind:
+        raise UserError(f"data.path={path} is {kind}: expected JSON lines or one JSON list, as a text, in .gz or in .zst; "
+                        "`datasets` and pandas write JSON lines with to_json")
+    return beginning.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+
+
 def lines(path: Path) -> Iterator[tuple[bytes, str, int]]:
     """(line, where, bytes of the file read for it) of each line that is not blank."""
     with open_file(path) as raw:
-        file = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
+        file = decompressed(raw, path)
         before = 0
-        for number, line in enumerate(_lines(file, path), start=1):
+        for number, line in enumerate(unbroken(file, path), start=1):
             if line.strip():
-                at = raw.tell() if path.suffix == ".gz" else before + len(line)
+                at = before + len(line) if file is raw else raw.tell()
                 yield line, f"{path}, line {number}", at - before
                 before = at
 
@@ -88,7 +94,7 @@ def lines(path: Path) -> Iterator[tuple[bytes, str, int]]:
 def _of_list(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
     """The entries of a list, which is in memory as a whole."""
     with open_file(path) as raw:
-        content = b"".join(_lines(gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw, path))
+        content = b"".join(unbroken(decompressed(raw, path), path))
     text = decode(content, str(path))
     try:
         found = loads(text)
@@ -104,22 +110,22 @@ def _of_list(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
 
 def _beginning(path: Path) -> bytes:
     with open_file(path) as raw:
-        file = gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw
         try:
-            block: bytes = file.read(BLOCK)
+            block: bytes = decompressed(raw, path).read(BLOCK)
             return block
-        except (OSError, EOFError, zlib.error):          # _lines reports it
+        except BROKEN:                   # `unbroken` reports it
             return b""
 
 
-def _lines(file: Any, path: Path) -> Iterator[bytes]:
+def unbroken(file: Any, path: Path) -> Iterator[bytes]:
+    """The lines of a file. Raises UserError where its compressed content is damaged or cut off."""
     try:
         yield from file
-    except (OSError, EOFError, zlib.error) as error:
+    except BROKEN as error:
         raise UserError(f"cannot read data.path={path}: {error}") from None
 
 
-def _text(entry: dict[str, Any], field: str, where: str) -> str:
+def text_in(entry: dict[str, Any], field: str, where: str) -> str:
     if field not in entry:
         texts = [name for name, value in entry.items() if isinstance(value, str)]
         raise UserError(f"{where} has no {field!r}: name the field of the text, data.field={'|'.join(texts[:5]) or 'NAME'}")

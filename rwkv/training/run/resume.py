@@ -31,7 +31,7 @@ FIXED = ("model", "data", "tune", "seed",    # options and groups that may not c
          "trainer.accumulate",           # the position in the data is counted in batches
          "trainer.val_tokens")           # the losses are compared, for best.ckpt
 NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview",      # exceptions
-             "data.path")                # the data may have moved: the loader refuses others
+             "data.path", "data.sources")        # the data may have moved: the loader refuses others
 DELETED = {"optim.matrix_every": 1, "optim.matrix_iterations": 3}        # options of earlier versions, and their defaults
 # Options that earlier versions lacked, and values with which runs act as they did then
 ADDED = {"tune.guard": None, "trainer.graphs": False}

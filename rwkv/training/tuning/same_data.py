@@ -6,7 +6,7 @@ from typing import Any
 from rwkv.checkpoint.files import Checkpoint
 from rwkv.config import DataConfig
 
-LAST_PART = ("binidx", "stdlib", "text")         # of which a smaller data.val_fraction chooses a part of what a larger one does
+LAST_PART = ("binidx", "datatrove", "stdlib", "text")     # a smaller data.val_fraction chooses a part of what a larger one does
 
 
 def warn_of_split(data: DataConfig, sha256: str, before: Checkpoint | None) -> str | None:
@@ -31,4 +31,5 @@ def warn_of_split(data: DataConfig, sha256: str, before: Checkpoint | None) -> s
 def _read(data: dict[str, Any]) -> tuple[Any, ...]:
     path = data.get("path")
     names = ("name", "field", "split", "separator") if data.get("name") != "chat" else ("name",)
-    return (None if path is None else str(Path(path).resolve()), *(data.get(name) for name in names))
+    sources = [sorted(source.items()) for source in data.get("sources") or ()]
+    return (None if path is None else str(Path(path).resolve()), str(sources), *(data.get(name) for name in names))

@@ -1,0 +1,62 @@
+"""Copies of documents in several sources of data=mix: validation leaves out what another source trains on.
+
+Documents are copies if they have the same ids, without end_of_text. Each is compared by 64 bits of its hash.
+"""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from hashlib import blake2b
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+
+from rwkv.data.token_array import TokenArray
+from rwkv.errors import UserError
+from rwkv.io.cache import sha256, write
+
+
+def trained_elsewhere(splits: Sequence[tuple[TokenArray, TokenArray]], identities: Sequence[str], end_of_text: int,
+                      cache: Path) -> list[np.ndarray]:
+    """For the (training, validation) splits of each source, whether each validation document (D,) is in another source's
+    training split. identities: of the sources' splits and their ids, for the cache.
+    """
+    hashes = [[_cached(tokens, f"{identity} {number}", end_of_text, cache) for number, tokens in enumerate(both)]
+              for both, identity in zip(splits, identities, strict=True)]
+    found = []
+    for source, (_, val) in enumerate(hashes):
+        others = [train for other, (train, _) in enumerate(hashes) if other != source]
+        found.append(np.isin(val, np.concatenate([np.empty(0, np.uint64), *others])))
+    return found
+
+
+def without(tokens: TokenArray, left_out: np.ndarray) -> TokenArray:
+    """The documents (D,) that are not left out."""
+    bounds = tokens.bounds.tolist()
+    edges = np.flatnonzero(np.diff((~left_out).astype(np.int8), prepend=0, append=0)).reshape(-1, 2).tolist()
+    return TokenArray.joined([tokens.between(bounds[first], bounds[last]) for first, last in edges])
+
+
+def _cached(tokens: TokenArray, identity: str, end_of_text: int, cache: Path) -> np.ndarray:
+    path = cache / f"hashes-{sha256([identity, str(end_of_text)])[:16]}.npy"
+    try:
+        found = np.load(path)
+        if len(found) == len(tokens.bounds) - 1:
+            return found
+    except (OSError, ValueError, EOFError):              # missing, or damaged
+        pass
+    hashes = document_hashes(tokens, end_of_text)
+    with suppress(UserError):            # a cache that cannot be written
+        write(path, lambda file: np.save(file, hashes))
+    return hashes
+
+
+def document_hashes(tokens: TokenArray, end_of_text: int) -> np.ndarray:
+    """The hash of each document (D,) uint64."""
+    hashes = np.empty(len(tokens.starts), np.uint64)
+    for number, (begin, end) in enumerate(pairwise(tokens.bounds.tolist())):
+        ids = tokens[begin:end].astype("<i4")
+        text = np.flatnonzero(ids != end_of_text)
+        content = ids[text[0]:text[-1] + 1] if len(text) else ids[:0]
+        hashes[number] = int.from_bytes(blake2b(content.tobytes(), digest_size=8).digest())
+    return hashes

@@ -1,0 +1,62 @@
+"""Compressed files, by their endings: .gz, and .zst with the package zstandard."""
+
+import gzip
+import io
+import zlib
+from pathlib import Path
+from typing import Any
+
+from rwkv.errors import UserError
+
+COMPRESSED = (".gz", ".zst")
+BROKEN = (OSError, EOFError, zlib.error)         # errors of a file that is damaged or cut off
+BLOCK = 1 << 17                          # compressed bytes read at a time
+
+
+def decompressed(raw: Any, path: Path) -> Any:
+    """The content of a file that is open for reading bytes: `raw` itself if its name has another ending.
+
+    Reading raises one of BROKEN for a damaged file. Raises UserError where .zst needs a package.
+    """
+    if path.suffix == ".gz":
+        return gzip.GzipFile(fileobj=raw)
+    if path.suffix == ".zst":
+        return io.BufferedReader(_Zstandard(raw, path), BLOCK)
+    return raw
+
+
+class _Zstandard(io.RawIOBase):
+    """Reads frames of zstandard, one after the other. The package's own reader does not notice a frame that is cut off."""
+
+    def __init__(self, raw: Any, path: Path) -> None:
+        try:
+            import zstandard
+        except ImportError:
+            raise UserError(f"{path} needs the package zstandard: pip install zstandard") from None
+        self._library = zstandard
+        self._raw = raw
+        self._frame: Any = None          # the decompressor of an unfinished frame
+        self._compressed = b""
+        self._content = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._content:
+            self._compressed = self._compressed or self._raw.read(BLOCK)
+            if not self._compressed:
+                if self._frame is not None:
+                    raise EOFError("it ends within a frame of zstandard, and is cut off")
+                return 0
+            self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
+            try:
+                self._content = memoryview(self._frame.decompress(self._compressed))
+            except self._library.ZstdError as error:
+                raise OSError(str(error)) from None
+            self._compressed = self._frame.unused_data if self._frame.eof else b""
+            if self._frame.eof:
+                self._frame = None
+        size = min(len(buffer), len(self._content))
+        buffer[:size], self._content = self._content[:size], self._content[size:]
+        return size
