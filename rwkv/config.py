@@ -307,6 +307,22 @@ class LoggerConfig:
             raise UserError("logger.published_losses and logger.published_steps belong together: give both or neither")
 
 
+@dataclass
+class SweepConfig:
+    """How the runs of a sweep are started (train.py -m)."""
+
+    jobs: int | None = option(None, "runs at a time, each with its share of the threads, or a GPU of its own; null: 1, with "
+                              "submitit all", least=1, heading="Sweep, with -m")
+    launcher: str = option("local", "local: processes of this machine; submitit: jobs of SLURM (pip install 'timemix[slurm]')",
+                           one_of=("local", "submitit"))
+    arguments: list[str] = option(list, "NAME=VALUE for submitit, as slurm_partition=gpu, gpus_per_node=1, or timeout_min=60, "
+                                  "after which a job saves and is queued again; may be given several times",
+                                  needs=("sweep.launcher", "submitit"))
+
+    def __post_init__(self) -> None:
+        check_options(self, "sweep.")
+
+
 LORA = ("tune.method", "lora")
 ENGLISH = "english"                      # the text of tune.guard that comes with the package
 
@@ -358,6 +374,7 @@ class TrainConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     seed: int = option(0, "seed of the initial weights and of the order of the data", heading="Run")
     out_dir: str | None = option(None, "the run's directory; null: runs/DATE_TIME", verbatim=PATH)
     resume: str | None = option(None, "auto: continue the run in out_dir, or else the latest, or begin one; PATH: continue "
