@@ -292,9 +292,10 @@ class LoggerConfig:
     name: str = option("wandb", "set by logger=", verbatim=GRAMMAR, filled=True, heading="Logger")
     _target_: str | None = option(None, "the class of any logger of Lightning, beside metrics.csv: configs/logger/mlflow.yaml")
     arguments: list[str] = option(list, "NAME=VALUE that _target_ is called with; may be given several times")
-    project: str | None = option(None, "project in W&B; null: WANDB_PROJECT, by default timemix", filled=True)
-    group: str | None = option(None, "group of runs in W&B; null: WANDB_RUN_GROUP, by default the sweep's folder")
-    run_name: str | None = option(None, "name of the run in W&B; null: WANDB_NAME, by default the kernel and out_dir")
+    project: str | None = option(None, "project, in MLflow the experiment; null: WANDB_PROJECT or the tracker's own "
+                                 "setting, by default timemix", filled=True)
+    group: str | None = option(None, "group of runs; null: WANDB_RUN_GROUP, by default the sweep's folder")
+    run_name: str | None = option(None, "name of the run; null: WANDB_NAME, by default the kernel and out_dir")
     published_losses: list[float] = option(list, "mean training losses of a published run, for the report: of its first "
                                            "published_steps steps, of the next, ...")
     published_steps: int = option(0, "steps that each of published_losses is the mean of", least=0)
