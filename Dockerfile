@@ -7,8 +7,8 @@ COPY rwkv rwkv
 COPY configs configs
 RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu \
  && pip install --no-cache-dir -c constraints.txt ".[serve,world]"
-RUN useradd --create-home timemix
-USER timemix
+RUN useradd --create-home --uid 1000 timemix
+USER 1000
 WORKDIR /home/timemix
 EXPOSE 8000
 HEALTHCHECK CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:8000/health')"]

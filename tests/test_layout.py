@@ -21,7 +21,8 @@ PROGRAMS = [ROOT / "train.py", ROOT / "generate.py", ROOT / "chat.py", ROOT / "s
 PRODUCT = sorted([*(ROOT / "kernels").rglob("*.py"), *(ROOT / "rwkv").rglob("*.py"), *PROGRAMS])
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv")
 SET_ENVIRONMENT = [ROOT / "rwkv" / "distributed.py", *(              # of libraries, and torchrun's for its processes
-    ROOT / "kernels" / name for name in ("machine/threads.py", "machine/allocator.py", "backends/taichi.py"))]
+    ROOT / "kernels" / name
+    for name in ("machine/threads.py", "machine/shares.py", "machine/allocator.py", "backends/taichi.py"))]
 
 FLOORS = (                               # of rwkv/, from the top: a part imports parts of lower floors alone
     ("programs",),

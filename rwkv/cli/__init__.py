@@ -390,7 +390,8 @@ def jobs(line: CommandLine, schema: type, config_name: str) -> list[Job]:
         params = _params(config_name, schema, line)
         for override in params:
             check_override(override, schema)
-        verbatim = [f"{key}={value}" for key, value in line.verbatim.items()]
+        verbatim = [f"{key}={value}" for key, values in line.verbatim.items()
+                    for value in (values if isinstance(values, list) else [values])]
         return [Job(swept, [*chosen, *verbatim], _compose(config_name, schema, chosen, line.verbatim))
                 for chosen, swept in _combinations([*params, *line.overrides], schema)]
 

@@ -32,6 +32,14 @@ def broken(line: str, stream: TextIO) -> str:
     return "\n".join(textwrap.wrap(line, width, subsequent_indent=" " * COLUMN, break_long_words=False, break_on_hyphens=False))
 
 
+def hung(line: str, indent: int, stream: TextIO) -> str:
+    """A line, broken between words for a terminal narrower than it, with its later lines indented by `indent` columns."""
+    width = _width(stream)
+    if width is None or len(line) <= width or width < NARROWEST:
+        return line
+    return "\n".join(textwrap.wrap(line, width, subsequent_indent=" " * indent, break_long_words=False, break_on_hyphens=False))
+
+
 def wrapped(text: str, stream: TextIO) -> str:
     """A text without columns, broken between words for a terminal narrower than it."""
     width = _width(stream)

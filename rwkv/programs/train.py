@@ -10,6 +10,7 @@
   python train.py init_from=FILE data=chat data.path=TALKS.jsonl tune=lora
   python train.py resume=auto                         continue the latest run
   python train.py -m kernel=conv1d,taichi_v3 seed=0,1         four runs in turn
+  python train.py -m optim.lr=1e-3,3e-3 sweep.jobs=2          two at a time
   python train.py trainer=ddp trainer.devices=2       two processes
 
 Continuing. Ctrl-C saves and stops; so do SIGTERM, SIGHUP of a terminal that
@@ -56,6 +57,8 @@ over the training split, and is 2 for data=chat where no length is given.
 Paths, names and other texts are taken verbatim, in sweeps too: commas, quotes
 and equals signs need no escaping. A sweep (-m) runs every combination of the
 other options, OPTION=A,B; -m resume=auto out_dir=DIRECTORY continues one.
+sweep.jobs=2 trains two at a time, sweep.launcher=submitit each as a job of
+SLURM.
 --cfg job shows all options as YAML.
 
 Threads. On Linux a run sets GOMP_SPINCOUNT, the time for which waiting threads
@@ -69,9 +72,12 @@ import sys
 from kernels.machine import threads
 from rwkv import cli
 from rwkv.config import TrainConfig
+from rwkv.errors import UserError
 
 
 def train(config: TrainConfig, line: cli.CommandLine) -> None:
+    for key in (key for key in line.keys if key.startswith("sweep.")):
+        raise UserError(f"{key} is for sweeps: add -m, or leave it out")
     if config.trainer.strategy == "single":       # else each of several processes would say so
         from rwkv.training.run.options import check_run
 

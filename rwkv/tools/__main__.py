@@ -16,6 +16,7 @@ from kernels.arguments import Parser
 from kernels.machine import threads
 from rwkv.cli import exit_on_user_error
 from rwkv.io.commands import as_typed
+from rwkv.io.lines import hung
 
 FOLDERS = (Path(__file__).parent.parent / "programs", Path(__file__).parent)
 PROGRAM = 'if __name__ == "__main__":'     # a line in every file that is a program
@@ -30,7 +31,8 @@ def main() -> None:
     if command in ("--help", "-h"):
         with exit_on_user_error():
             print("\n".join(["timemix COMMAND [ARGUMENT...]; timemix COMMAND --help lists the arguments", "",
-                             *(f"  {name:12}{_first_sentence(module)}" for name, module in COMMANDS.items())]), flush=True)
+                             *(hung(f"  {name:12}{_first_sentence(module)}", 14, sys.stdout)
+                               for name, module in COMMANDS.items())]), flush=True)
     elif (command := command.replace("-", "_")) not in COMMANDS:
         close = get_close_matches(command, COMMANDS, n=1)
         meant = f"did you mean {close[0]}? " if close else ""

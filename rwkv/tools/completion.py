@@ -7,17 +7,18 @@
 
 import ast
 import shlex
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from kernels.arguments import Parser
-from rwkv import cli
+from rwkv import cli, config
 from rwkv.cli import exit_on_user_error
 from rwkv.config import ChatConfig, EvaluateConfig, GenerateConfig, ServeConfig, TrainConfig, options
 
 SCHEMAS = {"chat": ChatConfig, "evaluate": EvaluateConfig, "generate": GenerateConfig, "serve": ServeConfig,
            "train": TrainConfig}         # of programs with options of the form OPTION=VALUE
+SHELLS = ("bash", "zsh", "fish")
 BASH = """\
 _timemix() {{
     local words current="${{COMP_LINE:0:COMP_POINT}}" key
@@ -67,7 +68,7 @@ compdef _timemix timemix
 
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser("rwkv.tools.completion", __doc__)
-    parser.add_argument("shell", choices=("bash", "zsh", "fish"), help="the shell that the script is for")
+    parser.add_argument("shell", choices=SHELLS, help="the shell that the script is for")
     shell = parser.parse_args(arguments).shell
     with exit_on_user_error():
         print(script(shell), end="", flush=True)
@@ -79,8 +80,12 @@ def script(shell: str) -> str:
     table = {name: words(name, module) for name, module in COMMANDS.items()}
     if shell == "fish":
         lines = [f"complete -c timemix -n __fish_use_subcommand -f -a {shlex.quote(' '.join(table))}"]
-        lines += [f"complete -c timemix -n '__fish_seen_subcommand_from {name}' -a {shlex.quote(' '.join(entries))}"
-                  for name, entries in table.items()]
+        for name, entries in table.items():
+            seen = f"__fish_seen_subcommand_from {name}"
+            lines.append(f"complete -c timemix -n '{seen}' -a {shlex.quote(' '.join(entries))}")
+            if without_files := _without_files(entries):
+                matches = f'string match -qr "{without_files}" -- (commandline -ct)'
+                lines.append(f"complete -c timemix -n '{seen}; and {matches}' -f")
         return "\n".join(lines) + "\n"
     listed = shlex.quote(" ".join(table)) if shell == "bash" else " ".join(table)
     cases = "\n".join(f"        {name}) words={shlex.quote(' '.join(entries))} ;;" if shell == "bash" else
@@ -88,10 +93,18 @@ def script(shell: str) -> str:
     return (BASH if shell == "bash" else ZSH).format(commands=listed, cases=cases)
 
 
+def _without_files(entries: list[str]) -> str:
+    """A pattern of the words that fish must not complete as files: OPTION=VALUE of listed values, and options without files."""
+    listed = sorted({entry.partition("=")[0] for entry in entries if entry.partition("=")[2]})
+    patterns = [f"^({'|'.join(listed)})="] if listed else []
+    names_options = any("=" in entry and not entry.startswith("-") for entry in entries)
+    return "|".join(patterns + ["^[^=/]*\\z"] * names_options)
+
+
 def words(command: str, module: str) -> list[str]:
     """The words that may follow a command: OPTION=VALUE for each known value, OPTION= for free ones, and flags."""
     if command == "completion":
-        return ["bash", "zsh", "fish"]
+        return list(SHELLS)
     if command not in SCHEMAS:
         return sorted({*_flags(module), "--help"})
     schema = SCHEMAS[command]
@@ -105,14 +118,31 @@ def words(command: str, module: str) -> list[str]:
 
 
 def _flags(module: str) -> Iterator[str]:
-    """The flags of a program with an argparse parser, read from its source."""
+    """The flags of a program with an argparse parser, read from its source: --FLAG=VALUE for each known value, or --FLAG."""
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None
-    for node in ast.walk(ast.parse(Path(spec.origin).read_text(encoding="utf-8"))):
+    tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    homes = {alias.name: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
+             for alias in node.names}
+    for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
-            yield from (argument.value for argument in node.args if isinstance(argument, ast.Constant)
-                        and isinstance(argument.value, str) and argument.value.startswith("--"))
+            flags = [argument.value for argument in node.args if isinstance(argument, ast.Constant)
+                     and isinstance(argument.value, str) and argument.value.startswith("--")]
+            values = _values(next((item.value for item in node.keywords if item.arg == "choices"), None), homes)
+            if "--kernel" in flags:
+                values = cli.KERNELS
+            yield from (f"{flag}={value}" for flag in flags for value in values)
+            yield from (flag for flag in flags if not values)
+
+
+def _values(choices: ast.expr | None, homes: dict[str, str]) -> Sequence[str]:
+    """The values of `choices=`: as they stand there, or those of a constant of rwkv/config.py; else none."""
+    if isinstance(choices, (ast.Tuple, ast.List)):
+        return [str(item.value) for item in choices.elts if isinstance(item, ast.Constant)]
+    if isinstance(choices, ast.Name) and homes.get(choices.id) == config.__name__:
+        return [str(value) for value in getattr(config, choices.id)]
+    return ()
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from typing import Any
 from kernels.arguments import Parser, path_of
 from rwkv.cli import exit_on_user_error
 from rwkv.errors import UserError
+from rwkv.io.lines import hung
 
 # Distributions, by the extra that installs them; "" for those that every program needs
 PACKAGES: dict[str, tuple[str, ...]] = {
@@ -29,6 +30,7 @@ FOR = {"taichi": "kernels taichi_*", "triton": "kernels triton_*", "plot": "plot
        "hf": "data=hf", "world": "fast World tokenisation", "chat": "editing lines in chat", "lm-eval": "timemix lm_eval",
        "gguf": "llama.cpp's files", "hub": "names on the Hub", "serve": "timemix serve"}
 PROBLEM = "!"
+INDENT = 14                              # columns before a line's text
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -38,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
     with exit_on_user_error():
         report = findings()
         for line in lines(report):
-            print(line)
+            print(hung(line, INDENT, sys.stdout))
         sys.stdout.flush()
         if file is not None:
             write_json(file, report)

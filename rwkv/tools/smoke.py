@@ -22,6 +22,7 @@ from kernels.registry import KernelUnavailable, UnknownKernel
 from rwkv.cli import exit_on_user_error
 from rwkv.config import DTYPES, GENERATIONS, KernelConfig, SavedModelConfig
 from rwkv.errors import UserError
+from rwkv.io.lines import hung
 from rwkv.io.output_file import require_writable
 from rwkv.tools.doctor import findings, write_json
 
@@ -115,7 +116,8 @@ class _Checks:
         seconds = time.monotonic() - begun
         self._done.append({"checkpoint": self._path.name, "check": name, "passed": passed, "finding": finding,
                            "seconds": round(seconds, 3), "traceback": details})
-        print(f"{'ok  ' if passed else 'FAIL'} {self._path.name} {name} ({seconds:.1f} s): {finding}", flush=True)
+        line = f"{'ok  ' if passed else 'FAIL'} {self._path.name} {name} ({seconds:.1f} s): {finding}"
+        print(hung(line, 5, sys.stdout), flush=True)
         return passed
 
     def _load(self) -> str:

@@ -24,6 +24,7 @@ from rwkv.errors import UserError
 from rwkv.io.atomic import append, write_file
 from rwkv.report.numbers import reward_names
 from rwkv.report.reading import METRICS, SWEEP, read_metrics
+from rwkv.training.trackers import Filed
 
 COLUMNS = ("train/loss", "val/loss", "val/bpb", "val/lost", "lr", "grad_norm", "tok_per_sec", "peak_mem")
 PROJECT = "timemix"                      # in W&B
@@ -37,7 +38,7 @@ SAMPLES_SHOWN = 100                      # the latest samples: W&B uploads the w
 def require(config: LoggerConfig) -> None:
     """Raises UserError if the logger's package cannot be imported or refuses a name. Called before long work."""
     if config._target_ is not None:
-        _named(config)
+        _named(config, Filed(config.project, PROJECT, config.group, "run", Path(), continued=False))
         return
     if config.name != "wandb":
         return
@@ -68,7 +69,9 @@ def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at
     sources = [source_metric(name) for name in names_of(DataConfig(**run["data"]))]
     file = MetricsFile(out_dir / METRICS, run["kernel"]["name"], (*sources, *guard, *rewards, *norms), resumed_at)
     if config._target_ is not None:
-        logger = _named(config)
+        group = out_dir.parent.name if _in_sweep(out_dir) else None
+        logger = _named(config, Filed(config.project, PROJECT, config.group or group,
+                                      config.run_name or _default_name(out_dir, run), out_dir, resumed_at is not None))
         logger.log_hyperparams(run)
         return [file, logger]
     if config.name == "csv":
@@ -81,11 +84,13 @@ def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at
     return [file, _wandb(config, out_dir, run, mode)]
 
 
-def _named(config: LoggerConfig) -> Logger:
-    """The logger that logger._target_ names. Raises UserError where it cannot be made."""
+def _named(config: LoggerConfig, filed: Filed) -> Logger:
+    """The logger that logger._target_ names; those of trackers.py get `filed`. Raises UserError where it cannot be made."""
     module, _, name = str(config._target_).rpartition(".")
     try:
         arguments = {key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in config.arguments)}
+        if module == Filed.__module__:
+            arguments["filed"] = filed
         logger = getattr(importlib.import_module(module), name)(**arguments)
     except Exception as error:           # whatever another package raises
         raise UserError(f"logger={config.name} cannot make {config._target_} ({error!r}): install its package, change "

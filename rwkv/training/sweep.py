@@ -1,25 +1,25 @@
-"""A sweep: `python train.py -m kernel=conv1d,taichi_v3 seed=0,1`, each run in a process of its own, one after the other.
+"""A sweep: `python train.py -m kernel=conv1d,taichi_v3 seed=0,1`, each run in a process of its own, sweep.jobs at a time.
 
     DIR/sweep.json            all runs, with the status of each; rewritten after each run
     DIR/NAME/                 the directory of a run, named by the options in which the runs differ: kernel=conv1d,seed=0
     DIR/logs/NAME.txt         the standard error of the run
     DIR/logs/NAME.reason.txt  the error that ended it, if one did (sweep_child.py)
+    DIR/logs/JOB/             files of submitit's, with sweep.launcher=submitit
     DIR/report.html           the report on all runs, and report.csv (rwkv/report/)
 
-The runs are trained in an order shuffled with ORDER_SEED, so that a slow hour of the machine does not hit only one kernel. The
+The runs are started in an order shuffled with ORDER_SEED, so that a slow hour of the machine does not hit only one kernel. The
 report names kernels that cannot run here and runs that failed; the other runs are trained nevertheless. Ctrl-C is passed on to
-the current run, which saves. `python train.py -m resume=auto out_dir=DIR` keeps the finished runs and continues each of the
-others from its last checkpoint; more options add runs.
+the current runs, which save. `python train.py -m resume=auto out_dir=DIR` keeps the finished runs and continues each of the
+others from its last checkpoint; more options add runs. launchers.py starts the processes.
 """
 
 import json
-import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import time
+from collections import deque
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -28,14 +28,15 @@ from shlex import quote
 from kernels.registry import KernelUnavailable, UnknownKernel
 from rwkv import cli, report
 from rwkv.checkpoint.location import follow
-from rwkv.config import LATEST, TrainConfig
+from rwkv.config import LATEST, SweepConfig, TrainConfig, require_effect
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file
-from rwkv.io.lines import broken, counted, labelled
+from rwkv.io.lines import counted, labelled
 from rwkv.io.signals import STOPPING, StopRequest, end_of
 from rwkv.report import reading
 from rwkv.training import sweep_child
-from rwkv.training.run.directory import CONFIG_FILE, new_folder, require_unused
+from rwkv.training.launchers import End, Launcher, Processes, Task, launcher_for
+from rwkv.training.run.directory import new_folder, require_unused
 from rwkv.training.run.lock import RunLock
 from rwkv.training.run.options import check_new_run
 
@@ -49,6 +50,7 @@ STOPPED = "stopped"
 WAITING = "waiting"
 RESUME = "-m resume=auto"
 SWEEP_OPTIONS = ("out_dir", "resume")    # options of the sweep; each run gets its own values
+SETTINGS = "sweep."                      # the prefix of options that no run gets
 UNSUPPORTED = ("hydra/launcher", "hydra.launcher", "hydra/sweeper")
 SOME_FAILED = 1                          # exit statuses
 NONE_RAN = 2
@@ -56,7 +58,9 @@ NONE_RAN = 2
 
 @dataclass
 class Entry:
-    """A run of a sweep. swept: the options in which runs differ. order: its place in the shuffled order, from 1."""
+    """A run of a sweep. swept: the options in which runs differ. order: its place in the shuffled order, from 1. job: the id of
+    the job of submitit that trains it.
+    """
 
     name: str
     swept: dict[str, str]
@@ -67,13 +71,19 @@ class Entry:
     status: str = WAITING
     reason: str | None = None
     seconds: float | None = None
+    job: str | None = None
 
 
 @dataclass
 class Sweep:
-    """The content of sweep.json: its entries, in the order of the command line, and each run's configuration by name."""
+    """The content of sweep.json: its entries, in the order of the command line; and each run's configuration by name.
+
+    settings: how this process starts runs. given: those options as they stand on the command line.
+    """
 
     folder: Path
+    settings: SweepConfig = field(default_factory=SweepConfig)
+    given: list[str] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     configs: dict[str, TrainConfig] = field(default_factory=dict)
 
@@ -85,29 +95,12 @@ class Sweep:
         return sum(entry.status == status for entry in self.entries)
 
 
-class Stop(StopRequest):
-    """`with Stop() as stop:` passes Ctrl-C, SIGTERM and the like on to stop.process, which is in another session."""
-
-    def __init__(self) -> None:
-        super().__init__(on_signal=self._pass_on, every_signal=True)
-        self.process: subprocess.Popen[str] | None = None
-
-    def watch(self, process: subprocess.Popen[str]) -> None:
-        """Passes signals on to `process` from now on, and Ctrl-C at once if a stop was requested before."""
-        self.process = process
-        if self.requested:
-            self._pass_on(signal.SIGINT)
-
-    def _pass_on(self, number: int) -> None:
-        if self.process is not None and sys.platform != "win32":     # Windows sends Ctrl-C to all processes of a console
-            self.process.send_signal(number)
-
-
 def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
     """Trains all unfinished runs and writes the report. Exit status: 0, 1 if a run failed, 2 if no kernel can run here, 130
     after Ctrl-C.
     """
     sweep = opened(line, jobs_of)
+    launcher = open_launcher(sweep)
     lock = RunLock()
     sweep.folder.mkdir(parents=True, exist_ok=True)
     lock.hold(sweep.folder)
@@ -115,36 +108,87 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
         require_unused(sweep.folder, RESUME)     # again: another process may have used the folder before the lock was held
     sweep.save()
     try:
-        stopped = train_all(sweep)
+        stopped = train_all(sweep, launcher)
     finally:
         lock.release()
     conclude(sweep)
     sys.exit(status_of(sweep, stopped))
 
 
-def train_all(sweep: Sweep) -> bool:
-    """Trains the unfinished runs one after the other. Returns whether a signal stopped it."""
-    to_do = sorted((entry for entry in sweep.entries if entry.status != FINISHED), key=lambda entry: entry.order)
+def train_all(sweep: Sweep, launcher: Launcher) -> bool:
+    """Trains the unfinished runs, launcher.places at a time. Returns whether a signal stopped it."""
+    to_do = _to_do(sweep)
     log(labelled("sweep", f"{sweep.folder}: {counted(len(sweep.entries), 'run')}, {len(to_do)} to do, in an order shuffled "
-                 f"with seed {ORDER_SEED}", sys.stderr))
-    with Stop() as stop:
-        for number, entry in enumerate(to_do, start=1):
-            log(f"\n[{number}/{len(to_do)}] {entry.name}")
-            train(sweep, entry, stop)
-            sweep.save()
-            if stop.requested or entry.status == STOPPED:
-                break
+                 f"with seed {ORDER_SEED}{_together(launcher)}", sys.stderr))
+    waiting = deque(enumerate(to_do, start=1))
+    begun: dict[str, tuple[Entry, float]] = {}           # the runs that are trained now, and when they were started
+    with StopRequest(on_signal=launcher.stop, every_signal=True) as stop:
+        try:
+            while begun or (waiting and not stop.requested):
+                while waiting and len(begun) < launcher.places and not stop.requested:
+                    number, entry = waiting.popleft()
+                    log(f"\n[{number}/{len(to_do)}] {entry.name}")
+                    if _can_run(sweep, entry):
+                        begun[entry.name] = (entry, time.monotonic())
+                        entry.job = launcher.start(_task(sweep, entry, number), entry.job)
+                        if entry.job is not None:
+                            log(f"job {entry.job}")
+                    sweep.save()
+                    if stop.requested:   # perhaps before the launcher knew this run
+                        launcher.stop(signal.SIGINT)
+                for end in launcher.ends() if begun else ():
+                    entry, start = begun.pop(end.name)
+                    entry.seconds = time.monotonic() - start
+                    _store(sweep, entry, end, stop.requested)
+                    sweep.save()
+                    if entry.status == STOPPED:
+                        waiting.clear()
+        finally:
+            if begun:                    # an error of the sweep itself, as a full disk
+                launcher.close()
     return stop.requested
+
+
+def _to_do(sweep: Sweep) -> list[Entry]:
+    return sorted((entry for entry in sweep.entries if entry.status != FINISHED), key=lambda entry: entry.order)
+
+
+def _together(launcher: Launcher) -> str:
+    """How many runs are trained at a time, for the plan; empty for one."""
+    if launcher.places == 1:
+        return ""
+    threads = f" with {counted(launcher.threads, 'thread')} each" if isinstance(launcher, Processes) else ""
+    return f", {launcher.places} at a time{threads}"
+
+
+def open_launcher(sweep: Sweep) -> Launcher:
+    """The launcher that the settings choose. Raises UserError for settings that do not fit the runs or this machine."""
+    to_do = [sweep.configs[entry.name] for entry in _to_do(sweep)]
+    gpus = 0
+    if sweep.settings.launcher == "local" and (sweep.settings.jobs or 1) > 1:
+        import torch
+
+        from rwkv.training.device import device_for
+
+        on_gpu = [config for config in to_do if device_for(config.trainer.accelerator).type == "cuda"]
+        gpus = torch.cuda.device_count() if on_gpu else 0
+        if any(config.trainer.strategy != "single" for config in on_gpu):
+            raise UserError("sweep.jobs gives each run one GPU, and trainer=ddp and trainer=fsdp use several: leave one of "
+                            "them out")
+    return launcher_for(sweep.settings, len(to_do), sweep.folder / LOGS, gpus)
 
 
 def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     """A new sweep, or the one that `resume` continues, with the runs that the command line adds."""
     unsupported = [key for key in line.keys if key.startswith(UNSUPPORTED)]
     if unsupported:
-        raise UserError(f"{unsupported[0]} has no effect here: each run of a sweep is a process of its own, one after the "
-                        "other; leave it out")
+        raise UserError(f"{unsupported[0]} has no effect here: leave it out; sweep.jobs and sweep.launcher say how runs are "
+                        "started")
     own = {key: value for key, value in line.verbatim.items() if key in SWEEP_OPTIONS}
     rest = cli.CommandLine(line.overrides, {key: value for key, value in line.verbatim.items() if key not in own}, [])
+    jobs_here = jobs_of(rest)
+    settings, stated = _settings(jobs_here, rest)
+    adds_runs = any(not key.startswith(SETTINGS) for key in rest.keys)
     folder = Path(str(own.get("out_dir") or new_folder("sweep_")))
     entries: list[Entry] = []
     if "resume" not in own:
@@ -153,15 +197,24 @@ def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
         raise UserError("a sweep is continued with resume=auto out_dir=DIR, where DIR is the directory of the sweep")
     else:
         entries = read(folder)
-        if not entries and not rest.keys:
+        if not entries and not adds_runs:
             raise UserError(f"no sweep to continue in {folder}: it has no {reading.SWEEP}")
         if not entries:
             require_unused(folder, RESUME)
     jobs = [job for entry in entries for job in jobs_of(cli.split(entry.arguments, TrainConfig))]
-    sweep = Sweep(folder, entries, {entry.name: job.config for entry, job in zip(entries, jobs, strict=True)})
-    if rest.keys or not entries:
-        _add(sweep, jobs_of(rest))
+    sweep = Sweep(folder, settings, stated, entries, {entry.name: job.config for entry, job in zip(entries, jobs, strict=True)})
+    if adds_runs or not entries:
+        _add(sweep, jobs_here)
     return sweep
+
+
+def _settings(jobs: list[cli.Job], line: cli.CommandLine) -> tuple[SweepConfig, list[str]]:
+    """The options sweep.*, and those of the command line as they stand there. Raises UserError for several values of one."""
+    for key in (key for job in jobs for key in job.swept if key.startswith(SETTINGS)):
+        raise UserError(f"{key} takes one value: it says how the runs of a sweep are started")
+    require_effect(jobs[0].config, [key for key in line.keys if key.startswith(SETTINGS)])
+    arguments = [f"sweep.arguments={value}" for value in line.verbatim.get("sweep.arguments", [])]
+    return jobs[0].config.sweep, [text for text in line.overrides if text.startswith(SETTINGS)] + arguments
 
 
 def read(folder: Path) -> list[Entry]:
@@ -184,10 +237,11 @@ def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
         if job.config.only_plans:
             raise UserError("plan=true trains nothing, and a sweep trains each of its runs: leave out -m to see the plan of "
                             "one run, or plan=true to train")
-        entry = Entry(name_of(job), job.swept, job.arguments, job.config.kernel.name, job.config.seed)
+        arguments = [argument for argument in job.arguments if not argument.startswith(SETTINGS)]
+        entry = Entry(name_of(job), job.swept, arguments, job.config.kernel.name, job.config.seed)
         if entry.name not in known:
             try:
-                check_new_run(job.config, cli.split(job.arguments, TrainConfig).keys)
+                check_new_run(job.config, cli.split(arguments, TrainConfig).keys)
             except UserError as error:
                 raise UserError(f"{entry.name}: {error}") from None
             known[entry.name] = entry
@@ -237,68 +291,47 @@ def name_of(job: cli.Job) -> str:
     return re.sub(r"[^\w.,=+-]", "_", text) or f"kernel={job.config.kernel.name}"
 
 
-def train(sweep: Sweep, entry: Entry, stop: Stop) -> None:
-    """Trains one run in a process of its own, and stores its status in the entry."""
-    config = sweep.configs[entry.name]
+def _can_run(sweep: Sweep, entry: Entry) -> bool:
+    """Whether this machine has the run's kernel. Stores in the entry why it has not."""
+    if sweep.settings.launcher == "submitit":
+        return True                      # the job's machine says so
     try:
         with suppress(CheckpointError):  # a begun run no longer needs the file; a new run reports the error itself
-            _require_kernel(config)
+            _require_kernel(sweep.configs[entry.name])
     except (KernelUnavailable, UnknownKernel) as error:
         entry.status = UNAVAILABLE
         entry.reason = getattr(error, "reason", str(error))
         log(f"cannot run here: {error}")
-        return
-    start = time.monotonic()
-    log_file = sweep.folder / LOGS / f"{entry.name}.txt"
-    reason_file = sweep.folder / LOGS / f"{entry.name}.reason.txt"
+        return False
+    return True
+
+
+def _task(sweep: Sweep, entry: Entry, number: int) -> Task:
+    log_file, reason_file = _files(sweep, entry)
     log_file.parent.mkdir(exist_ok=True)
-    reason_file.unlink(missing_ok=True)
-    status = run_process([sys.executable, str(CHILD), str(reason_file), *options_of(sweep, entry)], log_file, stop)
-    entry.seconds = time.monotonic() - start
-    entry.reason = None
-    if status == 0:
+    if entry.job is None:
+        reason_file.unlink(missing_ok=True)
+    program = [sys.executable, str(CHILD), str(reason_file.absolute())]
+    return Task(entry.name, program, sweep.folder / entry.name, entry.arguments, log_file, number)
+
+
+def _files(sweep: Sweep, entry: Entry) -> tuple[Path, Path]:
+    """The files of a run's standard error, and of the error that ended it."""
+    logs = sweep.folder / LOGS
+    return logs / f"{entry.name}.txt", logs / f"{entry.name}.reason.txt"
+
+
+def _store(sweep: Sweep, entry: Entry, end: End, stop_requested: bool) -> None:
+    """Stores in the entry how its run has ended."""
+    entry.reason = entry.job = None
+    if end.status == 0:
         entry.status = FINISHED
-    elif stop.requested or status in (cli.INTERRUPTED, *(-number for number in STOPPING)):
+    elif stop_requested or end.status in (cli.INTERRUPTED, *(-number for number in STOPPING)):
         entry.status = STOPPED
     else:
         entry.status = FAILED
-        entry.reason = reason_of(status, reason_file, log_file)
-        log(f"failed: {entry.reason}")
-
-
-def options_of(sweep: Sweep, entry: Entry) -> list[str]:
-    """The command line that trains one run, or continues it if its directory exists."""
-    folder = sweep.folder / entry.name
-    begun = (folder / CONFIG_FILE).is_file()
-    arguments = [argument for argument in entry.arguments if not (begun and argument.startswith("init_from="))]
-    given = {argument.partition("=")[0] for argument in arguments}
-    ours = {"out_dir": str(folder), "trainer.probe": "true"} | ({"resume": "auto"} if begun else {})
-    return [*arguments, *(f"{key}={value}" for key, value in ours.items() if key not in given)]
-
-
-def run_process(command: list[str], log_file: Path, stop: Stop) -> int:
-    """Runs a command in a session of its own and returns its exit status. Its standard error is shown, and kept in log_file.
-
-    So is its standard output where both go to the same place, so that they keep their order.
-    """
-    both = _one_output()
-    with log_file.open("w", encoding="utf-8") as file, subprocess.Popen(
-            command, stdout=subprocess.PIPE if both else None, stderr=subprocess.STDOUT if both else subprocess.PIPE,
-            encoding="utf-8", errors="replace", start_new_session=True) as process:
-        stop.watch(process)
-        for line in process.stdout or process.stderr or ():
-            print(broken(line.rstrip("\n"), sys.stderr), file=sys.stderr)
-            file.write(line)
-    stop.process = None
-    return process.returncode
-
-
-def _one_output() -> bool:
-    """Whether standard output and standard error go to the same terminal, file or pipe."""
-    try:
-        return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
-    except OSError:                      # one of them is closed, or is no file
-        return False
+        entry.reason = end.reason or reason_of(end.status, *reversed(_files(sweep, entry)))
+        log(f"failed: {entry.name}: {entry.reason}")
 
 
 def reason_of(status: int, reason_file: Path, log_file: Path) -> str:
@@ -307,7 +340,8 @@ def reason_of(status: int, reason_file: Path, log_file: Path) -> str:
         return f"ended by {end_of(status)}"
     if reason_file.is_file():
         return reason_file.read_text(encoding="utf-8")
-    lines = [line for line in log_file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    text = log_file.read_text(encoding="utf-8", errors="replace") if log_file.is_file() else ""
+    lines = [line for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else f"exit status {status}"
 
 
@@ -323,7 +357,8 @@ def conclude(sweep: Sweep) -> None:
     _say_best(sweep.folder, written.best)
     log(labelled("report", str(written.page), sys.stderr))
     if sweep.count(STOPPED) + sweep.count(WAITING) + sweep.count(FAILED):
-        log(f"continue with: {cli.command('train')} -m resume=auto {quote(f'out_dir={sweep.folder}')}")
+        options = ["resume=auto", quote(f"out_dir={sweep.folder}"), *map(quote, sweep.given)]
+        log(f"continue with: {cli.command('train')} -m {' '.join(options)}")
     if sweep.count(FINISHED):
         from rwkv.training.loggers import log_report
 

@@ -25,6 +25,7 @@ from training_runs import OF_PROBE, SMALL, TEXT, assert_same_training, losses, r
 from kernels.timex import conv1d
 from rwkv import cli, report
 from rwkv.config import DataConfig, KernelConfig, LoggerConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
+from rwkv.io.signals import StopRequest
 from rwkv.report import page as report_page
 from rwkv.report import svg, units
 from rwkv.report.findings import findings
@@ -33,6 +34,7 @@ from rwkv.report.reading import Run, read
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools import report as report_tool
 from rwkv.training import fit, sweep
+from rwkv.training.launchers import End, Processes, Task
 from rwkv.training.run.opening import open_run
 
 ROOT = Path(__file__).parent.parent.parent
@@ -209,16 +211,20 @@ def test_ctrl_c_is_passed_on_and_waited_for(tmp_path: Path) -> None:
                "signal.signal(signal.SIGINT, stop)\n"
                "os.kill(os.getppid(), signal.SIGINT)\n"
                "time.sleep(60)")
-    with sweep.Stop() as stop:
-        status = sweep.run_process([sys.executable, "-c", program], tmp_path / "log.txt", stop)
-    assert (stop.requested, status, (tmp_path / "log.txt").read_text()) == (True, 130, "saved\n")
+    launcher = Processes(1, 1, 0)
+    with StopRequest(on_signal=launcher.stop, every_signal=True) as stop:
+        launcher.start(Task("run", [sys.executable, "-c", program], tmp_path, [], tmp_path / "log.txt"), None)
+        ends = next(ends for _ in range(1000) if (ends := launcher.ends()))
+    assert (stop.requested, ends, (tmp_path / "log.txt").read_text()) == (True, [End("run", 130)], "saved\n")
 
 
 def test_a_sweep_keeps_the_order_of_its_runs_lines_in_one_file(tmp_path: Path) -> None:
     """Standard output and standard error of a run go to the same file, as with `> log.txt 2>&1`."""
     run = "import sys\nfor n in range(50): print(n, file=(sys.stdout, sys.stderr)[n % 2], flush=True)"
-    program = ("import pathlib, sys\nfrom rwkv.training import sweep\nwith sweep.Stop() as stop:\n"
-               f"    sweep.run_process([sys.executable, '-c', {run!r}], pathlib.Path({str(tmp_path / 'run.txt')!r}), stop)")
+    program = ("import pathlib, sys\nfrom rwkv.training.launchers import Processes, Task\nlauncher = Processes(1, 1, 0)\n"
+               f"file = pathlib.Path({str(tmp_path / 'run.txt')!r})\n"
+               f"launcher.start(Task('run', [sys.executable, '-c', {run!r}], file.parent, [], file), None)\n"
+               "while not launcher.ends(): pass")
     with (tmp_path / "log.txt").open("w") as log:
         subprocess.run([sys.executable, "-c", program], cwd=ROOT, stdout=log, stderr=log, check=True)
     assert (tmp_path / "log.txt").read_text().split() == [str(n) for n in range(50)]

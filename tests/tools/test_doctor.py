@@ -4,6 +4,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -117,7 +118,9 @@ COMPLETIONS = [                          # a line, and what it must and must not
     ("timemix train optim=a", {"adamw", "adam"}, {"muon"}), ("timemix train kernel=taichi_v", {"taichi_v3"}, {"conv1d"}),
     ("timemix train trainer.max_st", {"trainer.max_steps="}, {"trainer.devices="}),
     ("timemix train optim.compile=x -", {"-m", "--help"}, {"optim="}),
-    ("timemix convert --for", {"--format", "--form"}, {"--dtype"}), ("timemix completion z", {"zsh"}, {"bash"}),
+    ("timemix convert --for", {"--format", "--form"}, {"--dtype="}), ("timemix smoke --dt", {"--dtype="}, {"--device="}),
+    ("timemix smoke --dtype=", {"bfloat16", "int4"}, {"cuda"}), ("timemix smoke --kernel=conv", {"conv1d"}, {"torch_scan"}),
+    ("timemix completion z", {"zsh"}, {"bash"}),
     ("timemix generate checkpoint=some.f", {"some.file"}, {"dtype="})]
 
 
@@ -144,3 +147,45 @@ def test_other_shells_read_their_script(shell: str) -> None:
     assert "dtype=bfloat16" in script
     if shutil.which(shell):
         assert subprocess.run([shell, "-n"], input=script, text=True, check=False).returncode == 0
+
+
+@pytest.mark.skipif(shutil.which("fish") is None, reason="needs fish")
+@pytest.mark.parametrize(("line", "offered", "withheld"), COMPLETIONS, ids=[line for line, *_ in COMPLETIONS])
+def test_fish_completes(line: str, offered: set[str], withheld: set[str], tmp_path: Path) -> None:
+    """Files after options of free values alone."""
+    for name in ("some.file", "intend", "adapt"):
+        (tmp_path / name).write_text("")
+    (tmp_path / "timemix.fish").write_text(completion.script("fish"))
+    asked = f"source timemix.fish; complete -C '{line}'"
+    done = subprocess.run(["fish", "--no-config", "-c", asked], capture_output=True, text=True, check=True, cwd=tmp_path)
+    report = {word.split("\t")[0] for word in done.stdout.splitlines()}
+    key, equals, _ = line.split(" ")[-1].partition("=")
+    before = f"{key}=" * bool(equals)
+    assert {before + word for word in offered} <= {*report, *(f"{word.partition('=')[0]}=" for word in report)}
+    assert not {before + word for word in {*withheld, "intend", "adapt"}} & report
+    assert done.stderr == ""
+
+
+@pytest.mark.skipif(shutil.which("tmux") is None or shutil.which("zsh") is None, reason="needs tmux and zsh")
+@pytest.mark.soak
+def test_zsh_completes_in_a_terminal(tmp_path: Path) -> None:
+    """Its completions need a terminal."""
+    (tmp_path / "timemix.zsh").write_text(completion.script("zsh"))
+    (tmp_path / "some.file").write_text("")
+    tmux = ["tmux", "-S", str(tmp_path / "tmux")]
+
+    def shown(*keys: str) -> str:
+        subprocess.run([*tmux, "send-keys", "-t", "zsh", *keys], check=True)
+        time.sleep(1)
+        return subprocess.run([*tmux, "capture-pane", "-p", "-t", "zsh"], capture_output=True, text=True, check=True).stdout
+
+    subprocess.run([*tmux, "new-session", "-d", "-s", "zsh", "-x", "80", "-y", "24", "zsh", "-f"], check=True, cwd=tmp_path)
+    try:
+        shown("autoload -U compinit; compinit -D -u; source ./timemix.zsh; clear", "Enter")
+        for line, whole in (("timemix tr", "timemix train "), ("timemix serve dtype=bf", "dtype=bfloat16 "),
+                            ("timemix train optim.sched", "optim.schedule="), ("timemix smoke --dt", "--dtype="),
+                            ("timemix generate checkpoint=so", "checkpoint=some.file ")):
+            assert whole.strip() in shown(line, "Tab")
+            shown("C-u")
+    finally:
+        subprocess.run([*tmux, "kill-server"], check=True)

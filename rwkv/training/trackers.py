@@ -1,0 +1,105 @@
+"""Trackers of experiments for configs/logger/: TensorBoard, MLflow and Trackio, filed under the names that W&B's runs have.
+
+Where a tracker stores runs is the user's own setting, such as MLFLOW_TRACKING_URI or TRACKIO_DIR. A continued run goes on in
+the tracker's run that it began, unless its directory is a copy.
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from contextlib import redirect_stdout
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
+
+from rwkv.io.atomic import write_file
+
+RECORD = "mlflow.json"                   # in a run's directory: the id of its MLflow run, and the directory's path
+
+
+class Filed(NamedTuple):
+    """What a run is filed under. project: None for the tracker's own setting, or else `timemix`. continued: it is resumed."""
+
+    project: str | None
+    default_project: str
+    group: str | None
+    name: str
+    out_dir: Path
+    continued: bool
+
+
+class TensorBoard(TensorBoardLogger):
+    """Event files in the run's directory, in tensorboard/."""
+
+    def __init__(self, filed: Filed, **arguments: Any) -> None:
+        super().__init__(**{"save_dir": filed.out_dir, "name": None, "version": "tensorboard", "default_hp_metric": False}
+                         | arguments)
+
+
+class MLflow(MLFlowLogger):
+    """An MLflow run in MLFLOW_TRACKING_URI, by default ./mlflow.db; its experiment is the project."""
+
+    def __init__(self, filed: Filed, **arguments: Any) -> None:
+        import mlflow
+        from mlflow.environment_variables import MLFLOW_EXPERIMENT_NAME
+
+        self._record = filed.out_dir / RECORD
+        self._continues = _earlier_id(self._record) if filed.continued else None
+        own = {"experiment_name": filed.project or MLFLOW_EXPERIMENT_NAME.get() or filed.default_project,
+               "run_name": filed.name, "tracking_uri": mlflow.get_tracking_uri(), "run_id": self._continues,
+               "tags": {"group": filed.group} if filed.group else None}
+        super().__init__(**own | arguments)
+
+    def log_hyperparams(self, params: Any, *more: Any, **named: Any) -> None:
+        """Logs them once: MLflow refuses other values later."""
+        if self._continues is not None:
+            self.experiment.set_terminated(self.run_id, "RUNNING")
+            return
+        super().log_hyperparams(params)
+        record = {"id": self.run_id, "out_dir": str(self._record.parent.resolve())}
+        write_file(self._record, lambda file: file.write(json.dumps(record).encode()))
+
+
+class Trackio(Logger):
+    """A run of Trackio in TRACKIO_DIR, by default ~/.cache/huggingface/trackio."""
+
+    def __init__(self, filed: Filed, **arguments: Any) -> None:
+        import trackio
+
+        super().__init__()
+        self._trackio = trackio
+        self._arguments: dict[str, Any] = {
+            "project": filed.project or filed.default_project, "name": filed.name, "group": filed.group, "embed": False,
+            "resume": "allow" if filed.continued else "never"} | arguments
+        self._run: Any = None
+
+    @property
+    def name(self) -> str:
+        return str(self._arguments["project"])
+
+    @property
+    def version(self) -> str:
+        return str(self._arguments["name"])
+
+    def log_hyperparams(self, params: Any, *more: Any, **named: Any) -> None:
+        with redirect_stdout(sys.stderr):                # where it says what it does
+            self._run = self._trackio.init(config=params, **self._arguments)
+
+    def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
+        self._run.log(dict(metrics), step=step)
+
+    def finalize(self, status: str) -> None:
+        if self._run is not None:
+            self._run = None
+            with redirect_stdout(sys.stderr):
+                self._trackio.finish()
+
+
+def _earlier_id(path: Path) -> str | None:
+    """The id in a record; None without one, and in a copy of a run's directory."""
+    try:
+        record = json.loads(path.read_bytes())
+        return str(record["id"]) if Path(record["out_dir"]) == path.parent.resolve() else None
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
