@@ -75,8 +75,8 @@ class Responses:
         content = self._kept.get(response_id)
         stored = msgspec.json.decode(content, type=Stored) if content else None
         if stored is None or stored.owner != owner:
-            raise ApiError(404, f"unknown, deleted, evicted or unstored response {response_id[:100]!r}; responses belong to the "
-                                "API key that made them", field, "response_not_found")
+            raise ApiError(404, f"unknown, deleted, evicted or unstored response {response_id[:100]!r}; responses belong to "
+                                "the API key that made them", field, "response_not_found")
         with suppress(KeyError):         # it may just have been dropped: long requests are read in another thread
             self._shares.use(response_id)
         return stored
