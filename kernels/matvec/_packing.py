@@ -1,7 +1,7 @@
-"""How a matrix W (N,K) is packed: the numbers of int8 and int4, and exact copies in bfloat16.
+"""Packing of a matrix W (N,K): int8, int4, and exact copies in bfloat16.
 
-In C (csrc/pack.c) where there is the library, otherwise in PyTorch. The numbers are the same, except that int4 may choose
-another share of a group's range where two shares have errors that differ by rounding alone.
+In C (csrc/pack.c) if the library runs here, otherwise in PyTorch. Both give the same numbers, except that int4 may choose
+another fraction of a group's range if two errors differ by rounding alone.
 """
 
 import torch
@@ -12,10 +12,10 @@ from kernels import native
 from kernels.native.dtypes import DTYPES
 
 GROUP = 32                               # neighbours in a row of W that share a scale, in int4
-SMALLEST = 1e-30                         # stands for the largest magnitude of zeros
-SHRUNK = torch.tensor([1.0, 0.95, 0.9, 0.85, 0.8], dtype=torch.float32, device="cpu")      # shares of a range that int4 tries
+SMALLEST = 1e-30                         # lower bound of the largest magnitude, so that zeros get a nonzero scale
+FRACTIONS = torch.tensor([1.0, 0.95, 0.9, 0.85, 0.8], dtype=torch.float32, device="cpu")   # of a range, tried by int4
 ROWS = 1024                              # rows that PyTorch rounds at once: float32 takes up to eight times the memory
-PIECE = 2**14                            # numbers that are copied as one task, as in pack.c
+PIECE = 2**14                            # numbers that a task copies, as in pack.c
 Groups = tuple[Tensor, Tensor, Tensor]
 
 
@@ -44,7 +44,7 @@ def int8_in_torch(exact: Tensor) -> tuple[Tensor, Tensor]:
 def int4(weight: Tensor, symmetric: bool) -> Groups:
     """q (N,G,16) uint8, elements i and i + 16 of a group in a byte, and scale and shift (N,G) bfloat16.
 
-    W is q scale + shift, 0 <= q <= 15. Of the shares of a group's range in SHRUNK, the one with the least squared error.
+    W is q scale + shift, 0 <= q <= 15. Of FRACTIONS of a group's range, the one with the least squared error.
     symmetric: shift is -8 scale.
     """
     N = len(weight)
@@ -54,8 +54,8 @@ def int4(weight: Tensor, symmetric: bool) -> Groups:
     shift = torch.empty_like(scale)
     exact = _for_c(weight)
     if exact is not None:
-        native.run(f"matvec_int4_{DTYPES[exact.dtype]}", native.threads_for(N), *weight.shape, symmetric, len(SHRUNK),
-                   exact, SHRUNK, q, scale, shift)
+        native.run(f"matvec_int4_{DTYPES[exact.dtype]}", native.threads_for(N), *weight.shape, symmetric, len(FRACTIONS),
+                   exact, FRACTIONS, q, scale, shift)
         return q, scale, shift
     for start in range(0, N, ROWS):
         rows = slice(start, start + ROWS)
@@ -73,10 +73,10 @@ def int4_in_torch(exact: Tensor, symmetric: bool) -> Groups:
         low = groups.amin(2)
         high = groups.amax(2)
     least = torch.full_like(low, torch.inf)
-    best_scale = best_shift = torch.full_like(low, torch.nan)        # which stays where W is not finite
-    for share in SHRUNK:
-        scale = _as_kept(((high - low) * share / 15).clamp_(min=SMALLEST))
-        shift = -8 * scale if symmetric else _as_kept((low + high) / 2 - 7.5 * scale)
+    best_scale = best_shift = torch.full_like(low, torch.nan)        # remains where W is not finite
+    for fraction in FRACTIONS:
+        scale = _round_to_bfloat16(((high - low) * fraction / 15).clamp_(min=SMALLEST))
+        shift = -8 * scale if symmetric else _round_to_bfloat16((low + high) / 2 - 7.5 * scale)
         q, shifted = _steps(groups, scale, shift)
         error = shifted.addcmul_(q, scale.unsqueeze(2), value=-1).square_().sum(2)
         better = error < least
@@ -93,13 +93,13 @@ def _steps(groups: Tensor, scale: Tensor, shift: Tensor) -> tuple[Tensor, Tensor
     return (shifted / scale.unsqueeze(2)).round_().clamp_(0, 15), shifted
 
 
-def _as_kept(values: Tensor) -> Tensor:
+def _round_to_bfloat16(values: Tensor) -> Tensor:
     """The values rounded to bfloat16, in float32."""
     return values.bfloat16().float()
 
 
 def exact_copy(weight: Tensor) -> Tensor | None:
-    """W, float32 on a CPU, in bfloat16 if that changes no number; it needs the C library."""
+    """W, float32 on a CPU, as bfloat16 if that is exact, else None. Requires the C library."""
     weight = weight.detach().contiguous()
     copy = torch.empty(weight.shape, dtype=torch.bfloat16, device="cpu")
     inexact = torch.zeros(1, dtype=torch.int64, device="cpu")
@@ -108,7 +108,7 @@ def exact_copy(weight: Tensor) -> Tensor | None:
 
 
 def _for_c(weight: Tensor) -> Tensor | None:
-    """W as C reads it; None where PyTorch has to compute."""
+    """W in a dtype and layout that C reads; None if PyTorch must pack it."""
     if native.why_not() is not None or weight.device.type != "cpu":
         return None
     weight = weight.detach()

@@ -1,4 +1,4 @@
-"""In C (csrc/products.h): a thread reads several distant rows of W at once, with multiply-adds, byte products, prefetch."""
+"""C (csrc/products.h): a thread reads several distant rows of W at once; multiply-adds, byte dot products, prefetch."""
 
 from collections.abc import Callable, Sequence
 
@@ -10,8 +10,8 @@ from kernels.matvec import FORMS, GROUP, KINDS, TOGETHER, BFloat16, Int4, Int8, 
 from kernels.registry import Requires
 
 REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, forms=tuple(FORMS))
-BLOCK = TOGETHER * GROUP                 # of a row in int4
-SMALL = 2**16                            # up to so many products, one thread is done before another one is awake
+BLOCK = TOGETHER * GROUP                 # int4: numbers of a row that are stored together
+SMALL = 2**16                            # up to this many products, one thread finishes before another wakes
 
 
 def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
@@ -20,7 +20,7 @@ def bind(weights: Sequence[Packed]) -> Callable[[Tensor], list[Tensor]]:
 
 
 def dense(packed: Packed, dtype: torch.dtype) -> Tensor:
-    """In C for int4."""
+    """W (N,K); int4 is unpacked in C."""
     if not isinstance(packed, Int4):
         return packed.dense(dtype)
     N = len(packed.weight)
@@ -39,18 +39,18 @@ def _product(packed: Packed) -> Callable[[Tensor], Tensor]:
 
     def product(x: Tensor) -> Tensor:
         R = len(x)
-        floats, whole = _inputs(x, packed)
+        floats, q = _inputs(x, packed)
         y = x.new_empty(R, N)
         threads = 1 if N * K * R <= SMALL else native.threads_for(N)
-        native.run("matvec", threads, KINDS[packed.form], N, K, R, floats.shape[1], K * whole.itemsize, offset, threads,
-                   weight, scale, shift, floats, whole, y)
+        native.run("matvec", threads, KINDS[packed.form], N, K, R, floats.shape[1], K * q.itemsize, offset, threads,
+                   weight, scale, shift, floats, q, y)
         return y
 
     return product
 
 
 def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
-    """x (R,K) twice, as C reads it: in float32 (for int4 the steps and the sums of groups), and in fewer bits."""
+    """The operands x and q of C's struct product, from x (R,K): float32 (int4: scales and sums of groups), and rounded."""
     if isinstance(packed, BFloat16):
         return x, x.bfloat16()
     if isinstance(packed, Int8):
@@ -59,12 +59,12 @@ def _inputs(x: Tensor, packed: Packed) -> tuple[Tensor, Tensor]:
         R = len(x)
         K = _width(packed)
         floats = x.new_empty(R, K // BLOCK * 2 * TOGETHER)
-        whole = x.new_empty(R, K, dtype=torch.uint8)
-        native.run("matvec_arrange", 1, R * (K // BLOCK), torch.nn.functional.pad(x, (0, K - packed.K)), whole, floats)
-        return floats, whole
+        q = x.new_empty(R, K, dtype=torch.uint8)
+        native.run("matvec_arrange", 1, R * (K // BLOCK), torch.nn.functional.pad(x, (0, K - packed.K)), q, floats)
+        return floats, q
     return x, x
 
 
 def _width(packed: Packed) -> int:
-    """K; in int4 that of whole blocks."""
+    """K; for int4 rounded up to whole blocks."""
     return -(-packed.K // BLOCK) * BLOCK if isinstance(packed, Int4) else packed.K

@@ -1,6 +1,6 @@
 """The operations between the matrix products in C, for CPUs: csrc/fused.c and csrc/rwkv7_fused.c have the formulas.
 
-Rows are the steps of all texts, (B,T); all arithmetic is in float32. The order in which gradients of vectors are summed does
+Rows are the steps of all sequences, (B,T); all arithmetic is in float32. Gradients of vectors are summed in an order that does
 not depend on the number of threads.
 """
 
@@ -15,10 +15,10 @@ from kernels.operator import contiguous
 
 MIXES = {(torch.float32, torch.float32): "float32", (torch.bfloat16, torch.bfloat16): "bfloat16",
          (torch.float32, torch.bfloat16): "autocast"}    # by the dtypes of x and of its mixes
-MAX_MIXES = 6                           # as in fused.c
-ROWS = 32                                # in a task, as in both sources
-PIECE = 2 ** 14                          # numbers in a task of the squared ReLU
-SERIAL = 2 ** 14                         # up to so many elements one thread is done before another is awake
+MAX_MIXES = 6                            # as in fused.c
+ROWS = 32                                # of a task, as in both sources
+PIECE = 2 ** 14                          # numbers of a task of the squared ReLU, as in fused.c
+SERIAL = 2 ** 14                         # up to this many elements, one thread finishes before another wakes
 
 Tensors = tuple[Tensor, ...]
 
