@@ -380,7 +380,7 @@ def test_a_wrong_data_set_is_one_sentence(tmp_path: Path, quiet: Any) -> None:
     quiet({"text": [*TEXTS[:20], None, *TEXTS[20:]]}).to_parquet(tmp_path / "none.parquet")
     quiet({"text": list(range(20))}).to_parquet(tmp_path / "numbers.parquet")
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "b.parquet").read_bytes()[:-100])
-    for name, named in (("a", ("body", "data.field")), ("[bc]", ("broke off", "150 rows")), ("numbers", ("row 0", "'text'")),
+    for name, named in (("a", ("body", "data.field")), ("[bc]", ("c.parquet", "body")), ("numbers", ("row 0", "'text'")),
                         ("cut", ("cut.parquet",)), ("absent", ("absent",))):
         config = dataclasses.replace(config_of(tmp_path / f"{name}.parquet"), name="hf")
         with pytest.raises(UserError) as caught:
