@@ -100,6 +100,13 @@ def test_an_epoch_has_every_training_document_once_and_validation_has_the_first(
     assert whole != sorted(whole, key=TEXTS.index)
 
 
+def test_fewer_documents_than_rows_of_a_batch(config: DataConfig, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines_of([*TEXTS[:12], ""]))
+    lanes = documents_of(read(loader(config)))
+    assert {text for lane in lanes for text in lane[1:-1]} == set(TEXTS[10:12])
+    assert all(len(lane) > 3 for lane in lanes)
+
+
 def test_the_next_epoch_has_another_order(config: DataConfig) -> None:
     tokens = sum(len(text.encode()) + 1 for text in TEXTS[10:])
     one = dataclasses.replace(config, batch_size=1)
