@@ -137,8 +137,8 @@ class DataModule(LightningDataModule):
                             "weights to resume, or begin a new run with init_from=")
         if state_dict["sha256"] != self.corpus.sha256:
             raise UserError(f"the data have changed since the run began: their SHA-256 was {state_dict['sha256'][:12]} and is "
-                            f"{self.corpus.sha256[:12]}; restore them to resume, name their place with data.path=, or begin a "
-                            "new run with init_from=")
+                            f"{self.corpus.sha256[:12]}; restore them to resume, name their place with data.path= or "
+                            "data.sources=, or begin a new run with init_from=")
         if state_dict.get("moved", 0) != self.corpus.moved:              # earlier versions compared no documents
             raise UserError("the run was begun with copies of a document in both splits, and now all are in the same split: "
                             "begin a new run, so that validation has no text that training reads")

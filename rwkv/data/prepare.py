@@ -183,7 +183,7 @@ def _from_stream(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None) 
         raise UserError(f"the validation text is shorter than one context: the first data.val_documents={config.val_documents} "
                         f"documents have {counted(len(val.tokens), 'token')}, and model.ctx_len={ctx_len} needs {ctx_len + 1}; "
                         "raise data.val_documents or take a smaller model.ctx_len")
-    left = "" if streamed.tokens is None else f", with about {streamed.tokens:.2g} training tokens"
+    left = "" if streamed.tokens is None else f", with about {float(f'{streamed.tokens:.2g}'):,.0f} training tokens"
     about = f"{stream.about}{left}, read while training; the first {counted(config.val_documents, 'document')} for validation"
     empty = TokensInMemory(val.tokens[:0], np.empty(0, np.int64))
     sizes = Sizes(0, len(val.tokens), 0, val.bytes, val.gzip_bpb, NOTHING, val.lost)

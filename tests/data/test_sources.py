@@ -227,6 +227,30 @@ def test_tables_are_texts_and_splits_have_parts(config: DataConfig, tmp_path: Pa
             read("saved", split=wrong)
 
 
+@pytest.mark.skipif(not importlib.util.find_spec("datasets"), reason="no library `datasets`: pip install -e '.[hf]'")
+@pytest.mark.filterwarnings("ignore")                    # the library's own
+@pytest.mark.parametrize("path", ["rows", "rows/*.parquet", "rows/**/*.parquet"])
+def test_folders_and_patterns_of_parquet(config: DataConfig, tmp_path: Path, path: str,
+                                         monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "hf")
+    datasets.disable_progress_bars()
+    folder = tmp_path / "rows" if path == "rows/*.parquet" else tmp_path / "rows" / "dätä 1"
+    folder.mkdir(parents=True)
+    for number, part in ((1, WORDS[:20]), (2, WORDS[20:40]), (10, WORDS[40:])):          # only some have a second column
+        rows = datasets.Dataset.from_dict({"text": part} | ({"n": part} if number == 2 else {}))
+        rows.to_parquet(folder / f"part-{number}.parquet")
+    for name in ("README.md", ".hidden.parquet", "_SUCCESS"):
+        (folder / name).write_text("---\nlicense: mit\n---\n")
+    train, val = bytes_of(prepare(of_kind(config, "hf", tmp_path / path), 16))
+    assert sorted(train + val) == sorted(WORDS)
+    (folder / "part-3.parquet").write_bytes(b"PAR1")
+    refuses(of_kind(config, "hf", tmp_path / path), "part-3.parquet")
+    datasets.Dataset.from_dict({"body": WORDS}).to_parquet(folder / "part-3.parquet")
+    refuses(of_kind(config, "hf", tmp_path / path), "part-3.parquet", "body")
+
+
 def test_the_error_without_the_library_names_the_package(config: DataConfig, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
     refuses(of_kind(config, "hf", Path("somewhere")), "pip install")

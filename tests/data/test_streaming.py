@@ -100,6 +100,13 @@ def test_an_epoch_has_every_training_document_once_and_validation_has_the_first(
     assert whole != sorted(whole, key=TEXTS.index)
 
 
+def test_fewer_documents_than_rows_of_a_batch(config: DataConfig, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(lines_of([*TEXTS[:12], ""]))
+    lanes = documents_of(read(loader(config)))
+    assert {text for lane in lanes for text in lane[1:-1]} == set(TEXTS[10:12])
+    assert all(len(lane) > 3 for lane in lanes)
+
+
 def test_the_next_epoch_has_another_order(config: DataConfig) -> None:
     tokens = sum(len(text.encode()) + 1 for text in TEXTS[10:])
     one = dataclasses.replace(config, batch_size=1)
@@ -380,7 +387,7 @@ def test_a_wrong_data_set_is_one_sentence(tmp_path: Path, quiet: Any) -> None:
     quiet({"text": [*TEXTS[:20], None, *TEXTS[20:]]}).to_parquet(tmp_path / "none.parquet")
     quiet({"text": list(range(20))}).to_parquet(tmp_path / "numbers.parquet")
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "b.parquet").read_bytes()[:-100])
-    for name, named in (("a", ("body", "data.field")), ("[bc]", ("broke off", "150 rows")), ("numbers", ("row 0", "'text'")),
+    for name, named in (("a", ("body", "data.field")), ("[bc]", ("c.parquet", "body")), ("numbers", ("row 0", "'text'")),
                         ("cut", ("cut.parquet",)), ("absent", ("absent",))):
         config = dataclasses.replace(config_of(tmp_path / f"{name}.parquet"), name="hf")
         with pytest.raises(UserError) as caught:

@@ -1,9 +1,11 @@
 """Datasets through Hugging Face's `datasets` library: a column of texts, each a document."""
 
 import glob
+import logging
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +28,12 @@ ROWS = 256                               # rows read at a time
 
 
 def source(config: DataConfig, cache: Path) -> Source:
-    dataset = _load(str(config.path), config.split)
+    dataset = _load(config)
     texts = [name for name, kind in dataset.features.items() if getattr(kind, "dtype", None) in STRINGS]
     if not len(dataset):
         raise UserError(f"data.path={config.path} is empty")
     if config.field not in texts:
-        raise UserError(f"data.path={config.path} has no column {config.field!r} of strings; it has "
-                        f"{', '.join(texts) or 'none'}: choose with data.field=NAME")
+        raise _no_column(config, texts)
 
     def documents() -> Iterator[Any]:
         return split_documents(between_separators(_texts(dataset, config), config), config.val_fraction, str(config.path))
@@ -43,12 +44,13 @@ def source(config: DataConfig, cache: Path) -> Source:
     return Source(documents, about, identity, int(dataset.data.nbytes))
 
 
-def _load(path: str, split: str) -> Any:
+def _load(config: DataConfig) -> Any:
     """The rows of a split, or of a part of one such as train[:50%]."""
+    path, split = str(config.path), config.split
     with _library(path) as datasets:
         if _is_saved(path):
             return _part(datasets.load_from_disk(path), path, split)
-        name, options = _arguments(path, split)
+        name, options = _arguments(config)
         return datasets.load_dataset(name, split=split, **options)
 
 
@@ -59,12 +61,11 @@ def streamed(config: DataConfig) -> Any:
         if _is_saved(path):
             rows = _part(datasets.load_from_disk(path), path, config.split).to_iterable_dataset()
         else:
-            name, options = _arguments(path, config.split)
+            name, options = _arguments(config)
             rows = datasets.load_dataset(name, split=config.split, streaming=True, **options)
         columns = rows.column_names or [*next(iter(rows), {})]
         if config.field not in columns:
-            raise UserError(f"data.path={path} has no column {config.field!r}; it has {', '.join(columns) or 'none'}: choose "
-                            "with data.field=NAME")
+            raise _no_column(config, columns)
         return rows.select_columns([config.field])
 
 
@@ -75,6 +76,7 @@ def _library(path: str) -> Iterator[Any]:
         import datasets
     except ImportError:
         raise UserError("data=hf needs the library `datasets`: pip install datasets") from None
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)          # it prints errors before it raises them
     try:
         yield datasets
     except UserError:
@@ -86,30 +88,58 @@ def _library(path: str) -> Iterator[Any]:
 def reason(error: Exception) -> str:
     """The first line of an error. Of one while a file is read, the library names only its cause."""
     cause = error.__cause__ or error
-    return (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+    first = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+    return "its files have different columns" if first == "Couldn't cast" else first
+
+
+def _no_column(config: DataConfig, columns: list[str]) -> UserError:
+    return UserError(f"data.path={config.path} has no column {config.field!r} of strings; it has "
+                     f"{', '.join(columns) or 'none'}: choose with data.field=NAME")
 
 
 def local_files(path: str) -> list[tuple[str, Path]]:
-    """(name, file) of the files of a path, a folder or a pattern; none for a name on the Hub."""
-    if not Path(path).exists() and not glob.has_magic(path):
-        return []
-    return matching(path, tuple(FORMATS))
+    """(name, file) of the files in FORMATS of a path, a folder or a pattern; none for a name on the Hub."""
+    if Path(path).exists() or glob.has_magic(path):
+        with suppress(UserError):        # it has other files, which the library may know
+            return [(name, file) for name, file in matching(path, tuple(FORMATS)) if file.suffix in FORMATS]
+    return []
 
 
 def _is_saved(path: str) -> bool:
     return any((Path(path) / name).exists() for name in ("state.json", "dataset_dict.json"))
 
 
-def _arguments(path: str, split: str) -> tuple[str, dict[str, Any]]:
-    """The arguments of load_dataset: a format with its files, or a folder or name that it knows to read."""
+def _arguments(config: DataConfig) -> tuple[str, dict[str, Any]]:
+    """The arguments of load_dataset: a format with its files, or a folder or name that it knows to read.
+
+    Of local Parquet files only the column of texts is read: they may differ in others.
+    """
+    path, split = str(config.path), config.split
+    local = [file for _, file in local_files(path)]
+    only = _only_column(config, local) if local and all(file.suffix == ".parquet" for file in local) else {}
     suffix = Path(path).suffix
     if suffix not in FORMATS or Path(path).is_dir():
-        return path, {}
+        return path, only
     is_pattern = glob.has_magic(path) and not Path(path).exists()
     files = sorted((str(file) for _, file in matching(path, ())), key=natural) if is_pattern else [path]
     name = re.split(r"[\[+]", split)[0].strip()
     options = _as_text(files[0], SEPARATORS[suffix]) if suffix in SEPARATORS else {}
-    return FORMATS[suffix], {"data_files": {name: [*map(glob.escape, files)]}, **options}
+    return FORMATS[suffix], {"data_files": {name: [*map(glob.escape, files)]}, **options, **only}
+
+
+def _only_column(config: DataConfig, files: list[Path]) -> dict[str, Any]:
+    """The option that reads one column. Raises UserError for a file without it."""
+    import pyarrow.parquet
+
+    for file in files:
+        try:
+            schema = pyarrow.parquet.read_schema(file)
+        except (OSError, pyarrow.ArrowException) as error:
+            raise UserError(f"cannot read data.path={file}: {reason(error)}") from None
+        if config.field not in schema.names:
+            strings = [name for name in schema.names if str(schema.field(name).type) in STRINGS]
+            raise _no_column(replace(config, path=str(file)), strings)
+    return {"columns": [config.field]}
 
 
 def _as_text(path: str, separator: str) -> dict[str, Any]:
