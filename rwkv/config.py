@@ -745,8 +745,8 @@ class ServeConfig(SavedModelConfig):
     states_mib: int = option(256, "memory for the states that clients keep (/v1/states, save_state), in MiB; where it is full, "
                              "states used longest ago leave it, of keys with more than an equal share; 0 without states_dir: "
                              "none are kept", least=0, heading="States that clients keep")
-    states_dir: str | None = option(None, "folder where each such state is also a file, which outlives a restart; one server "
-                                    "at a time uses it; null: states that leave memory are lost", verbatim=PATH, filled=True)
+    states_dir: str | None = option(None, "folder where each such state is also a file, which outlives a restart; several "
+                                    "servers may share it; null: states that leave memory are lost", verbatim=PATH, filled=True)
     states_dir_mib: int = option(4096, "size of those files, in MiB; those used longest ago are deleted", least=1)
     responses_mib: int = option(64, "memory for the items of stored responses (/v1/responses), in MiB; those used longest ago "
                                 "are dropped; with states_dir they are files there, too", least=0)

@@ -70,6 +70,8 @@ def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Re
         try:
             check_origin(service.config, request.headers)
             _authorize(service, request)
+            if service.shared is not None and request.url.path not in OPEN_PATHS:
+                await service.shared.look(lost_too=request.method != "POST")
             handler = handlers["GET" if request.method == "HEAD" else request.method]
             return await handler(service, request)
         except ApiError as error:

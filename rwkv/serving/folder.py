@@ -1,9 +1,9 @@
-"""The folder of states_dir=: one server at a time uses it, and reads only files that it can have written."""
+"""The folder of states_dir=, which several servers may share (sharing.py). They read only files that one can have written."""
 
 import re
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from filelock import FileLock
@@ -12,39 +12,41 @@ from rwkv.errors import UserError
 from rwkv.io.locked import lock_folder
 from rwkv.serving.log import say
 
-PATIENCE = 2.0                           # seconds to wait for a server that is ending
 STATE = re.compile(r"(state_[0-9a-f]{32})\.safetensors")
 RESPONSE = re.compile(r"(resp_[0-9a-f]{32})\.json")
 UNFINISHED = re.compile(r"\.(state_[0-9a-f]{32}\.safetensors|resp_[0-9a-f]{32}\.json)\.\d+")      # rwkv/io/atomic.py's names
 
 
 def claim(folder: Path) -> FileLock | None:
-    """Makes the folder and locks it until the object is released or deleted; deletes what a killed server did not finish.
+    """Makes the folder. The first of its servers locks it until the object is released or deleted, and deletes what a killed
+    server did not finish; the others get None, as where files cannot be locked.
 
-    Raises UserError if the folder cannot be used, or if another server uses it. Returns None where files cannot be locked.
+    Raises UserError if the folder cannot be used.
     """
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=folder):
             pass
-        lock = lock_folder(folder, PATIENCE, f"another server uses states_dir={folder}: stop it, or name another folder",
-                           lambda reason: say("states", f"files cannot be locked in {folder} ({reason}): make sure yourself "
-                                              "that no second server uses it"))
-        for path in folder.iterdir():
-            if UNFINISHED.fullmatch(path.name) and path.is_file():
-                path.unlink()
+        lock = lock_folder(folder, 0, "in use", lambda reason: say("states", f"files cannot be locked in {folder} ({reason})"))
+        if lock is not None:
+            for path in folder.iterdir():
+                if UNFINISHED.fullmatch(path.name) and path.is_file():
+                    path.unlink(missing_ok=True)
     except OSError as error:
         raise UserError(f"states_dir={folder} cannot be used: {error.strerror}") from None
+    except UserError:                    # another server has the lock
+        say("states", f"another server uses states_dir={folder}, too: each sees the states of both")
+        return None
     return lock
 
 
-def files_in(folder: Path, name: re.Pattern[str], subject: str) -> Iterator[tuple[Path, int]]:
-    """The files whose names match, each with its size in bytes, the one used longest ago first.
+def files_in(folder: Path, name: re.Pattern[str], subject: str, among: Iterable[str]) -> Iterator[tuple[Path, int]]:
+    """The files among these names that match, each with its size in bytes, the one used longest ago first.
 
     subject: of the lines about folders, pipes and links to nothing, which are left out.
     """
     files = []
-    for path in folder.iterdir():
+    for path in (folder / each for each in among):
         if not name.fullmatch(path.name):
             continue
         try:

@@ -7,7 +7,7 @@ states take no more than an equal share of the room loses none to others.
 
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +24,7 @@ from rwkv.io.atomic import write_file
 from rwkv.io.shares import Shares
 from rwkv.serving.folder import STATE, files_in
 from rwkv.serving.log import say
-from rwkv.serving.messages import SavedState, Turn
+from rwkv.serving.messages import SavedState, Seen, Turn
 
 OURS = "timemix-serve"                   # the key of Known in the metadata of a file
 MOST_UNWRITTEN = 8                       # number of states that may wait to be written
@@ -67,6 +67,7 @@ class KeptStates:
         self._unwritten: dict[str, Future[None]] = {}
         self._writer = ThreadPoolExecutor(1)             # so that the engine does not wait for the disk
         self._gone: list[str] = []
+        self._not_ours: set[str] = set()                 # the names of files that are no states, and of those it has deleted
         self.found = self._scan(self._folder) if self._folder else []
 
     @property
@@ -128,6 +129,21 @@ class KeptStates:
         if self._folder and state_id in self._files:
             self._delete(self._folder, state_id)
 
+    def look(self, new: Iterable[str], lost: Iterable[str]) -> Seen:
+        """Takes up files that another server has written to the folder, and drops states whose files it has deleted."""
+        if self._folder is None:
+            return Seen([], [])
+        self._settle()
+        folder = self._folder
+        unknown = [name for name in new if name not in self._not_ours and Path(name).stem not in self._files]
+        found = self._scan(folder, [name for name in unknown if (folder / name).is_symlink() or (folder / name).exists()])
+        gone = [state_id for state_id in lost if state_id in self._files and state_id not in self._unwritten
+                and not self._path(folder, state_id).exists()]
+        for state_id in gone:
+            self._files.remove(state_id)
+            self._forget(state_id)
+        return Seen(found, gone)
+
     def take_gone(self) -> list[str]:
         """The ids of the states that were dropped for want of room, or lost, since the last call."""
         gone = self._gone
@@ -179,15 +195,19 @@ class KeptStates:
         """Deletes a file, after it has been written: the writer does one thing after the other."""
         self._files.remove(state_id)
         self._unwritten.pop(state_id, None)
+        self._not_ours.add(self._path(folder, state_id).name)
         self._writer.submit(self._path(folder, state_id).unlink, missing_ok=True)
 
     @staticmethod
     def _path(folder: Path, state_id: str) -> Path:
         return folder / f"{state_id}.safetensors"
 
-    def _scan(self, folder: Path) -> list[SavedState]:
+    def _scan(self, folder: Path, names: Iterable[str] | None = None) -> list[SavedState]:
+        """The states in the files of these names; None for all. Others are noted, so that nobody looks at them again."""
+        names = [path.name for path in folder.iterdir()] if names is None else [*names]
+        self._not_ours.update(name for name in names if STATE.fullmatch(name))
         found = []
-        for path, size in files_in(folder, STATE, "states"):
+        for path, size in files_in(folder, STATE, "states", names):
             state_id = path.stem
             try:
                 with path.open("rb") as file:
@@ -197,6 +217,7 @@ class KeptStates:
                 say("states", f"{path} is left out: {error}")
                 continue
             self._files.add(state_id, state.owner, size)
+            self._not_ours.discard(path.name)
             found.append(state)
         return found
 

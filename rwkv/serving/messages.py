@@ -135,16 +135,33 @@ class Drop:
     state: str
 
 
+@dataclass(frozen=True)
+class Look:
+    """Names files of states_dir= that another server may have written, and states whose files it may have deleted."""
+
+    id: int
+    new: tuple[str, ...]
+    lost: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Answers a Look. gone: ids."""
+
+    new: list[SavedState]
+    gone: list[str]
+
+
 # What is sent to the engine; the texts of one HTTP request come together.
-ToEngine = list[Generate] | Cancel | Upload | Download | Drop
+ToEngine = list[Generate] | Cancel | Upload | Download | Drop | Look
 
 
 @dataclass(frozen=True)
 class Reply:
-    """Answers an Upload or a Download. error: why it cannot be done. state_gone: as in Event."""
+    """Answers an Upload, a Download or a Look. error: why it cannot be done. state_gone: as in Event."""
 
     id: int
-    value: SavedState | bytes | None = None
+    value: SavedState | bytes | Seen | None = None
     error: str | None = None
     state_gone: bool = False
 

@@ -27,9 +27,11 @@ from rwkv.serving.messages import (
     Event,
     Failed,
     Generate,
+    Look,
     Ready,
     Reply,
     SavedState,
+    Seen,
     Step,
     ToEngine,
     Upload,
@@ -154,7 +156,11 @@ class RemoteEngine:
         if self.states.pop(state.id, None) is not None:
             self._outbox.put(Drop(state.id))
 
-    async def _ask(self, message: Upload | Download) -> Any:
+    async def look(self, new: tuple[str, ...], lost: tuple[str, ...]) -> None:
+        """Takes up states that another server has written, and drops those whose files it has deleted; as in Look."""
+        await self._ask(Look(next(self._ids), new, lost))
+
+    async def _ask(self, message: Upload | Download | Look) -> Any:
         self.require_engine()
         self._asked[message.id] = answer = asyncio.get_running_loop().create_future()
         self._outbox.put(message)
@@ -221,6 +227,10 @@ class RemoteEngine:
         answer = self._asked.pop(reply.id)
         if isinstance(reply.value, SavedState):
             self.states[reply.value.id] = reply.value
+        if isinstance(reply.value, Seen):
+            self.states.update((state.id, state) for state in reply.value.new)
+            for state_id in reply.value.gone:
+                self.states.pop(state_id, None)
         if answer.cancelled():           # the client has gone
             if isinstance(reply.value, SavedState):
                 self.drop(reply.value)

@@ -62,13 +62,31 @@ class Responses:
         self._folder = Path(config.states_dir) if config.states_dir else None
         self._kept: dict[str, bytes] = {}
         self._shares = Shares[str]()
-        for path, _ in files_in(self._folder, RESPONSE, "responses") if self._folder else ():
+        self._in_files: set[str] = set()                 # the ids of those that have a file
+        self._not_ours: set[str] = set()                 # the names of files that are no responses, and of those it has deleted
+        if self._folder:
+            self.look({path.name for path in self._folder.iterdir()})
+
+    def look(self, names: set[str]) -> None:
+        """Takes up files that another server has written to the folder, which has these names, and drops lost ones."""
+        assert self._folder is not None
+        new = [name for name in names if (match := RESPONSE.fullmatch(name)) and name not in self._not_ours
+               and match[1] not in self._kept]
+        self._not_ours.update(new)
+        for path, _ in files_in(self._folder, RESPONSE, "responses", new):
             try:
                 stored = _read(path.read_bytes(), path.stem)
             except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ApiError) as error:
                 say("responses", f"{path} is left out: {error}")
             else:
+                self._not_ours.discard(path.name)
+                self._in_files.add(path.stem)
                 self._remember(path.stem, stored.owner, msgspec.json.encode(stored))
+        for response_id in [each for each in self._in_files if f"{each}.json" not in names]:
+            if not (self._folder / f"{response_id}.json").exists():
+                self._in_files.discard(response_id)
+                self._kept.pop(response_id, None)
+                self._shares.remove(response_id)
 
     def get(self, response_id: str, owner: str, field: str | None = None) -> Stored:
         """field: the request's field that names the response. Raises ApiError where the owner has no such response."""
@@ -88,6 +106,7 @@ class Responses:
             path = self._folder / f"{response_id}.json"
             try:
                 await asyncio.to_thread(write_file, path, lambda file: file.write(content))
+                self._in_files.add(response_id)
             except OSError as error:
                 say("responses", f"{path} cannot be written: {error}; it is only in memory")
         self._remember(response_id, stored.owner, content)
@@ -101,6 +120,8 @@ class Responses:
             self._engine.drop(state)
         if self._folder:
             path = self._folder / f"{response_id}.json"
+            self._in_files.discard(response_id)
+            self._not_ours.add(path.name)
             try:
                 path.unlink(missing_ok=True)
             except OSError as error:
@@ -512,7 +533,7 @@ class ResponseAnswer(Answer):
             "service_tier": "default", "store": body.store is not False, "temperature": sampling.temperature,
             "text": {"format": (body.text and body.text.format) or {"type": "text"}},
             "tool_choice": msgspec.to_builtins(body.tool_choice) or "auto", "tools": self._asked.tools,
-            "top_logprobs": body.top_logprobs or 0, "top_p": sampling.top_p, "truncation": "disabled",
+            "top_logprobs": body.top_logprobs or 0, "top_p": sampling.top_p, "truncation": body.truncation or "disabled",
             "usage": self._counts() if ended else None, "user": body.user}
         if body.save_state:
             found["state"] = self._text.last.state.id if self._text.last.state else None

@@ -311,8 +311,8 @@ class ResponseRequest(Shared, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
     background: bool | None = None
-    truncation: Any = None               # ignored, as the next
-    max_tool_calls: Any = None
+    truncation: Literal["auto", "disabled"] | None = None        # no effect: a state has one size, however long the text is
+    max_tool_calls: Any = None           # ignored
     conversation: None = None            # not supported, as those below
     prompt: None = None
     context_management: None = None

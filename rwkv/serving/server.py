@@ -27,6 +27,7 @@ from rwkv.serving.origins import LOCAL
 from rwkv.serving.remote import RemoteEngine, Work
 from rwkv.serving.responses import Responses
 from rwkv.serving.service import Service
+from rwkv.serving.sharing import SharedFolder
 from rwkv.serving.states import Keeper
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -84,10 +85,12 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
     tokenizer.encode(LONG)               # so that the first long prompt need not wait for the library
     template = for_tokenizer(chat_template(ready.template), tokenizer)
     compilers = Compilers(ready.tokenizer)
+    responses = Responses(config, engine)
     service = Service(config, ready.about, ready.defaults, engine, tokenizer, template,
                       Metrics(lambda: engine.n_running, lambda: engine.n_waiting),
-                      Keeper(config, engine, tokenizer, template, ready.state_bytes), Responses(config, engine),
-                      compilers, _model_name(config), int(time.time()))
+                      Keeper(config, engine, tokenizer, template, ready.state_bytes), responses,
+                      compilers, _model_name(config), int(time.time()),
+                      SharedFolder(Path(config.states_dir), engine, responses) if config.states_dir else None)
     engine.observe = service.metrics.observe
     Protocol.receive_s = config.receive_s
     Protocol.most = config.max_connections

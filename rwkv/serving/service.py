@@ -14,6 +14,7 @@ from rwkv.serving.messages import About, Defaults
 from rwkv.serving.metrics import Metrics
 from rwkv.serving.remote import RemoteEngine
 from rwkv.serving.responses import Responses
+from rwkv.serving.sharing import SharedFolder
 from rwkv.serving.states import Keeper
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -36,6 +37,7 @@ class Service:
     compilers: Compilers
     model: str
     created: int
+    shared: SharedFolder | None = None   # states_dir=
     stopping: bool = False
 
 

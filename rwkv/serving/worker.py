@@ -33,6 +33,7 @@ from rwkv.serving.messages import (
     Event,
     Failed,
     Generate,
+    Look,
     Ready,
     Reply,
     SavedState,
@@ -226,7 +227,7 @@ class _Worker:
                 self._cancelled.add(message.id)
         elif isinstance(message, Drop):
             self._states.drop(message.state)
-        elif isinstance(message, (Upload, Download)):
+        elif isinstance(message, (Upload, Download, Look)):
             self._connection.send(self._reply(message))
         elif (grammar := message[0].request.grammar) is not None:
             self._compiling.append((self._compiler.submit(compiled, grammar, self._tokenizer), message))
@@ -234,8 +235,10 @@ class _Worker:
             for text in message:
                 self._begin(text)
 
-    def _reply(self, message: Upload | Download) -> Reply:
+    def _reply(self, message: Upload | Download | Look) -> Reply:
         try:
+            if isinstance(message, Look):
+                return Reply(message.id, self._states.look(message.new, message.lost))
             if isinstance(message, Upload):
                 return Reply(message.id, self._states.upload(message.state, message.content))
             return Reply(message.id, self._states.content(message.state))

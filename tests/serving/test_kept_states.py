@@ -4,6 +4,7 @@ import json
 import os
 import re
 import socket
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -365,7 +366,73 @@ def test_what_a_folder_keeps_survives_a_restart_and_belongs_to_its_key(start: Ca
     states.close()
 
 
-def test_a_folder_is_one_server_s_and_holds_files_that_no_server_wrote(start: Callable[..., Running], tmp_path: Path) -> None:
+def test_servers_on_one_folder_see_each_other_s_states_and_responses(start: Callable[..., Running], tmp_path: Path) -> None:
+    """Also after the first, which holds the lock, is killed: the next one locks the folder."""
+    options = ("states_mib=0", f"states_dir={tmp_path / 'kept'}", "api_key=one", "api_key=two")
+    servers = [start(*options), start(*options)]
+    assert "another server" not in servers[0].log
+    assert "another server uses" in servers[1].log
+    first, second = (httpx.Client(base_url=f"{server.url}/v1", timeout=60, headers=key("one")) for server in servers)
+    with first, second:
+        for one, other in ((first, second), (second, first)):
+            state, response = made(one, messages=SAID)["id"], ok(one.post("/responses", json={"input": "hi"}))
+            wait_until((tmp_path / "kept" / f"{state}.safetensors").is_file)
+            body = {"prompt": "a", "state": state, "seed": 1}
+            assert ok(other.post("/completions", json=body))["choices"] == ok(one.post("/completions", json=body))["choices"]
+            assert other.get(f"/states/{state}", headers=key("two")).status_code == 404
+            assert ok(other.get("/states"))["data"] == ok(one.get("/states"))["data"]
+            assert ok(other.get(f"/responses/{response['id']}")) == response
+            again = ok(other.post("/responses", json={"input": "a", "previous_response_id": response["id"]}))
+            assert again["usage"]["input_tokens_details"]["cached_tokens"] >= response["usage"]["total_tokens"]
+            assert ok(other.delete(f"/states/{state}"))
+            wait_until(lambda state=state: not (tmp_path / "kept" / f"{state}.safetensors").exists())
+            assert one.get(f"/states/{state}").status_code == 404
+            assert state not in {each["id"] for each in ok(one.get("/states"))["data"]}
+            assert ok(other.delete(f"/responses/{response['id']}"))
+            assert one.get(f"/responses/{response['id']}").status_code == 404
+        left = made(first, prompt="left")["id"]
+        wait_until((tmp_path / "kept" / f"{left}.safetensors").is_file)
+        servers[0].process.kill()
+        servers[0].process.wait()
+        assert ok(second.get(f"/states/{left}"))["id"] == left
+        third = start(*options)
+        assert "another server" not in third.log, "the system has released the lock"
+        more = made(second, prompt="more")["id"]
+        with httpx.Client(base_url=f"{third.url}/v1", timeout=60, headers=key("one")) as api:
+            wait_until((tmp_path / "kept" / f"{more}.safetensors").is_file)
+            assert {left, more} <= {each["id"] for each in ok(api.get("/states"))["data"]}
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="limits the size of another process's files")
+def test_a_folder_that_cannot_be_written_and_a_full_disk(start: Callable[..., Running], tmp_path: Path) -> None:
+    """The first is a sentence before the model is loaded. On the second states stay in memory, and others are seen."""
+    import resource
+
+    (tmp_path / "file").write_text("")
+    for wrong in (tmp_path / "file", tmp_path / "file" / "below", Path("/proc/1")):
+        refusal = start(f"states_dir={wrong}")
+        assert refusal.process.wait() == 2
+        assert f"states_dir={wrong} cannot be used" in refusal.log
+        assert "Traceback" not in refusal.log
+    kept = tmp_path / "kept"
+    server, other = start(f"states_dir={kept}"), start(f"states_dir={kept}")
+    for process in [server.process.pid, *children(server.process.pid)]:
+        resource.prlimit(process, resource.RLIMIT_FSIZE, (2500, resource.RLIM_INFINITY))     # less than a state
+    with httpx.Client(base_url=f"{server.url}/v1", timeout=60) as api, httpx.Client(base_url=f"{other.url}/v1") as second:
+        state = made(api, prompt="kept in memory")["id"]
+        elsewhere = made(second, prompt="elsewhere")["id"]
+        wait_until((kept / f"{elsewhere}.safetensors").is_file)
+        for each in (state, elsewhere):
+            assert completed(api, state=each, prompt="a")["choices"]
+        assert second.get(f"/states/{state}").status_code == 404
+    assert [path.stem for path in kept.glob("state_*")] == [elsewhere]
+
+
+def children(process: int) -> list[int]:
+    return [int(word) for file in Path(f"/proc/{process}/task").glob("*/children") for word in file.read_text().split()]
+
+
+def test_a_folder_may_hold_files_that_no_server_wrote(start: Callable[..., Running], tmp_path: Path) -> None:
     """They are left out with a line each, and no request waits for them."""
     kept = tmp_path / "kept"
     options = ("states_mib=0", f"states_dir={kept}")
@@ -374,10 +441,6 @@ def test_a_folder_is_one_server_s_and_holds_files_that_no_server_wrote(start: Ca
         state = made(api, prompt="once")["id"]
         one, two, three = (ok(api.post("/responses", json={"input": "hi", "max_output_tokens": 2}))["id"] for _ in range(3))
         wait_until((kept / f"{state}.safetensors").is_file)
-        second = start(*options)
-        assert second.process.wait() == 2
-        assert f"another server uses states_dir={kept}" in second.log
-        assert ok(api.get(f"/states/{state}"))["id"] == state
     first.process.kill()
     first.process.wait()
 

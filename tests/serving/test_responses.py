@@ -261,3 +261,22 @@ WRONG: list[tuple[str, Any]] = [
 @pytest.mark.parametrize(("field", "value"), WRONG, ids=lambda each: str(each)[:30])
 def test_a_wrong_field_is_named(api: httpx.Client, field: str, value: Any) -> None:
     refused(api.post("/responses", json={"input": "a", "max_output_tokens": 1, field: value}), field)
+
+
+def test_the_tokens_of_an_input_are_counted(client: "openai.OpenAI") -> None:
+    """As many as the response then reads, also after another response."""
+    asked: dict[str, Any] = {"model": "tiny", "input": "hi", "instructions": "be"}
+    first = client.responses.create(**asked, max_output_tokens=4)
+    assert first.usage is not None
+    assert client.responses.input_tokens.count(**asked).input_tokens == first.usage.input_tokens
+    more: dict[str, Any] = {"model": "tiny", "input": "more", "previous_response_id": first.id}
+    counted = client.responses.input_tokens.count(**more)
+    second = client.responses.create(**more, max_output_tokens=4, truncation="auto")
+    assert second.usage is not None
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", second.usage.input_tokens)
+    assert second.truncation == "auto"
+
+
+def test_another_truncation_is_refused(api: httpx.Client) -> None:
+    refused(api.post("/responses", json={"input": "hi", "truncation": "some"}), "truncation")
+    refused(api.post("/responses/input_tokens", json={"input": 3}), "input")

@@ -33,6 +33,16 @@ def _response_texts(service: Service, sent: bytes, owner: str) -> tuple[list[Gen
                          lambda body: tools_and_call(service, body)[0], lambda body: chat_texts(service, body, owner))
 
 
+async def count_tokens(service: Service, request: Request) -> Response:
+    """The tokens of a request's input, with those of the response or the state that it continues."""
+    try:
+        (text, *_), *_ = await from_body(service, request, partial(_response_texts, owner=owner(request)))
+    except ApiError as error:
+        raise responses.renamed(error) from None
+    count = len(text.prompt) + ((text.start and text.start.tokens) or 0)
+    return json_response({"object": "response.input_tokens", "input_tokens": count})
+
+
 async def one_response(service: Service, request: Request) -> Response:
     if request.query_params.get("stream") == "true":
         raise ApiError(400, "stream is for a new response: this one has ended", "stream")
@@ -61,6 +71,7 @@ def _stored(service: Service, request: Request) -> responses.Stored:
 
 ENDPOINTS = (
     Endpoint("/v1/responses", "POST", make_response, ResponseRequest, **GENERATION),
+    Endpoint("/v1/responses/input_tokens", "POST", count_tokens, ResponseRequest, errors=GENERATION["errors"]),
     Endpoint("/v1/responses/{id}", "GET", one_response),
     Endpoint("/v1/responses/{id}", "DELETE", delete_response),
     Endpoint("/v1/responses/{id}/cancel", "POST", cancel_response),
