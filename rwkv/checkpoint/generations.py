@@ -106,7 +106,7 @@ def tuned_kind(names: Collection[str]) -> str | None:
     """What a file with tensors of these names is, and what takes it, where it holds only what tuning has trained."""
     if names and all(name.endswith(TIME_STATE) for name in names):
         return ("a tuned state, which begins a text on the weights that it was trained with: name these as checkpoint=, and "
-                "give the directory of its run to serve.py as adapters=NAME=DIRECTORY")
+                "this file as state=, to serve.py as adapters=NAME=FILE, or to train.py with init_from= as tune.state=")
     if any(re.search(r"\.lora_[AB]\b", name) for name in names):
         return ADAPTER_ALONE
     if {"logits", "att_x", "ffn_x"} <= set(names):

@@ -18,10 +18,11 @@ from torch import Tensor
 
 from rwkv.config import ModelConfig, whole_numbers
 from rwkv.errors import UserError
-from rwkv.generation.prefill import PrefillResult
+from rwkv.generation.prefill import PrefillResult, prefill
 from rwkv.io.atomic import write_file
 from rwkv.io.state_file import state_file
 from rwkv.model.base import Model, generation
+from rwkv.model.state import State
 from rwkv.tokenizer.decoders import require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -41,6 +42,17 @@ def save_context(path: str | Path, context: PrefillResult, model: Model, tokeniz
 def load_context(path: str | Path, model: Model, tokenizer: Tokenizer) -> PrefillResult:
     """The result in a file, one row. Raises UserError where it is missing, damaged, or of another model or tokenizer."""
     return StateForm.of(model, tokenizer).load(path)
+
+
+@torch.no_grad()
+def beginning(model: Model, tokenizer: Tokenizer, state: State) -> PrefillResult:
+    """The context of texts that begin with `state`, one row. It has the logits after end_of_text, with which a text without a
+    prompt begins, and no ids.
+    """
+    device = model.emb.weight.device
+    nothing = PrefillResult(torch.empty(1, model.vocab_size, device=device), state.to(device))
+    first = torch.tensor([[tokenizer.end_of_text]], device="cpu")
+    return nothing._replace(logits=prefill(model, first, nothing).logits)
 
 
 class StateForm:
