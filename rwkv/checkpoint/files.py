@@ -17,7 +17,7 @@ from kernels.matvec import Int4
 from rwkv.chat.names import trained_length
 from rwkv.checkpoint import adapters, card, formats, time_states, tuned
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
-from rwkv.checkpoint.generations import config_of, fit, recognise, require_sizes
+from rwkv.checkpoint.generations import config_of, fit, recognise, require_sizes, tuned_kind
 from rwkv.checkpoint.location import locate
 from rwkv.checkpoint.stored import DTYPES, Stored, same_numbers
 from rwkv.config import ModelConfig
@@ -131,8 +131,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         if tuned.is_tuned(content.entry):
             return _tuned(content)
         if adapters.has_adapter(content.tensors) and "emb.weight" not in content.tensors:
-            raise CheckpointError(f"{path} is an adapter: name the weights that it belongs to, and it with lora=, or for a "
-                                  "server with adapters=")
+            raise CheckpointError(f"{path} is {tuned_kind(content.tensors)}")
         return _understand(content)
     except OSError as error:
         raise UnreadableError(f"cannot read {path}: {error.strerror or error}") from error

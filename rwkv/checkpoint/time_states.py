@@ -102,7 +102,7 @@ def is_content(content: bytes) -> bool:
 
 def taken(tensors: dict[str, Stored]) -> dict[str, Stored]:
     """Takes tuned states out of the tensors of a file of weights, by official names."""
-    return {name: tensors.pop(name) for name in layer_names(tensors)}
+    return {name: tensors.pop(name) for name, official in layer_names(tensors).items() if name == official}
 
 
 def named(layers: Sequence[Stored], dtype: torch.dtype = torch.float32) -> dict[str, Stored]:
@@ -125,6 +125,8 @@ def read(path: Path, config: ModelConfig | None, layout: str | None = None) -> T
     if not names or others:
         raise CheckpointError(f"{path} is not a tuned state, which holds blocks.i.{TIME_STATE} alone: "
                               f"{_what_else(content.tensors, others)}")
+    if len({*names.values()}) < len(names):
+        raise CheckpointError(f"{path} holds several states ({', '.join([*names][:3])}, ...): save one of them alone")
     if layout is None:
         layout, why = _form(path)
     else:

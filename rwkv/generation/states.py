@@ -91,8 +91,9 @@ class StateForm:
             tensors = load(content)
             metadata = metadata_of(content)
         except (SafetensorError, ValueError) as error:
-            raise UserError(f"{name} cannot be read as a state file: it is damaged, or not one that save_state= "
-                            "wrote; name weights as checkpoint=") from error
+            is_form = content[8:9] == b"{"
+            problem = "it is truncated or damaged" if is_form else "it is no .safetensors, which save_state= writes"
+            raise UserError(f"{name} cannot be read as a state file: {problem}; name weights as checkpoint=") from error
         self.require_same(name, metadata)
         module = generation(self._config)
         expected = _parts(PrefillResult(torch.empty(1, self._vocab_size), module.empty_state(self._config, 1, "meta")))
@@ -103,7 +104,8 @@ class StateForm:
             raise UserError(f"{name} has changed since it was written: its content does not have the checksum that it states; "
                             "use a whole copy, or save the state again")
         if not all(tensor.is_floating_point() and tensor.isfinite().all() for tensor in tensors.values()):
-            raise UserError(f"{name} holds numbers that no state has, such as NaN: the file is damaged")
+            raise UserError(f"{name} holds numbers that are not finite, from which no text goes on: the model that read its "
+                            "text had diverged, or the file has changed")
         logits = tensors.pop("logits").to(self._device)
         state = module.State(**{part: tensor.to(self._device, torch.float32) for part, tensor in tensors.items()})
         return PrefillResult(logits, state, self.last_ids(name, metadata))

@@ -137,7 +137,8 @@ class _Job:
         if not (self.text or logprobs or finished):
             return None
         if self.row.damaged:
-            return Event(self.request.id, error="the state is damaged: the logits after it are not finite")
+            return Event(self.request.id, error="the logits after the state are not finite: its model had diverged, or its "
+                         "file has changed")
         event = Event(self.request.id, self.text, logprobs)
         self.text = ""
         self._logprobs_sent += len(logprobs)

@@ -163,6 +163,8 @@ def hub(folder: Path) -> Iterator[None]:
     with hub_server(repositories) as server, pytest.MonkeyPatch.context() as patch:
         patch.setenv("no_proxy", "*")
         patch.setattr(constants, "ENDPOINT", server.endpoint)
+        addresses = server.endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", addresses)
         patch.setattr(constants, "HF_HUB_CACHE", str(folder / "cache"))
         yield
 
@@ -278,7 +280,7 @@ def test_init_from(folder: Path, run: Run, kind: str) -> None:
     renamed = {"checkpoint": "init_from", "state": "tune.state", "tokenizer": "data.tokenizer"}
     given = [f"{renamed.get(key, key)}={value}" for key, _, value in (each.partition("=") for each in options)]
     if "train" in refused:
-        one_sentence(run("train", *given, "tune=state", "trainer.max_steps=1", "data.path=text.txt"), refused["train"])
+        one_sentence(run("train", *given, "tune=state", "data=text", "data.path=text.txt"), refused["train"])
         return
     config = composed("train", *given, *learns)
     config, checkpoint, tokenizer = open_init_checkpoint(config, ["data.tokenizer"] if BYTE in options else [])
@@ -297,6 +299,7 @@ def test_a_part_in_place_of_weights_says_which_option_takes_it(run: Run, capsys:
             convert.main([name, str(tmp_path / "out.pth")])
         result = int(ended.value.code or 0), *capsys.readouterr()
     else:
-        more = "prompt=a" if program == "generate" else "data.path=text.txt"
-        result = run(program, f"{'init_from' if program == 'train' else 'checkpoint'}={name}", more)
+        more = ["prompt=a"] if program == "generate" else ["data.path=text.txt"]
+        more += ["data=text"] if program == "train" else []
+        result = run(program, f"{'init_from' if program == 'train' else 'checkpoint'}={name}", *more)
     one_sentence(result, name, ALONE[name])

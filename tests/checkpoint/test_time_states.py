@@ -113,6 +113,7 @@ def test_what_no_file_says_is_asked_for(folder: Path) -> None:
     ({name: state for name, state in learnt(L=4).items() if "1" not in name}, "lacks layer 1"),
     ({**learnt(), "blocks.0.att.time_offset": torch.zeros(2)}, "time_offset"),
     ({**learnt(), "emb.weight": torch.zeros(2, 2)}, "checkpoint="), ({"a.b": torch.zeros(2)}, "a.b"), ({}, "no tensors"),
+    ({**learnt(), **{f"ema.{name}": state for name, state in learnt().items()}}, "several states"),
     ({"blocks.0.att.key.lora_A": torch.zeros(2, 2)}, "adapter"),
     ({name: state / 0 for name, state in learnt().items()}, "finite")])
 def test_a_state_of_another_model_says_what_both_have(folder: Path, tmp_path: Path, states: dict[str, Tensor],

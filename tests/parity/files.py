@@ -439,20 +439,22 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
 
 
 def with_earlier(rows: list[dict[str, Any]], earlier: dict[str, Any]) -> list[dict[str, Any]]:
-    """The rows, with those of earlier results in place of rows for which a program is missing here and was there."""
+    """The rows, with those of earlier results where a program is missing here and was there."""
     def complete(found: dict[str, Any]) -> bool:
         return "absent" not in found and "reason" not in found
 
     before = {found["file"]: found for found in earlier.get("rows", []) if complete(found)}
     when = "commit {commit}, {date:.10}".format(**earlier["machine"]) if earlier else ""
-    return [found if complete(found) or found["file"] not in before else {"measured at": when, **before[found["file"]]}
-            for found in rows]
+    present = {found["file"] for found in rows if complete(found)}
+    absent = [found for found in rows if found["file"] not in present | before.keys()]
+    kept = [{"measured at": when, **found} for name, found in before.items() if name not in present]
+    return [*(found for found in rows if complete(found)), *absent, *kept]
 
 
 def section(rows: list[dict[str, Any]], peers: dict[str, str], machine: dict[str, Any]) -> str:
     absent = [f"{found['file']}: {found['peer']} ({found['reason']})." for found in rows if "reason" in found]
     for when in sorted({found["measured at"] for found in rows if "measured at" in found}):
-        absent.append(f"{', '.join(found['file'] for found in rows if found.get('measured at') == when)}: measured at {when}.")
+        absent.append(f"{'; '.join(found['file'] for found in rows if found.get('measured at') == when)}: measured at {when}.")
     return "\n\n".join((
         f"{machine['cpu']}; torch {machine['torch']}; commit {machine['commit']}, {machine['date'][:10]}. Peers: "
         + (", ".join(f"{name} {version}" for name, version in peers.items()) or "none") + ".",
