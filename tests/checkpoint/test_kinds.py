@@ -87,6 +87,11 @@ KINDS = {
     "an adapter on the Hub": Kind(("checkpoint=org/model", "lora=org/adapter"), "peft-dora", LORA),
     "a state on the Hub": Kind(("checkpoint=org/model", "state=org/state/time_state.pth"), "state", STATE),
 }
+# Kinds whose readers another kind has, too
+DEEP = (".safetensors", "directory, official", "PEFT's lora", "PEFT's pissa", "PEFT's miss", "a directory on the Hub",
+        "an adapter on the Hub", "a state in .safetensors")
+each_kind = pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.soak) if kind in DEEP else kind
+                                             for kind in KINDS])
 ALONE = {"rwkv-0.pth": "lora=", "time_state.pth": "state=", "time_state.st": "state=", "saved.safetensors": "state="}
 
 
@@ -194,7 +199,7 @@ def assert_logits(found: RWKV, expected: RWKV, name: str = "") -> None:
     torch.testing.assert_close(found(ids)[0], expected(ids)[0], rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_generate(folder: Path, run: Run, kind: str) -> None:
     options, name, _ = KINDS[kind]
     model = model_of(folder, name)
@@ -205,7 +210,7 @@ def test_generate(folder: Path, run: Run, kind: str) -> None:
     assert text.removesuffix("\n").endswith(expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_chat(run: Run, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"hello\n")))
     status, _, error = run("chat", *KINDS[kind].options, "max_new_tokens=2", "kernel=reference")
@@ -213,7 +218,7 @@ def test_chat(run: Run, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     assert "chat template" in error
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_serve(folder: Path, run: Run, kind: str) -> None:
     """A state and an adapter are models of their own beside the checkpoint."""
     options, name, _ = KINDS[kind]
@@ -234,7 +239,7 @@ def test_serve(folder: Path, run: Run, kind: str) -> None:
     torch.testing.assert_close(start.logits, context.logits, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_evaluate(folder: Path, run: Run, kind: str) -> None:
     options, name, refused = KINDS[kind]
     result = run("evaluate", *options, "data.path=text.txt", "kernel=reference")
@@ -247,7 +252,7 @@ def test_evaluate(folder: Path, run: Run, kind: str) -> None:
     assert json.loads(result[1])["loss"] == pytest.approx(float(expected), abs=1e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_convert(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
                  kind: str) -> None:
     """A state is converted alone; into .pth, which holds every other kind."""
@@ -273,7 +278,7 @@ def test_convert(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         torch.testing.assert_close(written[key].float().squeeze(), expected[key].squeeze(), rtol=0, atol=2e-4)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each_kind
 def test_init_from(folder: Path, run: Run, kind: str) -> None:
     options, name, refused = KINDS[kind]
     learns = ["tune=state"] if name == "state" else []
