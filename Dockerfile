@@ -6,7 +6,7 @@ COPY kernels kernels
 COPY rwkv rwkv
 COPY configs configs
 RUN pip install --no-cache-dir torch==2.13.0 --index-url https://download.pytorch.org/whl/cpu \
- && pip install --no-cache-dir -c constraints.txt ".[serve,world]"
+ && pip install --no-cache-dir -c constraints.txt ".[serve]"
 RUN useradd --create-home --uid 1000 timemix
 USER 1000
 WORKDIR /home/timemix

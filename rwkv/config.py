@@ -337,6 +337,7 @@ class SweepConfig:
         check_options(self, "sweep.")
 
 
+STATE_LAYOUTS = ("official", "transposed")
 LORA = ("tune.method", "lora")
 ENGLISH = "english"                      # the text of tune.guard that comes with the package
 
@@ -351,6 +352,8 @@ class TuneConfig:
     dropout: float = option(0.0, "fraction of an adapter's inputs left out while it is trained (lora)", least=0, needs=LORA)
     modules: list[str] = option(list, "linear layers of a block that get an adapter, as [att.key,att.value]; []: all (lora)",
                                 verbatim=GRAMMAR, needs=LORA)
+    state: str | None = option(None, "tuned state of any program to begin from; null: zeros, or that of init_from= (state)",
+                               verbatim=PATH, needs=("tune.method", "state"))
     base: str = option("float32", "dtype of the frozen weights' matrices: float32, bfloat16, or on a CPU int8 or int4",
                        one_of=DTYPES)
     guard: str | None = option(ENGLISH, f"text whose loss is measured before and after tuning: {ENGLISH}, a small one that "
@@ -608,6 +611,12 @@ def preset_option(name: str, heading: str = "Sampling") -> Any:
                   "that are given override it", verbatim=GRAMMAR, heading=heading)
 
 
+def layout_option(of: str) -> Any:
+    """The field `state_layout` beside the option `of`."""
+    return option(None, f"which way round a tuned state of {of} is, where its file does not say: official (value by key, as "
+                  "trainers write it) or transposed (as web-rwkv's .st has it)", one_of=STATE_LAYOUTS)
+
+
 Config = TypeVar("Config")
 
 
@@ -655,8 +664,9 @@ class GenerateConfig(SavedModelConfig):
     prompt: str | None = option(None, "text to continue; -: standard input", heading="Texts", verbatim=TEXT)
     prompts: str | None = option(None, 'file with a prompt on each line, or .jsonl with {"prompt": "..."} on each line',
                                  verbatim=PATH)
-    state: str | None = option(None, "file that save_state= wrote: its text is continued, with the same model and tokenizer",
-                               verbatim=PATH)
+    state: str | None = option(None, "file that save_state= wrote: its text is continued, with the same model and tokenizer; "
+                               "or a tuned state of any program", verbatim=PATH)
+    state_layout: str | None = layout_option("state=")
     num_samples: int = option(1, "texts for each prompt", least=1)
     seed: int = option(0, "seed of the first text of a prompt; the next has the next seed", least=0)
     batch_size: int = option(16, "batch size: texts at a time; a text does not depend on it", least=1)
@@ -684,8 +694,9 @@ class GenerateConfig(SavedModelConfig):
 class ChatConfig(SavedModelConfig):
     template: str | None = option(None, TEMPLATE_OF_MODEL, verbatim=PATH, heading="Conversation")
     system: str | None = option(None, "system message")
-    state: str | None = option(None, "state file that the conversation begins from: of tune=state, or of save_state=",
-                               verbatim=PATH)
+    state: str | None = option(None, "state file that the conversation begins from: of save_state=, or a tuned state of any "
+                               "program", verbatim=PATH)
+    state_layout: str | None = layout_option("state=")
     think: str = option("false", "true: answers begin with thoughts; fake: with an empty thought (templates g1, flower)",
                         one_of=THINK)
     seed: int = option(0, "seed of the first answer; the next has the next seed", least=0)
@@ -723,8 +734,9 @@ class EvaluateConfig(SavedModelConfig):
 class ServeConfig(SavedModelConfig):
     model_name: str | None = option(None, "the model's id for clients; null: the checkpoint's name")
     adapters: list[str] = option(list, "NAME=PATH,...: further models, which requests name: PATH is the directory of a run of "
-                                 "tune=state or tune=lora that began from this checkpoint, a .ckpt of it, or a state file; "
-                                 "may be given several times", filled=True)
+                                 "tune=state or tune=lora that began from this checkpoint, a .ckpt of it, a state file, or "
+                                 "another program's tuned state or adapter; may be given several times", filled=True)
+    state_layout: str | None = layout_option("adapters=")
     template: str | None = option(None, f"chat template: {TEMPLATE_OF_MODEL}", verbatim=PATH)
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: every one of this machine", heading="HTTP", filled=True)
     port: int = option(8000, "port; 0: a free one", least=0)

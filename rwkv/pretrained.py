@@ -10,6 +10,7 @@ import torch
 from kernels.machine.cpu import why_slow
 from kernels.matvec import pack
 from rwkv.chat.names import Choice, Length, choose_template, trained_length
+from rwkv.checkpoint import time_states
 from rwkv.checkpoint.files import (
     DEFAULT_CTX_LEN,
     Checkpoint,
@@ -23,7 +24,10 @@ from rwkv.checkpoint.files import (
 from rwkv.checkpoint.tuned import surviving
 from rwkv.config import DTYPES, SavedModelConfig
 from rwkv.errors import UserError
+from rwkv.generation.prefill import PrefillResult
+from rwkv.generation.states import beginning, is_state_file, load_context
 from rwkv.io.lines import counted, wrapped
+from rwkv.io.state_file import state_file
 from rwkv.model.base import MATRICES, Model, fingerprint, generation, of_linear_layer
 from rwkv.model.operators import operator_for
 from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8, to_packed
@@ -64,7 +68,10 @@ class RWKV(Model):
         for line in rounded_adapters(checkpoint, dtype):
             warnings.warn(line, stacklevel=2)
         if trainable:
-            return cls.with_weights(checkpoint.config, wkv, checkpoint.tensors(dtype, device))
+            model = cls.with_weights(checkpoint.config, wkv, checkpoint.tensors(dtype, device))
+            if checkpoint.time_states:
+                model.set_time_states([state.get(copy=True).to(device) for state in checkpoint.time_states])
+            return model
         return cls.from_checkpoint(checkpoint, wkv, device, dtype, mmap)
 
     @classmethod
@@ -122,8 +129,8 @@ class RWKV(Model):
             raise UserError(f"a model in {self.head.form} cannot be saved, because its matrices are rounded: load it with "
                             "dtype=float32 or bfloat16 and save that (dtype=int4 packs it in a .safetensors)")
         if self.time_states():
-            raise UserError("the model has a learnt state before the first token, for which the formats have no room: save its "
-                            "base")
+            raise UserError("the model has a tuned state before the first token, and save_pretrained writes weights alone: "
+                            "timemix convert writes a file with both as .pth, .safetensors or .st; or save its base")
         checkpoint = checkpoint_of(self.state_dict(), tokenizer, self.config, "the model")
         write_checkpoint(checkpoint, path, dtype, format)
 
@@ -149,6 +156,8 @@ class OpenCheckpoint(NamedTuple):
             found.append(("WARNING", f"dtype={self.dtype}: {slow}; use dtype=float32, int8 or int4"))
         if (self.device, self.dtype) == ("cuda", "bfloat16"):
             found.append(("dtype", "bfloat16, the default on a GPU that multiplies it; dtype=float32 computes in float32"))
+        if self.checkpoint.begins:
+            found.append(("state", self.checkpoint.begins))
         if self.checkpoint.about:
             found.append(("adapter", f"{self.checkpoint.about} at {self.checkpoint.path}, merged into the matrices of "
                           f"{counted(len(self.checkpoint.unadapted), 'layer')}"))
@@ -166,6 +175,25 @@ class OpenCheckpoint(NamedTuple):
 
     def model(self) -> RWKV:
         return RWKV.from_checkpoint(self.checkpoint, self.wkv, self.device, self.dtype)
+
+    def model_and_context(self, state: str | None, layout: str | None) -> tuple[RWKV, PrefillResult | None]:
+        """The model, and the context in the file `state`, if any: of save_state=, or a tuned state. layout: of the latter.
+
+        Prints which way round a tuned state is read. Raises UserError, where possible before the model is loaded.
+        """
+        if state is None:
+            return self.model(), None
+        path = state_file(state)
+        if is_state_file(path):
+            if layout is not None:
+                raise UserError(f"state_layout is for tuned states, and {path} is a state that save_state= wrote: leave it out")
+            model = self.model()
+            return model, load_context(path, model, self.tokenizer)
+        learnt = time_states.read(path, self.checkpoint.config, layout)
+        begin = learnt.state(self.checkpoint.config)
+        print(wrapped(f"state: {learnt.line}", sys.stderr), file=sys.stderr)
+        model = self.model()
+        return model, beginning(model, self.tokenizer, begin)
 
 
 def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:

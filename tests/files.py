@@ -16,7 +16,7 @@ from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 NAMES = {"pth": "model.pth", "ckpt": "model.ckpt", "safetensors": "model.safetensors", "huggingface": "model",
-         "ggmf": "model.bin", "gguf": "model.gguf"}
+         "ggmf": "model.bin", "gguf": "model.gguf"}                      # formats that hold float32
 HELD = [(generation, format) for generation in GENERATIONS for format in NAMES if (generation, format) != ("rwkv4", "gguf")]
 OFFICIAL = ("pth", "ckpt", "safetensors")        # formats with every tensor of the official files
 SIZES: dict[str, dict[str, int]] = {"rwkv4": {}, "rwkv7": {"n_embd": 128, "head_size": 64}}      # that every format takes

@@ -34,11 +34,11 @@ from torch import Tensor
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.formats import _torch_file, pth, safetensors
 from rwkv.checkpoint.generations import generation_of
+from rwkv.checkpoint.location import ADAPTER as CONFIG
 from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
 
-CONFIG = "adapter_config.json"
 WEIGHTS = ("adapter_model.safetensors", "adapter_model.bin")
 INIT_PISSA = "init_pissa.pth"
 PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magnitude_vector", "miss_block", "bone_block",
@@ -221,8 +221,7 @@ def _factors(path: Path, module: str, parts: Mapping[str, Stored]) -> tuple[Stor
     if A is None or B is None:
         raise CheckpointError(f"{path} has only {', '.join(parts)} of {module}: it is not a whole adapter")
     if len(A.shape) != 2 or len(B.shape) != 2 or A.shape[0] != B.shape[1] or not A.shape[0]:
-        raise CheckpointError(f"{path} has A {A.shape} and B {B.shape} of {module}, which do not go together: the file is "
-                              "damaged")
+        raise CheckpointError(f"{path} has A {A.shape} and B {B.shape} of {module}, which do not go together")
     return A, B
 
 
@@ -258,7 +257,7 @@ def _require_shape(path: Path, module: str, change: Change, shape: tuple[int, ..
         fits = False
     if not fits:
         raise CheckpointError(f"{path} has an adapter of {module} that does not fit a matrix of {list(shape)}: it belongs to "
-                              "another model, or is damaged")
+                              "another model")
 
 
 def changed(weight: Stored, change: Change) -> Stored:
@@ -331,5 +330,5 @@ def _config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path / CONFIG} is not JSON ({error}): the file is damaged or incomplete") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path / CONFIG} holds a {type(content).__name__}, expected a JSON object: the file is damaged")
+        raise CheckpointError(f"{path / CONFIG} holds a {type(content).__name__}, expected a JSON object")
     return content

@@ -10,13 +10,14 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from kernels.matvec import Int4
 from rwkv.chat.names import trained_length
-from rwkv.checkpoint import adapters, card, formats, tuned
+from rwkv.checkpoint import adapters, card, formats, time_states, tuned
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
-from rwkv.checkpoint.generations import config_of, fit, recognise, require_sizes
+from rwkv.checkpoint.generations import config_of, fit, recognise, require_sizes, tuned_kind
 from rwkv.checkpoint.location import locate
 from rwkv.checkpoint.stored import DTYPES, Stored, same_numbers
 from rwkv.config import ModelConfig
@@ -28,6 +29,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer, end_option
 MOST_SPARE_ROWS = 255                    # unused rows of an embedding: vocabularies are rounded up to a multiple, such as 256
 WORLD_VOCABULARY = 65536
 SUGGESTED = {50277: "20B_tokenizer.json (a vocabulary of 50277 is that of the Pile models, GPT-NeoX's)"}
+WITH_STATES = ("pth", "safetensors", "st")               # formats that hold tuned states beside weights
 DEFAULT_CTX_LEN = 1024                   # used where neither the file nor its name states one; no weight depends on it
 
 
@@ -80,6 +82,7 @@ class Checkpoint:
     data_sha256: str | None = None
     notes: list[str] = field(default_factory=list)           # sentences for people: what was assumed or left unread
     about: str = ""
+    begins: str = ""                     # a sentence about time_states that lie beside the weights in the file
 
     def __reduce__(self) -> Any:
         return read_checkpoint, (self.path,)
@@ -128,8 +131,7 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
         if tuned.is_tuned(content.entry):
             return _tuned(content)
         if adapters.has_adapter(content.tensors) and "emb.weight" not in content.tensors:
-            raise CheckpointError(f"{path} is an adapter: name the weights that it belongs to, and it with lora=, or for a "
-                                  "server with adapters=")
+            raise CheckpointError(f"{path} is {tuned_kind(content.tensors)}")
         return _understand(content)
     except OSError as error:
         raise UnreadableError(f"cannot read {path}: {error.strerror or error}") from error
@@ -221,12 +223,11 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     and the command that does it. Raises UserError as save_pretrained does, before anything is written.
     """
     path = Path(path)
-    if checkpoint.time_states:
-        raise UserError(f"{checkpoint.path} has a learnt state beside its weights, for which the formats have no room: "
-                        "it is in the run's directory, as time_state.pth and state.safetensors; its weights are in the "
-                        "file that init_from= names")
     format = format or formats.by_suffix(path)
     module = formats.load(format)
+    if checkpoint.time_states and (format not in WITH_STATES or dtype == "int4"):
+        raise UserError(f"{checkpoint.path} has a tuned state beside its weights, for which {dtype or format} has no room: "
+                        f"choose {', '.join(WITH_STATES)}, or convert its weights alone")
     if form is not None and format != "huggingface":
         raise UserError(f"the form {form} is for Hugging Face directories: give {path.name} no suffix, or leave the form out")
     block_formats = formats.QUANTISED.get(format, ())
@@ -242,6 +243,7 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
                    for name, tensor in checkpoint.weights.stored.items()}
     else:
         tensors = checkpoint.stored_in(None if quantised else dtype)
+    tensors |= time_states.named(checkpoint.time_states or [], torch.float16 if format == "st" else torch.float32)
     total = sum(tensor.nbytes for tensor in tensors.values())
     tensors = {name: _with_progress(tensor, lambda count: progress(count, total)) for name, tensor in tensors.items()}
     run = tuned.without_base(checkpoint.run or {"model": asdict(checkpoint.config)})
@@ -311,6 +313,7 @@ def _understand(content: Content) -> Checkpoint:
             raise CheckpointError(f"{path} says tie_word_embeddings, which makes the embedding the head, and holds another "
                                   "head: correct config.json")
         tensors["head.weight"] = tied
+    learnt = time_states.taken(tensors) if module.model.LEARNS_STATE else {}
     length = content.declared.get("ctx_len") or trained_length(str(path)).tokens or DEFAULT_CTX_LEN
     config, vocab_size = config_of(path, module, tensors, length)
     require_sizes(path, content.declared, config, vocab_size)
@@ -318,6 +321,10 @@ def _understand(content: Content) -> Checkpoint:
     packed = {name: read for name, read in content.packed.items() if name in weights}
     checkpoint = Checkpoint(path, config, vocab_size, weights, content.tokenizer, step=content.step, packed=packed,
                             notes=content.notes)
+    if learnt:
+        checkpoint = replace(checkpoint, time_states=time_states.fitted(path, learnt, config), begins=(
+            f"{path} has a tuned state beside its weights, which each text begins with, the same way round as their low-rank "
+            "matrices"))
     return checkpoint if content.entry is None else _with_entry(checkpoint, content.entry)
 
 

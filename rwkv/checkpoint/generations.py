@@ -33,7 +33,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rwkv.checkpoint.location import ADAPTER_ALONE
 from rwkv.checkpoint.stored import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
@@ -106,9 +105,10 @@ def tuned_kind(names: Collection[str]) -> str | None:
     """What a file with tensors of these names is, and what takes it, where it holds only what tuning has trained."""
     if names and all(name.endswith(TIME_STATE) for name in names):
         return ("a tuned state, which begins a text on the weights that it was trained with: name these as checkpoint=, and "
-                "give the directory of its run to serve.py as adapters=NAME=DIRECTORY")
-    if any(re.search(r"\.lora_[AB]\b", name) for name in names):
-        return ADAPTER_ALONE
+                "this file as state=, to serve.py as adapters=NAME=FILE, or to train.py with init_from= as tune.state=")
+    if any(re.search(r"\.(lora_[AB]|lora_magnitude_vector|miss_block|disha|bone)\b", name) for name in names):
+        return ("an adapter such as LoRA, which changes the weights that it was trained with: name these as checkpoint= and "
+                "the adapter as lora=, or to serve.py as adapters=NAME=PATH; timemix convert --lora merges them for training")
     if {"logits", "att_x", "ffn_x"} <= set(names):
         return ("a saved state, which continues a text on the weights that it was made with: name these as checkpoint=, and "
                 "this file as state=")

@@ -13,9 +13,6 @@ ADAPTER = "adapter_config.json"          # of PEFT
 SUFFIXES = (".pth", ".pt", ".ckpt", ".safetensors", ".bin", ".ggmf", ".gguf", ".st")         # of files of weights
 FOLDER = "checkpoints"                   # in a run's directory
 LAST = Path(FOLDER) / "last.ckpt"
-ADAPTER_ALONE = ("a LoRA adapter, which changes the weights that it was trained with: name these as checkpoint=, and give the "
-                 "directory of its run as checkpoint= or to serve.py as adapters=NAME=DIRECTORY; merge one of another program "
-                 "with that program, such as by peft's merge_and_unload")
 
 
 def locate(path: str | Path) -> Path:
@@ -28,10 +25,6 @@ def locate(path: str | Path) -> Path:
             return last
         if runs := sorted(path.glob(f"*/{LAST}")):
             raise CheckpointError(f"{path} is a folder of runs: name one of them, such as {runs[0].parents[1]}")
-        if (path / ADAPTER).is_file():
-            run = path.parent
-            raise CheckpointError(f"{path} is the LoRA adapter of a run: name the run's directory, {run}"
-                                  if (run / LAST).is_file() else f"{path} is {ADAPTER_ALONE}")
         return _only_file(path)
     if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}: expected a file, a Hugging Face directory, a run's directory, which "

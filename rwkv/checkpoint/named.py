@@ -29,8 +29,11 @@ def require_files(config: SavedModelConfig, template: str | None = None, state: 
         Tokenizer.check_named(config.tokenizer)
     if template is not None:
         chat_template(template)
+    layout = getattr(config, "state_layout", None)
     if state is not None:
         state_file(state)
+    elif layout is not None and not getattr(config, "adapters", None):
+        raise UserError("state_layout is for a tuned state: name it with state=")
 
 
 def require_adapters(config: ServeConfig) -> None:

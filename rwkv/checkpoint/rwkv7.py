@@ -7,7 +7,7 @@ Official names and shapes are those of rwkv/model/rwkv7.py. Other formats:
                    the prefix rwkv7.
     transformers-rwkv      a Hugging Face directory of transformers-rwkv: names as in transformers' other linear attention; all
                    vectors are [C] or [1,1,C], low-rank matrices as in the official files
-    .st            web-rwkv's .safetensors, also called .st: official names; w1 .. g2 transposed, which their shapes show
+    st             web-rwkv's .safetensors: official names; w1 .. g2 transposed, which their shapes show, and tuned states
     ggmf           official names; x_r .. x_g joined as x_rwkvag [6,1,C]; w1 .. g2 transposed
     gguf           llama.cpp's names; joined and transposed as in ggmf, x_rwkvag as [6,1,1,C]; r_k and all vectors are [C]
 
@@ -42,6 +42,7 @@ from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import UserError
 from rwkv.model import rwkv7 as model
+from rwkv.model.base import TIME_STATE
 from rwkv.model.rwkv7_fused import EPS
 
 # Later versions, which also have r_k. The names are of tensors that only they and the versions before them in this list have.
@@ -185,7 +186,7 @@ def arranged(tensors: dict[str, Stored], declared: Mapping[str, Any]) -> dict[st
             for index, letter in enumerate(model.MIXES):
                 part = name.replace(JOINED, f"x_{letter}")
                 found[part] = tensor.part(index, part, tensor.shape[1:])
-        elif name.endswith(TRANSPOSED) or (transposed and name.endswith(LOW_RANK)):
+        elif name.endswith(TRANSPOSED) or (transposed and name.endswith((*LOW_RANK, TIME_STATE))):
             official = name.removesuffix(TRANSPOSED)
             found[official] = tensor.renamed(official).transposed()
         else:
@@ -249,7 +250,7 @@ def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
 
     Raises UserError for DeepEmbed where the format, or the form of a Hugging Face directory, has no place for it.
     """
-    if format not in ("huggingface", "official", TRANSFORMERS_RWKV, "ggmf", "gguf"):
+    if format not in ("huggingface", "official", TRANSFORMERS_RWKV, "ggmf", "gguf", "st"):
         return {name: tensor.renamed(name) for name, tensor in tensors.items()}
     if any(name.endswith(EMBED) for name in tensors):
         raise UserError("only .pth, .ckpt and .safetensors have a form for RWKV-7a (DeepEmbed): choose one of these")
@@ -260,6 +261,9 @@ def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
                 for name, tensor in _with_directory_epsilon(tensors).items()}
     elif format == TRANSFORMERS_RWKV:
         laid = _laid_out_for_transformers_rwkv(tensors)
+    elif format == "st":
+        laid = {name: tensor.transposed() if name.endswith((*LOW_RANK, TIME_STATE)) else tensor
+                for name, tensor in tensors.items()}
     elif format == "ggmf":
         laid = _joined({name: tensor for name, tensor in tensors.items() if name not in model.UNUSED})
     else:

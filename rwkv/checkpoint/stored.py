@@ -69,10 +69,11 @@ class Stored:
         return replace(self, dtype=dtype)
 
     def transposed(self) -> "Stored":
-        """The transpose of a matrix. A tensor that is no matrix stays as it is, and `fit` refuses it."""
-        if len(self.shape) != 2:
+        """The transpose of a matrix, or of each of several. A vector stays as it is, and `fit` refuses it."""
+        if len(self.shape) < 2:
             return self
-        return replace(self, shape=self.shape[::-1], data=lambda: self.data().reshape(self.shape).T)
+        *several, rows, columns = self.shape
+        return replace(self, shape=(*several, columns, rows), data=lambda: self.data().reshape(self.shape).mT)
 
     def scaled(self, factor: float) -> "Stored":
         """The tensor times `factor`, computed in float32 and then rounded to `dtype`."""

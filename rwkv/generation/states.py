@@ -18,10 +18,11 @@ from torch import Tensor
 
 from rwkv.config import ModelConfig, whole_numbers
 from rwkv.errors import UserError
-from rwkv.generation.prefill import PrefillResult
+from rwkv.generation.prefill import PrefillResult, prefill
 from rwkv.io.atomic import write_file
 from rwkv.io.state_file import state_file
 from rwkv.model.base import Model, generation
+from rwkv.model.state import State
 from rwkv.tokenizer.decoders import require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -41,6 +42,17 @@ def save_context(path: str | Path, context: PrefillResult, model: Model, tokeniz
 def load_context(path: str | Path, model: Model, tokenizer: Tokenizer) -> PrefillResult:
     """The result in a file, one row. Raises UserError where it is missing, damaged, or of another model or tokenizer."""
     return StateForm.of(model, tokenizer).load(path)
+
+
+@torch.no_grad()
+def beginning(model: Model, tokenizer: Tokenizer, state: State) -> PrefillResult:
+    """The context of texts that begin with `state`, one row. It has the logits after end_of_text, with which a text without a
+    prompt begins, and no ids.
+    """
+    device = model.emb.weight.device
+    nothing = PrefillResult(torch.empty(1, model.vocab_size, device=device), state.to(device))
+    first = torch.tensor([[tokenizer.end_of_text]], device="cpu")
+    return nothing._replace(logits=prefill(model, first, nothing).logits)
 
 
 class StateForm:
@@ -79,8 +91,9 @@ class StateForm:
             tensors = load(content)
             metadata = metadata_of(content)
         except (SafetensorError, ValueError) as error:
-            raise UserError(f"{name} cannot be read as a state file: it is damaged, or not one that save_state= "
-                            "wrote; name weights as checkpoint=") from error
+            is_form = content[8:9] == b"{"
+            problem = "it is truncated or damaged" if is_form else "it is no .safetensors, which save_state= writes"
+            raise UserError(f"{name} cannot be read as a state file: {problem}; name weights as checkpoint=") from error
         self.require_same(name, metadata)
         module = generation(self._config)
         expected = _parts(PrefillResult(torch.empty(1, self._vocab_size), module.empty_state(self._config, 1, "meta")))
@@ -91,7 +104,8 @@ class StateForm:
             raise UserError(f"{name} has changed since it was written: its content does not have the checksum that it states; "
                             "use a whole copy, or save the state again")
         if not all(tensor.is_floating_point() and tensor.isfinite().all() for tensor in tensors.values()):
-            raise UserError(f"{name} holds numbers that no state has, such as NaN: the file is damaged")
+            raise UserError(f"{name} holds numbers that are not finite, from which no text goes on: the model that read its "
+                            "text had diverged, or the file has changed")
         logits = tensors.pop("logits").to(self._device)
         state = module.State(**{part: tensor.to(self._device, torch.float32) for part, tensor in tensors.items()})
         return PrefillResult(logits, state, self.last_ids(name, metadata))

@@ -83,8 +83,9 @@ class Cursor:
         """The metadata, from the beginning of the file, and the number of tensors."""
         _, version, n_tensors, n_metadata = self.unpack("4sIQQ")
         if version not in VERSIONS:
-            raise CheckpointError(f"{self.path} is a GGUF file of version {version}, expected {VERSIONS[-1]}: it is damaged, "
-                                  "big endian, or newer than this program")
+            why = ("an early form: convert the model again" if version < VERSIONS[0] else
+                   "it is for big-endian machines" if not version % 2**16 else "it is newer than this program, or damaged")
+            raise CheckpointError(f"{self.path} is a GGUF file of version {version}, expected {VERSIONS[-1]}: {why}")
         metadata: dict[str, Any] = {}
         for _ in range(n_metadata):
             key = self.string()

@@ -283,7 +283,8 @@ def _shards(index: Path, folder: PurePosixPath) -> list[str]:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return sorted({str(folder / PurePosixPath(file).name) for file in places.values()})
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{index} has no weight_map from tensors to files: the file is damaged") from None
+        raise CheckpointError(f"{index} has no weight_map from tensors to files, which an index of "
+                              "shards has") from None
 
 
 def _download(hub: Any, name: Name, folder: Path, files: list[str]) -> None:

@@ -12,12 +12,13 @@ import torch
 
 from kernels.arguments import from_home
 from kernels.machine.memory import available_memory
+from rwkv.checkpoint import time_states
 from rwkv.checkpoint.files import Checkpoint, read_tuned, require_tokenizer
 from rwkv.checkpoint.named import errors_of_adapter
 from rwkv.config import BITS, MIB, ServeConfig
 from rwkv.errors import UserError
-from rwkv.generation.prefill import PrefillResult, prefill
-from rwkv.generation.states import StateForm, is_state_file
+from rwkv.generation.prefill import PrefillResult
+from rwkv.generation.states import StateForm, beginning, is_state_file
 from rwkv.io import hub
 from rwkv.model.base import Model, fingerprint, generation, n_parameters
 from rwkv.model.state import State
@@ -28,8 +29,8 @@ from rwkv.pretrained import RWKV, OpenCheckpoint, rounded_adapters
 class Adapter:
     """An adapter that has been read and checked; no weights are loaded yet. digest: of the trained values.
 
-    One of three is set. context: the content of a state file. state: the state that a run has learnt, one row. merged: the
-    checkpoint with a LoRA adapter merged into it. notes: lines for people about what the server's dtype loses of it.
+    One of three is set. context: the content of a state file. state: a tuned state, one row. merged: the checkpoint with a LoRA
+    adapter merged into it. notes: lines for people: which way round a tuned state is read, what the server's dtype loses.
     """
 
     name: str
@@ -59,10 +60,7 @@ class Adapter:
         if self.context is not None:
             return base, self.context
         assert self.state is not None
-        nothing = torch.empty(1, base.vocab_size, device=opened.device)
-        first = torch.tensor([[opened.tokenizer.end_of_text]], device="cpu")
-        start = PrefillResult(nothing, self.state.to(opened.device))
-        return base, start._replace(logits=prefill(base, first, start).logits)       # as in the state file of tune=state
+        return base, beginning(base, opened.tokenizer, self.state)
 
 
 def read_adapters(config: ServeConfig, opened: OpenCheckpoint) -> list[Adapter]:
@@ -72,7 +70,7 @@ def read_adapters(config: ServeConfig, opened: OpenCheckpoint) -> list[Adapter]:
     base = opened.checkpoint
     identity = base.fingerprint or fingerprint(generation(base.config), base.weights)
     form = StateForm(generation(base.config).resolved(base.config), base.vocab_size, identity, opened.tokenizer, opened.device)
-    found = [_read(name, from_home(path), opened, form, config.lora_alpha) for name, path in config.adapter_paths.items()]
+    found = [_read(name, from_home(path), opened, form, config) for name, path in config.adapter_paths.items()]
     n_merged = sum(adapter.merged is not None for adapter in found)
     if n_merged:
         require_room(n_parameters(base.config, base.vocab_size) * BITS[opened.dtype] // 8, n_merged, available_memory())
@@ -88,13 +86,16 @@ def require_room(weights: int, n_merged: int, available: int | None) -> None:
                         "take a smaller dtype=")
 
 
-def _read(name: str, path: str, opened: OpenCheckpoint, form: StateForm, alpha: float | None) -> Adapter:
+def _read(name: str, path: str, opened: OpenCheckpoint, form: StateForm, config: ServeConfig) -> Adapter:
     with errors_of_adapter(name):
         path = str(hub.local(path, "adapter"))
         if Path(path).is_file() and is_state_file(path):
             context = form.load(path)
             return Adapter(name, path, _digest(context), context=context)
-        checkpoint, digest = read_tuned(path, opened.checkpoint, alpha)
+        if Path(path).is_file() and time_states.is_file(Path(path)):
+            tuned = time_states.read(Path(path), opened.checkpoint.config, config.state_layout)
+            return Adapter(name, path, tuned.digest(), state=tuned.state(opened.checkpoint.config), notes=(tuned.line,))
+        checkpoint, digest = read_tuned(path, opened.checkpoint, config.lora_alpha)
         require_tokenizer(checkpoint, opened.tokenizer, "the server's tokenizer")
         if checkpoint.time_states is None:
             return Adapter(name, path, digest, merged=checkpoint, notes=tuple(rounded_adapters(checkpoint, opened.dtype)))

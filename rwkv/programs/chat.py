@@ -77,7 +77,6 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoic
     from rwkv.chat.templates import chat_template
     from rwkv.generation.conversation import Chat
     from rwkv.generation.decoder import decoding_line
-    from rwkv.generation.states import load_context
     from rwkv.pretrained import open_checkpoint, template_choice, template_line
 
     opened = open_checkpoint(config)
@@ -90,8 +89,7 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoic
     chosen = sampling.for_answers(think)
     _say(f"chat template: {template_line(opened.checkpoint, choice)}")
     _say(f"sampling: {chosen}")
-    model = opened.model()
-    context = load_context(config.state, model, opened.tokenizer) if config.state else None
+    model, context = opened.model_and_context(config.state, config.state_layout)
     _say(decoding_line(model))
     talk = Chat(model, opened.tokenizer, template, chosen.sampling, chosen.max_new_tokens or config.max_new_tokens, config.seed,
                 think, context, stop=chosen.stop)

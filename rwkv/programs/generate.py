@@ -58,7 +58,6 @@ def _open(config: GenerateConfig, line: cli.CommandLine) -> tuple[Any, Any, list
     check_config(config)
     prompts = prompts_from(config)
     print(f"loading {config.checkpoint}", file=sys.stderr, flush=True)
-    from rwkv.generation.states import load_context
     from rwkv.pretrained import open_checkpoint
 
     opened = open_checkpoint(config)
@@ -66,8 +65,7 @@ def _open(config: GenerateConfig, line: cli.CommandLine) -> tuple[Any, Any, list
     chosen = SamplingChoice(config, line.keys, opened.checkpoint.path, opened.checkpoint.run).for_answers()
     if chosen.max_new_tokens is not None:
         config.max_new_tokens = chosen.max_new_tokens
-    model = opened.model()
-    context = load_context(config.state, model, opened.tokenizer) if config.state else None
+    model, context = opened.model_and_context(config.state, config.state_layout)
     return model, opened.tokenizer, prompts, context, chosen
 
 

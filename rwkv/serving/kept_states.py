@@ -261,5 +261,5 @@ def _known(metadata: dict[str, str]) -> Known:
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
         known = None
     if known is None or (known.turn and known.turn.role not in ROLES):
-        raise UserError("the file has metadata that no server wrote: it is damaged")
+        raise UserError("the file has metadata that no server wrote")
     return known

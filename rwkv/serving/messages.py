@@ -117,11 +117,15 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Upload:
-    """Asks to keep the content of a state file as `state`. The Reply has that state, with what the file says about it."""
+    """Asks to keep the content of a state file as `state`. The Reply has that state, with what the file says about it.
+
+    layout: of a tuned state, as state_layout=.
+    """
 
     id: int
     state: SavedState
     content: bytes
+    layout: str | None = None
 
 
 @dataclass(frozen=True)

@@ -141,9 +141,9 @@ class RemoteEngine:
         self._start_waiting()
         return ticket
 
-    async def upload(self, state: SavedState, content: bytes) -> SavedState:
+    async def upload(self, state: SavedState, content: bytes, layout: str | None = None) -> SavedState:
         """Keeps a state file's content under the id of `state`. Raises ApiError if no model of this server can use it."""
-        found: SavedState = await self._ask(Upload(next(self._ids), state, content))
+        found: SavedState = await self._ask(Upload(next(self._ids), state, content, layout))
         return found
 
     async def download(self, state: SavedState) -> bytes:

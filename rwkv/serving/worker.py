@@ -14,16 +14,18 @@ from typing import Any, NamedTuple
 
 from kernels.machine.allocator import keep_large_blocks
 from rwkv.chat.thoughts import Think
+from rwkv.checkpoint import time_states
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine
 from rwkv.generation.grammar import compiled
 from rwkv.generation.prefill import Key, PrefillResult, PrefixCache
 from rwkv.generation.row import Row
-from rwkv.generation.states import StateForm
+from rwkv.generation.states import StateForm, beginning
 from rwkv.io.signals import STOPPING
 from rwkv.model.base import n_parameters
 from rwkv.serving.kept_states import KeptStates, StateGone
+from rwkv.serving.log import say
 from rwkv.serving.messages import (
     About,
     Cancel,
@@ -87,7 +89,7 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
             engine.warm_up(config.max_rows)
         forms = {name: StateForm.of(each.model, loaded.tokenizer) for name, each in served.items()}
         states = KeptStates(config, forms, {name: each.digest for name, each in served.items()})
-        models = {name: _Model(engines[each.model], each.start) for name, each in served.items()}
+        models = {name: _Model(each.model, engines[each.model], each.start) for name, each in served.items()}
         worker = _Worker(connection, models, loaded.tokenizer, cache, states)
         model = loaded.model
         about = About(model.generation.NAME, n_parameters(model.config, model.vocab_size), loaded.dtype, loaded.trained_tokens,
@@ -110,6 +112,7 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
 class _Model(NamedTuple):
     """A model that requests can name. start: the state that each of its texts begins with; None for the empty one."""
 
+    model: Any
     engine: Engine
     start: PrefillResult | None
 
@@ -134,7 +137,8 @@ class _Job:
         if not (self.text or logprobs or finished):
             return None
         if self.row.damaged:
-            return Event(self.message.id, error="the state is damaged: the logits after it are not finite")
+            return Event(self.message.id, error="the logits after the state are not finite: its model had diverged, or its "
+                         "file has changed")
         event = Event(self.message.id, self.text, logprobs)
         self.text = ""
         self._logprobs_sent += len(logprobs)
@@ -240,13 +244,27 @@ class _Worker:
             if isinstance(message, Look):
                 return Reply(message.id, self._states.look(message.new, message.lost))
             if isinstance(message, Upload):
-                return Reply(message.id, self._states.upload(message.state, message.content))
+                return Reply(message.id, self._upload(message))
             return Reply(message.id, self._states.content(message.state))
         except UserError as error:
             return Reply(message.id, error=str(error), state_gone=isinstance(error, StateGone))
 
+    def _upload(self, message: Upload) -> SavedState:
+        """A tuned state belongs to the checkpoint: nothing in it says otherwise."""
+        if not time_states.is_content(message.content):
+            if message.layout is not None:
+                raise UserError("state_layout is for tuned states, and this file is none: leave it out")
+            return self._states.upload(message.state, message.content)
+        model = self._models[""].model
+        learnt = time_states.read_content(message.content, model.config, message.layout)
+        context = beginning(model, self._tokenizer, learnt.state(model.config))
+        say("states", f"{message.state.id}: {learnt.line}")
+        state = replace(message.state, bytes=context.nbytes(), last_ids=context.last_ids, tokens=0)
+        self._states.put(state, context)
+        return state
+
     def _begin(self, message: Generate) -> None:
-        engine, context = self._models[message.model]
+        _, engine, context = self._models[message.model]
         key: Key | None = Key(model=message.model, owner=message.owner)
         try:
             if message.start and message.start.id:

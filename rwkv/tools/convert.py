@@ -3,6 +3,7 @@
 It converts one tensor at a time, so it needs the memory of the largest tensor. OUT is written whole or not at all.
 """
 
+import argparse
 import shlex
 import sys
 from contextlib import suppress
@@ -17,6 +18,7 @@ from kernels.arguments import Parser, above_zero, from_home, path_of
 from rwkv.checkpoint import formats
 from rwkv.checkpoint.location import locate
 from rwkv.cli import exit_on_user_error
+from rwkv.config import STATE_LAYOUTS
 from rwkv.errors import UserError
 from rwkv.io.lines import counted
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -24,11 +26,13 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 if TYPE_CHECKING:                        # it brings PyTorch
     from rwkv.checkpoint.files import Checkpoint
 
+OF_WEIGHTS = ("dtype", "format", "form", "lora", "lora_alpha", "tokenizer", "end_of_text")         # options for them alone
 WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats that cannot hold one
 
 EPILOG = """IN is recognised by its content: .pth, .ckpt, .safetensors, ggmf, GGUF, a Hugging Face directory or a run's.
-OUT's suffix chooses the format: .pth, .ckpt, .safetensors; .bin or .ggmf for rwkv.cpp; .gguf for llama.cpp (RWKV-7);
-none for a Hugging Face directory. Decays (time_decay, time_first, w0) are float32 whatever the dtype; ggmf takes
+OUT's suffix chooses the format: .pth, .ckpt, .safetensors; .st for web-rwkv and ai00, which is float16; .bin or .ggmf
+for rwkv.cpp; .gguf for llama.cpp (RWKV-7); none for a Hugging Face directory. IN may also be a tuned state, for a .pth
+or .st. Decays (time_decay, time_first, w0) are float32 whatever the dtype; ggmf takes
 float32 and float16; ggmf and GGUF keep vectors in float32; q4_0 to q8_0 are for GGUF, and int4 for .safetensors, which all
 programs here read. llama.cpp needs the tokenizer in the file.
 """
@@ -39,16 +43,43 @@ def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     with exit_on_user_error():
         locate(options.source)           # these checks come before PyTorch, which takes seconds to import
-        options.format = options.format or formats.by_suffix(options.target)
+        format = options.format or formats.by_suffix(options.target)
         if options.tokenizer is not None:
             Tokenizer.check_named(options.tokenizer, "--tokenizer")
         if options.lora is not None:
             locate(options.lora)
         elif options.lora_alpha is not None:
             raise UserError("--lora-alpha is for an adapter: name it with --lora")
+        if _is_state(options):
+            convert_state(options.source, options.target, options.state_layout)
+            return
         command = shlex.join(["timemix", "convert", *(arguments or sys.argv[1:])])
-        convert(options.source, options.target, options.dtype, options.format, options.tokenizer, options.end_of_text,
+        convert(options.source, options.target, options.dtype, format, options.tokenizer, options.end_of_text,
                 options.form, options.lora, options.lora_alpha, command)
+
+
+def _is_state(options: argparse.Namespace) -> bool:
+    """Whether IN is a tuned state. Raises UserError for options that are for weights, or for a state, where IN is the other."""
+    from rwkv.checkpoint import time_states
+
+    source = locate(options.source)
+    is_state = source.is_file() and time_states.is_file(source)
+    of_weights = [name for name in OF_WEIGHTS if getattr(options, name) is not None]
+    if is_state and of_weights:
+        raise UserError(f"--{of_weights[0].replace('_', '-')} is for weights, and {source} is a tuned state: leave it out")
+    if not is_state and options.state_layout is not None:
+        raise UserError(f"--state-layout is for a tuned state, and {source} is none: leave it out")
+    return is_state
+
+
+def convert_state(source: Path, target: Path, layout: str | None = None) -> None:
+    """Writes the tuned state at `source` to `target`: .pth, or .st for web-rwkv. layout: of `source`; None: by its form."""
+    from rwkv.checkpoint import time_states
+
+    states = time_states.read(locate(source), None, layout)
+    _log(states.line)
+    written = time_states.write(states, target)
+    _log(f"written: {target} ({written}, {time_states.AXES[written]})")
 
 
 def convert(source: Path, target: Path, dtype: str | None = None, format: str | None = None,
@@ -73,6 +104,8 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
         checkpoint = replace(checkpoint, tokenizer=chosen.to_dict(), tokenizer_hash=chosen.hash)
     for note in checkpoint.notes:
         _log(f"WARNING: {note}")
+    if checkpoint.begins:
+        _log(checkpoint.begins)
     config = checkpoint.config
     _log(f"{checkpoint.path}: {generation(config).NAME}, {counted(config.n_layer, 'layer')}, {config.n_embd} wide, "
          f"{n_parameters(config, checkpoint.vocab_size):,} parameters, vocabulary {checkpoint.vocab_size}")
@@ -114,6 +147,8 @@ def _parser() -> Parser:
                         help="another program's adapter to merge: PEFT's directory, or a file of RWKV-PEFT")
     parser.add_argument("--lora-alpha", metavar="NUMBER", type=above_zero,
                         help="alpha of an adapter whose file does not state it")
+    parser.add_argument("--state-layout", choices=STATE_LAYOUTS, metavar="LAYOUT", help="which way round a tuned state IN is, "
+                        f"where it does not say: {' or '.join(STATE_LAYOUTS)}")
     parser.add_argument("--tokenizer", metavar="NAME", type=from_home,
                         help="world, FILE.json or FILE.txt, to write too; by default IN's")
     parser.add_argument("--end-of-text", metavar="TEXT", help="the token of FILE.json that ends a text; by default what IN or "

@@ -18,7 +18,8 @@ from rwkv.cli import exit_on_user_error
 from rwkv.errors import UserError
 from rwkv.io.lines import hung
 
-# Distributions, by the extra that installs them; "" for those that every program needs
+# Distributions, by the extra that installs them; "" for those that every program needs, ALWAYS for those of dependencies that
+# some Python lacks or that a program can do without
 PACKAGES: dict[str, tuple[str, ...]] = {
     "": ("torch", "numpy", "tokenizers", "safetensors", "lightning", "torchdata", "pyyaml", "filelock", "tqdm", "hydra-core",
          "jinja2", "wandb"),
@@ -29,6 +30,7 @@ PACKAGES: dict[str, tuple[str, ...]] = {
 FOR = {"taichi": "kernels taichi_*", "triton": "kernels triton_*", "plot": "plots of benchmarks",
        "hf": "data=hf", "world": "fast World tokenisation", "chat": "editing lines in chat", "lm-eval": "timemix lm_eval",
        "gguf": "llama.cpp's files", "hub": "names on the Hub", "serve": "timemix serve"}
+ALWAYS = ("taichi", "world", "chat", "hub")
 PROBLEM = "!"
 INDENT = 14                              # columns before a line's text
 
@@ -131,7 +133,7 @@ def lines(report: dict[str, Any]) -> list[str]:
              *(line("package", f"every program needs {name}: pip install {name}", True) for name in missing[""])]
     for extra, names in missing.items():
         if extra and names:
-            how = "pip install taichi" if extra == "taichi" else f"in the clone, pip install -e '.[{extra}]'"
+            how = f"pip install {' '.join(names)}" if extra in ALWAYS else f"in the clone, pip install -e '.[{extra}]'"
             shown.append(line(extra, f"without {', '.join(names)} there is no {FOR[extra]}: {how}"))
     shown.append(line("versions", ", ".join(f"{name} {version}" for name, version in report["packages"].items())))
     if "torch_error" in report:

@@ -134,6 +134,8 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
                     f"{n_parameters(config.model, V):,} parameters, vocabulary {V}")
     if run.init_checkpoint is not None and run.resume_from is None:
         yield "weights", f"from {run.init_checkpoint.path}, which gives the sizes and the tokenizer; the optimiser is new"
+        if run.init_checkpoint.time_states:
+            yield "state", run.init_checkpoint.begins or f"begins as the tuned state of {run.init_checkpoint.path}"
     if config.tune.method != "full":
         yield from _tuning(run, n_trained(config, V))
     if config.tune.prefers:

@@ -75,8 +75,8 @@ def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer
     if tune.method == "lora":
         add_adapters(model, tune.modules, tune.rank, tune.alpha, tune.dropout)
     else:
-        empty = model.generation.empty_state(config, 1)
-        model.set_time_states([layer.wkv[0].clone() for layer in empty.layers()])
+        empty = [layer.wkv[0].clone() for layer in model.generation.empty_state(config, 1).layers()]
+        model.set_time_states([layer.get(copy=True).float() for layer in init_checkpoint.time_states or ()] or empty)
     return model
 
 

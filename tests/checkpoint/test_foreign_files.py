@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from files import NAMES
@@ -23,6 +24,7 @@ from rwkv.errors import CheckpointError
 from rwkv.pretrained import RWKV
 
 gguf = pytest.importorskip("gguf")
+ONNX = b"\x08\x08\x12\x07pytorch\x1a\x062.13.0:\xb0\x01" + bytes(99)
 Weights = dict[str, Tensor]
 SIZES = {"rwkv4": {"n_embd": 16}, "rwkv7": {"n_embd": 64, "head_size": 64}}
 
@@ -169,6 +171,26 @@ def test_other_files_say_what_they_are(model: RWKV, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "archive.zip", "w") as archive:
         archive.writestr("model.pth", b"x")
     not_damaged(tmp_path / "archive.zip", "unpack")
+    with zipfile.ZipFile(tmp_path / "script.pt", "w") as archive:         # what torch.jit.save writes
+        for name in ("data.pkl", "code/__torch__.py", "constants.pkl", "version"):
+            archive.writestr(f"script/{name}", b"x")
+    not_damaged(tmp_path / "script.pt", "TorchScript")
+    torch.save(model, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
+    not_damaged(tmp_path / "old.pth", "state_dict()")
+    save_file({}, tmp_path / "nothing.safetensors")
+    not_damaged(tmp_path / "nothing.safetensors", "holds nothing")
+    save_file({"ids": torch.zeros(3, dtype=torch.int64)}, tmp_path / "ids.safetensors")
+    not_damaged(tmp_path / "ids.safetensors", "ids is I64")
+    np.savez(tmp_path / "arrays.npz", a=np.zeros(3))
+    not_damaged(tmp_path / "arrays.npz", "unpack")
+    np.save(tmp_path / "array.npy", np.zeros(3))
+    for name, content, said in (("array.safetensors", (tmp_path / "array.npy").read_bytes(), "NUMPY"),
+                                ("empty.safetensors", b"", "empty (0 bytes)"), ("model.onnx", ONNX, "pytorch"),
+                                ("early.gguf", b"GGUF" + bytes([1, 0, 0, 0]) + bytes(60), "version 1"),
+                                ("big.gguf", b"GGUF" + bytes([0, 0, 0, 3]) + bytes(60), "big-endian"),
+                                ("page.pth", b'<?xml version="1.0"?><Error><Code>AccessDenied</Code></Error>', "text")):
+        (tmp_path / name).write_bytes(content)
+        not_damaged(tmp_path / name, said)
     torch.save([1, 2], tmp_path / "list.pth")
     not_damaged(tmp_path / "list.pth", "list")
     torch.save({"a.weight": torch.zeros(2, 2)}, tmp_path / "other.pth")

@@ -47,8 +47,9 @@ def models(model: RWKV) -> dict[str, RWKV]:
 
 
 def test_the_folder_is_the_registry() -> None:
-    assert set(formats.names()) == set(NAMES)
-    for name, file in NAMES.items():
+    files = {**NAMES, "st": "model.st"}
+    assert set(formats.names()) == set(files)
+    for name, file in files.items():
         assert formats.by_suffix(Path(file)) == name
     with pytest.raises(UserError):
         formats.load("onnx")

@@ -14,11 +14,11 @@ from files import NAMES, OFFICIAL, SIZES, as_bytes, hugging_face_tensors
 from gguf_files import add_fields, in_parts, write
 from models import small_model, tokens, world_vocabulary
 from refusals import refuses
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tokenizer_files import chatml
 from torch import Tensor
 
-from rwkv.checkpoint.files import read_checkpoint, tokenizer_of, write_checkpoint
+from rwkv.checkpoint.files import checkpoint_of, read_checkpoint, tokenizer_of, write_checkpoint
 from rwkv.checkpoint.formats import gguf as our_gguf
 from rwkv.errors import CheckpointError, UserError
 from rwkv.model.rwkv7 import UNUSED
@@ -162,6 +162,27 @@ def test_web_rwkvs_file_is_read(model: RWKV, tmp_path: Path) -> None:
     loaded = RWKV.from_pretrained(tmp_path / "model.st", "reference")
     for name, weight in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], weight.half().float()), name
+
+
+def test_web_rwkvs_file_is_written(model: RWKV, tmp_path: Path) -> None:
+    """As its converter writes it, all of it in float16; what is read of it is written as it was, to the bit."""
+    model.save_pretrained(tmp_path / "model.st")
+    low_rank = tuple(f".att.{name}{part}" for name in "wavg" for part in "12")
+    written = load_file(tmp_path / "model.st")
+    weights = model.state_dict()
+    assert written.keys() == weights.keys()
+    for name, weight in weights.items():
+        assert torch.equal(written[name], (weight.T if name.endswith(low_rank) else weight).half()), name
+    read = read_checkpoint(tmp_path / "model.st")
+    assert all(torch.equal(read.weights[name], weight.half()) for name, weight in weights.items())
+    write_checkpoint(read, tmp_path / "again.st", "float16")
+    assert (tmp_path / "again.st").read_bytes() == (tmp_path / "model.st").read_bytes()
+    for dtype in ("float32", "bfloat16"):
+        with pytest.raises(UserError, match="float16"):
+            model.save_pretrained(tmp_path / "other.st", dtype=dtype)
+    with pytest.raises(UserError, match=r"head\.weight"):
+        write_checkpoint(checkpoint_of({**weights, "head.weight": weights["head.weight"] * 1e6}), tmp_path / "other.st")
+    assert not (tmp_path / "other.st").exists()
 
 
 def test_ggmf_is_rwkv_cpps(model: RWKV, tmp_path: Path) -> None:

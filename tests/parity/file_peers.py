@@ -27,9 +27,18 @@ class Package7:
     """PyPI's `rwkv` on an official .pth. Needs RWKV_V7_ON=1."""
 
     def logits(self, model: Path, tokens: ndarray, job: dict[str, Any]) -> ndarray:
+        import torch
         from peers import RwkvPackage7
 
-        return RwkvPackage7(model).row(tokens, None)[0]
+        read = RwkvPackage7(model)
+        states = [(name, tensor) for name, tensor in torch.load(model).items() if name.endswith(".att.time_state")]
+        if not states:
+            return read.row(tokens, None)[0]
+        _, begin = read.row(tokens[:1], None)            # a state of its form
+        begin = [torch.zeros_like(part) for part in begin]
+        for layer, (_, tensor) in enumerate(states):
+            begin[3 * layer + 1] = tensor.float()
+        return read.row(tokens, begin)[0]
 
 
 class LlamaCpp:
@@ -89,6 +98,32 @@ class Transformers:
         return logits_of(Rwkv7ForCausalLM, model, tokens)
 
 
+class Peft:
+    """PEFT saves one of its adapters of each kind, and the weights with it merged, as merged-KIND.pth."""
+
+    def save(self, model: Path, to: str, job: dict[str, Any]) -> None:
+        import torch
+        from peft import LoraConfig, MissConfig, get_peft_model
+        from peft_writer import skeleton
+
+        targets = ["att.key", "att.receptance", "ffn.value"]
+        lora: dict[str, Any] = {"r": 4, "lora_alpha": 8, "target_modules": targets}
+        kinds = {"lora": LoraConfig(**lora), "rslora": LoraConfig(**lora, use_rslora=True),
+                 "dora": LoraConfig(**lora, use_dora=True), "pissa": LoraConfig(**lora, init_lora_weights="pissa"),
+                 "miss": MissConfig(r=4, target_modules=targets)}
+        weights = torch.load(model)
+        for kind, config in kinds.items():
+            torch.manual_seed(0)
+            adapted = get_peft_model(skeleton(weights), config)
+            with torch.no_grad():
+                for name, parameter in adapted.named_parameters():
+                    if "lora_" in name or "miss_" in name:
+                        parameter.add_(0.02 * torch.randn_like(parameter))
+            adapted.save_pretrained(str(Path(to) / kind))
+            merged = adapted.merge_and_unload().state_dict()
+            torch.save({**weights, **merged}, Path(to) / f"merged-{kind}.pth")
+
+
 class Demo7a:
     """The author's demo of RWKV-7a, token by token: its model as it stands in RWKV-LM, with a CPU in place of the GPU."""
 
@@ -114,7 +149,7 @@ class Demo7a:
 
 
 PROGRAMS = {"rwkv": Package7, "llama.cpp": LlamaCpp, "rwkv7-hf": Rwkv7Hf, "fla": Fla, "transformers": Transformers,
-            "RWKV-LM": Demo7a}
+            "peft": Peft, "RWKV-LM": Demo7a}
 
 
 def work(job: dict[str, Any]) -> None:
@@ -130,7 +165,8 @@ def work(job: dict[str, Any]) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.append(str(Path(__file__).parent))          # for peers.py, which -I leaves out
+    here = Path(__file__).parent
+    sys.path += [str(here), str(here.parent / "checkpoint")]     # for peers.py and peft_writer.py, which -I leaves out
     for each in json.loads(Path(sys.argv[1]).read_text(encoding="utf-8")):
         with contextlib.redirect_stdout(sys.stderr):
             work(each)

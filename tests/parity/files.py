@@ -1,8 +1,9 @@
 """make files: kinds of files that hold RWKV-7, each read, compared with other programs and float64, written and read back.
 
 Small models with random weights are written as each kind, by the program that the kind is named after where it is here: PyPI's
-rwkv7-hf and flash-linear-attention (.venv-peers), llama.cpp's quantiser (.venv-llama). Logits are compared with float64 on
-weights that something other than rwkv/ has read, and with a program that runs such files. A program that is absent is named.
+rwkv7-hf, flash-linear-attention and peft (.venv-peers), llama.cpp's quantiser (.venv-llama). Where PyPI has none, its map of
+names is followed here. Logits are compared with float64 on weights that something other than rwkv/ has read, and with a program
+that runs such files. A program that is absent is named; a row of an earlier result that had it stays, with its date.
 Exit status 1 where a number is out of its bound.
 """
 
@@ -15,7 +16,8 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +29,16 @@ from numpy_rwkv7 import NumpyRWKV7
 from parity import file_peers
 from parity.cases import Case7, random_weights
 from parity.exchange import ENVIRONMENT, PYTHON, PYTHON_LLAMA, versions
+from safetensors.torch import save_file
 
 from kernels.bench.text import filled, markdown
 from kernels.machine import hardware
 from kernels.matvec import pack
-from rwkv.checkpoint.files import Checkpoint, read_checkpoint, write_checkpoint
+from rwkv.checkpoint import time_states
+from rwkv.checkpoint.files import Checkpoint, read_checkpoint, with_adapter, write_checkpoint
 from rwkv.errors import UserError
 from rwkv.model.base import generation, of_linear_layer
+from rwkv.model.operators import operator_for
 from rwkv.pretrained import RWKV
 
 Weights = dict[str, ndarray]
@@ -60,7 +65,9 @@ DEEP = 32                                # of RWKV-7a; its author's demo has no 
 class Kind:
     """A kind of file: its path, the weights that it holds for float64, the program that made it, and one that runs it.
 
-    form: of a Hugging Face directory. epsilon: of the norm of each head. tokens: the case whose tokens are read.
+    form: of a Hugging Face directory. epsilon: of the norm of each head. tokens: the case whose tokens are read. base: the
+    weights that an adapter or a state at `path` is for. alpha: of an adapter that does not state it. peer_reads: the file that
+    the peer reads in place of `path`. Weights may have blocks.i.att.time_state, value by key, with which a text begins.
     """
 
     name: str
@@ -71,6 +78,21 @@ class Kind:
     form: str | None = None
     epsilon: float = 64e-5
     tokens: str = "small"
+    base: Path | None = None
+    alpha: float | None = None
+    peer_reads: Path | None = None
+
+    def read(self, path: Path) -> Checkpoint:
+        if self.base is None:
+            return read_checkpoint(path)
+        if self.holds_state():
+            checkpoint = read_checkpoint(self.base)
+            return replace(checkpoint, time_states=time_states.read(path, checkpoint.config).layers)
+        return with_adapter(read_checkpoint(self.base), path, self.alpha)
+
+    def holds_state(self) -> bool:
+        """Whether it holds a tuned state alone."""
+        return self.base is not None and self.path.is_file() and time_states.is_file(self.path)
 
 
 # Files
@@ -136,9 +158,93 @@ def directory_kinds(folder: Path) -> Iterator[Kind]:
     yield Kind("fla's directory", folder / "fla", weights, "fla", "rwkv7-hf", "fla")
     write_checkpoint(read_checkpoint(path), folder / "official", form="official")
     yield Kind("official directory", folder / "official", weights, "timemix", "transformers", "official")
+    as_transformers_rwkv(folder / "transformers-rwkv", weights())
+    yield Kind("transformers-rwkv's directory", folder / "transformers-rwkv", weights, "its map", form="transformers-rwkv")
+    as_web_rwkv(folder / "model.st", weights())
+    yield Kind("web-rwkv's .st", folder / "model.st", lambda: rounded(weights(), torch.float16), "its map")
     for name, kind in (("ours.safetensors", ".safetensors"), ("ours.bin", "rwkv.cpp's ggmf")):
         write_checkpoint(read_checkpoint(path), folder / name, format=None)
         yield Kind(kind, folder / name, weights, "timemix")
+
+
+def rounded(weights: Weights, dtype: torch.dtype) -> Weights:
+    return {name: torch.from_numpy(value).to(dtype).float().numpy() for name, value in weights.items()}
+
+
+def as_transformers_rwkv(folder: Path, weights: Weights) -> None:
+    """As rwkv-rs/transformers-rwkv's temp/rwkv_pth2st.py names the tensors: vectors are [C], low-rank matrices as they are."""
+    top = {"emb.weight": "model.embed_tokens.weight", "head.weight": "lm_head.weight", "ln_out": "model.norm",
+           "blocks.0.ln0": "model.embedding_norm"}
+    parts = {"ln1": "input_layernorm", "ln2": "post_attention_layernorm", "att.receptance": "linear_attn.r_proj",
+             "att.key": "linear_attn.k_proj", "att.value": "linear_attn.v_proj", "att.output": "linear_attn.o_proj",
+             "att.ln_x": "linear_attn.g_norm", "att.": "linear_attn.", "ffn.": "mlp."}
+    tensors = {}
+    for name, value in weights.items():
+        if re.fullmatch(r"blocks\.0\.att\.v[012]", name):
+            continue
+        theirs = next((name.replace(ours, other) for ours, other in top.items() if name.startswith(ours)), None)
+        if theirs is None:
+            layer, rest = re.fullmatch(r"blocks\.(\d+)\.(.+)", name).groups()           # type: ignore[union-attr]
+            start = next(start for start in parts if rest.startswith(start))
+            theirs = f"model.layers.{layer}.{parts[start]}{rest.removeprefix(start)}"
+        tensors[theirs] = torch.from_numpy(value.reshape(-1) if value.ndim == 3 else value)
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    case = SMALL
+    described = {"architectures": ["RwkvForCausalLM"], "model_type": "rwkv", "architecture_version": "rwkv7",
+                 "vocab_size": case.V, "hidden_size": case.C, "num_hidden_layers": case.L, "head_size": case.N,
+                 "num_attention_heads": case.H, "intermediate_size": weights["blocks.0.ffn.key.weight"].shape[0],
+                 "context_length": 4096, "layer_norm_epsilon": 1e-5, "hidden_act": "relu2", "wkv_mode": "fp32io16"}
+    (folder / "config.json").write_text(json.dumps(described), encoding="utf-8")
+
+
+def as_web_rwkv(path: Path, weights: Weights) -> None:
+    """As web-rwkv's assets/scripts/convert_safetensors.py does it: float16, low-rank matrices and states transposed."""
+    turned = re.compile(r".*\.att\.([wavg][12]|time_state)")
+    tensors = {name: torch.from_numpy(value).half() for name, value in weights.items()}
+    save_file({name: (tensor.mT if turned.fullmatch(name) else tensor).contiguous() for name, tensor in tensors.items()}, path,
+              metadata={"format": "pt"})
+
+
+def state_kinds(folder: Path) -> Iterator[Kind]:
+    """One tuned state in each form. Its numbers are those of float16, which web-rwkv's form has."""
+    path, weights = official(folder, "for-states.pth", "small")
+    random = np.random.default_rng(3)
+    values = 0.3 * random.normal(size=(SMALL.L, SMALL.H, SMALL.N, SMALL.N)).astype(np.float32)
+    states = rounded({f"blocks.{layer}.att.time_state": value for layer, value in enumerate(values)}, torch.float16)
+    torch.save({name: torch.from_numpy(value) for name, value in states.items()}, folder / "time_state.pth")
+    as_web_rwkv(folder / "time_state.st", states)
+    both, _ = official(folder, "with-states.pth", "small", states)
+    for name, file in (("tuned state, RWKV-PEFT's .pth", "time_state.pth"), ("tuned state, web-rwkv's .st", "time_state.st")):
+        yield Kind(name, folder / file, lambda: {**weights(), **states}, "its map", "rwkv", base=path, peer_reads=both)
+    yield Kind("tuned state beside weights, .pth", both, lambda: {**weights(), **states}, "torch.save", "rwkv")
+
+
+def adapter_kinds(folder: Path) -> Iterator[Kind]:
+    """PEFT's, with the weights that PEFT merges; RWKV-PEFT's, by its formula in float64."""
+    path, weights = official(folder, "for-adapters.pth", "small")
+    (folder / "peft").mkdir()
+    run("rwkv", [save("peft", path, folder / "peft")])
+    for kind in ("lora", "rslora", "dora", "pissa", "miss"):
+        merged = folder / "peft" / f"merged-{kind}.pth"
+        yield Kind(f"PEFT's {kind}", folder / "peft" / kind, partial(of_torch, merged), "peft", "rwkv", base=path,
+                   peer_reads=merged)
+    random, rank, alpha = np.random.default_rng(4), 4, 8.0
+    changed, parts = weights(), {}
+    for layer in range(SMALL.L):
+        name = f"blocks.{layer}.att.key"
+        out, inputs = changed[f"{name}.weight"].shape
+        A, B = (0.1 * random.normal(size=shape).astype(np.float32) for shape in ((rank, inputs), (out, rank)))
+        parts |= {f"{name}.lora_A": torch.from_numpy(A), f"{name}.lora_B": torch.from_numpy(B)}
+        changed[f"{name}.weight"] = (changed[f"{name}.weight"] + alpha / rank * B.astype(np.float64) @ A).astype(np.float32)
+    torch.save(parts, folder / "rwkv-0.pth")
+    torch.save({name: torch.from_numpy(value) for name, value in changed.items()}, folder / "merged.pth")
+    yield Kind("RWKV-PEFT's LoRA", folder / "rwkv-0.pth", lambda: changed, "its map", "rwkv", base=path, alpha=alpha,
+               peer_reads=folder / "merged.pth")
+
+
+def of_torch(path: Path) -> Weights:
+    return {name: tensor.float().numpy() for name, tensor in torch.load(path, weights_only=True).items()}
 
 
 def gguf_kinds(folder: Path) -> Iterator[Kind]:
@@ -191,9 +297,10 @@ def peers_logits(folder: Path, kinds: list[Kind], rwkv_lm: Path | None) -> None:
     """NAME.npy of every kind that its peer could run."""
     jobs: dict[str, list[dict[str, Any]]] = {"rwkv": [], "llama.cpp": []}
     for kind in kinds:
-        if kind.peer is None or (kind.peer == "RWKV-LM" and rwkv_lm is None) or not kind.path.exists():
+        reads = kind.peer_reads or kind.path
+        if kind.peer is None or (kind.peer == "RWKV-LM" and rwkv_lm is None) or not reads.exists():
             continue
-        job = {"program": kind.peer, "do": "logits", "model": str(kind.path), "tokens": str(folder / f"{kind.tokens}.npy"),
+        job = {"program": kind.peer, "do": "logits", "model": str(reads), "tokens": str(folder / f"{kind.tokens}.npy"),
                "result": str(folder / f"{kind.name}.npy"), "rwkv_lm": str(rwkv_lm)}
         jobs["llama.cpp" if kind.peer == "llama.cpp" else "rwkv"].append(job)
     for environment, of_it in jobs.items():
@@ -209,12 +316,12 @@ def row(folder: Path, kind: Kind) -> dict[str, Any]:
     if not kind.path.exists():
         return found | {"absent": failure(kind.path) or f"{kind.made_by} is not here"}
     try:
-        checkpoint = read_checkpoint(kind.path)
+        checkpoint = kind.read(kind.path)
     except UserError as error:
         return found | {"read": f"refused: {error}"}
     tokens = np.load(folder / f"{kind.tokens}.npy")
-    logits = ours(kind.path, tokens)
-    exact = NumpyRWKV7(kind.weights(), kind.epsilon)(tokens[None])[0][0]
+    logits = ours(checkpoint, tokens)
+    exact = exact_logits(kind, tokens)
     found |= {"read": "yes", "float64": bounded(apart(logits, exact), TO_FLOAT64)}
     found |= beside_peer(folder, kind, logits, exact)
     found |= written_again(folder, kind, checkpoint, logits, tokens)
@@ -239,8 +346,12 @@ def beside_peer(folder: Path, kind: Kind, logits: ndarray, exact: ndarray) -> di
 
 def written_again(folder: Path, kind: Kind, checkpoint: Checkpoint, logits: ndarray, tokens: ndarray) -> dict[str, Any]:
     """Written in the same kind, read back, and computed with; blocks that cannot be written, as Q8_0."""
-    target = folder / "again" / kind.path.name
+    target = folder / "again" / (kind.path.name if kind.base is None or kind.holds_state() else f"{kind.path.name}.pth")
     target.parent.mkdir(exist_ok=True)
+    if kind.holds_state():
+        assert checkpoint.time_states is not None
+        time_states.write(time_states.TimeStates(kind.path, checkpoint.time_states, time_states.OFFICIAL, ""), target)
+        return {"written": "the same", "read back": bounded(apart(ours(kind.read(target), tokens), logits), 0.0)}
     dtype = None if (type_ := blocks_of(kind)) is None else type_.lower() if type_.lower() in WRITTEN_BLOCKS else "q8_0"
     try:
         write_checkpoint(checkpoint, target, dtype=dtype, form=kind.form)
@@ -249,8 +360,9 @@ def written_again(folder: Path, kind: Kind, checkpoint: Checkpoint, logits: ndar
     again = read_checkpoint(target)
     same = all(torch.equal(again.weights[name], checkpoint.weights[name]) for name in checkpoint.weights)
     bound = 0.05 if dtype else 0.0 if kind.epsilon == 64e-5 else TO_FLOAT64      # another epsilon changes the receptance
-    return {"written": dtype or "the same", "weights": "equal" if same else "rounded",
-            "read back": bounded(apart(ours(target, tokens), logits), bound)}
+    written = dtype or ("the same" if kind.base is None else "merged, .pth")
+    return {"written": written, "weights": "equal" if same else "rounded",
+            "read back": bounded(apart(ours(again, tokens), logits), bound)}
 
 
 def rounded_again(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -268,9 +380,21 @@ def rounded_again(checkpoint: Checkpoint) -> dict[str, Any]:
     return found
 
 
-def ours(path: Path, tokens: ndarray) -> ndarray:
+def ours(checkpoint: Checkpoint, tokens: ndarray) -> ndarray:
+    wkv = operator_for(checkpoint.config, "auto", "cpu", torch.float32)
     with torch.no_grad():
-        return RWKV.from_pretrained(path)(torch.tensor(tokens)[None])[0][0].float().numpy()
+        return RWKV.from_checkpoint(checkpoint, wkv)(torch.tensor(tokens)[None])[0][0].float().numpy()
+
+
+def exact_logits(kind: Kind, tokens: ndarray) -> ndarray:
+    """In float64, from the state among the weights, if any."""
+    weights = kind.weights()
+    learnt = [weights.pop(name) for name in [*weights] if name.endswith(".time_state")]
+    model = NumpyRWKV7(weights, kind.epsilon)
+    state = [layer._replace(wkv=S[None].astype(np.float64)) for layer, S in zip(model.empty_state(1), learnt, strict=True)] \
+        if learnt else None
+    logits: ndarray = model(tokens[None], state)[0][0]
+    return logits
 
 
 def apart(found: ndarray, expected: ndarray) -> float:
@@ -314,8 +438,23 @@ def table(rows: list[dict[str, Any]]) -> list[list[str]]:
     return lines
 
 
+def with_earlier(rows: list[dict[str, Any]], earlier: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows, with those of earlier results where a program is missing here and was there."""
+    def complete(found: dict[str, Any]) -> bool:
+        return "absent" not in found and "reason" not in found
+
+    before = {found["file"]: found for found in earlier.get("rows", []) if complete(found)}
+    when = "commit {commit}, {date:.10}".format(**earlier["machine"]) if earlier else ""
+    present = {found["file"] for found in rows if complete(found)}
+    absent = [found for found in rows if found["file"] not in present | before.keys()]
+    kept = [{"measured at": when, **found} for name, found in before.items() if name not in present]
+    return [*(found for found in rows if complete(found)), *absent, *kept]
+
+
 def section(rows: list[dict[str, Any]], peers: dict[str, str], machine: dict[str, Any]) -> str:
     absent = [f"{found['file']}: {found['peer']} ({found['reason']})." for found in rows if "reason" in found]
+    for when in sorted({found["measured at"] for found in rows if "measured at" in found}):
+        absent.append(f"{'; '.join(found['file'] for found in rows if found.get('measured at') == when)}: measured at {when}.")
     return "\n\n".join((
         f"{machine['cpu']}; torch {machine['torch']}; commit {machine['commit']}, {machine['date'][:10]}. Peers: "
         + (", ".join(f"{name} {version}" for name, version in peers.items()) or "none") + ".",
@@ -332,10 +471,14 @@ def main(arguments: list[str]) -> int:
         folder = Path(name)
         for case_name, case in CASES.items():
             np.save(folder / f"{case_name}.npy", np.random.default_rng(1).integers(case.V, size=T))
-        kinds = [*official_kinds(folder), *directory_kinds(folder), *gguf_kinds(folder)]
+        kinds = [*official_kinds(folder), *directory_kinds(folder), *state_kinds(folder), *adapter_kinds(folder),
+                 *gguf_kinds(folder)]
         peers_logits(folder, kinds, options.rwkv_lm)
         rows = [row(folder, kind) for kind in kinds]
-    peers = versions("torch", "rwkv", "transformers", "rwkv7-hf", "flash-linear-attention", "triton")
+    earlier = json.loads(options.json.read_text(encoding="utf-8")) if options.json and options.json.exists() else {}
+    rows = with_earlier(rows, earlier)
+    installed = versions("torch", "rwkv", "transformers", "peft", "rwkv7-hf", "flash-linear-attention", "triton")
+    peers = {**earlier.get("peers", {}), **installed}
     machine = hardware.describe("cpu")
     print(section(rows, peers, machine))
     ok = all(map(passed, rows))

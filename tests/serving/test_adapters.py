@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from models import small_model
+from safetensors.torch import save_file
 from serving_runs import LETTERS, Running, serving
 from test_limits import refused
 from torch import Tensor
@@ -29,7 +30,8 @@ from rwkv.tokenizer.tokenizers import ByteTokenizer
 BYTES = ByteTokenizer()
 PLAIN = {"temperature": 1.0, "top_p": 1.0}
 PROMPT = "once upon a time"
-NAMES = ("base", "calm", "wild", "read", "lora")
+NAMES = ("base", "calm", "wild", "read", "lora", "foreign")
+FILE = {"content-type": "application/octet-stream"}
 
 
 def learnt(seed: int, *shape: int) -> dict[str, Tensor]:
@@ -55,10 +57,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_run(made / "strong", made / "base.safetensors", "lora", low_rank(0), alpha=16.0)
     save_context(made / "read.safetensors", prefill(model, torch.tensor([[*b"read"]]))._replace(last_ids=(*b"read",)), model,
                  BYTES)
+    foreign = {name: state.half().float() for name, state in learnt(7).items()}
+    torch.save(foreign, made / "foreign.pth")
+    save_file({name: state.mT.half().contiguous() for name, state in foreign.items()}, made / "foreign.st")
+    write_run(made / "foreign", made / "base.safetensors", "state", foreign)
     return made
 
 
-OPTIONS = ("adapters=calm=calm,wild=wild", "adapters=lora=lora", "adapters=read=read.safetensors",
+OPTIONS = ("adapters=calm=calm,wild=wild", "adapters=lora=lora", "adapters=read=read.safetensors,foreign=foreign.st",
            "checkpoint=base.safetensors", "max_rows=16")
 
 
@@ -92,7 +98,7 @@ def completed(api: httpx.Client, name: str, prompt: str = PROMPT, seed: int = 3,
 def test_models_in_one_batch_give_the_texts_that_each_gives_alone(server: Running, folder: Path) -> None:
     """Twice, the second time from the cache, with prompts that all of them have in common."""
     with client(server) as api, ThreadPoolExecutor(10) as threads:
-        assert [each["id"] for each in api.get("/models").json()["data"]] == ["base", "calm", "wild", "lora", "read"]
+        assert [each["id"] for each in api.get("/models").json()["data"]] == ["base", "calm", "wild", "lora", "read", "foreign"]
         asked = [(name, prompt, seed) for name in NAMES for prompt, seed in ((PROMPT, 3), ("", 4))]
         expected = [alone(folder, *each) for each in asked]
         assert len({*expected}) == len(asked), "each adapter matters"
@@ -104,6 +110,24 @@ def test_models_in_one_batch_give_the_texts_that_each_gives_alone(server: Runnin
             assert cached == [turn * len(PROMPT)] * len(NAMES)
         assert completed(api, "gateway/wild")["model"] == "wild"
         refused(api.post("/completions", json={"model": "other", "prompt": "a"}), "model")
+
+
+@pytest.mark.programs
+def test_a_tuned_state_of_another_program_is_uploaded(server: Running, folder: Path) -> None:
+    """A .safetensors says by a parameter which way round it is: an upload has no name."""
+    texts = set()
+    with client(server) as api:
+        for name, parameters in (("foreign.pth", {}), ("foreign.st", {"state_layout": "transposed"})):
+            made = api.post("/states", params=parameters, content=(folder / name).read_bytes(), headers=FILE).json()
+            assert (made["model"], made["tokens"]) == ("base", 0)
+            texts |= {completed(api, "base", prompt, state=made["id"])["choices"][0]["text"] for prompt in (PROMPT, "")}
+        assert texts == {alone(folder, "foreign", prompt, 3) for prompt in (PROMPT, "")}
+        for name, parameters, said in (("foreign.st", {}, "state_layout="), ("foreign.st", {"state_layout": "x"}, "official"),
+                                       ("read.safetensors", {"state_layout": "official"}, "state_layout"),
+                                       ("base.safetensors", {}, "checkpoint=")):
+            answer = api.post("/states", params=parameters, content=(folder / name).read_bytes(), headers=FILE)
+            refused(answer)
+            assert said in answer.json()["error"]["message"]
 
 
 @pytest.mark.programs
@@ -187,7 +211,7 @@ def test_what_is_no_adapter_of_the_checkpoint_is_refused_before_the_model_is_loa
     write_run(tmp_path / "wide", base, "lora", low_rank(0, out=33))
     write_run(tmp_path / "tokens", base, "state", learnt(0), tokenizer_hash="0" * 64)
     write_run(tmp_path / "infinite", base, "state", {name: tensor / 0 for name, tensor in learnt(0).items()})
-    torch.save(learnt(0), tmp_path / "time_state.pth")
+    torch.save(learnt(0, 2, 16, 16), tmp_path / "time_state.pth")
     (tmp_path / "empty").mkdir()
     (tmp_path / "text.txt").write_text("nothing")
     (tmp_path / "cut.safetensors").write_bytes((folder / "read.safetensors").read_bytes()[:-9])

@@ -3,6 +3,7 @@
     pth           what torch.save writes: the official .pth, with or without zip, time_mix [1,1,C] or [C], any prefix
     ckpt          our Lightning checkpoint: weights, and the entry `timemix` with the configuration and the tokenizer
     safetensors   weights by official names; the same entry in the metadata
+    st            .safetensors for web-rwkv and ai00: float16, low-rank matrices transposed
     huggingface   a directory of config.json, weights by transformers' or fla's names, and the tokenizer
     ggmf          rwkv.cpp's, FP32 and FP16; time_decay is stored as -exp(raw)
     gguf          llama.cpp's, also quantised, with the tokenizer; only RWKV-7
@@ -21,8 +22,8 @@ from types import ModuleType
 
 from rwkv.errors import CheckpointError, UserError
 
-SUFFIXES = {".pth": "pth", ".ckpt": "ckpt", ".safetensors": "safetensors", "": "huggingface", ".bin": "ggmf", ".ggmf": "ggmf",
-            ".gguf": "gguf"}             # what each chooses
+SUFFIXES = {".pth": "pth", ".ckpt": "ckpt", ".safetensors": "safetensors", ".st": "st", "": "huggingface", ".bin": "ggmf",
+            ".ggmf": "ggmf", ".gguf": "gguf"}            # what each chooses
 QUANTISED = {"gguf": ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), "safetensors": ("int4",)}     # block formats
 FORMS = ("fla", "official", "transformers-rwkv")         # of Hugging Face directories of RWKV-7
 TEXT = frozenset(b"\t\n\r") | frozenset(range(32, 127))

@@ -184,6 +184,9 @@ def _check_zip(path: Path) -> None:
         with zipfile.ZipFile(path) as archive:
             if not any(name.endswith("data.pkl") for name in archive.namelist()):
                 raise CheckpointError(f"{path} is a zip that torch.save did not write: unpack it, and name what is inside")
+            if any(name.endswith("/constants.pkl") for name in archive.namelist()):
+                raise CheckpointError(f"{path} is a TorchScript program, which holds code: save its weights alone, "
+                                      "torch.save(model.state_dict(), FILE)")
             for entry in archive.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
                     raise CheckpointError(f"{path} is a compressed zip, which torch.save does not write: unpack it, and name "

@@ -27,7 +27,7 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def recognises(path: Path) -> bool:
-    return path.is_file() and (path.suffix == ".safetensors" or first_bytes(path, 9)[8:] == b"{")
+    return path.is_file() and first_bytes(path, 9)[8:] == b"{"
 
 
 def read(path: Path) -> Content:
@@ -71,7 +71,7 @@ def _stored(path: Path, file: Any, name: str) -> Stored:
     shape = tuple(part.get_shape())
     dtype = part.get_dtype()
     if dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {name} is {dtype}, expected one of {', '.join(DTYPES)}: quantised weights are not read")
+        raise CheckpointError(f"{path}: {name} is {dtype}, expected one of {', '.join(DTYPES)}: other dtypes are not read")
     return Stored(name, str(path), shape, DTYPES[dtype], _reader(path, file, name), mapped=True)
 
 

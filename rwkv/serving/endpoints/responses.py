@@ -39,7 +39,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
         (text, *_), *_ = await from_body(service, request, partial(_response_texts, owner=owner(request)))
     except ApiError as error:
         raise responses.renamed(error) from None
-    count = len(text.prompt) + ((text.start and text.start.tokens) or 0)
+    count = len(text.request.prompt_ids) + ((text.start and text.start.tokens) or 0)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 

@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rwkv.config import MIB
+from rwkv.config import MIB, STATE_LAYOUTS
 from rwkv.generation.request import Request as EngineRequest
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.serving.answers import Answer, Shape
@@ -35,7 +35,10 @@ async def make_state(service: Service, request: Request) -> Any:
     """Makes a state from the content of a state file, or by reading a prompt or messages."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() in FORMS:
         content = await read_body(service, request, least=2 * service.states.state_bytes + MIB)
-        return _state(service, await service.engine.upload(service.states.new(owner(request)), content))
+        layout = request.query_params.get("state_layout")
+        if layout not in (None, *STATE_LAYOUTS):
+            raise ApiError(400, f"state_layout must be {' or '.join(STATE_LAYOUTS)}; got {layout[:40]!r}", "state_layout")
+        return _state(service, await service.engine.upload(service.states.new(owner(request)), content, layout))
     text = await from_body(service, request, partial(_state_text, owner=owner(request)))
     shape = Shape("state", service.model, False, False, [""], 1, service.tokenizer, saves=True)
     return StateAnswer(service.engine, await submit(service, [text]), shape, False, service.config.timeout_s)

@@ -8,11 +8,13 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from rwkv.chat.names import choose_template
+from rwkv.checkpoint import time_states
 from rwkv.checkpoint.files import Checkpoint, assumed_tokenizer, read_checkpoint, tokenizer_of
 from rwkv.config import DataConfig, ModelConfig, TrainConfig
 from rwkv.distributed import log
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io import hub
+from rwkv.io.state_file import state_file
 from rwkv.model.base import generation
 from rwkv.model.lora import chosen
 from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, Tokenizer
@@ -36,16 +38,21 @@ def open_init_checkpoint(config: TrainConfig, given: Collection[str]) -> tuple[T
     if on_hub or config.tune.method != "full":           # the name must mean the same file later, and in another folder
         pinned = hub.fetched(str(config.init_from)).pinned if on_hub else str(checkpoint.path.resolve())
         config = replace(config, init_from=pinned)
-    if config.tune.method != "full":
-        require_tunable(config, checkpoint)
+    if config.tune.state is not None:
+        learnt = time_states.read(state_file(config.tune.state), checkpoint.config)
+        checkpoint = replace(checkpoint, time_states=learnt.layers, begins=learnt.line)
+    require_tunable(config, checkpoint)
     return config, checkpoint, _tokenizer(config.data, given, checkpoint)
 
 
 def require_tunable(config: TrainConfig, checkpoint: Checkpoint) -> None:
     """Raises UserError where tune= cannot train something beside these weights."""
-    if checkpoint.time_states:
-        raise UserError(f"{checkpoint.path} has a learnt state before the first token beside its weights: tune the weights "
-                        "that it was trained with")
+    if checkpoint.time_states and config.tune.method != "state":
+        raise UserError(f"{checkpoint.path} has a tuned state beside its weights: tune=state trains it on; for "
+                        f"tune={config.tune.method} name the weights that it was trained with")
+    if checkpoint.time_states and config.tune.prefers:
+        raise UserError(f"tune.objective={config.tune.objective} compares with the weights alone, and this state begins as a "
+                        "tuned one: leave the objective out, or begin without the state")
     if config.tune.method == "lora":
         chosen(config.model, config.tune.modules)
     if config.tune.method == "state" and not generation(config.model).LEARNS_STATE:

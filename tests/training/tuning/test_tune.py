@@ -12,7 +12,7 @@ from files import SIZES, byte_model
 from models import small_model, tokens
 from parity.exchange import PYTHON, in_peers_environment
 from programs import Run, one_sentence
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from training_runs import OF_PROBE, assert_same_training, finish, losses, start
 
 from rwkv.checkpoint.files import read_checkpoint
@@ -147,13 +147,38 @@ def test_a_state_is_trained_and_saved_for_others(folder: Path, run: Run, options
     torch.testing.assert_close(base(ids, context.state)[0], model(ids)[0], rtol=0, atol=1e-6)
     assert not torch.allclose(base(ids)[0], model(ids)[0], atol=1e-4)
     with pytest.raises(UserError):
-        convert(out, folder / "other.pth")
+        convert(out, folder / "other.gguf")
     with pytest.raises(UserError):
         model.save_pretrained(folder / "other.pth")
     common = "prompt=a", "temperature=0", "max_new_tokens=5", "device=cpu"
     status, text, _ = run("generate", "checkpoint=base7.safetensors", f"state={out}/state.safetensors", *common)
     assert status == 0
     assert run("generate", f"checkpoint={out}", *common)[1] == text
+
+
+@pytest.mark.programs
+def test_a_state_is_trained_on_from_another(folder: Path, run: Run) -> None:
+    """From a file of any program, from weights with a state beside them, and from a run. A tiny rate hardly changes it."""
+    random = torch.Generator().manual_seed(0)
+    begin = {f"blocks.{layer}.att.time_state": 0.1 * torch.randn(2, 64, 64, generator=random) for layer in range(3)}
+    torch.save(begin, "begin.pth")
+    save_file({name: state.mT.half().contiguous() for name, state in begin.items()}, "begin.st")
+    out = tuned(run, "tune=state", "tune.state=begin.pth", "optim.lr=1e-6")
+    trained = torch.load(out / "time_state.pth", weights_only=True)
+    assert all(torch.allclose(trained[name], begin[name], atol=1e-4) for name in begin)
+    convert(out, folder / "both.pth")
+    for name, *options in (("both.pth", "data.tokenizer=byte"), (str(out),), ("base7.safetensors", "tune.state=begin.st")):
+        status, _, error = run("train", *OPTIONS, "tune=state", f"init_from={name}", *options, "plan=true")
+        assert status == 0, error
+        assert "tuned state" in error
+    (folder / "begin.pth").unlink()
+    status, _, error = run("train", *OPTIONS, "resume=out", "trainer.max_steps=4")       # the checkpoint has the state
+    assert status == 0, error
+    common = (*OPTIONS, "trainer.max_steps=3", "init_from=base7.safetensors")
+    one_sentence(run("train", *common, "tune=lora", "tune.state=begin.st"), "tune.state")
+    one_sentence(run("train", *common, "tune=state", "tune.state=begin.pth"), "begin.pth")
+    one_sentence(run("train", *OPTIONS, "trainer.max_steps=3", "init_from=both.pth", "data.tokenizer=byte"), "tune=state")
+    one_sentence(run("train", *OPTIONS, "trainer.max_steps=3", "tune=state", "init_from=begin.st"), "tune.state=", "init_from=")
 
 
 @pytest.mark.soak

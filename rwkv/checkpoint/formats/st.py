@@ -1,0 +1,32 @@
+""".st: web-rwkv's and ai00's .safetensors. Official names; everything is float16; w1 .. g2 and tuned states are transposed.
+
+It is read as any other .safetensors: the shapes of w1 .. g2 show that they are transposed. It has no room for our entry.
+
+Source: web-rwkv, assets/scripts/convert_safetensors.py, and src/runtime/loader.rs, which reads float16 alone.
+"""
+
+from pathlib import Path
+
+import torch
+
+from rwkv.checkpoint.content import Outgoing
+from rwkv.checkpoint.formats.safetensors import read, recognises, write_tensors
+from rwkv.checkpoint.generations import generation_of
+from rwkv.checkpoint.stored import Stored
+from rwkv.errors import UserError
+from rwkv.io.atomic import write_file
+
+__all__ = ["dtype_for", "read", "recognises", "write"]
+
+
+def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
+    """float16. Raises UserError for another dtype."""
+    if dtype not in (None, "float16"):
+        raise UserError(f".st holds float16 alone, which web-rwkv reads; got {dtype}: choose float16, or another format")
+    return torch.float16
+
+
+def write(path: Path, outgoing: Outgoing) -> None:
+    """Raises UserError for RWKV-7a, which web-rwkv does not run."""
+    tensors = generation_of(outgoing.config).laid_out(outgoing.tensors, "st")
+    write_file(path, lambda file: write_tensors(file, tensors.values(), {}))

@@ -1,0 +1,179 @@
+"""Tuned states of every program that publishes them: read the right way round or refused, and written for others."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from files import SIZES
+from models import small_model, tokens
+from programs import caller, one_sentence
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from rwkv.checkpoint import time_states
+from rwkv.checkpoint.files import read_checkpoint
+from rwkv.config import GenerateConfig, KernelConfig
+from rwkv.errors import UserError
+from rwkv.pretrained import RWKV, OpenCheckpoint, open_checkpoint
+from rwkv.tokenizer.tokenizers import ByteTokenizer
+from rwkv.tools import convert
+
+L, H, N = 3, 2, 64
+PROMPT = "prompt=once", "max_new_tokens=6", "kernel=reference"
+
+
+def learnt(L: int = L, H: int = H, N: int = N, seed: int = 0, **names: str) -> dict[str, Tensor]:
+    """As trainers write it, value by key."""
+    random = torch.Generator().manual_seed(seed)
+    return {f"blocks.{layer}.att.time_state": 0.3 * torch.randn(H, N, N, generator=random) for layer in range(L)}
+
+
+def transposed(states: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """As web-rwkv's converter writes it."""
+    return {name: state.mT.half().contiguous() for name, state in states.items()}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of bytes, and one tuned state in every form."""
+    made = tmp_path_factory.mktemp("states")
+    model = small_model(generation="rwkv7", vocab_size=256, n_layer=L, **SIZES["rwkv7"])
+    model.save_pretrained(made / "base.safetensors", ByteTokenizer())
+    small_model(vocab_size=256).save_pretrained(made / "base4.safetensors", ByteTokenizer())
+    rounded = {name: state.half().float() for name, state in learnt().items()}           # the same in each form
+    torch.save(rounded, made / "state.pth")
+    torch.save(rounded, made / "old.pth", _use_new_zipfile_serialization=False)
+    torch.save({f"_orig_mod.module.model.{name}": state.bfloat16() for name, state in rounded.items()}, made / "wrapped.pth")
+    torch.save({"state_dict": {name: state[None].double() for name, state in rounded.items()}}, made / "rows.pth")
+    save_file(transposed(rounded), made / "state.st")
+    save_file(transposed(rounded), made / "ai00.state")
+    save_file(rounded, made / "plain.safetensors")
+    save_file(transposed(rounded), made / "turned.safetensors")
+    torch.save({**model.state_dict(), **rounded}, made / "both.pth")
+    convert.convert(made / "both.pth", made / "both.st")
+    return made
+
+
+FORMS = {"state.pth": None, "old.pth": None, "wrapped.pth": None, "rows.pth": None, "state.st": None, "ai00.state": None,
+         "plain.safetensors": "official", "turned.safetensors": "transposed"}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_each_form_is_the_same_state(folder: Path, form: str) -> None:
+    config = read_checkpoint(folder / "base.safetensors").config
+    states = time_states.read(folder / form, config, FORMS[form])
+    expected = learnt()
+    atol = 2e-2 if form == "wrapped.pth" else 1e-3       # bfloat16, float16
+    for layer, state in enumerate(states.layers):
+        torch.testing.assert_close(state.get(), expected[f"blocks.{layer}.att.time_state"], rtol=0, atol=atol)
+    assert states.layout in states.line
+    content = time_states.read_content((folder / form).read_bytes(), config, states.layout)
+    assert all(torch.equal(one.get(), other.get()) for one, other in zip(content.layers, states.layers, strict=True))
+
+
+def opened(folder: Path) -> OpenCheckpoint:
+    return open_checkpoint(GenerateConfig(checkpoint=str(folder / "base.safetensors"), kernel=KernelConfig("reference")))
+
+
+def test_a_state_computes_what_a_model_with_it_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """As state=, and beside the weights in either way round."""
+    model = RWKV.from_pretrained(folder / "base.safetensors", "reference")
+    ids = tokens(model, B=1)
+    states = {name: state.half().float() for name, state in learnt().items()}
+    plain = model(ids)[0]
+    model.set_time_states(list(states.values()))
+    expected = model(ids)[0]
+    assert (expected - plain).abs().max() > 0.1
+    for name in ("state.pth", "state.st"):
+        base, context = opened(folder).model_and_context(str(folder / name), None)
+        torch.testing.assert_close(base(ids, context.state)[0], expected, rtol=0, atol=1e-5)
+        assert "tuned state in" in capsys.readouterr().err
+    torch.testing.assert_close(RWKV.from_pretrained(folder / "both.pth", "reference")(ids)[0], expected, rtol=0, atol=1e-5)
+    rounded = RWKV.from_pretrained(folder / "both.st", "reference")
+    assert all(torch.equal(*pair) for pair in zip(rounded.time_states(), states.values(), strict=True))
+    trained = RWKV.from_pretrained(folder / "both.pth", "reference", trainable=True)
+    assert len(trained.time_states()) == L
+
+
+def test_what_no_file_says_is_asked_for(folder: Path) -> None:
+    config = read_checkpoint(folder / "base.safetensors").config
+    with pytest.raises(UserError, match=r"state_layout=official .*state_layout=transposed"):
+        time_states.read(folder / "plain.safetensors", config)
+    said = time_states.read(folder / "state.pth", config, "transposed")          # the user's word counts more than the form
+    assert said.layout == "transposed"
+    assert torch.equal(said.layers[0].get(), time_states.read(folder / "state.pth", config).layers[0].get().mT)
+
+
+@pytest.mark.parametrize(("states", "said"), [
+    (learnt(L=2), "2 layers of 2 heads of 64, and the model has 3 layers of 2 heads of 64"),
+    (learnt(H=4, N=32), "3 layers of 4 heads of 32, and the model has 3 layers of 2 heads of 64"),
+    ({**learnt(), "blocks.1.att.time_state": torch.zeros(2, 64, 32)}, "several forms"),
+    ({name: state[0] for name, state in learnt().items()}, "another form"),
+    ({name: state for name, state in learnt(L=4).items() if "1" not in name}, "lacks layer 1"),
+    ({**learnt(), "blocks.0.att.time_offset": torch.zeros(2)}, "time_offset"),
+    ({**learnt(), "emb.weight": torch.zeros(2, 2)}, "checkpoint="), ({"a.b": torch.zeros(2)}, "a.b"), ({}, "no tensors"),
+    ({**learnt(), **{f"ema.{name}": state for name, state in learnt().items()}}, "several states"),
+    ({"blocks.0.att.key.lora_A": torch.zeros(2, 2)}, "adapter"),
+    ({name: state / 0 for name, state in learnt().items()}, "finite")])
+def test_a_state_of_another_model_says_what_both_have(folder: Path, tmp_path: Path, states: dict[str, Tensor],
+                                                      said: str) -> None:
+    torch.save(states, tmp_path / "wrong.pth")
+    with pytest.raises(UserError) as error:
+        opened(folder).model_and_context(str(tmp_path / "wrong.pth"), None)
+    assert "\n" not in str(error.value)
+    for part in ("wrong.pth", said):
+        assert part in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["state.pth", "old.pth", "state.st"])
+def test_a_damaged_state_is_one_sentence(folder: Path, tmp_path: Path, name: str) -> None:
+    whole = (folder / name).read_bytes()
+    config = read_checkpoint(folder / "base.safetensors").config
+    damaged = [whole[:-300], whole[:200], b""] + ([whole[:9000] + b"\xff" * 64 + whole[9064:]] if name == "state.pth" else [])
+    for content in damaged:
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(UserError, match=name):
+            time_states.read(tmp_path / name, config, "official")
+        with pytest.raises(UserError, match="the file"):
+            time_states.read_content(content, config, "official")
+
+
+def test_convert_turns_a_state_for_web_rwkv_and_back(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    convert.main([str(folder / "state.pth"), str(tmp_path / "out.st")])
+    written, expected = load_file(tmp_path / "out.st"), load_file(folder / "state.st")
+    assert written.keys() == expected.keys()
+    assert all(torch.equal(written[name], expected[name]) for name in written)
+    assert "key by value" in capsys.readouterr().err
+    convert.main([str(folder / "turned.safetensors"), str(tmp_path / "back.pth"), "--state-layout", "transposed"])
+    back, before = (torch.load(path, weights_only=True) for path in (tmp_path / "back.pth", folder / "state.pth"))
+    assert all(torch.equal(back[name], before[name]) for name in before)
+    for (name, *arguments), said in ((("state.pth", "out.gguf"), ".st"),
+                                     (("state.pth", "o.pth", "--dtype", "float16"), "--dtype"),
+                                     (("base.safetensors", "o.pth", "--state-layout", "official"), "--state-layout"),
+                                     (("both.pth", "out.gguf"), "tuned state")):
+        with pytest.raises(SystemExit) as ended:
+            convert.main([str(folder / name), *arguments])
+        assert ended.value.code == 2
+        assert said in capsys.readouterr().err
+
+
+@pytest.mark.programs
+def test_programs_take_a_state_of_any_form(folder: Path, monkeypatch: pytest.MonkeyPatch,
+                                           capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.chdir(folder)
+    run = caller(monkeypatch, capsys)
+    base = "checkpoint=base.safetensors"
+    texts = set()
+    for options in ((base, "state=state.pth"), (base, "state=state.st"),
+                    (base, "state=plain.safetensors", "state_layout=official"), ("checkpoint=both.pth", "tokenizer=byte")):
+        status, text, error = run("generate", *options, *PROMPT)
+        assert status == 0, error
+        assert "state: " in error
+        texts.add(text)
+    assert len(texts) == 1
+    assert run("generate", base, *PROMPT)[1] not in texts
+    for wrong, said in ((("checkpoint=base4.safetensors", "state=state.pth"), "RWKV-4"),
+                        ((base, "state=plain.safetensors"), "state_layout="), ((base, "state_layout=official"), "state="),
+                        (("checkpoint=state.pth",), "state="), ((base, "state=base.safetensors"), "checkpoint=")):
+        one_sentence(run("generate", *wrong, *PROMPT), said)
