@@ -104,7 +104,8 @@ def test_the_options_of_the_programs_that_it_calls_exist(device: str, monkeypatc
     check = _gpu_parts.Check("programs", Rows(tmp_path), device, time.monotonic() + 60, tmp_path)
     _gpu_parts.programs(check)
     _gpu_parts.shards(check)
-    schemas = {"train.py": TrainConfig, "generate.py": GenerateConfig, "chat.py": ChatConfig, "rwkv.tools.evaluate": EvaluateConfig}
+    schemas = {"train.py": TrainConfig, "generate.py": GenerateConfig, "chat.py": ChatConfig,
+               "rwkv.tools.evaluate": EvaluateConfig}
     programs = [command[1:] if command[0] == "-m" else command for command in called]
     assert {name for name, *_ in programs} == set(schemas)
     for name, *options in programs:

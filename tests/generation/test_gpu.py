@@ -26,7 +26,7 @@ def test_cubins_do_not_spill(arch: int, tmp_path: Path) -> None:
     assert {name: facts for name, facts in found.items() if facts["spilled"] or facts["shared"] > SHARED} == {}
 
 
-@pytest.mark.parametrize("marked", ["not soak", pytest.param("soak", marks=pytest.mark.soak)])
+@pytest.mark.parametrize("marked", ["not soak", pytest.param("soak", marks=[pytest.mark.soak, pytest.mark.timeout(3600)])])
 def test_under_the_interpreter(marked: str, tmp_path: Path) -> None:
     done = run(tmp_path, ["-m", "pytest", str(HERE / "gpu_interpreted.py"), "--no-header", "-m", marked], TRITON_INTERPRET="1")
     assert done.returncode == 0, done.stdout + done.stderr

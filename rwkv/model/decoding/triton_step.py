@@ -15,12 +15,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from kernels.backends import triton
 from kernels.backends.graphs import capture
 from kernels.backends.transfer import to_device
 from rwkv.model.decoding.c_step import why_changed
@@ -52,11 +52,10 @@ class Launch:
 
 def why_not(model: Any) -> str | None:
     """None where the model's step can be a graph of Triton kernels, otherwise the reason."""
-    if model.emb.weight.device.type != "cuda":
-        return f"the model is on {model.emb.weight.device.type}"
-    if why := why_not_on_gpu(model):
-        return why
-    return None if find_spec("triton") else "the package triton is not installed (pip install triton)"
+    device = model.emb.weight.device
+    if device.type != "cuda":
+        return f"the model is on {device.type}"
+    return why_not_on_gpu(model) or triton.why_not(device)
 
 
 def step_of(model: Any) -> "GpuStep":
