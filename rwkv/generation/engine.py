@@ -23,7 +23,7 @@ from rwkv.generation.logprobs import entry, logprobs
 from rwkv.generation.pooling import pooled
 from rwkv.generation.prefill import EMPTY, Key, PrefillResult, PrefixCache, Reading, chunks_on, prefill
 from rwkv.generation.row import CANCELLED, Row, Sample
-from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, drawing_on, on_host, queued_tokens
+from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, drawing_on, not_finite, on_host, queued_tokens
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model, State
 from rwkv.model.derived import Watch
@@ -201,22 +201,23 @@ class Engine:
         self._drop_finished()
         self._read_drawn()
         self._read_prompts()
-        self._end_damaged()
         pieces = [(row.index, row.end_without_token()) for row in self._rows if row.unfinished and not row.find_allowed()]
         for position, row in enumerate(self._rows):
             if row.owes_end:             # its last token has been read now
-                row.kept = self._end_of(position)
+                self._keep_end(position)
         self._drop_finished()
         if not self._rows:
             return pieces
         tokens = self._draw()
         self._drawn = torch.tensor(tokens, device="cpu")
         for position, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
+            if row.damaged:
+                continue
             pieces.append((row.index, row.push(token)))
             if not row.unfinished and row.cache is not None:
                 row.cache.put(row.cache.key(row.tokens_read(), row.after), self._result(position))
             if row.owes_end and not row.last_token_in_text:
-                row.kept = self._end_of(position)
+                self._keep_end(position)
         return pieces
 
     def context(self) -> PrefillResult:
@@ -317,18 +318,18 @@ class Engine:
             self._decoder.join(together.state)
             self._logits = torch.cat((self._logits, together.logits))
 
-    def _end_damaged(self) -> None:
-        """Ends the rows whose logits are not finite because of their context, which may come from a damaged file."""
-        positions = [position for position, row in enumerate(self._rows) if row.has_context and row.stays]
-        if positions:
-            finite = self._logits[positions].amax(-1).isfinite().tolist()
-            for position, good in zip(positions, finite, strict=True):
-                if not good:
-                    self._rows[position].cancel()
-                    self._rows[position].damaged = True
+    def _keep_end(self, position: int) -> None:
+        row, end = self._rows[position], self._end_of(position)
+        if row.has_context and not end.logits.amax().isfinite():
+            row.end_damaged()
+        else:
+            row.kept = end
 
     def _draw(self) -> list[int]:
-        """The next token of each row; rows with equal options are drawn together."""
+        """The next token of each row; rows with equal options are drawn together.
+
+        Rows whose logits are not finite because of their context, which may come from a damaged file, end and have token 0.
+        """
         logits = self._of_grammars(self._logits[:, :self._tokenizer.vocab_size].to(self._draw_device))
         tokens = [0] * len(self._rows)
         groups: dict[Sampling, list[int]] = {}
@@ -343,10 +344,15 @@ class Engine:
             uniform = torch.tensor([row.uniform() for row in rows], dtype=torch.float64, device="cpu")
             queued.append(queued_tokens(of_group, uniform, options, penalties, self._draw_by))
         for position, token in zip(chain.from_iterable(groups.values()), on_host(queued).tolist(), strict=True):
+            row = self._rows[position]
+            if token < 0 and not row.has_context:
+                raise not_finite()
+            if token < 0:
+                row.end_damaged()
+                continue
             tokens[position] = token
-            chosen = self._rows[position].penalties
-            if chosen is not None:
-                chosen.add(token)
+            if row.penalties is not None:
+                row.penalties.add(token)
         self._keep_logprobs(logits, tokens)
         return tokens
 
@@ -360,7 +366,7 @@ class Engine:
         return logits
 
     def _keep_logprobs(self, logits: Tensor, tokens: list[int]) -> None:
-        positions = [position for position, row in enumerate(self._rows) if row.n_logprobs is not None]
+        positions = [position for position, row in enumerate(self._rows) if row.n_logprobs is not None and not row.damaged]
         if not positions:
             return
         n = max(self._rows[position].n_logprobs or 0 for position in positions)
