@@ -213,4 +213,4 @@ class GpuDecoder:
 
     def _use(self, slots: list[int]) -> None:
         self._slots[:] = slots                           # the list that is released with the decoder
-        self._order = torch.tensor(slots, dtype=torch.int64, device=self._step.states.device)
+        self._order = self._step.on_device(slots)

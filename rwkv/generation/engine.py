@@ -276,7 +276,7 @@ class Engine:
         kept = [position for position, row in enumerate(self._rows) if row.stays]
         if len(kept) == len(self._rows):
             return
-        self._logits = self._logits[kept]
+        self._logits = self._logits[to_device(torch.tensor(kept, dtype=torch.int64, device="cpu"), self._logits.device)]
         self._decoder.keep(kept)                         # may overwrite the logits, which have just been copied
         if self._drawn is not None:
             self._drawn = self._drawn[kept]

@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kernels.backends.transfer import to_device
 from rwkv.errors import UserError
 from rwkv.generation.decoder import CDecoder
 from rwkv.generation.logprobs import logprobs
@@ -246,7 +247,7 @@ class Reading:
     @torch.no_grad()
     def _read_pass(self) -> Iterator[None]:
         end = self._end
-        ids = torch.tensor([self.tokens[self._position:end]], device=self._device)
+        ids = to_device(torch.tensor([self.tokens[self._position:end]], device="cpu"), self._device)
         state = self._so_far.state if self._so_far else None
         if self._decoder is not None and ids.shape[1] <= SHORT:
             if self._n_logprobs is not None:             # nothing else of this pass is used: the text is the one without them

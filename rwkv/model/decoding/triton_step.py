@@ -133,13 +133,19 @@ class GpuStep:
 
     def write(self, slots: Sequence[int], state: Any) -> None:
         """Writes a state with a row for each slot."""
+        places = self.on_device(slots)
         for part, tensor in zip(self._parts(), state, strict=True):
-            part[list(slots)] = tensor.transpose(0, 1).flatten(2).to(part)
+            part[places] = tensor.transpose(0, 1).flatten(2).to(part)
 
     def read(self, slots: Sequence[int]) -> list[Tensor]:
         """A copy of the tensors (L,rows,...) of a state with a row for each slot."""
-        return [part[list(slots)].transpose(0, 1).contiguous().unflatten(2, shape)
+        places = self.on_device(slots)
+        return [part[places].transpose(0, 1).contiguous().unflatten(2, shape)
                 for part, shape in zip(self._parts(), self._shapes, strict=True)]
+
+    def on_device(self, slots: Sequence[int]) -> Tensor:
+        """The slots (n,) int64 on the GPU."""
+        return to_device(torch.tensor([*slots], dtype=torch.int64, device="cpu"), self._device)
 
     def _parts(self) -> tuple[Tensor, ...]:
         """The parts (slots,L,size) of all states."""
