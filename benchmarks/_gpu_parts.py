@@ -375,11 +375,12 @@ def _forward_and_backward(check: Check, name: str, shape: list[int], forward: Ca
 
 
 def decode(check: Check) -> None:
-    """In the order of what is asked for most; packed weights, which pay for large models, for the large one alone."""
+    """In the order of what is asked for most; packed weights, which pay for large models, for the large one alone, and
+    float16, which costs what bfloat16 does, for the small one."""
     tiny, small, large = ("tiny", 2, 64), ("0.1b", 12, 768), ("1.5b", 24, 2048)
     sizes = (small, large) if check.on_gpu else (tiny,)
-    for form in ("bfloat16", "int8", "int4", "float32") if check.on_gpu else ("bfloat16", "float32"):
-        for name, L, C in sizes[-1:] if form.startswith("int") else sizes:
+    for form in ("bfloat16", "int8", "int4", "float16", "float32") if check.on_gpu else ("bfloat16", "float32"):
+        for name, L, C in sizes[-1:] if form.startswith("int") else sizes[:1] if form == "float16" else sizes:
             about = {"model": name, "dtype": form}
             with check.measuring(**about):
                 _decode(check, _generating(check, L, C, form), about)
