@@ -606,8 +606,8 @@ class SavedModelConfig:
                                      "says", verbatim=NAME)
     kernel: KernelConfig = field(default_factory=KernelConfig)
     device: str = option("auto", "auto, cpu or cuda", one_of=("auto", "cpu", "cuda"))
-    dtype: str | None = option(None, "float32, bfloat16, float16 (on a GPU), or int8 or int4 (of the matrices); null: bfloat16 on "
-                               "a GPU that has it, else float32", one_of=DTYPES)
+    dtype: str | None = option(None, "float32, bfloat16, float16 (on a GPU), or int8 or int4 (of the matrices); null: bfloat16 "
+                               "on a GPU that has it, else float32", one_of=DTYPES)
 
 
 @dataclass

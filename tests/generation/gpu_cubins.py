@@ -20,8 +20,8 @@ from rwkv.model.decoding import triton_step
 from rwkv.model.decoding.triton_step import GpuStep
 from rwkv.model.quantized import to_packed
 
-POINTERS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64", torch.int32: "i32",
-            torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8"}
+POINTERS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64",
+            torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8"}
 
 
 def main(arch: int) -> None:

@@ -518,7 +518,8 @@ def test_a_damaged_context_ends_its_own_row_and_no_other(kernel: str, options: S
     row = engine.add("ab", 3, StoppingCriteria(6), options, context=good)
     damaged = [engine.add("cd", seed, StoppingCriteria(6), options, n_logprobs, bad, keep=keep)
                for seed, (n_logprobs, keep) in enumerate([(None, False), (2, False), (None, True)])]
-    damaged.append(engine.add([], 9, StoppingCriteria(0), options, context=bad._replace(logits=bad.logits * torch.nan), keep=True))
+    nowhere = bad._replace(logits=bad.logits * torch.nan)
+    damaged.append(engine.add([], 9, StoppingCriteria(0), options, context=nowhere, keep=True))
     engine.run()
     assert row.sample.tokens == expected.sample.tokens
     assert not row.damaged

@@ -111,13 +111,17 @@ class GpuStep:
         """Makes slots for that many sequences, and captures the graphs of all buckets up to that size, the largest first."""
         if rows >= len(self.states):
             self.grow(rows)
-        for bucket in reversed([2**i for i in range(bucket_of(rows).bit_length())]):
+        for bucket in reversed(buckets_to(rows)):
             if bucket not in self._graphs:
                 self.capture(bucket)
 
     def nbytes(self) -> int:
         """The memory of slots and buffers, in bytes."""
         return self.states.nbytes + self._builder.nbytes()
+
+    def nbytes_for(self, rows: int) -> int:
+        """The memory of slots and buffers for that many sequences, in bytes."""
+        return (rows + 1) * self.states[0].nbytes + bucket_of(rows) * self._builder.nbytes() // len(self._builder.slots)
 
     def take(self, n: int) -> list[int]:
         """n free slots."""
@@ -191,6 +195,11 @@ def warps_for(elements: int, most: int = 4) -> int:
 def bucket_of(rows: int) -> int:
     """The smallest power of 2 that is at least `rows`."""
     return 1 << (rows - 1).bit_length()
+
+
+def buckets_to(rows: int) -> list[int]:
+    """The buckets that steps of up to that many rows run in."""
+    return [2**i for i in range(bucket_of(rows).bit_length())]
 
 
 class Builder:
