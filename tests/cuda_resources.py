@@ -41,6 +41,11 @@ def sources() -> list[Source]:
     return [*found, *(source.variant(BFLOAT16=1) for source in found if "BFLOAT16" in source.macros)]
 
 
+def is_wide(source: Source) -> bool:
+    """Whether it is for wide heads, which take the compiler a minute."""
+    return source.macros.get("N") == WIDE
+
+
 def name_of(source: Source) -> str:
     """The file and its macros, without a space."""
     macros = ",".join(f"{macro}={value}" for macro, value in source.macros.items())
