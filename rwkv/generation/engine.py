@@ -21,11 +21,12 @@ from rwkv.generation.decoder import CDecoder, GpuDecoder, decoder_of
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.logprobs import entry, logprobs
 from rwkv.generation.pooling import pooled
-from rwkv.generation.prefill import EMPTY, Key, PrefillResult, PrefixCache, Reading, chunks_on, prefill
+from rwkv.generation.prefill import EMPTY, SHORT, Key, PrefillResult, PrefixCache, Reading, chunks_on, prefill, read_together
 from rwkv.generation.row import CANCELLED, Row, Sample
 from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, drawing_on, not_finite, on_host, queued_tokens
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model, State
+from rwkv.model.decoding.triton_step import SPARE
 from rwkv.model.derived import Watch
 from rwkv.tokenizer.decoders import LAST_IDS, require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -232,8 +233,8 @@ class Engine:
     def _reading(self, ids: list[int], context: PrefillResult | None, n_logprobs: int | None, after: Key | None,
                  pooling: Pooling | None) -> Reading:
         cache = self._cache_for(context, after)
-        return Reading(self._model, ids, context, cache, n_logprobs, self._tokenizer.vocab_size, after or EMPTY, self._in_c,
-                       pooling is not None)
+        return Reading(self._model, ids, context, cache, n_logprobs, self._tokenizer.vocab_size, after or EMPTY,
+                       self._reads_short, pooling is not None)
 
     def _cache_for(self, context: PrefillResult | None, after: Key | None) -> PrefixCache | None:
         return self._cache if context is None or after is not None else None
@@ -242,8 +243,8 @@ class Engine:
         """Makes the decoder, which keeps values computed from the weights, and a watch on the weights."""
         self._weights = Watch(self._model)
         self._decoder = decoder_of(self._model, state)
-        self._in_c = self._decoder if isinstance(self._decoder, CDecoder) else None
-        self._draw_by, self._draw_device = drawing_on(self._model.emb.weight.device, self._in_c is not None)
+        self._reads_short = self._decoder if isinstance(self._decoder, CDecoder | GpuDecoder) else None
+        self._draw_by, self._draw_device = drawing_on(self._model.emb.weight.device, isinstance(self._decoder, CDecoder))
 
     def _read_new_weights(self) -> None:
         """Continues with the model's new weights and reads unfinished prompts again. Results of old weights are not cached."""
@@ -294,29 +295,46 @@ class Engine:
         budget = self._chunks.budget
         results = []
         while self._readings and self._readings[0].reading.next_part <= budget:
-            shared = self._readings.popleft()
-            shared.rows = [row for row in shared.rows if row.sample.finish_reason != CANCELLED]
-            if not shared.rows:
-                continue
-            budget -= shared.reading.next_part
-            if shared.reading.next_part:
-                shared.reading.read_part()
-                self._name_prompt_logprobs(shared)
-            result = shared.reading.result
-            if result is None:
-                self._readings.append(shared)
-                continue
-            for row in shared.rows:
-                row.prompt_read = True
-                row.prompt_logprobs = shared.logprobs
-                if shared.pooling is not None:
-                    row.embedding = pooled(shared.reading, shared.pooling)
-            self._rows += shared.rows
-            results += [result] * len(shared.rows)
+            prompts = self._next_prompts(budget)
+            budget -= sum(shared.reading.next_part for shared in prompts)
+            if len(prompts) > 1:
+                read_together([shared.reading for shared in prompts])
+            elif prompts and prompts[0].reading.next_part:
+                prompts[0].reading.read_part()
+                self._name_prompt_logprobs(prompts[0])
+            for shared in prompts:
+                result = shared.reading.result
+                if result is None:
+                    self._readings.append(shared)
+                    continue
+                for row in shared.rows:
+                    row.prompt_read = True
+                    row.prompt_logprobs = shared.logprobs
+                    if shared.pooling is not None:
+                        row.embedding = pooled(shared.reading, shared.pooling)
+                self._rows += shared.rows
+                results += [result] * len(shared.rows)
         if results:
             together = PrefillResult.cat(results)
             self._decoder.join(together.state)
             self._logits = torch.cat((self._logits, together.logits))
+
+    def _next_prompts(self, budget: int) -> list["_Shared"]:
+        """Takes the next prompt from the queue, and short ones behind it that are read together with it."""
+        together: list[_Shared] = []
+        tokens = 0
+        while self._readings and self._readings[0].reading.next_part <= budget:
+            reading = self._readings[0].reading
+            joined = tokens + reading.joinable
+            if together and not (tokens and reading.joinable and joined <= SHORT and len(together) < SPARE):
+                break
+            shared = self._readings.popleft()
+            shared.rows = [row for row in shared.rows if row.sample.finish_reason != CANCELLED]
+            if shared.rows:
+                together.append(shared)
+                tokens = joined
+                budget -= reading.next_part
+        return together
 
     def _keep_end(self, position: int) -> None:
         row, end = self._rows[position], self._end_of(position)

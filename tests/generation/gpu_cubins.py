@@ -48,8 +48,10 @@ def main(arch: int) -> None:
             sizes |= {"head_size": 64} if generation == "rwkv7" else {}
             model = small_model("reference", generation=generation, **sizes).requires_grad_(False)
             model = to_packed(model, form, "cpu") if form.startswith("int") else model.to(getattr(torch, form))
+            step = GpuStep(model, 32)
             for rows in (1, 32):
-                GpuStep(model, 32).run(rows)
+                step.run(rows)
+            step.run(16, texts=True)
     logits = torch.empty(2, 65536)
     for options in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_p": 0.5, "filters_first": True}):
         triton_v0.draw(logits, torch.empty(2), Filters(**options), NO_BIAS)

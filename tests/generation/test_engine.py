@@ -503,7 +503,6 @@ def test_a_prompt_that_cannot_be_encoded_and_a_tokenizer_of_another_model_are_re
         generate(small_model(vocab_size=255), BYTES, "a")
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("kernel", ["reference", "rwkv7"])
 @pytest.mark.parametrize("options", [Sampling(), Sampling(temperature=0), Sampling(presence_penalty=0.5)], ids=str)
 def test_a_damaged_context_ends_its_own_row_and_no_other(kernel: str, options: Sampling) -> None:
@@ -535,6 +534,7 @@ def test_logits_of_the_model_that_are_not_finite_are_an_error() -> None:
         engine.run()
 
 
+@torch.no_grad()
 def test_a_model_with_spare_tokens_never_says_them() -> None:
     """Vocabularies are often padded: a token that the tokenizer lacks has no text."""
     model = constant(small_model("conv1d", vocab_size=300), 299)
