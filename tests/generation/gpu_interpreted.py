@@ -380,4 +380,7 @@ def test_texts_are_those_of_pytorchs_decoder(generation: str, monkeypatch: pytes
 
     monkeypatch.setattr(engine_module, "decoder_of", GpuDecoder)
     monkeypatch.setitem(globals(), "Engine", OnGpu)
-    assert texts(model) == expected
+    for (text, reason), (theirs, why) in zip(texts(model), expected, strict=True):
+        assert reason == why
+        # short prompts are read sooner: a row that is cancelled may have a token more by then
+        assert text == theirs or (reason == "cancelled" and text.startswith(theirs))
