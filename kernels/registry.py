@@ -143,9 +143,8 @@ def why_not(op: str, name: str, device: str = "cpu") -> str | None:
     packages = (*requires.packages, *(["triton"] if requires.compiled and device == "cuda" else []))
     missing = [package for package in packages if not _installed(package)]
     reason = reason or (_package_missing(name, missing[0]) if missing else _compiler_missing(name, requires))
-    if reason is None and requires.why_not is not None and (lack := requires.why_not()):
-        reason = f"{name} cannot run: {lack}"
-    return reason
+    lack = _lack(requires, packages, device) if reason is None else None
+    return f"{name} cannot run: {lack}" if lack else reason
 
 
 def check(op: str, name: str, device: "torch.device") -> None:
@@ -166,6 +165,16 @@ def check_dtype(op: str, name: str, requires: Requires, *dtypes: "torch.dtype") 
 
 def runnable(op: str, device: str = "cpu") -> list[str]:
     return [name for name in names(op) if why_not(op, name, device) is None]
+
+
+def _lack(requires: Requires, packages: tuple[str, ...], device: str) -> str | None:
+    """What the machine lacks, as Triton or the file itself sees it; None where it lacks nothing."""
+    if "triton" in packages and device == "cuda":
+        from kernels.backends import triton  # it imports torch
+
+        if reason := triton.why_not():
+            return reason
+    return None if requires.why_not is None else requires.why_not()
 
 
 def missing_compiler() -> str | None:

@@ -25,8 +25,9 @@ ORTHOGONAL = ("muon", "normuon")                         # optimisers with an up
 LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # each says how long to train
 LARGEST_SEED = 2**63 - 1                 # of torch's generators
 MIB = 2**20                              # bytes; the unit of options whose names end in _mib
-BITS = {"float32": 32, "bfloat16": 16, "int8": 8, "int4": 5}     # for each weight of a matrix; in int4 the scales are included
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 5}      # of a matrix's weight; in int4 with the scales
 DTYPES = tuple(BITS)
+BASES = ("float32", "bfloat16", "int8", "int4")          # dtypes of frozen weights beside what is trained
 LATEST = Path("runs") / "latest"         # a link to the run that began last; of a sweep, to the one that was trained last
 PREFERENCES = ("dpo", "ipo")             # objectives that learn from pairs of answers
 LIKELIHOOD = ("tune.objective", "likelihood")
@@ -355,7 +356,7 @@ class TuneConfig:
     state: str | None = option(None, "tuned state of any program to begin from; null: zeros, or that of init_from= (state)",
                                verbatim=PATH, needs=("tune.method", "state"))
     base: str = option("float32", "dtype of the frozen weights' matrices: float32, bfloat16, or on a CPU int8 or int4",
-                       one_of=DTYPES)
+                       one_of=BASES)
     guard: str | None = option(ENGLISH, f"text whose loss is measured before and after tuning: {ENGLISH}, a small one that "
                                "comes with this program, FILE, or null for none", verbatim=PATH)
     objective: str = option("likelihood", "likelihood: of the data; dpo or ipo: learns from pairs (data=chat) to prefer the "
@@ -652,8 +653,8 @@ class SavedModelConfig:
                                      "says", verbatim=NAME)
     kernel: KernelConfig = field(default_factory=KernelConfig)
     device: str = option("auto", "auto, cpu or cuda", one_of=("auto", "cpu", "cuda"))
-    dtype: str | None = option(None, "float32, bfloat16, or int8 or int4 (of the matrices, on a CPU); null: bfloat16 on a GPU "
-                               "that has it, else float32", one_of=DTYPES)
+    dtype: str | None = option(None, "float32, bfloat16, float16 (on a GPU), or int8 or int4 (of the matrices); null: bfloat16 "
+                               "on a GPU that has it, else float32", one_of=DTYPES)
 
 
 @dataclass
@@ -718,7 +719,7 @@ class EvaluateDataConfig:
 
 @dataclass
 class EvaluateConfig(SavedModelConfig):
-    dtype: str | None = option("float32", "as for generate.py: float32, bfloat16, or int8 or int4", one_of=DTYPES)
+    dtype: str | None = option("float32", "as for generate.py: float32, bfloat16, float16, int8 or int4", one_of=DTYPES)
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
     chunk_len: int = option(1024, "tokens in a pass", least=1)
     batch_size: int = option(16, "texts in a pass, of FILE.jsonl", least=1)

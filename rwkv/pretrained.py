@@ -57,9 +57,8 @@ class RWKV(Model):
         of what the run has learnt is left. lora: another program's adapter (rwkv/checkpoint/adapters.py), merged likewise;
         lora_alpha: of one whose file does not state it.
         """
-        if dtype not in DTYPES:
-            raise UserError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
-        if trainable and dtype in QUANTISED:
+        require_dtype(dtype, device)
+        if trainable and dtype not in ("float32", "bfloat16"):
             raise UserError(f"weights in {dtype} cannot be trained: use dtype=float32 or bfloat16, or leave trainable out")
         checkpoint = _read(path, lora, lora_alpha)
         for note in checkpoint.notes:
@@ -199,8 +198,9 @@ class OpenCheckpoint(NamedTuple):
 def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
     """Raises UserError for a file that cannot be read, a kernel that cannot run, and a tokenizer that does not fit."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    checkpoint = _read(config.checkpoint, config.lora, config.lora_alpha)
     dtype = config.dtype or default_dtype(device)
+    require_dtype(dtype, device)
+    checkpoint = _read(config.checkpoint, config.lora, config.lora_alpha)
     wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(dtype))
     tokenizer = tokenizer_of(checkpoint, config.tokenizer, config.end_of_text)
     assumed = assumed_tokenizer(checkpoint) if config.tokenizer is None else None
@@ -211,6 +211,13 @@ def _read(path: str | Path, lora: str | Path | None, alpha: float | None) -> Che
     if lora is None:
         return read_checkpoint(path)
     return with_adapter(read_checkpoint(path), lora, alpha)
+
+
+def require_dtype(dtype: str, device: str) -> None:
+    if dtype not in DTYPES:
+        raise UserError(f"dtype must be one of {', '.join(DTYPES)}; got {dtype!r}")
+    if dtype == "float16" and torch.device(device).type == "cpu":
+        raise UserError("dtype=float16 requires a GPU, and the device is a CPU: use dtype=bfloat16")
 
 
 def default_dtype(device: str) -> str:

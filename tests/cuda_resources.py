@@ -13,7 +13,8 @@ from kernels.backends.cuda import Source, compile_cubin, compiler_version
 
 ROOT = Path(__file__).parent.parent
 TABLE = Path(__file__).parent / "cuda_resources.txt"
-ARCHS = ("sm_80", "sm_90")
+ARCHS = ("sm_80", "sm_90", "sm_120")
+WIDE = 128                               # channels of a head, beside the 64 of released models
 KERNEL = re.compile(r"Compiling entry function '(\w+)'(.*?Used \d+ registers.*?)$", re.DOTALL | re.MULTILINE)
 
 
@@ -32,11 +33,17 @@ class Resources(NamedTuple):
 
 
 def sources() -> list[Source]:
-    """Every `Source` of every file kernels/*/cuda_*.py, in bfloat16, too, where it has that."""
+    """Every `Source` of every file kernels/*/cuda_*.py, for wider heads and in bfloat16, too, where it has that."""
     modules = [importlib.import_module(f"kernels.{path.parent.name}.{path.stem}")
                for path in sorted(ROOT.glob("kernels/*/cuda_*.py"))]
     found = [value for module in modules for value in vars(module).values() if isinstance(value, Source)]
+    found += [source.variant(N=WIDE) for source in found if "N" in source.macros]
     return [*found, *(source.variant(BFLOAT16=1) for source in found if "BFLOAT16" in source.macros)]
+
+
+def is_wide(source: Source) -> bool:
+    """Whether it is for wide heads, which take the compiler a minute."""
+    return source.macros.get("N") == WIDE
 
 
 def name_of(source: Source) -> str:

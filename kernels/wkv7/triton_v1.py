@@ -39,16 +39,9 @@ from kernels.registry import KernelUnavailable, Requires
 
 CHUNK = 16
 N_SIZES = (16, 32, 64, 128, 256)
-CAPABILITY = 8, 0                    # of the first GPUs whose tensor cores take bfloat16 and TF32
-
-
-def _too_old() -> str | None:
-    major, minor = torch.cuda.get_device_capability()
-    return None if (major, minor) >= CAPABILITY else f"it needs compute capability 8.0, and this GPU has {major}.{minor}"
-
 
 REQUIRES = Requires(packages=("triton",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16, torch.float16),
-                    rounded=(torch.bfloat16,), T_multiple=CHUNK, N_sizes=N_SIZES, why_not=_too_old)
+                    rounded=(torch.bfloat16,), T_multiple=CHUNK, N_sizes=N_SIZES)
 
 SIZES = ("T", "H")                   # not specialised: one compilation for all shapes of one N and dtype
 

@@ -8,7 +8,7 @@ moved blocks it calls the model itself.
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -118,12 +118,12 @@ class CDecoder:
         return other
 
     @torch.inference_mode()
-    def read(self, tokens: Tensor) -> Tensor:
-        """The logits (B,V) that follow tokens (B,T), with the bits of T steps, in one call; the next one overwrites them."""
+    def read(self, prompts: Sequence[Tensor]) -> Tensor:
+        """The logits (B,V) that follow B prompts (t,), with the bits of t steps, in one call; the next one overwrites them."""
         c = self._step_of_model()
-        T = tokens.shape[1]
-        work = self._memory.new_empty(tokens.numel(), c.size)
-        c(tokens.long().contiguous(), self._order.repeat_interleave(T), self._memory, work, self._logits)
+        lengths = torch.tensor([*map(len, prompts)], device="cpu")
+        work = self._memory.new_empty(int(lengths.sum()), c.size)
+        c(torch.cat([*prompts]).long(), self._order.repeat_interleave(lengths), self._memory, work, self._logits)
         return self._logits
 
     @torch.inference_mode()
@@ -177,8 +177,9 @@ class GpuDecoder:
     The graphs and the slots of all sequences belong to the model's GpuStep, which its decoders share.
     """
 
-    def __init__(self, model: Model, state: State) -> None:
-        self._step = triton_step.step_of(model)
+    def __init__(self, model: Model, state: State, step: triton_step.GpuStep | None = None) -> None:
+        self._model = model
+        self._step = step or triton_step.step_of(model)
         self._state_type = type(state)
         self._slots: list[int] = []                      # of each row
         weakref.finalize(self, self._step.release, self._slots)
@@ -187,6 +188,15 @@ class GpuDecoder:
     def step(self, tokens: Tensor) -> Tensor:
         """The logits (B,V) that follow tokens (B,)."""
         return self._step(tokens, self._order)
+
+    def beside(self, state: State) -> "GpuDecoder":
+        """A decoder with the same weights, for other rows."""
+        return GpuDecoder(self._model, state, self._step)
+
+    @torch.inference_mode()
+    def read(self, prompts: Sequence[Tensor]) -> Tensor:
+        """The logits (B,V) that follow B prompts (t,), with the bits of t steps, in one replay."""
+        return self._step.read_prompts(prompts, self._order)
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
@@ -213,4 +223,4 @@ class GpuDecoder:
 
     def _use(self, slots: list[int]) -> None:
         self._slots[:] = slots                           # the list that is released with the decoder
-        self._order = torch.tensor(slots, dtype=torch.int64, device=self._step.states.device)
+        self._order = self._step.on_device(slots)

@@ -21,12 +21,13 @@ from rwkv.generation.decoder import CDecoder, GpuDecoder, decoder_of
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.logprobs import entry, logprobs
 from rwkv.generation.pooling import pooled
-from rwkv.generation.prefill import PrefillResult, PrefixCache, Reading, chunks_on, prefill
+from rwkv.generation.prefill import SHORT, PrefillResult, PrefixCache, Reading, chunks_on, prefill, read_together
 from rwkv.generation.request import Request
 from rwkv.generation.row import CANCELLED, Row, Sample
-from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, drawing_on, on_host, queued_tokens
+from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, drawing_on, not_finite, on_host, queued_tokens
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model, State
+from rwkv.model.decoding.triton_step import SPARE
 from rwkv.model.derived import Watch
 from rwkv.tokenizer.decoders import LAST_IDS, require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -180,22 +181,23 @@ class Engine:
         self._drop_finished()
         self._read_drawn()
         self._read_prompts()
-        self._end_damaged()
         pieces = [(row.index, row.end_without_token()) for row in self._rows if row.unfinished and not row.find_allowed()]
         for position, row in enumerate(self._rows):
             if row.owes_end:             # its last token has been read now
-                row.final_context = self._end_of(position)
+                self._keep_end(position)
         self._drop_finished()
         if not self._rows:
             return pieces
         tokens = self._draw()
         self._drawn = torch.tensor(tokens, device="cpu")
         for position, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
+            if row.damaged:
+                continue
             pieces.append((row.index, row.push(token)))
             if not row.unfinished and row.cache is not None:
                 row.cache.put(row.cache.key(row.tokens_read(), row.request.cache_key), self._result(position))
             if row.owes_end and not row.last_token_in_text:
-                row.final_context = self._end_of(position)
+                self._keep_end(position)
         return pieces
 
     def context(self) -> PrefillResult:
@@ -210,14 +212,14 @@ class Engine:
     def _reading(self, request: Request, ids: list[int]) -> Reading:
         cache = self._cache if request.uses_cache else None
         return Reading(self._model, ids, request.context, cache, request.n_prompt_logprobs, self._tokenizer.vocab_size,
-                       request.cache_key, self._in_c, request.pooling is not None)
+                       request.cache_key, self._reads_short, request.pooling is not None)
 
     def _decode_from(self, state: State) -> None:
         """Makes the decoder, which keeps values computed from the weights, and a watch on the weights."""
         self._weights = Watch(self._model)
         self._decoder = decoder_of(self._model, state)
-        self._in_c = self._decoder if isinstance(self._decoder, CDecoder) else None
-        self._draw_by, self._draw_device = drawing_on(self._model.emb.weight.device, self._in_c is not None)
+        self._reads_short = self._decoder if isinstance(self._decoder, CDecoder | GpuDecoder) else None
+        self._draw_by, self._draw_device = drawing_on(self._model.emb.weight.device, isinstance(self._decoder, CDecoder))
 
     def _read_new_weights(self) -> None:
         """Continues with the model's new weights and reads unfinished prompts again. Results of old weights are not cached."""
@@ -250,7 +252,7 @@ class Engine:
         kept = [position for position, row in enumerate(self._rows) if row.stays]
         if len(kept) == len(self._rows):
             return
-        self._logits = self._logits[kept]
+        self._logits = self._logits[to_device(torch.tensor(kept, dtype=torch.int64, device="cpu"), self._logits.device)]
         self._decoder.keep(kept)                         # may overwrite the logits, which have just been copied
         if self._drawn is not None:
             self._drawn = self._drawn[kept]
@@ -268,42 +270,59 @@ class Engine:
         budget = self._chunks.budget
         results = []
         while self._readings and self._readings[0].reading.next_part <= budget:
-            shared = self._readings.popleft()
-            shared.rows = [row for row in shared.rows if row.sample.finish_reason != CANCELLED]
-            if not shared.rows:
-                continue
-            budget -= shared.reading.next_part
-            if shared.reading.next_part:
-                shared.reading.read_part()
-                self._name_prompt_logprobs(shared)
-            result = shared.reading.result
-            if result is None:
-                self._readings.append(shared)
-                continue
-            for row in shared.rows:
-                row.prompt_read = True
-                row.prompt_logprobs = shared.logprobs
-                if row.request.pooling is not None:
-                    row.embedding = pooled(shared.reading, row.request.pooling)
-            self._rows += shared.rows
-            results += [result] * len(shared.rows)
+            prompts = self._next_prompts(budget)
+            budget -= sum(shared.reading.next_part for shared in prompts)
+            if len(prompts) > 1:
+                read_together([shared.reading for shared in prompts])
+            elif prompts and prompts[0].reading.next_part:
+                prompts[0].reading.read_part()
+                self._name_prompt_logprobs(prompts[0])
+            for shared in prompts:
+                result = shared.reading.result
+                if result is None:
+                    self._readings.append(shared)
+                    continue
+                for row in shared.rows:
+                    row.prompt_read = True
+                    row.prompt_logprobs = shared.logprobs
+                    if row.request.pooling is not None:
+                        row.embedding = pooled(shared.reading, row.request.pooling)
+                self._rows += shared.rows
+                results += [result] * len(shared.rows)
         if results:
             together = PrefillResult.cat(results)
             self._decoder.join(together.state)
             self._logits = torch.cat((self._logits, together.logits))
 
-    def _end_damaged(self) -> None:
-        """Ends the rows whose logits are not finite because of their context, which may come from a damaged file."""
-        positions = [position for position, row in enumerate(self._rows) if row.request.context is not None and row.stays]
-        if positions:
-            finite = self._logits[positions].amax(-1).isfinite().tolist()
-            for position, good in zip(positions, finite, strict=True):
-                if not good:
-                    self._rows[position].cancel()
-                    self._rows[position].damaged = True
+    def _next_prompts(self, budget: int) -> list["_Shared"]:
+        """Takes the next prompt from the queue, and short ones behind it that are read together with it."""
+        together: list[_Shared] = []
+        tokens = 0
+        while self._readings and self._readings[0].reading.next_part <= budget:
+            reading = self._readings[0].reading
+            joined = tokens + reading.joinable
+            if together and not (tokens and reading.joinable and joined <= SHORT and len(together) < SPARE):
+                break
+            shared = self._readings.popleft()
+            shared.rows = [row for row in shared.rows if row.sample.finish_reason != CANCELLED]
+            if shared.rows:
+                together.append(shared)
+                tokens = joined
+                budget -= reading.next_part
+        return together
+
+    def _keep_end(self, position: int) -> None:
+        row, end = self._rows[position], self._end_of(position)
+        if row.request.context is not None and not end.logits.amax().isfinite():
+            row.end_damaged()
+        else:
+            row.final_context = end
 
     def _draw(self) -> list[int]:
-        """The next token of each row; rows with equal options are drawn together."""
+        """The next token of each row; rows with equal options are drawn together.
+
+        Rows whose logits are not finite because of their context, which may come from a damaged file, end and have token 0.
+        """
         logits = self._of_grammars(self._logits[:, :self._tokenizer.vocab_size].to(self._draw_device))
         tokens = [0] * len(self._rows)
         groups: dict[Sampling, list[int]] = {}
@@ -318,10 +337,15 @@ class Engine:
             uniform = torch.tensor([row.uniform() for row in rows], dtype=torch.float64, device="cpu")
             queued.append(queued_tokens(of_group, uniform, options, penalties, self._draw_by))
         for position, token in zip(chain.from_iterable(groups.values()), on_host(queued).tolist(), strict=True):
+            row = self._rows[position]
+            if token < 0 and row.request.context is None:
+                raise not_finite()
+            if token < 0:
+                row.end_damaged()
+                continue
             tokens[position] = token
-            chosen = self._rows[position].penalties
-            if chosen is not None:
-                chosen.add(token)
+            if row.penalties is not None:
+                row.penalties.add(token)
         self._keep_logprobs(logits, tokens)
         return tokens
 
@@ -335,7 +359,8 @@ class Engine:
         return logits
 
     def _keep_logprobs(self, logits: Tensor, tokens: list[int]) -> None:
-        positions = [position for position, row in enumerate(self._rows) if row.request.n_logprobs is not None]
+        positions = [position for position, row in enumerate(self._rows)
+                     if row.request.n_logprobs is not None and not row.damaged]
         if not positions:
             return
         n = max(self._rows[position].request.n_logprobs or 0 for position in positions)

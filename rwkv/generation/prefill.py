@@ -3,7 +3,10 @@
 A pass has at most Chunks.longest tokens and begins at a multiple of that from the prompt's start, or where a cached prefix
 ends, so the result does not depend on other prompts. A pass goes through the blocks in parts, each with about the work of
 Chunks.budget tokens through all blocks; between two parts, other sequences advance. A pass of at most SHORT tokens is one call
-of C instead, where the model's step is in C: the blocks in PyTorch take as long for few tokens as for Chunks.weights more.
+of C instead, where the model's step is in C: the blocks in PyTorch take as long for few tokens as for Chunks.weights more. On a
+GPU it is one replay of a CUDA graph, which spares the host some 30 launches a layer, and several prompts share a replay: there
+each token has the bits that a decoding step would give it, whatever is beside it. The blocks' own products have not: their
+libraries choose another order of summation for another number of rows, so a longer prompt is read alone.
 
 The result of reading has the same size for every length of text, so the cache holds many; those of a GPU are moved to host
 memory. A prompt that begins with an earlier prompt, or with an earlier prompt and its answer, is read from the end of that on.
@@ -19,15 +22,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from kernels.backends.transfer import to_device
 from rwkv.errors import UserError
-from rwkv.generation.decoder import CDecoder
+from rwkv.generation.decoder import CDecoder, GpuDecoder
 from rwkv.generation.logprobs import logprobs
 from rwkv.io.shares import Shares
 from rwkv.model.base import Model, State
 from rwkv.model.derived import Watch
 
 LOGPROB_ROWS = 32                        # tokens of a prompt whose log-probabilities are computed at a time
-SHORT = 64                               # tokens that C reads as fast as PyTorch or faster, in every form of weights
+SHORT = 64                               # tokens that C reads as fast as PyTorch or faster, in every form of weights; and the
+                                         # tokens of a GPU's graph
 WEIGHTS_IN_C = 8                         # as Chunks.weights, in a call of C
 
 
@@ -174,14 +179,14 @@ class Reading:
     start: the result, of one row, that the prompt follows. after: the key of `start` in the cache; different starts need
     different keys. n_logprobs: keep log-probabilities, among the first vocab_size tokens, of each token of the prompt and of
     this many likeliest tokens; the whole prompt is then read, whatever is in the cache; None for no log-probabilities. decoder:
-    of the model, which reads short passes; None where no C fits the model. pools: sum the final hidden states, for
-    rwkv/generation/embedding.py; the whole prompt is then read, and nothing is cached. Raises ValueError where `start` has
-    several rows or is of another model.
+    of the model, which reads short passes; None where neither C nor a GPU's graph fits the model. pools: sum the final hidden
+    states, for rwkv/generation/embedding.py; the whole prompt is then read, and nothing is cached. Raises ValueError where
+    `start` has several rows or is of another model.
     """
 
     def __init__(self, model: Model, tokens: Sequence[int], start: PrefillResult | None = None,
                  cache: PrefixCache | None = None, n_logprobs: int | None = None, vocab_size: int | None = None,
-                 after: Key = EMPTY, decoder: CDecoder | None = None, pools: bool = False) -> None:
+                 after: Key = EMPTY, decoder: CDecoder | GpuDecoder | None = None, pools: bool = False) -> None:
         if start is not None:
             model.check_state(start.state, B=1)
         self._model = model
@@ -207,7 +212,7 @@ class Reading:
         self.cached = self._position                             # tokens that need not be read
         self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # results of logprobs() that are not taken yet
         self._running: Iterator[None] | None = None              # the pass that has begun
-        self._decoder = None if pools else decoder               # C returns no hidden state
+        self._decoder = None if pools else decoder               # it returns no hidden state
 
     @property
     def next_part(self) -> int:
@@ -218,6 +223,13 @@ class Reading:
         if self._decoder is not None and length <= SHORT and self._n_logprobs is None:
             return min(self._chunks.budget, WEIGHTS_IN_C + length)
         return min(self._chunks.budget, ceil((self._chunks.weights + length) / self._n_parts(length)))
+
+    @property
+    def joinable(self) -> int:
+        """The tokens of the next part, if it can be read together with those of other prompts; else 0."""
+        length = self._end - self._position
+        joins = isinstance(self._decoder, GpuDecoder) and length <= SHORT and self._n_logprobs is None
+        return length if joins else 0
 
     @property
     def result(self) -> PrefillResult | None:
@@ -245,16 +257,22 @@ class Reading:
 
     @torch.no_grad()
     def _read_pass(self) -> Iterator[None]:
-        end = self._end
-        ids = torch.tensor([self.tokens[self._position:end]], device=self._device)
+        ids = to_device(self._ids.unsqueeze(0), self._device)
         state = self._so_far.state if self._so_far else None
         if self._decoder is not None and ids.shape[1] <= SHORT:
             if self._n_logprobs is not None:             # nothing else of this pass is used: the text is the one without them
                 yield from self._through_blocks(ids, state)
-            decoder = self._decoder.beside(self._model.empty_state(1) if state is None else state)
-            result = PrefillResult(decoder.read(ids), decoder.state())
+            read_together([self])
         else:
-            result = yield from self._through_blocks(ids, state)
+            self._end_pass((yield from self._through_blocks(ids, state)))
+
+    @property
+    def _ids(self) -> Tensor:
+        """The tokens (t,) of the next pass."""
+        return torch.tensor(self.tokens[self._position:self._end], device="cpu")
+
+    def _end_pass(self, result: PrefillResult) -> None:
+        end = self._end
         if self._cache is not None:
             self._key = self._cache.key(self.tokens[self._position:end], self._key)
             self._cache.put(self._key, result)
@@ -285,6 +303,18 @@ class Reading:
                 yield
         assert state is not None
         return PrefillResult(head(hidden[:, -1]), state)
+
+
+@torch.no_grad()
+def read_together(readings: Sequence[Reading]) -> None:
+    """Reads the next passes of prompts by the decoder that they share: of one prompt, or of several that are joinable."""
+    first = readings[0]
+    assert first._decoder is not None
+    states = [first._model.empty_state(1) if reading._so_far is None else reading._so_far.state for reading in readings]
+    decoder = first._decoder.beside(State.cat(states))
+    logits, state = decoder.read([reading._ids for reading in readings]), decoder.state()
+    for row, reading in enumerate(readings):
+        reading._end_pass(PrefillResult(logits[row:row + 1], state.rows(slice(row, row + 1))))
 
 
 def prefill(model: Model, tokens: Tensor, start: PrefillResult | None = None) -> PrefillResult:

@@ -115,6 +115,10 @@ class Row:
         if not self.complete:
             self.sample.finish_reason = CANCELLED
 
+    def end_damaged(self) -> None:
+        self.cancel()
+        self.damaged = True
+
     def tokens_read(self) -> list[int]:
         """The tokens that the state has read when the text has just ended: all except the last one drawn."""
         written = self.sample.tokens

@@ -202,7 +202,10 @@ def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
     penalties: of each row; None if the options have none. draw: a function of kernels/draw for the device of the logits; None
     for PyTorch, which draws on the CPU. Raises UserError where the logits are not finite.
     """
-    return on_host([queued_tokens(logits, uniform, options, penalties, draw)])
+    tokens = on_host([queued_tokens(logits, uniform, options, penalties, draw)])
+    if bool((tokens < 0).any()):
+        raise not_finite()
+    return tokens
 
 
 def queued_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
@@ -214,10 +217,10 @@ def queued_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
         return torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1)
     if draw is None:
         logits = changed(logits.cpu(), options, penalties)
-        _require_finite(bool(logits.amax(-1).isfinite().all()))
-        ids, probabilities = distribution(logits, options)
+        finite = logits.amax(-1).isfinite()
+        ids, probabilities = distribution(torch.where(finite.unsqueeze(-1), logits, 0.0), options)
         drawn = pick(probabilities, uniform)
-        return drawn if ids is None else ids.gather(-1, drawn.unsqueeze(-1)).squeeze(-1)
+        return torch.where(finite, drawn if ids is None else ids.gather(-1, drawn.unsqueeze(-1)).squeeze(-1), -1)
     if penalties is not None:            # they act on biased logits
         return draw(changed(logits, options, penalties), uniform, filters_of(options), NO_BIAS)
     return draw(logits, uniform, filters_of(options), bias_of(options))
@@ -225,10 +228,8 @@ def queued_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
 
 def on_host(drawn: Sequence[Tensor]) -> Tensor:
     """The results of several calls of queued_tokens, one after the other, on the CPU: the one point at which the host waits for
-    a GPU. Raises UserError where logits were not finite."""
-    tokens = torch.cat([*drawn]).cpu()
-    _require_finite(bool((tokens >= 0).all()))
-    return tokens
+    a GPU."""
+    return torch.cat([*drawn]).cpu()
 
 
 def changed(logits: Tensor, options: Sampling, penalties: AllPenalties | None) -> Tensor:
@@ -328,6 +329,5 @@ def _keep_top_p(ordered: Tensor, total: Tensor, top_p: float) -> Tensor:
     return ordered.masked_fill(before >= top_p * total, -torch.inf)
 
 
-def _require_finite(finite: bool) -> None:
-    if not finite:
-        raise UserError("the model's logits are not finite: its weights are damaged, or too large for this dtype")
+def not_finite() -> UserError:
+    return UserError("the model's logits are not finite: its weights are damaged, or too large for this dtype")

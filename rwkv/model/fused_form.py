@@ -8,7 +8,6 @@ call; only rounding differs, since a form computes in float32 and rounds its res
 """
 
 import importlib
-import importlib.util
 from collections.abc import Sequence
 from functools import cache
 from typing import Any, Protocol, cast
@@ -17,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
+from kernels.backends import triton
 
 FORMS = {"cpu": "rwkv.model.fused_c", "cuda": "rwkv.model.fused_triton"}         # by device type
 LOSS_FORMS = {"cuda": "rwkv.model.loss_triton"}
@@ -87,8 +87,7 @@ def why_not(device: str) -> str | None:
     if device == "cpu":
         return native.why_not()
     if device == "cuda":
-        installed = importlib.util.find_spec("triton") is not None
-        return None if installed else "Triton is not installed (pip install -e '.[triton]')"
+        return triton.why_not()
     return f"there are none for {device}"
 
 

@@ -23,6 +23,9 @@ HEAD = 64                                # channels of a head up to which a prog
 ELEMENTS = 1024                          # of a program of the squared ReLU
 FASTEST_LOG_W, LEAST_NORM, EPS = tl.constexpr(-0.6065306597126334), tl.constexpr(1e-12), tl.constexpr(64e-5)    # as rwkv7_fused
 
+SIZES = ("M", "T")                       # not specialised: rows and steps of any number share one compilation
+ROWS_ALONE = ("M",)
+
 Tensors = tuple[Tensor, ...]
 
 
@@ -186,7 +189,7 @@ def _one_mix(s, out, at, now, before, c, C, inside, BEFORE: tl.constexpr):
     _store(out, at, before + (now - before) * (1 - share) if BEFORE else before + (now - before) * share, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _mix(x, last_x, s0, s1, s2, s3, s4, s5, out, M, T, C, n: tl.constexpr, LAST: tl.constexpr, BEFORE: tl.constexpr,
          ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -194,7 +197,7 @@ def _mix(x, last_x, s0, s1, s2, s3, s4, s5, out, M, T, C, n: tl.constexpr, LAST:
     inside = (row < M) & (c < C)
     now, before = _now_and_before(x, last_x, row, c, inside, T, C, LAST)
     at = row * C + c
-    size = tl.cast(M, tl.int64) * C              # not M.to: an M of 1 is a plain int
+    size = M.to(tl.int64) * C
     _one_mix(s0, out, at, now, before, c, C, inside, BEFORE)
     if n > 1:
         _one_mix(s1, out + size, at, now, before, c, C, inside, BEFORE)
@@ -222,7 +225,7 @@ def _add_gradients(s, g, sums, number: tl.constexpr, n: tl.constexpr, row, c, in
     return now + grad * (1 - past), before + later * past, last + grad * past
 
 
-@triton.jit
+@triton.jit(do_not_specialize=SIZES)
 def _mix_backward(x, last_x, s0, s1, s2, s3, s4, s5, g0, g1, g2, g3, g4, g5, grad_x, grad_last, sums, M, T, C, n: tl.constexpr,
                   LAST: tl.constexpr, BEFORE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
@@ -275,7 +278,7 @@ def _vector(x, c):
     return tl.load(x + c).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ROWS_ALONE)
 def _gates(k, v, v_first, zw, za, zv, k_k, k_a, w0, a0, v0, inverse, log_w, new_k, new_v, a, b, M, H, N: tl.constexpr,
            FIRST: tl.constexpr, ROWS: tl.constexpr):
     row, c, at, inside = _head(M, H, N, ROWS)
@@ -295,7 +298,7 @@ def _gates(k, v, v_first, zw, za, zv, k_k, k_a, w0, a0, v0, inverse, log_w, new_
         _store(new_v, at, v_t + (_load(v_first, at, inside) - v_t) * gate, inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ROWS_ALONE)
 def _gates_backward(k, v, v_first, zw, za, zv, k_k, k_a, w0, a0, v0, inverse, g_log_w, g_k, g_v, g_a, g_b, more_k, more_v,
                     grad_k, grad_v, grad_first, grad_zw, grad_za, grad_zv, sums, M, H, N: tl.constexpr, n: tl.constexpr,
                     FIRST: tl.constexpr, MORE_K: tl.constexpr, MORE_V: tl.constexpr, ROWS: tl.constexpr):
@@ -345,7 +348,7 @@ def _normalised(y, at, inside, N: tl.constexpr):
     return centred * over, over
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ROWS_ALONE)
 def _gated(y, r, k, v, g, r_k, weight, bias, out, M, H, N: tl.constexpr, ROWS: tl.constexpr):
     _row, c, at, inside = _head(M, H, N, ROWS)
     normal, _over = _normalised(y, at, inside, N)
@@ -354,7 +357,7 @@ def _gated(y, r, k, v, g, r_k, weight, bias, out, M, H, N: tl.constexpr, ROWS: t
     _store(out, at, read * _load(g, at, inside), inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ROWS_ALONE)
 def _gated_backward(y, r, k, v, g, r_k, weight, bias, grad, grad_y, grad_r, grad_k, grad_v, grad_g, sums, M, H, N: tl.constexpr,
                     ROWS: tl.constexpr):
     _row, c, at, inside = _head(M, H, N, ROWS)

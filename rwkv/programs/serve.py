@@ -50,6 +50,7 @@ from rwkv.programs.sampling import Chosen, SamplingChoice
 from rwkv.serving.log import say
 
 if TYPE_CHECKING:
+    from rwkv.model.base import Model
     from rwkv.serving.worker import Loaded
 
 
@@ -112,10 +113,41 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
             *(("adapter", f"{adapter.name}: {line}") for adapter in adapters for line in (adapter.about, *adapter.notes)),
             ("memory", f"weights about {weights * (1 + copies) / MIB:,.0f} MiB; at most {counted(config.max_rows, 'text')} of "
                        f"{row / MIB:.2f} MiB each, and {config.cache_mib:,} MiB of prefixes"),
+            *_gpu_lines(model, config, copies, opened.device),
             ("states", _kept(config, row))]
     defaults = {kind: Defaults(each.sampling, each.stop, each.max_new_tokens) for kind, each in chosen.items()}
     return Loaded(model, opened.tokenizer, choice.template, plan, row, defaults, trained_with(opened.checkpoint).tokens, loaded,
                   opened.dtype)
+
+
+def _gpu_lines(model: "Model", config: ServeConfig, copies: int, device: str) -> list[tuple[str, str]]:
+    """The GPU's memory, the sequences that it generates at a time, and what the warm-up prepares; nothing on a CPU.
+
+    copies: the models with weights of their own beside this one. Raises UserError where max_rows sequences do not fit.
+    """
+    import torch
+
+    from rwkv.generation.prefill import chunks_on
+    from rwkv.model.base import state_nbytes
+    from rwkv.model.decoding import triton_step
+
+    if device == "cpu":
+        return []
+    rows, graphs = config.max_rows, triton_step.why_not(model) is None
+    size = (triton_step.step_of(model).nbytes_for(rows) if graphs else
+            rows * (state_nbytes(model.config) + 4 * model.vocab_size)) * (1 + copies)
+    free, total = torch.cuda.mem_get_info()
+    if size > free:
+        raise UserError(f"max_rows={rows} requires {size / MIB:,.0f} MiB of the GPU's memory beside the weights, and "
+                        f"{free / MIB:,.0f} MiB are free: choose a smaller max_rows")
+    chunks = chunks_on(torch.device(device))
+    lines = [("GPU", f"{torch.cuda.get_device_name()}, {total / MIB:,.0f} MiB, {free / MIB:,.0f} MiB free beside the weights"),
+             ("concurrency", f"{counted(rows, 'sequence')} in {size / MIB:,.0f} MiB of it; prompts in chunks of up to "
+                             f"{chunks.longest:,} tokens, at most {chunks.budget:,} between two tokens of the others")]
+    if graphs:
+        buckets = ", ".join(map(str, triton_step.buckets_to(rows)))
+        lines.append(("warm-up", f"compiles all kernels and captures CUDA graphs for {buckets} sequences"))
+    return lines
 
 
 def _sampling_lines(chosen: Mapping[tuple[Think, bool], Chosen]) -> list[str]:

@@ -5,12 +5,15 @@ import os
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from benchmarks import gpu_check
+from benchmarks import _gpu_parts, gpu_check
 from benchmarks.gpu_check import Part, Rows, run_part
+from rwkv import cli
+from rwkv.config import ChatConfig, EvaluateConfig, GenerateConfig, TrainConfig
 
 MEASURES = """
 import subprocess, sys, time
@@ -82,11 +85,31 @@ def test_wrong_arguments_are_one_sentence(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 def test_every_part_is_one_of_its_process_and_its_docstring() -> None:
-    from benchmarks import _gpu_parts
-
     names = [part.name for part in gpu_check.PARTS]
     assert names == [part.__name__ for part in _gpu_parts.PARTS]
     assert all(f"    {name} " in str(gpu_check.__doc__) or f" {name} " in str(gpu_check.__doc__) for name in names)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_options_of_the_programs_that_it_calls_exist(device: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A call that a program refuses would be seen on a GPU for the first time."""
+    called: list[tuple[str, ...]] = []
+
+    def program(_: _gpu_parts.Check, name: str, *command: str, **__: Any) -> bool:
+        called.append(command)
+        return not name.startswith("train ") or name == "train rwkv7_tiny"
+
+    monkeypatch.setattr(_gpu_parts, "run_program", program)
+    monkeypatch.setattr(_gpu_parts, "_serve", lambda *_: None)
+    check = _gpu_parts.Check("programs", Rows(tmp_path), device, time.monotonic() + 60, tmp_path)
+    _gpu_parts.programs(check)
+    _gpu_parts.shards(check)
+    schemas = {"train.py": TrainConfig, "generate.py": GenerateConfig, "chat.py": ChatConfig,
+               "rwkv.tools.evaluate": EvaluateConfig}
+    programs = [command[1:] if command[0] == "-m" else command for command in called]
+    assert {name for name, *_ in programs} == set(schemas)
+    for name, *options in programs:
+        cli.check(cli.split(options, schemas[name]), schemas[name])
 
 
 @pytest.mark.programs

@@ -66,6 +66,8 @@ def test_a_trainable_model_learns_and_leaves_the_file_alone(dtype: str, model: R
 def test_int8_is_not_trainable(saved: Path) -> None:
     with pytest.raises(UserError):
         RWKV.from_pretrained(saved, dtype="int8", trainable=True)
+    with pytest.raises(UserError, match="requires a GPU"):
+        RWKV.from_pretrained(saved, dtype="float16")
 
 
 # Files of others

@@ -20,8 +20,8 @@ from rwkv.model.decoding import triton_step
 from rwkv.model.decoding.triton_step import GpuStep
 from rwkv.model.quantized import to_packed
 
-POINTERS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.int64: "i64", torch.int32: "i32",
-            torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8"}
+POINTERS = {torch.float32: "fp32", torch.float64: "fp64", torch.bfloat16: "bf16", torch.float16: "fp16", torch.int64: "i64",
+            torch.int32: "i32", torch.int16: "i16", torch.int8: "i8", torch.uint8: "u8"}
 
 
 def main(arch: int) -> None:
@@ -43,13 +43,15 @@ def main(arch: int) -> None:
     JITFunction.run = compile_instead
     triton_step.product_dtype = lambda dtype, device: dtype
     for generation in ("rwkv7", "rwkv4"):
-        for form in ("bfloat16", "float32", "int8", "int4"):
+        for form in ("bfloat16", "float16", "float32", "int8", "int4"):
             sizes = {"n_layer": 2, "n_embd": 128, "vocab_size": triton_step.MANY_OUTPUTS}
             sizes |= {"head_size": 64} if generation == "rwkv7" else {}
             model = small_model("reference", generation=generation, **sizes).requires_grad_(False)
             model = to_packed(model, form, "cpu") if form.startswith("int") else model.to(getattr(torch, form))
+            step = GpuStep(model, 32)
             for rows in (1, 32):
-                GpuStep(model, 32).run(rows)
+                step.run(rows)
+            step.run(16, texts=True)
     logits = torch.empty(2, 65536)
     for options in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_p": 0.5, "filters_first": True}):
         triton_v0.draw(logits, torch.empty(2), Filters(**options), NO_BIAS)

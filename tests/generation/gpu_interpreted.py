@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from models import each_generation, exact, small_model, tokens
@@ -16,6 +17,7 @@ from models import each_generation, exact, small_model, tokens
 from kernels.draw import NO_BIAS, Bias, Filters, c_v0, triton_v0
 from rwkv.config import Sampling
 from rwkv.generation import engine as engine_module
+from rwkv.generation import prefill as prefill_module
 from rwkv.generation.decoder import Decoder, GpuDecoder
 from rwkv.generation.engine import WARM_SAMPLINGS, Engine
 from rwkv.generation.request import Request
@@ -38,6 +40,15 @@ def _inference() -> Iterator[None]:
 def _small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_v0, "BLOCK", 128)
     monkeypatch.setattr(triton_v0, "LISTED", 64)
+
+
+@pytest.fixture
+def sums_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products whose rows have the same bits wherever they are in a tile, as on tensor cores. NumPy's have not."""
+    def product(a: Any, b: Any, dtype: Any = None) -> Any:
+        return (a[:, :, None] * b[None]).sum(1, dtype=dtype)
+
+    monkeypatch.setattr(np, "matmul", product)
 
 
 def model_of(generation: str, **sizes: int) -> RWKV:
@@ -76,11 +87,11 @@ def test_heads_of_other_sizes(C: int, N: int) -> None:
 
 
 @each_generation
-@pytest.mark.parametrize("form", ["bfloat16", "int8", "int4"])
-def test_weights_of_16_8_and_4_bits_are_unpacked_exactly(generation: str, form: str) -> None:
-    """Beside float64 products of the same weights; the inputs of products are rounded to bfloat16."""
+@pytest.mark.parametrize(("form", "allowed"), [("bfloat16", 0.015), ("float16", 0.002), ("int8", 0.015), ("int4", 0.015)])
+def test_weights_of_16_8_and_4_bits_are_unpacked_exactly(generation: str, form: str, allowed: float) -> None:
+    """Beside float64 products of the same weights; the inputs of products are rounded to bfloat16, or to float16."""
     model = model_of(generation, n_embd=48, n_ffn=264)
-    low = model.bfloat16() if form == "bfloat16" else to_packed(model, form, "cpu")
+    low = to_packed(model, form, "cpu") if form.startswith("int") else model.to(getattr(torch, form))
     dense = model_of(generation, n_embd=48, n_ffn=264)
     for name, weight in dense.named_parameters():
         layer = low.get_submodule(name.rpartition(".")[0])
@@ -88,7 +99,7 @@ def test_weights_of_16_8_and_4_bits_are_unpacked_exactly(generation: str, form: 
         weight.copy_(packed.dense() if packed is not None and name.endswith(".weight") else low.get_parameter(name))
     decoder, reference = GpuDecoder(low, low.empty_state(3)), Decoder(exact(dense), dense.empty_state(3))
     for read in tokens(dense, B=3, T=2).T:
-        assert error(decoder.step(read), reference.step(read)) < 0.015
+        assert error(decoder.step(read), reference.step(read)) < allowed
 
 
 @each_generation
@@ -99,6 +110,72 @@ def test_a_row_is_to_the_bit_what_it_is_in_any_bucket(generation: str) -> None:
     alone = GpuDecoder(model, model.empty_state(1))
     for t in range(3):
         assert torch.equal(together.step(read[:, t])[4], alone.step(read[4:5, t])[0])
+
+
+@pytest.mark.usefixtures("sums_in_order")
+@each_generation
+def test_prompts_that_are_read_together_have_the_bits_of_steps_alone(generation: str) -> None:
+    """Of one token and of several, from the empty state and from others; a text that is generated stays as it is."""
+    model = model_of(generation)
+    ids = tokens(model, B=4, T=9)
+    running = GpuDecoder(model, model.empty_state(1))
+    running.step(ids[3, :1])
+    lengths = 1, 7, 4
+    expected = []
+    for row, length in enumerate(lengths):
+        alone = GpuDecoder(model, model.empty_state(1))
+        for t in range(8 - length, 8 + 1) if row == 2 else range(length):
+            logits = alone.step(ids[row, t:t + 1])
+        expected.append((logits[0], alone.state()))
+    begun = GpuDecoder(model, model.empty_state(1))
+    begun.step(ids[2, 4:5])
+    states = State.cat([model.empty_state(2), begun.state()])
+    reader = running.beside(states)
+    logits = reader.read([ids[0, :1], ids[1, :7], ids[2, 5:9]])
+    for row, (own, state) in enumerate(expected):
+        assert torch.equal(logits[row], own), row
+        assert all(torch.equal(mine, theirs) for mine, theirs in zip(reader.state([row]), state, strict=True)), row
+    other = GpuDecoder(model, model.empty_state(1))
+    other.step(ids[3, :1])
+    assert torch.equal(running.step(ids[3, 1:2]), other.step(ids[3, 1:2]))
+
+
+@pytest.mark.usefixtures("sums_in_order")
+@each_generation
+def test_an_engine_reads_short_prompts_together(generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each result is that of the prompt alone; the cache, log-probabilities and long prompts are served beside."""
+    model = small_model("reference", generation=generation, vocab_size=257, n_layer=1, n_embd=16, n_ffn=16)
+    model.requires_grad_(False)
+    monkeypatch.setattr(engine_module, "decoder_of", GpuDecoder)
+    replays: list[list[int]] = []
+    read = GpuStep.read_prompts
+
+    def counted(step: GpuStep, prompts: Any, slots: torch.Tensor) -> torch.Tensor:
+        replays.append([*map(len, prompts)])
+        return read(step, prompts, slots)
+
+    monkeypatch.setattr(GpuStep, "read_prompts", counted)
+    monkeypatch.setattr(prefill_module, "ON_CPU", prefill_module.ON_GPU)
+    prompts = ["abc", "a", "bc" * 20, "abcabc", "c" * 70, "cab"]
+    alone = []
+    for prompt in prompts:
+        engine = Engine(model, ByteTokenizer())
+        row = engine.add(Request(prompt, 1, StoppingCriteria(1), keep_context=True))
+        engine.run()
+        alone.append(row.final_context)
+    replays.clear()
+    engine = Engine(model, ByteTokenizer())
+    rows = [engine.add(Request(prompt, 1, StoppingCriteria(1), keep_context=True, n_logprobs=n, prompt_logprobs=n is not None))
+            for prompt, n in zip(prompts, (None, None, None, None, None, 2), strict=True)]
+    rows[1].cancel()
+    engine.run()
+    assert replays == [[3, 40, 6], [3]]
+    for row, expected in zip(rows, alone, strict=True):
+        if row.final_context is None:
+            assert row is rows[1]
+        else:
+            assert expected is not None
+            assert torch.equal(row.final_context.logits, expected.logits)
 
 
 @each_generation
@@ -206,7 +283,7 @@ def draws(n: int, seed: int) -> None:
                           filters_first=pick.random() < 0.5)
         bias = pick.choice((NO_BIAS, Bias(torch.tensor([1, 3], dtype=torch.int32), torch.tensor([2.5, -torch.inf]))))
         uniform = torch.rand(4, dtype=torch.float64, generator=generator)
-        uniform[0] = pick.choice((0.0, 0.5, 1 - 1e-9))
+        uniform[0] = pick.choice((0.0, 0.5, 1 - 1e-5))           # nearer to 1, C's sums in float32 decide
         expected = c_v0.draw(logits.clone(), uniform, filters, bias)
         assert torch.equal(triton_v0.draw(logits, uniform, filters, bias), expected), (V, kind, filters, bias)
 
@@ -216,8 +293,10 @@ def test_a_few_draws_are_those_of_c() -> None:
 
 
 @pytest.mark.soak
-def test_2000_draws_are_those_of_c() -> None:
-    draws(500, seed=2)
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", range(2, 7))
+def test_2000_draws_are_those_of_c(seed: int) -> None:
+    draws(100, seed)
 
 
 def test_a_warm_up_draws_with_every_variant_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -303,4 +382,7 @@ def test_texts_are_those_of_pytorchs_decoder(generation: str, monkeypatch: pytes
 
     monkeypatch.setattr(engine_module, "decoder_of", GpuDecoder)
     monkeypatch.setitem(globals(), "Engine", OnGpu)
-    assert texts(model) == expected
+    for (text, reason), (theirs, why) in zip(texts(model), expected, strict=True):
+        assert reason == why
+        # short prompts are read sooner: a row that is cancelled may have a token more by then
+        assert text == theirs or (reason == "cancelled" and text.startswith(theirs))

@@ -506,6 +506,37 @@ def test_a_prompt_that_cannot_be_encoded_and_a_tokenizer_of_another_model_are_re
         generate(small_model(vocab_size=255), BYTES, "a")
 
 
+@pytest.mark.parametrize("kernel", ["reference", "rwkv7"])
+@pytest.mark.parametrize("options", [Sampling(), Sampling(temperature=0), Sampling(presence_penalty=0.5)], ids=str)
+def test_a_damaged_context_ends_its_own_row_and_no_other(kernel: str, options: Sampling) -> None:
+    """Its logits may stop being finite at once, or where the state grows; kept or not, with log-probabilities or without."""
+    model = MODELS[kernel]
+    good = prefill(model, torch.tensor([[5, 6]]))
+    bad = good._replace(state=good.state._replace(**{name: part * torch.nan for name, part in good.state._asdict().items()}))
+    alone = Engine(model, BYTES)
+    expected = alone.add(Request("ab", 3, StoppingCriteria(6), options, context=good))
+    alone.run()
+    engine = Engine(model, BYTES)
+    row = engine.add(Request("ab", 3, StoppingCriteria(6), options, context=good))
+    damaged = [engine.add(Request("cd", seed, StoppingCriteria(6), options, n_logprobs, context=bad, keep_context=keep))
+               for seed, (n_logprobs, keep) in enumerate([(None, False), (2, False), (None, True)])]
+    nowhere = bad._replace(logits=bad.logits * torch.nan)
+    damaged.append(engine.add(Request([], 9, StoppingCriteria(0), options, context=nowhere, keep_context=True)))
+    engine.run()
+    assert row.sample.tokens == expected.sample.tokens
+    assert not row.damaged
+    assert all(each.damaged and each.complete and each.final_context is None and not each.sample.tokens for each in damaged)
+
+
+def test_logits_of_the_model_that_are_not_finite_are_an_error() -> None:
+    model = small_model(vocab_size=256)
+    model.head.weight.data[7] = torch.nan
+    engine = Engine(model, BYTES)
+    engine.add(Request("ab"))
+    with pytest.raises(UserError, match="logits are not finite"):
+        engine.run()
+
+
 @torch.no_grad()
 def test_a_model_with_spare_tokens_never_says_them() -> None:
     """Vocabularies are often padded: a token that the tokenizer lacks has no text."""

@@ -51,7 +51,7 @@ def checkpoint(tmp_path: Path) -> Path:
         (("kernel=nonsense",), "nonsense"),
         (("logit_bias=a:1",), "logit_bias"),
         (("max_new_tokens=-1",), "max_new_tokens"),
-        (("dtype=int3",), "dtype"),
+        (("dtype=int3",), "dtype"), (("dtype=float16", "device=cpu"), "dtype=float16 requires a GPU"),
         (("stop=",), "stop"),
         (("prompts=absent.txt",), "absent.txt"),
         (("prompts=empty.txt",), "empty.txt"))),

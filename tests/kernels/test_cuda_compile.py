@@ -1,6 +1,6 @@
-"""Every CUDA source compiles for sm_80 and sm_90 and uses what cuda_resources.txt says (kernels/backends/cuda.py). No GPU.
+"""Every CUDA source compiles for sm_80, 90 and 120 and uses what cuda_resources.txt says (kernels/backends/cuda.py). No GPU.
 
-For sm_80, and by nvcc, in make soak."""
+For sm_80 and sm_120, for wide heads, and by nvcc, in make soak."""
 
 import contextlib
 import ctypes
@@ -12,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from cuda_resources import ROOT, TABLE, measure, name_of, read_table, sources
+from cuda_resources import ROOT, TABLE, is_wide, measure, name_of, read_table, sources
 
 from kernels.backends import cuda
 from kernels.backends.cuda import Source, compile_cubin, compiler_version
@@ -53,8 +53,9 @@ def test_every_file_belongs_to_an_implementation() -> None:
     assert {source.path for source in sources()} == set(ROOT.glob("kernels/*/csrc/*.cu"))
 
 
-@pytest.mark.parametrize("arch", [pytest.param("sm_80", marks=pytest.mark.soak), "sm_90"])
-@pytest.mark.parametrize("source", sources(), ids=name_of)
+@pytest.mark.parametrize("arch", ["sm_90", *(pytest.param(arch, marks=pytest.mark.soak) for arch in ("sm_80", "sm_120"))])
+@pytest.mark.parametrize("source", [pytest.param(source, id=name_of(source), marks=[pytest.mark.soak] * is_wide(source))
+                                    for source in sources()])
 def test_registers_shared_memory_and_spills(source: Source, arch: str, nvrtc: str) -> None:
     """No more than the table's, by the compiler that wrote it; what is not in it spills nothing."""
     version, table = read_table()

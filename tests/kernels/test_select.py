@@ -1,16 +1,22 @@
 """kernels/select.py: names to operators, the rule of `auto`, and the errors for names and devices."""
 
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
 import pytest
 import torch
 from stubs import stub
 
 from kernels import registry, select
+from kernels.backends import triton
 from kernels.bench.results import committed, read
 from kernels.machine.hardware import ROOT
 from kernels.registry import KernelUnavailable, UnknownKernel
 from kernels.wkv4 import WKV4, cases
 
+Fake = Callable[[tuple[int, int]], None]
 NOISE = 1.1              # two kernels this close to each other are equally fast
+TOO_OLD = "Triton requires a GPU of compute capability 8.0 or newer, and this one has 7.5"
 WKV_RULES = {key: rule for key, rule in select.RULES.items() if key[0] == "wkv4"}
 
 
@@ -82,13 +88,41 @@ def test_auto_of_wkv7_passes_over_a_kernel_that_takes_no_heads_so_wide(monkeypat
         "cuda_v3 (chosen by auto: triton_v1 takes heads of up to 256 channels)")
 
 
-def test_triton_v1_is_refused_by_a_gpu_without_its_tensor_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def gpu_with_triton(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Fake]:
+    """Lets torch report a GPU of this capability, on a machine with gcc and Python's headers."""
     pytest.importorskip("triton")
-    requires = registry.load("wkv7", "triton_v1").REQUIRES
-    too_old = "it needs compute capability 8.0, and this GPU has 7.5"
-    for capability, reason in (((7, 5), too_old), ((8, 0), None), ((12, 0), None)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda capability=capability: capability)
-        assert requires.why_not() == reason
+
+    def fake(capability: tuple[int, int]) -> None:
+        registry.why_not.cache_clear()
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
+
+    monkeypatch.setattr(triton, "COMPILERS", ("python3", "python"))
+    (tmp_path / "Python.h").touch()
+    monkeypatch.setattr(triton, "_headers", lambda: str(tmp_path))
+    yield fake
+    registry.why_not.cache_clear()
+
+
+@pytest.mark.parametrize(("capability", "reason"), [((7, 5), TOO_OLD), ((8, 0), None), ((12, 0), None)])
+@pytest.mark.parametrize(("op", "name"), [("wkv7", "triton_v1"), ("wkv4", "triton_scan"), ("draw", "triton_v0")])
+def test_triton_is_refused_on_gpus_before_ampere(op: str, name: str, capability: tuple[int, int], reason: str | None,
+                                                 gpu_with_triton: Fake) -> None:
+    gpu_with_triton(capability)
+    assert registry.why_not(op, name, "cuda") == (reason and f"{name} cannot run: {reason}")
+    assert triton.why_not(torch.device("cuda")) == reason
+
+
+def test_triton_requires_a_compiler_and_pythons_headers(gpu_with_triton: Fake, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu_with_triton((9, 0))
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(triton, "COMPILERS", ("no-such-compiler",))
+    assert "no no-such-compiler on the PATH" in str(triton.why_not())
+    monkeypatch.setenv("CC", "cc")
+    assert triton.why_not() is None
+    monkeypatch.setattr(triton, "_headers", lambda: "/nowhere")
+    assert "Python.h" in str(triton.why_not())
 
 
 def test_auto_names_a_measurement_that_is_committed() -> None:

@@ -3,6 +3,8 @@
 Each function beside the formulas in float64 and beside C, and whole models of both generations beside C: values and gradients.
 """
 
+from collections.abc import Sequence
+
 import pytest
 import test_fused_c
 import test_loss
@@ -53,6 +55,29 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, fl
 @pytest.mark.parametrize("packed", [False, True])
 def test_the_gradients_of_a_whole_model_are_those_of_c(generation: str, packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     errors = worst(*(gradients(generation, form, False, monkeypatch, packed) for form in ("triton", "c")))
+    assert max(errors.values()) < 2e-5, errors
+
+
+@each_generation
+def test_packed_texts_are_each_text_alone(generation: str) -> None:
+    """Of whole models: hidden states, and the sum of the gradients."""
+    model = small_model("c_v0", generation=generation, n_layer=2)
+    ids = tokens(model, 1, 12)
+    lengths = [5, 1, 6]
+    starts = torch.zeros(ids.shape, dtype=torch.bool).index_fill_(1, torch.tensor([0, 5, 6]), True)
+    weights = torch.randn(1, 12, model.config.n_embd, generator=torch.Generator().manual_seed(0))
+
+    def results(texts: Sequence[tuple[Tensor, Tensor | None, Tensor]]) -> dict[str, Tensor]:
+        model.zero_grad()
+        hidden = [model.forward_features(text, begins) for text, begins, _ in texts]
+        sum((each * of_text).sum() for each, (*_, of_text) in zip(hidden, texts, strict=True)).backward()    # type: ignore
+        found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        return {"hidden": torch.cat(hidden, 1).detach()} | found
+
+    packed = results([(ids, starts, weights)])
+    texts = zip(ids.split(lengths, 1), weights.split(lengths, 1), strict=True)
+    alone = results([(text, None, of_text) for text, of_text in texts])
+    errors = worst(packed, alone)
     assert max(errors.values()) < 2e-5, errors
 
 

@@ -1,15 +1,60 @@
 """What the server does before it says that it is ready."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from models import small_model
 
 from rwkv.config import ServeConfig
+from rwkv.errors import UserError
+from rwkv.model.decoding import triton_step
+from rwkv.programs.serve import _gpu_lines
 from rwkv.serving import worker
 from rwkv.serving.messages import Ready
 from rwkv.tokenizer.tokenizers import ByteTokenizer
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Lets torch report a GPU with so many free bytes, on which the model's step is a graph."""
+    pytest.importorskip("triton")
+
+    def fake(free: float) -> None:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free), 80 * 2**30))
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
+        monkeypatch.setattr(triton_step, "why_not", lambda model: None)
+
+    return fake
+
+
+@pytest.mark.parametrize("copies", [0, 2])
+def test_on_a_gpu_the_plan_has_its_memory_the_concurrency_and_the_warm_up(copies: int, gpu: Callable[[float], None]) -> None:
+    gpu(70 * 2**30)
+    model = small_model("reference", generation="rwkv7", n_embd=32).requires_grad_(False)
+    plan = dict(_gpu_lines(model, ServeConfig(max_rows=20), copies, "cuda"))
+    assert plan["GPU"] == "NVIDIA A100, 81,920 MiB, 71,680 MiB free beside the weights"
+    assert plan["concurrency"].startswith("20 sequences in ")
+    assert "chunks of up to 4,096 tokens" in plan["concurrency"]
+    assert plan["warm-up"].endswith("CUDA graphs for 1, 2, 4, 8, 16, 32 sequences")
+    step = triton_step.step_of(model)
+    expected = step.nbytes_for(20)
+    step.grow(20 + triton_step.SPARE)
+    assert step.nbytes() == expected
+    gpu((1 + copies) * expected - 1)
+    with pytest.raises(UserError, match="choose a smaller max_rows"):
+        _gpu_lines(model, ServeConfig(max_rows=20), copies, "cuda")
+
+
+def test_a_gpu_without_graphs_has_no_warm_up_line_and_a_cpu_has_no_lines(gpu: Callable[[float], None],
+                                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu(2**30)
+    monkeypatch.setattr(triton_step, "why_not", lambda model: "the model has adapters")
+    model = small_model("reference")
+    assert [name for name, _ in _gpu_lines(model, ServeConfig(), 0, "cuda")] == ["GPU", "concurrency"]
+    assert _gpu_lines(model, ServeConfig(), 0, "cpu") == []
 
 
 @pytest.mark.usefixtures("handlers")             # the engine's process ignores some signals

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels.wkv4 import decay_exponent
-from rwkv.model.decoding.triton_kernels import ADD, ADD_GATED, SQUARED_RELU, WIDE
+from rwkv.model.decoding.triton_kernels import ADD, ADD_GATED, SQUARED_RELU, WIDE, begins, goes_on
 from rwkv.model.decoding.triton_step import Builder, Launch
 
 BLOCK = 256                              # channels of a program of _wkv
@@ -32,7 +32,7 @@ def launches(model: Any, builder: Builder) -> list[Launch]:
         steps.append(Launch(_wkv, lambda rows: (rows, triton.cdiv(A, BLOCK)),
                             (builder.slots, vectors, builder.wide_buffer, builder.narrow_buffer, builder.states,
                              builder.wide_size, builder.narrow_size, builder.state_size, state + C, A, k, v, r, y),
-                            {"BLOCK": BLOCK}))
+                            {"BLOCK": BLOCK}, takes_texts=True))
         steps += builder.products(builder.job(att.output, y, x, ADD))
         past = builder.vectors(1 - ffn.time_mix_k, 1 - ffn.time_mix_r)
         steps.append(builder.norm_and_mixes(block.ln2, x, past, mixed, state + C + 3 * A))
@@ -44,29 +44,37 @@ def launches(model: Any, builder: Builder) -> list[Launch]:
 
 @triton.jit
 def _wkv(slots, vectors, wide, narrow, states, wide_size, narrow_size, state_size, state_place, A, k_place, v_place, r_place,
-         y_place, BLOCK: tl.constexpr):
-    """y = sigmoid(r) wkv(k, v) of some channels of one row. vectors (2,A): the logarithm of the decay, and time_first."""
+         y_place, BLOCK: tl.constexpr, TEXTS: tl.constexpr):
+    """y = sigmoid(r) wkv(k, v) of some channels of one row, or of a text's rows. vectors (2,A): the logarithm of the decay,
+    and time_first."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = c < A
-    own = wide + row * wide_size + c
-    k = tl.load(own + k_place, mask=inside, other=0.0)
-    v = tl.load(own + v_place, mask=inside, other=0.0)
-    r = tl.load(own + r_place, mask=inside, other=0.0)
     w = tl.load(vectors + c, mask=inside, other=0.0)
     u = tl.load(vectors + A + c, mask=inside, other=0.0)
     at_state = states + tl.load(slots + row) * state_size + state_place + c
     a = tl.load(at_state, mask=inside, other=0.0)
     b = tl.load(at_state + A, mask=inside, other=0.0)
     p = tl.load(at_state + 2 * A, mask=inside, other=0.0)
-    top = tl.maximum(p, u + k)
-    past = tl.exp(p - top)
-    now = tl.exp(u + k - top)
-    y = tl.sigmoid(r) * ((past * a + now * v) / (past * b + now))
-    tl.store(narrow + row * narrow_size + y_place + c, y.to(narrow.dtype.element_ty), mask=inside)
-    top = tl.maximum(p + w, k)
-    past = tl.exp(p + w - top)
-    now = tl.exp(k - top)
-    tl.store(at_state, past * a + now * v, mask=inside)
-    tl.store(at_state + A, past * b + now, mask=inside)
-    tl.store(at_state + 2 * A, top, mask=inside)
+    reads = begins(slots, row, TEXTS)
+    while reads:
+        own = wide + row * wide_size + c
+        k = tl.load(own + k_place, mask=inside, other=0.0)
+        v = tl.load(own + v_place, mask=inside, other=0.0)
+        r = tl.load(own + r_place, mask=inside, other=0.0)
+        top = tl.maximum(p, u + k)
+        past = tl.exp(p - top)
+        now = tl.exp(u + k - top)
+        y = tl.sigmoid(r) * ((past * a + now * v) / (past * b + now))
+        tl.store(narrow + row * narrow_size + y_place + c, y.to(narrow.dtype.element_ty), mask=inside)
+        top = tl.maximum(p + w, k)
+        past = tl.exp(p + w - top)
+        now = tl.exp(k - top)
+        a = past * a + now * v
+        b = past * b + now
+        p = top
+        tl.store(at_state, a, mask=inside)
+        tl.store(at_state + A, b, mask=inside)
+        tl.store(at_state + 2 * A, p, mask=inside)
+        reads = goes_on(slots, row, TEXTS)
+        row += 1

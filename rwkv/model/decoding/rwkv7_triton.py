@@ -16,7 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from rwkv.model.decoding.triton_kernels import ADD, NARROW, SIGMOID, SQUARED_RELU, TANH, WIDE
+from rwkv.model.decoding.triton_kernels import ADD, NARROW, SIGMOID, SQUARED_RELU, TANH, WIDE, begins, goes_on
 from rwkv.model.decoding.triton_step import Builder, Launch, warps_for
 
 FASTEST_LOG_W = tl.constexpr(-0.6065306597126334)        # e^-0.5, negated: the fastest decay
@@ -58,7 +58,8 @@ def launches(model: Any, builder: Builder) -> list[Launch]:
             _wkv, lambda rows: (rows, C // N),
             (builder.slots, vectors, builder.wide_buffer, builder.narrow_buffer, builder.states, builder.wide_size,
              builder.narrow_size, builder.state_size, state + C, readout, C, att.ln_x.eps, *places),
-            {"FIRST": number == 0, "N": N, "BLOCK": width, "ROWS": at_once, "num_warps": warps_for(at_once * width)}))
+            {"FIRST": number == 0, "N": N, "BLOCK": width, "ROWS": at_once, "num_warps": warps_for(at_once * width)},
+            takes_texts=True))
         steps += builder.products(builder.job(att.output, readout, x, ADD))
         past = builder.vectors(ffn.x_k)
         steps.append(builder.norm_and_mixes(block.ln2, x, past, mixed, state + C + C * N))
@@ -70,14 +71,29 @@ def launches(model: Any, builder: Builder) -> list[Launch]:
 @triton.jit
 def _wkv(slots, vectors, wide, narrow, states, wide_size, narrow_size, state_size, state_place, readout_place, C, eps,
          r_place, k_place, v_place, v_first_place, z_place, rate_place, g_place, share_place, y_place,
-         FIRST: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
-    """One head of one row. vectors (8,C): k_k, k_a, w0, a0, v0, r_k, and the weight and bias of the norm."""
+         FIRST: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, TEXTS: tl.constexpr):
+    """One head of one row, or of a text's rows. vectors (8,C): k_k, k_a, w0, a0, v0, r_k, the weight and bias of the norm."""
     row = tl.program_id(0).to(tl.int64)
     first = tl.program_id(1) * N
+    S = states + tl.load(slots + row) * state_size + state_place + tl.program_id(1) * N * N
+    reads = begins(slots, row, TEXTS)
+    while reads:
+        own = wide + row * wide_size + first
+        to = narrow + row * narrow_size + readout_place + first
+        _one_token(S, vectors + first, own, to, C, eps, r_place, k_place, v_place, v_first_place, z_place, rate_place, g_place,
+                   share_place, y_place, FIRST, N, BLOCK, ROWS)
+        reads = goes_on(slots, row, TEXTS)
+        row += 1
+
+
+@triton.jit
+def _one_token(S, vectors, own, to, C, eps, r_place, k_place, v_place, v_first_place, z_place, rate_place, g_place, share_place,
+               y_place, FIRST: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr):
+    """The head's state S (N,N) one token on, and its readout. own: the head's part of the row in the wide buffer; to: of its
+    place in the narrow one."""
     j = tl.arange(0, BLOCK)
     inside = j < N
-    own = wide + row * wide_size + first
-    vector = vectors + first + j
+    vector = vectors + j
     r = tl.load(own + r_place + j, mask=inside, other=0.0)
     k = tl.load(own + k_place + j, mask=inside, other=0.0)
     v = tl.load(own + v_place + j, mask=inside, other=0.0)
@@ -97,7 +113,6 @@ def _wkv(slots, vectors, wide, narrow, states, wide_size, narrow_size, state_siz
         tl.debug_barrier()               # all threads have loaded v
         tl.store(own + v_place + j, v, mask=inside)
         tl.debug_barrier()               # v is loaded by rows below
-    S = states + tl.load(slots + row) * state_size + state_place + tl.program_id(1) * N * N
     for first_row in range(0, N, ROWS):
         i = first_row + tl.arange(0, ROWS)
         in_i = i < N
@@ -115,4 +130,4 @@ def _wkv(slots, vectors, wide, narrow, states, wide_size, narrow_size, state_siz
     normal = centred / tl.sqrt(tl.sum(centred * centred, 0) / N + eps)
     normal = normal * tl.load(vector + 6 * C, mask=inside, other=0.0) + tl.load(vector + 7 * C, mask=inside, other=0.0)
     out = (normal + bonus * v) * tl.load(own + g_place + j, mask=inside, other=0.0)
-    tl.store(narrow + row * narrow_size + readout_place + first + j, out.to(narrow.dtype.element_ty), mask=inside)
+    tl.store(to + j, out.to(to.dtype.element_ty), mask=inside)

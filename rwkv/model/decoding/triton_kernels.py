@@ -7,7 +7,9 @@ row is states[slots[row]], a vector in float32, whose parts lie layer by layer.
 A row's result does not depend on the other rows or on their number: an output of a product is summed in one order, BLOCK_K
 inputs at a time, whatever the tile.
 
-Rows of the launch that stand for no sequence read and write slot 0, which no sequence has.
+Rows of the launch that stand for no sequence read and write slot 0, which no sequence has. With TEXTS, consecutive rows of one
+slot are consecutive tokens of its text: what depends on the token before, the mixes and the operator, is computed for all of
+them by the program of the first one, in order, with the bits of as many steps; slot 0 is left alone.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -31,6 +33,25 @@ def dtype_of(dtype: torch.dtype) -> Any:
 
 
 @triton.jit
+def begins(slots, row, TEXTS: tl.constexpr):
+    """Whether the row's program computes anything: with TEXTS, where the row is the first one of a text."""
+    if TEXTS:
+        slot = tl.load(slots + row)
+        return (slot != 0) & (slot != tl.load(slots + row - 1, mask=row > 0, other=0))
+    else:
+        return tl.full([], True, tl.int1)
+
+
+@triton.jit
+def goes_on(slots, row, TEXTS: tl.constexpr):
+    """Whether the row after this one belongs to the same text. Behind the last row lies slot 0."""
+    if TEXTS:
+        return tl.load(slots + row) == tl.load(slots + row + 1)
+    else:
+        return tl.full([], False, tl.int1)
+
+
+@triton.jit
 def _layer_norm(x, inside, C, weight, bias, eps, c):
     """LayerNorm of one row (BLOCK,), of which C elements are inside."""
     centred = tl.where(inside, x - tl.sum(x, 0) / C, 0.0)
@@ -41,32 +62,40 @@ def _layer_norm(x, inside, C, weight, bias, eps, c):
 @triton.jit
 def norm_and_mixes(tokens, slots, embedding, ln0_weight, ln0_bias, eps0, weight, bias, eps, past, wide, narrow, states,
                    V, C, wide_size, narrow_size, state_size, x_place, mixed_place, state_place,
-                   EMBED: tl.constexpr, MIXES: tl.constexpr, BLOCK: tl.constexpr):
+                   EMBED: tl.constexpr, MIXES: tl.constexpr, BLOCK: tl.constexpr, TEXTS: tl.constexpr):
     """Of a row: x, or the embedding of its token through ln0, which becomes x; n = LayerNorm(x); the mixes n + (s - n) past_i
     with s, the last token's n; n becomes the state's s. A number that is no token gives NaN."""
     row = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK)
     inside = c < C
-    at_x = wide + row * wide_size + x_place + c
-    if EMBED:
-        token = tl.load(tokens + row)
-        known = (token >= 0) & (token < V)
-        x = tl.load(embedding + tl.where(known, token, 0) * C + c, mask=inside, other=0.0).to(tl.float32)
-        x = _layer_norm(tl.where(known, x, float("nan")), inside, C, ln0_weight, ln0_bias, eps0, c)
-        tl.store(at_x, x, mask=inside)
-    else:
-        x = tl.load(at_x, mask=inside, other=0.0)
-    normal = _layer_norm(x, inside, C, weight, bias, eps, c)
-    at_mixed = narrow + row * narrow_size + mixed_place + c
     if MIXES == 0:
-        tl.store(at_mixed, normal.to(narrow.dtype.element_ty), mask=inside)
+        x = tl.load(wide + row * wide_size + x_place + c, mask=inside, other=0.0)
+        normal = _layer_norm(x, inside, C, weight, bias, eps, c)
+        tl.store(narrow + row * narrow_size + mixed_place + c, normal.to(narrow.dtype.element_ty), mask=inside)
     else:
         at_state = states + tl.load(slots + row) * state_size + state_place + c
-        before = tl.load(at_state, mask=inside, other=0.0) - normal
-        for i in tl.static_range(MIXES):
-            mixed = normal + before * tl.load(past + i * C + c, mask=inside, other=0.0)
-            tl.store(at_mixed + i * C, mixed.to(narrow.dtype.element_ty), mask=inside)
-        tl.store(at_state, normal, mask=inside)
+        last = tl.load(at_state, mask=inside, other=0.0)
+        reads = begins(slots, row, TEXTS)
+        while reads:
+            at_x = wide + row * wide_size + x_place + c
+            if EMBED:
+                token = tl.load(tokens + row)
+                known = (token >= 0) & (token < V)
+                x = tl.load(embedding + tl.where(known, token, 0) * C + c, mask=inside, other=0.0).to(tl.float32)
+                x = _layer_norm(tl.where(known, x, float("nan")), inside, C, ln0_weight, ln0_bias, eps0, c)
+                tl.store(at_x, x, mask=inside)
+            else:
+                x = tl.load(at_x, mask=inside, other=0.0)
+            normal = _layer_norm(x, inside, C, weight, bias, eps, c)
+            before = last - normal
+            at_mixed = narrow + row * narrow_size + mixed_place + c
+            for i in tl.static_range(MIXES):
+                mixed = normal + before * tl.load(past + i * C + c, mask=inside, other=0.0)
+                tl.store(at_mixed + i * C, mixed.to(narrow.dtype.element_ty), mask=inside)
+            tl.store(at_state, normal, mask=inside)
+            last = normal
+            reads = goes_on(slots, row, TEXTS)
+            row += 1
 
 
 @triton.jit

@@ -2,7 +2,8 @@
 
 A step reads one token of each sequence. A sequence has a slot, which holds its recurrent state while it is generated; slot 0 is
 for rows that stand for no sequence. A step for n rows runs in the smallest bucket that has n rows (1, 2, 4, 8, ...), and each
-bucket is captured once, at its first use or at warm-up. The buffers of the captured kernels never move: when more slots are
+bucket is captured once, at its first use or at warm-up. Short prompts, several at a time, are read by graphs of their own, in
+which a row is a token of a prompt. The buffers of the captured kernels never move: when more slots are
 needed than there are, larger buffers replace them and the graphs are captured again.
 
 Weights stay in the form in which the model has them: float32, bfloat16, float16, or packed int8 and int4 (kernels/matvec),
@@ -15,12 +16,12 @@ import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
+from kernels.backends import triton
 from kernels.backends.graphs import capture
 from kernels.backends.transfer import to_device
 from rwkv.model.decoding.c_step import why_changed
@@ -29,6 +30,9 @@ from rwkv.model.quantized import PackedLinear
 ALIGNED = 8                              # widths are multiples of it, so that a thread loads 16 bytes at a time
 PLACES = 16                              # a number's place in a row of a buffer is a multiple of it
 WARP = 32                                # threads
+PROMPT_BUCKETS = 16, 64                  # rows of the graphs that read prompts
+MOST_TOKENS = PROMPT_BUCKETS[-1]
+SPARE = 8                                # slots for prompts that are read beside the sequences of a warm-up
 MANY_OUTPUTS = 8192                      # of a launch; it then has enough tiles of the larger size for every multiprocessor
 HALF = (torch.float16, torch.bfloat16)
 
@@ -36,27 +40,29 @@ HALF = (torch.float16, torch.bfloat16)
 @dataclass(frozen=True)
 class Launch:
     """One kernel of a step. grid: from the number of rows. constants: the kernel's constexpr arguments, or a function that
-    returns them for a number of rows; takes_rows: the number is the last argument, too."""
+    returns them for a number of rows; takes_rows: the number is the last argument, too; takes_texts: the kernel has TEXTS."""
 
     kernel: Any
     grid: Callable[[int], tuple[int, ...]]
     args: tuple[Any, ...]
     constants: dict[str, Any] | Callable[[int], dict[str, Any]]
     takes_rows: bool = False
+    takes_texts: bool = False
 
-    def run(self, rows: int) -> None:
+    def run(self, rows: int, texts: bool) -> None:
         constants = self.constants(rows) if callable(self.constants) else self.constants
+        if self.takes_texts:
+            constants = {**constants, "TEXTS": texts}
         self.kernel[self.grid(rows)](*self.args, *([rows] if self.takes_rows else ()), **constants,
                                      enable_fp_fusion=True)
 
 
 def why_not(model: Any) -> str | None:
     """None where the model's step can be a graph of Triton kernels, otherwise the reason."""
-    if model.emb.weight.device.type != "cuda":
-        return f"the model is on {model.emb.weight.device.type}"
-    if why := why_not_on_gpu(model):
-        return why
-    return None if find_spec("triton") else "the package triton is not installed (pip install triton)"
+    device = model.emb.weight.device
+    if device.type != "cuda":
+        return f"the model is on {device.type}"
+    return why_not_on_gpu(model) or triton.why_not(device)
 
 
 def step_of(model: Any) -> "GpuStep":
@@ -83,7 +89,7 @@ class GpuStep:
     more slots are made when they are needed. Several decoders may share a step.
     """
 
-    def __init__(self, model: Any, capacity: int = 1) -> None:
+    def __init__(self, model: Any, capacity: int = 2) -> None:
         self._model = weakref.ref(model)                 # which keeps this step
         self._device = model.emb.weight.device
         self._L = len(model.blocks)
@@ -104,21 +110,31 @@ class GpuStep:
         states[:before] = self.states
         self.states = states
         self._free += range(before, capacity + 1)
-        self._builder = Builder(model, states, bucket_of(capacity))
+        self._builder = Builder(model, states, _rows_for(capacity))
         self.launches: list[Launch] = model.generation.gpu_launches(model, self._builder)
-        self._graphs: dict[int, Callable[[], None]] = {}
+        self._graphs: dict[int, Callable[[], None]] = {}         # by bucket
+        self._prompt_graphs: dict[int, Callable[[], None]] = {}
 
     def reserve(self, rows: int) -> None:
-        """Makes slots for that many sequences, and captures the graphs of all buckets up to that size, the largest first."""
-        if rows >= len(self.states):
-            self.grow(rows)
-        for bucket in reversed([2**i for i in range(bucket_of(rows).bit_length())]):
+        """Makes slots for that many sequences, and some for prompts; captures the graphs of all buckets up to that size, and
+        those that read prompts."""
+        if rows + SPARE >= len(self.states):
+            self.grow(rows + SPARE)
+        for bucket in reversed(buckets_to(rows)):                # the largest first
             if bucket not in self._graphs:
                 self.capture(bucket)
+        for bucket in PROMPT_BUCKETS:
+            if bucket not in self._prompt_graphs:
+                self.capture(bucket, texts=True)
 
     def nbytes(self) -> int:
         """The memory of slots and buffers, in bytes."""
         return self.states.nbytes + self._builder.nbytes()
+
+    def nbytes_for(self, rows: int) -> int:
+        """The memory of slots and buffers for that many sequences, in bytes."""
+        own = self._builder
+        return (rows + SPARE + 1) * self.states[0].nbytes + _rows_for(rows + SPARE) * own.nbytes() // len(own.tokens)
 
     def take(self, n: int) -> list[int]:
         """n free slots."""
@@ -134,13 +150,19 @@ class GpuStep:
 
     def write(self, slots: Sequence[int], state: Any) -> None:
         """Writes a state with a row for each slot."""
+        places = self.on_device(slots)
         for part, tensor in zip(self._parts(), state, strict=True):
-            part[list(slots)] = tensor.transpose(0, 1).flatten(2).to(part)
+            part[places] = tensor.transpose(0, 1).flatten(2).to(part)
 
     def read(self, slots: Sequence[int]) -> list[Tensor]:
         """A copy of the tensors (L,rows,...) of a state with a row for each slot."""
-        return [part[list(slots)].transpose(0, 1).contiguous().unflatten(2, shape)
+        places = self.on_device(slots)
+        return [part[places].transpose(0, 1).contiguous().unflatten(2, shape)
                 for part, shape in zip(self._parts(), self._shapes, strict=True)]
+
+    def on_device(self, slots: Sequence[int]) -> Tensor:
+        """The slots (n,) int64 on the GPU."""
+        return to_device(torch.tensor([*slots], dtype=torch.int64, device="cpu"), self._device)
 
     def _parts(self) -> tuple[Tensor, ...]:
         """The parts (slots,L,size) of all states."""
@@ -151,23 +173,38 @@ class GpuStep:
         n = len(tokens)
         if n:
             bucket = bucket_of(n)
-            replay = self._graphs.get(bucket) or self.capture(bucket)
-            self._builder.tokens[:n].copy_(to_device(tokens, self._device))
-            self._builder.slots[:n].copy_(slots)
-            self._builder.slots[n:bucket].zero_()
-            replay()
+            self._replay(self._graphs.get(bucket) or self.capture(bucket), bucket, tokens, slots)
         return self._builder.logits[:n].clone()          # the next replay overwrites them
 
-    def capture(self, bucket: int) -> Callable[[], None]:
-        """The graph of a bucket. What is run while it is captured reads and writes slot 0 alone."""
-        self._builder.slots.zero_()
-        self._graphs[bucket] = capture(lambda: self.run(bucket), self._device)
-        return self._graphs[bucket]
+    def read_prompts(self, prompts: Sequence[Tensor], slots: Tensor) -> Tensor:
+        """Reads prompts of (t,) int64 tokens each, MOST_TOKENS in all, with the bits of as many steps. slots (n,) int64, on the
+        GPU. Returns the logits (n,V) after the last token of each."""
+        lengths = torch.tensor([*map(len, prompts)], device="cpu")
+        rows = int(lengths.sum())
+        bucket = next(bucket for bucket in PROMPT_BUCKETS if bucket >= rows)
+        replay = self._prompt_graphs.get(bucket) or self.capture(bucket, texts=True)
+        self._replay(replay, bucket, torch.cat([*prompts]),
+                     slots.repeat_interleave(to_device(lengths, self._device), output_size=rows))
+        return self._builder.logits[to_device(lengths.cumsum(0) - 1, self._device)]
 
-    def run(self, rows: int) -> None:
-        """Launches the kernels one by one."""
+    def _replay(self, replay: Callable[[], None], bucket: int, tokens: Tensor, slots: Tensor) -> None:
+        n = len(tokens)
+        self._builder.tokens[:n].copy_(to_device(tokens, self._device))
+        self._builder.slots[:n].copy_(slots)
+        self._builder.slots[n:bucket + 1].zero_()        # one more: it ends the last prompt
+        replay()
+
+    def capture(self, bucket: int, texts: bool = False) -> Callable[[], None]:
+        """The graph of a bucket, of steps or of prompts. What is run while it is captured reads and writes slot 0 alone."""
+        self._builder.slots.zero_()
+        graphs = self._prompt_graphs if texts else self._graphs
+        graphs[bucket] = capture(lambda: self.run(bucket, texts), self._device)
+        return graphs[bucket]
+
+    def run(self, rows: int, texts: bool = False) -> None:
+        """Launches the kernels one by one. texts: a text may have several rows."""
         for launch in self.launches:
-            launch.run(rows)
+            launch.run(rows, texts)
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
@@ -186,6 +223,16 @@ def warps_for(elements: int, most: int = 4) -> int:
 def bucket_of(rows: int) -> int:
     """The smallest power of 2 that is at least `rows`."""
     return 1 << (rows - 1).bit_length()
+
+
+def _rows_for(capacity: int) -> int:
+    """The rows of the buffers: for a step of all sequences, and for prompts."""
+    return max(bucket_of(capacity), MOST_TOKENS)
+
+
+def buckets_to(rows: int) -> list[int]:
+    """The buckets that steps of up to that many rows run in."""
+    return [2**i for i in range(bucket_of(rows).bit_length())]
 
 
 class Builder:
@@ -207,7 +254,7 @@ class Builder:
         self._narrow = 0
         self._weights: list[list[Job]] = []                      # keeps the memory that the tables point to
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)
-        self.slots = torch.zeros(rows, dtype=torch.int64, device=self._device)
+        self.slots = torch.zeros(rows + 1, dtype=torch.int64, device=self._device)       # the last one stays 0
         self.logits = torch.zeros(rows, self.V, device=self._device)
         weight = model.head.weight if isinstance(model.head, nn.Linear) else None
         self._dtype = torch.bfloat16 if weight is None else weight.dtype
@@ -270,7 +317,7 @@ class Builder:
                 weight if past is None else past,
                 self.wide_buffer, self.narrow_buffer, self.states, self.V, self.C,
                 self.wide_size, self.narrow_size, self.state_size, x, mixed, state)
-        return Launch(self._kernels.norm_and_mixes, lambda rows: (rows,), args, constants)
+        return Launch(self._kernels.norm_and_mixes, lambda rows: (rows,), args, constants, takes_texts=True)
 
     def job(self, layer: nn.Module, source: int, target: int, action: int, gate: int = 0) -> "Job":
         """The product of a linear layer of any form. source: a place of the narrow buffer; target: of the one that the action
