@@ -259,6 +259,8 @@ class TrainerConfig:
     accumulate: int = option(1, "batches whose gradients one step adds up", least=1)
     activation_checkpointing: bool = option(False, "compute each block again in its backward pass: less memory, a third more "
                                             "time")
+    optim_in_backward: bool = option(False, "update each weight as soon as its gradient is known, and free the gradient: the "
+                                     "same numbers in less memory; needs optim.grad_clip=0")
     tbptt: int = option(0, "segments of ctx_len tokens in a step, with gradients through the state between them and "
                         "documents read to their end; 0: independent windows", least=0)
     compile: bool = option(False, "compile each block with torch.compile")
@@ -392,6 +394,29 @@ class TrainConfig:
                             "trainer.tbptt out, and take a model.ctx_len that holds a pair")
         if self.trainer.strategy == "fsdp":
             raise UserError(f"{asked} is for trainer=ddp and single processes, and not for trainer=fsdp")
+
+    def require_separate_updates(self) -> None:
+        """Raises UserError for the first option that trainer.optim_in_backward=true excludes. When a run is resumed, only its
+        own options together with the given ones can tell.
+        """
+        trainer, optim = self.trainer, self.optim
+        if not trainer.optim_in_backward:
+            return
+        obstacles = {
+            f"trainer={trainer.strategy} exchanges gradients between processes before they are applied: use trainer=auto":
+                trainer.strategy != "single",
+            f"optim={optim.name} updates all matrices of one shape together: use optim=adamw": optim.name in ORTHOGONAL,
+            f"optim.grad_clip={optim.grad_clip:g} needs the norm of all gradients: add optim.grad_clip=0": optim.grad_clip > 0,
+            f"trainer.accumulate={trainer.accumulate} adds up the gradients of several batches: use trainer.accumulate=1":
+                trainer.accumulate > 1,
+            f"trainer.tbptt={trainer.tbptt} adds up the gradients of its segments: use trainer.tbptt=1 or 0": trainer.tbptt > 1,
+            "trainer.precision=fp16-mixed repeats steps whose gradients overflow: use trainer.precision=bf16-mixed":
+                trainer.precision == "fp16-mixed",
+            "trainer.grad_norms=true measures gradients after the backward pass: leave it out": trainer.grad_norms,
+            "trainer.graphs=true computes the gradients of all blocks in one launch: leave it out": bool(trainer.graphs)}
+        for reason, applies in obstacles.items():
+            if applies:
+                raise UserError(f"trainer.optim_in_backward=true updates each weight during the backward pass, and {reason}")
 
     @property
     def only_plans(self) -> bool:

@@ -138,6 +138,7 @@ def train(run: Run) -> None:
     if replayed:
         model.replay = graphs.Replay(model)
     task = LanguageModel(model, config.optim, config.trainer.max_steps, validated.val_bytes_per_token, validated.val_lost)
+    task.optim_in_backward = config.trainer.optim_in_backward
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
     task.entry = describe(resolved, model.vocab_size, data.tokenizer) | {"data_sha256": data.sha256}
     if config.tune.method != "full" and run.init_checkpoint is not None:

@@ -10,10 +10,13 @@ W, the numbers that its operator works with for each token (operator_work); S, t
     weights, gradients, and Adam's two moments         4 P; with fsdp each process has its share of them; with tune=lora or
                                                        state the last three only of what is trained, and a value of a frozen
                                                        matrix takes BITS of tune.base, one of the embedding 2 bytes
+      with trainer.optim_in_backward                   the gradients are those of a block; the embedding's takes the place of
+                                                       the head's, which is part of the loss
     activations kept for the backward pass             N L K; K is kept_when_frugal with frozen weights, and in rows of
                                                        conversations
-      in half precision                                with another K, and a copy of the weights in P / 2; with fsdp that of
-                                                       a block at a time, unless K is kept_when_frugal
+      in half precision                                with another K, and a copy of the weights in P / 2; with fsdp and
+                                                       optim_in_backward that of a block at a time, unless K is
+                                                       kept_when_frugal
       with activation checkpointing                    N L C, and one block's activations while it is recomputed
       with tbptt=k                                     those of one segment, N/k tokens; k states of S for each row; the
                                                        head's input and its gradient, 2 N C
@@ -96,6 +99,9 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
         trained = FLOAT * n_trained(config, vocab_size)
         weights = frozen_bytes(config, vocab_size) + trained
 
+    gradients = trained
+    if trainer.optim_in_backward and not tuned:
+        gradients = FLOAT * _largest_block(config, vocab_size)
     head = 0 if tuned else FLOAT * vocab_size * C        # its gradient
     loss = _loss(config, vocab_size, N, head)
 
@@ -107,7 +113,7 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
         backward += block
     else:
         kept = L * block
-    activations = kept + max(0, backward - loss - (0 if tuned or trainer.accumulate > 1 else weights))
+    activations = kept + max(0, backward - loss - (0 if tuned or trainer.accumulate > 1 else gradients))
     if half and config.tune.base != "bfloat16":
         activations += FLOAT * vocab_size * C // 2 if rounded else _copied(config, vocab_size, weights)
     if trainer.tbptt:
@@ -115,7 +121,7 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
     if _has_holes(config):
         activations = round(HOLES * activations)
         loss = round(HOLES * loss)
-    return Memory(weights, trained, MOMENTS * trained, round(activations), loss, config.data.num_workers * DATA_WORKER)
+    return Memory(weights, gradients, MOMENTS * trained, round(activations), loss, config.data.num_workers * DATA_WORKER)
 
 
 def _loss(config: TrainConfig, vocab_size: int, N: int, head: int) -> int:
@@ -133,10 +139,19 @@ def _loss(config: TrainConfig, vocab_size: int, N: int, head: int) -> int:
 
 def _copied(config: TrainConfig, vocab_size: int, weights: int) -> int:
     """The bytes of the copies of the weights in half precision (rwkv/model/weight_cache.py). weights: those of a process."""
-    if config.trainer.strategy != "fsdp":
+    if config.trainer.strategy != "fsdp" and not config.trainer.optim_in_backward:
         return weights // 2
     whole = FLOAT * n_parameters(config.model, vocab_size) // 2
     return whole if _is_frugal(config) else whole // config.model.n_layer
+
+
+def _largest_block(config: TrainConfig, vocab_size: int) -> int:
+    """The number of parameters of the block that has the most."""
+    sizes = dict.fromkeys(range(config.model.n_layer), 0)
+    for name, shape in generation(config.model).shapes(config.model, vocab_size).items():
+        if name.startswith("blocks."):
+            sizes[int(name.split(".")[1])] += math.prod(shape)
+    return max(sizes.values())
 
 
 def gives_back(config: TrainConfig, vocab_size: int) -> bool:

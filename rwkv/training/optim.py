@@ -82,6 +82,28 @@ def lr_factor(optim: OptimConfig, max_steps: int) -> Callable[[int], float]:
     return factor
 
 
+def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
+    """From now on each backward pass updates a parameter as soon as its gradient is complete, and then frees the gradient.
+
+    The optimiser's own step finds no gradients and changes nothing. Its options, its state and so its checkpoints stay those
+    of an optimiser that steps after the backward pass. Its update of a parameter must not depend on other gradients.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            parameter.register_post_accumulate_grad_hook(partial(_update_alone, optimizer, number))
+
+
+def _update_alone(optimizer: torch.optim.Optimizer, number: int, parameter: Tensor) -> None:
+    """Updates a parameter of the group with this number. load_state_dict replaces the groups, so they are looked up here."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = [groups[number] | {"params": [parameter]}]
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = groups
+    parameter.grad = None
+
+
 class Muon(torch.optim.Optimizer):
     """groups: as for torch's optimisers; those with "orthogonal": True hold matrices, and AdamW updates the other groups.
 

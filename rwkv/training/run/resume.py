@@ -119,7 +119,9 @@ def _restart(request: Request, out_dir: Path) -> Run:
 
 
 def _merged(request: Request, out_dir: Path, saved: dict[str, Any]) -> TrainConfig:
-    """The run's own configuration with the given options in place of its own. Raises UserError if a FIXED one differs."""
+    """The run's own configuration with the given options in place of its own. Raises UserError if a FIXED one differs, and for
+    options that do not fit together.
+    """
     config, given, chosen = request
     merged = _from_plain(_of_this_version(saved, out_dir))
     replacing = [*given, *_not_overruled(chosen, given, merged.init_from)]
@@ -139,6 +141,7 @@ def _merged(request: Request, out_dir: Path, saved: dict[str, Any]) -> TrainConf
         group, _, name = key.rpartition(".")
         setattr(attrgetter(group)(merged) if group else merged, name, new)
     checked = _from_plain(as_plain(merged))
+    checked.require_separate_updates()
     return resolved(replace(checked, resume=config.resume, out_dir=str(out_dir)), replacing)
 
 
