@@ -20,6 +20,7 @@ SCALED = ("time_mix", "time_decay", "time_first")        # optim.NAME_lr_scale i
 GENERATIONS = tuple(sorted(path.stem for path in (Path(__file__).parent / "model").glob("rwkv*.py") if path.stem[4:].isdigit()))
 SOURCES = tuple(sorted(path.stem for path in (Path(__file__).parent / "data" / "sources").glob("[!_]*.py")))      # of text
 ORTHOGONAL = ("muon", "normuon")                         # optimisers with an update of their own for the blocks' matrices
+EIGHT_BITS = "adamw8bit"                 # the optimiser with moments in 8 bits
 LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # each says how long to train
 LARGEST_SEED = 2**63 - 1                 # of torch's generators
 MIB = 2**20                              # bytes; the unit of options whose names end in _mib
@@ -195,7 +196,8 @@ class OptimConfig:
     is in rwkv/training/optim.py. l2_wrap and confidence_penalty (rwkv/model/loss.py) change gradients and no reported loss.
     """
 
-    name: str = option("adamw", "set by optim=", one_of=("adamw", "adam", *ORTHOGONAL), heading="Optimiser")
+    name: str = option("adamw", "set by optim=", one_of=("adamw", "adam", *ORTHOGONAL, EIGHT_BITS),
+                       heading="Optimiser")
     lr: float = option(3e-3, "highest learning rate; less for models wider than 384 channels; with init_from= by tune=: full "
                        "1e-5, lora 2e-4, state 0.1")
     min_lr: float | None = option(None, "learning rate of the last step; null: a twentieth of lr")
@@ -380,6 +382,9 @@ class TrainConfig:
         if self.trainer.tbptt and self.tune.dropout:
             raise UserError("trainer.tbptt computes segments twice, and tune.dropout would draw other random numbers the "
                             "second time: leave one out")
+        if self.trainer.strategy == "fsdp" and self.optim.name == EIGHT_BITS:
+            raise UserError(f"optim={EIGHT_BITS} rounds moments in blocks of a whole parameter, and trainer=fsdp divides each "
+                            "parameter among processes: use optim=adamw, or trainer=ddp")
         if self.trainer.strategy == "fsdp" and (self.optim.name in ORTHOGONAL or self.optim.weight_decay):
             raise UserError(f"optim.name={' or '.join(ORTHOGONAL)} and optim.weight_decay are for matrices, and with "
                             "trainer=fsdp each process has a share of them without their shape: use optim.name=adamw "

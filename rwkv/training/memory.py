@@ -12,6 +12,7 @@ W, the numbers that its operator works with for each token (operator_work); S, t
                                                        matrix takes BITS of tune.base, one of the embedding 2 bytes
       with trainer.optim_in_backward                   the gradients are those of a block; the embedding's takes the place of
                                                        the head's, which is part of the loss
+      with optim=adamw8bit                             the moments are bytes, and a chunk of them is float32 during an update
     activations kept for the backward pass             N L K; K is kept_when_frugal with frozen weights, and in rows of
                                                        conversations
       in half precision                                with another K, and a copy of the weights in P / 2; with fsdp and
@@ -39,11 +40,12 @@ from typing import Any
 import torch
 
 from kernels.machine.memory import available_memory
-from rwkv.config import BITS, TrainConfig
+from rwkv.config import BITS, EIGHT_BITS, TrainConfig
 from rwkv.distributed import world_size
 from rwkv.model.base import generation, n_parameters, of_linear_layer, state_nbytes
 from rwkv.model.lora import adaptable, chosen
 from rwkv.model.loss import rows_at_once
+from rwkv.training import adamw8bit
 from rwkv.training.device import device_for, dtype_for
 
 FLOAT = 4                                # bytes
@@ -99,6 +101,9 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
         trained = FLOAT * n_trained(config, vocab_size)
         weights = frozen_bytes(config, vocab_size) + trained
 
+    moments = MOMENTS * trained
+    if config.optim.name == EIGHT_BITS:
+        moments = moments_in_8_bits(config, vocab_size) + FLOAT * adamw8bit.WORK * min(adamw8bit.CHUNK, trained // FLOAT)
     gradients = trained
     if trainer.optim_in_backward and not tuned:
         gradients = FLOAT * _largest_block(config, vocab_size)
@@ -121,7 +126,7 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
     if _has_holes(config):
         activations = round(HOLES * activations)
         loss = round(HOLES * loss)
-    return Memory(weights, gradients, MOMENTS * trained, round(activations), loss, config.data.num_workers * DATA_WORKER)
+    return Memory(weights, gradients, moments, round(activations), loss, config.data.num_workers * DATA_WORKER)
 
 
 def _loss(config: TrainConfig, vocab_size: int, N: int, head: int) -> int:
@@ -183,13 +188,22 @@ def _kept(config: TrainConfig) -> float:
 
 
 def n_trained(config: TrainConfig, vocab_size: int) -> int:
+    return sum(_trained_sizes(config, vocab_size))
+
+
+def _trained_sizes(config: TrainConfig, vocab_size: int) -> list[int]:
+    """The number of values in each trained parameter."""
     tune = config.tune
     if tune.method == "full":
-        return n_parameters(config.model, vocab_size)
+        return [math.prod(shape) for shape in generation(config.model).shapes(config.model, vocab_size).values()]
     if tune.method == "state":
         state = generation(config.model).empty_state(config.model, 1, "meta")
-        return int(state.wkv.numel())
-    return sum(tune.rank * sum(shape) for shape in _adapted(config, vocab_size))
+        return [int(state.wkv.numel()) // config.model.n_layer] * config.model.n_layer
+    return [tune.rank * size for shape in _adapted(config, vocab_size) for size in shape]
+
+
+def moments_in_8_bits(config: TrainConfig, vocab_size: int) -> int:
+    return round(sum(map(adamw8bit.moment_bytes, _trained_sizes(config, vocab_size))))
 
 
 def frozen_bytes(config: TrainConfig, vocab_size: int) -> int:
@@ -222,8 +236,16 @@ def n_checkpoints(keep_last: int) -> int:
 
 
 def checkpoint_bytes(config: TrainConfig, vocab_size: int) -> int:
-    """The most that a run's checkpoints take on the disk. Each has what is trained, and its moments."""
-    return n_checkpoints(config.trainer.keep_last) * (1 + MOMENTS) * FLOAT * n_trained(config, vocab_size)
+    """The most that a run's checkpoints take on the disk."""
+    return n_checkpoints(config.trainer.keep_last) * bytes_of_a_checkpoint(config, vocab_size)
+
+
+def bytes_of_a_checkpoint(config: TrainConfig, vocab_size: int) -> int:
+    """What is trained, and its moments."""
+    trained = FLOAT * n_trained(config, vocab_size)
+    if config.optim.name == EIGHT_BITS:
+        return trained + moments_in_8_bits(config, vocab_size)
+    return (1 + MOMENTS) * trained
 
 
 def with_options(config: TrainConfig, **options: Any) -> TrainConfig:

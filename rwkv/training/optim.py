@@ -30,6 +30,7 @@ from kernels.machine.cpu import matrix_dtype
 from rwkv.config import ORTHOGONAL, OptimConfig
 from rwkv.errors import UserError
 from rwkv.model.base import MATRICES, Model
+from rwkv.training.adamw8bit import AdamW8bit
 
 # Coefficients a, b, c of each iteration: singular values above 1/100 of the bound come within 0.28 of 1, and smaller ones
 # grow 77 times.
@@ -240,4 +241,5 @@ def _by_shape(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "muon": Muon, "normuon": partial(Muon, row_beta=0.95)}
+    "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "muon": Muon, "normuon": partial(Muon, row_beta=0.95),
+    "adamw8bit": AdamW8bit}
