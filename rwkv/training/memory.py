@@ -15,9 +15,11 @@ W, the numbers that its operator works with for each token (operator_work); S, t
       with optim=adamw8bit                             the moments are bytes, and a chunk of them is float32 during an update
     activations kept for the backward pass             N L K; K is kept_when_frugal with frozen weights, and in rows of
                                                        conversations
-      in half precision                                with another K, and a copy of the weights in P / 2; with fsdp and
+      in half precision                                with another K, and a copy of the weights in P / 2; with
                                                        optim_in_backward that of a block at a time, unless K is
                                                        kept_when_frugal
+      with fsdp                                        two blocks, the embedding and the head in the dtype of the products, and
+                                                       the gradients of a block
       with activation checkpointing                    N L C, and one block's activations while it is recomputed
       with tbptt=k                                     those of one segment, N/k tokens; k states of S for each row; the
                                                        head's input and its gradient, 2 N C
@@ -44,7 +46,7 @@ from rwkv.config import BITS, EIGHT_BITS, TrainConfig
 from rwkv.distributed import world_size
 from rwkv.model.base import generation, n_parameters, of_linear_layer, state_nbytes
 from rwkv.model.lora import adaptable, chosen
-from rwkv.model.loss import rows_at_once
+from rwkv.model.loss import rows_at_once, rows_on_gpu
 from rwkv.training import adamw8bit
 from rwkv.training.device import device_for, dtype_for
 
@@ -87,8 +89,11 @@ class Memory:
         return self.fixed + round(ENOUGH * (self.total - self.fixed))
 
 
-def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory:
-    """The memory of each of the `processes` that share data.batch_size."""
+def estimate(config: TrainConfig, vocab_size: int, processes: int = 1, gpu_memory: int | None = None) -> Memory:
+    """The memory of each of the `processes` that share data.batch_size.
+
+    gpu_memory: the bytes of the GPU of each process on other machines; None for the device of this one.
+    """
     trainer = config.trainer
     model = generation(config.model)
     half, rounded = dtype_for(trainer.precision) != torch.float32, config.tune.base in ("int8", "int4")
@@ -108,7 +113,7 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
     if trainer.optim_in_backward and not tuned:
         gradients = FLOAT * _largest_block(config, vocab_size)
     head = 0 if tuned else FLOAT * vocab_size * C        # its gradient
-    loss = _loss(config, vocab_size, N, head)
+    loss = _loss(config, vocab_size, N, head, gpu_memory)
 
     n = N // max(1, trainer.tbptt)       # the tokens of one segment
     block = int(FLOAT * n * _kept(config))
@@ -119,24 +124,29 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
     else:
         kept = L * block
     activations = kept + max(0, backward - loss - (0 if tuned or trainer.accumulate > 1 else gradients))
-    if half and config.tune.base != "bfloat16":
+    if trainer.strategy == "fsdp":
+        activations += _gathered(config, vocab_size)
+    elif half and config.tune.base != "bfloat16":
         activations += FLOAT * vocab_size * C // 2 if rounded else _copied(config, vocab_size, weights)
     if trainer.tbptt:
         activations += N // config.model.ctx_len * state_nbytes(config.model) + FLOAT * 2 * N * C
-    if _has_holes(config):
+    if gpu_memory is None and _has_holes(config):
         activations = round(HOLES * activations)
         loss = round(HOLES * loss)
     return Memory(weights, gradients, moments, round(activations), loss, config.data.num_workers * DATA_WORKER)
 
 
-def _loss(config: TrainConfig, vocab_size: int, N: int, head: int) -> int:
+def _loss(config: TrainConfig, vocab_size: int, N: int, head: int, gpu_memory: int | None) -> int:
     """The bytes of the loss of N tokens. head: those of the head's gradient, of which a second one is added to the first where
     several chunks are multiplied in half precision. A GPU has a chunk once, in the dtype of its product; a CPU has two in half
     precision."""
     half = dtype_for(config.trainer.precision) != torch.float32
-    device = device_for(config.trainer.accelerator)
+    device = torch.device("cuda") if gpu_memory else device_for(config.trainer.accelerator)
     itemsize = NARROW if half and device.type == "cuda" else FLOAT
-    rows = min(N, rows_at_once(vocab_size, config.tune.method != "full", device, itemsize))
+    if gpu_memory:
+        rows = min(N, rows_on_gpu(vocab_size, itemsize, gpu_memory))
+    else:
+        rows = min(N, rows_at_once(vocab_size, config.tune.method != "full", device, itemsize))
     copies = 2 if half and device.type == "cpu" else 1
     summands = 2 if half and (device.type == "cpu" or rows < N) else 1
     return copies * itemsize * vocab_size * rows + summands * head
@@ -144,10 +154,18 @@ def _loss(config: TrainConfig, vocab_size: int, N: int, head: int) -> int:
 
 def _copied(config: TrainConfig, vocab_size: int, weights: int) -> int:
     """The bytes of the copies of the weights in half precision (rwkv/model/weight_cache.py). weights: those of a process."""
-    if config.trainer.strategy != "fsdp" and not config.trainer.optim_in_backward:
+    if not config.trainer.optim_in_backward:
         return weights // 2
     whole = FLOAT * n_parameters(config.model, vocab_size) // 2
     return whole if _is_frugal(config) else whole // config.model.n_layer
+
+
+def _gathered(config: TrainConfig, vocab_size: int) -> int:
+    """The bytes that a process of trainer=fsdp has beside its shares: two blocks, of which one is fetched ahead, the embedding
+    and the head in the dtype of the products, and the gradients of a block before they are divided.
+    """
+    itemsize = FLOAT if dtype_for(config.trainer.precision) == torch.float32 else NARROW
+    return itemsize * (3 * _largest_block(config, vocab_size) + 2 * vocab_size * config.model.n_embd)
 
 
 def _largest_block(config: TrainConfig, vocab_size: int) -> int:
