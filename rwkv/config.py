@@ -21,6 +21,7 @@ GENERATIONS = tuple(sorted(path.stem for path in (Path(__file__).parent / "model
 SOURCES = tuple(sorted(path.stem for path in (Path(__file__).parent / "data" / "sources").glob("[!_]*.py")))      # of text
 ORTHOGONAL = ("muon", "normuon")                         # optimisers with an update of their own for the blocks' matrices
 EIGHT_BITS = "adamw8bit"                 # the optimiser with moments in 8 bits
+GPUS = ("a100", "h100", "h200", "rtx3060", "rtx4090", "rtx5090")         # that plan= knows
 LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # each says how long to train
 LARGEST_SEED = 2**63 - 1                 # of torch's generators
 MIB = 2**20                              # bytes; the unit of options whose names end in _mib
@@ -275,6 +276,8 @@ class TrainerConfig:
     strategy: str = option("single", "single, ddp or fsdp", one_of=("single", "ddp", "fsdp"))
     devices: int = option(1, "processes on each machine; 0: one per GPU", least=0)
     num_nodes: int = option(1, "number of machines", least=1)
+    link_gbps: float | None = option(None, "for the plan: Gbit/s that each device can send; null: as machines with such GPUs "
+                                     "usually have", above=0.0)
 
     def __post_init__(self) -> None:
         check_options(self, "trainer.")
@@ -369,12 +372,15 @@ class TrainConfig:
     init_from: str | None = option(None, "checkpoint of any format, or a name on the Hub as ORG/REPO/FILE, that gives weights, "
                                    "sizes and tokenizer", verbatim=PATH)
     plan: str = option("false", "true: show what the run would do and need, and train nothing; timed: measure the time of its "
-                       "steps too, even if they take minutes", one_of=("false", "true", "timed"))
+                       f"steps too, even if they take minutes; {', '.join(GPUS)}: for a machine with such GPUs",
+                       one_of=("false", "true", "timed", *GPUS))
 
     def __post_init__(self) -> None:
         self.plan = str(self.plan).lower()               # Hydra reads true and false as booleans
         check_options(self)
         whole_number("seed", self.seed, most=2**32 - 1)          # the largest that NumPy's generator takes
+        if self.plan in GPUS and self.trainer.accelerator == "cpu":
+            raise UserError(f"plan={self.plan} is for GPUs, and trainer.accelerator=cpu for CPUs: leave one out")
         if self.trainer.strategy == "fsdp" and self.tune.method != "full":
             raise UserError("trainer=fsdp divides weights that are trained, and most are frozen here: use trainer=ddp")
         if self.tune.prefers:
