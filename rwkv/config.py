@@ -114,7 +114,7 @@ def require_effect(config: Any, given: Iterable[str]) -> None:
         needed, *allowed = needs
         value = operator.attrgetter(needed)(config)
         if value not in allowed:
-            group, name = needed.split(".")
+            group, _, name = needed.rpartition(".")
             shown = group if name in ("name", "method") else needed          # these two are set by their group
             raise UserError(f"{key} is for {shown}={' or '.join(allowed)}, and has no effect with {shown}={value}: leave it "
                             f"out, or give {shown}={allowed[0]}")
@@ -277,7 +277,7 @@ class TrainerConfig:
     devices: int = option(1, "processes on each machine; 0: one per GPU", least=0)
     num_nodes: int = option(1, "number of machines", least=1)
     link_gbps: float | None = option(None, "for the plan: Gbit/s that each device can send; null: as machines with such GPUs "
-                                     "usually have", above=0.0)
+                                     "usually have", above=0.0, needs=("plan", "true", "timed", *GPUS))
 
     def __post_init__(self) -> None:
         check_options(self, "trainer.")

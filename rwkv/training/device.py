@@ -12,7 +12,7 @@ import torch
 
 from kernels.machine.cpu import multiplies
 from rwkv.config import GPUS, TrainConfig, TrainerConfig
-from rwkv.distributed import launched, world_size
+from rwkv.distributed import launched, tasks_of_srun, world_size
 from rwkv.errors import UserError
 
 AUTO = "auto"
@@ -34,6 +34,9 @@ def process_count(options: TrainerConfig, batch_size: int) -> int:
     """The number of processes to start on this machine. Raises UserError if there cannot be so many."""
     if options.strategy == "single":
         return 1
+    if (tasks := tasks_of_srun()) > 1:
+        raise UserError(f"srun has started {tasks} tasks of this program, and each would train the whole run: start one task "
+                        "on each machine, srun --ntasks-per-node=1 torchrun ... train.py ..., as in docs/scale.md")
     if options.num_nodes > 1:
         raise UserError("several machines need torchrun, with the same command on each: torchrun --nnodes=N "
                         "--nproc-per-node=M --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py trainer.num_nodes=N ...")

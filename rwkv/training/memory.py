@@ -18,8 +18,7 @@ W, the numbers that its operator works with for each token (operator_work); S, t
       in half precision                                with another K, and a copy of the weights in P / 2; with
                                                        optim_in_backward that of a block at a time, unless K is
                                                        kept_when_frugal
-      with fsdp                                        two blocks, the embedding and the head in the dtype of the products, and
-                                                       the gradients of a block
+      with fsdp                                        the embedding and the head, two blocks and the gradients of one
       with activation checkpointing                    N L C, and one block's activations while it is recomputed
       with tbptt=k                                     those of one segment, N/k tokens; k states of S for each row; the
                                                        head's input and its gradient, 2 N C
@@ -99,12 +98,12 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1, gpu_memor
     half, rounded = dtype_for(trainer.precision) != torch.float32, config.tune.base in ("int8", "int4")
     L, C = config.model.n_layer, config.model.n_embd
     N = config.tokens_per_step // trainer.accumulate // processes
-    weights = FLOAT * n_parameters(config.model, vocab_size) // (processes if trainer.strategy == "fsdp" else 1)
-    trained = weights
+    shares = processes if trainer.strategy == "fsdp" else 1
+    trained = FLOAT * n_trained(config, vocab_size) // shares
+    weights = trained
     tuned = config.tune.method != "full"
     if tuned:
-        trained = FLOAT * n_trained(config, vocab_size)
-        weights = frozen_bytes(config, vocab_size) + trained
+        weights = frozen_bytes(config, vocab_size) // shares + trained
 
     moments = MOMENTS * trained
     if config.optim.name == EIGHT_BITS:
@@ -112,6 +111,8 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1, gpu_memor
     gradients = trained
     if trainer.optim_in_backward and not tuned:
         gradients = FLOAT * _largest_block(config, vocab_size)
+    elif shares > 1 and trainer.accumulate > 1:          # those of all batches but the last are not divided
+        gradients += shares * trained
     head = 0 if tuned else FLOAT * vocab_size * C        # its gradient
     loss = _loss(config, vocab_size, N, head, gpu_memory)
 
@@ -161,11 +162,17 @@ def _copied(config: TrainConfig, vocab_size: int, weights: int) -> int:
 
 
 def _gathered(config: TrainConfig, vocab_size: int) -> int:
-    """The bytes that a process of trainer=fsdp has beside its shares: two blocks, of which one is fetched ahead, the embedding
-    and the head in the dtype of the products, and the gradients of a block before they are divided.
+    """The bytes that a process of trainer=fsdp has beside its shares: the embedding and the head in float32; of blocks in the
+    dtype of the products the one that is computed, the one that is fetched ahead, and gradients, which are added up in float32.
     """
     itemsize = FLOAT if dtype_for(config.trainer.precision) == torch.float32 else NARROW
-    return itemsize * (3 * _largest_block(config, vocab_size) + 2 * vocab_size * config.model.n_embd)
+    return (FLOAT * outside_of_blocks(config, vocab_size)
+            + (3 * itemsize + FLOAT) * _largest_block(config, vocab_size))
+
+
+def outside_of_blocks(config: TrainConfig, vocab_size: int) -> int:
+    """The number of parameters of the embedding and the head."""
+    return 2 * vocab_size * config.model.n_embd
 
 
 def _largest_block(config: TrainConfig, vocab_size: int) -> int:

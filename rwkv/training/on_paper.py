@@ -4,9 +4,10 @@ number. Nothing is trained and no model is built.
     memory      by the formulas of memory.py, and CONTEXT for each process
     exchange    bytes that a device sends in a step, n devices, P parameters:
                   ddp     2 (n - 1) / n 4 P             the sum of the gradients in float32, by a ring
-                  fsdp    2 (n - 1) / n P b a           the weights, of b bytes in the dtype of the products, for the forward
-                                                        and the backward pass of each of the a batches of a step
-                          (n - 1) / n 4 P               the gradients, once
+                  fsdp    (n - 1) / n (2 b (P - E) + 4 E) a      for each of the a batches of a step the weights of blocks, of b
+                                                        bytes in the dtype of the products, for its forward and its
+                                                        backward pass, and the E numbers of embedding and head, once
+                          (n - 1) / n 4 P               the gradients in float32, once in a step
     speed       a pass takes the GPU the operations of its products, 6 for each parameter and token and 2 more where
                 activations are recomputed, at the rate of a MEASURED run; and it takes the host as long as there for each layer
     checkpoint  weights and moments; with fsdp each machine writes its part
@@ -36,6 +37,7 @@ from rwkv.training.memory import (
     estimate,
     n_checkpoints,
     n_trained,
+    outside_of_blocks,
     readable,
     with_options,
 )
@@ -136,9 +138,10 @@ def exchanged_bytes(config: TrainConfig, vocab_size: int, n: int) -> float:
     """The bytes that one of n devices sends in a step."""
     if config.trainer.strategy != "fsdp":
         return 2 * (n - 1) / n * FLOAT * n_trained(config, vocab_size)
-    numbers = (n - 1) / n * n_parameters(config.model, vocab_size)
-    itemsize = dtype_for(config.trainer.precision).itemsize
-    return numbers * (2 * itemsize * config.trainer.accumulate * max(1, config.trainer.tbptt) + FLOAT)
+    P, outside = n_parameters(config.model, vocab_size), outside_of_blocks(config, vocab_size)
+    passes = config.trainer.accumulate * max(1, config.trainer.tbptt)
+    gathered = 2 * dtype_for(config.trainer.precision).itemsize * (P - outside) + FLOAT * outside
+    return (n - 1) / n * (passes * gathered + FLOAT * n_trained(config, vocab_size))
 
 
 def nearest(config: TrainConfig) -> Measured:

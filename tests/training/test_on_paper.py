@@ -16,8 +16,9 @@ from rwkv.config import DataConfig, ModelConfig, TrainConfig, TrainerConfig
 from rwkv.errors import UserError
 from rwkv.model.base import n_parameters
 from rwkv.training.device import is_planned_elsewhere
-from rwkv.training.memory import estimate
+from rwkv.training.memory import bytes_of_a_checkpoint, estimate
 from rwkv.training.on_paper import GIB, GPUS, MEASURED, Measured, exchanged_bytes, nearest, on_paper, with_whole_rows
+from rwkv.training.run.options import check_new_run
 
 ROOT = Path(__file__).parents[2]
 ROWS = json.loads((ROOT / "benchmarks/results/training-h200.json").read_text())["rows"]
@@ -60,7 +61,8 @@ def test_what_devices_send() -> None:
     ddp, fsdp = (replace(base, trainer=TrainerConfig(strategy=strategy, devices=2, precision="bf16-mixed", accumulate=3))
                  for strategy in ("ddp", "fsdp"))
     assert exchanged_bytes(ddp, 65536, 2) == 4 * P                               # however many batches a step has
-    assert exchanged_bytes(fsdp, 65536, 2) == P / 2 * (3 * 2 * 2 + 4)
+    outside = 2 * 65536 * 768
+    assert exchanged_bytes(fsdp, 65536, 2) == (3 * (2 * 2 * (P - outside) + 4 * outside) + 4 * P) / 2
     assert exchanged_bytes(ddp, 65536, 1) == 0
     assert exchanged_bytes(ddp, 65536, 256) == pytest.approx(8 * P, rel=0.01)
     tuned = replace(ddp, tune=replace(ddp.tune, method="lora"))
@@ -102,6 +104,35 @@ def test_the_nearest_width_is_taken(model: str, n_embd: int) -> None:
     (("trainer=ddp", "trainer.devices=100000", "trainer.accelerator=cpu", "plan=true"), False)])
 def test_what_is_planned_for_other_machines(arguments: tuple[str, ...], elsewhere: bool) -> None:
     assert is_planned_elsewhere(composed("train", *arguments)) == elsewhere
+
+
+def test_the_table_of_the_documentation_is_that_of_the_plan() -> None:
+    rows = {cells[0]: cells[1:] for line in (ROOT / "docs/scale.md").read_text(encoding="utf-8").splitlines()
+            if line.startswith("| ") for cells in [[cell.strip() for cell in line.strip("|").split("|")]]}
+    for column, (model, strategy, nodes) in enumerate((("1.5b", "ddp", 1), ("7.2b", "fsdp", 4), ("13.3b", "fsdp", 8))):
+        config = composed("train", f"model=rwkv7_{model}", f"trainer={strategy}", "trainer.devices=8", "model.ctx_len=10240",
+                          f"trainer.num_nodes={nodes}", f"data.batch_size={8 * nodes}", "trainer.precision=bf16-mixed",
+                          "trainer.activation_checkpointing=true", "plan=h100")
+        result = on_paper(config, 65536, GPUS["h100"])
+        fixed = estimate(config, 65536, result.devices, round(GPUS["h100"].gib * GIB)).fixed
+        size = bytes_of_a_checkpoint(config, 65536) / 1e9
+        low, high = result.tokens_per_second
+        assert rows[""][column] == model
+        for row, expected in {
+                "GPUs, `trainer=`": f"{result.devices}, {strategy}", "memory of each, GB": f"{result.memory / 1e9:.1f}",
+                "of it weights, gradients and moments": f"{fixed / 1e9:.1f}",
+                "sent by each in a step, GB": f"{result.exchanged / 1e9:.1f}",
+                "seconds of exchange / computation": f"{result.exchange_s:.2g} / {result.compute_s:.2g}",
+                "thousand tokens/s": f"{low / 1000:.0f} to {high / 1000:.0f}",
+                "a checkpoint, GB; seconds to write it": f"{size:.0f}; {size / nodes:.0f}"}.items():
+            assert rows[row][column] == expected, row
+
+
+def test_a_link_is_for_a_plan() -> None:
+    with pytest.raises(UserError) as error:
+        check_new_run(composed("train", "trainer.link_gbps=100"), ["trainer.link_gbps"])
+    assert "plan=true" in str(error.value)
+    check_new_run(composed("train", "trainer.link_gbps=100", "plan=h100"), ["trainer.link_gbps"])
 
 
 def test_rows_that_cannot_be_divided_are_planned_for_the_next_number_that_can() -> None:
