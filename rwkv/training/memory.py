@@ -7,8 +7,9 @@ The estimate, in floats of 4 bytes. N = tokens of one batch of one process, C = 
 gives P, the number of parameters (the sum of its shapes); K, the numbers that a block keeps for each token (kept_for_backward);
 W, the numbers that its operator works with for each token (operator_work); S, the numbers of a state for each row:
 
-    weights, gradients, and Adam's two moments         4 P; with fsdp each process has its share of them; with tune=lora or
-                                                       state the last three only of what is trained, and a value of a frozen
+    weights, gradients, and Adam's two moments         4 P; with fsdp each process has its share of them, but all of
+                                                       the gradients that are accumulated; with tune=lora or state the
+                                                       last three only of what is trained, and a value of a frozen
                                                        matrix takes BITS of tune.base, one of the embedding 2 bytes
       with trainer.optim_in_backward                   the gradients are those of a block; the embedding's takes the place of
                                                        the head's, which is part of the loss
@@ -108,11 +109,9 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1, gpu_memor
     moments = MOMENTS * trained
     if config.optim.name == EIGHT_BITS:
         moments = moments_in_8_bits(config, vocab_size) + FLOAT * adamw8bit.WORK * min(adamw8bit.CHUNK, trained // FLOAT)
-    gradients = trained
+    gradients = trained * shares if trainer.accumulate > 1 else trained
     if trainer.optim_in_backward and not tuned:
         gradients = FLOAT * _largest_block(config, vocab_size)
-    elif shares > 1 and trainer.accumulate > 1:          # those of all batches but the last are not divided
-        gradients += shares * trained
     head = 0 if tuned else FLOAT * vocab_size * C        # its gradient
     loss = _loss(config, vocab_size, N, head, gpu_memory)
 
