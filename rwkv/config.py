@@ -22,6 +22,8 @@ SOURCES = tuple(sorted(path.stem for path in (Path(__file__).parent / "data" / "
 TOKENS = ("binidx", "datatrove")         # kinds of data that are ids already
 STREAMED = ("jsonl", "hf")               # kinds of data for data.streaming
 ORTHOGONAL = ("muon", "normuon")                         # optimisers with an update of their own for the blocks' matrices
+EIGHT_BITS = "adamw8bit"                 # the optimiser with moments in 8 bits
+GPUS = ("a100", "h100", "h200", "rtx3060", "rtx4090", "rtx5090")         # that plan= knows
 LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # each says how long to train
 LARGEST_SEED = 2**63 - 1                 # of torch's generators
 MIB = 2**20                              # bytes; the unit of options whose names end in _mib
@@ -115,7 +117,7 @@ def require_effect(config: Any, given: Iterable[str]) -> None:
         needed, *allowed = needs
         value = operator.attrgetter(needed)(config)
         if value not in allowed:
-            group, name = needed.split(".")
+            group, _, name = needed.rpartition(".")
             shown = group if name in ("name", "method") else needed          # these two are set by their group
             value, *allowed = (str(each).lower() if isinstance(each, bool) else each for each in (value, *allowed))
             raise UserError(f"{key} is for {shown}={' or '.join(allowed)}, and has no effect with {shown}={value}: leave it "
@@ -209,7 +211,8 @@ class OptimConfig:
     is in rwkv/training/optim.py. l2_wrap and confidence_penalty (rwkv/model/loss.py) change gradients and no reported loss.
     """
 
-    name: str = option("adamw", "set by optim=", one_of=("adamw", "adam", *ORTHOGONAL), heading="Optimiser")
+    name: str = option("adamw", "set by optim=", one_of=("adamw", "adam", *ORTHOGONAL, EIGHT_BITS),
+                       heading="Optimiser")
     lr: float = option(3e-3, "highest learning rate; less for models wider than 384 channels; with init_from= by tune=: full "
                        "1e-5, lora 2e-4, state 0.1")
     min_lr: float | None = option(None, "learning rate of the last step; null: a twentieth of lr")
@@ -273,6 +276,8 @@ class TrainerConfig:
     accumulate: int = option(1, "batches whose gradients one step adds up", least=1)
     activation_checkpointing: bool = option(False, "compute each block again in its backward pass: less memory, a third more "
                                             "time")
+    optim_in_backward: bool = option(False, "update each weight as soon as its gradient is known, and free the gradient: the "
+                                     "same numbers in less memory; needs optim.grad_clip=0")
     tbptt: int = option(0, "segments of ctx_len tokens in a step, with gradients through the state between them and "
                         "documents read to their end; 0: independent windows", least=0)
     compile: bool = option(False, "compile each block with torch.compile")
@@ -285,6 +290,8 @@ class TrainerConfig:
     strategy: str = option("single", "single, ddp or fsdp", one_of=("single", "ddp", "fsdp"))
     devices: int = option(1, "processes on each machine; 0: one per GPU", least=0)
     num_nodes: int = option(1, "number of machines", least=1)
+    link_gbps: float | None = option(None, "for the plan: Gbit/s that each device can send; null: as machines with such GPUs "
+                                     "usually have", above=0.0, needs=("plan", "true", "timed", *GPUS))
 
     def __post_init__(self) -> None:
         check_options(self, "trainer.")
@@ -400,12 +407,15 @@ class TrainConfig:
     init_from: str | None = option(None, "checkpoint of any format, or a name on the Hub as ORG/REPO/FILE, that gives weights, "
                                    "sizes and tokenizer", verbatim=PATH)
     plan: str = option("false", "true: show what the run would do and need, and train nothing; timed: measure the time of its "
-                       "steps too, even if they take minutes", one_of=("false", "true", "timed"))
+                       f"steps too, even if they take minutes; {', '.join(GPUS)}: for a machine with such GPUs",
+                       one_of=("false", "true", "timed", *GPUS))
 
     def __post_init__(self) -> None:
         self.plan = str(self.plan).lower()               # Hydra reads true and false as booleans
         check_options(self)
         whole_number("seed", self.seed, most=2**32 - 1)          # the largest that NumPy's generator takes
+        if self.plan in GPUS and self.trainer.accelerator == "cpu":
+            raise UserError(f"plan={self.plan} is for GPUs, and trainer.accelerator=cpu for CPUs: leave one out")
         if self.trainer.strategy == "fsdp" and self.tune.method != "full":
             raise UserError("trainer=fsdp divides weights that are trained, and most are frozen here: use trainer=ddp")
         if self.tune.prefers:
@@ -420,6 +430,9 @@ class TrainConfig:
         if self.trainer.tbptt and self.tune.dropout:
             raise UserError("trainer.tbptt computes segments twice, and tune.dropout would draw other random numbers the "
                             "second time: leave one out")
+        if self.trainer.strategy == "fsdp" and self.optim.name == EIGHT_BITS:
+            raise UserError(f"optim={EIGHT_BITS} rounds moments in blocks of a whole parameter, and trainer=fsdp divides each "
+                            "parameter among processes: use optim=adamw, or trainer=ddp")
         if self.trainer.strategy == "fsdp" and (self.optim.name in ORTHOGONAL or self.optim.weight_decay):
             raise UserError(f"optim.name={' or '.join(ORTHOGONAL)} and optim.weight_decay are for matrices, and with "
                             "trainer=fsdp each process has a share of them without their shape: use optim.name=adamw "
@@ -434,6 +447,29 @@ class TrainConfig:
                             "trainer.tbptt out, and take a model.ctx_len that holds a pair")
         if self.trainer.strategy == "fsdp":
             raise UserError(f"{asked} is for trainer=ddp and single processes, and not for trainer=fsdp")
+
+    def require_separate_updates(self) -> None:
+        """Raises UserError for the first option that trainer.optim_in_backward=true excludes. When a run is resumed, only its
+        own options together with the given ones can tell.
+        """
+        trainer, optim = self.trainer, self.optim
+        if not trainer.optim_in_backward:
+            return
+        obstacles = {
+            f"trainer={trainer.strategy} exchanges gradients between processes before they are applied: use trainer=auto":
+                trainer.strategy != "single",
+            f"optim={optim.name} updates all matrices of one shape together: use optim=adamw": optim.name in ORTHOGONAL,
+            f"optim.grad_clip={optim.grad_clip:g} needs the norm of all gradients: add optim.grad_clip=0": optim.grad_clip > 0,
+            f"trainer.accumulate={trainer.accumulate} adds up the gradients of several batches: use trainer.accumulate=1":
+                trainer.accumulate > 1,
+            f"trainer.tbptt={trainer.tbptt} adds up the gradients of its segments: use trainer.tbptt=1 or 0": trainer.tbptt > 1,
+            "trainer.precision=fp16-mixed repeats steps whose gradients overflow: use trainer.precision=bf16-mixed":
+                trainer.precision == "fp16-mixed",
+            "trainer.grad_norms=true measures gradients after the backward pass: leave it out": trainer.grad_norms,
+            "trainer.graphs=true computes the gradients of all blocks in one launch: leave it out": bool(trainer.graphs)}
+        for reason, applies in obstacles.items():
+            if applies:
+                raise UserError(f"trainer.optim_in_backward=true updates each weight during the backward pass, and {reason}")
 
     @property
     def only_plans(self) -> bool:

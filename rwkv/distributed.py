@@ -35,6 +35,7 @@ STORE_TIMEOUT = timedelta(minutes=30)    # torch's default
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"    # variables: of gloo, and of the launcher for the processes that it starts
 ADDRESS = "MASTER_ADDR"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
+TASKS = "SLURM_STEP_NUM_TASKS"           # variable of srun
 FAILED = 1                               # exit status of a process that ends because another process failed
 STOPPED = 130                            # exit status after a signal
 
@@ -44,6 +45,11 @@ _waiting_group: "distributed.ProcessGroup | None" = None       # all processes, 
 def launched() -> bool:
     """Whether torch's launcher started this process."""
     return distributed.is_available() and distributed.is_torchelastic_launched()
+
+
+def tasks_of_srun() -> int:
+    """The number of processes of this program that srun has started, without torch's launcher; 1 outside SLURM."""
+    return 1 if launched() else int(os.environ.get(TASKS) or 1)
 
 
 def launch(count: int, signals: Iterable[int]) -> int:

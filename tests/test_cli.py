@@ -344,9 +344,9 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
         ("model.n_layer=1000000", "model.n_layer must be at most 10000"),
         ("seed=4294967296", "seed"),
         ("logger.project=a/b", "logger.project"),
-        ("optim.name=sgd", "adamw, adam, muon, normuon; got 'sgd'"),
+        ("optim.name=sgd", "adamw, adam, muon, normuon, adamw8bit; got 'sgd'"),
         ("trainer.max_steps=1,2x", "trainer.max_steps"),
-        ("plan=maybe", "plan must be one of false, true, timed; got 'maybe'"),
+        ("plan=maybe", "plan must be one of false, true, timed, a100"),
         ("optim.lr=abc", "optim.lr must be a number; got abc"),
         ("experiment=nope", "'nope'; there are: kernel_ablation, rwkv4_original"))),
 ])

@@ -64,7 +64,8 @@ RULES = [
     Rule(r"python serve\.py", "max_tokens=200"),
     Rule(r"python chat\.py", "max_new_tokens=4"),
     Rule(r"python generate\.py", "max_new_tokens=4"),
-    Rule(r"python train\.py .*plan=true"),
+    Rule(r"python train\.py .*plan="),
+    not_run(r"python train\.py trainer=fsdp$", "takes all GPUs"),
     Rule(r"python train\.py resume=auto", "trainer.max_steps=6"),        # all else is the run's
     Rule(r"python train\.py init_from=\S+ data=chat", f"{TRAIN} model.ctx_len=256 {LITTLE_TEXT}"),
     Rule(r"python train\.py init_from=", f"{TRAIN} model.ctx_len=32 {LITTLE_TEXT}"),

@@ -77,9 +77,13 @@ def rows_at_once(vocab_size: int, frozen: bool = False, device: torch.device = C
     """The number of rows of the (N,V) logits in one chunk. frozen: the head's weight has no gradient. itemsize: bytes of a
     logit, on a GPU."""
     if device.type == "cuda":
-        room = CHUNK_SHARE * torch.cuda.get_device_properties(device).total_memory
-        return max(LEAST_ROWS, int(room) // (itemsize * vocab_size) // LEAST_ROWS * LEAST_ROWS)
+        return rows_on_gpu(vocab_size, itemsize, torch.cuda.get_device_properties(device).total_memory)
     return max(LEAST_FROZEN if frozen else LEAST_ROWS, CHUNK_LOGITS // vocab_size)
+
+
+def rows_on_gpu(vocab_size: int, itemsize: int, memory: int) -> int:
+    """The same for a GPU of so many bytes of memory."""
+    return max(LEAST_ROWS, int(CHUNK_SHARE * memory) // (itemsize * vocab_size) // LEAST_ROWS * LEAST_ROWS)
 
 
 class _HeadLoss(torch.autograd.Function):

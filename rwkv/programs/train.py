@@ -49,7 +49,8 @@ several machines, run the same command on each:
     --rdzv-endpoint=HOST:29500 train.py trainer=ddp trainer.num_nodes=2
 With --max-restarts=N and resume=auto out_dir=DIRECTORY, torchrun continues a
 run of which a process has died. Where a machine cannot resolve its own name,
-give torchrun --local-addr=ADDRESS.
+give torchrun --local-addr=ADDRESS. docs/scale.md has the recipes, SLURM's too.
+plan=h100, or another GPU's name, plans for machines that are not here.
 
 A run first shows what it will do and need, and refuses what does not fit into
 memory or onto the disk. Steps are optimiser steps; trainer.epochs counts passes

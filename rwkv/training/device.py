@@ -5,13 +5,14 @@ bfloat16 up to 19 times as fast as float32. trainer.precision=auto is bf16-mixed
 matrix products show that it is clearly faster.
 """
 
+import os
 import time
 
 import torch
 
 from kernels.machine.cpu import multiplies
-from rwkv.config import TrainerConfig
-from rwkv.distributed import world_size
+from rwkv.config import GPUS, TrainConfig, TrainerConfig
+from rwkv.distributed import launched, tasks_of_srun, world_size
 from rwkv.errors import UserError
 
 AUTO = "auto"
@@ -33,6 +34,9 @@ def process_count(options: TrainerConfig, batch_size: int) -> int:
     """The number of processes to start on this machine. Raises UserError if there cannot be so many."""
     if options.strategy == "single":
         return 1
+    if (tasks := tasks_of_srun()) > 1:
+        raise UserError(f"srun has started {tasks} tasks of this program, and each would train the whole run: start one task "
+                        "on each machine, srun --ntasks-per-node=1 torchrun ... train.py ..., as in docs/scale.md")
     if options.num_nodes > 1:
         raise UserError("several machines need torchrun, with the same command on each: torchrun --nnodes=N "
                         "--nproc-per-node=M --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py trainer.num_nodes=N ...")
@@ -45,6 +49,19 @@ def process_count(options: TrainerConfig, batch_size: int) -> int:
         raise UserError(f"trainer.devices={count} is more than the {gpus} CUDA devices that torch finds")
     _require_multiple(batch_size, count)
     return count
+
+
+def is_planned_elsewhere(config: TrainConfig) -> bool:
+    """Whether plan= is for GPUs that this machine lacks: of a kind that it names, or more of them than are here.
+
+    Processes on CPUs are started for their plan, as many as this machine has cores.
+    """
+    trainer = config.trainer
+    if config.plan in GPUS:
+        return True
+    if not config.only_plans or launched() or trainer.strategy == "single" or trainer.accelerator == "cpu":
+        return False
+    return trainer.num_nodes > 1 or trainer.devices > (torch.cuda.device_count() or os.cpu_count() or 1)
 
 
 def share(batch_size: int, strategy: str, num_nodes: int) -> int:

@@ -24,10 +24,10 @@ from rwkv.errors import UserError
 from rwkv.io.lines import harmless
 from rwkv.io.signals import heeded
 from rwkv.model.base import generation
-from rwkv.training import graphs, kernel_check
+from rwkv.training import graphs, kernel_check, on_paper
 from rwkv.training.callbacks.divergence import Diverged
 from rwkv.training.callbacks.interruption import Interrupted
-from rwkv.training.device import device_for, dtype_for, process_count, set_product_precision, share
+from rwkv.training.device import device_for, dtype_for, is_planned_elsewhere, process_count, set_product_precision, share
 from rwkv.training.length import with_steps_of_epochs
 from rwkv.training.loggers import loggers, require
 from rwkv.training.memory import gives_back
@@ -58,7 +58,9 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
             train(distributed.broadcast_from_rank0(lambda: open_run(config, line.keys, line.chosen)))
     else:
         run = open_run(config, line.keys, line.chosen)
-        count = process_count(run.config.trainer, run.config.data.batch_size)
+        count = 1
+        if not is_planned_elsewhere(run.config):
+            count = process_count(run.config.trainer, run.config.data.batch_size)
         if count > 1:
             run.lock.release()           # the first of the processes takes it
             sys.exit(distributed.launch(count, heeded()))
@@ -95,6 +97,9 @@ def preferences_of(run: Run, task: LanguageModel, data: Corpus, device: torch.de
 
 def train(run: Run) -> None:
     config = run.config
+    if is_planned_elsewhere(config):
+        on_paper.announce(run)
+        sys.exit(0)
     device = device_for(config.trainer.accelerator)
     # Lightning would take the rank from a batch system's variables, which this process may only have inherited
     rank_zero_only.rank = distributed.rank()     # type: ignore[attr-defined]
@@ -139,6 +144,7 @@ def train(run: Run) -> None:
         model.replay = graphs.Replay(model)
     task = LanguageModel(model, config.optim, config.trainer.max_steps, validated.val_bytes_per_token, validated.val_lost)
     task.sources = [part.name for part in validated.parts]
+    task.optim_in_backward = config.trainer.optim_in_backward
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
     task.entry = describe(resolved, model.vocab_size, data.tokenizer) | {"data_sha256": data.sha256}
     if config.tune.method != "full" and run.init_checkpoint is not None:

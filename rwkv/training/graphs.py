@@ -41,6 +41,7 @@ def why_not(config: TrainConfig, device: torch.device, kernel: str) -> str | Non
         f"tune={config.tune.method} freezes weights": config.tune.method != "full",
         "a model with DeepEmbed reads the tokens in each block": bool(config.model.deep_embed_dim),
         "trainer.accumulate adds to gradients, and a replay overwrites them": trainer.accumulate > 1,
+        "trainer.optim_in_backward updates weights between blocks": trainer.optim_in_backward,
         "trainer.activation_checkpointing computes blocks again": trainer.activation_checkpointing,
         "trainer.compile replaces the blocks": trainer.compile,
         "trainer.probe measures each block": trainer.probe,

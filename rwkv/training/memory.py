@@ -7,13 +7,19 @@ The estimate, in floats of 4 bytes. N = tokens of one batch of one process, C = 
 gives P, the number of parameters (the sum of its shapes); K, the numbers that a block keeps for each token (kept_for_backward);
 W, the numbers that its operator works with for each token (operator_work); S, the numbers of a state for each row:
 
-    weights, gradients, and Adam's two moments         4 P; with fsdp each process has its share of them; with tune=lora or
-                                                       state the last three only of what is trained, and a value of a frozen
+    weights, gradients, and Adam's two moments         4 P; with fsdp each process has its share of them, but all of
+                                                       the gradients that are accumulated; with tune=lora or state the
+                                                       last three only of what is trained, and a value of a frozen
                                                        matrix takes BITS of tune.base, one of the embedding 2 bytes
+      with trainer.optim_in_backward                   the gradients are those of a block; the embedding's takes the place of
+                                                       the head's, which is part of the loss
+      with optim=adamw8bit                             the moments are bytes, and a chunk of them is float32 during an update
     activations kept for the backward pass             N L K; K is kept_when_frugal with frozen weights, and in rows of
                                                        conversations
-      in half precision                                with another K, and a copy of the weights in P / 2; with fsdp that of
-                                                       a block at a time, unless K is kept_when_frugal
+      in half precision                                with another K, and a copy of the weights in P / 2; with
+                                                       optim_in_backward that of a block at a time, unless K is
+                                                       kept_when_frugal
+      with fsdp                                        the embedding and the head, two blocks and the gradients of one
       with activation checkpointing                    N L C, and one block's activations while it is recomputed
       with tbptt=k                                     those of one segment, N/k tokens; k states of S for each row; the
                                                        head's input and its gradient, 2 N C
@@ -36,11 +42,12 @@ from typing import Any
 import torch
 
 from kernels.machine.memory import available_memory
-from rwkv.config import BITS, TrainConfig
+from rwkv.config import BITS, EIGHT_BITS, TrainConfig
 from rwkv.distributed import world_size
 from rwkv.model.base import generation, n_parameters, of_linear_layer, state_nbytes
 from rwkv.model.lora import adaptable, chosen
-from rwkv.model.loss import rows_at_once
+from rwkv.model.loss import rows_at_once, rows_on_gpu
+from rwkv.training import adamw8bit
 from rwkv.training.device import device_for, dtype_for
 
 FLOAT = 4                                # bytes
@@ -82,22 +89,31 @@ class Memory:
         return self.fixed + round(ENOUGH * (self.total - self.fixed))
 
 
-def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory:
-    """The memory of each of the `processes` that share data.batch_size."""
+def estimate(config: TrainConfig, vocab_size: int, processes: int = 1, gpu_memory: int | None = None) -> Memory:
+    """The memory of each of the `processes` that share data.batch_size.
+
+    gpu_memory: the bytes of the GPU of each process on other machines; None for the device of this one.
+    """
     trainer = config.trainer
     model = generation(config.model)
     half, rounded = dtype_for(trainer.precision) != torch.float32, config.tune.base in ("int8", "int4")
     L, C = config.model.n_layer, config.model.n_embd
     N = config.tokens_per_step // trainer.accumulate // processes
-    weights = FLOAT * n_parameters(config.model, vocab_size) // (processes if trainer.strategy == "fsdp" else 1)
-    trained = weights
+    shares = processes if trainer.strategy == "fsdp" else 1
+    trained = FLOAT * n_trained(config, vocab_size) // shares
+    weights = trained
     tuned = config.tune.method != "full"
     if tuned:
-        trained = FLOAT * n_trained(config, vocab_size)
-        weights = frozen_bytes(config, vocab_size) + trained
+        weights = frozen_bytes(config, vocab_size) // shares + trained
 
+    moments = MOMENTS * trained
+    if config.optim.name == EIGHT_BITS:
+        moments = moments_in_8_bits(config, vocab_size) + FLOAT * adamw8bit.WORK * min(adamw8bit.CHUNK, trained // FLOAT)
+    gradients = trained * shares if trainer.accumulate > 1 else trained
+    if trainer.optim_in_backward and not tuned:
+        gradients = FLOAT * _largest_block(config, vocab_size)
     head = 0 if tuned else FLOAT * vocab_size * C        # its gradient
-    loss = _loss(config, vocab_size, N, head)
+    loss = _loss(config, vocab_size, N, head, gpu_memory)
 
     n = N // max(1, trainer.tbptt)       # the tokens of one segment
     block = int(FLOAT * n * _kept(config))
@@ -107,25 +123,30 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
         backward += block
     else:
         kept = L * block
-    activations = kept + max(0, backward - loss - (0 if tuned or trainer.accumulate > 1 else weights))
-    if half and config.tune.base != "bfloat16":
+    activations = kept + max(0, backward - loss - (0 if tuned or trainer.accumulate > 1 else gradients))
+    if trainer.strategy == "fsdp":
+        activations += _gathered(config, vocab_size)
+    elif half and config.tune.base != "bfloat16":
         activations += FLOAT * vocab_size * C // 2 if rounded else _copied(config, vocab_size, weights)
     if trainer.tbptt:
         activations += N // config.model.ctx_len * state_nbytes(config.model) + FLOAT * 2 * N * C
-    if _has_holes(config):
+    if gpu_memory is None and _has_holes(config):
         activations = round(HOLES * activations)
         loss = round(HOLES * loss)
-    return Memory(weights, trained, MOMENTS * trained, round(activations), loss, config.data.num_workers * DATA_WORKER)
+    return Memory(weights, gradients, moments, round(activations), loss, config.data.num_workers * DATA_WORKER)
 
 
-def _loss(config: TrainConfig, vocab_size: int, N: int, head: int) -> int:
+def _loss(config: TrainConfig, vocab_size: int, N: int, head: int, gpu_memory: int | None) -> int:
     """The bytes of the loss of N tokens. head: those of the head's gradient, of which a second one is added to the first where
     several chunks are multiplied in half precision. A GPU has a chunk once, in the dtype of its product; a CPU has two in half
     precision."""
     half = dtype_for(config.trainer.precision) != torch.float32
-    device = device_for(config.trainer.accelerator)
+    device = torch.device("cuda") if gpu_memory else device_for(config.trainer.accelerator)
     itemsize = NARROW if half and device.type == "cuda" else FLOAT
-    rows = min(N, rows_at_once(vocab_size, config.tune.method != "full", device, itemsize))
+    if gpu_memory:
+        rows = min(N, rows_on_gpu(vocab_size, itemsize, gpu_memory))
+    else:
+        rows = min(N, rows_at_once(vocab_size, config.tune.method != "full", device, itemsize))
     copies = 2 if half and device.type == "cpu" else 1
     summands = 2 if half and (device.type == "cpu" or rows < N) else 1
     return copies * itemsize * vocab_size * rows + summands * head
@@ -133,10 +154,33 @@ def _loss(config: TrainConfig, vocab_size: int, N: int, head: int) -> int:
 
 def _copied(config: TrainConfig, vocab_size: int, weights: int) -> int:
     """The bytes of the copies of the weights in half precision (rwkv/model/weight_cache.py). weights: those of a process."""
-    if config.trainer.strategy != "fsdp":
+    if not config.trainer.optim_in_backward:
         return weights // 2
     whole = FLOAT * n_parameters(config.model, vocab_size) // 2
     return whole if _is_frugal(config) else whole // config.model.n_layer
+
+
+def _gathered(config: TrainConfig, vocab_size: int) -> int:
+    """The bytes that a process of trainer=fsdp has beside its shares: the embedding and the head in float32; of blocks in the
+    dtype of the products the one that is computed, the one that is fetched ahead, and gradients, which are added up in float32.
+    """
+    itemsize = FLOAT if dtype_for(config.trainer.precision) == torch.float32 else NARROW
+    return (FLOAT * outside_of_blocks(config, vocab_size)
+            + (3 * itemsize + FLOAT) * _largest_block(config, vocab_size))
+
+
+def outside_of_blocks(config: TrainConfig, vocab_size: int) -> int:
+    """The number of parameters of the embedding and the head."""
+    return 2 * vocab_size * config.model.n_embd
+
+
+def _largest_block(config: TrainConfig, vocab_size: int) -> int:
+    """The number of parameters of the block that has the most."""
+    sizes = dict.fromkeys(range(config.model.n_layer), 0)
+    for name, shape in generation(config.model).shapes(config.model, vocab_size).items():
+        if name.startswith("blocks."):
+            sizes[int(name.split(".")[1])] += math.prod(shape)
+    return max(sizes.values())
 
 
 def gives_back(config: TrainConfig, vocab_size: int) -> bool:
@@ -168,13 +212,22 @@ def _kept(config: TrainConfig) -> float:
 
 
 def n_trained(config: TrainConfig, vocab_size: int) -> int:
+    return sum(_trained_sizes(config, vocab_size))
+
+
+def _trained_sizes(config: TrainConfig, vocab_size: int) -> list[int]:
+    """The number of values in each trained parameter."""
     tune = config.tune
     if tune.method == "full":
-        return n_parameters(config.model, vocab_size)
+        return [math.prod(shape) for shape in generation(config.model).shapes(config.model, vocab_size).values()]
     if tune.method == "state":
         state = generation(config.model).empty_state(config.model, 1, "meta")
-        return int(state.wkv.numel())
-    return sum(tune.rank * sum(shape) for shape in _adapted(config, vocab_size))
+        return [int(state.wkv.numel()) // config.model.n_layer] * config.model.n_layer
+    return [tune.rank * size for shape in _adapted(config, vocab_size) for size in shape]
+
+
+def moments_in_8_bits(config: TrainConfig, vocab_size: int) -> int:
+    return round(sum(map(adamw8bit.moment_bytes, _trained_sizes(config, vocab_size))))
 
 
 def frozen_bytes(config: TrainConfig, vocab_size: int) -> int:
@@ -207,8 +260,16 @@ def n_checkpoints(keep_last: int) -> int:
 
 
 def checkpoint_bytes(config: TrainConfig, vocab_size: int) -> int:
-    """The most that a run's checkpoints take on the disk. Each has what is trained, and its moments."""
-    return n_checkpoints(config.trainer.keep_last) * (1 + MOMENTS) * FLOAT * n_trained(config, vocab_size)
+    """The most that a run's checkpoints take on the disk."""
+    return n_checkpoints(config.trainer.keep_last) * bytes_of_a_checkpoint(config, vocab_size)
+
+
+def bytes_of_a_checkpoint(config: TrainConfig, vocab_size: int) -> int:
+    """What is trained, and its moments."""
+    trained = FLOAT * n_trained(config, vocab_size)
+    if config.optim.name == EIGHT_BITS:
+        return trained + moments_in_8_bits(config, vocab_size)
+    return (1 + MOMENTS) * trained
 
 
 def with_options(config: TrainConfig, **options: Any) -> TrainConfig:

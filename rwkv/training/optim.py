@@ -30,6 +30,7 @@ from kernels.machine.cpu import matrix_dtype
 from rwkv.config import ORTHOGONAL, OptimConfig
 from rwkv.errors import UserError
 from rwkv.model.base import MATRICES, Model
+from rwkv.training.adamw8bit import AdamW8bit
 
 # Coefficients a, b, c of each iteration: singular values above 1/100 of the bound come within 0.28 of 1, and smaller ones
 # grow 77 times.
@@ -80,6 +81,28 @@ def lr_factor(optim: OptimConfig, max_steps: int) -> Callable[[int], float]:
         return lowest ** progress if optim.schedule == "exponential" else 1.0
 
     return factor
+
+
+def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
+    """From now on each backward pass updates a parameter as soon as its gradient is complete, and then frees the gradient.
+
+    The optimiser's own step finds no gradients and changes nothing. Its options, its state and so its checkpoints stay those
+    of an optimiser that steps after the backward pass. Its update of a parameter must not depend on other gradients.
+    """
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            parameter.register_post_accumulate_grad_hook(partial(_update_alone, optimizer, number))
+
+
+def _update_alone(optimizer: torch.optim.Optimizer, number: int, parameter: Tensor) -> None:
+    """Updates a parameter of the group with this number. load_state_dict replaces the groups, so they are looked up here."""
+    groups = optimizer.param_groups
+    optimizer.param_groups = [groups[number] | {"params": [parameter]}]
+    try:
+        optimizer.step()
+    finally:
+        optimizer.param_groups = groups
+    parameter.grad = None
 
 
 class Muon(torch.optim.Optimizer):
@@ -218,4 +241,5 @@ def _by_shape(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
 
 
 OPTIMISERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
-    "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "muon": Muon, "normuon": partial(Muon, row_beta=0.95)}
+    "adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "muon": Muon, "normuon": partial(Muon, row_beta=0.95),
+    "adamw8bit": AdamW8bit}

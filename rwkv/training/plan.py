@@ -7,6 +7,7 @@ PATIENCE, and plan=timed does not ask for them, it is reckoned from the speed of
 
 import math
 import os
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -42,6 +43,7 @@ from rwkv.training.memory import (
     readable,
     with_options,
 )
+from rwkv.training.remedies import Remedy, remedies
 from rwkv.training.run import rates
 from rwkv.training.run.directory import Run, folder_apart
 from rwkv.training.task import LanguageModel
@@ -272,6 +274,22 @@ def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs
                + (f", data workers {readable(need.workers)}" if need.workers else ""))
     yield "", (f"activations {readable(need.activations)}; {readable(other.activations)} with "
                f"trainer.activation_checkpointing={str(not checkpointing).lower()}")
+    free = free_memory(device)
+    if free is not None and need.total > free:
+        yield from would_fit(remedies(config, vocab_size, world_size(), device.type), free, programs)
+
+
+def would_fit(found: Iterable[Remedy], free: int, programs: int) -> Iterator[tuple[str, str]]:
+    """A line for each remedy that fits into `free` bytes, with its memory, programs included. Of those that differ in numbers
+    alone it is the first.
+    """
+    subject, kinds = "would fit", set()
+    for options, need in found:
+        kind = re.sub(r" data.batch_size=.*|\d+", "", options)
+        if need <= free and kind not in kinds:
+            yield subject, f"{readable(programs + need)} with {options}"
+            kinds.add(kind)
+            subject = ""
 
 
 def _training(run: Run, device: torch.device, task: LanguageModel | None, data: Corpus) -> Iterator[tuple[str, str]]:

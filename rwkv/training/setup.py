@@ -5,8 +5,6 @@
     new_model     the model, with initial weights or those of the file that init_from= names
 """
 
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +35,8 @@ from rwkv.training.memory import (
     frozen_bytes,
     n_checkpoints,
     readable,
-    with_options,
 )
+from rwkv.training.remedies import remedies
 from rwkv.training.run.directory import Run
 
 
@@ -152,14 +150,12 @@ def _require_disk(config: TrainConfig, out_dir: Path, vocab_size: int) -> None:
 
 
 def _remedy(config: TrainConfig, vocab_size: int, device: torch.device, sharing: int) -> str:
-    """The first of the alternatives that fits, as an advice."""
+    """The first of the remedies that fits, as an advice."""
     free = free_memory(device)
-    for options, smaller in _smaller(config):
-        need = sharing * estimate(smaller, vocab_size, world_size()).total
-        if free is not None and need <= free:
-            return f"with {options} it would be {readable(need + _used(device, sharing))}"
-    more = ", or several GPUs with trainer=fsdp" if device.type == "cuda" else ""
-    return f"take {_what_to_lessen(config, vocab_size, free, sharing)}{more}"
+    for options, need in remedies(config, vocab_size, world_size(), device.type):
+        if free is not None and sharing * need <= free:
+            return f"with {options} it would be {readable(sharing * need + _used(device, sharing))}"
+    return f"take {_what_to_lessen(config, vocab_size, free, sharing)}"
 
 
 def _what_to_lessen(config: TrainConfig, vocab_size: int, free: int | None, sharing: int) -> str:
@@ -171,17 +167,3 @@ def _what_to_lessen(config: TrainConfig, vocab_size: int, free: int | None, shar
         return "a smaller data.batch_size or model.ctx_len"
     adapters = config.tune.method == "lora" and need.gradients > frozen_bytes(config, vocab_size)
     return "a smaller tune.rank" if adapters else "a smaller model="
-
-
-def _smaller(config: TrainConfig) -> Iterator[tuple[str, TrainConfig]]:
-    """The same optimiser steps in less memory, from the option that costs least time: (options, configuration)."""
-    recomputed = with_options(config, activation_checkpointing=True)
-    yield "trainer.activation_checkpointing=true", recomputed
-    yield ("trainer.activation_checkpointing=true trainer.precision=bf16-mixed",
-           with_options(recomputed, precision="bf16-mixed"))
-    batch_size, accumulate = config.data.batch_size, config.trainer.accumulate
-    while batch_size % (2 * world_size()) == 0:
-        batch_size //= 2
-        accumulate *= 2
-        yield (f"trainer.activation_checkpointing=true data.batch_size={batch_size} trainer.accumulate={accumulate}",
-               replace(with_options(recomputed, accumulate=accumulate), data=replace(config.data, batch_size=batch_size)))

@@ -31,7 +31,7 @@ from rwkv.model.loss import IGNORED, head_loss
 from rwkv.report.numbers import REWARDS
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.loss_scale import LossScale
-from rwkv.training.optim import OPTIMISERS, lr_factor, parameter_groups
+from rwkv.training.optim import OPTIMISERS, lr_factor, parameter_groups, update_in_backward
 from rwkv.training.tbptt import Carried, hidden_of_segments
 
 if TYPE_CHECKING:
@@ -63,6 +63,7 @@ class LanguageModel(lightning.LightningModule):
         self.strict_loading = not self.tuned     # a checkpoint lacks the frozen weights
         self.grad_norm: Tensor | None = None     # of the last step, before clipping; None if gradients are not clipped
         self.sources: Sequence[str] = ()         # the names of data=mix's sources
+        self.optim_in_backward = False
         self.preferences: Any = None     # Preferences, for an objective of pairs
         self.rewards = torch.zeros(len(REWARDS))         # weighted means over this process's batches of the current step
         self.on_validation_epoch_start()
@@ -170,6 +171,8 @@ class LanguageModel(lightning.LightningModule):
         scaler = getattr(self._trainer.precision_plugin, "scaler", None) if self._trainer is not None else None
         self.loss_scale = None if scaler is None else LossScale(self.trainer, scaler, self.carried)
         optimizer = OPTIMISERS[optim.name](groups, lr=optim.lr, betas=optim.betas, eps=optim.eps, fused=scaler is None)
+        if self.optim_in_backward:
+            update_in_backward(optimizer)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lr_factor(optim, self.max_steps))
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 

@@ -207,7 +207,7 @@ def prepare_blocks(model: Model, config: TrainerConfig) -> Model:
     if config.compile and (compiler := missing_compiler()):
         raise UserError(f"trainer.compile=true needs a C++ compiler, and there is no {compiler} on the PATH: install it, or "
                         "leave trainer.compile out")
-    if dtype_for(config.precision) != torch.float32 and config.strategy != "fsdp" and not config.compile:
+    if dtype_for(config.precision) != torch.float32 and caches_weights(config):
         model.weight_cache = WeightCache(parameter for parameter in model.parameters() if parameter.requires_grad)
     for block in model.blocks:
         if config.activation_checkpointing:
@@ -215,6 +215,13 @@ def prepare_blocks(model: Model, config: TrainerConfig) -> Model:
         if config.compile:
             block.forward = _compiled(block.forward)
     return model
+
+
+def caches_weights(config: TrainerConfig) -> bool:
+    """Whether a run in half precision has rounded copies of its weights. Where a backward pass updates weights one by one, each
+    update would renew all copies.
+    """
+    return config.strategy != "fsdp" and not config.compile and not config.optim_in_backward
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from rwkv.config import GENERATIONS, ModelConfig, TrainConfig
 from rwkv.errors import UserError
 from rwkv.model.base import generation
-from rwkv.training.device import device_for
+from rwkv.training.device import device_for, is_planned_elsewhere
 from rwkv.training.length import with_default_length
 from rwkv.training.memory import free_memory
 from rwkv.training.run.directory import Run, new_folder, require_unused
@@ -41,6 +41,8 @@ def open_run(config: TrainConfig, given: Collection[str] = (), chosen: Collectio
     sized, checkpoint, tokenizer = open_init_checkpoint(config, given)
     require_own_options(sized)
     guarded = with_guard(sized, tokenizer, given)
+    if is_planned_elsewhere(config):
+        return Run(out_dir, resolved(guarded, given), init_checkpoint=checkpoint, tokenizer=tokenizer, default_rates=rates)
     divided, of_passes = with_passes(resolved(guarded, given), checkpoint.vocab_size, given)
     free = free_memory(device_for(config.trainer.accelerator))
     frugal, of_memory = with_less_memory(divided, checkpoint.vocab_size, given, free)

@@ -27,6 +27,7 @@ def check_new_run(config: TrainConfig, given: Collection[str]) -> None:
     """Raises UserError for an option without effect, for options that do not fit together, and for a missing file."""
     require_effect(config, given)
     given_length(config, given)
+    config.require_separate_updates()
     check_data(config.data, config.init_from is None or "data.tokenizer" in given,
                config.init_from is None or config.data.template is not None)
     if config.init_from is None:

@@ -17,7 +17,7 @@ from rwkv.errors import UserError
 from rwkv.report.reading import is_finished
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.checkpoints import newest_sound, settle
-from rwkv.training.device import AUTO, resolved_precision
+from rwkv.training.device import AUTO, is_planned_elsewhere, resolved_precision
 from rwkv.training.length import with_max_steps
 from rwkv.training.run.directory import CONFIG_FILE, Run, as_plain
 from rwkv.training.run.lock import RunLock
@@ -119,7 +119,9 @@ def _restart(request: Request, out_dir: Path) -> Run:
 
 
 def _merged(request: Request, out_dir: Path, saved: dict[str, Any]) -> TrainConfig:
-    """The run's own configuration with the given options in place of its own. Raises UserError if a FIXED one differs."""
+    """The run's own configuration with the given options in place of its own. Raises UserError if a FIXED one differs, and for
+    options that do not fit together.
+    """
     config, given, chosen = request
     merged = _from_plain(_of_this_version(saved, out_dir))
     replacing = [*given, *_not_overruled(chosen, given, merged.init_from)]
@@ -139,13 +141,18 @@ def _merged(request: Request, out_dir: Path, saved: dict[str, Any]) -> TrainConf
         group, _, name = key.rpartition(".")
         setattr(attrgetter(group)(merged) if group else merged, name, new)
     checked = _from_plain(as_plain(merged))
+    checked.require_separate_updates()
     return resolved(replace(checked, resume=config.resume, out_dir=str(out_dir)), replacing)
 
 
 def resolved(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     """The configuration with one length, its max_steps if they are known, and trainer.precision resolved."""
     config = with_max_steps(config, given)
-    precision = resolved_precision(config.trainer.precision, config.trainer.accelerator)
+    precision = config.trainer.precision
+    if not is_planned_elsewhere(config):
+        precision = resolved_precision(precision, config.trainer.accelerator)
+    elif precision in (None, AUTO):
+        precision = "bf16-mixed"
     return replace(config, trainer=replace(config.trainer, precision=precision))
 
 

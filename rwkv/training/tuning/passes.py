@@ -24,7 +24,8 @@ def with_passes(config: TrainConfig, vocab_size: int, given: Collection[str]) ->
     frozen or the run would take more memory than LITTLE.
     """
     rows, trainer = config.data.batch_size, config.trainer
-    counted = trainer.tbptt or trainer.overfit_batches or trainer.strategy != "single" or "trainer.accumulate" in given
+    counted = (trainer.tbptt or trainer.overfit_batches or trainer.strategy != "single" or trainer.optim_in_backward
+               or "trainer.accumulate" in given)
     little = config.tune.method == "full" and estimate(config, vocab_size).total <= LITTLE
     if little or counted or device_for(trainer.accelerator).type != "cpu":
         return config, None

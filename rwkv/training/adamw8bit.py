@@ -1,0 +1,142 @@
+"""AdamW with both moments in 8 bits, a quarter of their memory. The update itself is torch's AdamW in float32.
+
+A moment is stored in blocks of BLOCK numbers: each is a code of 8 bits, which names one of 256 levels, times the largest
+magnitude of its block. The levels are dense near 0: each decade from 1 down to 1e-7 is divided into equal parts, twice as many
+as the decade below it. Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), section 2. A
+second moment above 0 never becomes 0, where the next small gradient would make a large step: Li et al., "Memory Efficient
+Optimizers with 4-bit States" (arXiv 2309.01507), section 4. Parameters of fewer than LEAST numbers, the vectors of a block
+among them, have float32 moments, as do those whose size is no multiple of BLOCK.
+
+The state is made of plain tensors, so that a checkpoint needs no other library to be read.
+"""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+BLOCK = 256                              # numbers with one scale
+LEAST = 4096                             # numbers of a parameter whose moments are in 8 bits
+CHUNK = 2 ** 23                          # numbers that are updated at a time, a multiple of BLOCK: a bound for float32 copies
+WORK = 5                                 # float32 copies of a chunk: its two moments, and what their rounding needs
+SMALLEST_SCALE = torch.finfo(torch.float32).tiny         # of a block, against division by 0
+DECADES = 7                              # from 1 down to 1e-7
+MOMENTS = {"exp_avg": True, "exp_avg_sq": False}         # torch's names, and whether the moment has a sign
+SCALE = "_scale"                         # after a moment's name: the scales of its blocks
+
+
+class AdamW8bit(torch.optim.Optimizer):
+    """groups, lr, betas and eps as for torch.optim.AdamW. The parameters must be contiguous."""
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, betas: tuple[float, float], eps: float,
+                 fused: bool = True) -> None:
+        super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "fused": fused})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    self._update(parameter, group)
+        return loss
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """torch's own would convert the codes to the parameters' dtype."""
+        super().load_state_dict(state_dict | {"state": {}})
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        for number, state in state_dict["state"].items():
+            device = parameters[number].device
+            self.state[parameters[number]] = {name: value.to(device, copy=True) for name, value in state.items()}
+
+    def _update(self, parameter: Tensor, group: dict[str, Any]) -> None:
+        state = self.state[parameter]
+        if not state:
+            state.update(_initial_state(parameter))
+        weights, gradients = parameter.view(-1), parameter.grad.reshape(-1)      # type: ignore[union-attr]
+        for moments, chunk in _moments_in_chunks(state, parameter.numel()):
+            adamw([weights[chunk]], [gradients[chunk]], [moments["exp_avg"]], [moments["exp_avg_sq"]], [],
+                  [state["step"].clone()],       # torch counts it on in each call
+                  fused=group["fused"], amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
+                  weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)
+        state["step"] += 1
+
+
+def is_in_8_bits(numbers: int) -> bool:
+    """Whether a parameter of so many numbers has moments in 8 bits."""
+    return numbers >= LEAST and numbers % BLOCK == 0
+
+
+def moment_bytes(numbers: int) -> float:
+    """The bytes of both moments of a parameter."""
+    return len(MOMENTS) * numbers * (1 + 4 / BLOCK if is_in_8_bits(numbers) else 4)
+
+
+def _initial_state(parameter: Tensor) -> dict[str, Tensor]:
+    numbers, device = parameter.numel(), parameter.device
+    state = {"step": torch.zeros((), device=device)}
+    for name, signed in MOMENTS.items():
+        if is_in_8_bits(numbers):
+            zero = int((_levels(signed, device) == 0).nonzero())
+            state[name] = torch.full((numbers,), zero, dtype=torch.uint8, device=device)
+            state[name + SCALE] = torch.zeros(numbers // BLOCK, device=device)
+        else:
+            state[name] = torch.zeros(numbers, device=device)
+    return state
+
+
+def _moments_in_chunks(state: dict[str, Tensor], numbers: int) -> Iterator[tuple[dict[str, Tensor], slice]]:
+    """The moments of each chunk as float32, to be changed in place, and the chunk. They are stored before the next chunk."""
+    if not is_in_8_bits(numbers):
+        yield {name: state[name] for name in MOMENTS}, slice(0, numbers)
+        return
+    for start in range(0, numbers, CHUNK):
+        chunk, blocks = slice(start, start + CHUNK), slice(start // BLOCK, (start + CHUNK) // BLOCK)
+        moments = {name: dequantized(state[name][chunk], state[name + SCALE][blocks], signed)
+                   for name, signed in MOMENTS.items()}
+        yield moments, chunk
+        for name, signed in MOMENTS.items():
+            state[name][chunk], state[name + SCALE][blocks] = quantized(moments[name], signed)
+
+
+def quantized(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
+    """numbers (n,) float32 -> (codes (n,) uint8 of the nearest levels, scales (n / BLOCK,))."""
+    blocks = numbers.view(-1, BLOCK)
+    scales = torch.linalg.vector_norm(blocks, torch.inf, 1)
+    normal = blocks / scales.clamp(min=SMALLEST_SCALE).unsqueeze(1)
+    return torch.bucketize(normal, _limits(signed, numbers.device), out_int32=True).to(torch.uint8).view(-1), scales
+
+
+def dequantized(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
+    """The numbers (n,) float32 that the codes and scales stand for."""
+    levels = _levels(signed, codes.device)
+    return (levels[codes.int()].view(-1, BLOCK) * scales.unsqueeze(1)).view(-1)
+
+
+@cache
+def _levels(signed: bool, device: torch.device) -> Tensor:
+    """The 256 levels in rising order: 0, 1 and the middles of the parts."""
+    levels = [torch.tensor([0.0, 1.0])]
+    for decade in range(DECADES):
+        edges = torch.linspace(0.1, 1, 2 ** (DECADES - signed - decade) + 1)
+        middles = (edges[1:] + edges[:-1]) / 2 * 10.0 ** -decade
+        levels += [middles, -middles] if signed else [middles]
+    return torch.cat(levels).sort().values.to(device)
+
+
+@cache
+def _limits(signed: bool, device: torch.device) -> Tensor:
+    """The largest number (255,) of each level but the last: the middle between it and the next. Only 0 itself is rounded to an
+    unsigned 0.
+    """
+    levels = _levels(signed, device)
+    limits = (levels[1:] + levels[:-1]) / 2
+    if not signed:
+        limits[0] = 0
+    return limits

@@ -1,0 +1,98 @@
+"""Options with which a run that does not fit into memory would fit.
+
+They come in the order of what they cost: first those with the same steps, then other optimisers, fewer rows in a step, training
+of adapters alone, and last more devices.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any, NamedTuple
+
+from rwkv.config import EIGHT_BITS, ORTHOGONAL, TrainConfig
+from rwkv.errors import UserError
+from rwkv.training.memory import estimate
+
+MOST_DEVICES = 1024                      # that are tried
+RECOMPUTED = {"trainer.activation_checkpointing": True}
+IN_BACKWARD = {"trainer.optim_in_backward": True, "optim.grad_clip": 0.0}
+ROUNDED = {"optim.name": EIGHT_BITS}
+GROUPS = {"optim.name": "optim", "tune.method": "tune", "trainer.strategy": "trainer"}       # options that a group's file sets
+Options = Mapping[str, Any]              # values by dotted key
+
+
+class Remedy(NamedTuple):
+    """options: as they are typed. need: the bytes of each process, as in memory.Memory.total."""
+
+    options: str
+    need: int
+
+
+def remedies(config: TrainConfig, vocab_size: int, processes: int, device: str,
+             gpu_memory: int | None = None) -> Iterator[Remedy]:
+    """The remedies that go with the other options, whether the run then fits or not.
+
+    processes: those that share data.batch_size. device: cpu or cuda; only more GPUs have more memory. gpu_memory: as for
+    memory.estimate.
+    """
+    divided = _divided(config, processes) if device == "cuda" else ()
+    for options in (*_same_steps(config, processes), *_other_steps(config, processes), *divided):
+        new = {key: value for key, value in options.items() if attrgetter(key)(config) != value}
+        try:
+            changed = with_keys(config, new)
+            changed.require_separate_updates()
+        except UserError:                # these options do not go together
+            continue
+        if new:
+            count = options.get("trainer.devices", processes)
+            yield Remedy(as_typed(new), estimate(changed, vocab_size, count, gpu_memory).total)
+
+
+def with_keys(config: TrainConfig, options: Options) -> TrainConfig:
+    """The configuration with other values of these options. Raises UserError as the dataclasses do."""
+    groups: dict[str, dict[str, Any]] = {}
+    for key, value in options.items():
+        group, _, name = key.partition(".")
+        groups.setdefault(group, {})[name] = value
+    return replace(config, **{group: replace(getattr(config, group), **values) for group, values in groups.items()})
+
+
+def as_typed(options: Options) -> str:
+    shown = {key: str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
+             for key, value in options.items()}
+    return " ".join(f"{GROUPS.get(key, key)}={value}" for key, value in shown.items())
+
+
+def _same_steps(config: TrainConfig, processes: int) -> Iterator[Options]:
+    """The same steps, up to rounding."""
+    yield RECOMPUTED
+    if config.trainer.precision == "32-true":
+        yield RECOMPUTED | {"trainer.precision": "bf16-mixed"}
+    rows, accumulate = config.data.batch_size, config.trainer.accumulate
+    while rows % (2 * processes) == 0:
+        rows, accumulate = rows // 2, accumulate * 2
+        yield RECOMPUTED | {"data.batch_size": rows, "trainer.accumulate": accumulate}
+
+
+def _other_steps(config: TrainConfig, processes: int) -> Iterator[Options]:
+    """Steps without clipping, with rounded moments, of fewer rows, or of adapters alone."""
+    rounded = {} if config.optim.name in ORTHOGONAL else ROUNDED
+    yield RECOMPUTED | IN_BACKWARD
+    yield RECOMPUTED | rounded
+    passes = max(1, config.data.batch_size // processes) * config.trainer.accumulate
+    yield RECOMPUTED | rounded | {"data.batch_size": processes, "trainer.accumulate": passes}
+    yield RECOMPUTED | rounded | IN_BACKWARD
+    yield RECOMPUTED | rounded | IN_BACKWARD | {"data.batch_size": processes}
+    if config.init_from is not None:
+        yield RECOMPUTED | {"tune.method": "lora"}
+        yield RECOMPUTED | {"tune.method": "lora", "tune.base": "bfloat16"}
+
+
+def _divided(config: TrainConfig, processes: int) -> Iterator[Options]:
+    """Weights, gradients and moments divided among more and more GPUs, with a row for each at least."""
+    count = 2 * processes if config.trainer.strategy == "fsdp" else 2
+    while count <= MOST_DEVICES:
+        rows = max(config.data.batch_size, count)
+        yield RECOMPUTED | {"trainer.strategy": "fsdp", "trainer.devices": count, "trainer.num_nodes": 1,
+                            "data.batch_size": rows}
+        count *= 2
