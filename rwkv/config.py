@@ -235,6 +235,9 @@ class OptimConfig:
         return float(f"{self.lr / 20:.6g}") if self.min_lr is None else self.min_lr
 
 
+FSDP = ("trainer.strategy", "fsdp")
+
+
 @dataclass
 class TrainerConfig:
     max_steps: int = option(1500, "optimiser steps in all", least=1, heading="Length of the run, metrics and samples")
@@ -269,6 +272,11 @@ class TrainerConfig:
                          "(Linux); default: as the C library does", one_of=("tuned", "small", "default"))
     accelerator: str = option("auto", "auto, cpu or gpu", one_of=("auto", "cpu", "gpu"))
     strategy: str = option("single", "single, ddp or fsdp", one_of=("single", "ddp", "fsdp"))
+    reshard: bool = option(True, "free a block's gathered weights after its forward pass, and gather them again for its "
+                           "backward pass; false: keep them in between, which takes more memory and less time (fsdp)",
+                           needs=FSDP)
+    offload: bool = option(False, "keep the weights, gradients and optimiser state in host memory, and update them there; a "
+                           "GPU has what a block needs (fsdp)", needs=FSDP)
     devices: int = option(1, "processes on each machine; 0: one per GPU", least=0)
     num_nodes: int = option(1, "number of machines", least=1)
 
@@ -279,12 +287,9 @@ class TrainerConfig:
         if self.overfit_batches % self.accumulate:
             raise UserError(f"trainer.overfit_batches is a multiple of trainer.accumulate, {self.accumulate}; got "
                             f"{self.overfit_batches}")
-        if self.strategy == "fsdp" and self.tbptt:
-            raise UserError("trainer=fsdp gathers a block's weights for one pass, and trainer.tbptt makes a pass for each "
-                            "segment: use trainer=ddp")
-        if self.strategy == "fsdp" and (self.grad_norms or self.sample_every):
-            raise UserError("trainer=fsdp gives each process a share of the weights, and trainer.grad_norms and "
-                            "trainer.sample_every need them whole: leave these out")
+        if self.strategy == "fsdp" and self.sample_every:
+            raise UserError("trainer=fsdp gives each process a share of the weights, and trainer.sample_every needs them "
+                            "whole: leave it out; the run ends with a sample of its last checkpoint")
 
 
 @dataclass
@@ -371,17 +376,14 @@ class TrainConfig:
         self.plan = str(self.plan).lower()               # Hydra reads true and false as booleans
         check_options(self)
         whole_number("seed", self.seed, most=2**32 - 1)          # the largest that NumPy's generator takes
-        if self.trainer.strategy == "fsdp" and self.tune.method != "full":
-            raise UserError("trainer=fsdp divides weights that are trained, and most are frozen here: use trainer=ddp")
+        if self.trainer.strategy == "fsdp" and self.tune.base in ("int8", "int4"):
+            raise UserError(f"trainer=fsdp divides weights in floating point, and tune.base={self.tune.base} packs them: use "
+                            "tune.base=bfloat16, or trainer=ddp")
         if self.tune.prefers:
             self._require_pairs()
         if self.trainer.tbptt and self.tune.dropout:
             raise UserError("trainer.tbptt computes segments twice, and tune.dropout would draw other random numbers the "
                             "second time: leave one out")
-        if self.trainer.strategy == "fsdp" and (self.optim.name in ORTHOGONAL or self.optim.weight_decay):
-            raise UserError(f"optim.name={' or '.join(ORTHOGONAL)} and optim.weight_decay are for matrices, and with "
-                            "trainer=fsdp each process has a share of them without their shape: use optim.name=adamw "
-                            "optim.weight_decay=0, or trainer=ddp")
 
     def _require_pairs(self) -> None:
         asked = f"tune.objective={self.tune.objective}"
@@ -390,8 +392,6 @@ class TrainConfig:
         if self.trainer.tbptt:
             raise UserError(f"{asked} reads both answers of a pair in one row, and trainer.tbptt reads rows in segments: leave "
                             "trainer.tbptt out, and take a model.ctx_len that holds a pair")
-        if self.trainer.strategy == "fsdp":
-            raise UserError(f"{asked} is for trainer=ddp and single processes, and not for trainer=fsdp")
 
     @property
     def only_plans(self) -> bool:

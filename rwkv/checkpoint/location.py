@@ -13,6 +13,7 @@ ADAPTER = "adapter_config.json"          # of PEFT
 SUFFIXES = (".pth", ".pt", ".ckpt", ".safetensors", ".bin", ".ggmf", ".gguf", ".st")         # of files of weights
 FOLDER = "checkpoints"                   # in a run's directory
 LAST = Path(FOLDER) / "last.ckpt"
+COMPLETE = "complete.json"               # in the folder that is a checkpoint of trainer=fsdp: formats/_shards.py
 ADAPTER_ALONE = ("a LoRA adapter, which changes the weights that it was trained with: name these as checkpoint=, and give the "
                  "directory of its run as checkpoint= or to serve.py as adapters=NAME=DIRECTORY; merge one of another program "
                  "with that program, such as by peft's merge_and_unload")
@@ -23,20 +24,30 @@ def locate(path: str | Path) -> Path:
     the Hub (rwkv/io/hub.py) is downloaded."""
     path = follow(hub.local(path))
     last = path / LAST
-    if path.is_dir() and not any((path / mark).is_file() for mark in hub.MARKS):
-        if last.is_file():
+    if path.is_dir() and not is_sharded(path) and not any((path / mark).is_file() for mark in hub.MARKS):
+        if is_checkpoint(last):
             return last
         if runs := sorted(path.glob(f"*/{LAST}")):
             raise CheckpointError(f"{path} is a folder of runs: name one of them, such as {runs[0].parents[1]}")
         if (path / ADAPTER).is_file():
             run = path.parent
             raise CheckpointError(f"{path} is the LoRA adapter of a run: name the run's directory, {run}"
-                                  if (run / LAST).is_file() else f"{path} is {ADAPTER_ALONE}")
+                                  if is_checkpoint(run / LAST) else f"{path} is {ADAPTER_ALONE}")
         return _only_file(path)
     if not path.exists():
         raise CheckpointError(f"no checkpoint at {path}: expected a file, a Hugging Face directory, a run's directory, which "
                               "train.py makes, or a name on the Hub, as ORG/REPO/FILE.pth")
     return path
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether this is a checkpoint of trainer=fsdp, and complete."""
+    return (path / COMPLETE).is_file()
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether this is a file, or a checkpoint of trainer=fsdp."""
+    return path.is_file() or is_sharded(path)
 
 
 def _only_file(folder: Path) -> Path:

@@ -37,8 +37,9 @@ from rwkv.training.run.directory import Run, as_plain, create
 from rwkv.training.run.opening import open_run
 from rwkv.training.run.resume import require_unfinished
 from rwkv.training.setup import data_for, kernel_for, new_model, require_capacity
+from rwkv.training.sharding import whole
 from rwkv.training.task import LanguageModel
-from rwkv.training.trainer import build_trainer, compared, leave_report, prepare_blocks, say_result, show_sample
+from rwkv.training.trainer import build_trainer, compared, leave_report, prepare_blocks, say_result, show_sample, trained_model
 from rwkv.training.tuning.preferences import REFERENCE, Preferences, read_reference, write_reference
 from rwkv.training.tuning.tuned import write_tuned
 
@@ -59,7 +60,7 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
     else:
         run = open_run(config, line.keys, line.chosen)
         count = process_count(run.config.trainer, run.config.data.batch_size)
-        if count > 1:
+        if count > 1 or run.config.trainer.strategy == "fsdp":
             run.lock.release()           # the first of the processes takes it
             sys.exit(distributed.launch(count, heeded()))
         train(run)
@@ -170,8 +171,11 @@ def train(run: Run) -> None:
         leave_report(run.out_dir)
         distributed.fail_together(error)
     give_back_free_blocks()
+    trained = {name: whole(weight.detach()) for name, weight in task.model.named_parameters() if weight.requires_grad and
+               config.tune.method != "full"}
     if distributed.rank() == 0:
-        for path in write_tuned(task.model, data.tokenizer, config, run.out_dir):
+        model = task.model if config.tune.method != "state" else trained_model(task, config.trainer.strategy, run.out_dir)
+        for path in write_tuned(model, trained, data.tokenizer, config, run.out_dir):
             log(f"tuned: {path}")
     say_result(trainer, validated, validated_part(config.trainer.val_tokens, data.sizes.val_tokens))
     if distributed.rank() == 0:
