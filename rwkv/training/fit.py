@@ -103,6 +103,9 @@ def train(run: Run) -> None:
         return_large_blocks()
     elif config.trainer.malloc == "tuned":
         keep_large_blocks()
+    if config.trainer.offload and device.type == "cpu":
+        distributed.fail_together(UserError("trainer.offload=true keeps weights in host memory instead of a GPU's, and this "
+                                            "run is on a CPU: leave it out"))
     set_product_precision(str(config.trainer.precision), device)
     # Before the data are read: this raises UserError if the processes cannot share the rows
     rows = share(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)

@@ -9,7 +9,7 @@ ours: Lightning writes a checkpoint in place, while training waits, and has the 
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,7 @@ class Sharded(ModelParallelStrategy):
         mesh = self.device_mesh["data_parallel"]
         dtype = dtype_for(self.options.precision)
         products = MixedPrecisionPolicy(None if dtype == torch.float32 else dtype, torch.float32, cast_forward_inputs=False)
-        offload = CPUOffloadPolicy() if self.options.offload else OffloadPolicy()
+        offload = CPUOffloadPolicy(torch.cuda.is_available()) if self.options.offload else OffloadPolicy()
         common: dict[str, Any] = {"mesh": mesh, "offload_policy": offload,
                                   "shard_placement_fn": lambda weight: _placement(weight, mesh.size())}
         fully_shard(task, ignored_params={weight for block in model.blocks for weight in _matrices(model, block)}, **common)
@@ -110,8 +110,8 @@ class Sharded(ModelParallelStrategy):
             saving.wait()
 
     def on_exception(self, exception: BaseException) -> None:
-        with suppress(BaseException):    # the first error is the one to report
-            self.finish()
+        if self._saving is not None:
+            self._saving.wait_alone()
 
     @property
     def lightning_restore_optimizer(self) -> bool:

@@ -54,6 +54,10 @@ class Saving:
         self._future: Future[Any] = dcp.async_save(          # type: ignore[assignment]
             copies, storage_writer=_Writer(folder, complete), async_stager=_Copied(), process_group=group)
 
+    def wait_alone(self) -> None:
+        """Returns when the checkpoint is complete or has failed, for a process that is about to end because of an error."""
+        self._future.exception()
+
     def wait(self) -> None:
         """Returns when the checkpoint is complete. All processes must call it. Raises UserError if it cannot be written."""
         try:

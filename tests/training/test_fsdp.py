@@ -2,9 +2,14 @@
 
 import json
 import os
+import random
 import shutil
+import signal
+import threading
+import time
 import uuid
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +18,14 @@ import torch
 from files import byte_model, same_tensors
 from forked import METHOD, preloaded
 from programs import composed
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from training_runs import assert_same_training, content, damage, done_here, losses
+from training_runs import assert_same_training, content, damage, done_here, losses, steps_done
 
 from rwkv import cli
 from rwkv import distributed as processes
 from rwkv.checkpoint.files import read_checkpoint
+from rwkv.checkpoint.formats import _shards
 from rwkv.checkpoint.location import COMPLETE
 from rwkv.config import TrainConfig, TrainerConfig, TuneConfig
 from rwkv.errors import CheckpointError, UserError
@@ -27,6 +34,7 @@ from rwkv.tools.convert import convert
 from rwkv.training import fit
 from rwkv.training.callbacks.checkpoints import newest_sound, settle
 from rwkv.training.run.opening import open_run
+from rwkv.training.task import LanguageModel
 from rwkv.training.tuning.tuned import tuned_files
 
 COMMON = ("debug=fast", "data.cache_dir=cache", "data.batch_size=4", "trainer.max_steps=20", "trainer.val_every=10",
@@ -54,6 +62,7 @@ Case = tuple[str, ...]
 def work(folder: Path, cases: list[Case]) -> None:
     """One of several processes, which train these runs in sequence."""
     os.chdir(folder)
+    Path(f"pid-{os.environ['RANK']}").write_text(str(os.getpid()))
     torch.set_num_threads(1)
     with processes.connected():
         for case in cases:
@@ -217,3 +226,124 @@ def test_what_divides_no_weights_is_refused() -> None:
             TrainConfig(**wrong)
     with pytest.raises(UserError, match="sample_every"):
         TrainerConfig(strategy="fsdp", sample_every=3)
+
+
+# Errors and kills
+
+
+def write_errors(folder: Path) -> None:
+    """Standard error goes to a file: that of a forked process is its server's."""
+    os.dup2(os.open(folder / f"error-{os.environ['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_TRUNC), 2)
+
+
+def errors_of(folder: Path, rank: int) -> list[str]:
+    text = (folder / f"error-{rank}").read_text(encoding="utf-8")
+    assert "Traceback" not in text
+    return [line for line in text.splitlines() if line.startswith("error: ")]
+
+
+def fail_in_the_second(folder: Path) -> None:
+    """One of two processes, of which the second one meets an error after 5 steps, while a checkpoint is being written."""
+    def fail(task: LanguageModel, *_: Any) -> None:
+        if processes.rank() == 1 and task.trainer.global_step == 5:
+            raise UserError("the second process met an error")
+
+    LanguageModel.on_train_batch_start = fail            # type: ignore[method-assign]
+    write_errors(folder)
+    with cli.exit_on_user_error():
+        work(folder, [(*TEXT, *TWO, "trainer.checkpoint_every=5", "out_dir=failed")])
+
+
+@pytest.mark.programs
+def test_an_error_of_one_process_ends_all_with_its_sentence(folder: Path) -> None:
+    with pytest.raises(ChildFailedError) as failed:
+        in_processes(2, fail_in_the_second, folder)
+    assert failed.value.get_first_failure()[1].exitcode == cli.USER_ERROR
+    assert errors_of(folder, 1) == ["error: the second process met an error"]
+    assert all("another process" in line for line in errors_of(folder, 0))
+    found = newest_sound(folder / "failed")
+    assert found is not None
+    assert found.step == 5
+
+
+def with_a_full_disk(folder: Path) -> None:
+    """One of two processes, whose files may have 100 kB."""
+    import resource
+
+    write_errors(folder)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    with cli.exit_on_user_error():
+        work(folder, [(*TEXT, *TWO, *RWKV7, "out_dir=full")])
+
+
+@pytest.mark.programs
+def test_a_full_disk_is_one_sentence_of_one_process(folder: Path) -> None:
+    with pytest.raises(ChildFailedError):
+        in_processes(2, with_a_full_disk, folder)
+    (error,) = errors_of(folder, 0)
+    assert "cannot write the checkpoint full/checkpoints/last.ckpt: File too large" in error
+    assert errors_of(folder, 1) == []
+    assert newest_sound(folder / "full") is None
+
+
+LONG = (*TEXT, *RWKV7, "trainer.max_steps=120", "trainer.checkpoint_every=2", "trainer.val_every=60", "trainer=fsdp",
+        "trainer.devices=4", *CPU)
+
+
+def trained_until_killed(folder: Path, name: str, step: int, ranks: list[int], while_writing: bool, seconds: float) -> int:
+    """Continues the run by four processes, of which these are killed a moment after it has done the step.
+
+    Returns the step of the last complete checkpoint before the kill.
+    """
+    complete = 0
+    for path in folder.glob("pid-*"):
+        path.unlink()
+
+    def kill() -> None:
+        nonlocal complete
+        run = folder / name
+        deadline = time.monotonic() + 120
+        while time.monotonic() < deadline and (steps_done(run) < step or len(list(folder.glob("pid-*"))) < 4):
+            time.sleep(0.01)
+        time.sleep(seconds)
+        while while_writing and time.monotonic() < deadline and not list(run.glob("checkpoints/.next.ckpt.*")):
+            pass
+        complete = max((read_step(path) for path in run.glob("checkpoints/[ln]*.ckpt")), default=0)
+        for rank in ranks:
+            with suppress(ProcessLookupError):           # the launcher has ended the others meanwhile
+                os.kill(int((folder / f"pid-{rank}").read_text()), signal.SIGKILL)
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    with pytest.raises(ChildFailedError):
+        in_processes(4, work, folder, [(*LONG, f"out_dir={name}", "resume=auto")])
+    thread.join()
+    return complete
+
+
+def read_step(checkpoint: Path) -> int:
+    """0 for a checkpoint that is renamed or deleted meanwhile."""
+    with suppress(CheckpointError, OSError):
+        return int(_shards.read_rest(checkpoint)["global_step"])
+    return 0
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(("kills", "all_of_them"), [(30, False), (10, True)])
+def test_kills_cost_only_the_steps_since_the_last_checkpoint(folder: Path, kills: int, all_of_them: bool) -> None:
+    """One of four processes at random moments; all of them while a checkpoint is being written."""
+    chance = random.Random(kills)
+    if not (folder / "whole").exists():
+        in_processes(4, work, folder, [(*LONG, "out_dir=whole")])
+    name = f"killed-{kills}"
+    for kill in range(kills):
+        aim = round(110 * (kill + chance.random()) / kills)
+        ranks = list(range(4)) if all_of_them else [chance.randrange(4)]
+        complete = trained_until_killed(folder, name, aim, ranks, all_of_them, chance.uniform(0, 0.3))
+        settle(folder / name)
+        found = newest_sound(folder / name)
+        assert (found.step if found else 0) >= complete
+    in_processes(4, work, folder, [(*LONG, f"out_dir={name}", "resume=auto")])
+    assert_same_training(folder / name, folder / "whole")
