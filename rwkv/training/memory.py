@@ -7,8 +7,9 @@ The estimate, in floats of 4 bytes. N = tokens of one batch of one process, C = 
 gives P, the number of parameters (the sum of its shapes); K, the numbers that a block keeps for each token (kept_for_backward);
 W, the numbers that its operator works with for each token (operator_work); S, the numbers of a state for each row:
 
-    weights, gradients, and Adam's two moments         4 P; with fsdp each process has its share of them; with tune=lora or
-                                                       state the last three only of what is trained, and a value of a frozen
+    weights, gradients, and Adam's two moments         4 P; with fsdp each process has its share of them, but all of
+                                                       the gradients that are accumulated; with tune=lora or state the
+                                                       last three only of what is trained, and a value of a frozen
                                                        matrix takes BITS of tune.base, one of the embedding 2 bytes
     activations kept for the backward pass             N L K; K is kept_when_frugal with frozen weights, and in rows of
                                                        conversations
@@ -89,12 +90,14 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
     half, rounded = dtype_for(trainer.precision) != torch.float32, config.tune.base in ("int8", "int4")
     L, C = config.model.n_layer, config.model.n_embd
     N = config.tokens_per_step // trainer.accumulate // processes
-    weights = FLOAT * n_parameters(config.model, vocab_size) // (processes if trainer.strategy == "fsdp" else 1)
+    shares = processes if trainer.strategy == "fsdp" else 1
+    weights = FLOAT * n_parameters(config.model, vocab_size) // shares
     trained = weights
     tuned = config.tune.method != "full"
     if tuned:
-        trained = FLOAT * n_trained(config, vocab_size)
-        weights = frozen_bytes(config, vocab_size) + trained
+        trained = FLOAT * n_trained(config, vocab_size) // shares
+        weights = frozen_bytes(config, vocab_size) // shares + trained
+    gradients = trained * shares if trainer.accumulate > 1 else trained
 
     head = 0 if tuned else FLOAT * vocab_size * C        # its gradient
     loss = _loss(config, vocab_size, N, head)
@@ -115,7 +118,7 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1) -> Memory
     if _has_holes(config):
         activations = round(HOLES * activations)
         loss = round(HOLES * loss)
-    return Memory(weights, trained, MOMENTS * trained, round(activations), loss, config.data.num_workers * DATA_WORKER)
+    return Memory(weights, gradients, MOMENTS * trained, round(activations), loss, config.data.num_workers * DATA_WORKER)
 
 
 def _loss(config: TrainConfig, vocab_size: int, N: int, head: int) -> int:

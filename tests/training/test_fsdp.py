@@ -5,6 +5,8 @@ import os
 import random
 import shutil
 import signal
+import subprocess
+import sys
 import threading
 import time
 import uuid
@@ -16,11 +18,22 @@ from typing import Any
 import pytest
 import torch
 from files import byte_model, same_tensors
-from forked import METHOD, preloaded
+from forked import METHOD, ROOT, preloaded
 from programs import composed
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
-from training_runs import assert_same_training, content, damage, done_here, losses, steps_done
+from training_runs import (
+    ENVIRONMENT,
+    OWN,
+    assert_same_training,
+    content,
+    damage,
+    done_here,
+    finish,
+    losses,
+    steps_done,
+    wait_for,
+)
 
 from rwkv import cli
 from rwkv import distributed as processes
@@ -285,6 +298,24 @@ def test_a_full_disk_is_one_sentence_of_one_process(folder: Path) -> None:
     assert "cannot write the checkpoint full/checkpoints/last.ckpt: File too large" in error
     assert errors_of(folder, 1) == []
     assert newest_sound(folder / "full") is None
+
+
+@pytest.mark.soak
+def test_torchrun_starts_a_run_again_after_a_kill(folder: Path) -> None:
+    """From the last complete checkpoint, to the bit."""
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--max-restarts=1", "--local-addr=127.0.0.1",
+                "--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0")
+    case = (*CASES["rwkv4"], "trainer.checkpoint_every=2", "trainer=fsdp", *CPU, "resume=auto")
+    in_processes(2, work, folder, [(*case, "trainer.devices=2", "out_dir=uninterrupted")])
+    process = subprocess.Popen([sys.executable, *torchrun, str(ROOT / "train.py"), *case, "out_dir=restarted"], cwd=folder,
+                               env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, encoding="utf-8")
+    wait_for(process, folder / "restarted", 8)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    done = finish(process)
+    assert done.status == 0, done.error
+    assert "continued from" in done.error
+    assert_same_training(folder / "restarted", folder / "uninterrupted", (*OWN, "/timemix/run/trainer/devices"))
 
 
 LONG = (*TEXT, *RWKV7, "trainer.max_steps=120", "trainer.checkpoint_every=2", "trainer.val_every=60", "trainer=fsdp",
