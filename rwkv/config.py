@@ -268,8 +268,9 @@ class TrainerConfig:
     graphs: bool | None = option(None, "on a GPU replay all blocks as one CUDA graph: the host launches no single operations; "
                                  "null: in runs whose steps are so small that the host would be the limit")
     malloc: str = option("tuned", "tuned: the process keeps large freed blocks of memory, which is faster, and a large run "
-                         "with frozen weights or conversations returns them after each block; small: it returns them at once "
-                         "(Linux); default: as the C library does", one_of=("tuned", "small", "default"))
+                         "with frozen weights or conversations returns them after each block, and with fsdp at once; small: "
+                         "it returns them at once (Linux); default: as the C library does",
+                         one_of=("tuned", "small", "default"))
     accelerator: str = option("auto", "auto, cpu or gpu", one_of=("auto", "cpu", "gpu"))
     strategy: str = option("single", "single, ddp or fsdp", one_of=("single", "ddp", "fsdp"))
     reshard: bool = option(True, "free a block's gathered weights after its forward pass, and gather them again for its "

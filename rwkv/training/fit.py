@@ -99,7 +99,8 @@ def train(run: Run) -> None:
     device = device_for(config.trainer.accelerator)
     # Lightning would take the rank from a batch system's variables, which this process may only have inherited
     rank_zero_only.rank = distributed.rank()     # type: ignore[attr-defined]
-    if config.trainer.malloc == "small":        # before the model is built and timed
+    # Before the model is built and timed. Gathered weights that the process kept would take the memory that shares save
+    if config.trainer.malloc == "small" or (config.trainer.malloc == "tuned" and config.trainer.strategy == "fsdp"):
         return_large_blocks()
     elif config.trainer.malloc == "tuned":
         keep_large_blocks()

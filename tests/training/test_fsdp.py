@@ -91,12 +91,17 @@ def in_processes(count: int, function: Callable[..., None], *arguments: Any) -> 
     elastic_launch(config, function)(*arguments)
 
 
+def tuning_files(folder: Path) -> None:
+    for generation in ("rwkv4", "rwkv7"):
+        byte_model(folder / f"base{generation[-1]}.safetensors", generation)
+    pairs = [{"prompt": f"{n} and one?", "chosen": f"{n + 1}", "rejected": f"it is {n + 1}" + "!" * (n % 5)} for n in range(24)]
+    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+
+
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> Path:
     """The folder with a run of each case by one process, as NAME-one, and by two, as NAME-two."""
-    byte_model(folder / "base7.safetensors")
-    pairs = [{"prompt": f"{n} and one?", "chosen": f"{n + 1}", "rejected": f"it is {n + 1}" + "!" * (n % 5)} for n in range(24)]
-    (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    tuning_files(folder)
     for name, case in CASES.items():
         done = done_here(folder, "train", *case, *CPU, f"out_dir={name}-one")
         assert done.status == 0, done.error
@@ -239,6 +244,61 @@ def test_what_divides_no_weights_is_refused() -> None:
             TrainConfig(**wrong)
     with pytest.raises(UserError, match="sample_every"):
         TrainerConfig(strategy="fsdp", sample_every=3)
+
+
+# Everything, with four processes
+
+
+TALK = (*COMMON, "data=chat", "data.path=pairs.jsonl", "optim.lr=1e-3", "tune.guard=null", "model.ctx_len=128")
+TUNED = {"lora": ("tune=lora", "tune.rank=2"), "state": ("tune=state",),
+         "dpo": ("tune=lora", "tune.rank=2", "tune.objective=dpo"), "dpo-full": ("tune.objective=dpo", "optim.lr=1e-4")}
+OPTIMISERS = {"adamw": ("optim.name=adamw",), "normuon": NORMUON}
+MATRIX = {f"{generation}-{optim}": (*TEXT, *(RWKV7 if generation == "rwkv7" else ()), *options)
+          for generation in ("rwkv4", "rwkv7") for optim, options in OPTIMISERS.items()}
+MATRIX |= {f"{generation}-{optim}-{method}": (*TALK, *tuned, *options, f"init_from=base{generation[-1]}.safetensors")
+           for generation in ("rwkv4", "rwkv7") for optim, options in OPTIMISERS.items() for method, tuned in TUNED.items()
+           if (generation, method) != ("rwkv4", "state")}
+MATRIX["fp16"] = (*TEXT, *RWKV7, "trainer.precision=fp16-mixed")
+FOUR = ("trainer.devices=4", *CPU)
+
+
+@pytest.fixture(scope="module")
+def matrix(folder: Path) -> Path:
+    """The folder with a run of each case as NAME-single, NAME-ddp and NAME-fsdp, the last two by four processes."""
+    tuning_files(folder)
+    for name, case in MATRIX.items():
+        done = done_here(folder, "train", *case, *CPU, f"out_dir={name}-single")
+        assert done.status == 0, done.error
+    in_processes(4, work, folder, [(*case, *FOUR, f"trainer={strategy}", f"out_dir={name}-{strategy}")
+                                   for name, case in MATRIX.items() for strategy in ("ddp", "fsdp")])
+    return folder
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", MATRIX)
+def test_four_processes_have_the_losses_of_one(matrix: Path, name: str) -> None:
+    """Directions of NorMuon are computed in half precision, where the order of sums shows."""
+    tolerance = 2e-2 if name == "fp16" else 1e-2 if "normuon" in name else 1e-4
+    one, ddp, fsdp = (losses(matrix / f"{name}-{strategy}") for strategy in ("single", "ddp", "fsdp"))
+    assert len(one) == 20
+    assert ddp == pytest.approx(one, abs=tolerance)
+    assert fsdp == pytest.approx(one, abs=tolerance)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_fewer_processes_continue_what_four_have_saved(matrix: Path) -> None:
+    cut(matrix, "rwkv7-normuon-fsdp", "four-two")
+    cut(matrix, "rwkv7-normuon-fsdp", "four-one")
+    cut(matrix, "rwkv7-normuon-fsdp", "four-four")
+    in_processes(2, work, matrix, [("out_dir=four-two", "resume=auto", "trainer.devices=2")])
+    in_processes(4, work, matrix, [("out_dir=four-four", "resume=auto")])
+    done = done_here(matrix, "train", "out_dir=four-one", "resume=auto", "trainer.strategy=single", "trainer.devices=1")
+    assert done.status == 0, done.error
+    assert_same_training(matrix / "four-four", matrix / "rwkv7-normuon-fsdp")
+    for name in ("four-two", "four-one"):
+        assert losses(matrix / name) == pytest.approx(losses(matrix / "rwkv7-normuon-fsdp"), abs=1e-2)
 
 
 # Errors and kills
