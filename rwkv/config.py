@@ -252,6 +252,9 @@ class OptimConfig:
         return float(f"{self.lr / 20:.6g}") if self.min_lr is None else self.min_lr
 
 
+FSDP = ("trainer.strategy", "fsdp")
+
+
 @dataclass
 class TrainerConfig:
     max_steps: int = option(1500, "optimiser steps in all", least=1, heading="Length of the run, metrics and samples")
@@ -284,10 +287,16 @@ class TrainerConfig:
     graphs: bool | None = option(None, "on a GPU replay all blocks as one CUDA graph: the host launches no single operations; "
                                  "null: in runs whose steps are so small that the host would be the limit")
     malloc: str = option("tuned", "tuned: the process keeps large freed blocks of memory, which is faster, and a large run "
-                         "with frozen weights or conversations returns them after each block; small: it returns them at once "
-                         "(Linux); default: as the C library does", one_of=("tuned", "small", "default"))
+                         "with frozen weights or conversations returns them after each block, and with fsdp at once; small: "
+                         "it returns them at once (Linux); default: as the C library does",
+                         one_of=("tuned", "small", "default"))
     accelerator: str = option("auto", "auto, cpu or gpu", one_of=("auto", "cpu", "gpu"))
     strategy: str = option("single", "single, ddp or fsdp", one_of=("single", "ddp", "fsdp"))
+    reshard: bool = option(True, "free a block's gathered weights after its forward pass, and gather them again for its "
+                           "backward pass; false: keep them in between, which takes more memory and less time (fsdp)",
+                           needs=FSDP)
+    offload: bool = option(False, "keep the weights, gradients and optimiser state in host memory, and update them there; a "
+                           "GPU has what a block needs (fsdp)", needs=FSDP)
     devices: int = option(1, "processes on each machine; 0: one per GPU", least=0)
     num_nodes: int = option(1, "number of machines", least=1)
     link_gbps: float | None = option(None, "for the plan: Gbit/s that each device can send; null: as machines with such GPUs "
@@ -300,12 +309,9 @@ class TrainerConfig:
         if self.overfit_batches % self.accumulate:
             raise UserError(f"trainer.overfit_batches must be a multiple of trainer.accumulate, {self.accumulate}; got "
                             f"{self.overfit_batches}")
-        if self.strategy == "fsdp" and self.tbptt:
-            raise UserError("trainer=fsdp gathers a block's weights for one pass, and trainer.tbptt makes a pass for each "
-                            "segment: use trainer=ddp")
-        if self.strategy == "fsdp" and (self.grad_norms or self.sample_every):
-            raise UserError("trainer=fsdp gives each process a share of the weights, and trainer.grad_norms and "
-                            "trainer.sample_every need them whole: leave these out")
+        if self.strategy == "fsdp" and self.sample_every:
+            raise UserError("trainer=fsdp gives each process a share of the weights, and trainer.sample_every needs them "
+                            "whole: leave it out; the run ends with a sample of its last checkpoint")
 
 
 @dataclass
@@ -416,8 +422,9 @@ class TrainConfig:
         whole_number("seed", self.seed, most=2**32 - 1)          # the largest that NumPy's generator takes
         if self.plan in GPUS and self.trainer.accelerator == "cpu":
             raise UserError(f"plan={self.plan} is for GPUs, and trainer.accelerator=cpu for CPUs: leave one out")
-        if self.trainer.strategy == "fsdp" and self.tune.method != "full":
-            raise UserError("trainer=fsdp divides weights that are trained, and most are frozen here: use trainer=ddp")
+        if self.trainer.strategy == "fsdp" and self.tune.base in ("int8", "int4"):
+            raise UserError(f"trainer=fsdp divides weights in floating point, and tune.base={self.tune.base} packs them: use "
+                            "tune.base=bfloat16, or trainer=ddp")
         if self.tune.prefers:
             self._require_pairs()
         if self.trainer.tbptt and self.data.name == "mix":
@@ -433,10 +440,6 @@ class TrainConfig:
         if self.trainer.strategy == "fsdp" and self.optim.name == EIGHT_BITS:
             raise UserError(f"optim={EIGHT_BITS} rounds moments in blocks of a whole parameter, and trainer=fsdp divides each "
                             "parameter among processes: use optim=adamw, or trainer=ddp")
-        if self.trainer.strategy == "fsdp" and (self.optim.name in ORTHOGONAL or self.optim.weight_decay):
-            raise UserError(f"optim.name={' or '.join(ORTHOGONAL)} and optim.weight_decay are for matrices, and with "
-                            "trainer=fsdp each process has a share of them without their shape: use optim.name=adamw "
-                            "optim.weight_decay=0, or trainer=ddp")
 
     def _require_pairs(self) -> None:
         asked = f"tune.objective={self.tune.objective}"
@@ -445,8 +448,6 @@ class TrainConfig:
         if self.trainer.tbptt:
             raise UserError(f"{asked} reads both answers of a pair in one row, and trainer.tbptt reads rows in segments: leave "
                             "trainer.tbptt out, and take a model.ctx_len that holds a pair")
-        if self.trainer.strategy == "fsdp":
-            raise UserError(f"{asked} is for trainer=ddp and single processes, and not for trainer=fsdp")
 
     def require_separate_updates(self) -> None:
         """Raises UserError for the first option that trainer.optim_in_backward=true excludes. When a run is resumed, only its

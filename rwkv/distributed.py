@@ -16,7 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
@@ -217,6 +217,8 @@ def broadcast_from_rank0(decide: Callable[[], T]) -> T:
         return value
     if rank() == 0:
         raise error
+    with suppress(RuntimeError):         # until rank 0 has ended: the launcher would end it before it has printed the error
+        distributed.barrier(_waiting_group)
     sys.exit(FAILED)
 
 

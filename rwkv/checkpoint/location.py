@@ -13,6 +13,7 @@ ADAPTER = "adapter_config.json"          # of PEFT
 SUFFIXES = (".pth", ".pt", ".ckpt", ".safetensors", ".bin", ".ggmf", ".gguf", ".st")         # of files of weights
 FOLDER = "checkpoints"                   # in a run's directory
 LAST = Path(FOLDER) / "last.ckpt"
+COMPLETE = "complete.json"               # in the folder that is a checkpoint of trainer=fsdp: formats/_shards.py
 
 
 def locate(path: str | Path) -> Path:
@@ -20,8 +21,8 @@ def locate(path: str | Path) -> Path:
     the Hub (rwkv/io/hub.py) is downloaded."""
     path = follow(hub.local(path))
     last = path / LAST
-    if path.is_dir() and not any((path / mark).is_file() for mark in hub.MARKS):
-        if last.is_file():
+    if path.is_dir() and not is_sharded(path) and not any((path / mark).is_file() for mark in hub.MARKS):
+        if is_checkpoint(last):
             return last
         if runs := sorted(path.glob(f"*/{LAST}")):
             raise CheckpointError(f"{path} is a folder of runs: name one of them, such as {runs[0].parents[1]}")
@@ -30,6 +31,16 @@ def locate(path: str | Path) -> Path:
         raise CheckpointError(f"no checkpoint at {path}: expected a file, a Hugging Face directory, a run's directory, which "
                               "train.py makes, or a name on the Hub, as ORG/REPO/FILE.pth")
     return path
+
+
+def is_sharded(path: Path) -> bool:
+    """Whether this is a checkpoint of trainer=fsdp, and complete."""
+    return (path / COMPLETE).is_file()
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether this is a file, or a checkpoint of trainer=fsdp."""
+    return path.is_file() or is_sharded(path)
 
 
 def _only_file(folder: Path) -> Path:

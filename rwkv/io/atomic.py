@@ -27,7 +27,7 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
             file.flush()
             os.fsync(file.fileno())
         temporary.replace(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except OSError as error:
         if error.filename in (None, str(temporary)):     # a write to a full disk names no file
             error.filename = str(path)
@@ -55,7 +55,7 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
     temporary.mkdir()
     try:
         write(temporary)
-        _sync_folder(temporary)
+        sync_folder(temporary)
         if path.exists():
             old = temporary.with_name(f"{temporary.name}.old")
             path.rename(old)
@@ -63,12 +63,48 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
             shutil.rmtree(old)
         else:
             temporary.rename(path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _sync_folder(folder: Path) -> None:
+def replace_folder(folder: Path, path: Path) -> None:
+    """Renames a finished folder to `path`, where an older file or folder may be. A kill in between leaves both of them, the old
+    one with the name of replaced_by(path).
+    """
+    sync_folder(folder)
+    old = replaced_by(path)
+    remove(old)
+    if path.exists():
+        path.rename(old)
+    folder.rename(path)
+    sync_folder(path.parent)
+    remove(old)
+
+
+def replaced_by(path: Path) -> Path:
+    """The name of the old file or folder while replace_folder replaces it."""
+    return path.with_name(f".{path.name}.old")
+
+
+def remove(path: Path) -> None:
+    """Deletes a file or a folder, if it is there. A folder is renamed first, so that none is left in part under its name."""
+    if not path.is_dir():
+        path.unlink(missing_ok=True)
+        return
+    deleted = path.with_name(f".{path.name.strip('.')}.deleted")
+    shutil.rmtree(deleted, ignore_errors=True)
+    path.rename(deleted)
+    shutil.rmtree(deleted)
+
+
+def size_on_disk(path: Path) -> int:
+    """The bytes of a file, or of all files in a folder."""
+    files = [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
+    return sum(file.stat().st_size for file in files)
+
+
+def sync_folder(folder: Path) -> None:
     """Flushes the folder's entries to the disk, so that a rename survives a crash. Windows cannot open a folder."""
     if sys.platform == "win32":
         return

@@ -47,6 +47,10 @@ for one GPU, takes all GPUs of the machine, or trainer.devices=N processes. On
 several machines, run the same command on each:
   torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d \\
     --rdzv-endpoint=HOST:29500 train.py trainer=ddp trainer.num_nodes=2
+With trainer=fsdp each process has a share of the weights, gradients and
+optimiser state, and writes its own part of a checkpoint while training goes
+on; any number of processes, also one, continues it. trainer.reshard=false
+gathers weights once a step, trainer.offload=true keeps them in host memory.
 With --max-restarts=N and resume=auto out_dir=DIRECTORY, torchrun continues a
 run of which a process has died. Where a machine cannot resolve its own name,
 give torchrun --local-addr=ADDRESS. docs/scale.md has the recipes, SLURM's too.

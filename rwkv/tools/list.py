@@ -11,6 +11,7 @@ from rwkv.cli import exit_on_user_error
 from rwkv.config import LATEST
 from rwkv.errors import UserError
 from rwkv.io import hub
+from rwkv.io.atomic import size_on_disk
 from rwkv.io.lines import counted
 
 GB = 1e9
@@ -30,7 +31,7 @@ def main(arguments: list[str] | None = None) -> None:
 def _here() -> list[tuple[str, int, str]]:
     """For each run and each downloaded model its name, its size in bytes, and a note."""
     runs = sorted(path for path in LATEST.parent.glob(f"*/{LAST}") if path.parents[1].name != LATEST.name)
-    return [*((str(path.parents[1]), path.stat().st_size, "a run") for path in runs),
+    return [*((str(path.parents[1]), size_on_disk(path), "a run") for path in runs),
             *((str(each.name), each.size, "downloaded") for each in hub.cached())]
 
 

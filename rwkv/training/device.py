@@ -41,7 +41,6 @@ def process_count(options: TrainerConfig, batch_size: int) -> int:
         raise UserError("several machines need torchrun, with the same command on each: torchrun --nnodes=N "
                         "--nproc-per-node=M --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py trainer.num_nodes=N ...")
     gpus = torch.cuda.device_count() if device_for(options.accelerator).type == "cuda" else 0
-    _require_gpus(options.strategy, gpus)
     count = options.devices or gpus
     if count == 0:
         raise UserError(f"trainer={options.strategy} on a CPU needs the number of processes: trainer.devices=2")
@@ -71,14 +70,8 @@ def share(batch_size: int, strategy: str, num_nodes: int) -> int:
         raise UserError("torchrun started several processes, and trainer=single trains in one: use trainer=ddp or trainer=fsdp")
     if count % num_nodes:
         raise UserError(f"{count} processes cannot be divided equally among trainer.num_nodes={num_nodes} machines")
-    _require_gpus(strategy, torch.cuda.device_count())
     _require_multiple(batch_size, count)
     return batch_size // count
-
-
-def _require_gpus(strategy: str, gpus: int) -> None:
-    if strategy == "fsdp" and not gpus:
-        raise UserError("trainer=fsdp needs CUDA devices, and there are none: use trainer=ddp, which runs on CPUs too")
 
 
 def _require_multiple(batch_size: int, count: int) -> None:

@@ -37,8 +37,9 @@ from rwkv.training.run.directory import Run, as_plain, create
 from rwkv.training.run.opening import open_run
 from rwkv.training.run.resume import require_unfinished
 from rwkv.training.setup import data_for, kernel_for, new_model, require_capacity
+from rwkv.training.sharding import whole
 from rwkv.training.task import LanguageModel
-from rwkv.training.trainer import build_trainer, compared, leave_report, prepare_blocks, say_result, show_sample
+from rwkv.training.trainer import build_trainer, compared, leave_report, prepare_blocks, say_result, show_sample, trained_model
 from rwkv.training.tuning.preferences import REFERENCE, Preferences, read_reference, write_reference
 from rwkv.training.tuning.tuned import write_tuned
 
@@ -59,9 +60,10 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
     else:
         run = open_run(config, line.keys, line.chosen)
         count = 1
-        if not is_planned_elsewhere(run.config):
+        elsewhere = is_planned_elsewhere(run.config)
+        if not elsewhere:
             count = process_count(run.config.trainer, run.config.data.batch_size)
-        if count > 1:
+        if count > 1 or (run.config.trainer.strategy == "fsdp" and not elsewhere):
             run.lock.release()           # the first of the processes takes it
             sys.exit(distributed.launch(count, heeded()))
         train(run)
@@ -103,10 +105,14 @@ def train(run: Run) -> None:
     device = device_for(config.trainer.accelerator)
     # Lightning would take the rank from a batch system's variables, which this process may only have inherited
     rank_zero_only.rank = distributed.rank()     # type: ignore[attr-defined]
-    if config.trainer.malloc == "small":        # before the model is built and timed
+    # Before the model is built and timed. Gathered weights that the process kept would take the memory that shares save
+    if config.trainer.malloc == "small" or (config.trainer.malloc == "tuned" and config.trainer.strategy == "fsdp"):
         return_large_blocks()
     elif config.trainer.malloc == "tuned":
         keep_large_blocks()
+    if config.trainer.offload and device.type == "cpu":
+        distributed.fail_together(UserError("trainer.offload=true keeps weights in host memory instead of a GPU's, and this "
+                                            "run is on a CPU: leave it out"))
     set_product_precision(str(config.trainer.precision), device)
     # Before the data are read: this raises UserError if the processes cannot share the rows
     rows = share(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
@@ -177,8 +183,11 @@ def train(run: Run) -> None:
         leave_report(run.out_dir)
         distributed.fail_together(error)
     give_back_free_blocks()
+    trained = {name: whole(weight.detach()) for name, weight in task.model.named_parameters() if weight.requires_grad and
+               config.tune.method != "full"}
     if distributed.rank() == 0:
-        for path in write_tuned(task.model, data.tokenizer, config, run.out_dir):
+        model = task.model if config.tune.method != "state" else trained_model(task, config.trainer.strategy, run.out_dir)
+        for path in write_tuned(model, trained, data.tokenizer, config, run.out_dir):
             log(f"tuned: {path}")
     say_result(trainer, validated, validated_part(config.trainer.val_tokens, data.sizes.val_tokens))
     if distributed.rank() == 0:

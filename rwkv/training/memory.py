@@ -190,7 +190,8 @@ def gives_back(config: TrainConfig, vocab_size: int) -> bool:
 
 def _has_holes(config: TrainConfig) -> bool:
     on_cpu = device_for(config.trainer.accelerator).type == "cpu"
-    return on_cpu and sys.platform == "linux" and config.trainer.malloc == "tuned" and _is_frugal(config)
+    keeps = config.trainer.malloc == "tuned" and config.trainer.strategy != "fsdp"
+    return on_cpu and sys.platform == "linux" and keeps and _is_frugal(config)
 
 
 def _is_frugal(config: TrainConfig) -> bool:

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard
 
 from kernels.machine.cpu import matrix_dtype
 from rwkv.config import ORTHOGONAL, OptimConfig
@@ -155,7 +156,7 @@ class Muon(torch.optim.Optimizer):
         gradients = torch.stack([matrix.grad for matrix in matrices if matrix.grad is not None])
         momenta = self._stacked_state(matrices, "momentum", torch.zeros_like)
         momenta.lerp_(gradients, 1 - mu)
-        steps = self.orthogonalize(gradients.lerp_(momenta, mu))
+        steps = _of_whole_matrices(self.orthogonalize, gradients.lerp_(momenta, mu))
         means = None
         if self.row_beta:
             means = self._stacked_state(matrices, "rows", lambda matrix: matrix.new_zeros(len(matrix), 1))
@@ -188,6 +189,18 @@ def _update(matrices: list[Tensor], steps: Tensor, means: Tensor | None, beta: f
         if decay:
             matrix.mul_(1 - lr * decay)
         matrix.addcmul_(step, factor)
+
+
+def _of_whole_matrices(function: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
+    """function(matrices). With trainer=fsdp each process holds some rows of all matrices (N,O,I); for the function, each gets
+    N / processes whole matrices, and afterwards its rows of the result.
+    """
+    if not isinstance(matrices, DTensor):
+        return function(matrices)
+    mesh, by_matrix = matrices.device_mesh, [Shard(0)]
+    result = function(matrices.redistribute(placements=by_matrix).to_local())
+    spread = DTensor.from_local(result, mesh, by_matrix, run_check=False, shape=matrices.shape, stride=matrices.stride())
+    return spread.redistribute(placements=matrices.placements)
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
@@ -228,7 +241,7 @@ def _normuon_scale(steps: Tensor, means: Tensor, beta: float) -> Tensor:
     means.lerp_(squares, 1 - beta)
     factors = (means + SMALLEST_SQUARE).rsqrt_()
     kept = squares.sum(1, keepdim=True) / (squares * factors.square()).sum(1, keepdim=True).clamp(min=SMALLEST_SQUARE)
-    return factors.mul_(kept.sqrt_())
+    return factors.mul_(kept.sqrt())     # not in place: of matrices in shards, kept is a sum that is still to be added up
 
 
 def _by_shape(matrices: list[Tensor]) -> Iterator[list[Tensor]]:

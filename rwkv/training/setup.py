@@ -19,6 +19,7 @@ from rwkv.config import ModelConfig, TrainConfig, TuneConfig
 from rwkv.data.prepare import Corpus, prepare
 from rwkv.distributed import world_size
 from rwkv.errors import UserError
+from rwkv.io.atomic import size_on_disk
 from rwkv.model.base import MATRICES, Model, generation, n_parameters
 from rwkv.model.lora import add_adapters
 from rwkv.model.operators import operator_for, size_for
@@ -141,7 +142,7 @@ def _used(device: torch.device, processes: int) -> int:
 
 def _require_disk(config: TrainConfig, out_dir: Path, vocab_size: int) -> None:
     """The run's earlier checkpoints are replaced, so their space counts as free."""
-    replaced = sum(path.stat().st_size for path in (out_dir / FOLDER).glob("*.ckpt"))
+    replaced = sum(map(size_on_disk, (out_dir / FOLDER).glob("*.ckpt")))
     need, free = checkpoint_bytes(config, vocab_size), free_disk(out_dir) + replaced
     if need > free:
         raise UserError(f"{n_checkpoints(config.trainer.keep_last)} checkpoints need {readable(need)} of disk, and "

@@ -9,11 +9,10 @@ and rewards are logged (tuning/preferences.py).
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import lightning
 import torch
-from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor
 
 from kernels.machine.allocator import give_back_free_blocks
@@ -32,10 +31,8 @@ from rwkv.report.numbers import REWARDS
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.loss_scale import LossScale
 from rwkv.training.optim import OPTIMISERS, lr_factor, parameter_groups, update_in_backward
+from rwkv.training.sharding import Sharded, total_norm
 from rwkv.training.tbptt import Carried, hidden_of_segments
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import FullyShardedDataParallel
 
 ValidationBatch = tuple[Tensor, Tensor] | Packed | Whole | Pairs | OfSource
 CARRIED = "carried"                      # key in a checkpoint of the states of trainer.tbptt's document streams
@@ -68,6 +65,10 @@ class LanguageModel(lightning.LightningModule):
         self.rewards = torch.zeros(len(REWARDS))         # weighted means over this process's batches of the current step
         self.on_validation_epoch_start()
 
+    def configure_model(self) -> None:
+        if isinstance(self.trainer.strategy, Sharded):
+            self.trainer.strategy.shard(self, self.model)
+
     def training_step(self, batch: tuple[Tensor, Tensor] | Packed | Segments | Pairs, batch_idx: int) -> Tensor:
         if isinstance(batch, Pairs):
             loss, rewards = self.preferences.loss(self.model, batch, "train")
@@ -88,7 +89,8 @@ class LanguageModel(lightning.LightningModule):
     def loss_of_segments(self, batch: Segments) -> Tensor:
         """The batch's loss times its weight. Its mean over a step's processes and batches is the mean over all targets."""
         hidden, state = hidden_of_segments(self.model, batch.x, batch.starts_document,
-                                           self.carried.before(batch.part, self.model, len(batch.x)))
+                                           self.carried.before(batch.part, self.model, len(batch.x)),
+                                           by_block=isinstance(self.trainer.strategy, Sharded))
         self.carried.after(batch.part, state)
         return batch.weight * self._head_loss(hidden, batch.y)
 
@@ -207,12 +209,9 @@ class LanguageModel(lightning.LightningModule):
         """Clips by the total norm. Lightning's own clipping refuses fused optimisers in mixed precision, because of a loss
         scaling that bf16 does not have. With fp16 the optimiser is not fused, and gradients are already unscaled here.
         """
-        if gradient_clip_val and isinstance(self.trainer.strategy, FSDPStrategy):
-            sharded = cast("FullyShardedDataParallel", self.trainer.strategy.model)
-            self.grad_norm = sharded.clip_grad_norm_(gradient_clip_val)      # the norm over all processes' shares
-        elif gradient_clip_val:
+        if gradient_clip_val:
             gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
-            self.grad_norm = norm = torch.nn.utils.get_total_norm(gradients)
+            self.grad_norm = norm = total_norm(gradients)
             if self.device.type != "cpu" or not norm <= gradient_clip_val:       # on a GPU, comparing would wait for the device
                 torch.nn.utils.clip_grads_with_norm_(self.parameters(), gradient_clip_val, norm)
 

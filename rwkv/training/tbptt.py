@@ -3,7 +3,8 @@
 The state carries over from segment to segment and, without gradients, from step to step. It is reset where a row's segment is
 the first of a document or of a part of one. The K states and outputs are kept, but the activations of only one segment at a
 time: the backward pass computes all segments but the last again. Source: gradient checkpointing over time, arXiv 1606.03401,
-with K equal segments.
+with K equal segments. With trainer=fsdp the blocks compute themselves again instead (prepare_blocks in trainer.py), and their
+inputs are kept for all segments: FSDP gathers weights for a pass through a block, and not inside of another backward pass.
 
 In half precision each segment converts the weights anew. With autocast's one cached copy, the gradients of K segments would
 accumulate in half precision, and the errors in the matrices would be 1.2 times as large for 16 segments and 1.5 times for 64.
@@ -19,8 +20,11 @@ from rwkv.distributed import all_gather, rank, world_size
 from rwkv.model.base import Model, State
 
 
-def hidden_of_segments(model: Model, x: Tensor, opens: Tensor, state: State) -> tuple[Tensor, State]:
-    """(x (B,K,T), the state before x) -> (the head's input (B,K*T,C), the state after x). opens (B,K): where it is reset."""
+def hidden_of_segments(model: Model, x: Tensor, opens: Tensor, state: State, by_block: bool = False) -> tuple[Tensor, State]:
+    """(x (B,K,T), the state before x) -> (the head's input (B,K*T,C), the state after x). opens (B,K): where it is reset.
+
+    by_block: the model's blocks keep only their inputs, and segments are not computed again.
+    """
     K = x.shape[1]
     empty = model.empty_state(len(x))
     outputs = []
@@ -30,7 +34,7 @@ def hidden_of_segments(model: Model, x: Tensor, opens: Tensor, state: State) -> 
     with without_cached_casts:
         for k in range(K):
             state = state.where(opens[:, k], empty)
-            if k == K - 1:
+            if by_block or k == K - 1:
                 hidden, state = model.hidden(x[:, k], state)
             else:
                 hidden, state = checkpoint(model.hidden, x[:, k], state, use_reentrant=False, preserve_rng_state=False)

@@ -18,8 +18,7 @@ import torch
 from lightning.fabric.plugins.environments import ClusterEnvironment, LightningEnvironment, TorchElasticEnvironment
 from lightning.pytorch.loggers import Logger
 from lightning.pytorch.plugins.precision import MixedPrecision
-from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy
-from torch import nn
+from lightning.pytorch.strategies import DDPStrategy
 from torch.utils.checkpoint import checkpoint
 
 from kernels.registry import missing_compiler
@@ -34,7 +33,7 @@ from rwkv.errors import UserError
 from rwkv.generation.engine import generate
 from rwkv.io.lines import harmless, labelled, wrapped
 from rwkv.io.unread import unread
-from rwkv.model.base import Model, generation
+from rwkv.model.base import Model
 from rwkv.model.weight_cache import WeightCache
 from rwkv.report.numbers import REWARDS
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -47,13 +46,15 @@ from rwkv.training.callbacks.progress_bar import ProgressBar
 from rwkv.training.callbacks.samples import Samples, sample_every
 from rwkv.training.device import dtype_for
 from rwkv.training.run.directory import Run
+from rwkv.training.sharding import Sharded
 from rwkv.training.task import LanguageModel
 from rwkv.training.tuning.before_after import BeforeAfter
 from rwkv.training.tuning.guard import is_compared
 
 UNHELPFUL = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not have many workers", ".*sync_dist=True",
              "The .grad attribute of a Tensor that is not a leaf", ".*should not be instantiated",
-             ".*srun. command is available")                     # warnings of libraries that users cannot act on
+             ".*srun. command is available",
+             "FSDP2-wrapped module")     # warnings of libraries that users cannot act on
 
 
 def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: Corpus,
@@ -75,7 +76,7 @@ def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: C
     samples = [Samples(config, data.tokenizer, out_dir, run.resume_step, metrics.exclude)] if sample_every(options) else []
     compared = [BeforeAfter(config, data, out_dir, metrics.exclude)] if is_compared(config) else []
     trainer = lightning.Trainer(
-        accelerator="gpu" if device.type == "cuda" else "cpu", **strategy_for(options, generation(config.model).Block),
+        accelerator="gpu" if device.type == "cuda" else "cpu", **strategy_for(options),
         **precision | {"plugins": [VerifiedFiles(), environment(), *precision.get("plugins", [])]},
         max_steps=options.max_steps, max_epochs=-1, accumulate_grad_batches=options.accumulate,
         val_check_interval=options.val_every * options.accumulate, check_val_every_n_epoch=None, num_sanity_val_steps=0,
@@ -103,6 +104,7 @@ def _validate_alone(trainer: lightning.Trainer) -> None:
 
 def silence_libraries() -> None:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)      # Muon's exchange on a CPU
     for message in UNHELPFUL:
         warnings.filterwarnings("ignore", message=message)
 
@@ -111,7 +113,7 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
     """Prints a sample on standard output, and on standard error the command for more, or why there is no sample."""
     if rank() > 0:
         return
-    model = _trained_model(task, config.trainer.strategy, out_dir).eval()
+    model = trained_model(task, config.trainer.strategy, out_dir).eval()
     log("\nsample:")
     prompt = config.data.sample_prompt
     with redirect_stdout(unread(sys.stdout)):
@@ -128,12 +130,16 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
     log(f"\nmore: {more}")
 
 
-def _trained_model(task: LanguageModel, strategy: str, out_dir: Path) -> Model:
+def trained_model(task: LanguageModel, strategy: str, out_dir: Path) -> Model:
     """The model in memory; with trainer=fsdp, which divides the weights among processes, the model of the last checkpoint."""
     if strategy != "fsdp":
         return task.model
-    weights = read_checkpoint(out_dir / LAST).tensors("float32", str(task.device), mmap=True)
-    return Model.with_weights(task.model.config, task.model.operator, weights)
+    checkpoint = read_checkpoint(out_dir / LAST)
+    weights = checkpoint.tensors("float32", str(task.device), mmap=True)
+    model = Model.with_weights(task.model.config, task.model.operator, weights)
+    if checkpoint.time_states:
+        model.set_time_states([state.get().to(task.device) for state in checkpoint.time_states])
+    return model
 
 
 def leave_report(out_dir: Path) -> None:
@@ -175,11 +181,11 @@ def compared(trainer: lightning.Trainer) -> list[str]:
             if isinstance(callback, BeforeAfter) and callback.after is not None]
 
 
-def strategy_for(config: TrainerConfig, block: type[nn.Module]) -> dict[str, Any]:
-    """Lightning's arguments for the processes and their strategy. block: the unit that fsdp divides."""
+def strategy_for(config: TrainerConfig) -> dict[str, Any]:
+    """Lightning's arguments for the processes and their strategy."""
     shared = {"devices": world_size() // config.num_nodes, "num_nodes": config.num_nodes, "use_distributed_sampler": False}
     if config.strategy == "fsdp":
-        return shared | {"strategy": FSDPStrategy(auto_wrap_policy={block}, state_dict_type="full")}
+        return shared | {"strategy": Sharded(config), "inference_mode": False}       # its tensors cannot be trained afterwards
     return shared | ({"strategy": DDPStrategy()} if config.strategy == "ddp" and launched() else {})
 
 
@@ -192,7 +198,7 @@ def environment() -> ClusterEnvironment:
 
 def precision_for(config: TrainerConfig, device: torch.device) -> dict[str, Any]:
     """Lightning's arguments for the precision. On a CPU Lightning's own fp16 would silently be bf16."""
-    if config.precision == "fp16-mixed" and config.strategy != "fsdp":
+    if config.precision == "fp16-mixed":
         return {"plugins": [MixedPrecision("16-mixed", device.type)]}
     half = dtype_for(config.precision) != torch.float32
     return {"precision": str(config.precision).replace("fp16", "16") if half else "32-true"}
@@ -210,7 +216,7 @@ def prepare_blocks(model: Model, config: TrainerConfig) -> Model:
     if dtype_for(config.precision) != torch.float32 and caches_weights(config):
         model.weight_cache = WeightCache(parameter for parameter in model.parameters() if parameter.requires_grad)
     for block in model.blocks:
-        if config.activation_checkpointing:
+        if config.activation_checkpointing or (config.strategy == "fsdp" and config.tbptt):
             block.forward = partial(checkpoint, block.forward, use_reentrant=False)
         if config.compile:
             block.forward = _compiled(block.forward)

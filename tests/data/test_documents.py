@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from token_arrays import token_array_of
 from torch import Tensor
 
-from rwkv.config import DataConfig, TrainerConfig
+from rwkv.config import DataConfig
 from rwkv.data.documents import DocumentChunks, SegmentDataset, Segments, SegmentSampler, StepLayout, describe
 from rwkv.data.loaders import DataModule
 from rwkv.data.prepare import prepare
@@ -219,8 +219,3 @@ def test_the_plan_describes_a_step(config: DataConfig) -> None:
     assert re.findall(r"\d+", said)[:2] == ["6", "4"]
     assert " 48 documents" in said
     assert "padding" in said
-
-
-def test_document_streams_are_not_for_fsdp() -> None:
-    with pytest.raises(UserError):
-        TrainerConfig(strategy="fsdp", tbptt=2)

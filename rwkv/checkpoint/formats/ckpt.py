@@ -1,10 +1,14 @@
-"""Our .ckpt, a Lightning checkpoint: the weights in state_dict, and the entry `timemix`, made of plain containers."""
+"""Our .ckpt, a Lightning checkpoint: the weights in state_dict, and the entry `timemix`, made of plain containers.
 
+With trainer=fsdp it is a folder (_shards.py).
+"""
+
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, plain_entry
-from rwkv.checkpoint.formats import _torch_file
+from rwkv.checkpoint.formats import _shards, _torch_file
 from rwkv.checkpoint.formats._torch_file import load, stored, weights_in
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
@@ -13,11 +17,15 @@ PREFIX = "model."                        # Lightning's, from the name of the mod
 
 
 def recognises(path: Path) -> bool:
-    return _torch_file.recognises(path) and path.suffix == ".ckpt"
+    return _shards.recognises(path) or (_torch_file.recognises(path) and path.suffix == ".ckpt")
 
 
 def read(path: Path) -> Content:
-    return understand(path, load(path))
+    if not path.is_dir():
+        return understand(path, load(path))
+    rest = _shards.read_rest(path)
+    content = understand(path / _shards.REST, {"state_dict": {}} | rest)
+    return replace(content, path=path, tensors=content.tensors | _shards.weights(path, rest[_shards.SHARDED]))
 
 
 def understand(path: Path, content: dict[Any, Any]) -> Content:

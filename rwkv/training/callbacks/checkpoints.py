@@ -4,6 +4,8 @@
     checkpoints/last-1.ckpt    the one before it, and so on: trainer.keep_last of them in all
     checkpoints/best.ckpt      the one with the lowest val/loss
 
+With trainer=fsdp each is a folder, which is written while training goes on (rwkv/training/shards.py).
+
 Beside what Lightning saves (weights, optimiser, schedule, gradient scaler, position in the data), each holds the states of
 all random number generators. Checkpoints are saved in hooks of fit only: after fit, the loaders have lost their position.
 """
@@ -14,8 +16,8 @@ import random
 import re
 import sys
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from shlex import quote
 from typing import Any
 
 import lightning
@@ -25,13 +27,15 @@ from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.plugins.io import TorchCheckpointIO
 
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint
-from rwkv.checkpoint.formats import _torch_file
-from rwkv.checkpoint.location import FOLDER, LAST
+from rwkv.checkpoint.formats import _shards, _torch_file
+from rwkv.checkpoint.location import FOLDER, LAST, is_checkpoint, is_sharded
 from rwkv.data.loaders import worker_error
 from rwkv.distributed import all_gather, rank
 from rwkv.errors import CheckpointError, UnreadableError, UserError
-from rwkv.io.atomic import write_file
+from rwkv.io.atomic import remove, replace_folder, replaced_by, write_file
 from rwkv.training.callbacks.divergence import Divergence
+from rwkv.training.sharding import Sharded
+from rwkv.training.shards import unwritable
 
 BEST = Path(FOLDER) / "best.ckpt"
 NEXT = "next.ckpt"
@@ -46,15 +50,21 @@ class VerifiedFiles(TorchCheckpointIO):
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
         """Raises UserError when the disk is full or the written file cannot be read back."""
         path = Path(path)
+        folder = path.is_dir()           # of the run's earlier processes, with trainer=fsdp
         try:
+            if folder:
+                path.rename(replaced_by(path))
             write_file(path, lambda file: _write_and_verify(checkpoint, file))
+            if folder:
+                remove(replaced_by(path))
         except (OSError, RuntimeError, CheckpointError) as error:        # torch turns a full disk into a RuntimeError
-            ended = worker_error(error)
-            if ended is not None:
-                raise ended from None
-            reason = getattr(_cause(error), "strerror", None) or str(error).splitlines()[0]
-            raise UserError(f"cannot write the checkpoint {path.parent / LAST.name}: {reason}; the ones before it are intact: "
-                            f"make room, and continue with resume=auto {quote(f'out_dir={path.parent.parent}')}") from None
+            raise worker_error(error) or unwritable(path, error) from None
+
+    def load_checkpoint(self, path: Any, *arguments: Any, **options: Any) -> dict[str, Any]:
+        if Path(path).is_dir():
+            return _shards.read_whole(Path(path))
+        loaded: dict[str, Any] = super().load_checkpoint(path, *arguments, **options)
+        return loaded
 
 
 @dataclass(eq=False)
@@ -79,6 +89,10 @@ class Checkpoints(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         self.best = state_dict["best"]
 
+    def setup(self, trainer: lightning.Trainer, *_: Any, **__: Any) -> None:
+        if isinstance(trainer.strategy, Sharded):
+            trainer.strategy.after_save = partial(settle, self.out_dir, self.keep)
+
     def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._saved = (trainer.global_step, False)       # this step is saved again only after a repeated validation
 
@@ -90,6 +104,9 @@ class Checkpoints(Callback):
             trainer.should_stop = True   # makes Lightning validate now, whatever val_every is
         elif step % self.every == 0 and not self.validation_follows(trainer):
             self.save_last(trainer)
+
+    def on_train_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+        self.finish(trainer)
 
     def on_validation_start(self, *_: Any) -> None:
         self._validating = True
@@ -138,8 +155,13 @@ class Checkpoints(Callback):
         same_step = trainer.global_step == self._saved[0]
         trainer.save_checkpoint(self.out_dir / FOLDER / (LAST.name if same_step else NEXT))
         self._saved = now
-        if rank() == 0:
+        if rank() == 0 and not isinstance(trainer.strategy, Sharded):
             settle(self.out_dir, self.keep)
+
+    def finish(self, trainer: lightning.Trainer) -> None:
+        """Waits until no checkpoint is being written. Raises UserError if it cannot be written."""
+        if isinstance(trainer.strategy, Sharded):
+            trainer.strategy.finish()
 
 
 class RandomState(Callback):
@@ -167,19 +189,29 @@ class RandomState(Callback):
 
 
 def settle(out_dir: Path, keep: int | None = None) -> None:
-    """Renames next.ckpt to last.ckpt and the older ones to last-1.ckpt ..., and removes files of an interrupted write.
+    """Renames next.ckpt to last.ckpt and the older ones to last-1.ckpt ..., and removes what is left of an interrupted write.
 
     keep: the number of last checkpoints that stay; None keeps all.
     """
     folder = out_dir / FOLDER
-    if (folder / NEXT).is_file():
+    for temporary in sorted(folder.glob(".*.ckpt.*"), key=lambda path: path.suffix == ".old"):
+        _recover(temporary, folder / temporary.stem[1:])
+    if is_checkpoint(folder / NEXT):
         _shift(folder)
         (folder / NEXT).replace(folder / LAST.name)
     for age, path in _by_age(out_dir).items():
         if keep is not None and age >= keep:
-            path.unlink()
-    for temporary in folder.glob(".*.ckpt.*"):
-        temporary.unlink(missing_ok=True)
+            remove(path)
+
+
+def _recover(temporary: Path, path: Path) -> None:
+    """Finishes the replacement of `path`, if a kill has interrupted it after the new checkpoint was complete."""
+    if temporary.suffix == ".old" and is_checkpoint(temporary) and not is_checkpoint(path):
+        temporary.rename(path)
+    elif is_sharded(temporary) and temporary.suffix[1:].isdigit():
+        replace_folder(temporary, path)
+    else:
+        remove(temporary)
 
 
 def newest_sound(out_dir: Path) -> Checkpoint | None:
@@ -199,19 +231,20 @@ def newest_sound(out_dir: Path) -> Checkpoint | None:
             damaged.append((path, error))
         else:
             for wrong, problem in damaged:
+                remove(wrong.with_name(DAMAGED))
                 wrong.replace(wrong.with_name(DAMAGED))
                 print(f"{wrong} is damaged and now called {DAMAGED}; continuing from the one before it ({problem})",
                       file=sys.stderr)
             return sound
-    if damaged or (out_dir / FOLDER / DAMAGED).is_file():
+    if damaged or (out_dir / FOLDER / DAMAGED).exists():
         raise UserError(f"every checkpoint in {out_dir / FOLDER} is damaged, so the run cannot be continued: begin a new one, "
                         f"with init_from={out_dir / BEST} if that file is sound")
-    return read_checkpoint(out_dir / BEST) if (out_dir / BEST).is_file() else None
+    return read_checkpoint(out_dir / BEST) if is_checkpoint(out_dir / BEST) else None
 
 
 def _shift(folder: Path) -> None:
     """Renames last.ckpt to last-1.ckpt, last-1.ckpt to last-2.ckpt and so on up to the first unused name."""
-    free = next(age for age in itertools.count() if not (folder / _name(age)).is_file())
+    free = next(age for age in itertools.count() if not (folder / _name(age)).exists())
     for age in range(free, 0, -1):
         (folder / _name(age - 1)).replace(folder / _name(age))
 
@@ -235,12 +268,6 @@ def _write_and_verify(checkpoint: dict[str, Any], file: Any) -> None:
     torch.save(checkpoint, file)
     file.flush()
     _torch_file.load(Path(file.name))
-
-
-def _cause(error: BaseException) -> BaseException:
-    while error.__context__ is not None and not isinstance(error, OSError):
-        error = error.__context__
-    return error
 
 
 def _random_state() -> dict[str, Any]:

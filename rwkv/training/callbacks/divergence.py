@@ -12,6 +12,7 @@ from torch import Tensor
 
 from rwkv.distributed import all_sum
 from rwkv.errors import UserError
+from rwkv.training.sharding import Sharded, total_norm
 
 
 class Diverged(UserError):
@@ -51,7 +52,9 @@ class Divergence(Callback):
         self._read_losses(trainer)
         if not math.isfinite(val_loss):
             raise self._diverged("val/loss", trainer.global_step, self._lr)
-        norm = torch.nn.utils.get_total_norm([weight.detach() for weight in trainer.lightning_module.parameters()])
+        if isinstance(trainer.strategy, Sharded):
+            trainer.strategy.reshard()
+        norm = total_norm([weight.detach() for weight in trainer.lightning_module.parameters()])
         if all_sum(not norm.isfinite())[0]:
             raise self._diverged("a weight", trainer.global_step, self._lr)
 

@@ -48,6 +48,7 @@ class StopCleanly(Callback):
         """Stops all processes when any of them has received a signal."""
         if trainer.strategy.reduce_boolean_decision(self._stop.requested, all=False):
             self.checkpoints.save_last(trainer)
+            self.checkpoints.finish(trainer)
             raise Interrupted
 
 

@@ -11,13 +11,13 @@ from typing import Any, cast
 import lightning
 import torch
 from lightning.pytorch.callbacks import Callback
-from torch.nn.utils import get_total_norm
 
 from rwkv.distributed import all_gather, all_sum, log, rank, world_size
 from rwkv.io.lines import counted
 from rwkv.model.base import Model
 from rwkv.report.numbers import REWARDS
 from rwkv.training.loggers import norm_names
+from rwkv.training.sharding import total_norm
 
 
 @dataclass(eq=False)
@@ -148,6 +148,6 @@ def _peak_kib(status: Path) -> int | None:
 def gradient_norms(model: Model) -> dict[str, float]:
     """The 2-norm of the gradients of each part, named as in loggers.norm_names. Synchronises with the device once."""
     parts = [model.emb, *model.blocks, model.ln_out, model.head]
-    norms = torch.stack([get_total_norm([parameter.grad for parameter in part.parameters() if parameter.grad is not None])
+    norms = torch.stack([total_norm([parameter.grad for parameter in part.parameters() if parameter.grad is not None])
                          .to(model.emb.weight.device) for part in parts])        # the norm of no gradients is on the CPU
     return dict(zip(norm_names(len(model.blocks)), norms.tolist(), strict=True))

@@ -3,7 +3,7 @@
 from collections.abc import Collection
 from pathlib import Path
 
-from rwkv.checkpoint.location import FOLDER, follow, locate
+from rwkv.checkpoint.location import FOLDER, follow, is_checkpoint, locate
 from rwkv.config import LATEST, TrainConfig, given_length, require_effect
 from rwkv.data.options import check_data
 from rwkv.errors import UserError
@@ -51,7 +51,7 @@ def resumed_path(config: TrainConfig) -> Path | None:
     """
     auto = config.resume == "auto"
     path = Path(config.out_dir) if auto and config.out_dir else follow(LATEST if auto else Path(str(config.resume)))
-    if (path / FOLDER).is_dir() or (path / CONFIG_FILE).is_file() or (path.is_file() and not auto):
+    if (path / FOLDER).is_dir() or (path / CONFIG_FILE).is_file() or (is_checkpoint(path) and not auto):
         return path
     if auto:
         return None

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint
-from rwkv.checkpoint.location import FOLDER
+from rwkv.checkpoint.location import FOLDER, is_checkpoint
 from rwkv.config import LENGTHS, SCALED, TrainConfig
 from rwkv.errors import UserError
 from rwkv.report.reading import is_finished
@@ -51,7 +51,7 @@ def resumed_run(request: Request) -> Run | None:
     path = resumed_path(config)
     if path is None:
         return None
-    out_dir = path.resolve().parent.parent if path.is_file() else path
+    out_dir = path.resolve().parent.parent if is_checkpoint(path) else path
     lock = RunLock()
     if (out_dir / CONFIG_FILE).is_file() or (out_dir / FOLDER).is_dir():
         lock.hold(out_dir)
@@ -64,7 +64,7 @@ def resumed_run(request: Request) -> Run | None:
 
 
 def _found(request: Request, path: Path) -> Run | None:
-    if path.is_file():
+    if is_checkpoint(path):
         return _continue(request, path.resolve().parent.parent, read_checkpoint(path))
     if (path / FOLDER).is_dir():
         settle(path)

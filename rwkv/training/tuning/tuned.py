@@ -7,10 +7,12 @@
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 from safetensors.torch import save
+from torch import Tensor
 
 from rwkv.checkpoint.formats import _torch_file
 from rwkv.checkpoint.stored import Stored
@@ -30,17 +32,19 @@ def tuned_files(config: TrainConfig, out_dir: Path) -> list[Path]:
     return [out_dir / name for name in names.get(config.tune.method, [])]
 
 
-def write_tuned(model: Model, tokenizer: Tokenizer, config: TrainConfig, out_dir: Path) -> list[Path]:
-    """Writes the files, and returns the paths to print; none with tune=full."""
+def write_tuned(model: Model, trained: Mapping[str, Tensor], tokenizer: Tokenizer, config: TrainConfig,
+                out_dir: Path) -> list[Path]:
+    """Writes the files, and returns the paths to print; none with tune=full. trained: the trained parameters by name."""
     if config.tune.method == "lora":
-        return [_write_adapter(model, config, *tuned_files(config, out_dir))]
+        return [_write_adapter(model, trained, config, *tuned_files(config, out_dir))]
     return _write_state(model, tokenizer, *tuned_files(config, out_dir)) if config.tune.method == "state" else []
 
 
-def _write_adapter(model: Model, config: TrainConfig, weights: Path, description: Path) -> Path:
+def _write_adapter(model: Model, trained: Mapping[str, Tensor], config: TrainConfig, weights: Path,
+                   description: Path) -> Path:
     tune = config.tune
     tensors = {f"base_model.model.{name}": tensor.detach().cpu().contiguous()
-               for name, tensor in adapter_of(model.state_dict()).items()}
+               for name, tensor in adapter_of(trained).items()}
     described = {"peft_type": "LORA", "r": tune.rank, "lora_alpha": tune.alpha, "lora_dropout": tune.dropout, "bias": "none",
                  "target_modules": chosen(model.config, tune.modules), "fan_in_fan_out": False, "inference_mode": True,
                  "base_model_name_or_path": config.init_from}

@@ -211,7 +211,7 @@ def test_a_run_without_its_reference_is_not_continued(folder: Path, run: Run) ->
 @pytest.mark.parametrize(("options", "words"), [
     (("data=text",), ("data=chat",)), (("trainer.tbptt=2",), ("trainer.tbptt",)),
     (("optim.l2_wrap=1e-3",), ("tune.objective=likelihood",)), (("tune.label_smoothing=0.5",), ("label_smoothing",)),
-    (("tune.objective=ipo", "tune.label_smoothing=0.1"), ("tune.objective=dpo",)), (("trainer=fsdp",), ("fsdp",)),
+    (("tune.objective=ipo", "tune.label_smoothing=0.1"), ("tune.objective=dpo",)),
     (("tune.objective=likelihood", "tune.beta=0.2"), ("tune.objective=dpo",)),
     (("tune.objective=likelihood",), ("tune.objective=dpo",)),
 ])

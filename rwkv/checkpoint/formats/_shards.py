@@ -1,0 +1,149 @@
+"""A checkpoint of trainer=fsdp: a folder with a file for each process, written by torch.distributed.checkpoint.
+
+    shard-00001-....safetensors, ...     each process's rows of the weights and of the optimiser's state
+    rest.pt                              the dictionary of a .ckpt without these tensors; SHARDED lists their places in it
+    complete.json                        the size and the CRC-32 of every file; written last, when the checkpoint is complete
+
+A place is a tuple of keys, as ("optimizer_states", 0, "state", 3, "exp_avg"), and the name of its tensor in the shards is
+"optimizer_states/0/state/3/exp_avg". Reading executes no pickle.
+"""
+
+import json
+import warnings
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rwkv.checkpoint.formats import _torch_file
+from rwkv.checkpoint.location import COMPLETE, is_sharded
+from rwkv.checkpoint.stored import Stored
+from rwkv.errors import CheckpointError
+from rwkv.io.atomic import write_file
+
+REST = "rest.pt"
+SHARDED = "sharded"                      # key in the rest
+WEIGHTS = "state_dict"                   # the first key of the places of weights
+READ_BYTES = 1 << 20
+
+Place = tuple[str | int, ...]
+
+
+def recognises(path: Path) -> bool:
+    return is_sharded(path)
+
+
+def name_of(place: Place) -> str:
+    return "/".join(map(str, place))
+
+
+def sum_of(path: Path) -> tuple[int, int]:
+    """The size and the CRC-32 of a file."""
+    size = checksum = 0
+    with path.open("rb") as file:
+        while part := file.read(READ_BYTES):
+            size += len(part)
+            checksum = zlib.crc32(part, checksum)
+    return size, checksum
+
+
+def write_complete(folder: Path, sums: Mapping[str, tuple[int, int]]) -> None:
+    """sums: sum_of each of the files."""
+    write_file(folder / COMPLETE, lambda file: file.write(json.dumps(sums).encode()))
+
+
+def read_rest(folder: Path) -> dict[Any, Any]:
+    """The dictionary without the sharded tensors. Raises CheckpointError if any of the folder's files is missing or damaged."""
+    try:
+        sums = json.loads((folder / COMPLETE).read_bytes())
+        damaged = [name for name, expected in sums.items() if list(sum_of(folder / name)) != list(expected)]
+    except FileNotFoundError as error:
+        raise CheckpointError(f"{folder} lacks {Path(error.filename).name}: it was copied or deleted in part; copy it "
+                              "again") from None
+    except (ValueError, AttributeError, TypeError) as error:
+        raise CheckpointError(f"{folder / COMPLETE} is damaged ({error}); copy the checkpoint again") from None
+    if damaged or REST not in sums:
+        raise CheckpointError(f"{folder / (damaged or [REST])[0]} is truncated or damaged: its checksum is not the one in "
+                              f"{COMPLETE}; copy the checkpoint again")
+    return _torch_file.load(folder / REST)
+
+
+def open_shards(folder: Path) -> Any:
+    """torch's reader, which has read the headers of the files."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+
+    reader = HuggingFaceStorageReader(str(folder))
+    headers = reader.read_metadata()
+    reader.read_metadata = lambda: headers       # type: ignore[method-assign]  # torch would read them again for each call
+    return reader
+
+
+def sizes(reader: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """The shape and dtype of each sharded tensor, by name_of its place."""
+    return {name: (tuple(each.size), each.properties.dtype)
+            for name, each in reader.read_metadata().state_dict_metadata.items()}
+
+
+def fill(reader: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Reads into these tensors, by name_of their places: whole ones, or DTensors, of which only this process's part is read."""
+    from torch.distributed import checkpoint
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")          # about reading in a process alone
+        checkpoint.load(dict(tensors), storage_reader=reader, no_dist=True)
+
+
+def weights(folder: Path, places: Iterable[Place]) -> dict[str, Stored]:
+    """The weights among the places, by their names in the state_dict."""
+    reader = open_shards(folder)
+    found = sizes(reader)
+
+    def stored(place: Place) -> Stored:
+        name = name_of(place)
+        shape, dtype = found[name]
+
+        def data() -> Tensor:
+            whole = torch.empty(shape, dtype=dtype)
+            fill(reader, {name: whole})
+            return whole
+
+        return Stored(str(place[1]), str(folder), shape, dtype, data)
+
+    return {str(place[1]): stored(place) for place in places if place[0] == WEIGHTS}
+
+
+def read(folder: Path, empty: Callable[[Place, tuple[int, ...], torch.dtype], Tensor]) -> dict[Any, Any]:
+    """The dictionary of the .ckpt that one process would have written.
+
+    empty(place, shape, dtype): a tensor to read into, whole or a DTensor. Raises CheckpointError as read_rest does.
+    """
+    content = read_rest(folder)
+    reader = open_shards(folder)
+    found = sizes(reader)
+    tensors = {place: empty(place, *found[name_of(place)]) for place in content.pop(SHARDED)}
+    fill(reader, {name_of(place): tensor for place, tensor in tensors.items()})
+    for place, tensor in tensors.items():
+        insert(content, place, tensor)
+    return content
+
+
+def read_whole(folder: Path) -> dict[Any, Any]:
+    """read() into whole tensors."""
+    return read(folder, lambda place, shape, dtype: torch.empty(shape, dtype=dtype))
+
+
+def value_at(content: Any, place: Place) -> Any:
+    for key in place:
+        content = content[key]
+    return content
+
+
+def insert(content: Any, place: Place, value: Any) -> None:
+    """Puts a value into nested dictionaries and lists. Dictionaries that are missing are made."""
+    *path, last = place
+    for key in path:
+        content = content.setdefault(key, {}) if isinstance(content, dict) else content[key]
+    content[last] = value

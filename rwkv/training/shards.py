@@ -1,0 +1,140 @@
+"""Writes a checkpoint of trainer=fsdp (rwkv/checkpoint/formats/_shards.py) while training goes on.
+
+Each process writes its own file, in a folder with a temporary name. When all have, rank 0 marks the folder as complete and
+renames it: a kill at any moment leaves the checkpoint before it, and this one if it was complete.
+"""
+
+import io
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+import torch
+from torch import distributed, futures
+from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint import HuggingFaceStorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.tensor import DTensor
+
+from rwkv.checkpoint.formats._shards import REST, SHARDED, Place, name_of, sum_of, write_complete
+from rwkv.checkpoint.location import LAST
+from rwkv.distributed import fail_together, rank
+from rwkv.errors import UserError
+from rwkv.io.atomic import replace_folder, write_file
+
+
+class Saving:
+    """A checkpoint that is being written to `path`."""
+
+    def __init__(self, content: dict[str, Any], path: Path, group: distributed.ProcessGroup,
+                 completed: Callable[[], None]) -> None:
+        """Copies the content, a dictionary with DTensors and, the same in all processes, everything else; begins to write it.
+
+        group: all processes, for the threads that write. completed: called in rank 0, in such a thread, after the renaming.
+        """
+        self.path = path
+        tensors: dict[Place, DTensor] = {}
+        rest = _without_shards(content, tensors)
+        folder = path.with_name(f".{path.name}.{content['global_step']}")
+        buffer = io.BytesIO()            # filled now: training goes on and changes what it is made of
+        if rank() == 0:
+            torch.save(rest | {SHARDED: list(tensors)}, buffer)
+
+        def complete(sums: dict[str, tuple[int, int]]) -> None:
+            write_file(folder / REST, lambda file: file.write(buffer.getbuffer()))
+            write_complete(folder, sums | {REST: sum_of(folder / REST)})
+            replace_folder(folder, path)
+            completed()
+
+        copies = {name_of(place): _copy(tensor) for place, tensor in tensors.items()}
+        self._future: Future[Any] = dcp.async_save(          # type: ignore[assignment]
+            copies, storage_writer=_Writer(folder, complete), async_stager=_Copied(), process_group=group)
+
+    def wait_alone(self) -> None:
+        """Returns when the checkpoint is complete or has failed, for a process that is about to end because of an error."""
+        self._future.exception()
+
+    def wait(self) -> None:
+        """Returns when the checkpoint is complete. All processes must call it. Raises UserError if it cannot be written."""
+        try:
+            self._future.result()
+        except CheckpointException as error:
+            problem = next(iter(error.failures.values()))[0]
+            if "peer" in str(problem):   # gloo's, about a process that has ended
+                raise RuntimeError(str(problem)) from None
+            fail_together(unwritable(self.path, problem))
+
+
+def _copy(tensor: DTensor) -> DTensor:
+    """A copy in host memory. torch's own copies all of the storage that Muon's momenta are views of, once for each."""
+    local = tensor.to_local().detach()
+    local = local.clone() if local.device.type == "cpu" else local.cpu()
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
+                              stride=tensor.stride())
+
+
+class _Copied(AsyncStager):
+    """torch's interface for copying the tensors to save, where they are copies already."""
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        return state_dict
+
+    def synchronize_staging(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _Writer(HuggingFaceStorageWriter):
+    """complete(sums): called in rank 0 once all processes have written, with sum_of their files."""
+
+    def __init__(self, folder: Path, complete: Callable[[dict[str, tuple[int, int]]], None]) -> None:
+        super().__init__(str(folder), save_distributed=True)
+        self._folder = folder
+        self._complete = complete
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        results = super().write_data(plan, planner).wait()
+        names = {result.storage_data.relative_path for result in results}
+        sums = {name: sum_of(self._folder / name) for name in names}
+        done: futures.Future[Any] = futures.Future()
+        done.set_result([replace(result, storage_data=sums) for result in results])
+        return done
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        self._complete({name: size for written in results for result in written for name, size in result.storage_data.items()})
+
+
+def _without_shards(content: Any, tensors: dict[Place, DTensor], place: Place = ()) -> Any:
+    """Nested dictionaries and lists without their DTensors, which are added to `tensors`."""
+    if isinstance(content, dict):
+        return {key: _without_shards(value, tensors, (*place, key)) for key, value in _split(content, tensors, place)}
+    if isinstance(content, list):
+        return [_without_shards(value, tensors, (*place, number)) for number, value in enumerate(content)]
+    return content
+
+
+def _split(content: dict[Any, Any], tensors: dict[Place, DTensor], place: Place) -> Iterator[tuple[Any, Any]]:
+    for key, value in content.items():
+        if isinstance(value, DTensor):
+            tensors[*place, key] = value
+        else:
+            yield key, value
+
+
+def unwritable(path: Path, error: BaseException) -> UserError:
+    """The error for a checkpoint that cannot be written."""
+    reason = getattr(_cause(error), "strerror", None) or str(error).splitlines()[0]
+    return UserError(f"cannot write the checkpoint {path.parent / LAST.name}: {reason}; the ones before it are intact: "
+                     f"make room, and continue with resume=auto {quote(f'out_dir={path.parent.parent}')}")
+
+
+def _cause(error: BaseException) -> BaseException:
+    while error.__context__ is not None and not isinstance(error, OSError):
+        error = error.__context__
+    return error
