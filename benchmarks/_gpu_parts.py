@@ -581,7 +581,9 @@ def shards(check: Check) -> None:
     if not check.on_gpu:
         return
     steps = ("trainer.max_steps=15", "trainer.precision=bf16-mixed")
-    for name, options in (("fsdp", ("trainer=fsdp", "trainer.devices=1")), ("ddp", ("trainer=ddp", "trainer.devices=1")),
+    fsdp = ("trainer=fsdp", "trainer.devices=1")
+    for name, options in (("fsdp", fsdp), ("offload", (*fsdp, "trainer.offload=true")),
+                          ("ddp", ("trainer=ddp", "trainer.devices=1")),
                           ("recomputed", ("trainer.activation_checkpointing=true",))):
         run_program(check, name, *training(check, name, "rwkv7_tiny", *steps, *options))
 

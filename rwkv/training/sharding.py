@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
     fully_shard,
     register_fsdp_forward_method,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rwkv.checkpoint.formats import _shards, _torch_file
@@ -186,11 +186,9 @@ def _share(parameter: DTensor, value: Tensor) -> DTensor:
 
 
 def _empty_share(parameter: DTensor, shape: tuple[int, ...], dtype: torch.dtype) -> DTensor:
-    """A tensor of this shape, divided as the parameter is. An axis of another size than the parameter's is not divided."""
-    mesh = parameter.device_mesh
-    placements = [placement if isinstance(placement, Shard) and shape[placement.dim] == parameter.shape[placement.dim]
-                  else Replicate() for placement in parameter.placements]
-    sizes, _ = compute_local_shape_and_global_offset(shape, mesh, placements)
-    local = torch.empty(sizes, dtype=dtype, device=parameter.to_local().device)
-    return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(shape),
-                              stride=torch.empty(shape, device="meta").stride())
+    """A tensor of this shape where the parameter is, and divided as it is. An axis that is not divided may be shorter."""
+    part = parameter.detach()[tuple(slice(None if size == whole else size)
+                                    for size, whole in zip(shape, parameter.shape, strict=True))]
+    share = torch.empty_like(part, dtype=dtype)
+    assert isinstance(share, DTensor)
+    return share

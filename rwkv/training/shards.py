@@ -71,10 +71,10 @@ class Saving:
 
 def _copy(tensor: DTensor) -> DTensor:
     """A copy in host memory. torch's own copies all of the storage that Muon's momenta are views of, once for each."""
-    local = tensor.to_local().detach()
-    local = local.clone() if local.device.type == "cpu" else local.cpu()
-    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape,
-                              stride=tensor.stride())
+    on_cpu = tensor.to_local().device.type == "cpu"
+    copied = tensor.detach().clone() if on_cpu else tensor.detach().cpu()
+    assert isinstance(copied, DTensor)
+    return copied
 
 
 class _Copied(AsyncStager):

@@ -96,6 +96,8 @@ def tuning_files(folder: Path) -> None:
         byte_model(folder / f"base{generation[-1]}.safetensors", generation)
     pairs = [{"prompt": f"{n} and one?", "chosen": f"{n + 1}", "rejected": f"it is {n + 1}" + "!" * (n % 5)} for n in range(24)]
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, pairs)))
+    talks = [{"prompt": f"{n} and one?", "completion": f"{n + 1}"} for n in range(24)]
+    (folder / "talks.jsonl").write_text("\n".join(map(json.dumps, talks)))
 
 
 @pytest.fixture(scope="module")
@@ -249,9 +251,10 @@ def test_what_divides_no_weights_is_refused() -> None:
 # Everything, with four processes
 
 
-TALK = (*COMMON, "data=chat", "data.path=pairs.jsonl", "optim.lr=1e-3", "tune.guard=null", "model.ctx_len=128")
-TUNED = {"lora": ("tune=lora", "tune.rank=2"), "state": ("tune=state",),
-         "dpo": ("tune=lora", "tune.rank=2", "tune.objective=dpo"), "dpo-full": ("tune.objective=dpo", "optim.lr=1e-4")}
+TALK = (*COMMON, "data=chat", "optim.lr=1e-3", "tune.guard=null", "model.ctx_len=128")
+TALKS, PAIRS = ("data.path=talks.jsonl",), ("data.path=pairs.jsonl", "tune.objective=dpo")
+TUNED = {"lora": (*TALKS, "tune=lora", "tune.rank=2"), "state": (*TALKS, "tune=state"),
+         "dpo": (*PAIRS, "tune=lora", "tune.rank=2"), "dpo-full": (*PAIRS, "optim.lr=1e-4")}
 OPTIMISERS = {"adamw": ("optim.name=adamw",), "normuon": NORMUON}
 MATRIX = {f"{generation}-{optim}": (*TEXT, *(RWKV7 if generation == "rwkv7" else ()), *options)
           for generation in ("rwkv4", "rwkv7") for optim, options in OPTIMISERS.items()}
