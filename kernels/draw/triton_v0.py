@@ -79,6 +79,13 @@ def _key(x):
 
 
 @triton.jit
+def _logits(row, first, V, BLOCK: tl.constexpr):
+    """BLOCK logits of a row from `first` on; -inf behind the last one."""
+    c = first + tl.arange(0, BLOCK)
+    return tl.load(row + c, mask=c < V, other=-float("inf")).to(tl.float32)
+
+
+@triton.jit
 def _listed(numbers, ids, n, first, LISTED: tl.constexpr):
     """Part of the list: the logits, ids, and which of these exist."""
     place = first + tl.arange(0, LISTED)
@@ -164,8 +171,7 @@ def _keep(numbers, ids, n, key, ties, LISTED: tl.constexpr):
 def _logit_of_likeliest(row, numbers, V, k, BLOCK: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr):
     """A logit that k tokens have at least: the k-th largest of the largest of parts of the vocabulary."""
     for first in range(0, V, BLOCK):
-        c = first + tl.arange(0, BLOCK)
-        x = tl.load(row + c, mask=c < V, other=-float("inf")).to(tl.float32)
+        x = _logits(row, first, V, BLOCK)
         part = first // PART + tl.arange(0, BLOCK // PART)
         largest = tl.max(tl.reshape(x, (BLOCK // PART, PART)), 1)
         tl.store(numbers + part, largest, mask=part * PART < V)
@@ -188,6 +194,144 @@ def _logit_of_likeliest(row, numbers, V, k, BLOCK: tl.constexpr, PARTS: tl.const
     return tl.where(found >= LEAST, found, LEAST)        # NaN for too few parts
 
 
+@triton.jit
+def _largest(row, V, BLOCK: tl.constexpr):
+    """The largest logit of the row, and whether it is finite and no logit is NaN."""
+    largest = tl.full([BLOCK], -float("inf"), tl.float32)
+    wrong = tl.zeros([BLOCK], tl.int32)
+    for first in range(0, V, BLOCK):
+        x = _logits(row, first, V, BLOCK)
+        wrong |= (x != x).to(tl.int32)
+        largest = tl.maximum(largest, x)
+    top = tl.max(largest, 0)
+    return top, (tl.max(wrong, 0) == 0) & (top - top == 0)
+
+
+@triton.jit
+def _total_weight(row, V, top, scale, BLOCK: tl.constexpr):
+    sums = tl.zeros([BLOCK], tl.float64)
+    for first in range(0, V, BLOCK):
+        sums += _weights(_logits(row, first, V, BLOCK), top, scale).to(tl.float64)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def _list_likely(row, numbers, ids, V, least_logit, least_weight, top, scale, BLOCK: tl.constexpr):
+    """Lists the tokens with at least that logit and that weight, in the order of the vocabulary. Returns their number."""
+    n = tl.zeros([], tl.int32)
+    for first in range(0, V, BLOCK):
+        x = _logits(row, first, V, BLOCK)
+        likely = (x >= least_logit) & (_weights(x, top, scale) >= least_weight)
+        place = n + tl.cumsum(likely.to(tl.int32), 0) - 1
+        tl.store(numbers + place, x, mask=likely)
+        tl.store(ids + place, first + tl.arange(0, BLOCK), mask=likely)
+        n += tl.sum(likely.to(tl.int32), 0)
+    tl.debug_barrier()
+    return n
+
+
+@triton.jit
+def _listed_weight(numbers, ids, n, top, scale, LISTED: tl.constexpr):
+    sums = tl.zeros([LISTED], tl.float64)
+    for first in range(0, n, LISTED):
+        x, _ids, inside = _listed(numbers, ids, n, first, LISTED)
+        sums += tl.where(inside, _weights(x, top, scale), 0.0).to(tl.float64)
+    return tl.sum(sums, 0)
+
+
+@triton.jit
+def _keep_top_k(numbers, ids, n, top_k, top, scale, lowest, FILTERS_FIRST: tl.constexpr, LISTED: tl.constexpr):
+    """Leaves the top_k likeliest tokens in the list. Returns their number."""
+    key, above, _ties, _one = _search(numbers, ids, n, lowest, top_k, top, scale, 0.0, 0.0, "count", FILTERS_FIRST, LISTED)
+    return _keep(numbers, ids, n, key, (top_k - above).to(tl.int32), LISTED)
+
+
+@triton.jit
+def _keep_top_p(numbers, ids, n, bound, top, scale, lowest, FILTERS_FIRST: tl.constexpr, LISTED: tl.constexpr):
+    """Leaves the fewest likeliest tokens in the list whose weights add up to the bound. Returns their number."""
+    key, above, _ties, weight = _search(numbers, ids, n, lowest, bound, top, scale, 0.0, 0.0, "weight", FILTERS_FIRST, LISTED)
+    ties = tl.where(weight > 0, tl.ceil((bound - above) / tl.where(weight > 0, weight, 1.0)), 1.0)
+    return _keep(numbers, ids, n, key, tl.minimum(tl.maximum(ties, 1.0), 2147483647.0).to(tl.int32), LISTED)
+
+
+@triton.jit
+def _draw_by_logit(numbers, ids, n, wanted, least, top, scale, last_scale, min_p, FILTERS_FIRST: tl.constexpr,
+                   LISTED: tl.constexpr):
+    """The token of the list at which the cumulative weight exceeds `wanted`, the largest logits first. least: the key of the
+    last token that can be drawn, which is taken if rounding leads beyond it."""
+    key, above, ties, weight = _search(numbers, ids, n, least, wanted, top, scale, last_scale, min_p, "draw", FILTERS_FIRST,
+                                       LISTED)
+    rank = tl.minimum((wanted - above) / tl.where(weight > 0, weight, 1.0), tl.maximum(ties, 1) - 1.0).to(tl.int32)
+    token = tl.zeros([], tl.int32)
+    seen = tl.zeros([], tl.int32)
+    for first in range(0, n, LISTED):
+        x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
+        tie = inside & (_key(x).to(tl.int64) == key)
+        place = seen + tl.cumsum(tie.to(tl.int32), 0) - 1
+        token += tl.sum(tl.where(tie & (place == rank), token_ids, 0), 0)
+        seen += tl.sum(tie.to(tl.int32), 0)
+    return token
+
+
+@triton.jit
+def _draw_by_place(numbers, ids, n, wanted, top, scale, last_scale, min_p, FILTERS_FIRST: tl.constexpr, LISTED: tl.constexpr):
+    """The same in the order of the vocabulary."""
+    token = tl.zeros([], tl.int32)
+    before = tl.zeros([], tl.float64)
+    last = tl.zeros([], tl.int32)
+    done = tl.zeros([], tl.int32)
+    for first in range(0, n, LISTED):
+        x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
+        weight = _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST)
+        past = (before + tl.cumsum(weight, 0) > wanted) & (weight > 0)
+        found = tl.min(tl.where(past, token_ids, 2147483647), 0)
+        last = tl.maximum(last, tl.max(tl.where(weight > 0, token_ids, 0), 0))
+        token = tl.where((done == 0) & (found < 2147483647), found, token)
+        done |= (found < 2147483647).to(tl.int32)
+        before += tl.sum(weight, 0)
+    return tl.where(done > 0, token, last)
+
+
+@triton.jit
+def _draw_listed(numbers, ids, n, uniform, top, scale, last_scale, min_p, IN_ORDER: tl.constexpr, FILTERS_FIRST: tl.constexpr,
+                 LISTED: tl.constexpr):
+    """A token of the list. IN_ORDER: of the logits, else of the vocabulary."""
+    sums = tl.zeros([LISTED], tl.float64)
+    least = tl.full([], 2147483647, tl.int64)            # the smallest key of a token that can be drawn
+    for first in range(0, n, LISTED):
+        x, _ids, inside = _listed(numbers, ids, n, first, LISTED)
+        weight = _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST)
+        least = tl.minimum(least, tl.min(tl.where(weight > 0, _key(x).to(tl.int64), 2147483647), 0))
+        sums += weight
+    wanted = uniform * tl.sum(sums, 0)
+    if IN_ORDER:
+        token = _draw_by_logit(numbers, ids, n, wanted, least, top, scale, last_scale, min_p, FILTERS_FIRST, LISTED)
+    else:
+        token = _draw_by_place(numbers, ids, n, wanted, top, scale, last_scale, min_p, FILTERS_FIRST, LISTED)
+    return token
+
+
+@triton.jit
+def _draw_unfiltered(row, V, wanted, top, scale, BLOCK: tl.constexpr):
+    """The token of the vocabulary at which the cumulative weight exceeds `wanted`: its block is found first."""
+    lane = tl.arange(0, BLOCK)
+    before = tl.zeros([], tl.float64)
+    start = tl.zeros([], tl.int32)       # of the block, and the sum before that block
+    before_start = tl.zeros([], tl.float64)
+    done = tl.zeros([], tl.int32)
+    for first in range(0, V, BLOCK):
+        own = tl.sum(_weights(_logits(row, first, V, BLOCK), top, scale).to(tl.float64), 0)
+        start = tl.where((done == 0) & (own > 0), first, start)
+        before_start = tl.where((done == 0) & (own > 0), before, before_start)
+        before += own
+        done |= (before > wanted).to(tl.int32)
+    weight = _weights(_logits(row, start, V, BLOCK), top, scale).to(tl.float64)
+    past = (before_start + tl.cumsum(weight, 0) > wanted) & (weight > 0)
+    found = tl.min(tl.where(past, start + lane, 2147483647), 0)
+    last = tl.max(tl.where(weight > 0, start + lane, 0), 0)
+    return tl.where(found < 2147483647, found, last)
+
+
 @triton.jit(do_not_specialize=["top_k"])  # 1 and multiples of 16 would be compiled on their own
 def _draw(logits, uniform, drawn, numbers, ids, stride, V, listed, inverse_temperature, top_k, top_p, min_p,
           FILTERED: tl.constexpr, TOP_K: tl.constexpr, IN_ORDER: tl.constexpr, FILTERS_FIRST: tl.constexpr, BLOCK: tl.constexpr,
@@ -196,25 +340,12 @@ def _draw(logits, uniform, drawn, numbers, ids, stride, V, listed, inverse_tempe
     row = logits + number * stride
     numbers += number * listed
     ids += number * listed
-    lane = tl.arange(0, BLOCK)
-    largest = tl.full([BLOCK], -float("inf"), tl.float32)
-    wrong = tl.zeros([BLOCK], tl.int32)
-    for first in range(0, V, BLOCK):
-        x = tl.load(row + first + lane, mask=first + lane < V, other=-float("inf")).to(tl.float32)
-        wrong |= (x != x).to(tl.int32)
-        largest = tl.maximum(largest, x)
-    top = tl.max(largest, 0)
-    finite = (tl.max(wrong, 0) == 0) & (top - top == 0)
+    top, finite = _largest(row, V, BLOCK)
     scale = inverse_temperature
     if FILTERS_FIRST:
         scale = 1.0
-    sums = tl.zeros([BLOCK], tl.float64)
-    for first in range(0, V, BLOCK):
-        x = tl.load(row + first + lane, mask=first + lane < V, other=-float("inf")).to(tl.float32)
-        sums += _weights(x, top, scale).to(tl.float64)
-    total = tl.sum(sums, 0)
+    total = _total_weight(row, V, top, scale, BLOCK)
     u = tl.load(uniform + number)
-    token = tl.zeros([], tl.int32)
     if FILTERED:
         least_logit = tl.full([], LEAST, tl.float32)
         least_weight = tl.full([], 0.0, tl.float32)
@@ -223,82 +354,15 @@ def _draw(logits, uniform, drawn, numbers, ids, stride, V, listed, inverse_tempe
         else:                            # tokens with less add up to less than what top_p drops
             least_weight = tl.where(top_p < 1, 0.99 * (1 - top_p) * total / V, 1e-36).to(tl.float32)
             least_weight = tl.maximum(least_weight, min_p)
-        n = tl.zeros([], tl.int32)
-        for first in range(0, V, BLOCK):
-            x = tl.load(row + first + lane, mask=first + lane < V, other=-float("inf")).to(tl.float32)
-            likely = (x >= least_logit) & (_weights(x, top, scale) >= least_weight)
-            place = n + tl.cumsum(likely.to(tl.int32), 0) - 1
-            tl.store(numbers + place, x, mask=likely)
-            tl.store(ids + place, first + lane, mask=likely)
-            n += tl.sum(likely.to(tl.int32), 0)
-        tl.debug_barrier()
+        n = _list_likely(row, numbers, ids, V, least_logit, least_weight, top, scale, BLOCK)
         lowest = tl.full([], -2147483648, tl.int64)
         if TOP_K:
-            key, above, _ties, _one = _search(numbers, ids, n, lowest, top_k, top, scale, 0.0, 0.0, "count", FILTERS_FIRST,
-                                              LISTED)
-            n = _keep(numbers, ids, n, key, (top_k - above).to(tl.int32), LISTED)
+            n = _keep_top_k(numbers, ids, n, top_k, top, scale, lowest, FILTERS_FIRST, LISTED)
             if not FILTERS_FIRST:        # top_p is a share of what top_k leaves
-                left = tl.zeros([LISTED], tl.float64)
-                for first in range(0, n, LISTED):
-                    x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
-                    left += tl.where(inside, _weights(x, top, scale), 0.0).to(tl.float64)
-                total = tl.sum(left, 0)
+                total = _listed_weight(numbers, ids, n, top, scale, LISTED)
         if top_p < 1:
-            bound = top_p * total
-            key, above, _ties, weight = _search(numbers, ids, n, lowest, bound, top, scale, 0.0, 0.0, "weight", FILTERS_FIRST,
-                                                LISTED)
-            ties = tl.where(weight > 0, tl.ceil((bound - above) / tl.where(weight > 0, weight, 1.0)), 1.0)
-            n = _keep(numbers, ids, n, key, tl.minimum(tl.maximum(ties, 1.0), 2147483647.0).to(tl.int32), LISTED)
-        left = tl.zeros([LISTED], tl.float64)
-        least = tl.full([], 2147483647, tl.int64)        # the key of the last token that can be drawn, if rounding leads beyond
-        for first in range(0, n, LISTED):
-            x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
-            weight = _chosen_weights(x, inside, top, scale, inverse_temperature, min_p, FILTERS_FIRST)
-            least = tl.minimum(least, tl.min(tl.where(weight > 0, _key(x).to(tl.int64), 2147483647), 0))
-            left += weight
-        wanted = u * tl.sum(left, 0)
-        seen = tl.zeros([], tl.int32)
-        if IN_ORDER:
-            key, above, ties, of_key = _search(numbers, ids, n, least, wanted, top, scale, inverse_temperature, min_p, "draw",
-                                               FILTERS_FIRST, LISTED)
-            rank = tl.minimum((wanted - above) / tl.where(of_key > 0, of_key, 1.0), tl.maximum(ties, 1) - 1.0).to(tl.int32)
-            for first in range(0, n, LISTED):
-                x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
-                tie = inside & (_key(x).to(tl.int64) == key)
-                place = seen + tl.cumsum(tie.to(tl.int32), 0) - 1
-                token += tl.sum(tl.where(tie & (place == rank), token_ids, 0), 0)
-                seen += tl.sum(tie.to(tl.int32), 0)
-        else:
-            before = tl.zeros([], tl.float64)
-            last = tl.zeros([], tl.int32)
-            done = tl.zeros([], tl.int32)
-            for first in range(0, n, LISTED):
-                x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
-                weight = _chosen_weights(x, inside, top, scale, inverse_temperature, min_p, FILTERS_FIRST)
-                past = (before + tl.cumsum(weight, 0) > wanted) & (weight > 0)
-                found = tl.min(tl.where(past, token_ids, 2147483647), 0)
-                last = tl.maximum(last, tl.max(tl.where(weight > 0, token_ids, 0), 0))
-                token = tl.where((done == 0) & (found < 2147483647), found, token)
-                done |= (found < 2147483647).to(tl.int32)
-                before += tl.sum(weight, 0)
-            token = tl.where(done > 0, token, last)
+            n = _keep_top_p(numbers, ids, n, top_p * total, top, scale, lowest, FILTERS_FIRST, LISTED)
+        token = _draw_listed(numbers, ids, n, u, top, scale, inverse_temperature, min_p, IN_ORDER, FILTERS_FIRST, LISTED)
     else:
-        wanted = u * total
-        before = tl.zeros([], tl.float64)
-        start = tl.zeros([], tl.int32)   # of the block in which the token is, and the sum before that block
-        before_start = tl.zeros([], tl.float64)
-        done = tl.zeros([], tl.int32)
-        for first in range(0, V, BLOCK):
-            x = tl.load(row + first + lane, mask=first + lane < V, other=-float("inf")).to(tl.float32)
-            own = tl.sum(_weights(x, top, scale).to(tl.float64), 0)
-            start = tl.where((done == 0) & (own > 0), first, start)
-            before_start = tl.where((done == 0) & (own > 0), before, before_start)
-            before += own
-            done |= (before > wanted).to(tl.int32)
-        x = tl.load(row + start + lane, mask=start + lane < V, other=-float("inf")).to(tl.float32)
-        weight = _weights(x, top, scale).to(tl.float64)
-        past = (before_start + tl.cumsum(weight, 0) > wanted) & (weight > 0)
-        found = tl.min(tl.where(past, start + lane, 2147483647), 0)
-        last = tl.max(tl.where(weight > 0, start + lane, 0), 0)
-        token = tl.where(found < 2147483647, found, last)
+        token = _draw_unfiltered(row, V, u * total, top, scale, BLOCK)
     tl.store(drawn + number, tl.where(finite, token, -1).to(tl.int64))

@@ -364,9 +364,10 @@ class Builder:
             tiles += -(-job.N // block_n)
         assert len(jobs) <= self._kernels.MOST_JOBS
         table += [[tiles, *[0] * (self._kernels.FIELDS - 1)]] * (self._kernels.MOST_JOBS - len(jobs))
+        wide = first.weight.dtype == torch.float32
         constants = {"FORM": first.form, "BLOCK_N": block_n, "BLOCK_K": self._kernels.BLOCK_K,
-                     "DOT": self._dot, "num_warps": (8 if first.form == "int4" else 4) if block_n == 64 else 2,
-                     "num_stages": 2 if first.weight.dtype == torch.float32 else 4}
+                     "DOT": self._dot, "num_warps": (8 if first.form == "int4" or wide else 4) if block_n == 64 else 2,
+                     "num_stages": 2 if wide else 4}
         args = (torch.tensor(table, device=self._device), first.weight, first.scale, first.shift, self.wide_buffer,
                 self.narrow_buffer, target, self.wide_size, self.narrow_size, target.shape[1])
         self._weights.append(jobs)
