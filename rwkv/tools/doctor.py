@@ -16,7 +16,7 @@ from typing import Any
 from kernels.arguments import Parser, path_of
 from rwkv.cli import exit_on_user_error
 from rwkv.errors import UserError
-from rwkv.io.lines import hung
+from rwkv.io.lines import counted, hung
 
 # Distributions, by the extra that installs them; "" for those that every program needs, ALWAYS for those of dependencies that
 # some Python lacks or that a program can do without
@@ -25,11 +25,11 @@ PACKAGES: dict[str, tuple[str, ...]] = {
          "jinja2", "wandb"),
     "taichi": ("taichi",), "triton": ("triton",), "plot": ("matplotlib",),
     "hf": ("datasets",), "world": ("pyrwkv-tokenizer",), "chat": ("prompt_toolkit",), "lm-eval": ("lm-eval",),
-    "gguf": ("gguf",), "hub": ("huggingface_hub",),
+    "gguf": ("gguf",), "hub": ("huggingface_hub",), "slurm": ("submitit",),
     "serve": ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus-client", "llguidance")}
 FOR = {"taichi": "kernels taichi_*", "triton": "kernels triton_*", "plot": "plots of benchmarks",
        "hf": "data=hf", "world": "fast World tokenisation", "chat": "editing lines in chat", "lm-eval": "timemix lm_eval",
-       "gguf": "llama.cpp's files", "hub": "names on the Hub", "serve": "timemix serve"}
+       "gguf": "llama.cpp's files", "hub": "names on the Hub", "slurm": "sweep.launcher=submitit", "serve": "timemix serve"}
 ALWAYS = ("taichi", "world", "chat", "hub")
 PROBLEM = "!"
 INDENT = 14                              # columns before a line's text
@@ -139,7 +139,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     if "torch_error" in report:
         return [*shown, line("torch", f"cannot be imported: {report['torch_error']}", True)]
     memory = f", {report['free_bytes'] / 2**30:.1f} GiB of memory free" if report["free_bytes"] else ""
-    shown += [line("cpu", f"{report['cpu']}, {report['threads']} threads{memory}"),
+    shown += [line("cpu", f"{report['cpu']}, {counted(report['threads'], 'thread')}{memory}"),
               *(line("cpu", reason) for reason in report["slow_dtypes"]),
               line("C library", report["c_library_missing"] or f"runs, with {report['c_library']}", not report["c_library"]),
               *(line("gpu", name) for name in report["gpus"]), *([line("gpu", report["no_gpu"])] if report["no_gpu"] else [])]

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from contextlib import suppress
@@ -21,6 +22,7 @@ from typing import IO, Any, TextIO
 
 import yaml
 
+from rwkv import cli
 from rwkv.config import SweepConfig
 from rwkv.errors import UserError
 from rwkv.io.lines import broken
@@ -29,6 +31,7 @@ from rwkv.io.unread import abandon
 from rwkv.training import sweep_child
 
 DAY = 24 * 60                            # minutes: the time of a job, unless sweep.arguments has another
+CANCEL_SECONDS = 60                      # after which a cancelled job counts as ended, as where SLURM has no accounting
 CLUSTERS = {"slurm": "SlurmJob", "local": "LocalJob"}    # the classes of submitit's jobs
 
 
@@ -174,6 +177,7 @@ class SubmititJobs(Launcher):
             raise UserError(f"submitit refuses sweep.arguments: {str(error).partition(chr(10))[0]}") from None
         self._folder = folder / "%j"
         self._jobs: dict[str, Any] = {}
+        self._stopped: float | None = None               # when the jobs were cancelled
 
     def _executor_in(self, folder: Path) -> Any:
         executor = self._submitit.AutoExecutor(folder, cluster=self.cluster)
@@ -191,12 +195,18 @@ class SubmititJobs(Launcher):
     def ends(self) -> list[End]:
         over = {name: job for name, job in self._jobs.items() if self._is_over(job)}
         if not over:
-            threading.Event().wait(POLL_SECONDS)
+            time.sleep(POLL_SECONDS)
+        if self._stopped is not None and time.monotonic() - self._stopped > CANCEL_SECONDS:
+            self.stop(signal.SIGTERM)    # again: a job that was being queued again has not heard it
+            ends = [End(name, cli.INTERRUPTED) for name in self._jobs]
+            self._jobs.clear()
+            return ends
         for name in over:
             del self._jobs[name]
         return [self._end(name, job) for name, job in over.items()]
 
     def stop(self, number: int) -> None:
+        self._stopped = self._stopped or time.monotonic()
         for job in list(self._jobs.values()):
             job.cancel(check=False)
 

@@ -20,7 +20,7 @@ from rwkv.tools import completion, doctor, smoke
 from rwkv.tools.__main__ import COMMANDS
 
 ROOT = Path(__file__).parent.parent.parent
-OUTSIDE = ("dev",)                       # extras of which doctor says nothing
+OUTSIDE = ("dev", "notebook")            # extras of which doctor says nothing
 
 
 def requirement(text: str) -> str:
