@@ -58,6 +58,7 @@ class LanguageModel(lightning.LightningModule):
         self.loss_scale: LossScale | None = None         # with fp16-mixed
         self.tuned = not all(parameter.requires_grad for parameter in model.parameters())
         self.strict_loading = not self.tuned     # a checkpoint lacks the frozen weights
+        self.sharded = False             # with trainer=fsdp
         self.grad_norm: Tensor | None = None     # of the last step, before clipping; None if gradients are not clipped
         self.sources: Sequence[str] = ()         # the names of data=mix's sources
         self.optim_in_backward = False
@@ -67,6 +68,7 @@ class LanguageModel(lightning.LightningModule):
 
     def configure_model(self) -> None:
         if isinstance(self.trainer.strategy, Sharded):
+            self.sharded = True
             self.trainer.strategy.shard(self, self.model)
 
     def training_step(self, batch: tuple[Tensor, Tensor] | Packed | Segments | Pairs, batch_idx: int) -> Tensor:
@@ -90,7 +92,7 @@ class LanguageModel(lightning.LightningModule):
         """The batch's loss times its weight. Its mean over a step's processes and batches is the mean over all targets."""
         hidden, state = hidden_of_segments(self.model, batch.x, batch.starts_document,
                                            self.carried.before(batch.part, self.model, len(batch.x)),
-                                           by_block=isinstance(self.trainer.strategy, Sharded))
+                                           by_block=self.sharded)
         self.carried.after(batch.part, state)
         return batch.weight * self._head_loss(hidden, batch.y)
 
