@@ -21,7 +21,7 @@ from rwkv.generation.decoder import CDecoder, GpuDecoder, decoder_of
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.logprobs import entry, logprobs
 from rwkv.generation.pooling import pooled
-from rwkv.generation.prefill import SHORT, PrefillResult, PrefixCache, Reading, chunks_on, prefill, read_together
+from rwkv.generation.prefill import EMPTY, SHORT, PrefillResult, PrefixCache, Reading, chunks_on, prefill, read_together
 from rwkv.generation.request import Request
 from rwkv.generation.row import CANCELLED, Row, Sample
 from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, drawing_on, not_finite, on_host, queued_tokens
@@ -195,7 +195,7 @@ class Engine:
                 continue
             pieces.append((row.index, row.push(token)))
             if not row.unfinished and row.cache is not None:
-                row.cache.put(row.cache.key(row.tokens_read(), row.request.cache_key), self._result(position))
+                row.cache.put(row.cache.key(row.tokens_read(), row.request.context_key or EMPTY), self._result(position))
             if row.owes_end and not row.last_token_in_text:
                 self._keep_end(position)
         return pieces
@@ -212,7 +212,7 @@ class Engine:
     def _reading(self, request: Request, ids: list[int]) -> Reading:
         cache = self._cache if request.uses_cache else None
         return Reading(self._model, ids, request.context, cache, request.n_prompt_logprobs, self._tokenizer.vocab_size,
-                       request.cache_key, self._reads_short, request.pooling is not None)
+                       request.context_key or EMPTY, self._reads_short, request.pooling is not None)
 
     def _decode_from(self, state: State) -> None:
         """Makes the decoder, which keeps values computed from the weights, and a watch on the weights."""

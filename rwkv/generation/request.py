@@ -1,12 +1,15 @@
-"""What the engine is asked to generate: one sequence, with all its options."""
+"""What the engine is asked to generate: one sequence, with all its options. It imports no torch, for serve.py's HTTP process."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from rwkv.config import LARGEST_SEED, Pooling, Sampling, whole_number
 from rwkv.generation.grammar import Grammar
-from rwkv.generation.prefill import EMPTY, Key, PrefillResult
 from rwkv.generation.stopping import StoppingCriteria
+
+if TYPE_CHECKING:
+    from rwkv.generation.prefill import Key, PrefillResult
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,8 +31,8 @@ class Request:
     n_logprobs: int | None = None
     prompt_logprobs: bool = False
     grammar: Grammar | None = None
-    context: PrefillResult | None = None
-    context_key: Key | None = None
+    context: "PrefillResult | None" = None
+    context_key: "Key | None" = None
     earlier: Sequence[int] = ()
     keep_context: bool = False
     pooling: Pooling | None = None
@@ -51,11 +54,6 @@ class Request:
     @property
     def uses_cache(self) -> bool:
         return self.context is None or self.context_key is not None
-
-    @property
-    def cache_key(self) -> Key:
-        """The key, of length 0, under which prefixes of this sequence are cached."""
-        return self.context_key or EMPTY
 
     @property
     def n_prompt_logprobs(self) -> int | None:
