@@ -108,7 +108,7 @@ def test_the_files_beside_it_are_for_their_answers_alone(tmp_path: Path) -> None
         (folder / f"{name}generation_config.json").write_text(text)
     choice = SamplingChoice(ChatConfig(), [], folder, None, chat_template("g1"))
     assert choice.for_answers(True)[0] == THINK
-    assert choice.for_answers(True)[3:] == (("✿", "\nUser:"), 3000, "generation_config.json")
+    assert choice.for_answers(True)[3:6] == (("✿", "\nUser:"), 3000, "generation_config.json")
     assert (choice.for_answers("fake").sampling, choice.for_answers("fake").max_new_tokens) == (FAKE, None)
     assert choice.for_answers(True, tools=True).sampling == replace(THINK, temperature=0.5)
     assert choice.for_answers(True, tools=True).name == "tools_generation_config.json"

@@ -29,7 +29,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
     names are accepted: the role developer for system, the role function for tool, function_call for tool_calls.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
-        raise UserError("messages is a list of at least one message, such as {\"role\": \"user\", \"content\": \"...\"}")
+        raise UserError("messages must be a list of at least one message, such as {\"role\": \"user\", \"content\": \"...\"}")
     return [_check_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
 
 

@@ -1,4 +1,4 @@
-"""What the engine is asked to generate: one sequence, with all its options. It imports no torch, for serve.py's HTTP process."""
+"""One sequence to generate, with all its options. No torch is imported: serve.py's HTTP process makes requests, too."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field

@@ -25,11 +25,12 @@ PACKAGES: dict[str, tuple[str, ...]] = {
          "jinja2", "wandb"),
     "taichi": ("taichi",), "triton": ("triton",), "plot": ("matplotlib",),
     "hf": ("datasets",), "world": ("pyrwkv-tokenizer",), "chat": ("prompt_toolkit",), "lm-eval": ("lm-eval",),
-    "gguf": ("gguf",), "hub": ("huggingface_hub",), "slurm": ("submitit",),
+    "gguf": ("gguf",), "hub": ("huggingface_hub",), "slurm": ("submitit",), "zst": ("zstandard",),
     "serve": ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus-client", "llguidance")}
 FOR = {"taichi": "kernels taichi_*", "triton": "kernels triton_*", "plot": "plots of benchmarks",
        "hf": "data=hf", "world": "fast World tokenisation", "chat": "editing lines in chat", "lm-eval": "timemix lm_eval",
-       "gguf": "llama.cpp's files", "hub": "names on the Hub", "slurm": "sweep.launcher=submitit", "serve": "timemix serve"}
+       "gguf": "llama.cpp's files", "hub": "names on the Hub", "slurm": "sweep.launcher=submitit",
+       "zst": ".jsonl.zst files", "serve": "timemix serve"}
 ALWAYS = ("taichi", "world", "chat", "hub")
 PROBLEM = "!"
 INDENT = 14                              # columns before a line's text

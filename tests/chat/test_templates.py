@@ -281,11 +281,11 @@ def test_a_part_of_a_weight_or_of_an_answer_is_refused_by_name(message: dict[str
 
 
 @pytest.mark.parametrize(("messages", "field"), [
-    ("Hi", "messages is a list"), ([], "messages is a list"), (["Hi"], r"messages\[0\] is an object"),
-    ([{"content": "Hi"}], r"messages\[0\]\.role is one of system, user, assistant, tool; got null"),
+    ("Hi", "messages must be a list"), ([], "messages must be a list"), (["Hi"], r"messages\[0\] must be an object"),
+    ([{"content": "Hi"}], r"messages\[0\]\.role must be one of system, user, assistant, tool; got null"),
     ([*TALK[:1], {"role": "human", "content": "Hi"}], r"messages\[1\]\.role"),
     ([{"role": ["user"], "content": "Hi"}], r"messages\[0\]\.role"),
-    ([{"role": "user", "content": None}], r"messages\[0\]\.content is a string"),
+    ([{"role": "user", "content": None}], r"messages\[0\]\.content must be a string"),
     ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\]\.content\[0\] is an image"),
     ([{"role": "assistant", "content": None, "tool_calls": [{}]}], r"messages\[0\]\.tool_calls"),
     ([{"role": "user", "content": "Hi", "reasoning_content": "?"}], r"messages\[0\]\.reasoning_content"),

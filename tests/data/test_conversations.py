@@ -214,7 +214,7 @@ def test_a_folder_with_json_lines_is_read_without_its_json_files(tmp_path: Path)
 
 
 @pytest.mark.parametrize(("content", "said"), [
-    (b'[{"messages": 3}]', "entry 1: messages is a list"), (b"[]", "has 0 conversations")])
+    (b'[{"messages": 3}]', "entry 1: messages must be a list"), (b"[]", "has 0 conversations")])
 def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, said: str) -> None:
     (tmp_path / "t.json").write_bytes(content)
     with pytest.raises(UserError, match=said):
@@ -223,23 +223,23 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, said: str) -> Non
 
 @pytest.mark.parametrize(("line", "said"), [
     ("{", "line 2 is not JSON"), ({"text": "a"}, "line 2: a conversation has messages, conversations, or prompt"),
-    ({"messages": [{"role": "user"}]}, r"line 2: messages\[0\]\.content is a string"),
+    ({"messages": [{"role": "user"}]}, r"line 2: messages\[0\]\.content must be a string"),
     ({"messages": [{"role": "user", "content": "a"}]}, "line 2: the conversation has no answer"),
-    ({"conversations": [{"from": "he", "value": "a"}]}, r"line 2: conversations\[0\]\.from is one of"),
+    ({"conversations": [{"from": "he", "value": "a"}]}, r"line 2: conversations\[0\]\.from must be one of"),
     ({"prompt": "a", "completion": "\0"}, "line 2: .*U\\+0000"),
     ({"messages": [*messages("a", "b")[:1], {"role": "assistant", "content": "b", "weight": 0.5}]},
-     r"line 2: messages\[1\]\.weight is 0 or 1"),
-    ({"messages": messages("a", "b"), "weight": 0.5}, "line 2: weight is 0 or 1"),
-    ({"messages": messages("a", "b"), "tools": "f(x)"}, "line 2: tools is a list of objects"),
+     r"line 2: messages\[1\]\.weight must be 0 or 1"),
+    ({"messages": messages("a", "b"), "weight": 0.5}, "line 2: weight must be 0 or 1"),
+    ({"messages": messages("a", "b"), "tools": "f(x)"}, "line 2: tools must be a list of objects"),
     ({"messages": [*messages("a", "b")[:1], {"role": "assistant", "content": None}]}, r"line 2: messages\[1\]\.content"),
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": None}], "system": "s"},
      r"line 2: conversations\[1\]\.value"),
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "f()"}]},
-     r"line 2: conversations\[1\]\.value is a call"),
+     r"line 2: conversations\[1\]\.value must be a call"),
     ({"conversation": [{"human": "a", "assistant": "b"}]}, r"line 2: conversation\[0\] has no role.*human, assistant"),
     ({"messages": None}, "line 2: messages is null"), ({"prompt": "a", "chosen": "b"}, "line 2: .*there is prompt, chosen"),
     ({"question": "a", "context": "c", "answer": "b"}, "line 2: beside question and answer there is context"),
-    ({"prompt": "a", "completion": 4}, "line 2: completion is a string"),
+    ({"prompt": "a", "completion": 4}, "line 2: completion must be a string"),
 ])
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, said: str) -> None:
     with pytest.raises(UserError, match=f"talks.jsonl, {said}"):
