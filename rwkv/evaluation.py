@@ -70,11 +70,11 @@ class Score:
         return Score(self.texts + other.texts, self.tokens + other.tokens, self.right + other.right, self.nats + other.nats,
                      self.lost + other.lost)
 
-    def of_words(self) -> dict[str, float | int | None]:
+    def word_metrics(self) -> dict[str, float | int | None]:
         perplexity = None if self.lost.too_much else _exp(self.nats / self.texts)
         return {"words": self.texts, "accuracy": self.right / self.texts, "perplexity": perplexity, **_counts(self.lost)}
 
-    def of_answers(self) -> dict[str, float | int | None]:
+    def answer_metrics(self) -> dict[str, float | int | None]:
         loss = self.nats / self.tokens
         return {"conversations": self.texts, "tokens": self.tokens, "loss": loss, "perplexity": _exp(loss),
                 **_counts(self.lost)}

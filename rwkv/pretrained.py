@@ -28,7 +28,7 @@ from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.states import beginning, is_state_file, load_context
 from rwkv.io.lines import counted, wrapped
 from rwkv.io.state_file import state_file
-from rwkv.model.base import MATRICES, Model, fingerprint, generation, of_linear_layer
+from rwkv.model.base import MATRICES, Model, fingerprint, generation, is_linear_weight
 from rwkv.model.operators import operator_for
 from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8, to_packed
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -101,7 +101,7 @@ class RWKV(Model):
         packed = {name: read() for name, read in checkpoint.packed.items()} if as_packed else {}
         stored = checkpoint.weights.stored
         later = {name: tensor.get for name, tensor in stored.items()
-                 if name not in packed and of_linear_layer(name, group(name)) and not tensor.mapped}
+                 if name not in packed and is_linear_weight(name, group(name)) and not tensor.mapped}
         weights = {name: torch.empty(tensor.shape, device="meta") if name in packed or name in later else
                    (tensor if group(name) in MATRICES else tensor.cast(torch.float32)).get(copy=not mmap)
                    for name, tensor in stored.items()}

@@ -154,7 +154,7 @@ def assert_same_gradients(found: Mapping[str, Tensor], expected: Mapping[str, Te
         assert float((gradient - expected[name]).norm()) <= error * float(expected[name].norm()), name
 
 
-def kept_for_backward(module: nn.Module, forward: Callable[[], Tensor]) -> int:
+def saved_activations(module: nn.Module, forward: Callable[[], Tensor]) -> int:
     """The bytes of different tensors that autograd keeps for the backward pass of forward(), the module's parameters aside."""
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
     sizes: dict[int, int] = {}

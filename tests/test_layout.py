@@ -70,7 +70,7 @@ RULES = (
     Rule(r"(?!rwkv\.training\.loggers$).*", r"wandb"),
     Rule(r".*", r"wandb", at_import_only=True),
     Rule(r"(?!rwkv\.serving\b).*", r"starlette|uvicorn|msgspec|prometheus_client"),
-    Rule(r"rwkv\.serving\.(?!(worker|kept_states)$).*",
+    Rule(r"rwkv\.serving\.(?!(worker|state_store)$).*",
          r"torch|rwkv\.(generation(?!\.(grammar|request|stopping))|model|pretrained|checkpoint)"),
     Rule(r"rwkv\.model\b(?!\.(operators|quantized|decoding\.c_step)$).*", r"kernels\.select"),   # a model is given its operator
     Rule(r"rwkv\.(cli(\.help)?|config|errors|__main__|programs\.(train|generate|chat|serve)|tools\.(evaluate|convert|report|doctor|smoke|completion))",

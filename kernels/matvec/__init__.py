@@ -173,10 +173,10 @@ class Int4(Packed):
     @classmethod
     def of(cls, weight: Tensor, symmetric: bool = False) -> Self:
         """symmetric: shift is -8 scale, so that a 0 stays 0."""
-        return cls.of_groups(_packing.int4(weight, symmetric), weight.shape[1])
+        return cls.from_groups(_packing.int4(weight, symmetric), weight.shape[1])
 
     @classmethod
-    def of_groups(cls, groups: Groups, K: int) -> Self:
+    def from_groups(cls, groups: Groups, K: int) -> Self:
         """The reverse of `groups`."""
         N, G, _ = groups[0].shape
         missing = groups_of(K) - G

@@ -34,7 +34,7 @@ from rwkv.cli.help import description, page
 from rwkv.config import PATH, TEXT, TrainConfig, free_text, options
 from rwkv.errors import UserError
 from rwkv.io import signals
-from rwkv.io.commands import as_typed, of_installed
+from rwkv.io.commands import as_installed, as_typed
 from rwkv.io.garbage import uncollected
 from rwkv.io.unread import abandon, unread
 
@@ -67,7 +67,7 @@ EXPECTED = {bool: "true or false", int: "a whole number, as 1000", float: "a num
 def command(program: str) -> str:
     """How a user starts a program: `python train.py` in a clone, unless `timemix` was typed, and `timemix train` elsewhere."""
     in_a_clone = f"python {program}.py"
-    return as_typed(in_a_clone) if (PACKAGE.parent / f"{program}.py").is_file() else of_installed(in_a_clone)
+    return as_typed(in_a_clone) if (PACKAGE.parent / f"{program}.py").is_file() else as_installed(in_a_clone)
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from rwkv.generation.request import Request
 from rwkv.generation.row import Sample
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model
-from rwkv.model.derived import Watch
+from rwkv.model.weights_watch import WeightsWatch
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 
@@ -58,7 +58,7 @@ class Chat:
     messages: list[Message] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     _points: list[tuple[str, PrefillResult]] = field(default_factory=list)
-    _weights: Watch | None = None        # the weights that _points were computed with
+    _weights: WeightsWatch | None = None        # the weights that _points were computed with
 
     def __post_init__(self) -> None:
         self.template = for_tokenizer(self.template, self.tokenizer)
@@ -113,7 +113,7 @@ class Chat:
         started = time.perf_counter()
         if self._weights is None or not self._weights.unchanged():
             self._points = []
-            self._weights = Watch(self.model)
+            self._weights = WeightsWatch(self.model)
         prompt = self.template.render(self.messages, think=self.think)
         read, context = max(((text, result) for text, result in self._points if prompt.startswith(text)),
                             key=lambda point: len(point[0]), default=("", self.context))

@@ -18,7 +18,7 @@ from rwkv.model.base import Model, State
 from rwkv.model.decoding import c_step, triton_step
 from rwkv.model.decoding.c_step import CStep, are_in_order, is_plain, step_of, why_not
 from rwkv.model.decoding.layers import norm_function, product_function
-from rwkv.model.derived import tensors_of
+from rwkv.model.weights_watch import tensors_of
 
 
 def decoder_of(model: Model, state: State) -> "Decoder | CDecoder | GpuDecoder":

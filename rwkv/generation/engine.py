@@ -21,14 +21,14 @@ from rwkv.generation.decoder import CDecoder, GpuDecoder, decoder_of
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.logprobs import entry, logprobs
 from rwkv.generation.pooling import pooled
-from rwkv.generation.prefill import EMPTY, SHORT, PrefillResult, PrefixCache, Reading, chunks_on, prefill, read_together
+from rwkv.generation.prefill import EMPTY, SHORT_PROMPT, Prefill, PrefillResult, PrefixCache, chunks_on, prefill, read_together
 from rwkv.generation.request import Request
 from rwkv.generation.row import CANCELLED, Row, Sample
 from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, drawing_on, not_finite, on_host, queued_tokens
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model, State
 from rwkv.model.decoding.triton_step import SPARE
-from rwkv.model.derived import Watch
+from rwkv.model.weights_watch import WeightsWatch
 from rwkv.tokenizer.decoders import LAST_IDS, require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -88,9 +88,9 @@ class Engine:
     text), empty pieces included.
 
     add() adds a row. Its prompt is read between the steps of the other rows, in parts with the work of about Chunks.budget
-    tokens. cache: also gets the result for each whole text when it ends. If the model's weights change, the next step, on a GPU
-    one of the next 64, uses the new ones (as far as rwkv/model/derived.py notices) with the states of the old ones. Not for
-    several threads. Raises UserError where the tokenizer has more tokens than the model.
+    tokens. cache: also gets the result for each whole sequence when it ends. If the model's weights change, the next step, on a
+    GPU one of the next 64, uses the new ones (as far as rwkv/model/weights_watch.py detects it) with the old states. Not
+    thread-safe. Raises UserError where the tokenizer has more tokens than the model.
     """
 
     def __init__(self, model: Model, tokenizer: Tokenizer, cache: PrefixCache | None = None) -> None:
@@ -209,14 +209,14 @@ class Engine:
             self._read_drawn()
         return self._end_of(0)
 
-    def _reading(self, request: Request, ids: list[int]) -> Reading:
+    def _reading(self, request: Request, ids: list[int]) -> Prefill:
         cache = self._cache if request.uses_cache else None
-        return Reading(self._model, ids, request.context, cache, request.n_prompt_logprobs, self._tokenizer.vocab_size,
+        return Prefill(self._model, ids, request.context, cache, request.n_prompt_logprobs, self._tokenizer.vocab_size,
                        request.context_key or EMPTY, self._reads_short, request.pooling is not None)
 
     def _decode_from(self, state: State) -> None:
         """Makes the decoder, which keeps values computed from the weights, and a watch on the weights."""
-        self._weights = Watch(self._model)
+        self._weights = WeightsWatch(self._model)
         self._decoder = decoder_of(self._model, state)
         self._reads_short = self._decoder if isinstance(self._decoder, CDecoder | GpuDecoder) else None
         self._draw_by, self._draw_device = drawing_on(self._model.emb.weight.device, isinstance(self._decoder, CDecoder))
@@ -269,13 +269,13 @@ class Engine:
         decoder."""
         budget = self._chunks.budget
         results = []
-        while self._readings and self._readings[0].reading.next_part <= budget:
+        while self._readings and self._readings[0].reading.next_cost <= budget:
             prompts = self._next_prompts(budget)
-            budget -= sum(shared.reading.next_part for shared in prompts)
+            budget -= sum(shared.reading.next_cost for shared in prompts)
             if len(prompts) > 1:
                 read_together([shared.reading for shared in prompts])
-            elif prompts and prompts[0].reading.next_part:
-                prompts[0].reading.read_part()
+            elif prompts and prompts[0].reading.next_cost:
+                prompts[0].reading.advance()
                 self._name_prompt_logprobs(prompts[0])
             for shared in prompts:
                 result = shared.reading.result
@@ -298,17 +298,17 @@ class Engine:
         """Takes the next prompt from the queue, and short ones behind it that are read together with it."""
         together: list[_Shared] = []
         tokens = 0
-        while self._readings and self._readings[0].reading.next_part <= budget:
+        while self._readings and self._readings[0].reading.next_cost <= budget:
             reading = self._readings[0].reading
             joined = tokens + reading.joinable
-            if together and not (tokens and reading.joinable and joined <= SHORT and len(together) < SPARE):
+            if together and not (tokens and reading.joinable and joined <= SHORT_PROMPT and len(together) < SPARE):
                 break
             shared = self._readings.popleft()
             shared.rows = [row for row in shared.rows if row.sample.finish_reason != CANCELLED]
             if shared.rows:
                 together.append(shared)
                 tokens = joined
-                budget -= reading.next_part
+                budget -= reading.next_cost
         return together
 
     def _keep_end(self, position: int) -> None:
@@ -388,7 +388,7 @@ class Engine:
 class _Shared:
     """A prompt while it is read, once for all rows that continue it. request: of the first of them."""
 
-    reading: Reading
+    reading: Prefill
     request: Request
     rows: list[Row]
     logprobs: list[dict[str, Any]] = field(default_factory=list)         # of the prompt's tokens except the first

@@ -4,10 +4,10 @@ import torch
 from torch import Tensor
 
 from rwkv.config import Pooling
-from rwkv.generation.prefill import Reading
+from rwkv.generation.prefill import Prefill
 
 
-def pooled(reading: Reading, pooling: Pooling) -> Tensor:
+def pooled(reading: Prefill, pooling: Pooling) -> Tensor:
     """The embedding (C) float32 of a prompt that was read with pools=True, of length 1."""
     assert reading.hidden_sum is not None
     assert reading.last_hidden is not None

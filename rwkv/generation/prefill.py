@@ -1,12 +1,12 @@
 """Prefill: reads prompts in passes of bounded size, and caches the results by the tokens read.
 
-A pass has at most Chunks.longest tokens and begins at a multiple of that from the prompt's start, or where a cached prefix
+A pass has at most Chunks.longest tokens. It begins at a multiple of that from the prompt's start, or where a cached prefix
 ends, so the result does not depend on other prompts. A pass goes through the blocks in parts, each with about the work of
-Chunks.budget tokens through all blocks; between two parts, other sequences advance. A pass of at most SHORT tokens is one call
-of C instead, where the model's step is in C: the blocks in PyTorch take as long for few tokens as for Chunks.weights more. On a
-GPU it is one replay of a CUDA graph, which spares the host some 30 launches a layer, and several prompts share a replay: there
-each token has the bits that a decoding step would give it, whatever is beside it. The blocks' own products have not: their
-libraries choose another order of summation for another number of rows, so a longer prompt is read alone.
+Chunks.budget tokens through all blocks; between two parts, other sequences advance. Where the model's step is in C, a pass of
+at most SHORT_PROMPT tokens is one call of C: the blocks in PyTorch take as long for few tokens as for Chunks.weights more. On
+a GPU such a pass is one replay of a CUDA graph, which saves the host some 30 launches a layer, and several prompts share it:
+each token has the bits that a decoding step would give it, whatever is beside it. Longer prompts are read alone, because the
+libraries behind the blocks' products choose the order of summation by the number of rows.
 
 The result of reading has the same size for every length of text, so the cache holds many; those of a GPU are moved to host
 memory. A prompt that begins with an earlier prompt, or with an earlier prompt and its answer, is read from the end of that on.
@@ -26,13 +26,12 @@ from kernels.backends.transfer import to_device
 from rwkv.errors import UserError
 from rwkv.generation.decoder import CDecoder, GpuDecoder
 from rwkv.generation.logprobs import logprobs
-from rwkv.io.shares import Shares
+from rwkv.io.fair_lru import FairLRU
 from rwkv.model.base import Model, State
-from rwkv.model.derived import Watch
+from rwkv.model.weights_watch import WeightsWatch
 
 LOGPROB_ROWS = 32                        # tokens of a prompt whose log-probabilities are computed at a time
-SHORT = 64                               # tokens that C reads as fast as PyTorch or faster, in every form of weights; and the
-                                         # tokens of a GPU's graph
+SHORT_PROMPT = 64                        # tokens: C is no slower than PyTorch in any dtype, and a GPU's graph holds them
 WEIGHTS_IN_C = 8                         # as Chunks.weights, in a call of C
 
 
@@ -113,8 +112,8 @@ class PrefixCache:
         self.max_bytes = max_bytes
         self._point = secrets.randbelow(self._PRIME)
         self._entries: dict[Key, PrefillResult] = {}
-        self._shares = Shares[Key]()
-        self._weights: dict[str, Watch] = {}                     # by the name of the model
+        self._shares = FairLRU[Key]()
+        self._weights: dict[str, WeightsWatch] = {}                     # by the name of the model
         self._lock = Lock()              # guards all of these
 
     def __len__(self) -> int:
@@ -133,7 +132,7 @@ class PrefixCache:
             if known is not None:
                 for key in [key for key in self._entries if key.model == name]:
                     self._remove(key)
-            self._weights[name] = Watch(model)
+            self._weights[name] = WeightsWatch(model)
 
     def key(self, tokens: Sequence[int], after: Key = EMPTY) -> Key:
         """The key of a text and these tokens. after: the key of the text."""
@@ -161,7 +160,7 @@ class PrefixCache:
             self._entries[key] = result
             self._shares.add(key, key.owner, size)
             while self._shares.total > self.max_bytes:
-                self._remove(self._shares.first_to_go(self.max_bytes))
+                self._remove(self._shares.victim(self.max_bytes))
 
     def _keys(self, tokens: Sequence[int], after: Key = EMPTY) -> Iterator[Key]:
         """The key of each prefix of `tokens`, the empty one first, after the text with the key `after`."""
@@ -173,8 +172,8 @@ class PrefixCache:
         self._shares.remove(key)
 
 
-class Reading:
-    """One prompt while it is read: each read_part() reads the next part, until `result` is there.
+class Prefill:
+    """One prompt while it is read: each advance() reads the next part, until `result` is there.
 
     start: the result, of one row, that the prompt follows. after: the key of `start` in the cache; different starts need
     different keys. n_logprobs: keep log-probabilities, among the first vocab_size tokens, of each token of the prompt and of
@@ -215,12 +214,12 @@ class Reading:
         self._decoder = None if pools else decoder               # it returns no hidden state
 
     @property
-    def next_part(self) -> int:
+    def next_cost(self) -> int:
         """The work of the next part, measured in tokens through all blocks, at most Chunks.budget; 0 when all is read."""
         length = self._end - self._position
         if not length:
             return 0
-        if self._decoder is not None and length <= SHORT and self._n_logprobs is None:
+        if self._decoder is not None and length <= SHORT_PROMPT and self._n_logprobs is None:
             return min(self._chunks.budget, WEIGHTS_IN_C + length)
         return min(self._chunks.budget, ceil((self._chunks.weights + length) / self._n_parts(length)))
 
@@ -228,15 +227,15 @@ class Reading:
     def joinable(self) -> int:
         """The tokens of the next part, if it can be read together with those of other prompts; else 0."""
         length = self._end - self._position
-        joins = isinstance(self._decoder, GpuDecoder) and length <= SHORT and self._n_logprobs is None
+        joins = isinstance(self._decoder, GpuDecoder) and length <= SHORT_PROMPT and self._n_logprobs is None
         return length if joins else 0
 
     @property
     def result(self) -> PrefillResult | None:
         """The result, one row; None before the prompt's end."""
-        return None if self.next_part else self._so_far
+        return None if self.next_cost else self._so_far
 
-    def read_part(self) -> None:
+    def advance(self) -> None:
         """Reads the next part, and caches the result at the end of a pass."""
         self._running = self._running or self._read_pass()
         try:
@@ -259,7 +258,7 @@ class Reading:
     def _read_pass(self) -> Iterator[None]:
         ids = to_device(self._ids.unsqueeze(0), self._device)
         state = self._so_far.state if self._so_far else None
-        if self._decoder is not None and ids.shape[1] <= SHORT:
+        if self._decoder is not None and ids.shape[1] <= SHORT_PROMPT:
             if self._n_logprobs is not None:             # nothing else of this pass is used: the text is the one without them
                 yield from self._through_blocks(ids, state)
             read_together([self])
@@ -306,7 +305,7 @@ class Reading:
 
 
 @torch.no_grad()
-def read_together(readings: Sequence[Reading]) -> None:
+def read_together(readings: Sequence[Prefill]) -> None:
     """Reads the next passes of prompts by the decoder that they share: of one prompt, or of several that are joinable."""
     first = readings[0]
     assert first._decoder is not None

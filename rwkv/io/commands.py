@@ -9,8 +9,8 @@ IN_A_CLONE = re.compile(r"python (?:-m rwkv\.tools\.(\w+)|-m kernels\.(bench)\b(
 
 def as_typed(text: str) -> str:
     """`text` with the commands of a clone as those of the installed program, if that was typed: timemix train."""
-    return of_installed(text) if sys.argv[0].startswith(f"{INSTALLED} ") else text
+    return as_installed(text) if sys.argv[0].startswith(f"{INSTALLED} ") else text
 
 
-def of_installed(text: str) -> str:
+def as_installed(text: str) -> str:
     return IN_A_CLONE.sub(lambda found: f"{INSTALLED} {found[found.lastindex or 0]}", text)

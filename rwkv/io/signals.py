@@ -36,7 +36,7 @@ def raising() -> Iterator[None]:
     thread other than the main one."""
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        previous = {number: signal.signal(number, _raise) for number in heeded() if number != signal.SIGINT}
+        previous = {number: signal.signal(number, _raise) for number in caught_signals() if number != signal.SIGINT}
         if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
             previous[signal.SIGINT] = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -58,7 +58,7 @@ def ignore() -> None:
             signal.signal(number, signal.SIG_IGN)
 
 
-def heeded() -> list[int]:
+def caught_signals() -> list[int]:
     """The signals of STOPPING that are not ignored."""
     return [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
 
@@ -121,7 +121,7 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
-        handled = {*heeded(), signal.SIGINT}
+        handled = {*caught_signals(), signal.SIGINT}
         self._previous = {number: signal.signal(number, self._handle) for number in self._signals if number in handled}
 
     def restore(self) -> None:

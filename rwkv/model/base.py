@@ -21,11 +21,11 @@ from kernels.machine.allocator import give_back_free_blocks
 from kernels.machine.threads import one_thread_in_forks
 from rwkv.config import GENERATIONS, ModelConfig
 from rwkv.errors import UserError
-from rwkv.model.derived import Kept
 from rwkv.model.hooks import untouched
 from rwkv.model.packing import Packing
 from rwkv.model.state import State
 from rwkv.model.weight_cache import WeightCache
+from rwkv.model.weights_watch import CachedFromWeights
 
 MATRICES = ("matrix", "gate", "embedding")       # groups of the weights of linear layers and of the embedding
 TIME_STATE = "att.time_state"            # how the name of a layer's learnt state before the first token ends
@@ -72,7 +72,7 @@ class Generation(Protocol):
     def operator_work(self, config: ModelConfig) -> int:
         """Values per token that the operator's backward pass works with. The memory estimate uses this and the next two."""
 
-    def kept_for_backward(self, config: ModelConfig, half: bool) -> float: ...
+    def saved_activations(self, config: ModelConfig, half: bool) -> float: ...
 
     def kept_when_frugal(self, config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float: ...
 
@@ -105,7 +105,7 @@ def state_nbytes(config: ModelConfig) -> int:
     return state.nbytes()
 
 
-def of_linear_layer(name: str, group: str) -> bool:
+def is_linear_weight(name: str, group: str) -> bool:
     """Whether a tensor of this name and optimiser group is the weight of a linear layer; some such groups hold embeddings."""
     return group in MATRICES and not name.endswith("emb.weight")
 
@@ -171,7 +171,7 @@ class Model(nn.Module):
         one_thread_in_forks()
         self.config, self.vocab_size, self.operator = config, vocab_size, operator
         self.fingerprint_before: str | None = None       # the fingerprint before the weights were quantised or merged
-        self.kept = Kept()                               # what its decoding in C has made of its weights
+        self.kept = CachedFromWeights()                               # what its decoding in C has made of its weights
         self.gives_back = False                          # whether training returns memory to the system after each block
         self.weight_cache: WeightCache | None = None     # in training in half precision: the rounded copies of the weights
         self.replay: Callable[[Tensor], Tensor] | None = None    # in training: computes through_blocks as a CUDA graph

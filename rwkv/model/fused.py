@@ -125,12 +125,12 @@ def _shifted(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, first: Tensor
     return _mixes(before, x - before, cast(dtype, mus))
 
 
-def of_squared_relu(layer: nn.Module, x: Tensor) -> Tensor:
+def squared_relu_linear(layer: nn.Module, x: Tensor) -> Tensor:
     """layer(relu(x)^2), which keeps x for a backward pass and not the square.
 
-    A layer that keeps its input for its own gradients needs its own method of_squared_relu.
+    A layer that keeps its input for its own gradients needs its own method squared_relu_linear.
     """
-    own = getattr(layer, "of_squared_relu", None)
+    own = getattr(layer, "squared_relu_linear", None)
     if not can_use_functions():
         product: Tensor = layer(torch.relu(x).square())
     elif own is not None:

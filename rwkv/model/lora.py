@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 
 from rwkv.config import ModelConfig
 from rwkv.errors import UserError
-from rwkv.model.base import Model, generation, of_linear_layer
+from rwkv.model.base import Model, generation, is_linear_weight
 from rwkv.model.first_derivative import first_derivative
 from rwkv.model.fused import product_backward, product_dtype, squared_relu, squared_relu_backward
 from rwkv.model.hooks import untouched
@@ -39,7 +39,7 @@ class LoraLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return self._sum(self.base(x), self.lora_A(self.dropout(x)))
 
-    def of_squared_relu(self, x: Tensor) -> Tensor:
+    def squared_relu_linear(self, x: Tensor) -> Tensor:
         """forward(relu(x)^2), which keeps x for its backward pass and not the square."""
         if (self.training and self.dropout.p) or not (untouched(self) and untouched(self.lora_A)):
             return self(torch.relu(x).square())
@@ -76,7 +76,7 @@ def adaptable(config: ModelConfig) -> list[str]:
     """The linear layers of a block, as att.key."""
     module, first = generation(config), "blocks.0."
     return [name.removeprefix(first).removesuffix(".weight") for name in module.shapes(config, 1)
-            if name.startswith(first) and of_linear_layer(name, module.group(name))]
+            if name.startswith(first) and is_linear_weight(name, module.group(name))]
 
 
 def chosen(config: ModelConfig, modules: Sequence[str]) -> list[str]:

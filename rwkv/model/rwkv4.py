@@ -73,7 +73,7 @@ def operator_work(config: ModelConfig) -> int:
     return 8 * sizes(config)[1]
 
 
-def kept_for_backward(config: ModelConfig, half: bool) -> float:
+def saved_activations(config: ModelConfig, half: bool) -> float:
     """How many float32 values per token one block keeps for its backward pass; half: under autocast to half precision."""
     C, A, F = sizes(config)
     return 7 * C + 2.5 * A + F if half else 10 * C + 5 * A + 2 * F
@@ -179,7 +179,7 @@ class ChannelMix(nn.Module):
         mus = self.time_mix_k, self.time_mix_r
         if packing is not None or not fused.can_fuse(self.key, self.receptance, self.value):
             mix_k, mix_r = fused.token_shift(x, last_x, *mus, first=packing.shift_mask if packing else None)
-            mixed = fused.of_squared_relu(self.value, self.key(mix_k))
+            mixed = fused.squared_relu_linear(self.value, self.key(mix_k))
             return torch.sigmoid(self.receptance(mix_r)) * mixed, fused.last(x)
         weights = self.key.weight, self.receptance.weight, self.value.weight
         return rwkv4_fused.channel_mixing(x, last_x, mus, *weights), fused.last(x, saved=True)

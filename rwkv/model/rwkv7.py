@@ -116,7 +116,7 @@ def operator_work(config: ModelConfig) -> int:
     return 16 * config.n_embd
 
 
-def kept_for_backward(config: ModelConfig, half: bool) -> float:
+def saved_activations(config: ModelConfig, half: bool) -> float:
     """How many float32 values per token one block keeps for its backward pass; half: under autocast to half precision.
 
     The operator keeps its inputs, one of them float32 in any case, and up to two tensors of its own in float32.
@@ -377,7 +377,7 @@ class ChannelMix(nn.Module):
             mixes = fused.token_shift(x, last_x, *past, first=first)
             with fused.kept_as_source(source or (lambda: x), last_x, past, first, mixes):
                 k = self.key(*mixes)
-            return fused.of_squared_relu(self.value, k), fused.last(x)
+            return fused.squared_relu_linear(self.value, k), fused.last(x)
         return rwkv7_fused.channel_mixing(x, last_x, self.x_k, self.key.weight, self.value.weight), fused.last(x, saved=True)
 
 

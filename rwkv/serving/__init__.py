@@ -7,5 +7,5 @@
                 answers      texts as OpenAI's objects and events; logprobs; responses, states: those that are kept
                 remote       the engine as HTTP sees it: its process, a queue before it, the events of each request
     between     messages     what the two send each other
-    engine      worker       loads the model and generates; kept_states: the content of the states
+    engine      worker       loads the model and generates; state_store: the content of the states
 """

@@ -26,7 +26,7 @@ SEND_TIMEOUT = 30                        # seconds after which a client that rea
 
 
 @dataclass
-class Shape:
+class ResponseSpec:
     """The form of an answer. before: the text that precedes each text: with echo the prompt, in a chat the answer's beginning.
 
     n: texts of each prompt, which follow each other. functions: the names of those that the answer may call. call_start: the
@@ -67,13 +67,13 @@ class Answer:
 
     content_type = "text/event-stream; charset=utf-8"            # of a stream
 
-    def __init__(self, engine: RemoteEngine, ticket: Ticket, shape: Shape, stream: bool, timeout_s: float) -> None:
+    def __init__(self, engine: RemoteEngine, ticket: Ticket, spec: ResponseSpec, stream: bool, timeout_s: float) -> None:
         self._engine = engine
         self._ticket = ticket
-        self._shape = shape
+        self._spec = spec
         self._stream = stream
         self._timeout_s = timeout_s
-        self._texts = [_Text(shape, number, text.request.prompt_ids) for number, text in enumerate(ticket.texts)]
+        self._texts = [_Text(spec, number, text.request.prompt_ids) for number, text in enumerate(ticket.texts)]
         self._complete = False           # all events have come
         self._abandoned = False          # the client went away before that
 
@@ -112,7 +112,7 @@ class Answer:
         self._complete = True
         await self._finish()
         # With the log-probabilities of a prompt an answer has megabytes. Other requests would wait while it is encoded.
-        response = await asyncio.to_thread(self._whole) if self._shape.echo_logprobs else self._whole()
+        response = await asyncio.to_thread(self._whole) if self._spec.echo_logprobs else self._whole()
         await self._send(response, scope, receive, send)
 
     async def _send(self, response: Response, scope: Scope, receive: Receive, send: Send) -> None:
@@ -134,7 +134,7 @@ class Answer:
         self._texts[number].add(event)
 
     def _whole(self) -> Response:
-        content = self._shape.envelope([text.whole() for text in self._texts], stream=False)
+        content = self._spec.envelope([text.whole() for text in self._texts], stream=False)
         return json_response({**content, "usage": self._usage()})
 
     async def _send_stream(self, send: Send) -> None:
@@ -148,26 +148,26 @@ class Answer:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _chunks(self) -> AsyncIterator[bytes]:
-        usage = {"usage": None} if self._shape.include_usage else {}
-        first = b"".join(_sse({**self._shape.envelope([choice], stream=True), **usage})
+        usage = {"usage": None} if self._spec.include_usage else {}
+        first = b"".join(_sse({**self._spec.envelope([choice], stream=True), **usage})
                          for text in self._texts for choice in text.first())
         if first:
             yield first
         try:
             async for number, event in self._ticket:
                 for choice in self._texts[number].pieces(event):
-                    yield _sse({**self._shape.envelope([choice], stream=True), **usage})
+                    yield _sse({**self._spec.envelope([choice], stream=True), **usage})
         except ApiError as error:
             yield _sse(error.body)
         else:
             self._complete = True
-            if self._shape.include_usage:
-                yield _sse({**self._shape.envelope([], stream=True), "usage": self._usage()})
+            if self._spec.include_usage:
+                yield _sse({**self._spec.envelope([], stream=True), "usage": self._usage()})
         yield b"data: [DONE]\n\n"
 
     def _usage(self) -> dict[str, Any]:
         """The counts of tokens in OpenAI's form. The prompt of n texts counts once."""
-        of_prompts = [text.last for text in self._texts[::self._shape.n]]
+        of_prompts = [text.last for text in self._texts[::self._spec.n]]
         read = sum(event.prompt_tokens for event in of_prompts)
         written = sum(text.last.completion_tokens for text in self._texts)
         cached = sum(event.cached_tokens for event in of_prompts)
@@ -189,24 +189,24 @@ class _Text:
     A message of a chat has one content. Where the model has written words on both sides of a call, a line end separates them.
     """
 
-    def __init__(self, shape: Shape, number: int, prompt: Sequence[int]) -> None:
-        self._shape = shape
+    def __init__(self, spec: ResponseSpec, number: int, prompt: Sequence[int]) -> None:
+        self._spec = spec
         self._number = number
         self._prompt = prompt
-        self._content = "" if shape.chat else shape.before[number]
+        self._content = "" if spec.chat else spec.before[number]
         self._logprobs: list[dict[str, Any]] = []
         self._thoughts = ""
-        self._answer = ThoughtParser(shape.before[number], shape.thinks) if shape.chat else None
+        self._answer = ThoughtParser(spec.before[number], spec.thinks) if spec.chat else None
         self._written = 0                # characters
-        before = [*shape.after, *prompt]
-        self._tokens = ShownTokens(shape.tokenizer.decoder(before)) if shape.logprobs else None
-        self._parser = CallParser(shape.functions, shape.call_start, shape.most_calls) if shape.functions else None
+        before = [*spec.after, *prompt]
+        self._tokens = ShownTokens(spec.tokenizer.decoder(before)) if spec.logprobs else None
+        self._parser = CallParser(spec.functions, spec.call_start, spec.most_calls) if spec.functions else None
         self._calls: list[dict[str, Any]] = []
         self._has_text = False
         self._after_call = False         # no text has come since the last call
         self._unnamed = ""               # a line end in the text that no token's string has yet
-        self._decoder = shape.tokenizer.decoder(
-            shape.after if shape.echo_logprobs else before if shape.logprobs else ())
+        self._decoder = spec.tokenizer.decoder(
+            spec.after if spec.echo_logprobs else before if spec.logprobs else ())
         self._offset = 0                 # of the next token, in characters
         self.last = Event(-1)
 
@@ -230,21 +230,21 @@ class _Text:
             message["reasoning_content"] = self._thoughts
         if self._calls:
             message |= {"content": self._content or None, "tool_calls": self._calls}
-        content = {"message": message} if self._shape.chat else {"text": self._content}
+        content = {"message": message} if self._spec.chat else {"text": self._content}
         return {"index": self._number, **content, "logprobs": self._logprobs_of(self._logprobs),
                 "finish_reason": self.reason(self.last), **self._state()}
 
     def first(self) -> list[dict[str, Any]]:
         """Chunks before the first event."""
-        if self._shape.chat:
+        if self._spec.chat:
             return [self._choice({"role": "assistant", "content": self._content}, None, None)]
-        if self._content and not self._shape.echo_logprobs:
+        if self._content and not self._spec.echo_logprobs:
             return [self._choice(self._content, None, None)]
         return []
 
     def pieces(self, event: Event) -> list[dict[str, Any]]:
         finished = event.finish_reason is not None
-        if self._shape.echo_logprobs:                    # those of the prompt come with the last event: one chunk has all
+        if self._spec.echo_logprobs:                    # those of the prompt come with the last event: one chunk has all
             self.add(event)
             if not finished:
                 return []
@@ -260,10 +260,10 @@ class _Text:
                 self._after_call = True
                 continue
             text, logprobs, _ = self._separated(part)
-            found.append(self._choice({"content": text} if self._shape.chat else text, self._logprobs_of(logprobs), None))
+            found.append(self._choice({"content": text} if self._spec.chat else text, self._logprobs_of(logprobs), None))
         if finished:
             self.last = event
-            found.append({**self._choice({} if self._shape.chat else "", None, self.reason(event)), **self._state()})
+            found.append({**self._choice({} if self._spec.chat else "", None, self.reason(event)), **self._state()})
         return found
 
     def _separated(self, part: Part) -> Part:
@@ -337,26 +337,26 @@ class _Text:
         return reason
 
     def _choice(self, content: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
-        return {"index": self._number, "delta" if self._shape.chat else "text": content, "logprobs": logprobs,
+        return {"index": self._number, "delta" if self._spec.chat else "text": content, "logprobs": logprobs,
                 "finish_reason": reason}
 
     def _state(self) -> dict[str, Any]:
         """The id of the state at the text's end, if one was asked for; null if the text was cancelled."""
-        return {"state": self.last.state and self.last.state.id} if self._shape.saves else {}
+        return {"state": self.last.state and self.last.state.id} if self._spec.saves else {}
 
     def _logprobs_of(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
-        if not self._shape.logprobs:
+        if not self._spec.logprobs:
             return None
-        if self._shape.chat:
+        if self._spec.chat:
             return {"content": [chat_entry(entry, self._decoder) for entry in entries], "refusal": None}
         return self._legacy(entries)
 
     def _legacy(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
         """The parallel lists of completions. With echo the prompt's tokens come first; the first one has no log-probability."""
         found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-        if self._shape.echo_logprobs:
+        if self._spec.echo_logprobs:
             first = self._prompt[0]
-            name = self._shape.tokenizer.names([first])[0]
+            name = self._spec.tokenizer.names([first])[0]
             entries = [{"token": first, "text": name, "logprob": None}, *self.last.prompt_logprobs, *entries]
         for entry in entries:
             top = {token_string(entry): entry["logprob"]}

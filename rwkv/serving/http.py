@@ -20,7 +20,7 @@ import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rwkv.io.lines import counted
-from rwkv.io.signals import heeded
+from rwkv.io.signals import caught_signals
 from rwkv.serving.errors import ApiError
 from rwkv.serving.log import say_refused
 
@@ -266,7 +266,7 @@ class Server(uvicorn.Server):
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
         loop = asyncio.get_running_loop()
-        for number in {*heeded(), signal.SIGINT}:
+        for number in {*caught_signals(), signal.SIGINT}:
             try:
                 loop.add_signal_handler(number, self._stop, number)
             except NotImplementedError:  # on Windows

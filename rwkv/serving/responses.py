@@ -22,15 +22,15 @@ from starlette.responses import Response
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
-from rwkv.io.shares import Shares
-from rwkv.serving.answers import Answer, Shape, chat_entry
+from rwkv.io.fair_lru import FairLRU
+from rwkv.serving.answers import Answer, ResponseSpec, chat_entry
 from rwkv.serving.errors import STATE_GONE, ApiError, json_response
 from rwkv.serving.folder import RESPONSE, files_in
 from rwkv.serving.log import say
 from rwkv.serving.messages import Event, Generate, SavedState
 from rwkv.serving.remote import RemoteEngine, Ticket
 from rwkv.serving.schema import ChatRequest, ResponseRequest, converted
-from rwkv.serving.states import Keeper
+from rwkv.serving.states import ClientStates
 
 LOGPROBS = "message.output_text.logprobs"        # a value in `include`
 RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
@@ -61,7 +61,7 @@ class Responses:
         self._engine = engine
         self._folder = Path(config.states_dir) if config.states_dir else None
         self._kept: dict[str, bytes] = {}
-        self._shares = Shares[str]()
+        self._shares = FairLRU[str]()
         self._in_files: set[str] = set()                 # the ids of those that have a file
         self._not_ours: set[str] = set()                 # the names of files that are no responses, and of those it has deleted
         if self._folder:
@@ -131,7 +131,7 @@ class Responses:
         self._kept[response_id] = content
         self._shares.add(response_id, owner, len(content))
         while self._shares.total > self._most:
-            self.drop(self._shares.first_to_go(self._most))
+            self.drop(self._shares.victim(self._most))
 
 
 def _read(content: bytes, response_id: str) -> Stored:
@@ -158,9 +158,9 @@ class Asked:
     tools: list[dict[str, Any]]
 
 
-def ask(body: ResponseRequest, owner: str, model: str, kept: Responses, states: Keeper,
+def ask(body: ResponseRequest, owner: str, model: str, kept: Responses, states: ClientStates,
         shown_tools: Callable[[ChatRequest], Any],
-        chat: Callable[[ChatRequest], tuple[list[Generate], Shape]]) -> tuple[list[Generate], Shape, Asked]:
+        chat: Callable[[ChatRequest], tuple[list[Generate], ResponseSpec]]) -> tuple[list[Generate], ResponseSpec, Asked]:
     """The text that answers a request. model: as in Generate. shown_tools: returns a chat request's tools in the template's
     form. chat: returns a chat request's texts.
 
@@ -184,20 +184,20 @@ def ask(body: ResponseRequest, owner: str, model: str, kept: Responses, states: 
                 request.state = start.id
         if body.save_state or (body.store is not False and states.has_room):
             request.save_state = True
-        texts, shape = chat(request)
+        texts, spec = chat(request)
     except ApiError as error:
         raise renamed(error) from None
     except UserError as error:
         field = re.split(r"[^a-z_]", str(error))[0]
         raise renamed(ApiError(400, str(error), field if field in ChatRequest.__struct_fields__ else None)) from None
-    return texts, shape, asked
+    return texts, spec, asked
 
 
-def _start(previous: Stored, asked: Asked, model: str, states: Keeper, tools: Any) -> SavedState | None:
+def _start(previous: Stored, asked: Asked, model: str, states: ClientStates, tools: Any) -> SavedState | None:
     """The state to continue; None where the conversation's beginning or the model has changed, or the state is gone."""
     state = states.engine.states.get(previous.state or "")
     same = previous.response.get("instructions") == asked.body.instructions
-    if state is None or state.refusal is not None or state.model != model or not same or not states.goes_on(state, tools):
+    if state is None or state.refusal is not None or state.model != model or not same or not states.can_continue(state, tools):
         return None
     return state
 
@@ -435,15 +435,15 @@ class Output:
 
 
 class ResponseAnswer(Answer):
-    def __init__(self, engine: RemoteEngine, ticket: Ticket, shape: Shape, timeout_s: float, asked: Asked,
+    def __init__(self, engine: RemoteEngine, ticket: Ticket, spec: ResponseSpec, timeout_s: float, asked: Asked,
                  kept: Responses) -> None:
-        super().__init__(engine, ticket, shape, bool(asked.body.stream), timeout_s)
+        super().__init__(engine, ticket, spec, bool(asked.body.stream), timeout_s)
         self._asked = asked
         self._kept = kept
         self._id = f"resp_{secrets.token_hex(16)}"
         self._output = Output()
         self._text = self._texts[0]
-        self._decoder = shape.tokenizer.decoder(shape.after)
+        self._decoder = spec.tokenizer.decoder(spec.after)
 
     def _take(self, number: int, event: Event) -> None:
         for _ in self._events(event):
@@ -523,11 +523,11 @@ class ResponseAnswer(Answer):
         status = status or self._status()
         ended = status != "in_progress"
         found = {
-            "id": self._id, "object": "response", "created_at": self._shape.created, "status": status, "background": False,
+            "id": self._id, "object": "response", "created_at": self._spec.created, "status": status, "background": False,
             "completed_at": int(time.time()) if status == "completed" else None, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
             "instructions": body.instructions, "max_output_tokens": body.max_output_tokens, "metadata": body.metadata or {},
-            "model": self._shape.model, "output": self._output.items if ended else [],
+            "model": self._spec.model, "output": self._output.items if ended else [],
             "parallel_tool_calls": body.parallel_tool_calls is not False, "previous_response_id": body.previous_response_id,
             "reasoning": {"effort": body.reasoning.effort if body.reasoning else None, "summary": None},
             "service_tier": "default", "store": body.store is not False, "temperature": sampling.temperature,
@@ -547,7 +547,7 @@ class ResponseAnswer(Answer):
                 "input_tokens_details": {**usage["prompt_tokens_details"], "cache_write_tokens": 0},
                 "output_tokens": usage["completion_tokens"],
                 "output_tokens_details": {"reasoning_tokens": min(usage["completion_tokens"],
-                                                                  len(self._shape.tokenizer.encode(thoughts)))},
+                                                                  len(self._spec.tokenizer.encode(thoughts)))},
                 "total_tokens": usage["total_tokens"]}
 
 

@@ -28,7 +28,7 @@ from rwkv.serving.remote import RemoteEngine, Work
 from rwkv.serving.responses import Responses
 from rwkv.serving.service import Service
 from rwkv.serving.sharing import SharedFolder
-from rwkv.serving.states import Keeper
+from rwkv.serving.states import ClientStates
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONG = "a long text. " * 6000            # longer than SHORT of rwkv/tokenizer/world.py, which therefore loads its library
@@ -88,7 +88,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
     responses = Responses(config, engine)
     service = Service(config, ready.about, ready.defaults, engine, tokenizer, template,
                       Metrics(lambda: engine.n_running, lambda: engine.n_waiting),
-                      Keeper(config, engine, tokenizer, template, ready.state_bytes), responses,
+                      ClientStates(config, engine, tokenizer, template, ready.state_bytes), responses,
                       compilers, _model_name(config), int(time.time()),
                       SharedFolder(Path(config.states_dir), engine, responses) if config.states_dir else None)
     engine.observe = service.metrics.observe

@@ -15,7 +15,7 @@ from rwkv.serving.metrics import Metrics
 from rwkv.serving.remote import RemoteEngine
 from rwkv.serving.responses import Responses
 from rwkv.serving.sharing import SharedFolder
-from rwkv.serving.states import Keeper
+from rwkv.serving.states import ClientStates
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 COMPLETION_TOKENS = 16                   # max_tokens of a completion, OpenAI's
@@ -32,7 +32,7 @@ class Service:
     tokenizer: Tokenizer
     template: ChatTemplate
     metrics: Metrics
-    states: Keeper
+    states: ClientStates
     responses: Responses
     compilers: Compilers
     model: str

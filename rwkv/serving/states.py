@@ -35,7 +35,7 @@ BEFORE: dict[str, list[dict[str, Any]]] = {      # turns that a template may dem
 
 
 @dataclass
-class Keeper:
+class ClientStates:
     """Finds and describes the states that clients keep, each only for its owner. state_bytes: the size of one state."""
 
     config: ServeConfig
@@ -82,7 +82,7 @@ class Keeper:
     def has_room(self) -> bool:
         return self.state_bytes <= self.config.states_mib * MIB or self.config.states_dir is not None
 
-    def goes_on(self, start: SavedState, tools: Any) -> bool:
+    def can_continue(self, start: SavedState, tools: Any) -> bool:
         """Whether the state has read a conversation in this server's template and with these tools."""
         return start.turn is not None and start.turn == replace(start.turn, template=_digest(self.template.definition),
                                                                 tools=_digest(tools) if tools else "")

@@ -7,7 +7,7 @@ from rwkv.errors import UserError
 from rwkv.generation.request import Request
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.lines import counted
-from rwkv.serving.answers import Answer, Shape
+from rwkv.serving.answers import Answer, ResponseSpec
 from rwkv.serving.errors import ApiError
 from rwkv.serving.messages import Generate, SavedState, Turn
 from rwkv.serving.remote import Ticket
@@ -17,8 +17,8 @@ from rwkv.serving.service import Service
 NO_LIMIT = -1                            # max_tokens of clients that set no limit
 
 
-async def answer(service: Service, texts: list[Generate], shape: Shape, body: Options) -> Answer:
-    return Answer(service.engine, await submit(service, texts), shape, bool(body.stream), service.config.timeout_s)
+async def answer(service: Service, texts: list[Generate], spec: ResponseSpec, body: Options) -> Answer:
+    return Answer(service.engine, await submit(service, texts), spec, bool(body.stream), service.config.timeout_s)
 
 
 async def submit(service: Service, texts: list[Generate]) -> Ticket:

@@ -24,7 +24,6 @@ from rwkv.generation.row import Row
 from rwkv.generation.states import StateForm, beginning
 from rwkv.io.signals import STOPPING
 from rwkv.model.base import n_parameters
-from rwkv.serving.kept_states import KeptStates, StateGone
 from rwkv.serving.log import say
 from rwkv.serving.messages import (
     About,
@@ -43,6 +42,7 @@ from rwkv.serving.messages import (
     ToEngine,
     Upload,
 )
+from rwkv.serving.state_store import StateGone, StateStore
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 COMPILING_S = 0.002                      # seconds between two checks whether a grammar is compiled, while nothing else is done
@@ -88,7 +88,7 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
         for engine in engines.values():
             engine.warm_up(config.max_rows)
         forms = {name: StateForm.of(each.model, loaded.tokenizer) for name, each in served.items()}
-        states = KeptStates(config, forms, {name: each.digest for name, each in served.items()})
+        states = StateStore(config, forms, {name: each.digest for name, each in served.items()})
         models = {name: _Model(each.model, engines[each.model], each.start) for name, each in served.items()}
         worker = _Worker(connection, models, loaded.tokenizer, cache, states)
         model = loaded.model
@@ -171,7 +171,7 @@ class _Worker:
     """Runs the engines. Between two steps it takes the requests that have come; after each step it sends the events."""
 
     def __init__(self, connection: Connection, models: Mapping[str, _Model], tokenizer: Tokenizer, cache: PrefixCache | None,
-                 states: KeptStates) -> None:
+                 states: StateStore) -> None:
         self._connection = connection
         self._models = models
         self._tokenizer = tokenizer

@@ -70,8 +70,8 @@ def _last_word(tokenizer: Tokenizer, counter: LossCounter, line: bytes, where: s
     try:
         before = tokenizer.encode(context)
         whole = tokenizer.encode(f"{context} {word}")
-        goes_on = whole[:len(before)] == before          # otherwise a token spans the context's end
-        ids = whole[len(before):] if goes_on else tokenizer.encode(f" {word}")
+        can_continue = whole[:len(before)] == before          # otherwise a token spans the context's end
+        ids = whole[len(before):] if can_continue else tokenizer.encode(f" {word}")
         return Scored.ending([*start, *before], ids, counter.count([f" {word}"], [ids]))
     except ValueError as error:
         raise UserError(f"{where}: {error}") from None

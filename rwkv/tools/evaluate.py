@@ -107,7 +107,7 @@ def evaluate(task: str, texts: Sequence["evaluation.Scored"], config: EvaluateCo
             mean = f"loss {total.nats / total.tokens:.4f}" if answers else f"accuracy {total.right / total.texts:.3f}"
             _advance(bar, score.texts, mean)
     _require_finite(total.nats)
-    numbers = total.of_answers() if answers else total.of_words()
+    numbers = total.answer_metrics() if answers else total.word_metrics()
     return {"task": task, **numbers, "seconds": time.perf_counter() - started}
 
 

@@ -22,7 +22,7 @@ from rwkv.data.validation import with_part
 from rwkv.distributed import log
 from rwkv.errors import UserError
 from rwkv.io.lines import harmless
-from rwkv.io.signals import heeded
+from rwkv.io.signals import caught_signals
 from rwkv.model.base import generation
 from rwkv.training import graphs, kernel_check, on_paper
 from rwkv.training.callbacks.divergence import Diverged
@@ -65,7 +65,7 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
             count = process_count(run.config.trainer, run.config.data.batch_size)
         if count > 1 or (run.config.trainer.strategy == "fsdp" and not elsewhere):
             run.lock.release()           # the first of the processes takes it
-            sys.exit(distributed.launch(count, heeded()))
+            sys.exit(distributed.launch(count, caught_signals()))
         train(run)
 
 

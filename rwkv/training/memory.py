@@ -4,7 +4,7 @@
     free_memory, free_disk     what this machine has, the limit of its container included
 
 The estimate, in floats of 4 bytes. N = tokens of one batch of one process, C = n_embd, V vocabulary, L layers. The generation
-gives P, the number of parameters (the sum of its shapes); K, the numbers that a block keeps for each token (kept_for_backward);
+gives P, the number of parameters (the sum of its shapes); K, the numbers that a block keeps for each token (saved_activations);
 W, the numbers that its operator works with for each token (operator_work); S, the numbers of a state for each row:
 
     weights, gradients, and Adam's two moments         4 P; with fsdp each process has its share of them, but all of
@@ -44,7 +44,7 @@ import torch
 from kernels.machine.memory import available_memory
 from rwkv.config import BITS, EIGHT_BITS, TrainConfig
 from rwkv.distributed import world_size
-from rwkv.model.base import generation, n_parameters, of_linear_layer, state_nbytes
+from rwkv.model.base import generation, is_linear_weight, n_parameters, state_nbytes
 from rwkv.model.lora import adaptable, chosen
 from rwkv.model.loss import rows_at_once, rows_on_gpu
 from rwkv.training import adamw8bit
@@ -205,7 +205,7 @@ def _kept(config: TrainConfig) -> float:
     model = generation(config.model)
     half = dtype_for(config.trainer.precision) != torch.float32 and config.tune.base != "int8"
     if not _is_frugal(config):
-        kept: float = model.kept_for_backward(config.model, half)
+        kept: float = model.saved_activations(config.model, half)
         return kept
     tune = config.tune
     layers = {"full": adaptable, "lora": lambda sizes: chosen(sizes, tune.modules), "state": lambda sizes: []}[tune.method]
@@ -244,7 +244,7 @@ def _matrices(config: TrainConfig, vocab_size: int) -> dict[str, tuple[int, ...]
     """The names and shapes of the linear layers of all blocks."""
     model = generation(config.model)
     return {name: shape for name, shape in model.shapes(config.model, vocab_size).items()
-            if name.startswith("blocks.") and of_linear_layer(name, model.group(name))}
+            if name.startswith("blocks.") and is_linear_weight(name, model.group(name))}
 
 
 def _adapted(config: TrainConfig, vocab_size: int) -> list[tuple[int, ...]]:

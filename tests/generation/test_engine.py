@@ -19,7 +19,7 @@ from rwkv.errors import UserError
 from rwkv.generation import prefill as prefill_module
 from rwkv.generation.decoder import CDecoder
 from rwkv.generation.engine import Engine, generate, generate_batch
-from rwkv.generation.prefill import PrefillResult, PrefixCache, Reading, prefill
+from rwkv.generation.prefill import Prefill, PrefillResult, PrefixCache, prefill
 from rwkv.generation.request import Request
 from rwkv.generation.row import Row, Sample
 from rwkv.generation.sampling import Sampling, next_tokens
@@ -76,10 +76,10 @@ def by_hand(model: RWKV, ids: list[int], n: int, seed: int, options: Sampling) -
 def read_prompts(model: RWKV, prompts: list[list[int]], start: PrefillResult | None = None,
                  cache: PrefixCache | None = None) -> list[PrefillResult | None]:
     """The result after each prompt."""
-    readings = [Reading(model, prompt, start, cache) for prompt in prompts]
+    readings = [Prefill(model, prompt, start, cache) for prompt in prompts]
     for reading in readings:
-        while reading.next_part:
-            reading.read_part()
+        while reading.next_cost:
+            reading.advance()
     return [reading.result for reading in readings]
 
 
@@ -293,9 +293,9 @@ def test_a_prompt_is_read_as_the_model_reads_it(length: int) -> None:
     start = prefill(model, torch.tensor([[7, 8]]))
     found = []
     for n_logprobs in (None, 2):
-        reading = Reading(model, ids, start, n_logprobs=n_logprobs, decoder=CDecoder(model, model.empty_state(0)))
-        while reading.next_part:
-            reading.read_part()
+        reading = Prefill(model, ids, start, n_logprobs=n_logprobs, decoder=CDecoder(model, model.empty_state(0)))
+        while reading.next_cost:
+            reading.advance()
         assert bool(reading.logprobs) == (n_logprobs is not None)
         assert reading.result is not None
         found.append(reading.result)
@@ -309,10 +309,10 @@ def test_parts_of_a_pass_are_the_pass_to_the_bit(n_logprobs: int | None, monkeyp
     cut_into(monkeypatch, 32, prefill_module.ON_CPU.budget)
     whole = prefill(model, torch.tensor([ids]))
     cut_into(monkeypatch, 32, 8)
-    reading, parts = Reading(model, ids, n_logprobs=n_logprobs), 0
-    while reading.next_part:
-        assert reading.next_part <= 8
-        reading.read_part()
+    reading, parts = Prefill(model, ids, n_logprobs=n_logprobs), 0
+    while reading.next_cost:
+        assert reading.next_cost <= 8
+        reading.advance()
         parts += 1
     assert parts >= 2 * len(model.blocks), "both passes are in parts"
     result = reading.result
@@ -328,13 +328,13 @@ def test_a_prompt_delays_the_others_by_one_slice_at_most(monkeypatch: pytest.Mon
     engine.add_all([Request("ab", 0, StoppingCriteria(30), Sampling(banned=(0,)))])
     late = [engine.add(Request("c" * length, stopping=StoppingCriteria(4), sampling=Sampling(banned=(0,))))
             for length in (50, 3, 4)]
-    passes, parts, read_part = watch(monkeypatch), list[int](), Reading.read_part
+    passes, parts, advance = watch(monkeypatch), list[int](), Prefill.advance
 
-    def counted(self: Reading) -> None:
-        parts.append(self.next_part)
-        read_part(self)
+    def counted(self: Prefill) -> None:
+        parts.append(self.next_cost)
+        advance(self)
 
-    monkeypatch.setattr(Reading, "read_part", counted)
+    monkeypatch.setattr(Prefill, "advance", counted)
     ended = []
     while engine.unfinished:
         before = len(parts)
@@ -547,7 +547,7 @@ def test_a_model_with_spare_tokens_never_says_them() -> None:
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of what the model reads in parallel passes from now on; short prompts too are read so."""
-    monkeypatch.setattr(prefill_module, "SHORT", 0)
+    monkeypatch.setattr(prefill_module, "SHORT_PROMPT", 0)
     passes, embedded = [], RWKV._embedded
 
     def watched(self: RWKV, several: torch.Tensor, state: Any) -> Any:

@@ -34,7 +34,7 @@ from kernels.wkv7 import cases as wkv7_cases
 from rwkv.generation.decoder import CDecoder, Decoder
 from rwkv.model import quantized
 from rwkv.model.decoding.c_step import step_of
-from rwkv.model.derived import tensors_of
+from rwkv.model.weights_watch import tensors_of
 
 AVAILABLE = native.why_not() is None
 in_c = pytest.mark.skipif(not AVAILABLE, reason=str(native.why_not()))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from models import each_generation, kept_for_backward, small_model, tokens
+from models import each_generation, saved_activations, small_model, tokens
 from torch import Tensor
 
 from kernels.matvec import Int4
@@ -189,11 +189,11 @@ def test_frozen_weights_take_less_memory_than_trained_ones(method: str) -> None:
     """That a forward pass keeps: it grows with the text."""
     model = small_model(generation="rwkv7", n_embd=64, head_size=16)
     read = tokens(model, T=100)
-    full = kept_for_backward(model, lambda: model.forward_features(read))
+    full = saved_activations(model, lambda: model.forward_features(read))
     if method == "lora":
         add_adapters(model, (), rank=2, alpha=2.0)
     else:
         model.requires_grad_(False)
         model.set_time_states([layer.wkv[0].clone() for layer in model.empty_state(1).layers()])
-    less = kept_for_backward(model, lambda: model.forward_features(read))
+    less = saved_activations(model, lambda: model.forward_features(read))
     assert less <= {"lora": 0.35, "state": 0.32}[method] * full

@@ -37,7 +37,7 @@ from kernels.matvec import pack
 from rwkv.checkpoint import time_states
 from rwkv.checkpoint.files import Checkpoint, read_checkpoint, with_adapter, write_checkpoint
 from rwkv.errors import UserError
-from rwkv.model.base import generation, of_linear_layer
+from rwkv.model.base import generation, is_linear_weight
 from rwkv.model.operators import operator_for
 from rwkv.pretrained import RWKV
 
@@ -372,7 +372,7 @@ def rounded_again(checkpoint: Checkpoint) -> dict[str, Any]:
     for form in ("int8", "int4"):
         error = total = 0.0
         for name in checkpoint.weights:
-            if of_linear_layer(name, group(name)):
+            if is_linear_weight(name, group(name)):
                 exact = checkpoint.weights[name].float()
                 error += float((pack(exact, form).dense() - exact).square().sum())
                 total += float(exact.square().sum())

@@ -119,7 +119,7 @@ def test_bits_per_byte_count_bytes_and_not_tokens(model: RWKV) -> None:
 
 def test_a_perplexity_beyond_every_float_is_null(run: Run) -> None:
     assert evaluation.TextScore(1, 1, 1e6).as_dict()["perplexity"] is None
-    assert evaluation.Score(texts=1, nats=1e6).of_words()["perplexity"] is None
+    assert evaluation.Score(texts=1, nats=1e6).word_metrics()["perplexity"] is None
 
 
 def test_a_model_that_has_diverged_is_said(run: Run) -> None:

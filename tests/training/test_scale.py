@@ -4,7 +4,7 @@ from functools import partial
 
 import pytest
 import torch
-from models import assert_same_gradients, each_generation, kept_for_backward, small_model
+from models import assert_same_gradients, each_generation, saved_activations, small_model
 from torch import Tensor
 
 from rwkv.config import OptimConfig, TrainerConfig
@@ -45,7 +45,7 @@ def test_activations_computed_anew_give_the_same_gradients_from_less_memory(gene
     assert_same_gradients(gradients(anew, batches(1, 8)), gradients(plain, batches(1, 8)), 0)
     assert anew.state_dict().keys() == plain.state_dict().keys()
     batch, = batches(1, 8)
-    kept_anew, kept_plain = (kept_for_backward(each, partial(each.training_step, batch, 0)) for each in (anew, plain))
+    kept_anew, kept_plain = (saved_activations(each, partial(each.training_step, batch, 0)) for each in (anew, plain))
     assert kept_anew < kept_plain / 3
 
 

@@ -16,7 +16,7 @@ from kernels.matvec import GROUP, Groups, Int4
 from rwkv.checkpoint.content import Outgoing
 from rwkv.checkpoint.stored import Stored
 from rwkv.errors import CheckpointError, UserError
-from rwkv.model.base import generation, of_linear_layer
+from rwkv.model.base import generation, is_linear_weight
 
 EMBEDDING = "emb.weight"                 # the end of the names of embeddings
 PARTS = {"": torch.uint8, ".scale": torch.bfloat16, ".shift": torch.bfloat16}       # dtypes by the end of the name
@@ -25,7 +25,7 @@ PARTS = {"": torch.uint8, ".scale": torch.bfloat16, ".shift": torch.bfloat16}   
 def outgoing(given: Outgoing) -> tuple[list[Stored], list[Stored]]:
     """The tensors to write: those in floating point, and then the three parts of each matrix in int4."""
     group = generation(given.config).group
-    matrices = [name for name in given.tensors if of_linear_layer(name, group(name))]
+    matrices = [name for name in given.tensors if is_linear_weight(name, group(name))]
     floats = [tensor.cast(torch.bfloat16 if name.endswith(EMBEDDING) else torch.float32)
               for name, tensor in given.tensors.items() if name not in matrices]
 
@@ -74,4 +74,4 @@ def _reader(name: str, parts: list[Stored | None]) -> Callable[[], Int4]:
         raise CheckpointError(f"{weight.source}: {name} holds {weight.dtype} of shape {weight.shape}, expected integers "
                               f"(N,G,{GROUP // 2}) in torch.uint8 with {name}.scale and {name}.shift (N,G) in bfloat16: other "
                               "quantised weights are not read")
-    return lambda: Int4.of_groups((weight.get(), scale.get(), shift.get()), groups[1] * GROUP)
+    return lambda: Int4.from_groups((weight.get(), scale.get(), shift.get()), groups[1] * GROUP)

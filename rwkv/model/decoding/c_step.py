@@ -20,9 +20,9 @@ from kernels.machine.memory import available_memory
 from kernels.matvec import FORMS, KINDS, Int8
 from kernels.select import AUTO, resolve
 from rwkv.model.decoding.layers import PLAIN
-from rwkv.model.derived import exact_copies, tensors_of
 from rwkv.model.hooks import untouched
 from rwkv.model.quantized import Int4Linear, Int8Linear, PackedLinear
+from rwkv.model.weights_watch import exact_copies, tensors_of
 
 LANES = 8                                # all widths are multiples of it
 PART = 32                                # places in a row of `work` are multiples of it; outputs in one part of a matrix
@@ -264,7 +264,7 @@ class Builder:
             return _matrix("bfloat16 as float32", copy)
         return _matrix(_form_of(linear), linear.weight.detach())
 
-    def of_sparse(self, layer: nn.Module) -> Matrix:
+    def sparse_matrix(self, layer: nn.Module) -> Matrix:
         """The matrix of a layer whose inputs are mostly 0, as after a ReLU: in a trained model nine of ten are.
 
         It is stored by input, so that weights that a 0 multiplies are not read. This needs memory for a copy, floats, and

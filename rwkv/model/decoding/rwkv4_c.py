@@ -57,4 +57,4 @@ def _layer(block: Any, builder: Builder) -> Layer:
         decay=decay_exponent(builder.vector(att.time_decay)), first=builder.vector(att.time_first),
         key=matrix(att.key), value=matrix(att.value), receptance=matrix(att.receptance), output=matrix(att.output),
         ffn_mixes=builder.vectors(ffn.time_mix_k, ffn.time_mix_r),
-        ffn_key=matrix(ffn.key), ffn_receptance=matrix(ffn.receptance), ffn_value=builder.of_sparse(ffn.value))
+        ffn_key=matrix(ffn.key), ffn_receptance=matrix(ffn.receptance), ffn_value=builder.sparse_matrix(ffn.value))

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from kernels.wkv4 import decay_exponent
-from rwkv.model.decoding.triton_kernels import ADD, ADD_GATED, SQUARED_RELU, WIDE, begins, goes_on
+from rwkv.model.decoding.triton_kernels import ADD, ADD_GATED, SQUARED_RELU, WIDE, begins, can_continue
 from rwkv.model.decoding.triton_step import Builder, Launch
 
 BLOCK = 256                              # channels of a program of _wkv
@@ -76,5 +76,5 @@ def _wkv(slots, vectors, wide, narrow, states, wide_size, narrow_size, state_siz
         tl.store(at_state, a, mask=inside)
         tl.store(at_state + A, b, mask=inside)
         tl.store(at_state + 2 * A, p, mask=inside)
-        reads = goes_on(slots, row, TEXTS)
+        reads = can_continue(slots, row, TEXTS)
         row += 1

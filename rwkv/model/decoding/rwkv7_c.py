@@ -86,4 +86,4 @@ def _layer(block: Any, builder: Builder) -> Layer:
         mixes=1 - builder.vectors(*(getattr(att, f"x_{name}") for name in MIXES)),
         receptance=matrix(att.receptance), key=matrix(att.key), value=matrix(att.value), output=matrix(att.output),
         **gates, **vectors,
-        ffn_mixes=1 - builder.vector(ffn.x_k), ffn_key=matrix(ffn.key), ffn_value=builder.of_sparse(ffn.value))
+        ffn_mixes=1 - builder.vector(ffn.x_k), ffn_key=matrix(ffn.key), ffn_value=builder.sparse_matrix(ffn.value))

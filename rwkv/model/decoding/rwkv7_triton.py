@@ -16,7 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from rwkv.model.decoding.triton_kernels import ADD, NARROW, SIGMOID, SQUARED_RELU, TANH, WIDE, begins, goes_on
+from rwkv.model.decoding.triton_kernels import ADD, NARROW, SIGMOID, SQUARED_RELU, TANH, WIDE, begins, can_continue
 from rwkv.model.decoding.triton_step import Builder, Launch, warps_for
 
 FASTEST_LOG_W = tl.constexpr(-0.6065306597126334)        # e^-0.5, negated: the fastest decay
@@ -82,7 +82,7 @@ def _wkv(slots, vectors, wide, narrow, states, wide_size, narrow_size, state_siz
         to = narrow + row * narrow_size + readout_place + first
         _one_token(S, vectors + first, own, to, C, eps, r_place, k_place, v_place, v_first_place, z_place, rate_place, g_place,
                    share_place, y_place, FIRST, N, BLOCK, ROWS)
-        reads = goes_on(slots, row, TEXTS)
+        reads = can_continue(slots, row, TEXTS)
         row += 1
 
 

@@ -43,7 +43,7 @@ def begins(slots, row, TEXTS: tl.constexpr):
 
 
 @triton.jit
-def goes_on(slots, row, TEXTS: tl.constexpr):
+def can_continue(slots, row, TEXTS: tl.constexpr):
     """Whether the row after this one belongs to the same text. Behind the last row lies slot 0."""
     if TEXTS:
         return tl.load(slots + row) == tl.load(slots + row + 1)
@@ -94,7 +94,7 @@ def norm_and_mixes(tokens, slots, embedding, ln0_weight, ln0_bias, eps0, weight,
                 tl.store(at_mixed + i * C, mixed.to(narrow.dtype.element_ty), mask=inside)
             tl.store(at_state, normal, mask=inside)
             last = normal
-            reads = goes_on(slots, row, TEXTS)
+            reads = can_continue(slots, row, TEXTS)
             row += 1
 
 

@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rwkv.serving.answers import Answer, Shape
+from rwkv.serving.answers import Answer, ResponseSpec
 from rwkv.serving.bodies import from_body
 from rwkv.serving.endpoints.chat import chat_texts
 from rwkv.serving.errors import ApiError, json_response, renaming
@@ -89,9 +89,9 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 async def messages(service: Service, request: Request) -> "MessagesAnswer":
-    texts, shape, body, rename = await from_body(service, request, partial(_translated, owner=owner(request)))
+    texts, spec, body, rename = await from_body(service, request, partial(_translated, owner=owner(request)))
     with renaming(rename):
-        return MessagesAnswer(service, await submit(service, texts), shape, body)
+        return MessagesAnswer(service, await submit(service, texts), spec, body)
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
@@ -106,7 +106,7 @@ def _prompt_tokens(text: Generate) -> int:
 # From a request to a ChatRequest
 
 
-Translated = tuple[list[Generate], Shape, MessagesRequest, Callable[[str], str]]
+Translated = tuple[list[Generate], ResponseSpec, MessagesRequest, Callable[[str], str]]
 
 
 def _translated(service: Service, sent: bytes, owner: str, counts: bool = False) -> Translated:
@@ -241,8 +241,8 @@ def _texts(blocks: Any, where: str) -> list[dict[str, Any]]:
 
 
 class MessagesAnswer(Answer):
-    def __init__(self, service: Service, ticket: Any, shape: Shape, body: MessagesRequest) -> None:
-        super().__init__(service.engine, ticket, shape, bool(body.stream), service.config.timeout_s)
+    def __init__(self, service: Service, ticket: Any, spec: ResponseSpec, body: MessagesRequest) -> None:
+        super().__init__(service.engine, ticket, spec, bool(body.stream), service.config.timeout_s)
         self._stops = body.stop_sequences or []
         self._shows_thoughts = body.thinking is None or body.thinking.display != "omitted"
         self._blocks: list[dict[str, Any]] = []
@@ -273,7 +273,7 @@ class MessagesAnswer(Answer):
         yield _sse({"type": "message_delta", "delta": self._ending(), "usage": self._counts()}) + _sse({"type": "message_stop"})
 
     def _message(self) -> dict[str, Any]:
-        return {"id": f"msg_{self._shape.id}", "type": "message", "role": "assistant", "model": self._shape.model}
+        return {"id": f"msg_{self._spec.id}", "type": "message", "role": "assistant", "model": self._spec.model}
 
     def _ending(self) -> dict[str, Any]:
         last = self._text.last

@@ -19,7 +19,7 @@ from rwkv.chat.thoughts import begun_by, end_of
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.request import Request as EngineRequest
-from rwkv.serving.answers import Answer, Shape
+from rwkv.serving.answers import Answer, ResponseSpec
 from rwkv.serving.bodies import from_body
 from rwkv.serving.errors import ApiError
 from rwkv.serving.messages import Generate
@@ -35,12 +35,13 @@ async def chat_completions(service: Service, request: Request) -> Answer:
     return await answer(service, *await from_body(service, request, partial(_translated, owner=owner(request))))
 
 
-def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, ChatRequest]:
+def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, ChatRequest]:
     body = read(sent, ChatRequest)
     return *chat_texts(service, body, owner), body
 
 
-def chat_texts(service: Service, body: ChatRequest, owner: str, before: Sequence[int] = ()) -> tuple[list[Generate], Shape]:
+def chat_texts(service: Service, body: ChatRequest, owner: str,
+               before: Sequence[int] = ()) -> tuple[list[Generate], ResponseSpec]:
     """The sequences that answer a chat request. before: the ids of earlier turns, which end with an answer.
 
     Raises ApiError and UserError with the field names of a ChatRequest.
@@ -80,11 +81,11 @@ def chat_texts(service: Service, body: ChatRequest, owner: str, before: Sequence
                           body.sampling(usual.sampling, service.tokenizer), n_logprobs, grammar=grammar)
     texts = sequences(service, body, first, n, start, owner, model, service.states.turn_of_answer(tools, start))
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
-    shape = Shape("chatcmpl", model or service.model, include_usage(body), bool(body.logprobs),
-                  [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start.lstrip(),
-                  most_calls=1 if one_call else None, thinks=service.template.thinks,
-                  after=start.last_ids if start else (), saves=bool(body.save_state))
-    return texts, shape
+    spec = ResponseSpec("chatcmpl", model or service.model, include_usage(body), bool(body.logprobs),
+                        [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start.lstrip(),
+                        most_calls=1 if one_call else None, thinks=service.template.thinks,
+                        after=start.last_ids if start else (), saves=bool(body.save_state))
+    return texts, spec
 
 
 def _with_template(service: Service, body: ChatRequest) -> Service:

@@ -6,7 +6,7 @@ from functools import partial
 from starlette.requests import Request
 
 from rwkv.generation.request import Request as EngineRequest
-from rwkv.serving.answers import Answer, Shape
+from rwkv.serving.answers import Answer, ResponseSpec
 from rwkv.serving.bodies import from_body
 from rwkv.serving.errors import ApiError
 from rwkv.serving.messages import Generate
@@ -20,12 +20,12 @@ async def completions(service: Service, request: Request) -> Answer:
     return await answer(service, *await from_body(service, request, partial(_translated, owner=owner(request))))
 
 
-def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, Options]:
+def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, Options]:
     body = read(sent, CompletionRequest)
     return *completion_texts(service, body, owner), body
 
 
-def completion_texts(service: Service, body: CompletionRequest, owner: str) -> tuple[list[Generate], Shape]:
+def completion_texts(service: Service, body: CompletionRequest, owner: str) -> tuple[list[Generate], ResponseSpec]:
     model = adapter_of(service, body.model)
     if body.suffix:
         raise ApiError(400, "suffix is not supported: an RWKV model reads in one direction", "suffix")
@@ -47,9 +47,9 @@ def completion_texts(service: Service, body: CompletionRequest, owner: str) -> t
     texts = [text for ids in prompts
              for text in sequences(service, body, replace(first, prompt=ids), n, start, owner, model)]
     before = [service.tokenizer.decode_start(ids) if body.echo else "" for ids in prompts for _ in range(n)]
-    shape = Shape("cmpl", model or service.model, include_usage(body), body.logprobs is not None, before, n, service.tokenizer,
-                  echoed, after=start.last_ids if start else (), saves=bool(body.save_state))
-    return texts, shape
+    spec = ResponseSpec("cmpl", model or service.model, include_usage(body), body.logprobs is not None, before, n,
+                        service.tokenizer, echoed, after=start.last_ids if start else (), saves=bool(body.save_state))
+    return texts, spec
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:

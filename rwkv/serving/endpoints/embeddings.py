@@ -14,7 +14,7 @@ from starlette.types import Receive, Scope, Send
 from rwkv.config import Pooling
 from rwkv.generation.request import Request as EngineRequest
 from rwkv.generation.stopping import StoppingCriteria
-from rwkv.serving.answers import Answer, Shape
+from rwkv.serving.answers import Answer, ResponseSpec
 from rwkv.serving.bodies import from_body
 from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.messages import Event, Generate
@@ -96,8 +96,8 @@ class EmbeddingAnswer(Answer):
     """
 
     def __init__(self, service: Service, ticket: Any, texts: list[Generate], render: Render, error_form: Any = None) -> None:
-        shape = Shape("embedding", "", False, False, [""] * len(texts), 1, service.tokenizer)
-        super().__init__(service.engine, ticket, shape, False, service.config.timeout_s)
+        spec = ResponseSpec("embedding", "", False, False, [""] * len(texts), 1, service.tokenizer)
+        super().__init__(service.engine, ticket, spec, False, service.config.timeout_s)
         self._service = service
         self._left = texts[len(ticket.texts):]
         self._render = render

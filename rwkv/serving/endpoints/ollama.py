@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rwkv.serving.answers import Answer, Shape
+from rwkv.serving.answers import Answer, ResponseSpec
 from rwkv.serving.bodies import from_body
 from rwkv.serving.endpoints.chat import chat_texts
 from rwkv.serving.endpoints.completions import completion_texts
@@ -97,20 +97,20 @@ async def generate(service: Service, request: Request) -> Any:
     return await _answered(service, request, partial(_generate, owner=owner(request)))
 
 
-Translated = tuple[list[Generate], Shape, OllamaRequest]
+Translated = tuple[list[Generate], ResponseSpec, OllamaRequest]
 
 
 async def _answered(service: Service, request: Request, translate: Callable[[Service, bytes], Translated]) -> Any:
-    texts, shape, body = await from_body(service, request, translate)
+    texts, spec, body = await from_body(service, request, translate)
     stream = body.stream is not False
     is_chat = isinstance(body, OllamaChat)
     if not texts:                        # a request without a prompt: Ollama loads the model, or with keep_alive=0 unloads it
         reason = "unload" if body.keep_alive in (0, "0", "0s", "0m") else "load"
-        line = _line(shape.model, {"content": ""}, is_chat) | {"done": True, "done_reason": reason}
+        line = _line(spec.model, {"content": ""}, is_chat) | {"done": True, "done_reason": reason}
         return Response(msgspec.json.encode(line) + b"\n", media_type=LINES if stream else "application/json")
     with renaming(_renamed):
         ticket = await submit(service, texts)
-    return OllamaAnswer(service, ticket, shape, stream, is_chat)
+    return OllamaAnswer(service, ticket, spec, stream, is_chat)
 
 
 def _chat(service: Service, sent: bytes, owner: str) -> Translated:
@@ -208,8 +208,8 @@ def _refuse_images(images: Any, where: str) -> None:
         raise ApiError(400, f"{where}: this model reads text alone", where)
 
 
-def _nothing(service: Service, model: str) -> Shape:
-    return Shape("chatcmpl", model, False, False, [], 1, service.tokenizer)
+def _nothing(service: Service, model: str) -> ResponseSpec:
+    return ResponseSpec("chatcmpl", model, False, False, [], 1, service.tokenizer)
 
 
 def _line(model: str, delta: dict[str, Any], is_chat: bool) -> dict[str, Any]:
@@ -229,8 +229,8 @@ def _line(model: str, delta: dict[str, Any], is_chat: bool) -> dict[str, Any]:
 class OllamaAnswer(Answer):
     content_type = LINES
 
-    def __init__(self, service: Service, ticket: Any, shape: Shape, stream: bool, is_chat: bool) -> None:
-        super().__init__(service.engine, ticket, shape, stream, service.config.timeout_s)
+    def __init__(self, service: Service, ticket: Any, spec: ResponseSpec, stream: bool, is_chat: bool) -> None:
+        super().__init__(service.engine, ticket, spec, stream, service.config.timeout_s)
         self._is_chat = is_chat
         self._begun = time.monotonic_ns()
         self._first = 0                  # when the first event came
@@ -264,12 +264,12 @@ class OllamaAnswer(Answer):
             yield msgspec.json.encode(error_body(error)) + b"\n"
         else:
             self._complete = True
-            yield msgspec.json.encode(_line(self._shape.model, {}, self._is_chat) | self._end(reason)) + b"\n"
+            yield msgspec.json.encode(_line(self._spec.model, {}, self._is_chat) | self._end(reason)) + b"\n"
 
     def _of(self, choice: dict[str, Any]) -> dict[str, Any]:
         """The line for a choice of a chat or of a completion."""
         delta = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
-        line = _line(self._shape.model, delta, self._is_chat)
+        line = _line(self._spec.model, delta, self._is_chat)
         return line | {"logprobs": _entries(choice["logprobs"])} if choice["logprobs"] else line
 
     def _end(self, reason: str | None) -> dict[str, Any]:
@@ -282,7 +282,7 @@ class OllamaAnswer(Answer):
                "eval_count": usage["completion_tokens"], "eval_duration": now - first}
         if not self._is_chat:
             ids = self._ticket.texts[0].request.prompt_ids
-            end["context"] = [*ids, *self._shape.tokenizer.encode_after(self._written, ids)]
+            end["context"] = [*ids, *self._spec.tokenizer.encode_after(self._written, ids)]
         return end
 
 

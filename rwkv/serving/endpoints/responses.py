@@ -6,7 +6,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rwkv.serving import responses
-from rwkv.serving.answers import Answer, Shape
+from rwkv.serving.answers import Answer, ResponseSpec
 from rwkv.serving.bodies import from_body
 from rwkv.serving.endpoints.chat import chat_texts, tools_and_call
 from rwkv.serving.errors import ApiError, json_response
@@ -19,15 +19,15 @@ from rwkv.serving.submission import submit
 
 
 async def make_response(service: Service, request: Request) -> Answer:
-    texts, shape, asked = await from_body(service, request, partial(_response_texts, owner=owner(request)))
+    texts, spec, asked = await from_body(service, request, partial(_response_texts, owner=owner(request)))
     try:
         ticket = await submit(service, texts)
     except ApiError as error:
         raise responses.renamed(error) from None
-    return ResponseAnswer(service.engine, ticket, shape, service.config.timeout_s, asked, service.responses)
+    return ResponseAnswer(service.engine, ticket, spec, service.config.timeout_s, asked, service.responses)
 
 
-def _response_texts(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Shape, responses.Asked]:
+def _response_texts(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, responses.Asked]:
     asked = read(sent, ResponseRequest)
     return responses.ask(asked, owner, adapter_of(service, asked.model), service.responses, service.states,
                          lambda body: tools_and_call(service, body)[0], lambda body: chat_texts(service, body, owner))

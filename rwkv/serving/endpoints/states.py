@@ -9,7 +9,7 @@ from starlette.responses import Response
 from rwkv.config import MIB, STATE_LAYOUTS
 from rwkv.generation.request import Request as EngineRequest
 from rwkv.generation.stopping import StoppingCriteria
-from rwkv.serving.answers import Answer, Shape
+from rwkv.serving.answers import Answer, ResponseSpec
 from rwkv.serving.bodies import from_body, read_body
 from rwkv.serving.endpoints.chat import shown_tools
 from rwkv.serving.errors import ApiError, json_response
@@ -28,7 +28,7 @@ class StateAnswer(Answer):
         state = self._texts[0].last.state
         if state is None:
             return ApiError(503, "the prompt was not read in time: the server's timeout_s= ended it", code="timeout").response()
-        return json_response({**shown(state, self._shape.model), "usage": self._usage()})
+        return json_response({**shown(state, self._spec.model), "usage": self._usage()})
 
 
 async def make_state(service: Service, request: Request) -> Any:
@@ -40,8 +40,8 @@ async def make_state(service: Service, request: Request) -> Any:
             raise ApiError(400, f"state_layout must be {' or '.join(STATE_LAYOUTS)}; got {layout[:40]!r}", "state_layout")
         return _state(service, await service.engine.upload(service.states.new(owner(request)), content, layout))
     text = await from_body(service, request, partial(_state_text, owner=owner(request)))
-    shape = Shape("state", service.model, False, False, [""], 1, service.tokenizer, saves=True)
-    return StateAnswer(service.engine, await submit(service, [text]), shape, False, service.config.timeout_s)
+    spec = ResponseSpec("state", service.model, False, False, [""], 1, service.tokenizer, saves=True)
+    return StateAnswer(service.engine, await submit(service, [text]), spec, False, service.config.timeout_s)
 
 
 def _state_text(service: Service, sent: bytes, owner: str) -> Generate:

@@ -23,14 +23,14 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from kernels.machine.memory import available_memory
 from kernels.matvec import Packed, exact_copy
 
-WATCHED = 8                              # elements in the middle of each tensor that a Watch compares at each token
-SAMPLED = 64                             # elements of each tensor that Kept compares at each text
+WATCHED = 8                              # elements in the middle of each tensor that a WeightsWatch compares at each token
+SAMPLED = 64                             # elements of each tensor that CachedFromWeights compares at each text
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_EVERY_MODULE = frozenset(vars(nn.Module()))           # attributes that change nothing that a module computes, or are tensors
 
 
-class Watch:
-    """Tells whether a model computes what it did when the Watch was made: weights, settings, hooks and modules are the same.
+class WeightsWatch:
+    """Detects changes of a model since the watch was made: of its weights, settings, hooks and modules.
 
     It keeps the tensors in memory.
     """
@@ -109,7 +109,7 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
     return [place.tensor for module in model.modules() for place in _places(module) if place.tensor is not None]
 
 
-class Kept:
+class CachedFromWeights:
     """Keeps a value computed from all weights of a model until they change. It keeps no weight in memory, and the copy of a
     model begins without a value."""
 
@@ -118,7 +118,7 @@ class Kept:
         self._seen: list[Any] = []
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
-        return Kept, ()
+        return CachedFromWeights, ()
 
     def of(self, model: nn.Module, compute: Callable[[Any], Any]) -> Any:
         """compute(model) for the weights as they are now, as far as changes can be seen: see the top of this file."""

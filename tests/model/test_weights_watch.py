@@ -18,9 +18,9 @@ from rwkv.generation.prefill import PrefixCache
 from rwkv.generation.request import Request
 from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria
-from rwkv.model import derived
+from rwkv.model import weights_watch
 from rwkv.model.decoding.c_step import step_of
-from rwkv.model.derived import exact_copies
+from rwkv.model.weights_watch import exact_copies
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
@@ -181,5 +181,5 @@ def test_there_are_none_of_weights_whose_changes_are_not_counted() -> None:
 
 def test_there_are_none_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
     model = frozen()
-    monkeypatch.setattr(derived, "available_memory", lambda: 1000)
+    monkeypatch.setattr(weights_watch, "available_memory", lambda: 1000)
     assert exact_copies(matrices(model)) is None

@@ -28,8 +28,8 @@ from rwkv.generation.states import CHECKSUM, StateForm, load_context, metadata_o
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.pretrained import RWKV
 from rwkv.serving.errors import ApiError
-from rwkv.serving.kept_states import KeptStates, StateGone
-from rwkv.serving.states import Keeper
+from rwkv.serving.state_store import StateGone, StateStore
+from rwkv.serving.states import ClientStates
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 pytestmark = pytest.mark.programs
@@ -220,7 +220,7 @@ def test_a_stop_string_that_was_read_is_not_read_again(api: httpx.Client, model:
 def test_turns_after_a_state_are_those_of_the_whole_conversation(name: str) -> None:
     """Whatever the last message was: what is read before and after are together what the template writes."""
     template = chat_template(name)
-    keeper = Keeper(ServeConfig(), None, BYTES, template, 0)                 # type: ignore[arg-type]
+    keeper = ClientStates(ServeConfig(), None, BYTES, template, 0)                 # type: ignore[arg-type]
     tool = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
     said: list[dict[str, Any]] = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"},
                                   {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"},
@@ -249,7 +249,7 @@ def test_an_error_after_a_state_names_what_is_wrong_and_where_the_request_has_it
     path.write_text("{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
                     "{{ message.role }}: {{ message.content }}\n{% endfor %}")
     template = chat_template(str(path) if name == "file" else name)
-    keeper = Keeper(ServeConfig(), None, BYTES, template, 0)                             # type: ignore[arg-type]
+    keeper = ClientStates(ServeConfig(), None, BYTES, template, 0)                             # type: ignore[arg-type]
     turn = replace(keeper.turn_of_answer(None, None), role=role)
     start: Any = type("State", (), {"turn": turn, "last_ids": ()})
     with pytest.raises((ApiError, UserError)) as error:
@@ -359,7 +359,7 @@ def test_what_a_folder_keeps_survives_a_restart_and_belongs_to_its_key(start: Ca
         assert api.get(f"/responses/{large[-1]['id']}").status_code == 200
         assert sum(path.stat().st_size for path in kept.glob("resp_*.json")) <= 2**20
     other = small_model("reference", vocab_size=256, n_embd=32, seed=1)
-    states = KeptStates(ServeConfig(states_dir=str(kept)), {"": StateForm.of(other, BYTES)}, {"": ""})
+    states = StateStore(ServeConfig(states_dir=str(kept)), {"": StateForm.of(other, BYTES)}, {"": ""})
     found, = (each for each in states.found if each.id == state)
     with pytest.raises(StateGone):
         states.get(found)

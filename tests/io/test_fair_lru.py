@@ -5,14 +5,14 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rwkv.io.shares import Shares
+from rwkv.io.fair_lru import FairLRU
 
 SIZE = 10
 
 
 @given(st.integers(SIZE, 12 * SIZE), st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
 def test_nobody_loses_its_share_to_others_and_an_owner_alone_has_all(most: int, steps: list[tuple[str, bool]]) -> None:
-    shares, last_use, owners = Shares[int](), dict[int, int](), dict[int, str]()
+    shares, last_use, owners = FairLRU[int](), dict[int, int](), dict[int, str]()
     for number, (owner, again) in enumerate(steps):
         mine = [key for key in shares if owners[key] == owner]
         if again and mine:
@@ -24,7 +24,7 @@ def test_nobody_loses_its_share_to_others_and_an_owner_alone_has_all(most: int, 
         last_use[number] = number
         while shares.total > most:
             held = Counter(owners[key] for key in shares)
-            key = shares.first_to_go(most)
+            key = shares.victim(most)
             assert key != number or len(shares) == 1
             assert held[owners[key]] * SIZE > most / len(held)
             assert last_use[key] == min(last_use[other] for other in shares if owners[other] == owners[key])

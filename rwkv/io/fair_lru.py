@@ -7,7 +7,7 @@ from typing import Generic, TypeVar
 K = TypeVar("K", bound=Hashable)
 
 
-class Shares(Generic[K]):
+class FairLRU(Generic[K]):
     """The sizes and owners of things, in the order of use, the most recently used last. total: the sum of the sizes."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class Shares(Generic[K]):
         if not self._number[owner]:
             del self._number[owner], self._of_owner[owner]
 
-    def first_to_go(self, most: int) -> K:
+    def victim(self, most: int) -> K:
         """The thing to drop where the total exceeds `most`.
 
         It is the least recently used one of an owner that holds more than an equal share. The thing used last is dropped only

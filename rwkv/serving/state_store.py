@@ -21,7 +21,7 @@ from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.states import LONGEST_HEADER, StateForm, metadata_of
 from rwkv.io.atomic import write_file
-from rwkv.io.shares import Shares
+from rwkv.io.fair_lru import FairLRU
 from rwkv.serving.folder import STATE, files_in
 from rwkv.serving.log import say
 from rwkv.serving.messages import SavedState, Seen, Turn
@@ -49,7 +49,7 @@ class StateGone(UserError):
     """A state that was dropped or lost."""
 
 
-class KeptStates:
+class StateStore:
     """forms: by the model's name. digests: of the trained values, by the adapter's name.
 
     found: the states that the folder, which folder.claim() has made, has held before, also those of other models.
@@ -62,8 +62,8 @@ class KeptStates:
         self._most_of_files = config.states_dir_mib * MIB
         self._folder = Path(config.states_dir) if config.states_dir else None
         self._in_memory: dict[str, PrefillResult] = {}
-        self._memory = Shares[str]()
-        self._files = Shares[str]()
+        self._memory = FairLRU[str]()
+        self._files = FairLRU[str]()
         self._unwritten: dict[str, Future[None]] = {}
         self._writer = ThreadPoolExecutor(1)             # so that the engine does not wait for the disk
         self._gone: list[str] = []
@@ -157,7 +157,7 @@ class KeptStates:
         self._in_memory[state.id] = context
         self._memory.add(state.id, state.owner, context.nbytes())
         while self._memory.total > self._most:
-            first = self._memory.first_to_go(self._most)
+            first = self._memory.victim(self._most)
             self._forget(first)
             if first not in self._files:
                 self._gone.append(first)
@@ -170,7 +170,7 @@ class KeptStates:
         content = self._content(state, context)
         self._files.add(state.id, state.owner, len(content))
         while self._files.total > self._most_of_files and len(self._files) > 1:
-            first = self._files.first_to_go(self._most_of_files)
+            first = self._files.victim(self._most_of_files)
             self._forget(first)
             self._delete(folder, first)
             self._gone.append(first)
