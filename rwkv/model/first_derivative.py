@@ -16,8 +16,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backward)
     def checked(ctx: Any, *grads: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
-            raise ValueError("the model and its loss have first derivatives only, and create_graph=True asks for the graph of "
-                             "a second one: leave it out")
+            raise ValueError("the model and its loss have first derivatives only; create_graph=True is not supported")
         return backward(ctx, *grads)
 
     return checked
