@@ -79,7 +79,7 @@ def saved_activations(config: ModelConfig, half: bool) -> float:
     return 7 * C + 2.5 * A + F if half else 10 * C + 5 * A + 2 * F
 
 
-def kept_when_frugal(config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float:
+def saved_when_recomputing(config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float:
     """The same for a block that has frozen weights or reads packed rows.
 
     layers: the linear layers that are trained, whose inputs are saved; that of ffn.value is recomputed. vectors: whether

@@ -127,7 +127,7 @@ def saved_activations(config: ModelConfig, half: bool) -> float:
     return (15 * C + 2 * d + F if half else 26 * C + 3 * d + 2 * F) + deep
 
 
-def kept_when_frugal(config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float:
+def saved_when_recomputing(config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float:
     """The same for a block that has frozen weights or reads packed rows. layers: the linear layers that are trained; vectors:
     whether vectors are trained too.
 
