@@ -120,17 +120,17 @@ def _conditions(definition: dict[str, Any]) -> list[Condition] | None:
     added = definition.get("added_tokens", [])
     steps = [*_steps(definition.get("normalizer")), *_steps(definition.get("pre_tokenizer"))]
     types = {step["type"] for step in steps}
-    ordinary = [token for token in added if not token["special"]]        # special tokens are not looked for in a text
+    ordinary = [token for token in added if not token["special"]]        # special tokens are not matched in a text
     strips_spaces = any(token["lstrip"] or token["rstrip"] for token in ordinary)
     if strips_spaces or (ordinary and "Metaspace" in types) or not _has_all_bytes(model, "ByteLevel" in types):
         return None
-    found: list[Condition] = []
+    conditions: list[Condition] = []
     for step in steps:
-        conditions = _conditions_of_step(step)
-        if conditions is None:
+        step_conditions = _step_conditions(step)
+        if step_conditions is None:
             return None
-        found += conditions
-    return found
+        conditions += step_conditions
+    return conditions
 
 
 def _steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
@@ -153,7 +153,7 @@ def _has_all_bytes(model: dict[str, Any], byte_level: bool) -> bool:
     return bool(model.get("byte_fallback")) and all(f"<0x{value:02X}>" in tokens for value in UTF8_BYTES)
 
 
-def _conditions_of_step(step: dict[str, Any]) -> list[Condition] | None:
+def _step_conditions(step: dict[str, Any]) -> list[Condition] | None:
     """Conditions under which a text can be restored from the step's result; None where no conditions are known."""
     match step:
         case {"type": "ByteLevel" | "Prepend"}:
@@ -185,17 +185,17 @@ def _without_cleanup(decoder: dict[str, Any]) -> dict[str, Any]:
 def missing_bytes(before: bytes, after: bytes) -> int:
     """len(before) less the length of the longest common subsequence with `after`, which is searched window by window.
 
-    If much is lost at once, the number may be too large, because the next window begins at a wrong place in `after`.
+    If much is lost at once, the number may be too large, because the next window begins at a wrong position in `after`.
     """
     missing = at = place = searched = 0
     while at < len(before):
         window = before[at:at + WINDOW]
         is_last = at + len(window) == len(before)
-        kept = len(window)
+        matched = len(window)
         length = len(window)
         if not after.startswith(window, place):
-            kept, length = _aligned(window, after[place:place + 4 * WINDOW], is_last)
-        if 4 * kept < len(window) and not is_last and at >= searched:
+            matched, length = _align(window, after[place:place + 4 * WINDOW], is_last)
+        if 4 * matched < len(window) and not is_last and at >= searched:
             searched = at + AHEAD
             anchor = _next_in_common(before, at, after, place)
             if anchor is not None:
@@ -204,7 +204,7 @@ def missing_bytes(before: bytes, after: bytes) -> int:
                 place = anchor[1] + ANCHOR
                 searched = at
                 continue
-        missing += len(window) - kept
+        missing += len(window) - matched
         at += len(window)
         place += length
     return missing
@@ -212,7 +212,7 @@ def missing_bytes(before: bytes, after: bytes) -> int:
 
 def _next_in_common(before: bytes, at: int, after: bytes, place: int) -> tuple[int, int] | None:
     """The nearest places after `at` and `place`, within AHEAD bytes, where both texts have the same ANCHOR bytes, or None."""
-    found = None
+    anchor = None
     nearest = 2 * AHEAD
     for candidate in range(at, min(at + AHEAD, len(before) - ANCHOR), ANCHOR):
         if candidate - at >= nearest:
@@ -221,8 +221,8 @@ def _next_in_common(before: bytes, at: int, after: bytes, place: int) -> tuple[i
         distance = candidate - at + other - place
         if other >= 0 and distance < nearest:
             nearest = distance
-            found = candidate, other
-    return found
+            anchor = candidate, other
+    return anchor
 
 
 def _missing_between(before: bytes, after: bytes) -> int:
@@ -231,34 +231,34 @@ def _missing_between(before: bytes, after: bytes) -> int:
     for start in range(0, len(before), WINDOW):
         window = before[start:start + WINDOW]
         first, last = (place * len(after) // len(before) for place in (start, start + len(window)))
-        missing += len(window) - _aligned(window, after[first:last], is_last=True)[0]
+        missing += len(window) - _align(window, after[first:last], is_last=True)[0]
     return missing
 
 
-def _aligned(window: bytes, after: bytes, is_last: bool) -> tuple[int, int]:
-    """(kept, length): the length of the longest common subsequence of `window` and after[:length], for the best `length`.
+def _align(window: bytes, after: bytes, is_last: bool) -> tuple[int, int]:
+    """(matched, length): the length of the longest common subsequence of `window` and after[:length], for the best `length`.
 
     The best length has the highest score: 4 for each byte in common, less 1 for each space in after[:length], because decoders
     add spaces, and less 2 for each other byte in it. For the last window, spaces and other bytes cost nothing. Bit i of `row`
     is 0 where byte i of the window adds one to the length in common with the bytes of `after` so far. Source: Hyyrö 2004,
     Bit-parallel LCS-length computation revisited.
     """
-    places: dict[int, int] = {}
+    positions: dict[int, int] = {}
     for number, byte in enumerate(window):
-        places[byte] = places.get(byte, 0) | 1 << number
+        positions[byte] = positions.get(byte, 0) | 1 << number
     row = everything = (1 << len(window)) - 1
-    most = kept = length = cost = 0
+    best_score = matched = length = cost = 0
     for number, byte in enumerate(after, start=1):
         if not is_last:
             cost += 1 if byte == ord(" ") else 2
-        if 4 * len(window) - cost <= most:
+        if 4 * len(window) - cost <= best_score:
             break
-        if byte in places:
-            matches = row & places[byte]
+        if byte in positions:
+            matches = row & positions[byte]
             row = ((row + matches) | (row - matches)) & everything
             common = len(window) - row.bit_count()
-            if 4 * common - cost > most:
-                most = 4 * common - cost
-                kept = common
+            if 4 * common - cost > best_score:
+                best_score = 4 * common - cost
+                matched = common
                 length = number
-    return kept, length
+    return matched, length
