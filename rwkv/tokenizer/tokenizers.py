@@ -361,7 +361,7 @@ class JsonTokenizer(Tokenizer):
         decoder = json.loads(self._library.to_str()).get("decoder") or {"type": "none"}
         kinds = [step["type"] for step in decoder.get("decoders", [decoder])]
         if not {*kinds} <= {*JOINING}:
-            raise UserError(f"grammars require tokens with bytes of their own; this tokenizer has the decoder {', '.join(kinds)}")
+            raise UserError(f"grammars require tokens with bytes of their own; this tokenizer's decoder is {', '.join(kinds)}")
         names = [self._library.id_to_token(index) or "" for index in range(self.vocab_size)]
         matches = [BYTE_TOKEN.fullmatch(name) for name in names]
         plain = next((index for index, byte in enumerate(matches) if not byte and index not in self._skipped), None)
