@@ -1,4 +1,4 @@
-"""For autograd functions whose backward keeps no graph: a second derivative through them raises an error.
+"""For autograd functions without a second derivative: computing one raises an error.
 
 torch's once_differentiable raises only where the incoming gradient requires a gradient. Where it is constant, the second
 derivative would silently be incomplete: it would lack the terms of the tensors that the backward itself reads.

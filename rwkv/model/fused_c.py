@@ -23,8 +23,8 @@ SERIAL = 2 ** 14                         # up to this many elements, one thread 
 Tensors = tuple[Tensor, ...]
 
 
-def takes(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool:
-    """Whether the C functions take these tensors, of one dtype and with heads of any N. dtype: that of the results."""
+def supports(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool:
+    """Whether the C functions support these tensors, of one dtype and with heads of any N. dtype: that of the results."""
     first = tensors[0]
     return (dtype or first.dtype) in DTYPES and all(tensor.dtype == first.dtype for tensor in tensors)
 

@@ -26,7 +26,7 @@ Tensors = tuple[Tensor, ...]
 class FusedForm(Protocol):
     """The arguments are those of the functions of these names in fused.py and rwkv7_fused.py."""
 
-    def takes(self, *tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool: ...
+    def supports(self, *tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool: ...
 
     def mix(self, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
             to_previous: bool) -> tuple[tuple[Tensor | None, ...], Tensors]: ...
@@ -54,13 +54,13 @@ def form_for(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> 
     """
     device = tensors[0].device.type
     form = cast(FusedForm, _form(FORMS[device])) if device in FORMS and why_not(device) is None else None
-    return form if form is not None and form.takes(*tensors, dtype=dtype, N=N) else None
+    return form if form is not None and form.supports(*tensors, dtype=dtype, N=N) else None
 
 
 class LossForm(Protocol):
     """Cross-entropy and its gradient over the logits; the arguments are those of loss.py."""
 
-    def takes(self, logits: Tensor) -> bool: ...
+    def supports(self, logits: Tensor) -> bool: ...
 
     def replace_by_gradient(self, logits: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float,
                             ignored: int) -> Tensor: ...
@@ -72,7 +72,7 @@ def loss_form_for(logits: Tensor) -> LossForm | None:
     """The fused cross-entropy for these logits (rows,V), or None."""
     device = logits.device.type
     form = cast(LossForm, _form(LOSS_FORMS[device])) if device in LOSS_FORMS and why_not(device) is None else None
-    return form if form is not None and form.takes(logits) else None
+    return form if form is not None and form.supports(logits) else None
 
 
 def describe(device: str) -> str:

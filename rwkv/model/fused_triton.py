@@ -29,8 +29,8 @@ ROWS_ALONE = ("M",)
 Tensors = tuple[Tensor, ...]
 
 
-def takes(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool:
-    """Whether the kernels take these tensors, of one dtype and with heads of N channels. dtype: that of the results."""
+def supports(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool:
+    """Whether the kernels support these tensors, of one dtype and with heads of N channels. dtype: that of the results."""
     first = tensors[0]
     return (first.dtype in DTYPES and (dtype or first.dtype) in DTYPES and N & (N - 1) == 0
             and all(tensor.dtype == first.dtype for tensor in tensors))
@@ -45,7 +45,7 @@ def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
     _, T, C = x.shape
     rows = x.numel() // C
     mixes = x.new_empty(len(mus), *x.shape, dtype=dtype)
-    launch(_mix, (triton.cdiv(rows, ROWS), triton.cdiv(C, BLOCK)), x, _or(last_x, x), *_padded(mus, MAX_MIXES), mixes,
+    launch(_mix, (triton.cdiv(rows, ROWS), triton.cdiv(C, BLOCK)), x, _or_unused(last_x, x), *_padded(mus, MAX_MIXES), mixes,
             rows, T, C, len(mus), last_x is not None, to_previous, ROWS, BLOCK, num_warps=4)
     return (x, last_x, *mus), mixes.unbind()
 
@@ -59,8 +59,8 @@ def mix_backward(saved: Sequence[Any], grads: Tensors, to_previous: bool) -> tup
     grad_x = torch.empty_like(x)
     grad_last_x = None if last_x is None else torch.empty_like(last_x)
     sums = x.new_empty(programs, len(mus), C, dtype=torch.float32)
-    launch(_mix_backward, (programs, triton.cdiv(C, BLOCK)), x, _or(last_x, x), *_padded(tuple(mus), MAX_MIXES),
-            *_padded(_contiguous(*grads), MAX_MIXES), grad_x, _or(grad_last_x, x), sums,
+    launch(_mix_backward, (programs, triton.cdiv(C, BLOCK)), x, _or_unused(last_x, x), *_padded(tuple(mus), MAX_MIXES),
+            *_padded(_contiguous(*grads), MAX_MIXES), grad_x, _or_unused(grad_last_x, x), sums,
             rows, T, C, len(mus), last_x is not None, to_previous, ROWS_BACK, BLOCK, num_warps=8)
     return grad_x, grad_last_x, *sums.sum(0).view(len(mus), 1, 1, C).unbind()
 
@@ -104,9 +104,9 @@ def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: 
     grads = _contiguous(*grads)
     more_k, more_v = (None if grad is None else grad.contiguous() for grad in more)
     launch(_gates_backward, (programs, H), k, v, v if v_first is None else v_first.contiguous(), *_padded(z, 3),
-            *_padded(_contiguous(*vectors), 5), inverse, *grads, _or(more_k, k), _or(more_v, v), grad_k, grad_v,
-            _or(grad_first, v), *_padded(grad_z, 3), sums, rows, H, N, len(vectors), v_first is not None, more_k is not None,
-            more_v is not None, R, num_warps=4)
+            *_padded(_contiguous(*vectors), 5), inverse, *grads, _or_unused(more_k, k), _or_unused(more_v, v), grad_k, grad_v,
+            _or_unused(grad_first, v), *_padded(grad_z, 3), sums, rows, H, N, len(vectors), v_first is not None,
+            more_k is not None, more_v is not None, R, num_warps=4)
     return (grad_k, grad_v, grad_first), grad_z, sums.sum(0).unbind()
 
 
@@ -134,7 +134,7 @@ def gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int
 
 
 def launch(kernel: Any, grid: tuple[int, ...], x: Tensor, *others: Any, num_warps: int) -> None:
-    """Runs on the device of x: Triton would take the current one. Without rows or channels there is nothing to run."""
+    """Runs on the device of x, since Triton would use the current one. Does nothing for an empty x."""
     if x.numel():
         with torch.cuda.device_of(x):
             kernel[grid](x, *others, num_warps=num_warps, enable_fp_fusion=True)
@@ -144,9 +144,9 @@ def _contiguous(*tensors: Tensor) -> Tensors:
     return tuple(tensor.contiguous() for tensor in tensors)
 
 
-def _or(tensor: Tensor | None, other: Tensor) -> Tensor:
-    """`other` in place of None, for an argument that the kernel does not read."""
-    return other if tensor is None else tensor
+def _or_unused(tensor: Tensor | None, unused: Tensor) -> Tensor:
+    """`unused` in place of None, for an argument that the kernel does not read."""
+    return unused if tensor is None else tensor
 
 
 def _padded(tensors: Sequence[Tensor], n: int) -> Tensors:

@@ -104,6 +104,6 @@ def adapter_of(names: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def merged(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
-    """W + scale B A, at least float32 whatever the dtype of W: 16 bits round away most of what a short run learns."""
+    """W + scale B A, at least float32 whatever the dtype of W: in 16 bits, rounding loses most of a short run's updates."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return torch.addmm(weight.to(dtype), B.to(dtype), A.to(dtype), alpha=scale)

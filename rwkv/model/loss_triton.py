@@ -16,7 +16,7 @@ MAX_BLOCK = 4096                         # logits that a program reads at a time
 LEAST_LOGIT = tl.constexpr(-3.4e38)
 
 
-def takes(logits: Tensor) -> bool:
+def supports(logits: Tensor) -> bool:
     return logits.dtype in DTYPES and logits.is_contiguous()
 
 

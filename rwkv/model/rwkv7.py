@@ -119,7 +119,7 @@ def operator_work(config: ModelConfig) -> int:
 def saved_activations(config: ModelConfig, half: bool) -> float:
     """The number of float32 values per token that one block saves for backward; half: under autocast to half precision.
 
-    The operator saves its inputs, one of them float32 in any case, and up to two tensors of its own in float32.
+    The operator saves its inputs, one of them float32 in any case, and up to two more float32 tensors.
     """
     C, _, _, F, ranks = sizes(config)
     d, R = sum(ranks.values()), config.deep_embed_dim or 0
@@ -226,7 +226,7 @@ class TimeMix(nn.Module):
 
         recompute_x(): recomputes x in the backward pass, so that x is not saved.
         """
-        before = self._initial(len(x)) if before is None else before
+        before = self._initial_state(len(x)) if before is None else before
         if packing is not None:
             last_x = before = None
         fuses = packing is None and self._can_fuse()
@@ -304,12 +304,12 @@ class TimeMix(nn.Module):
         with fused.recompute_mixes(recompute_x, last_x, past, first, mixes):
             r, k, v = self.receptance(m_r), self.key(m_k), self.value(m_v)
             hidden = [m_w @ self.w1, m_a @ self.a1, m_g @ self.g1] + ([] if v_first is None else [m_v @ self.v1])
-        mixed, after = checkpoint(self._between, before, packing, r, k, v, v_first, *hidden, use_reentrant=False,
+        mixed, after = checkpoint(self._between_products, before, packing, r, k, v, v_first, *hidden, use_reentrant=False,
                                   preserve_rng_state=False, determinism_check="none")
         return self.output(mixed), after, v if v_first is None else v_first
 
-    def _between(self, before: Tensor | None, packing: Packing | None, r: Tensor, k: Tensor, v: Tensor, v_first: Tensor | None,
-                 *hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+    def _between_products(self, before: Tensor | None, packing: Packing | None, r: Tensor, k: Tensor, v: Tensor,
+                          v_first: Tensor | None, *hidden: Tensor) -> tuple[Tensor, Tensor | None]:
         """The input of O, and the operator's state after the sequence, from r, k, v and the hidden layers of the gates."""
         v_gate = "" if v_first is None else "v"
         biases = [getattr(self, f"{name}0") for name in f"wa{v_gate}"]
@@ -322,7 +322,7 @@ class TimeMix(nn.Module):
             mixed = rwkv7_fused.gated(y, r, gates.k, gates.v, gates.g, self.r_k, self.ln_x.weight, self.ln_x.bias)
         return mixed, after
 
-    def _initial(self, B: int) -> Tensor | None:
+    def _initial_state(self, B: int) -> Tensor | None:
         """The operator's state before the first token, for B rows; None for zeros."""
         return None if self.time_state is None else self.time_state.repeat(B, 1, 1, 1)
 
@@ -347,7 +347,7 @@ class TimeMix(nn.Module):
         r, log_w, k, v, a, b = (self._heads(tensor) for tensor in (r, log_w, k, v, a, b))
         if packing is not None:
             def each(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
-                return self.wkv(r, log_w, k, v, a, b, self._initial(len(r)))[0]
+                return self.wkv(r, log_w, k, v, a, b, self._initial_state(len(r)))[0]
 
             return packing.each_sequence(each, r, log_w, k, v, a, b), None
         return self._operator(r, log_w, k, v, a, b, before)
@@ -539,7 +539,7 @@ def _init_channel_mix(ffn: ChannelMix, layer: int, L: int) -> None:
 
 
 def _init_deep_embed(ffn: DeepEmbedChannelMix) -> None:
-    """Our own initialisation: a new model computes what one without DeepEmbed does, and learns s_emb and s_emb_x at once."""
+    """This project's initialisation: a new model equals one without DeepEmbed; s_emb and s_emb_x learn from step 1."""
     assert ffn.s_emb_x is not None
     nn.init.zeros_(ffn.s_emb.weight)
     nn.init.zeros_(ffn.s_emb_x.weight)

@@ -243,7 +243,7 @@ QUANTITIES = {
     "steps": "the last step",
     "val_loss": "last validation loss, nats per token; of pairs of answers, the objective per pair",
     "val_bpb": "last validation loss, bits per byte; not given where the tokenizer loses too much of the text",
-    "val_lost": "share of the validation text that the tokenizer loses, if any; of ids made elsewhere, of unknown tokens",
+    "val_lost": "share of the validation text that the tokenizer loses, if any; for precomputed ids, of unknown tokens",
     "train_loss": "mean training loss of the last logged interval, nats per token; of pairs of answers, the objective per pair",
     **{f"{split}_{name}": f"{words}, of {pairs}" for split, pairs in (
         ("train", "the last logged interval's pairs"), ("val", "the last validation's pairs"))

@@ -1,4 +1,4 @@
-"""The part of a report about tuning: what was trained, and losses and answers before and after."""
+"""The tuning section of a report: the trained weights, and losses and answers before and after."""
 
 from collections.abc import Sequence
 from functools import partial

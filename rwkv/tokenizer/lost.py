@@ -24,7 +24,7 @@ from rwkv.tokenizer.decoders import BYTE_OF
 from rwkv.tokenizer.special import unknown_token
 from rwkv.tokenizer.tokenizers import JsonTokenizer, Tokenizer
 
-WITHHELD = 0.01                          # above this share of lost bytes no number per byte or per word is given
+WITHHELD = 0.01                          # share of lost bytes above which numbers per byte or word are withheld
 WINDOW = 1024                            # bytes of a text that are aligned with the decoded text at a time
 AHEAD = 1 << 16                          # bytes to search for equal passages after a lost one
 ANCHOR = 32                              # bytes of such a passage
@@ -70,7 +70,7 @@ def percent(share: float) -> str:
 class LossCounter:
     """Counts the bytes that a tokenizer loses. Threads may share it.
 
-    never: the tokenizer loses nothing of any text. uncertain: there is no condition under which a text surely loses nothing.
+    never: the tokenizer loses nothing of any text. uncertain: no condition implies that nothing of a text is lost.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -82,21 +82,21 @@ class LossCounter:
 
     def keeps(self, text: str) -> bool:
         """Whether the definition implies that nothing of this text is lost."""
-        return self.never or (not self.uncertain and all(holds(text) for holds in self._conditions))
+        return self.never or (not self.uncertain and all(condition(text) for condition in self._conditions))
 
     def count(self, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Lost:
         """The loss of the texts. ids: the tokenizer's ids of each text."""
         lost = Lost(of=sum(len(text.encode()) for text in texts))
-        doubtful = [(text, list(some)) for text, some in zip(texts, ids, strict=True) if not self.keeps(text)]
+        doubtful = [(text, list(tokens)) for text, tokens in zip(texts, ids, strict=True) if not self.keeps(text)]
         if not doubtful:
             return lost
-        known = [[token for token in some if token != self.unknown_token] for _, some in doubtful]
-        decoded = self._library.decode_batch(known, skip_special_tokens=False)
+        in_vocabulary = [[token for token in tokens if token != self.unknown_token] for _, tokens in doubtful]
+        decoded = self._library.decode_batch(in_vocabulary, skip_special_tokens=False)
         missing = 0
-        for (text, _), back in zip(doubtful, decoded, strict=True):
-            space = " " * (text.startswith(" ") and not back.startswith(" "))        # no loss: see the beginning of this file
-            missing += missing_bytes(text.encode(), (space + back).encode())
-        return lost + Lost(missing, 0, sum(len(some) for _, some in doubtful) - sum(map(len, known)))
+        for (text, _), result in zip(doubtful, decoded, strict=True):
+            space = " " * (text.startswith(" ") and not result.startswith(" "))      # no loss: see the top of this file
+            missing += missing_bytes(text.encode(), (space + result).encode())
+        return lost + Lost(missing, 0, sum(len(tokens) for _, tokens in doubtful) - sum(map(len, in_vocabulary)))
 
     @cached_property
     def unknown_token(self) -> int | None:
@@ -111,7 +111,7 @@ class LossCounter:
 
 
 def _conditions(definition: dict[str, Any]) -> list[Condition] | None:
-    """Conditions which together imply that a text can be restored from its ids; None where no conditions are known.
+    """Conditions that together imply that a text can be restored from its ids; None if unknown.
 
     If the vocabulary has all bytes, the model's input can be restored from the ids. For each step before the model, its input
     must then be restorable from its result.
@@ -154,7 +154,7 @@ def _has_all_bytes(model: dict[str, Any], byte_level: bool) -> bool:
 
 
 def _step_conditions(step: dict[str, Any]) -> list[Condition] | None:
-    """Conditions under which a text can be restored from the step's result; None where no conditions are known."""
+    """Conditions that imply that a text can be restored from the step's result; None if unknown."""
     match step:
         case {"type": "ByteLevel" | "Prepend"}:
             return []
@@ -217,11 +217,11 @@ def _next_in_common(before: bytes, at: int, after: bytes, place: int) -> tuple[i
     for candidate in range(at, min(at + AHEAD, len(before) - ANCHOR), ANCHOR):
         if candidate - at >= nearest:
             break
-        other = after.find(before[candidate:candidate + ANCHOR], place, place + AHEAD)
-        distance = candidate - at + other - place
-        if other >= 0 and distance < nearest:
+        match_place = after.find(before[candidate:candidate + ANCHOR], place, place + AHEAD)
+        distance = candidate - at + match_place - place
+        if match_place >= 0 and distance < nearest:
             nearest = distance
-            anchor = candidate, other
+            anchor = candidate, match_place
     return anchor
 
 

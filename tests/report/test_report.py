@@ -677,7 +677,7 @@ def test_an_axis_has_enough_numbers_and_not_too_many(low: float, high: float, lo
     assert 3 <= len(set(numbers)) == len(numbers) <= 9
 
 
-def test_lines_that_lie_on_one_another_take_turns() -> None:
+def test_overlapping_lines_alternate() -> None:
     """The third is a part of the first, which another figure's line crosses."""
     curve = [(step, 3.0 + math.exp(-step / 50)) for step in range(300)]
     rounded = [(step, value + 1e-7) for step, value in curve]
