@@ -100,5 +100,5 @@ class _Join(torch.autograd.Function):
 
 
 def _join(packing: Packing, steps: Sequence[Tensor]) -> Tensor:
-    unpadded = [group.unpadded(group_steps) for group, group_steps in zip(packing.groups, steps, strict=True)]
-    return torch.cat(unpadded).index_select(0, packing.back)
+    joined = torch.cat([group.unpadded(group_steps) for group, group_steps in zip(packing.groups, steps, strict=True)])
+    return joined.index_select(0, packing.back)
