@@ -35,8 +35,8 @@ def token_shift(x: Tensor, last_x: Tensor | None, *mus: Tensor, first: Tensor | 
         mixed: Tensors = _Mixes.apply(dtype, x, last_x, first, *mus)
         return mixed
     x = x.to(dtype)
-    before = _before(x, last_x, first)
-    return tuple(torch.lerp(before, x, mu.to(dtype)) for mu in mus)
+    previous = _previous_steps(x, last_x, first)
+    return tuple(torch.lerp(previous, x, mu.to(dtype)) for mu in mus)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -86,7 +86,7 @@ class _Mixes(torch.autograd.Function):
         grad_mus: Tensors | list[None] = [None] * len(mus)
         if x is not None:
             x = x.to(ctx.dtype)
-            grad_mus = _grad_mus(x - _before(x, last_x, first), grads)
+            grad_mus = _grad_mus(x - _previous_steps(x, last_x, first), grads)
         grad_x, grad_last_x = _grad_x(grads, cast(ctx.dtype, mus), first)
         return None, grad_x, grad_last_x if ctx.needs_input_grad[2] else None, None, *grad_mus
 
@@ -121,8 +121,8 @@ def recompute_mixes(recompute_x: Callable[[], Tensor], last_x: Tensor | None, mu
 
 def _shifted(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, first: Tensor | None, mus: Sequence[Tensor]) -> Tensors:
     x = x.to(dtype)
-    before = _before(x, last_x, first)
-    return _mixes(before, x - before, cast(dtype, mus))
+    previous = _previous_steps(x, last_x, first)
+    return _mixes(previous, x - previous, cast(dtype, mus))
 
 
 def squared_relu_linear(layer: nn.Module, x: Tensor) -> Tensor:
@@ -203,32 +203,32 @@ class _MixedProducts(torch.autograd.Function):
         return None, grad_x, grad_last_x, *grad_mus, *grad_weights
 
 
-def _before(x: Tensor, last_x: Tensor | None, first: Tensor | None = None) -> Tensor:
+def _previous_steps(x: Tensor, last_x: Tensor | None, first: Tensor | None = None) -> Tensor:
     """The step before each of x (B,T,C): last_x (B,C) or zeros, then x without its last step; zeros where `first` is true."""
     steps = x[:, :-1]
-    before = pad(steps, (0, 0, 1, 0)) if last_x is None else torch.cat((last_x.unsqueeze(1).to(x.dtype), steps), dim=1)
-    return before if first is None else before.masked_fill(first, 0)
+    previous = pad(steps, (0, 0, 1, 0)) if last_x is None else torch.cat((last_x.unsqueeze(1).to(x.dtype), steps), dim=1)
+    return previous if first is None else previous.masked_fill(first, 0)
 
 
-def _mixes(before: Tensor, change: Tensor, mus: Sequence[Tensor]) -> Tensors:
-    return tuple(torch.addcmul(before, change, mu) for mu in mus)
+def _mixes(start: Tensor, delta: Tensor, mus: Sequence[Tensor]) -> Tensors:
+    return tuple(torch.addcmul(start, delta, mu) for mu in mus)
 
 
-def _grad_mus(change: Tensor, grads: Tensors) -> Tensors:
-    return tuple((grad * change).sum((0, 1), keepdim=True, dtype=wide_sum(change)) for grad in grads)
+def _grad_mus(delta: Tensor, grads: Tensors) -> Tensors:
+    return tuple((grad * delta).sum((0, 1), keepdim=True, dtype=wide_sum(delta)) for grad in grads)
 
 
 def _grad_x(grads: Tensors, mus: Sequence[Tensor], first: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The gradients of x and last_x from those of the mixes."""
-    grad_x, grad_before = grads[0] * mus[0], grads[0].clone()
+    grad_x, grad_previous = grads[0] * mus[0], grads[0].clone()
     for grad, mu in zip(grads[1:], mus[1:], strict=True):
         grad_x.addcmul_(grad, mu)
-        grad_before += grad
-    grad_before -= grad_x
+        grad_previous += grad
+    grad_previous -= grad_x
     if first is not None:
-        grad_before.masked_fill_(first, 0)
-    grad_x[:, :-1].add_(grad_before[:, 1:])      # += would write the slice back again
-    return grad_x, grad_before[:, 0]
+        grad_previous.masked_fill_(first, 0)
+    grad_x[:, :-1].add_(grad_previous[:, 1:])    # += would write the slice back again
+    return grad_x, grad_previous[:, 0]
 
 
 def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
@@ -240,8 +240,8 @@ def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
     if form := form_for(x, dtype=dtype):
         return form.mix(dtype, x, last_x, mus, to_previous)
     x, mus = x.to(dtype), cast(dtype, mus)
-    before = _before(x, last_x)
-    mixes = _mixes(x, before - x, mus) if to_previous else _mixes(before, x - before, mus)
+    previous = _previous_steps(x, last_x)
+    mixes = _mixes(x, previous - x, mus) if to_previous else _mixes(previous, x - previous, mus)
     return (x, last_x, *mus), mixes
 
 
@@ -250,9 +250,9 @@ def mix_backward(saved: Sequence[Any], grads: Tensors, to_previous: bool = False
     x, last_x, *mus = saved
     if form := form_for(x, dtype=grads[0].dtype):
         return form.mix_backward(saved, grads, to_previous)
-    before = _before(x, last_x)
+    previous = _previous_steps(x, last_x)
     grad_x, grad_last_x = _grad_x(grads, [1 - mu for mu in mus] if to_previous else mus)
-    grad_mus = _grad_mus(before - x if to_previous else x - before, grads)
+    grad_mus = _grad_mus(previous - x if to_previous else x - previous, grads)
     return grad_x, None if last_x is None else grad_last_x, *grad_mus
 
 

@@ -82,15 +82,15 @@ def gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vect
 
 
 def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors, inverse: Tensor,
-                   grads: Tensors, more: tuple[Tensor | None, Tensor | None],
+                   grads: Tensors, extra: tuple[Tensor | None, Tensor | None],
                    ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors, Tensors]:
     """As rwkv7_fused._gates_backward."""
     grad_k, grad_v, grad_z = torch.empty_like(k), torch.empty_like(v), tuple(torch.empty_like(part) for part in z)
     grad_first = None if v_first is None else torch.empty_like(v)
     grad_vectors = _empty_vectors(k, 5)
-    more_grads = (None if grad is None else grad.contiguous() for grad in more)
+    extra_grads = (None if grad is None else grad.contiguous() for grad in extra)
     _run_rwkv7("gates_backward", k, N, k, v, v_first, *_padded(z, 3), *_padded(_float32_rows(vectors, k.shape[-1]), 5), inverse,
-               *(grad.contiguous() for grad in grads), *more_grads, grad_k, grad_v, grad_first, *_padded(grad_z, 3),
+               *(grad.contiguous() for grad in grads), *extra_grads, grad_k, grad_v, grad_first, *_padded(grad_z, 3),
                _task_sums(k, 5), grad_vectors)
     return (grad_k, grad_v, grad_first), grad_z, grad_vectors.unbind()[:len(vectors)]
 

@@ -91,7 +91,7 @@ def gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vect
 
 
 def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors, inverse: Tensor,
-                   grads: Tensors, more: tuple[Tensor | None, Tensor | None],
+                   grads: Tensors, extra: tuple[Tensor | None, Tensor | None],
                    ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors, Tensors]:
     """As rwkv7_fused._gates_backward."""
     k, v, inverse, *z = _contiguous(k, v, inverse, *z)   # type: ignore[assignment]
@@ -102,11 +102,11 @@ def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: 
     grad_first = None if v_first is None else torch.empty_like(v)
     sums = k.new_empty(programs, len(vectors), C, dtype=torch.float32)
     grads = _contiguous(*grads)
-    more_k, more_v = (None if grad is None else grad.contiguous() for grad in more)
+    extra_k, extra_v = (None if grad is None else grad.contiguous() for grad in extra)
     launch(_gates_backward, (programs, H), k, v, v if v_first is None else v_first.contiguous(), *_padded(z, 3),
-            *_padded(_contiguous(*vectors), 5), inverse, *grads, _or_unused(more_k, k), _or_unused(more_v, v), grad_k, grad_v,
+            *_padded(_contiguous(*vectors), 5), inverse, *grads, _or_unused(extra_k, k), _or_unused(extra_v, v), grad_k, grad_v,
             _or_unused(grad_first, v), *_padded(grad_z, 3), sums, rows, H, N, len(vectors), v_first is not None,
-            more_k is not None, more_v is not None, R, num_warps=4)
+            extra_k is not None, extra_v is not None, R, num_warps=4)
     return (grad_k, grad_v, grad_first), grad_z, sums.sum(0).unbind()
 
 
@@ -299,9 +299,9 @@ def _gates(k, v, v_first, zw, za, zv, k_k, k_a, w0, a0, v0, inverse, log_w, new_
 
 
 @triton.jit(do_not_specialize=ROWS_ALONE)
-def _gates_backward(k, v, v_first, zw, za, zv, k_k, k_a, w0, a0, v0, inverse, g_log_w, g_k, g_v, g_a, g_b, more_k, more_v,
+def _gates_backward(k, v, v_first, zw, za, zv, k_k, k_a, w0, a0, v0, inverse, g_log_w, g_k, g_v, g_a, g_b, extra_k, extra_v,
                     grad_k, grad_v, grad_first, grad_zw, grad_za, grad_zv, sums, M, H, N: tl.constexpr, n: tl.constexpr,
-                    FIRST: tl.constexpr, MORE_K: tl.constexpr, MORE_V: tl.constexpr, ROWS: tl.constexpr):
+                    FIRST: tl.constexpr, EXTRA_K: tl.constexpr, EXTRA_V: tl.constexpr, ROWS: tl.constexpr):
     row, c, offsets, mask = _head(M, H, N, ROWS)
     k_t = _load(k, offsets, mask)
     scale_kk = _vector(k_k, c)
@@ -312,10 +312,10 @@ def _gates_backward(k, v, v_first, zw, za, zv, k_k, k_a, w0, a0, v0, inverse, g_
     decay = tl.sigmoid(_load(zw, offsets, mask) + _vector(w0, c))
     gk = _load(g_k, offsets, mask)
     gv = _load(g_v, offsets, mask)
-    if MORE_K:
-        gk += _load(more_k, offsets, mask)
-    if MORE_V:
-        gv += _load(more_v, offsets, mask)
+    if EXTRA_K:
+        gk += _load(extra_k, offsets, mask)
+    if EXTRA_V:
+        gv += _load(extra_v, offsets, mask)
     gb = _load(g_b, offsets, mask)
     g_zw = _load(g_log_w, offsets, mask) * FASTEST_LOG_W * decay * (1 - decay)
     g_kk = gb * rate - _load(g_a, offsets, mask)
@@ -352,8 +352,8 @@ def _normalised(y, offsets, mask, N: tl.constexpr):
 def _gated(y, r, k, v, g, r_k, weight, bias, out, M, H, N: tl.constexpr, ROWS: tl.constexpr):
     _row, c, offsets, mask = _head(M, H, N, ROWS)
     normal, _inverse_std = _normalised(y, offsets, mask, N)
-    share = tl.sum(_load(r, offsets, mask) * _load(k, offsets, mask) * _vector(r_k, c), 1, keep_dims=True)
-    ungated = normal * _vector(weight, c) + _vector(bias, c) + share * _load(v, offsets, mask)
+    bonus = tl.sum(_load(r, offsets, mask) * _load(k, offsets, mask) * _vector(r_k, c), 1, keep_dims=True)
+    ungated = normal * _vector(weight, c) + _vector(bias, c) + bonus * _load(v, offsets, mask)
     _store(out, offsets, ungated * _load(g, offsets, mask), mask)
 
 
@@ -367,19 +367,19 @@ def _gated_backward(y, r, k, v, g, r_k, weight, bias, grad, grad_y, grad_r, grad
     v_t = _load(v, offsets, mask)
     scale_rk = _vector(r_k, c)
     scale = _vector(weight, c)
-    share = tl.sum(r_t * k_t * scale_rk, 1, keep_dims=True)
+    bonus = tl.sum(r_t * k_t * scale_rk, 1, keep_dims=True)
     upstream = _load(grad, offsets, mask)
-    _store(grad_g, offsets, upstream * (normal * scale + _vector(bias, c) + share * v_t), mask)
+    _store(grad_g, offsets, upstream * (normal * scale + _vector(bias, c) + bonus * v_t), mask)
     g_ungated = upstream * _load(g, offsets, mask)
-    _store(grad_v, offsets, g_ungated * share, mask)
-    g_share = tl.sum(g_ungated * v_t, 1, keep_dims=True)
-    _store(grad_r, offsets, k_t * scale_rk * g_share, mask)
-    _store(grad_k, offsets, r_t * scale_rk * g_share, mask)
+    _store(grad_v, offsets, g_ungated * bonus, mask)
+    g_bonus = tl.sum(g_ungated * v_t, 1, keep_dims=True)
+    _store(grad_r, offsets, k_t * scale_rk * g_bonus, mask)
+    _store(grad_k, offsets, r_t * scale_rk * g_bonus, mask)
     g_normal = g_ungated * scale
     mean = tl.sum(g_normal, 1, keep_dims=True) / N
     along = tl.sum(g_normal * normal, 1, keep_dims=True) / N
     _store(grad_y, offsets, (g_normal - mean - normal * along) * inverse_std, mask)
     partials = sums + tl.program_id(0).to(tl.int64) * (3 * H * N) + c
-    tl.store(partials, tl.sum(r_t * k_t * g_share, 0, keep_dims=True))
+    tl.store(partials, tl.sum(r_t * k_t * g_bonus, 0, keep_dims=True))
     tl.store(partials + H * N, tl.sum(normal * g_ungated, 0, keep_dims=True))
     tl.store(partials + 2 * H * N, tl.sum(g_ungated, 0, keep_dims=True))

@@ -278,9 +278,9 @@ class TimeMix(nn.Module):
         k = (k * (1 + (rate - 1) * self.k_a)).to(r.dtype)
         v, b = v.to(r.dtype), (kk * rate).to(r.dtype)
         y, after = self._wkv(r, log_w, k, v, -kk, b, before, packing)
-        share = (self._heads(r) * self._heads(k) * self.r_k).sum(-1, keepdim=True)
+        bonus = (self._heads(r) * self._heads(k) * self.r_k).sum(-1, keepdim=True)
         normal = self.ln_x(y.flatten(0, 1).flatten(1)).view_as(x)
-        return self.output((normal + (share * self._heads(v)).flatten(2)) * g), after, v_first
+        return self.output((normal + (bonus * self._heads(v)).flatten(2)) * g), after, v_first
 
     def _fused_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None,
                    v_first: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:

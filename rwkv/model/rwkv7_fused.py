@@ -223,15 +223,15 @@ def _low_rank_gates(k: Tensor, v: Tensor, v_first: Tensor | None, hidden: Tensor
     return Gates(log_w, new_k, new_v, a, b, sigmoid @ g2), saved
 
 
-def _low_rank_gates_backward(saved: SavedGates, N: int, grads: Gates, more: tuple[Tensor | None, Tensor | None],
+def _low_rank_gates_backward(saved: SavedGates, N: int, grads: Gates, extra: tuple[Tensor | None, Tensor | None],
                              dtype: torch.dtype) -> GateGrads:
-    """more: gradients to add to those of k and v. dtype: that of the matrices themselves."""
+    """extra: gradients to add to those of k and v. dtype: that of the matrices themselves."""
     k, v, v_first, inverse = saved.tokens
     assert k is not None
     assert v is not None
     assert inverse is not None
     (grad_k, grad_v, grad_first), grad_z, grad_vectors = _gates_backward(k, v, v_first, saved.z, N, saved.vectors, inverse,
-                                                                         grads[:5], more)
+                                                                         grads[:5], extra)
     w2, a2, g2, *v2 = rounded(k.dtype, saved.matrices)
     product = partial(_row_product_backward, dtype=dtype)
     (tanh, *_), (sigmoid,) = saved.up, saved.sigmoid
@@ -258,16 +258,16 @@ def _gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vec
 
 
 def _gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors, inverse: Tensor,
-                    grads: Tensors, more: tuple[Tensor | None, Tensor | None] = (None, None),
+                    grads: Tensors, extra: tuple[Tensor | None, Tensor | None] = (None, None),
                     ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors, Tensors]:
     """The gradients of (k, v, v_first), of z, and of the vectors (C,), from those of log_w, k, v, a and b.
 
-    more: gradients to add to those of k and v.
+    extra: gradients to add to those of k and v.
     """
     if form := form_for(k, v, *z, *_not_none(v_first), N=N):
-        return form.gates_backward(k, v, v_first, z, N, vectors, inverse, grads, more)
+        return form.gates_backward(k, v, v_first, z, N, vectors, inverse, grads, extra)
     grad_log_w, grad_k, grad_v, grad_a, grad_b = grads
-    grad_k, grad_v = (grad if extra is None else grad + extra for grad, extra in zip((grad_k, grad_v), more, strict=True))
+    grad_k, grad_v = (grad if other is None else grad + other for grad, other in zip((grad_k, grad_v), extra, strict=True))
     k_k, k_a = cast(k.dtype, vectors[:2])
     decay, rate, factor = _decay_rate_factor(z, vectors)
     grad_zw = torch.ops.aten.sigmoid_backward(grad_log_w * FASTEST_LOG_W, decay)
@@ -355,14 +355,14 @@ def _gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vecto
     if form := form_for(y, r, k, v, g, N=N):
         return form.gated_backward(y, r, k, v, g, N, vectors, grad)
     r_k, weight, bias = cast(g.dtype, vectors)
-    ungated, normal, share, mean, inverse_std = _ungated(y, r, k, v, (r_k, weight, bias))
+    ungated, normal, bonus, mean, inverse_std = _ungated(y, r, k, v, (r_k, weight, bias))
     grad_g, grad_ungated = grad * ungated, grad * g
-    grad_v = (_by_head(grad_ungated, N) * share).flatten(2)
-    grad_share = (_by_head(grad_ungated, N) * _by_head(v, N)).sum(-1, keepdim=True)
-    along = grad_share * r_k
+    grad_v = (_by_head(grad_ungated, N) * bonus).flatten(2)
+    grad_bonus = (_by_head(grad_ungated, N) * _by_head(v, N)).sum(-1, keepdim=True)
+    along = grad_bonus * r_k
     grad_r = (_by_head(k, N) * along).flatten(2)
     grad_k = (_by_head(r, N) * along).flatten(2)
-    grad_r_k = _vector_grad((_by_head(r * k, N) * grad_share).flatten(2))
+    grad_r_k = _vector_grad((_by_head(r * k, N) * grad_bonus).flatten(2))
     grad_vectors = grad_r_k, _vector_grad(normal.mul_(grad_ungated)), _vector_grad(grad_ungated)
     grad_normal = _by_head(grad_ungated.mul_(weight), N).to(y.dtype)
     grad_y, _, _ = torch.ops.aten.native_layer_norm_backward(grad_normal, y, (N,), mean, inverse_std, None, None,
@@ -371,14 +371,14 @@ def _gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vecto
 
 
 def _ungated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, vectors: Tensors) -> Tensors:
-    """The sum that g multiplies, the normalised y, the sum of r k r_k over each head, and each head's mean and 1/std."""
+    """GroupNorm(y) + bonus v, the normalised y, bonus = sum of r k r_k over each head, and each head's mean and 1/std."""
     N, (r_k, weight, bias) = y.shape[-1], vectors
     normal, mean, inverse_std = torch.native_layer_norm(y, (N,), None, None, EPS)
     normal = normal.to(weight.dtype).flatten(2)
-    share = _by_head(r * k, N).mul(r_k).sum(-1, keepdim=True)
+    bonus = _by_head(r * k, N).mul(r_k).sum(-1, keepdim=True)
     ungated = torch.addcmul(bias, normal, weight)
-    _by_head(ungated, N).addcmul_(share, _by_head(v, N))
-    return ungated, normal, share, mean, inverse_std
+    _by_head(ungated, N).addcmul_(bonus, _by_head(v, N))
+    return ungated, normal, bonus, mean, inverse_std
 
 
 class _ChannelMixing(torch.autograd.Function):
