@@ -1,6 +1,6 @@
 """The report of a run or of a sweep: DIR/report.html, one self-contained file, and DIR/report.csv.
 
-Its only input are the files in the run directories (reading.py), so it can be rebuilt at any time:
+It derives only from the files in the run directories (reading.py), so it can be rebuilt at any time:
 `python -m rwkv.tools.report DIR`.
 """
 

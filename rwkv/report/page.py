@@ -18,7 +18,7 @@ from rwkv.report.reading import Curve, Run
 from rwkv.report.table import Column, cell, table, text
 from rwkv.report.verdict import speed_ratio, verdict
 
-LABELS = {BAD: "<b>Look:</b>", NOTE: "<b>Note:</b>"}
+LABELS = {BAD: "<b>Problem:</b>", NOTE: "<b>Note:</b>"}
 PARTS = (("forward_ms", "WKV forward"), ("backward_ms", "WKV backward"), ("rest_ms", "the rest"))        # of a step
 MACHINE = ("cpu", "gpu", "threads", "system", "python", "torch", "taichi", "triton", "cuda-core", "cuda", "numpy",
            "commit", "date")

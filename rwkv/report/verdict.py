@@ -1,4 +1,4 @@
-"""The result of a sweep in sentences: the fastest kernel, by how much, and how certain that is."""
+"""The result of a sweep in sentences: the fastest kernel, its lead, and how certain it is."""
 
 import math
 
@@ -56,14 +56,14 @@ def _lowest_loss(comparison: Comparison) -> str:
 
 
 def _ranked(comparison: Comparison, name: str) -> list[Kernel]:
-    """The kernels with finished runs whose `name` was measured, the smallest median first."""
+    """The kernels whose finished runs have `name`, the smallest median first."""
     medians = [(kernel.finished().median(name), kernel.finished()) for kernel in comparison.kernels]
     measured = [(median, kernel) for median, kernel in medians if median is not None and math.isfinite(median)]
     return [kernel for _, kernel in sorted(measured, key=lambda pair: pair[0])]
 
 
 def speed_ratio(kernel: Kernel, comparison: Comparison) -> float | None:
-    """The kernel's throughput divided by that of the reference with the same other options; None where one was not measured."""
+    """The kernel's throughput over that of the reference with the same options; None if one was not measured."""
     label = f"{comparison.reference}{kernel.label.removeprefix(kernel.runs[0].kernel)}"
     reference = next((candidate for candidate in comparison.kernels if candidate.label == label), None)
     speed = kernel.median(SPEED)

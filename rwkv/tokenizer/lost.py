@@ -3,11 +3,11 @@
 A file of the `tokenizers` library may drop characters that its vocabulary lacks, put an unknown token in their place, lower
 their case, or remove accents, newlines and runs of spaces. A byte is lost if the decoded text lacks it. Their number is the
 length of the text in UTF-8 less the length of its longest common subsequence with the decoded text. Unknown tokens decode to
-nothing here. No loss are: text that decoding adds, such as spaces between tokens; one space at a text's beginning, which
-SentencePiece adds and its decoders remove; and the changes of a decoder's clean-up, which is turned off here.
+nothing here. Not counted: text that decoding adds, such as spaces between tokens; one space at a text's beginning, which
+SentencePiece adds and its decoders remove; and the changes of a decoder's clean-up, which is disabled here.
 
-The tokenizers byte, char and world lose nothing. For byte-level BPE and byte fallback the file's definition shows that nothing
-is lost, perhaps under a condition on the text, such as that it is in the form NFC. Only other texts are decoded and compared.
+The tokenizers byte, char and world lose nothing. For byte-level BPE and byte fallback the file's definition implies that
+nothing is lost, perhaps under a condition on the text, such as the form NFC. Only other texts are decoded and compared.
 """
 
 import json
@@ -30,12 +30,12 @@ AHEAD = 1 << 16                          # bytes to search for equal passages af
 ANCHOR = 32                              # bytes of such a passage
 UTF8_BYTES = [*range(0xC0), *range(0xC2, 0xF5)]
 CUTS = ("Digits", "FixedLength", "Punctuation", "Split", "UnicodeScripts")       # pre-tokenizers that only cut a text
-Condition = Callable[[str], bool]        # True for a text of which nothing is lost
+Condition = Callable[[str], bool]        # True for a text without loss
 
 
 @dataclass(frozen=True)
 class Lost:
-    """bytes: how many were lost, of a text of `of` bytes. unknown: the number of unknown tokens in its ids."""
+    """bytes: the number of lost bytes, in a text of `of` bytes. unknown: the number of unknown tokens in its ids."""
 
     bytes: int = 0
     of: int = 0

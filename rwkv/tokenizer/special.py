@@ -1,6 +1,6 @@
 """The special tokens in a file of the `tokenizers` library: which of them ends a text, and private names for them.
 
-`parsed` is the content of such a file. The "ends of text" are ids. Each of them ends a text, and the first one stands between
+`parsed` is the content of such a file. The "ends of text" are ids, each of which ends a text; the first also separates
 documents.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rwkv.errors import UserError
 
-END_OF_TEXT = "<|endoftext|>"            # GPT-2, GPT-NeoX, Phi, Qwen; and tokenizers that are made here
+END_OF_TEXT = "<|endoftext|>"            # GPT-2, GPT-NeoX, Phi, Qwen; and tokenizers trained here
 ENDS = (END_OF_TEXT,
         "</s>",                          # Llama 1 and 2, Mistral, T5, BART, XLM-R
         "<|end_of_text|>",               # Llama 3, Granite

@@ -1,7 +1,7 @@
 """Text to token ids and back: bytes, characters, every file of the `tokenizers` library, and the RWKV World vocabulary.
 
-A tokenizer's ids are 0..vocab_size-1. Each id of `ends` ends a generated text; the first of them is `end_of_text`, which stands
-before every document in the data. It is 0, except for files of the `tokenizers` library (rwkv/tokenizer/special.py). `encode`
+A tokenizer's ids are 0..vocab_size-1. Each id of `ends` ends a generated text; the first of them is `end_of_text`, which
+precedes every document in the data. It is 0, except for files of the `tokenizers` library (rwkv/tokenizer/special.py). `encode`
 returns no special token, whatever the text, except the unknown token, which replaces characters outside the vocabulary. Special
 tokens decode to nothing, again except the unknown token. `decode` and `decoder` take any sequence of ids; bytes that are not
 UTF-8 become U+FFFD. A checkpoint holds its whole tokenizer and its hash, and a tokenizer used with it must have this hash.
