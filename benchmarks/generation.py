@@ -310,7 +310,7 @@ def _product(module: nn.Linear | Int8Linear | Int4Linear, rows: int) -> Callable
     if isinstance(module, Int8Linear):
         return lambda: module.product(x)
     if isinstance(module, Int4Linear):
-        return lambda: module.of_rows(x)
+        return lambda: module.forward_rows(x)
     weight = module.weight.detach()
     x = x.to(weight.dtype)
     return lambda: F.linear(x, weight)

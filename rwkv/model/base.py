@@ -1,9 +1,9 @@
 """The model of every generation: an embedding, the generation's blocks, a LayerNorm and a head.
 
-A model reads whole sequences (T > 1), chunks with the state carried between them, or one token at a time (T = 1), and gives
-the same logits. The operator that it is built with, block.att.wkv, is the kernel that mixes time; the weights do not depend on
-it. A generation is a file beside this one, found by its name: rwkv4.py has all of RWKV-4's architecture, as `Generation` lists
-it.
+A model reads whole sequences (T > 1), chunks with the state carried between them, or one token at a time (T = 1), with the
+same logits. The operator that it is built with, block.att.wkv, is the kernel that mixes time; the weights do not depend on
+it. A generation is a module beside this one, imported by its name: rwkv4.py has all of RWKV-4's architecture, as `Generation`
+lists it.
 """
 
 import hashlib
@@ -28,27 +28,27 @@ from rwkv.model.weight_cache import WeightCache
 from rwkv.model.weights_watch import CachedFromWeights
 
 MATRICES = ("matrix", "gate", "embedding")       # groups of the weights of linear layers and of the embedding
-TIME_STATE = "att.time_state"            # how the name of a layer's learnt state before the first token ends
-OVERRIDABLE = ("forward", "hidden", "hidden_in_parts")          # by a subclass that computes something else
+TIME_STATE = "att.time_state"            # suffix of the name of a layer's learnt initial state
+OVERRIDABLE = ("forward", "hidden", "hidden_in_parts")          # by a subclass
 SAMPLED = 4096                           # elements of each tensor, evenly spaced, that the fingerprint reads
 
 class Generation(Protocol):
-    """What the file of an architecture offers."""
+    """The interface of a generation's module."""
 
-    NAME: str                            # what people call it
+    NAME: str                            # the name in messages
     OPERATOR: str                        # the folder of kernels/ that mixes time
-    KEPT_FLOAT32: tuple[str, ...]        # parameters with names that end so stay float32 in half precision
+    KEPT_FLOAT32: tuple[str, ...]        # suffixes of the parameters that stay float32 in half precision
     OPTIONS: tuple[str, ...]             # ModelConfig's options that not every generation has
-    LR_SCALES: dict[str, str]            # the beginning of parameters' names: the option of optim that scales their rate
-    UNUSED: tuple[str, ...]              # tensors that nothing reads, and that some of its files lack
+    LR_SCALES: dict[str, str]            # prefix of a parameter's name: the option of optim that scales its rate
+    UNUSED: tuple[str, ...]              # unused tensors, which some files lack
     LEARNS_STATE: bool                   # whether a state before the first token can be trained (tune=state)
-    PLAIN: Any                           # classes of the modules that Step computes without calling them
+    PLAIN: Any                           # classes of modules that Step computes without calling
     Block: Any                           # forward: (x, its state or None, carry, packing or None) -> (x, state, carry)
     Step: Any                            # a class: a Block for one token (rwkv/generation/decoder.py)
     State: Any                           # a class of rwkv.model.state
 
     def shapes(self, config: ModelConfig, V: int) -> dict[str, Any]:
-        """Every tensor's name and shape, from which all counts, checks and translations derive."""
+        """Every tensor's name and shape, the source of all counts, checks and translations."""
 
     def resolved(self, config: ModelConfig) -> ModelConfig:
         """The configuration with its default widths filled in."""
@@ -70,11 +70,11 @@ class Generation(Protocol):
         """Linear layers whose inputs are never negative, for int8."""
 
     def operator_work(self, config: ModelConfig) -> int:
-        """Values per token that the operator's backward pass works with. The memory estimate uses this and the next two."""
+        """Peak values per token in the operator's backward pass; for the memory estimate, as the next two."""
 
     def saved_activations(self, config: ModelConfig, half: bool) -> float: ...
 
-    def kept_when_frugal(self, config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float: ...
+    def saved_when_recomputing(self, config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float: ...
 
 
 class DeepEmbedGeneration(Generation, Protocol):
@@ -106,7 +106,7 @@ def state_nbytes(config: ModelConfig) -> int:
 
 
 def is_linear_weight(name: str, group: str) -> bool:
-    """Whether a tensor of this name and optimiser group is the weight of a linear layer; some such groups hold embeddings."""
+    """Whether a tensor of this name and optimiser group is a linear layer's weight; such groups also contain embeddings."""
     return group in MATRICES and not name.endswith("emb.weight")
 
 
@@ -126,8 +126,8 @@ def fingerprint(generation: Generation, weights: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def _through(blocks: Iterable[nn.Module], x: Tensor, carry: Any, before: Iterable[Any], packing: Packing | None = None,
-             give_back: bool = False) -> tuple[Tensor, Any, list[Any]]:
+def _run_blocks(blocks: Iterable[nn.Module], x: Tensor, carry: Any, before: Iterable[Any], packing: Packing | None = None,
+                give_back: bool = False) -> tuple[Tensor, Any, list[Any]]:
     """x and carry after these blocks, and the states after the last token. give_back: return free memory after each block."""
     after = []
     for block, layer_state in zip(blocks, before, strict=True):
@@ -141,17 +141,17 @@ def _through(blocks: Iterable[nn.Module], x: Tensor, carry: Any, before: Iterabl
 
 def through_blocks(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     """The last block's x (B,T,C) from the first block's, from the empty state, for a model whose blocks need nothing else."""
-    return _through(blocks, x, None, [None] * len(blocks))[0]
+    return _run_blocks(blocks, x, None, [None] * len(blocks))[0]
 
 
 def _require_own_options(config: ModelConfig) -> None:
     """Raises UserError for an option that only other generations have, unless it is at its default."""
-    own = generation(config).OPTIONS
+    options = generation(config).OPTIONS
     default = ModelConfig()
     for name in GENERATIONS:
         for option in generation(replace(config, generation=name)).OPTIONS:
-            if option not in own and getattr(config, option) != getattr(default, option):
-                raise UserError(f"{option} is an option of {name}, and the model is {config.generation}: leave it out")
+            if option not in options and getattr(config, option) != getattr(default, option):
+                raise UserError(f"model.{option} requires model.generation={name}; got {config.generation}")
 
 
 class _NoInitialisation(TorchFunctionMode):
@@ -163,18 +163,18 @@ class _NoInitialisation(TorchFunctionMode):
 
 
 class Model(nn.Module):
-    """model(tokens (B,T) int64, state=None) -> (logits (B,T,V), state); the state given is not changed."""
+    """model(tokens (B,T) int64, state=None) -> (logits (B,T,V), state); the argument state is not changed."""
 
     def __init__(self, config: ModelConfig, vocab_size: int, operator: Any) -> None:
         super().__init__()
         _require_own_options(config)
         one_thread_in_forks()
         self.config, self.vocab_size, self.operator = config, vocab_size, operator
-        self.fingerprint_before: str | None = None       # the fingerprint before the weights were quantised or merged
-        self.kept = CachedFromWeights()                               # what its decoding in C has made of its weights
-        self.gives_back = False                          # whether training returns memory to the system after each block
-        self.weight_cache: WeightCache | None = None     # in training in half precision: the rounded copies of the weights
-        self.replay: Callable[[Tensor], Tensor] | None = None    # in training: computes through_blocks as a CUDA graph
+        self.fingerprint_before: str | None = None       # before the weights were quantised or merged
+        self.decoding_step = CachedFromWeights()         # its step in C or on a GPU
+        self.gives_back = False                          # training: return memory to the system after each block
+        self.weight_cache: WeightCache | None = None     # training in half precision: the rounded weights
+        self.replay: Callable[[Tensor], Tensor] | None = None    # training: computes through_blocks as a CUDA graph
         self.emb = nn.Embedding(vocab_size, config.n_embd)
         self.blocks = nn.ModuleList(self.generation.Block(config, layer, operator) for layer in range(config.n_layer))
         if config.deep_embed_dim:
@@ -184,7 +184,7 @@ class Model(nn.Module):
 
     @classmethod
     def with_weights(cls, config: ModelConfig, operator: Any, weights: dict[str, Tensor]) -> Self:
-        """The model that consists of these tensors: they are not copied, and no others are made or initialised."""
+        """The model of these tensors, which are not copied; no others are allocated or initialised."""
         with torch.device("meta"), _NoInitialisation():
             model = cls(config, len(weights["emb.weight"]), operator)
         model.load_state_dict(weights, assign=True)
@@ -204,9 +204,9 @@ class Model(nn.Module):
         return hidden, State.stack(layers)
 
     def forward_features(self, tokens: Tensor, starts: Tensor | None = None) -> Tensor:
-        """The head's input (B,T,C) alone, read from the empty state: for training on windows.
+        """The head's input (B,T,C) alone, from the empty state: for training on windows.
 
-        starts (B,T) bool: where a text begins in rows with several; each text is read from the empty state.
+        starts (B,T) bool: where a sequence begins in rows with several; each starts from the empty state.
         """
         if self.replay is not None and starts is None:
             x, _, _ = self._embedded(tokens, None)
@@ -217,13 +217,13 @@ class Model(nn.Module):
     def _blocks(self, tokens: Tensor, state: State | None, packing: Packing | None = None) -> tuple[Tensor, list[State]]:
         """The head's input (B,T,C) and the state of each layer after the last token."""
         x, before, carry = self._embedded(tokens, state)
-        x, _, after = _through(self.blocks, x, carry, before, packing, self.gives_back)
+        x, _, after = _run_blocks(self.blocks, x, carry, before, packing, self.gives_back)
         return self.ln_out(x), after
 
     def _embedded(self, tokens: Tensor, state: State | None) -> tuple[Tensor, Sequence[Any], Any]:
         """The first block's input, the state of each layer (None for an empty one), and the carry for the first block."""
         if tokens.dim() != 2 or tokens.shape[1] == 0:
-            raise ValueError(f"tokens are (B,T) with T at least 1, got {tuple(tokens.shape)}")
+            raise ValueError(f"tokens must be (B,T) with T at least 1; got {tuple(tokens.shape)}")
         if state is not None:
             self.check_state(state, len(tokens))
         before = [None] * len(self.blocks) if state is None else state.layers()
@@ -238,40 +238,39 @@ class Model(nn.Module):
         L = len(self.blocks)
         for part in range(n_parts):
             layers = slice(L * part // n_parts, L * (part + 1) // n_parts)
-            x, carry, of_part = _through(self.blocks[layers], x, carry, before[layers])
-            after += of_part
+            x, carry, states = _run_blocks(self.blocks[layers], x, carry, before[layers])
+            after += states
             if part + 1 < n_parts:
                 yield None
         yield self.ln_out(x), State.stack(after)
 
     def empty_state(self, B: int) -> State:
-        """The state before the first token, for B rows. A learnt one has gradients."""
+        """The initial state of B rows. A learnt one has gradients."""
         state = self.zero_state(B, self.emb.weight.device)
         learnt = self.time_states()
         return state._replace(wkv=torch.stack(learnt).unsqueeze(1).repeat(1, B, 1, 1, 1)) if learnt else state  # type: ignore
 
     def zero_state(self, B: int, device: torch.device | str) -> State:
-        """A state of zeros for the blocks that the model has now: some may have been taken out, or added."""
+        """A state of zeros for the present blocks, since blocks may have been removed or added."""
         state: State = self.generation.empty_state(replace(self.config, n_layer=len(self.blocks)), B, device)
         return state
 
     def time_states(self) -> list[nn.Parameter]:
-        """The operator's learnt state before the first token, (H,N,N) for each layer; an empty list if nothing is learnt."""
+        """The operator's learnt initial state, (H,N,N) for each layer; an empty list if there is none."""
         states = [getattr(block.att, "time_state", None) for block in self.blocks]
         return [state for state in states if state is not None]
 
     def set_time_states(self, states: Sequence[Tensor]) -> None:
-        """Gives each layer its state of the operator before the first token, (H,N,N)."""
+        """Sets each layer's initial state of the operator, (H,N,N)."""
         for block, state in zip(self.blocks, states, strict=True):
             block.get_submodule("att").register_parameter("time_state", nn.Parameter(state))
 
     def check_state(self, state: State, B: int) -> None:
-        """Raises ValueError where `state` is not a state of this model for B rows."""
+        """Raises ValueError unless `state` is a state of this model for B rows."""
         expected = [tuple(part.shape) for part in self.zero_state(B, "meta")]
-        found = [tuple(part.shape) for part in state]
-        if found != expected:
-            raise ValueError(f"the state does not fit this model and {B} rows: its tensors have the shapes {found}, "
-                             f"expected {expected}")
+        shapes = [tuple(part.shape) for part in state]
+        if shapes != expected:
+            raise ValueError(f"the state must have the shapes {expected} for this model and {B} rows; got {shapes}")
 
     def is_untouched(self) -> bool:
         """Whether the logits are those of head(hidden()): no hook, subclass or assigned function changes them."""
@@ -300,7 +299,7 @@ class Model(nn.Module):
         return self.head(hidden[:, -1]), state
 
     def fingerprint(self) -> str:
-        """Identifies the model: see the function fingerprint. A quantised or merged model keeps the one from before."""
+        """Identifies the model: see the function fingerprint. A quantised or merged model has the one from before."""
         if self.fingerprint_before is not None:
             return self.fingerprint_before
         return fingerprint(self.generation, self.state_dict())

@@ -1,4 +1,4 @@
-"""For autograd functions whose backward keeps no graph: a second derivative through them raises an error.
+"""For autograd functions without a second derivative: computing one raises an error.
 
 torch's once_differentiable raises only where the incoming gradient requires a gradient. Where it is constant, the second
 derivative would silently be incomplete: it would lack the terms of the tensors that the backward itself reads.
@@ -16,8 +16,7 @@ def first_derivative(backward: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(backward)
     def checked(ctx: Any, *grads: torch.Tensor) -> Any:
         if torch.is_grad_enabled():
-            raise ValueError("the model and its loss have first derivatives only, and create_graph=True asks for the graph of "
-                             "a second one: leave it out")
+            raise ValueError("the model and its loss have first derivatives only; create_graph=True is not supported")
         return backward(ctx, *grads)
 
     return checked

@@ -1,4 +1,4 @@
-"""What the fused forms of the generations share: the token shift and the products of its mixes, with their own gradients.
+"""The common operations of the fused forms: the token shift and the products of its mixes, with their own gradients.
 
 Each function uses few operations and few temporaries. In a small model's training step a CPU spends a third of the time on
 starting operations and on autograd itself. In a large model the operations between the matrix products are bound by memory, and
@@ -27,16 +27,16 @@ Tensors = tuple[Tensor, ...]
 def token_shift(x: Tensor, last_x: Tensor | None, *mus: Tensor, first: Tensor | None = None) -> Tensors:
     """mu x_t + (1 - mu) x_{t-1} for each mu (1,1,C): (B,T,C) each, in the dtype of the products that read them.
 
-    x (B,T,C); last_x (B,C): the step before x, None for zeros; first (B,T,1) bool: steps that have zeros before them. Of the
-    large tensors only x is kept for a backward pass, and only if a mu is trained.
+    x (B,T,C); last_x (B,C): the step before x, None for zeros; first (B,T,1) bool: steps that have zeros before them. Backward
+    saves x alone of the large tensors, and only if a mu is trained.
     """
     dtype = product_dtype(x)
     if torch.is_grad_enabled() and can_use_functions():
         mixed: Tensors = _Mixes.apply(dtype, x, last_x, first, *mus)
         return mixed
     x = x.to(dtype)
-    before = _before(x, last_x, first)
-    return tuple(torch.lerp(before, x, mu.to(dtype)) for mu in mus)
+    previous = _previous_steps(x, last_x, first)
+    return tuple(torch.lerp(previous, x, mu.to(dtype)) for mu in mus)
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
@@ -86,34 +86,34 @@ class _Mixes(torch.autograd.Function):
         grad_mus: Tensors | list[None] = [None] * len(mus)
         if x is not None:
             x = x.to(ctx.dtype)
-            grad_mus = _grad_mus(x - _before(x, last_x, first), grads)
+            grad_mus = _grad_mus(x - _previous_steps(x, last_x, first), grads)
         grad_x, grad_last_x = _grad_x(grads, cast(ctx.dtype, mus), first)
         return None, grad_x, grad_last_x if ctx.needs_input_grad[2] else None, None, *grad_mus
 
 
-def kept_as_source(normal: Callable[[], Tensor], last_x: Tensor | None, mus: Tensors, first: Tensor | None,
-                   mixes: Tensors) -> AbstractContextManager[Any]:
-    """A context for calls that read the mixes of token_shift: their backward passes compute a mix again instead of keeping it.
+def recompute_mixes(recompute_x: Callable[[], Tensor], last_x: Tensor | None, mus: Tensors, first: Tensor | None,
+                    mixes: Tensors) -> AbstractContextManager[Any]:
+    """A context for calls that read the mixes of token_shift: their backward passes recompute each mix instead of saving it.
 
-    normal() computes the x of token_shift again; the other arguments are token_shift's own. mixes must stay in memory until
-    the context ends.
+    recompute_x() returns the x of token_shift; the other arguments are token_shift's. mixes must stay in memory until the
+    context ends.
     """
     if not (torch.is_grad_enabled() and can_use_functions()):
         return nullcontext()
     dtype = mixes[0].dtype
     size = mixes[0].numel()              # not the mixes: the functions below live until the backward pass
-    places = {mix.data_ptr(): number for number, mix in enumerate(mixes)}
+    indices = {mix.data_ptr(): index for index, mix in enumerate(mixes)}
 
     def pack(tensor: Tensor) -> Any:
-        number = places.get(tensor.data_ptr()) if tensor.numel() == size and tensor.is_contiguous() else None
-        return tensor if number is None else (mus[number], tensor.shape)
+        index = indices.get(tensor.data_ptr()) if tensor.numel() == size and tensor.is_contiguous() else None
+        return tensor if index is None else (mus[index], tensor.shape)
 
     @torch.no_grad()
-    def unpack(kept: Any) -> Tensor:
-        if isinstance(kept, Tensor):
-            return kept
-        mu, shape = kept
-        (mixed,) = _shifted(dtype, normal(), last_x, first, (mu,))
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        mu, shape = saved
+        (mixed,) = _shifted(dtype, recompute_x(), last_x, first, (mu,))
         return mixed.view(shape)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
@@ -121,28 +121,28 @@ def kept_as_source(normal: Callable[[], Tensor], last_x: Tensor | None, mus: Ten
 
 def _shifted(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, first: Tensor | None, mus: Sequence[Tensor]) -> Tensors:
     x = x.to(dtype)
-    before = _before(x, last_x, first)
-    return _mixes(before, x - before, cast(dtype, mus))
+    previous = _previous_steps(x, last_x, first)
+    return _mixes(previous, x - previous, cast(dtype, mus))
 
 
 def squared_relu_linear(layer: nn.Module, x: Tensor) -> Tensor:
-    """layer(relu(x)^2), which keeps x for a backward pass and not the square.
+    """layer(relu(x)^2); backward saves x, not the square.
 
-    A layer that keeps its input for its own gradients needs its own method squared_relu_linear.
+    A layer that saves its input for its gradients must have its own method squared_relu_linear.
     """
-    own = getattr(layer, "squared_relu_linear", None)
+    layer_function = getattr(layer, "squared_relu_linear", None)
     if not can_use_functions():
         product: Tensor = layer(torch.relu(x).square())
-    elif own is not None:
-        product = own(x)
+    elif layer_function is not None:
+        product = layer_function(x)
     elif _is_plain(layer):
-        product = _ProductOfSquaredRelu.apply(product_dtype(x), x, layer.weight)
+        product = _SquaredReluLinear.apply(product_dtype(x), x, layer.weight)
     else:
         product = layer(_SquaredRelu.apply(x))
     return product
 
 
-class _ProductOfSquaredRelu(torch.autograd.Function):
+class _SquaredReluLinear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, x: Tensor, weight: Tensor) -> Tensor:
         (multiplied,) = rounded(dtype, (weight,))
@@ -186,8 +186,8 @@ class _MixedProducts(torch.autograd.Function):
     def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, *others: Tensor) -> Tensors:
         mus, weights = others[:len(others) // 2], others[len(others) // 2:]
         multiplied = rounded(dtype, weights)
-        kept, mixes = mix(dtype, x, last_x, mus)
-        ctx.save_for_backward(*mixes, *to_save(weights, multiplied), *kept)
+        saved, mixes = mix(dtype, x, last_x, mus)
+        ctx.save_for_backward(*mixes, *to_save(weights, multiplied), *saved)
         ctx.dtype, ctx.weight_dtype = dtype, weights[0].dtype
         return tuple(map(linear, mixes, multiplied))
 
@@ -203,57 +203,57 @@ class _MixedProducts(torch.autograd.Function):
         return None, grad_x, grad_last_x, *grad_mus, *grad_weights
 
 
-def _before(x: Tensor, last_x: Tensor | None, first: Tensor | None = None) -> Tensor:
+def _previous_steps(x: Tensor, last_x: Tensor | None, first: Tensor | None = None) -> Tensor:
     """The step before each of x (B,T,C): last_x (B,C) or zeros, then x without its last step; zeros where `first` is true."""
-    earlier = x[:, :-1]
-    before = pad(earlier, (0, 0, 1, 0)) if last_x is None else torch.cat((last_x.unsqueeze(1).to(x.dtype), earlier), dim=1)
-    return before if first is None else before.masked_fill(first, 0)
+    steps = x[:, :-1]
+    previous = pad(steps, (0, 0, 1, 0)) if last_x is None else torch.cat((last_x.unsqueeze(1).to(x.dtype), steps), dim=1)
+    return previous if first is None else previous.masked_fill(first, 0)
 
 
-def _mixes(before: Tensor, change: Tensor, mus: Sequence[Tensor]) -> Tensors:
-    return tuple(torch.addcmul(before, change, mu) for mu in mus)
+def _mixes(start: Tensor, delta: Tensor, mus: Sequence[Tensor]) -> Tensors:
+    return tuple(torch.addcmul(start, delta, mu) for mu in mus)
 
 
-def _grad_mus(change: Tensor, grads: Tensors) -> Tensors:
-    return tuple((grad * change).sum((0, 1), keepdim=True, dtype=wide_sum(change)) for grad in grads)
+def _grad_mus(delta: Tensor, grads: Tensors) -> Tensors:
+    return tuple((grad * delta).sum((0, 1), keepdim=True, dtype=wide_sum(delta)) for grad in grads)
 
 
 def _grad_x(grads: Tensors, mus: Sequence[Tensor], first: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """The gradients of x and last_x from those of the mixes."""
-    grad_x, grad_before = grads[0] * mus[0], grads[0].clone()
+    grad_x, grad_previous = grads[0] * mus[0], grads[0].clone()
     for grad, mu in zip(grads[1:], mus[1:], strict=True):
         grad_x.addcmul_(grad, mu)
-        grad_before += grad
-    grad_before -= grad_x
+        grad_previous += grad
+    grad_previous -= grad_x
     if first is not None:
-        grad_before.masked_fill_(first, 0)
-    grad_x[:, :-1].add_(grad_before[:, 1:])      # += would write the part back once more
-    return grad_x, grad_before[:, 0]
+        grad_previous.masked_fill_(first, 0)
+    grad_x[:, :-1].add_(grad_previous[:, 1:])    # += would write the slice back again
+    return grad_x, grad_previous[:, 0]
 
 
-def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, shares: Tensors,
-        of_before: bool = False) -> tuple[tuple[Tensor | None, ...], Tensors]:
-    """The tensors that mix_backward reads, and the mixes in dtype.
+def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
+        to_previous: bool = False) -> tuple[tuple[Tensor | None, ...], Tensors]:
+    """The tensors that mix_backward reads, and the mixes in dtype: mu x_t + (1 - mu) x_{t-1} for each mu.
 
-    shares: the share mu of x_t in each mix; with of_before the share 1 - mu of x_{t-1}.
+    to_previous: (1 - mu) x_t + mu x_{t-1}, as in RWKV-7.
     """
     if form := form_for(x, dtype=dtype):
-        return form.mix(dtype, x, last_x, shares, of_before)
-    x, shares = x.to(dtype), cast(dtype, shares)
-    before = _before(x, last_x)
-    mixes = _mixes(x, before - x, shares) if of_before else _mixes(before, x - before, shares)
-    return (x, last_x, *shares), mixes
+        return form.mix(dtype, x, last_x, mus, to_previous)
+    x, mus = x.to(dtype), cast(dtype, mus)
+    previous = _previous_steps(x, last_x)
+    mixes = _mixes(x, previous - x, mus) if to_previous else _mixes(previous, x - previous, mus)
+    return (x, last_x, *mus), mixes
 
 
-def mix_backward(kept: Sequence[Any], grads: Tensors, of_before: bool = False) -> tuple[Tensor | None, ...]:
-    """The gradients of x, last_x and each share from those of the mixes."""
-    x, last_x, *shares = kept
+def mix_backward(saved: Sequence[Any], grads: Tensors, to_previous: bool = False) -> tuple[Tensor | None, ...]:
+    """The gradients of x, last_x and each mu from those of the mixes."""
+    x, last_x, *mus = saved
     if form := form_for(x, dtype=grads[0].dtype):
-        return form.mix_backward(kept, grads, of_before)
-    before = _before(x, last_x)
-    grad_x, grad_last_x = _grad_x(grads, [1 - share for share in shares] if of_before else shares)
-    grad_shares = _grad_mus(before - x if of_before else x - before, grads)
-    return grad_x, None if last_x is None else grad_last_x, *grad_shares
+        return form.mix_backward(saved, grads, to_previous)
+    previous = _previous_steps(x, last_x)
+    grad_x, grad_last_x = _grad_x(grads, [1 - mu for mu in mus] if to_previous else mus)
+    grad_mus = _grad_mus(previous - x if to_previous else x - previous, grads)
+    return grad_x, None if last_x is None else grad_last_x, *grad_mus
 
 
 def squared_relu(x: Tensor) -> Tensor:
@@ -275,18 +275,18 @@ def wide_sum(tensor: Tensor) -> torch.dtype | None:
 
 
 def product_backward(grad: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
-    """The gradients of x (B,T,I) and W (O,I) from the gradient of W x (B,T,O). dtype: that of the weight itself, if it is
-    another one."""
+    """The gradients of x (B,T,I) and W (O,I) from the gradient of W x (B,T,O). dtype: that of the weight itself, if it
+    differs."""
     return grad @ weight, product_in(dtype or weight.dtype, grad.flatten(0, 1).T, x.flatten(0, 1))
 
 
-def product_in(dtype: torch.dtype, one: Tensor, other: Tensor) -> Tensor:
-    """one @ other, for a result that is wanted in dtype: from the product itself where the device's products can be wider than
-    what they multiply, else in the dtype of its factors.
+def product_in(dtype: torch.dtype, left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, for a caller that converts it to dtype: in dtype where the device multiplies into wider types, else in the
+    dtype of the factors.
     """
-    if one.dtype == dtype or one.device.type not in WIDE_PRODUCTS:
-        return one @ other
-    return torch.mm(one, other, out_dtype=dtype)
+    if left.dtype == dtype or left.device.type not in WIDE_PRODUCTS:
+        return left @ right
+    return torch.mm(left, right, out_dtype=dtype)
 
 
 def gate_backward(grad: Tensor, gate: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -295,5 +295,5 @@ def gate_backward(grad: Tensor, gate: Tensor, x: Tensor) -> tuple[Tensor, Tensor
 
 
 def cast(dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensors:
-    """The tensors in dtype. Comparing dtypes first is cheaper than Tensor.to, also where it changes nothing."""
+    """The tensors in dtype. Comparing dtypes is cheaper than Tensor.to, even where that returns the tensor."""
     return tuple(tensor if tensor.dtype == dtype else tensor.to(dtype) for tensor in tensors)

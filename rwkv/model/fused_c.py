@@ -16,49 +16,48 @@ from kernels.operator import contiguous
 MIXES = {(torch.float32, torch.float32): "float32", (torch.bfloat16, torch.bfloat16): "bfloat16",
          (torch.float32, torch.bfloat16): "autocast"}    # by the dtypes of x and of its mixes
 MAX_MIXES = 6                            # as in fused.c
-ROWS = 32                                # of a task, as in both sources
-PIECE = 2 ** 14                          # numbers of a task of the squared ReLU, as in fused.c
+ROWS = 32                                # per task, as in both sources
+PIECE = 2 ** 14                          # elements per task of the squared ReLU, as in fused.c
 SERIAL = 2 ** 14                         # up to this many elements, one thread finishes before another wakes
 
 Tensors = tuple[Tensor, ...]
 
 
-def takes(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool:
-    """Whether the C functions take these tensors, of one dtype and with heads of any N. dtype: that of the results."""
+def supports(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool:
+    """Whether the C functions support these tensors, of one dtype and with heads of any N. dtype: that of the results."""
     first = tensors[0]
     return (dtype or first.dtype) in DTYPES and all(tensor.dtype == first.dtype for tensor in tensors)
 
 
-def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, shares: Tensors,
-        of_before: bool) -> tuple[tuple[Tensor | None, ...], Tensors]:
+def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
+        to_previous: bool) -> tuple[tuple[Tensor | None, ...], Tensors]:
     """As fused.mix."""
-    x, shares = x.contiguous(), _rows(shares, x.shape[-1])
-    last_x = None if last_x is None else _rows((last_x,), x.shape[-1])[0]
-    mixes = tuple(torch.empty_like(x, dtype=dtype) for _ in shares)
-    _run_mixes("forward", x, last_x, shares, of_before, mixes, None, None, None, None)
-    return (x, last_x, *shares), mixes
+    x, mus = x.contiguous(), _float32_rows(mus, x.shape[-1])
+    last_x = None if last_x is None else _float32_rows((last_x,), x.shape[-1])[0]
+    mixes = tuple(torch.empty_like(x, dtype=dtype) for _ in mus)
+    _run_mixes("forward", x, last_x, mus, to_previous, mixes, None, None, None, None)
+    return (x, last_x, *mus), mixes
 
 
-def mix_backward(kept: Sequence[Tensor | None], grads: Tensors, of_before: bool) -> tuple[Tensor | None, ...]:
+def mix_backward(saved: Sequence[Tensor | None], grads: Tensors, to_previous: bool) -> tuple[Tensor | None, ...]:
     """As fused.mix_backward; the gradient of last_x is None if there was no last_x."""
-    x, last_x, *others = kept
-    shares = tuple(share for share in others if share is not None)
+    x, last_x, *others = saved
+    mus = tuple(mu for mu in others if mu is not None)
     assert x is not None
-    n, C = len(shares), x.shape[-1]
+    n, C = len(mus), x.shape[-1]
     grad_x = torch.empty_like(x)
     grad_last_x = None if last_x is None else torch.empty_like(last_x)
-    of_tasks, grad_shares = _sums(x, n + 1), x.new_empty(n, 1, 1, C, dtype=torch.float32)
-    _run_mixes("backward", x, last_x, shares, of_before, tuple(grad.contiguous() for grad in grads), grad_x, grad_last_x,
-               of_tasks, grad_shares)
-    return grad_x, grad_last_x, *grad_shares.unbind()
+    task_sums, grad_mus = _task_sums(x, n + 1), x.new_empty(n, 1, 1, C, dtype=torch.float32)
+    _run_mixes("backward", x, last_x, mus, to_previous, tuple(grad.contiguous() for grad in grads), grad_x, grad_last_x,
+               task_sums, grad_mus)
+    return grad_x, grad_last_x, *grad_mus.unbind()
 
 
-def _run_mixes(direction: str, x: Tensor, last_x: Tensor | None, shares: Tensors, of_before: bool, mixes: Tensors,
-               *of_backward: Tensor | None) -> None:
+def _run_mixes(direction: str, x: Tensor, last_x: Tensor | None, mus: Tensors, to_previous: bool, mixes: Tensors,
+               *gradients: Tensor | None) -> None:
     _, T, C = x.shape
-    unused = [None] * (MAX_MIXES - len(shares))
-    native.run(f"mixes_{direction}_{MIXES[x.dtype, mixes[0].dtype]}", _threads(x), x.numel() // C, T, C, len(shares), of_before,
-               x, last_x, *shares, *unused, *mixes, *unused, *of_backward)
+    native.run(f"mixes_{direction}_{MIXES[x.dtype, mixes[0].dtype]}", _threads(x), x.numel() // C, T, C, len(mus), to_previous,
+               x, last_x, *_padded(mus, MAX_MIXES), *_padded(mixes, MAX_MIXES), *gradients)
 
 
 def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
@@ -77,29 +76,29 @@ def gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vect
     log_w = torch.empty_like(k, dtype=torch.float32)
     new_k, a, b = torch.empty_like(k), torch.empty_like(k), torch.empty_like(k)
     new_v = v if v_first is None else torch.empty_like(v)
-    _run_rwkv7("gates_forward", k, N, k, v, v_first, *_three(z), *_five(vectors, k.shape[-1]), inverse,
+    _run_rwkv7("gates_forward", k, N, k, v, v_first, *_padded(z, 3), *_padded(_float32_rows(vectors, k.shape[-1]), 5), inverse,
                log_w, new_k, new_v, a, b, *[None] * 10)
     return log_w, new_k, new_v, a, b, inverse
 
 
 def gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors, inverse: Tensor,
-                   grads: Tensors, more: tuple[Tensor | None, Tensor | None],
+                   grads: Tensors, extra: tuple[Tensor | None, Tensor | None],
                    ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors, Tensors]:
     """As rwkv7_fused._gates_backward."""
     grad_k, grad_v, grad_z = torch.empty_like(k), torch.empty_like(v), tuple(torch.empty_like(part) for part in z)
     grad_first = None if v_first is None else torch.empty_like(v)
-    grad_vectors = _vectors(k, 5)
-    of_more = (None if grad is None else grad.contiguous() for grad in more)
-    _run_rwkv7("gates_backward", k, N, k, v, v_first, *_three(z), *_five(vectors, k.shape[-1]), inverse,
-               *(grad.contiguous() for grad in grads), *of_more, grad_k, grad_v, grad_first, *_three(grad_z), _sums(k, 5),
-               grad_vectors)
+    grad_vectors = _empty_vectors(k, 5)
+    extra_grads = (None if grad is None else grad.contiguous() for grad in extra)
+    _run_rwkv7("gates_backward", k, N, k, v, v_first, *_padded(z, 3), *_padded(_float32_rows(vectors, k.shape[-1]), 5), inverse,
+               *(grad.contiguous() for grad in grads), *extra_grads, grad_k, grad_v, grad_first, *_padded(grad_z, 3),
+               _task_sums(k, 5), grad_vectors)
     return (grad_k, grad_v, grad_first), grad_z, grad_vectors.unbind()[:len(vectors)]
 
 
 def gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int, vectors: Tensors) -> Tensor:
     """As rwkv7_fused._gated."""
     out = torch.empty_like(r)
-    _run_rwkv7("output_forward", r, N, y, r, k, v, g, *_rows(vectors, r.shape[-1]), out, *[None] * 7)
+    _run_rwkv7("output_forward", r, N, y, r, k, v, g, *_float32_rows(vectors, r.shape[-1]), out, *[None] * 7)
     return out
 
 
@@ -107,9 +106,9 @@ def gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int
                    grad: Tensor) -> tuple[Tensors, Tensors]:
     """As rwkv7_fused._gated_backward."""
     grads = tuple(torch.empty_like(tensor) for tensor in (y, r, k, v, g))
-    grad_vectors = _vectors(r, 3)
-    _run_rwkv7("output_backward", r, N, y, r, k, v, g, *_rows(vectors, r.shape[-1]), grad.contiguous(), *grads, _sums(r, 3),
-               grad_vectors)
+    grad_vectors = _empty_vectors(r, 3)
+    _run_rwkv7("output_backward", r, N, y, r, k, v, g, *_float32_rows(vectors, r.shape[-1]), grad.contiguous(), *grads,
+               _task_sums(r, 3), grad_vectors)
     return grads, grad_vectors.unbind()
 
 
@@ -118,21 +117,18 @@ def _run_rwkv7(name: str, x: Tensor, N: int, *tensors: Tensor | None) -> None:
     native.run(f"rwkv7_{name}_{DTYPES[x.dtype]}", _threads(x), x.numel() // C, C // N, N, *tensors)
 
 
-def _three(z: Tensors) -> tuple[Tensor | None, ...]:
-    return *z, *[None] * (3 - len(z))
+def _padded(tensors: Tensors, n: int) -> tuple[Tensor | None, ...]:
+    """n arguments: the tensors, then None."""
+    return *tensors, *[None] * (n - len(tensors))
 
 
-def _five(vectors: Tensors, C: int) -> tuple[Tensor | None, ...]:
-    return *_rows(vectors, C), *[None] * (5 - len(vectors))
-
-
-def _sums(x: Tensor, n: int) -> Tensor:
-    """Memory in which each task sums up its part of n vectors: (tasks,n,C), undefined."""
+def _task_sums(x: Tensor, n: int) -> Tensor:
+    """Uninitialised memory for the sums of n vectors in each task: (tasks,n,C)."""
     return x.new_empty(_tasks(x), n, x.shape[-1], dtype=torch.float32)
 
 
-def _vectors(x: Tensor, n: int) -> Tensor:
-    """n vectors (C,), undefined."""
+def _empty_vectors(x: Tensor, n: int) -> Tensor:
+    """Uninitialised memory for n vectors (C,)."""
     return x.new_empty(n, x.shape[-1], dtype=torch.float32)
 
 
@@ -144,9 +140,9 @@ def _threads(x: Tensor) -> int:
     return 1 if x.numel() <= SERIAL else native.threads_for(_tasks(x))
 
 
-def _rows(tensors: Tensors, C: int) -> Tensors:
-    """In the form in which C reads vectors (C,) and states (B,C). Raises ValueError for sizes that C would read beyond."""
+def _float32_rows(tensors: Tensors, C: int) -> Tensors:
+    """Vectors (C,) and states (B,C) as C reads them. Raises ValueError for tensors that C would read out of bounds."""
     for tensor in tensors:
         if tensor.numel() % C:
-            raise ValueError(f"a vector has the shape {tuple(tensor.shape)}; it must have {C} numbers")
+            raise ValueError(f"a vector must have {C} elements; got shape {tuple(tensor.shape)}")
     return tuple(contiguous(tensor, torch.float32) for tensor in tensors)

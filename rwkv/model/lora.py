@@ -40,7 +40,7 @@ class LoraLinear(nn.Module):
         return self._sum(self.base(x), self.lora_A(self.dropout(x)))
 
     def squared_relu_linear(self, x: Tensor) -> Tensor:
-        """forward(relu(x)^2), which keeps x for its backward pass and not the square."""
+        """forward(relu(x)^2); backward saves x, not the square."""
         if (self.training and self.dropout.p) or not (untouched(self) and untouched(self.lora_A)):
             return self(torch.relu(x).square())
         square, hidden = _SquareAndDown.apply(product_dtype(x), x, self.lora_A.weight)
@@ -48,8 +48,8 @@ class LoraLinear(nn.Module):
 
     def _sum(self, base: Tensor, hidden: Tensor) -> Tensor:
         if base.dtype != hidden.dtype or not untouched(self.lora_B):
-            added: Tensor = self.lora_B(hidden)
-            return base + self.scale * added.to(base.dtype)
+            product: Tensor = self.lora_B(hidden)
+            return base + self.scale * product.to(base.dtype)
         rows = torch.addmm(base.flatten(0, -2), hidden.flatten(0, -2), self.lora_B.weight.T, alpha=self.scale)
         return rows.view_as(base)
 
@@ -68,8 +68,8 @@ class _SquareAndDown(torch.autograd.Function):
     @first_derivative
     def backward(ctx: Any, grad_square: Tensor, grad: Tensor) -> tuple[None, Tensor, Tensor]:
         x, A = ctx.saved_tensors
-        of_hidden, grad_A = product_backward(grad, squared_relu(x).to(ctx.dtype), A.to(ctx.dtype))
-        return None, squared_relu_backward(grad_square + of_hidden, x), grad_A
+        grad_square_from_A, grad_A = product_backward(grad, squared_relu(x).to(ctx.dtype), A.to(ctx.dtype))
+        return None, squared_relu_backward(grad_square + grad_square_from_A, x), grad_A
 
 
 def adaptable(config: ModelConfig) -> list[str]:
@@ -81,11 +81,11 @@ def adaptable(config: ModelConfig) -> list[str]:
 
 def chosen(config: ModelConfig, modules: Sequence[str]) -> list[str]:
     """The layers of a block that get an adapter: the named ones, all for no names. Raises UserError for an unknown name."""
-    known = adaptable(config)
+    layers = adaptable(config)
     for name in modules:
-        if name not in known:
-            raise UserError(f"tune.modules has {name!r}, and a block of {generation(config).NAME} has {', '.join(known)}")
-    return [name for name in known if not modules or name in modules]
+        if name not in layers:
+            raise UserError(f"tune.modules must be among {', '.join(layers)} in {generation(config).NAME}; got {name!r}")
+    return [name for name in layers if not modules or name in modules]
 
 
 def add_adapters(model: Model, modules: Sequence[str], rank: int, alpha: float, dropout: float = 0.0) -> None:
@@ -104,6 +104,6 @@ def adapter_of(names: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def merged(weight: Tensor, A: Tensor, B: Tensor, scale: float) -> Tensor:
-    """W + scale B A, at least float32 whatever the dtype of W: 16 bits round away most of what a short run learns."""
+    """W + scale B A, at least float32 whatever the dtype of W: in 16 bits, rounding loses most of a short run's updates."""
     dtype = torch.promote_types(weight.dtype, torch.float32)
     return torch.addmm(weight.to(dtype), B.to(dtype), A.to(dtype), alpha=scale)

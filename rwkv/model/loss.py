@@ -22,8 +22,8 @@ from rwkv.model.weight_cache import rounded
 
 CHUNK_LOGITS = 2 ** 21                   # logits in one chunk on a CPU: 8 MiB
 CHUNK_SHARE = 1 / 64                     # of a GPU's memory, for the logits of one chunk
-LEAST_ROWS = 256                         # rows in one chunk for any vocabulary: matrix products need them for full speed
-LEAST_FROZEN = 128                       # the same for a frozen head: such runs have little else in memory
+LEAST_ROWS = 256                         # minimum rows in one chunk, for matrix products at full speed
+LEAST_FROZEN = 128                       # the same for a frozen head: such runs need little other memory
 NARROW_ROWS = 2 ** 11                    # rows of a frozen head in another dtype that are converted at a time
 BLOCK_LOGITS = 2 ** 20                   # logits whose softmax is computed at a time on a CPU: they stay in its cache
 ARGMAX_BLOCK = 128                       # block size of the two-stage argmax
@@ -36,8 +36,8 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 
 
     Targets of -100 do not count. l2_wrap adds l2_wrap * (largest logit) to the gradient at each row's largest logit, divided
     like the loss by the number of targets that count: it keeps logits from drifting. confidence_penalty adds the gradient of
-    -confidence_penalty * (mean entropy of the predictions). Neither changes the value of the loss. On a CPU the products leave
-    out the rows without a target that counts.
+    -confidence_penalty * (mean entropy of the predictions). Neither changes the value of the loss. On a CPU the products
+    skip the rows without a target that counts.
     """
     if targets.device.type == "cpu":     # on a GPU the selection would wait for the device
         counted = (targets != IGNORED).nonzero()[:, 0]
@@ -53,20 +53,20 @@ def head_loss(hidden: Tensor, weight: Tensor, targets: Tensor, l2_wrap: float = 
         if form := loss_form_for(logits):
             total += form.negative_log_likelihood(logits, targets[chunk], IGNORED)
             continue
-        for rows, of_rows in _blocks(logits, targets[chunk]):
-            total += cross_entropy(rows.float(), of_rows, ignore_index=IGNORED, reduction="sum")
-    return total / _counted(targets)
+        for rows, row_targets in _blocks(logits, targets[chunk]):
+            total += cross_entropy(rows.float(), row_targets, ignore_index=IGNORED, reduction="sum")
+    return total / _n_counted(targets)
 
 
 def log_probabilities(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """The logarithm of each target's probability under softmax(hidden (N,C) @ weight (V,C).T): (N,) float32.
 
-    targets (N,): all of them count. The backward pass computes the logits of a chunk again.
+    targets (N,): all of them count. Backward recomputes the logits of a chunk.
     """
-    parts = [checkpoint(_log_probabilities, hidden[chunk], weight, targets[chunk], use_reentrant=False,
-                        preserve_rng_state=False)
-             for chunk in _chunks(hidden, weight, frozen=not weight.requires_grad)]
-    return torch.cat(parts)
+    chunks = [checkpoint(_log_probabilities, hidden[chunk], weight, targets[chunk], use_reentrant=False,
+                         preserve_rng_state=False)
+              for chunk in _chunks(hidden, weight, frozen=not weight.requires_grad)]
+    return torch.cat(chunks)
 
 
 def _log_probabilities(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class _HeadLoss(torch.autograd.Function):
         grad_hidden = torch.empty_like(hidden)
         grad_weight = torch.zeros_like(weight) if trained and weight.device.type not in WIDE_PRODUCTS else None
         weight_dtype = weight.dtype
-        total, counted = hidden.new_zeros((), dtype=torch.float32), _counted(targets)
+        total, n_counted = hidden.new_zeros((), dtype=torch.float32), _n_counted(targets)
         dtype = product_dtype(hidden)
         hidden = hidden.to(dtype)
         weight = rounded(dtype, (weight,))[0] if weight.dtype == torch.float32 else weight
@@ -104,23 +104,23 @@ class _HeadLoss(torch.autograd.Function):
                 if trained:
                     grad_weight = _add_product(grad_weight, grad_logits.T, hidden[chunk], weight_dtype)
                 del grad_logits          # before the next chunk's are computed
-        ctx.save_for_backward(grad_hidden, counted)
+        ctx.save_for_backward(grad_hidden, n_counted)
         ctx.grad_weight = grad_weight
-        return total / counted
+        return total / n_counted
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, counted = ctx.saved_tensors
-        grad_weight, ctx.grad_weight = ctx.grad_weight, None     # the only reference: it becomes the weight's .grad
+        grad_hidden, n_counted = ctx.saved_tensors
+        grad_weight, ctx.grad_weight = ctx.grad_weight, None     # moved: it becomes the weight's .grad
         if grad_weight is None and ctx.needs_input_grad[1]:
-            raise RuntimeError("the head's loss has one backward pass, which scales its gradient in place")
-        scale = grad / counted
+            raise RuntimeError("the head's loss supports one backward pass, which scales its gradient in place")
+        scale = grad / n_counted
         return grad_hidden * scale, None if grad_weight is None else grad_weight.mul_(scale), None, None, None
 
 
 def _logits(hidden: Tensor, weight: Tensor) -> Tensor:
-    """hidden (rows,C) W^T. A W (V,C) of another dtype is frozen; a part of it is converted at a time."""
+    """hidden (rows,C) W^T. A W (V,C) of another dtype is frozen; it is converted a block of rows at a time."""
     if weight.dtype == hidden.dtype:
         return hidden @ weight.T
     if torch.is_grad_enabled():
@@ -146,7 +146,7 @@ def _chunks(hidden: Tensor, weight: Tensor, frozen: bool = False) -> Iterator[sl
     return (slice(start, start + rows) for start in range(0, len(hidden), rows))
 
 
-def _counted(targets: Tensor) -> Tensor:
+def _n_counted(targets: Tensor) -> Tensor:
     return (targets != IGNORED).sum().clamp(min=1)
 
 
@@ -157,8 +157,8 @@ def _add_loss(total: Tensor, logits: Tensor, targets: Tensor, l2_wrap: float, co
         total += form.replace_by_gradient(logits, targets, l2_wrap, confidence_penalty, IGNORED)
         return logits
     dtype, logits = logits.dtype, logits.float()
-    for rows, of_rows in _blocks(logits, targets):
-        total += _replace_by_gradient(rows, of_rows, l2_wrap, confidence_penalty)
+    for rows, row_targets in _blocks(logits, targets):
+        total += _replace_by_gradient(rows, row_targets, l2_wrap, confidence_penalty)
     return logits.to(dtype)
 
 
@@ -205,14 +205,14 @@ def _argmax(x: Tensor) -> Tensor:
     maxima = [x[:, :whole].unflatten(1, (-1, ARGMAX_BLOCK)).amax(-1)]
     maxima += [x[:, whole:].amax(-1, keepdim=True)] if whole < x.shape[1] else []
     first = ARGMAX_BLOCK * torch.cat(maxima, 1).argmax(-1, keepdim=True)
-    places = (first + torch.arange(ARGMAX_BLOCK, device=x.device)).clamp_(max=x.shape[1] - 1)
-    return first + x.gather(-1, places).argmax(-1, keepdim=True)
+    indices = (first + torch.arange(ARGMAX_BLOCK, device=x.device)).clamp_(max=x.shape[1] - 1)
+    return first + x.gather(-1, indices).argmax(-1, keepdim=True)
 
 
-def _add_product(total: Tensor | None, one: Tensor, other: Tensor, dtype: torch.dtype) -> Tensor:
-    """total + one @ other in dtype, in place, in one pass where the dtypes are the same. total: None for zeros."""
+def _add_product(total: Tensor | None, left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+    """total + left @ right in dtype, in place, in one pass where the dtypes are the same. total: None for zeros."""
     if total is None:
-        return product_in(dtype, one, other)
-    if one.dtype == dtype:
-        return total.addmm_(one, other)
-    return total.add_(product_in(dtype, one, other))
+        return product_in(dtype, left, right)
+    if left.dtype == dtype:
+        return total.addmm_(left, right)
+    return total.add_(product_in(dtype, left, right))

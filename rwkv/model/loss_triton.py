@@ -12,11 +12,11 @@ from torch import Tensor
 from rwkv.model.fused_triton import launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MOST = 4096                              # logits that a program reads at a time
+MAX_BLOCK = 4096                         # logits that a program reads at a time
 LEAST_LOGIT = tl.constexpr(-3.4e38)
 
 
-def takes(logits: Tensor) -> bool:
+def supports(logits: Tensor) -> bool:
     return logits.dtype in DTYPES and logits.is_contiguous()
 
 
@@ -33,7 +33,7 @@ def negative_log_likelihood(logits: Tensor, targets: Tensor, ignored: int) -> Te
 def _run(logits: Tensor, targets: Tensor, l2_wrap: float, confidence_penalty: float, ignored: int, gradient: bool) -> Tensor:
     rows, V = logits.shape
     nll = logits.new_empty(rows, dtype=torch.float32)
-    block = min(MOST, triton.next_power_of_2(V))
+    block = min(MAX_BLOCK, triton.next_power_of_2(V))
     launch(_cross_entropy, (rows,), logits, targets.contiguous(), nll, V, l2_wrap, confidence_penalty, ignored, gradient,
            confidence_penalty != 0, block, num_warps=8)
     return nll.sum()
@@ -46,20 +46,20 @@ def _cross_entropy(logits, targets, nll, V, l2_wrap, penalty, ignored, GRADIENT:
     x = logits + row * V
     lane = tl.arange(0, BLOCK)
     largest = tl.full([BLOCK], LEAST_LOGIT, tl.float32)          # of each lane, as the next three
-    place = tl.zeros([BLOCK], tl.int32)
+    index = tl.zeros([BLOCK], tl.int32)
     total = tl.zeros([BLOCK], tl.float32)                        # sum of e^(x - largest)
     weighted = tl.zeros([BLOCK], tl.float32)                     # sum of x e^(x - largest)
     for first in range(0, V, BLOCK):
         i = first + lane
         value = tl.load(x + i, mask=i < V, other=-float("inf")).to(tl.float32)
-        place = tl.where(value > largest, i, place)
-        now = tl.maximum(largest, value)
-        scale = tl.exp(largest - now)
-        share = tl.exp(value - now)
-        total = total * scale + share
+        index = tl.where(value > largest, i, index)
+        new_largest = tl.maximum(largest, value)
+        scale = tl.exp(largest - new_largest)
+        exponential = tl.exp(value - new_largest)
+        total = total * scale + exponential
         if PENALTY:
-            weighted = weighted * scale + tl.where(i < V, value, 0.0) * share
-        largest = now
+            weighted = weighted * scale + tl.where(i < V, value, 0.0) * exponential
+        largest = new_largest
     top = tl.max(largest, 0)
     scale = tl.exp(largest - top)
     sum_exp = tl.sum(total * scale, 0)
@@ -68,8 +68,8 @@ def _cross_entropy(logits, targets, nll, V, l2_wrap, penalty, ignored, GRADIENT:
     logit = tl.load(x + tl.where(counts, target, 0)).to(tl.float32)
     tl.store(nll + row, tl.where(counts, tl.log(sum_exp) + (top - logit), 0.0))
     if GRADIENT:
-        argmax = tl.min(tl.where(largest == top, place, V), 0)
-        mean = tl.sum(weighted * scale, 0) / sum_exp             # the logit that is expected under the prediction
+        argmax = tl.min(tl.where(largest == top, index, V), 0)
+        mean = tl.sum(weighted * scale, 0) / sum_exp             # the expected logit under the prediction
         tl.debug_barrier()                                       # the target's logit is read before it is overwritten
         for first in range(0, V, BLOCK):
             i = first + lane

@@ -1,4 +1,4 @@
-"""The operator that the name of a kernel means for a model. Training and from_pretrained choose it here, and pass it on."""
+"""Chooses a model's operator by the name of a kernel, for training and from_pretrained."""
 
 from typing import Any
 
@@ -21,15 +21,15 @@ def operator_for(config: ModelConfig, kernel: str, device: str | torch.device, d
                  size: Size | None = None) -> Any:
     """The operator of a model of `config` under the kernel of that name, for inputs of `dtype`.
 
-    size: what auto chooses by; by default that of one sequence.
+    size: the size for auto; by default that of one sequence.
 
-    An earlier name of a kernel is accepted, with a line that says the present one. Raises UnknownKernel for a kernel that
-    computes only another generation's operator, and the errors of kernels.select.select.
+    A kernel's former name is accepted, with a line about the present one. Raises UnknownKernel for a kernel that computes only
+    another generation's operator, and the errors of kernels.select.select.
     """
     model = generation(config)
-    before, kernel = kernel, name_now(model.OPERATOR, kernel)
-    if kernel != before:
-        log(f"the kernel {before} is called {kernel} now")
+    former, kernel = kernel, name_now(model.OPERATOR, kernel)
+    if kernel != former:
+        log(f"the kernel {former} is called {kernel} now")
     if kernel != AUTO and kernel not in all_names(model.OPERATOR):
         others = [generation(ModelConfig(generation=name)) for name in GENERATIONS]
         owners = [other.NAME for other in others if kernel in all_names(other.OPERATOR)]

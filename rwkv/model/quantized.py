@@ -4,10 +4,9 @@ In int8 weights are rounded once, with a scale for each output channel, and inpu
 groups of 32, and so are the inputs of few rows (kernels/matvec).
 
 In int8 an input row is scaled by its own largest magnitude, so that its result does not depend on the rows beside it, and the
-product of the integers is exact: each row of a batch has the same bits as alone. Many rows are multiplied by torch's FBGEMM,
-which uses VNNI instructions where the CPU has them. Few rows, and all rows where torch has no FBGEMM, as on ARM, are multiplied
-by kernels/matvec, with the same roundings; that needs no second copy of the weights in FBGEMM's order. Everything else is
-computed in float32.
+product of the integers is exact: each row of a batch has the same bits as alone. torch's FBGEMM multiplies many rows, with VNNI
+instructions where the CPU has them. kernels/matvec multiplies few rows, and all rows where torch has no FBGEMM, as on ARM, with
+the same rounding; that needs no second copy of the weights in FBGEMM's order. Everything else is computed in float32.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,8 +30,8 @@ from rwkv.model.base import Model
 from rwkv.model.first_derivative import first_derivative
 from rwkv.model.fused import product_dtype
 
-IN_C = "c_v0"                            # the kernel of matvec that multiplies few rows in int8
-UNPACKED = 2**22                         # numbers of a matrix that are converted to floats at a time
+IN_C = "c_v0"                            # the kernel of matvec for few rows in int8
+UNPACKED = 2**22                         # elements of a matrix that are converted to floats at a time
 M = TypeVar("M", bound=Model)
 
 
@@ -48,7 +47,7 @@ class Int8Linear(nn.Module):
 
     non_negative: inputs are never negative, as after a ReLU, and use all bits for their magnitude. bits: the width of an
     input, by default 8. It is 7 where the CPU has no VNNI: there two products are added in 16 bits, and 8 bits would saturate.
-    in_c: C may multiply few rows. It reads the weight row by row, and a copy in FBGEMM's order is made once there are many.
+    in_c: C may multiply few rows. It reads the weight row by row; the first call with many rows makes a copy in FBGEMM's order.
     """
 
     form = "int8"
@@ -61,16 +60,16 @@ class Int8Linear(nn.Module):
         self._in_c = in_c and self._by_fbgemm and why_not("matvec", IN_C) is None
         packed = Int8.of(weight, bits or (8 if multiplies(torch.int8) else 7), non_negative)
         self.rounding = packed.rounding
-        self._rounded = [packed]         # empty once FBGEMM's order is the only one
+        self._rounded = [packed]         # empty once only FBGEMM's order is in memory
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without _few, which reads this layer's weight at its address: a copy of the layer makes its own."""
-        return {name: value for name, value in vars(self).items() if name != "_few"}
+        """Without _c_product, which reads this layer's weight by its address."""
+        return {name: value for name, value in vars(self).items() if name != "_c_product"}
 
     def forward(self, x: Tensor) -> Tensor:
         return _product(self, x.float())
 
-    def of_rows(self, rows: Tensor) -> Tensor:
+    def forward_rows(self, rows: Tensor) -> Tensor:
         """forward for rows (B,K), with fewer operations."""
         if not self._by_fbgemm:
             return self._matvec.bind(self.packed)(rows.unsqueeze(0))[0]
@@ -84,77 +83,77 @@ class Int8Linear(nn.Module):
 
     @cached_property
     def _ordered(self) -> torch.ScriptObject:
-        """The weight in FBGEMM's order. If nothing has asked for `packed`, as in training, no other copy stays in memory."""
+        """The weight in FBGEMM's order. Unless `packed` has been read, the only copy in memory, as in training."""
         ordered = fbgemm.ordered(self._rounded[0].weight, self._rounded[0].scale)
         if "packed" not in vars(self):
             self._rounded.clear()
         return ordered
 
     @cached_property
-    def _few(self) -> Callable[[Tensor], Tensor]:
+    def _c_product(self) -> Callable[[Tensor], Tensor]:
         """`product` in C."""
         offset, step = self.rounding.offset, torch.tensor(1 / self.rounding.steps, dtype=torch.float32, device="cpu")
         scaled = replace(self.packed, scale=self.packed.scale * step)
         per_step = (1 / step).double()
         product = load("matvec", IN_C).bind([scaled])
 
-        def few(rows: Tensor) -> Tensor:
+        def multiply(rows: Tensor) -> Tensor:
             integers = (rows.double() * per_step + offset).float().round_() - offset     # as FBGEMM's fused multiply-add rounds
             y: Tensor = product(integers.unsqueeze(0))[0]
             return y
 
-        return few
+        return multiply
 
     def unordered(self) -> Int8:
         """The weight row by row; a new copy if only FBGEMM's order is in memory."""
         return self._rounded[0] if self._rounded else Int8(*fbgemm.unordered(self._ordered), *self.rounding)
 
     def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The rounded weight, in one part."""
+        """The rounded weight, in one block."""
         yield self.unordered().dense().to(dtype)
 
     def product(self, rows: Tensor) -> Tensor:
         """The product without the scale of each row: rows (B,K) within [-1, 1] -> (B,N)."""
         if self._in_c and 0 < len(rows) <= MOST_ROWS:
-            return self._few(rows)
+            return self._c_product(rows)
         return fbgemm.product(rows, 1 / self.rounding.steps, self.rounding.offset, self._ordered)
 
 
-class _WithGradient(torch.autograd.Function):
-    """layer.of_rows with the gradient of a product with the rounded weight, as if the input were not rounded.
+class _ForwardRows(torch.autograd.Function):
+    """layer.forward_rows with the gradient of a product with the rounded weight, as if the input were not rounded.
 
-    It keeps nothing for the backward pass, which reads the weight W (N,K) a part of its rows at a time.
+    It saves no tensor for backward, which reads the weight W (N,K) in blocks of rows.
     """
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, layer: Any) -> Tensor:
         ctx.layer, ctx.dtype = layer, rows.dtype
-        return layer.of_rows(rows)
+        return layer.forward_rows(rows)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
         total, first = None, 0
-        for part in ctx.layer.parts(grad.dtype):
-            of_part = grad[:, first:first + len(part)]
-            total = of_part @ part if total is None else total.addmm_(of_part, part)
-            first += len(part)
+        for block in ctx.layer.parts(grad.dtype):
+            columns = grad[:, first:first + len(block)]
+            total = columns @ block if total is None else total.addmm_(columns, block)
+            first += len(block)
         assert total is not None
         return total.to(ctx.dtype), None
 
 
 def _product(layer: Any, x: Tensor) -> Tensor:
-    """layer.of_rows for x (...,K), differentiable in x."""
+    """layer.forward_rows for x (...,K), differentiable in x."""
     rows = x.reshape(-1, x.shape[-1])
     trained = torch.is_grad_enabled() and rows.requires_grad
-    product: Tensor = _WithGradient.apply(rows, layer) if trained else layer.of_rows(rows)
+    product: Tensor = _ForwardRows.apply(rows, layer) if trained else layer.forward_rows(rows)
     return product.view(*x.shape[:-1], layer.out_features)
 
 
 class PackedLinear(nn.Module):
     """nn.Linear without a bias on a GPU, from its weight W (N,K) packed in int8 or int4: x (...,K) -> (...,N) in its dtype.
 
-    Only weights are rounded to integers. Rows are multiplied in bfloat16, by a part of W at a time.
+    Only weights are rounded to integers. Rows are multiplied in bfloat16, by a block of rows of W at a time.
     """
 
     def __init__(self, packed: Int8 | Int4) -> None:
@@ -169,21 +168,21 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return _product(self, x)
 
-    def of_rows(self, rows: Tensor) -> Tensor:
+    def forward_rows(self, rows: Tensor) -> Tensor:
         """forward for rows (B,K)."""
         return torch.cat([F.linear(rows.bfloat16(), part) for part in self.parts(torch.bfloat16)], dim=1).to(rows.dtype)
 
     def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The rounded weight (N,K), a part of its rows at a time."""
+        """The rounded weight (N,K) in blocks of rows."""
         step = max(1, UNPACKED // self.in_features)
         for start in range(0, self.out_features, step):
             yield self.packed.map(itemgetter(slice(start, start + step))).dense(dtype)
 
 
 class BFloat16Linear(nn.Linear):
-    """nn.Linear without a bias whose frozen weight (N,K) is kept in bfloat16: x (...,K) -> (...,N) in the dtype of x.
+    """nn.Linear without a bias whose frozen weight (N,K) is in bfloat16: x (...,K) -> (...,N) in the dtype of x.
 
-    Products are in the dtype of x, or in autocast's; the weight is converted to it a part at a time.
+    Products are in the dtype of x, or in autocast's; the weight is converted to it a block of rows at a time.
     """
 
     def __init__(self, weight: Tensor) -> None:
@@ -193,12 +192,12 @@ class BFloat16Linear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return _product(self, x.to(product_dtype(x)))
 
-    def of_rows(self, rows: Tensor) -> Tensor:
+    def forward_rows(self, rows: Tensor) -> Tensor:
         """forward for rows (B,K)."""
         return torch.cat([F.linear(rows, part) for part in self.parts(rows.dtype)], 1)
 
     def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The weight, a part of its rows at a time."""
+        """The weight in blocks of rows."""
         return (part.to(dtype) for part in self.weight.split(max(1, UNPACKED // self.in_features)))
 
 
@@ -214,7 +213,7 @@ def to_bfloat16(model: M) -> M:
 def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
     """The output (B,N) of each of n layers for its input inputs[i] (B,K). For FBGEMM all inputs (n,B,K) are scaled at once."""
     if not layers[0]._by_fbgemm:
-        return [layer.of_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]
+        return [layer.forward_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]
     largest = layers[0].rounding.largest(inputs)
     return [layer.product(rows).mul_(scale)
             for layer, rows, scale in zip(layers, (inputs / largest).unbind(), largest.unbind(), strict=True)]
@@ -225,9 +224,9 @@ def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda
             later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}), in_c: bool = True) -> M:
     """Converts every matrix of a model on a CPU to int8, one at a time, and its embeddings to bfloat16.
 
-    The model can then generate, but not be trained or saved. head: the head too. replaced(name): called after each layer has
-    been replaced. later: functions that read matrices, by the name of the weight; the model has placeholders for these, and its
-    fingerprint_before is set. in_c: as in Int8Linear. Raises UserError where neither torch nor C has the products.
+    The model can then generate, but not be trained or saved. head: the head too. replaced(name): a callback after each layer.
+    later: functions that read matrices, by the name of the weight; the model has placeholders for these, and its
+    fingerprint_before is set. in_c: as in Int8Linear. Raises UserError if neither torch nor C has the products.
     """
     reasons = [why_not("matvec", name) for name in ("fbgemm", IN_C)]
     if None not in reasons:
@@ -240,7 +239,7 @@ def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda
 class Int4Linear(nn.Module):
     """nn.Linear without a bias, from its weight W (N,K) packed in int4: x (...,K), floating-point -> (...,N) in its dtype.
 
-    For many rows a part of W at a time is unpacked: to bfloat16 if the CPU has instructions for its products, else to float32.
+    Many rows need W unpacked, in blocks of its rows: to bfloat16 if the CPU has instructions for its products, else to float32.
     """
 
     form = "int4"
@@ -254,7 +253,7 @@ class Int4Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return _product(self, x)
 
-    def of_rows(self, rows: Tensor) -> Tensor:
+    def forward_rows(self, rows: Tensor) -> Tensor:
         """forward for rows (B,K)."""
         if 0 < len(rows) <= MOST_ROWS:
             return self._matvec.bind(self.packed)(rows.unsqueeze(0))[0]
@@ -262,7 +261,7 @@ class Int4Linear(nn.Module):
         return torch.cat([F.linear(x, part) for part in self.parts(x.dtype)], dim=1).to(rows.dtype)
 
     def parts(self, dtype: torch.dtype) -> Iterator[Tensor]:
-        """The rounded weight (N,K), a part of its rows at a time."""
+        """The rounded weight (N,K) in blocks of rows."""
         unpacked = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
         step = max(1, UNPACKED // self.in_features)
         for start in range(0, self.out_features, step):
@@ -276,10 +275,10 @@ def to_int4(model: M, packed: Mapping[str, Int4] | None = None,
             replaced: Callable[[str], Any] = lambda name: None) -> M:
     """As to_int8, in int4; everything but the matrices is computed in float32.
 
-    packed: matrices that are in int4 already, by the name of the weight; the model has placeholders for these.
+    packed: matrices in int4, by the name of the weight; the model has placeholders for these.
     """
-    given = packed or {}
-    return _quantised(model, lambda name, read: Int4Linear(given.get(f"{name}.weight") or Int4.of(read())), later, head,
+    matrices = packed or {}
+    return _quantised(model, lambda name, read: Int4Linear(matrices.get(f"{name}.weight") or Int4.of(read())), later, head,
                       replaced)
 
 
@@ -290,25 +289,25 @@ def to_packed(model: M, form: str, device: torch.device | str, packed: Mapping[s
 
     packed, later: as in to_int4.
     """
-    given = packed or {}
+    matrices = packed or {}
 
-    def layer_of(name: str, read: Callable[[], Tensor]) -> nn.Module:
-        matrix = given.get(f"{name}.weight") or FORMS[form].of(read())
+    def make_layer(name: str, read: Callable[[], Tensor]) -> nn.Module:
+        matrix = matrices.get(f"{name}.weight") or FORMS[form].of(read())
         return PackedLinear(cast(Int8 | Int4, matrix.map(lambda tensor: tensor.contiguous().to(device))))
 
-    return _quantised(model, layer_of, later, True, lambda name: None).to(device)
+    return _quantised(model, make_layer, later, True, lambda name: None).to(device)
 
 
-def _quantised(model: M, layer_of: Callable[[str, Callable[[], Tensor]], nn.Module], later: Mapping[str, Callable[[], Tensor]],
-               head: bool, replaced: Callable[[str], Any]) -> M:
-    """layer_of: makes a layer from its name and a function that reads its weight. The others: as in to_int8."""
+def _quantised(model: M, make_layer: Callable[[str, Callable[[], Tensor]], nn.Module],
+               later: Mapping[str, Callable[[], Tensor]], head: bool, replaced: Callable[[str], Any]) -> M:
+    """make_layer(name, read): the layer that replaces `name`; read() returns its weight. The others: as in to_int8."""
     model.fingerprint_before = model.fingerprint()
     for name in _linears(model):
         layer = cast(nn.Linear, model.get_submodule(name))
         if head or layer is not model.head:
             read = later.get(f"{name}.weight", lambda layer=layer: layer.weight)
-            model.set_submodule(name, layer_of(name, read))
-            del layer, read              # they keep the old weight in memory
+            model.set_submodule(name, make_layer(name, read))
+            del layer, read              # they reference the old weight
             replaced(name)
     _halve_embeddings(model)
     return model
@@ -321,5 +320,5 @@ def _halve_embeddings(model: Model) -> None:
 
 
 def _linears(model: Model) -> list[str]:
-    """The names of linear layers; unlike the layers, they keep no matrix in memory after it is replaced."""
+    """The names of linear layers, which, unlike the layers, reference no weights."""
     return [name for name, layer in model.named_modules() if isinstance(layer, nn.Linear)]

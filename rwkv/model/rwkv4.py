@@ -25,7 +25,7 @@ from rwkv.model.decoding.rwkv4_c import c_model as c_model
 from rwkv.model.decoding.rwkv4_step import Step as Step
 from rwkv.model.packing import Packing
 
-NAME = "RWKV-4"                          # rwkv.model.base.Generation says what these are
+NAME = "RWKV-4"                          # documented in rwkv.model.base.Generation
 OPERATOR = "wkv4"
 OPTIONS: tuple[str, ...] = ("n_att",)
 LR_SCALES = {name: f"{name}_lr_scale" for name in ("time_mix", "time_decay", "time_first")}
@@ -43,7 +43,7 @@ def sizes(config: ModelConfig) -> tuple[int, int, int]:
 def shapes(config: ModelConfig, V: int) -> dict[str, Shape]:
     """The name and shape of every tensor of a model, in the model's order."""
     C, A, F = sizes(config)
-    found: dict[str, Shape] = {"emb.weight": (V, C)}
+    tensors: dict[str, Shape] = {"emb.weight": (V, C)}
     for layer in range(config.n_layer):
         norms = (["ln0"] if layer == 0 else []) + ["ln1", "ln2"]
         block: dict[str, Shape] = {f"{norm}.{part}": (C,) for norm in norms for part in ("weight", "bias")}
@@ -53,8 +53,8 @@ def shapes(config: ModelConfig, V: int) -> dict[str, Shape]:
                   "att.output.weight": (C, A)}
         block |= {"ffn.time_mix_k": (1, 1, C), "ffn.time_mix_r": (1, 1, C)}
         block |= {"ffn.key.weight": (F, C), "ffn.receptance.weight": (C, C), "ffn.value.weight": (C, F)}
-        found |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
-    return found | {"ln_out.weight": (C,), "ln_out.bias": (C,), "head.weight": (V, C)}
+        tensors |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
+    return tensors | {"ln_out.weight": (C,), "ln_out.bias": (C,), "head.weight": (V, C)}
 
 
 def resolved(config: ModelConfig) -> ModelConfig:
@@ -74,21 +74,21 @@ def operator_work(config: ModelConfig) -> int:
 
 
 def saved_activations(config: ModelConfig, half: bool) -> float:
-    """How many float32 values per token one block keeps for its backward pass; half: under autocast to half precision."""
+    """The number of float32 values per token that one block saves for backward; half: under autocast to half precision."""
     C, A, F = sizes(config)
     return 7 * C + 2.5 * A + F if half else 10 * C + 5 * A + 2 * F
 
 
-def kept_when_frugal(config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float:
+def saved_when_recomputing(config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float:
     """The same for a block that has frozen weights or reads packed rows.
 
-    layers: the linear layers that are trained, whose inputs are kept; that of ffn.value is computed again. vectors: whether
+    layers: the linear layers that are trained, whose inputs are saved; that of ffn.value is recomputed. vectors: whether
     vectors are trained too.
     """
     C, A, F = sizes(config)
     inputs = {"att.output": A, "ffn.value": 0}
-    kept = 3 * C + 6 * A + F + sum(inputs.get(layer, C) for layer in layers)
-    return 2 * C * (1 + vectors) + kept / (2 if half else 1)
+    saved = 3 * C + 6 * A + F + sum(inputs.get(layer, C) for layer in layers)
+    return 2 * C * (1 + vectors) + saved / (2 if half else 1)
 
 
 def group(name: str) -> str:
@@ -143,7 +143,7 @@ class TimeMix(nn.Module):
 
     def forward(self, x: Tensor, last_x: Tensor | None, before: WKVState | None,
                 packing: Packing | None = None) -> tuple[Tensor, Tensor, WKVState | None]:
-        """With a packing, every text is read from the empty state, and there is no state after the row."""
+        """With a packing, every sequence starts from the empty state, and there is no state after the row."""
         mus = self.time_mix_k, self.time_mix_v, self.time_mix_r
         if packing is not None or not fused.can_fuse(self.key, self.value, self.receptance, self.output):
             mix_k, mix_v, mix_r = fused.token_shift(x, last_x, *mus, first=packing.shift_mask if packing else None)
@@ -157,7 +157,7 @@ class TimeMix(nn.Module):
     def _wkv(self, k: Tensor, v: Tensor, before: WKVState | None,
              packing: Packing | None = None) -> tuple[Tensor, WKVState | None]:
         if packing is not None:
-            return packing.each_text(lambda k, v: self.wkv(self.time_decay, self.time_first, k, v, None)[0], k, v), None
+            return packing.each_sequence(lambda k, v: self.wkv(self.time_decay, self.time_first, k, v, None)[0], k, v), None
         if k.shape[1] == 1 and before is not None and not torch.is_grad_enabled():
             y, after = self.wkv.step(self.time_decay, self.time_first, k[:, 0], v[:, 0], before)
             return y.unsqueeze(1), after
@@ -203,7 +203,7 @@ class Block(nn.Module):
                 packing: Packing | None = None) -> tuple[Tensor, State | None, None]:
         """(x (B,T,C), this layer's state before x, None for the empty one) -> (x, the state after x, None).
 
-        carry is passed from block to block; RWKV-4 passes nothing. packing: for rows of several texts. Each text is read from
+        carry is passed from block to block; RWKV-4 passes nothing. packing: for rows of several sequences. Each starts from
         the empty state, and the state after such rows is None.
         """
         att_x, wkv, ffn_x = (None, None, None) if before is None else (before.att_x, before.wkv, before.ffn_x)

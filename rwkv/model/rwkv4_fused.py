@@ -55,24 +55,24 @@ class _ChannelMixing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mu_k: Tensor, mu_r: Tensor,
                 *weights: Tensor) -> Tensor:
-        kept, (mix_k, mix_r) = mix(dtype, x, last_x, (mu_k, mu_r))
+        saved, (mix_k, mix_r) = mix(dtype, x, last_x, (mu_k, mu_r))
         key, receptance, value = multiplied = rounded(dtype, weights)
         k = linear(mix_k, key)
         gate = linear(mix_r, receptance).sigmoid_()
         hidden = squared_relu(k)
         kv = linear(hidden, value)
-        ctx.save_for_backward(mix_k, mix_r, k, hidden, gate, kv, *to_save(weights, multiplied), *kept)
+        ctx.save_for_backward(mix_k, mix_r, k, hidden, gate, kv, *to_save(weights, multiplied), *saved)
         ctx.weight_dtype = weights[0].dtype
         return gate * kv
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mix_k, mix_r, k, hidden, gate, kv, *saved = ctx.saved_tensors
-        (key, receptance, value), kept = rounded(k.dtype, saved[:3]), saved[3:]
+        mix_k, mix_r, k, hidden, gate, kv, *weights, x, last_x, mu_k, mu_r = ctx.saved_tensors
+        key, receptance, value = rounded(k.dtype, weights)
         grad_r, grad_kv = gate_backward(grad, gate, kv)
         grad_hidden, grad_value = product_backward(grad_kv, hidden, value, ctx.weight_dtype)
         grad_mix_k, grad_key = product_backward(squared_relu_backward(grad_hidden, k), mix_k, key, ctx.weight_dtype)
         grad_mix_r, grad_receptance = product_backward(grad_r, mix_r, receptance, ctx.weight_dtype)
-        grad_x, grad_last_x, *grad_mus = mix_backward(kept, (grad_mix_k, grad_mix_r))
+        grad_x, grad_last_x, *grad_mus = mix_backward((x, last_x, mu_k, mu_r), (grad_mix_k, grad_mix_r))
         return None, grad_x, grad_last_x, *grad_mus, grad_key, grad_receptance, grad_value

@@ -17,7 +17,7 @@ The second summand of E depends on the token alone. Training computes it; for in
 
 V vocabulary, C n_embd, H = C/N heads of N = head_size, F n_ffn, L layers, R deep_embed_dim
 Sources: the RWKV-7 paper (arXiv 2503.14456), section 4 and appendix; for names, initialisation and optimiser groups RWKV-LM,
-RWKV-v7/train_temp/src/model.py, with files in which nothing reads layer 0's v0, v1 and v2; for DeepEmbed RWKV-LM,
+RWKV-v7/train_temp/src/model.py, whose files have unused v0, v1 and v2 in layer 0; for DeepEmbed RWKV-LM,
 RWKV-v7/rwkv_v7a_demo.py, which has no initialisation and no groups.
 """
 
@@ -42,7 +42,7 @@ from rwkv.model.decoding.rwkv7_step import Step as Step
 from rwkv.model.hooks import untouched
 from rwkv.model.packing import Packing
 
-NAME = "RWKV-7"                          # rwkv.model.base.Generation says what the names up to LEARNS_STATE are
+NAME = "RWKV-7"                          # up to LEARNS_STATE documented in rwkv.model.base.Generation
 OPERATOR = "wkv7"
 KEPT_FLOAT32: tuple[str, ...] = ("w0",)                   # a decay rounded to bfloat16 is another decay
 OPTIONS: tuple[str, ...] = (
@@ -56,7 +56,7 @@ RANK_FACTORS = {"w": 2.5, "a": 2.5, "v": 1.7, "g": 5.0}
 DEEP_EMBED = ("s_emb.weight", "s_emb_x.weight", "s1", "s2", "s0")        # the tensors of DeepEmbed in a block's ffn
 MERGED_ROWS = 4096                       # rows of s_emb that are merged at a time
 Shape = tuple[int, ...]
-Source = Callable[[], Tensor]            # computes the input x of one half of a block again, in the backward pass
+Recompute = Callable[[], Tensor]         # recomputes the input x of one half of a block, in the backward pass
 
 
 class Sizes(NamedTuple):
@@ -70,22 +70,22 @@ class Sizes(NamedTuple):
 def sizes(config: ModelConfig) -> Sizes:
     """The widths of a model.
 
-    For a rank that is None, it is the rank that the official trainer takes today, a multiple of 32; released files have other
-    ranks. Raises UserError where the width is not a whole number of heads.
+    A rank of None is that of the official trainer today, a multiple of 32; released files have other ranks. Raises UserError if
+    the width is not a multiple of head_size.
     """
     C, N = config.n_embd, config.head_size
     if C % N:
         raise UserError(f"model.n_embd must be a multiple of model.head_size, which is {N}; got {C}")
-    given = {"w": config.decay_low_rank_dim, "a": config.a_low_rank_dim, "v": config.v_low_rank_dim,
-             "g": config.gate_low_rank_dim}
-    ranks = {name: rank or max(32, 32 * round(RANK_FACTORS[name] * math.sqrt(C) / 32)) for name, rank in given.items()}
+    overrides = {"w": config.decay_low_rank_dim, "a": config.a_low_rank_dim, "v": config.v_low_rank_dim,
+                 "g": config.gate_low_rank_dim}
+    ranks = {name: rank or max(32, 32 * round(RANK_FACTORS[name] * math.sqrt(C) / 32)) for name, rank in overrides.items()}
     return Sizes(C, C // N, N, config.n_ffn or 4 * C, ranks)
 
 
 def shapes(config: ModelConfig, V: int) -> dict[str, Shape]:
     """The name and shape of every tensor of a model, in the model's order; layer 0 has the unused v0, v1 and v2."""
     C, H, N, F, ranks = sizes(config)
-    found: dict[str, Shape] = {"emb.weight": (V, C)}
+    tensors: dict[str, Shape] = {"emb.weight": (V, C)}
     for layer in range(config.n_layer):
         norms = (["ln0"] if layer == 0 else []) + ["ln1", "ln2"]
         block: dict[str, Shape] = {f"{norm}.{part}": (C,) for norm in norms for part in ("weight", "bias")}
@@ -100,8 +100,8 @@ def shapes(config: ModelConfig, V: int) -> dict[str, Shape]:
         if R := config.deep_embed_dim:
             deep = (V, R * R), (R * R, C), (C, R), (R, F), (1, 1, F)
             block |= {f"ffn.{name}": shape for name, shape in zip(DEEP_EMBED, deep, strict=True)}
-        found |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
-    return found | {"ln_out.weight": (C,), "ln_out.bias": (C,), "head.weight": (V, C)}
+        tensors |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
+    return tensors | {"ln_out.weight": (C,), "ln_out.bias": (C,), "head.weight": (V, C)}
 
 
 def resolved(config: ModelConfig) -> ModelConfig:
@@ -112,14 +112,14 @@ def resolved(config: ModelConfig) -> ModelConfig:
 
 
 def operator_work(config: ModelConfig) -> int:
-    """The peak number of float32 values per token in the operator of one layer, without those that it keeps."""
+    """The peak number of float32 values per token in the operator of one layer, without those that it saves."""
     return 16 * config.n_embd
 
 
 def saved_activations(config: ModelConfig, half: bool) -> float:
-    """How many float32 values per token one block keeps for its backward pass; half: under autocast to half precision.
+    """The number of float32 values per token that one block saves for backward; half: under autocast to half precision.
 
-    The operator keeps its inputs, one of them float32 in any case, and up to two tensors of its own in float32.
+    The operator saves its inputs, one of them float32 in any case, and up to two more float32 tensors.
     """
     C, _, _, F, ranks = sizes(config)
     d, R = sum(ranks.values()), config.deep_embed_dim or 0
@@ -127,16 +127,16 @@ def saved_activations(config: ModelConfig, half: bool) -> float:
     return (15 * C + 2 * d + F if half else 26 * C + 3 * d + 2 * F) + deep
 
 
-def kept_when_frugal(config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float:
+def saved_when_recomputing(config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float:
     """The same for a block that has frozen weights or reads packed rows. layers: the linear layers that are trained; vectors:
     whether vectors are trained too.
 
-    It keeps the inputs of both LayerNorms in float32; r, k, v, the hidden layers of the low-rank gates, the input of the
-    squared ReLU, and that of att.output if this is trained. Mixes are computed again; if they are trained, their x is kept.
+    It saves the inputs of both LayerNorms in float32; r, k, v, the hidden layers of the low-rank gates, the input of the
+    squared ReLU, and that of att.output if this is trained. Mixes are recomputed; if they are trained, their x is saved.
     """
     C, _, _, F, ranks = sizes(config)
-    kept = 3 * C + sum(ranks.values()) + F + ("att.output" in layers) * C
-    return 2 * C * (1 + vectors) + kept / (2 if half else 1)
+    saved = 3 * C + sum(ranks.values()) + F + ("att.output" in layers) * C
+    return 2 * C * (1 + vectors) + saved / (2 if half else 1)
 
 
 def group(name: str) -> str:
@@ -178,7 +178,7 @@ def empty_state(config: ModelConfig, B: int, device: torch.device | str = "cpu")
 class TimeMix(nn.Module):
     """(x (B,T,C), last_x (B,C), the operator's state, v_first (B,T,C)) -> (out, last x, state, v_first).
 
-    An empty state is None. In layer 0 the given v_first is None, and the returned one is the layer's own v.
+    An empty state is None. In layer 0 the argument v_first is None, and the result is the layer's v.
     """
 
     w0: Tensor
@@ -205,7 +205,7 @@ class TimeMix(nn.Module):
             if name != "g":
                 tensors = {f"{name}0": torch.zeros(1, 1, C), **tensors}
             for full_name, tensor in tensors.items():
-                if self.first and name == "v":           # nothing reads it, but the official files have it
+                if self.first and name == "v":           # unused, but in the official files
                     self.register_buffer(full_name, tensor)
                 else:
                     self.register_parameter(full_name, nn.Parameter(tensor))
@@ -220,19 +220,20 @@ class TimeMix(nn.Module):
         self.ln_x = nn.GroupNorm(H, C, eps=rwkv7_fused.EPS)
 
     def forward(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
-                packing: Packing | None = None, source: Source | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
-        """With a packing, every text is read from the empty state, and there is no state after the row.
+                packing: Packing | None = None,
+                recompute_x: Recompute | None = None) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+        """With a packing, every sequence starts from the empty state, and there is no state after the row.
 
-        source(): computes x again in the backward pass, so that x need not be kept.
+        recompute_x(): recomputes x in the backward pass, so that x is not saved.
         """
-        before = self._initial(len(x)) if before is None else before
+        before = self._initial_state(len(x)) if before is None else before
         if packing is not None:
             last_x = before = None
         fuses = packing is None and self._can_fuse()
         if fuses:
             out, after, v_first = self._fused_mix(x, last_x, before, v_first)
-        elif self._can_be_frugal():
-            out, after, v_first = self._frugal_mix(x, last_x, before, v_first, packing, source or (lambda: x))
+        elif self._can_recompute():
+            out, after, v_first = self._recompute_mix(x, last_x, before, v_first, packing, recompute_x or (lambda: x))
         else:
             out, after, v_first = self._plain_mix(x, last_x, before, v_first, packing)
         return out, fused.last(x, saved=fuses), after, v_first
@@ -240,14 +241,14 @@ class TimeMix(nn.Module):
     def _can_fuse(self) -> bool:
         """Whether the layers may be computed without being called, and no weight is frozen.
 
-        The fused form would compute the gradient of a frozen weight for nothing.
+        The fused form would compute the gradients of frozen weights for nothing.
         """
-        if not fused.can_fuse(self.receptance, self.key, self.value, self.output):       # asked first, for torch.compile
+        if not fused.can_fuse(self.receptance, self.key, self.value, self.output):       # first, for torch.compile
             return False
         trained = all(parameter.requires_grad for parameter in self._parameters.values() if parameter is not None)
         return (trained or not torch.is_grad_enabled()) and self._has_usual_norm()
 
-    def _can_be_frugal(self) -> bool:
+    def _can_recompute(self) -> bool:
         """Whether gradients are wanted, and fused functions may replace the formulas."""
         return fused.can_use_functions() and torch.is_grad_enabled() and self._has_usual_norm()
 
@@ -277,42 +278,42 @@ class TimeMix(nn.Module):
         k = (k * (1 + (rate - 1) * self.k_a)).to(r.dtype)
         v, b = v.to(r.dtype), (kk * rate).to(r.dtype)
         y, after = self._wkv(r, log_w, k, v, -kk, b, before, packing)
-        share = (self._heads(r) * self._heads(k) * self.r_k).sum(-1, keepdim=True)
+        bonus = (self._heads(r) * self._heads(k) * self.r_k).sum(-1, keepdim=True)
         normal = self.ln_x(y.flatten(0, 1).flatten(1)).view_as(x)
-        return self.output((normal + (share * self._heads(v)).flatten(2)) * g), after, v_first
+        return self.output((normal + (bonus * self._heads(v)).flatten(2)) * g), after, v_first
 
     def _fused_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None,
                    v_first: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
         """The same in two autograd functions and the operator."""
-        made = rwkv7_fused.inputs(x, last_x, v_first, self.N, self._inputs(v_first is not None))
-        y, after = self._operator(made.r, made.log_w, made.k, made.v, made.a, made.b, before)
-        out = rwkv7_fused.output(y, made.output_r, made.output_k, made.output_v, made.output_g, self.r_k, self.ln_x.weight,
-                                 self.ln_x.bias, self.output.weight)
-        v_first = made.v_first if v_first is None else v_first
+        inputs = rwkv7_fused.inputs(x, last_x, v_first, self.N, self._inputs(v_first is not None))
+        y, after = self._operator(inputs.r, inputs.log_w, inputs.k, inputs.v, inputs.a, inputs.b, before)
+        out = rwkv7_fused.output(y, inputs.output_r, inputs.output_k, inputs.output_v, inputs.output_g, self.r_k,
+                                 self.ln_x.weight, self.ln_x.bias, self.output.weight)
+        v_first = inputs.v_first if v_first is None else v_first
         assert v_first is not None
         return out, after, v_first
 
-    def _frugal_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
-                    packing: Packing | None, source: Source) -> tuple[Tensor, Tensor | None, Tensor]:
-        """The same for any layers and packings, with less kept: r, k, v, the hidden layers of the gates, the operator's state,
-        and the input of O if O is trained. The backward pass computes again what is between the large products.
+    def _recompute_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
+                       packing: Packing | None, recompute_x: Recompute) -> tuple[Tensor, Tensor | None, Tensor]:
+        """The same for any layers and packings, with fewer saved activations: r, k, v, the hidden layers of the gates, the
+        operator's state, and the input of O if O is trained. Backward recomputes the operations between the large products.
         """
         past = tuple(1 - mu for mu in self._mixes())
         first = packing.shift_mask if packing else None
         mixes = m_r, m_w, m_k, m_v, m_a, m_g = fused.token_shift(x, last_x, *past, first=first)
-        with fused.kept_as_source(source, last_x, past, first, mixes):
+        with fused.recompute_mixes(recompute_x, last_x, past, first, mixes):
             r, k, v = self.receptance(m_r), self.key(m_k), self.value(m_v)
             hidden = [m_w @ self.w1, m_a @ self.a1, m_g @ self.g1] + ([] if v_first is None else [m_v @ self.v1])
-        mixed, after = checkpoint(self._between, before, packing, r, k, v, v_first, *hidden, use_reentrant=False,
+        mixed, after = checkpoint(self._between_products, before, packing, r, k, v, v_first, *hidden, use_reentrant=False,
                                   preserve_rng_state=False, determinism_check="none")
         return self.output(mixed), after, v if v_first is None else v_first
 
-    def _between(self, before: Tensor | None, packing: Packing | None, r: Tensor, k: Tensor, v: Tensor, v_first: Tensor | None,
-                 *hidden: Tensor) -> tuple[Tensor, Tensor | None]:
-        """The input of O, and the operator's state after the text, from r, k, v and the hidden layers of the gates."""
-        of_v = "" if v_first is None else "v"
-        biases = [getattr(self, f"{name}0") for name in f"wa{of_v}"]
-        second = [getattr(self, f"{name}2") for name in f"wag{of_v}"]
+    def _between_products(self, before: Tensor | None, packing: Packing | None, r: Tensor, k: Tensor, v: Tensor,
+                          v_first: Tensor | None, *hidden: Tensor) -> tuple[Tensor, Tensor | None]:
+        """The input of O, and the operator's state after the sequence, from r, k, v and the hidden layers of the gates."""
+        v_gate = "" if v_first is None else "v"
+        biases = [getattr(self, f"{name}0") for name in f"wa{v_gate}"]
+        second = [getattr(self, f"{name}2") for name in f"wag{v_gate}"]
         # products in int8 are float32 under autocast too, and then so is everything here
         with torch.autocast(k.device.type, enabled=False):
             hidden = tuple(part.to(k.dtype) for part in hidden)
@@ -321,15 +322,15 @@ class TimeMix(nn.Module):
             mixed = rwkv7_fused.gated(y, r, gates.k, gates.v, gates.g, self.r_k, self.ln_x.weight, self.ln_x.bias)
         return mixed, after
 
-    def _initial(self, B: int) -> Tensor | None:
+    def _initial_state(self, B: int) -> Tensor | None:
         """The operator's state before the first token, for B rows; None for zeros."""
         return None if self.time_state is None else self.time_state.repeat(B, 1, 1, 1)
 
-    def _inputs(self, of_v: bool) -> rwkv7_fused.Parameters:
-        """The weights from which rwkv7_fused.inputs makes the operator's inputs. of_v: with the gate of v."""
+    def _inputs(self, v_gate: bool) -> rwkv7_fused.Parameters:
+        """The parameters of rwkv7_fused.inputs. v_gate: with the gate of v."""
         weights = {name: getattr(self, name).weight for name in ("receptance", "key", "value")}
-        left_out = () if of_v else ("v0", "v1", "v2")
-        vectors: dict[str, Any] = {name: None if name in left_out else getattr(self, name)
+        omitted = () if v_gate else ("v0", "v1", "v2")
+        vectors: dict[str, Any] = {name: None if name in omitted else getattr(self, name)
                                    for name in rwkv7_fused.Parameters._fields if name not in weights}
         return rwkv7_fused.Parameters(**vectors | weights)
 
@@ -345,10 +346,10 @@ class TimeMix(nn.Module):
         """The operator on inputs of (B,T,C) each. Returns y (B,T,H,N) and the state."""
         r, log_w, k, v, a, b = (self._heads(tensor) for tensor in (r, log_w, k, v, a, b))
         if packing is not None:
-            def of_texts(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
-                return self.wkv(r, log_w, k, v, a, b, self._initial(len(r)))[0]
+            def each(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor) -> Tensor:
+                return self.wkv(r, log_w, k, v, a, b, self._initial_state(len(r)))[0]
 
-            return packing.each_text(of_texts, r, log_w, k, v, a, b), None
+            return packing.each_sequence(each, r, log_w, k, v, a, b), None
         return self._operator(r, log_w, k, v, a, b, before)
 
     def _operator(self, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
@@ -370,19 +371,19 @@ class ChannelMix(nn.Module):
         self.value = nn.Linear(n_ffn, n_embd, bias=False)
 
     def forward(self, x: Tensor, last_x: Tensor | None, packing: Packing | None = None,
-                source: Source | None = None) -> tuple[Tensor, Tensor]:
-        """source: as in TimeMix."""
+                recompute_x: Recompute | None = None) -> tuple[Tensor, Tensor]:
+        """recompute_x: as in TimeMix."""
         if packing is not None or not fused.can_fuse(self.key, self.value):
             past, first = (1 - self.x_k,), packing.shift_mask if packing else None
             mixes = fused.token_shift(x, last_x, *past, first=first)
-            with fused.kept_as_source(source or (lambda: x), last_x, past, first, mixes):
+            with fused.recompute_mixes(recompute_x or (lambda: x), last_x, past, first, mixes):
                 k = self.key(*mixes)
             return fused.squared_relu_linear(self.value, k), fused.last(x)
         return rwkv7_fused.channel_mixing(x, last_x, self.x_k, self.key.weight, self.value.weight), fused.last(x, saved=True)
 
 
 class Carry(NamedTuple):
-    """What a block passes to the next one beside x. tokens and embedded are None in a model without DeepEmbed."""
+    """The values beside x that a block passes to the next. tokens and embedded are None in a model without DeepEmbed."""
 
     v_first: Tensor | None = None        # (B,T,C), None before layer 0
     tokens: Tensor | None = None         # (B,T)
@@ -405,8 +406,8 @@ class DeepEmbedChannelMix(ChannelMix):
         self.s2 = nn.Parameter(torch.zeros(R, n_ffn))
         self.s0 = nn.Parameter(torch.ones(1, 1, n_ffn))
 
-    def forward(self, x: Tensor, last_x: Tensor | None, packing: Packing | None = None, source: Source | None = None,
-                carry: Carry = Carry()) -> tuple[Tensor, Tensor]:        # noqa: B008  it cannot be changed
+    def forward(self, x: Tensor, last_x: Tensor | None, packing: Packing | None = None, recompute_x: Recompute | None = None,
+                carry: Carry = Carry()) -> tuple[Tensor, Tensor]:        # noqa: B008  immutable
         (mixed,) = fused.token_shift(x, last_x, 1 - self.x_k, first=packing.shift_mask if packing else None)
         relu = torch.relu(self.key(mixed))
         inner = (x @ self.s1).unsqueeze(-2) @ self._matrices(x, carry)           # (B,T,1,R)
@@ -465,7 +466,7 @@ class Block(nn.Module):
                 packing: Packing | None = None) -> tuple[Tensor, State | None, Carry]:
         """(x (B,T,C), this layer's state before x, None for the empty one, carry) -> (x, the state after x, carry).
 
-        packing: for rows of several texts. Each text is read from the empty state, and the state after such rows is None.
+        packing: for rows of several sequences. Each starts from the empty state, and the state after such rows is None.
         """
         att_x, wkv, ffn_x = (None, None, None) if before is None else before
         x = self.ln0(x) if self.first else x
@@ -538,7 +539,7 @@ def _init_channel_mix(ffn: ChannelMix, layer: int, L: int) -> None:
 
 
 def _init_deep_embed(ffn: DeepEmbedChannelMix) -> None:
-    """Our own initialisation: a new model computes what one without DeepEmbed does, and learns s_emb and s_emb_x at once."""
+    """This project's initialisation: a new model equals one without DeepEmbed; s_emb and s_emb_x learn from step 1."""
     assert ffn.s_emb_x is not None
     nn.init.zeros_(ffn.s_emb.weight)
     nn.init.zeros_(ffn.s_emb_x.weight)

@@ -3,8 +3,7 @@
     time:     inputs -> the operator wkv7 -> output
     channel:  channel_mixing
 
-`gates` and `gated` are the parts of `inputs` and `output` between the large products, for large products that are computed by
-layers of other kinds.
+`gates` and `gated` are `inputs` and `output` without the large products, for layers that are not plain matrices.
 
 B rows, T steps, C channels in H heads of N, d the ranks of the low-rank gates. Formulas: rwkv7.py.
 """
@@ -35,8 +34,8 @@ from rwkv.model.fused_form import form_for
 from rwkv.model.weight_cache import rounded, to_save
 
 EPS = 64e-5                              # epsilon of the normalisation of each head
-FASTEST_LOG_W = -0.6065306597126334      # the least log_w, of the fastest decay: -e^-0.5
-LEAST_NORM = 1e-12                       # by which kk is divided, as in torch.nn.functional.normalize
+FASTEST_LOG_W = -0.6065306597126334      # log_w of the fastest decay: -e^-0.5
+LEAST_NORM = 1e-12                       # lower bound of the divisor of kk, as in torch.nn.functional.normalize
 
 
 class Parameters(NamedTuple):
@@ -118,7 +117,7 @@ def output(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, w
 
 
 def gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, r_k: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
-    """What `output` multiplies by O; for an O that is not a plain matrix."""
+    """The factor of O in `output`, for an O that is not a plain matrix."""
     product: Tensor = _Gated.apply(y, r, k, v, g, r_k, weight, bias)
     return product
 
@@ -134,67 +133,67 @@ class _Inputs(torch.autograd.Function):
     def forward(ctx: Any, dtype: torch.dtype, N: int, x: Tensor, last_x: Tensor | None, v_first: Tensor | None,
                 *parameters: Tensor | None) -> tuple[Tensor | None, ...]:
         p = Parameters(*parameters)      # type: ignore[arg-type]
-        weights = p.receptance, p.key, p.value, *_given(p.w1, p.a1, p.g1, p.v1)
+        weights = p.receptance, p.key, p.value, *_not_none(p.w1, p.a1, p.g1, p.v1)
         multiplied = rounded(dtype, weights)
         squares, downs = multiplied[:3], multiplied[3:]
-        kept, mixes = mix(dtype, x, last_x, p[:6], of_before=True)
+        saved_x, mixes = mix(dtype, x, last_x, p[:6], to_previous=True)
         m_r, m_w, m_k, m_v, m_a, m_g = mixes
         r, k, v = map(linear, (m_r, m_k, m_v), squares)
         hidden = tuple(m @ down for m, down in zip((m_w, m_a, m_g, m_v), downs, strict=False))
-        vectors = _given(p.k_k, p.k_a, p.w0, p.a0, p.v0)
-        made, kept_of_gates = _make_gates(k, v, v_first, hidden, N, vectors, _given(p.w2, p.a2, p.g2, p.v2))
-        ctx.N, ctx.sizes = N, _save(ctx, mixes, kept, to_save(weights, multiplied), *kept_of_gates)
+        vectors = _not_none(p.k_k, p.k_a, p.w0, p.a0, p.v0)
+        gates, saved_gates = _low_rank_gates(k, v, v_first, hidden, N, vectors, _not_none(p.w2, p.a2, p.g2, p.v2))
+        ctx.N, ctx.sizes = N, _save(ctx, mixes, saved_x, to_save(weights, multiplied), *saved_gates)
         ctx.dtype, ctx.weight_dtype = dtype, p.key.dtype
-        of_operator = (_by_head(tensor, N) for tensor in (r, *made[:5]))
-        return *of_operator, r, made.k.detach(), made.v.detach(), made.g, v.detach() if v_first is None else None
+        operator_inputs = (_by_head(tensor, N) for tensor in (r, *gates[:5]))
+        return *operator_inputs, r, gates.k.detach(), gates.v.detach(), gates.g, v.detach() if v_first is None else None
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        mixes, kept, weights, *kept_of_gates = _saved(ctx)
+        mixes, saved_x, weights, *saved_gates = _saved(ctx)
         weights = rounded(ctx.dtype, weights)
         squares, downs = weights[:3], weights[3:]
         grad = Inputs(*grads)
-        of_gates = Gates(log_w=grad.log_w.flatten(2), k=grad.k.flatten(2), v=grad.v.flatten(2), a=grad.a.flatten(2),
-                         b=grad.b.flatten(2), g=grad.output_g)
-        made = _make_gates_backward(KeptOfGates(*kept_of_gates), ctx.N, of_gates, (grad.output_k, grad.output_v),
-                                    ctx.weight_dtype)
-        grad_r, grad_v = grad.r.flatten(2) + grad.output_r, made.v
+        gates = Gates(log_w=grad.log_w.flatten(2), k=grad.k.flatten(2), v=grad.v.flatten(2), a=grad.a.flatten(2),
+                      b=grad.b.flatten(2), g=grad.output_g)
+        gate_grads = _low_rank_gates_backward(SavedGates(*saved_gates), ctx.N, gates, (grad.output_k, grad.output_v),
+                                              ctx.weight_dtype)
+        grad_r, grad_v = grad.r.flatten(2) + grad.output_r, gate_grads.v
         if grad.v_first is not None:
             grad_v = grad_v + grad.v_first
         m_r, m_w, m_k, m_v, m_a, m_g = mixes
         (grad_m_r, grad_R), (grad_m_k, grad_K), (grad_m_v, grad_V) = map(
-            partial(product_backward, dtype=ctx.weight_dtype), (grad_r, made.k, grad_v), (m_r, m_k, m_v), squares)
-        (grad_m_w, grad_w1), (grad_m_a, grad_a1), (grad_m_g, grad_g1), *of_v = map(
-            partial(_row_product_backward, dtype=ctx.weight_dtype), made.hidden, (m_w, m_a, m_g, m_v), downs)
-        for of_gate, _ in of_v:
-            grad_m_v += of_gate
-        grad_x, grad_last_x, *grad_x_n = mix_backward(kept, (grad_m_r, grad_m_w, grad_m_k, grad_m_v, grad_m_a, grad_m_g),
-                                                      of_before=True)
-        grads_of: dict[str, Any] = dict(zip(("x_r", "x_w", "x_k", "x_v", "x_a", "x_g"), grad_x_n, strict=True))
-        grads_of |= {"receptance": grad_R, "key": grad_K, "value": grad_V, "w1": grad_w1, "a1": grad_a1, "g1": grad_g1}
-        grads_of |= dict(zip(("k_k", "k_a", "w0", "a0", "v0"), made.vectors, strict=False))      # in layer 0 there is no v0
-        grads_of |= dict(zip(("w2", "a2", "g2", "v2"), made.matrices, strict=False))
-        grads_of |= dict(zip(("v1",), (grad for _, grad in of_v), strict=False))
-        return None, None, grad_x, grad_last_x, made.v_first, *map(grads_of.get, Parameters._fields)
+            partial(product_backward, dtype=ctx.weight_dtype), (grad_r, gate_grads.k, grad_v), (m_r, m_k, m_v), squares)
+        (grad_m_w, grad_w1), (grad_m_a, grad_a1), (grad_m_g, grad_g1), *v_gate = map(
+            partial(_row_product_backward, dtype=ctx.weight_dtype), gate_grads.hidden, (m_w, m_a, m_g, m_v), downs)
+        for grad_mix, _ in v_gate:
+            grad_m_v += grad_mix
+        grad_x, grad_last_x, *grad_x_n = mix_backward(saved_x, (grad_m_r, grad_m_w, grad_m_k, grad_m_v, grad_m_a, grad_m_g),
+                                                      to_previous=True)
+        weight_grads: dict[str, Any] = dict(zip(("x_r", "x_w", "x_k", "x_v", "x_a", "x_g"), grad_x_n, strict=True))
+        weight_grads |= {"receptance": grad_R, "key": grad_K, "value": grad_V, "w1": grad_w1, "a1": grad_a1, "g1": grad_g1}
+        weight_grads |= dict(zip(("k_k", "k_a", "w0", "a0", "v0"), gate_grads.vectors, strict=False))        # layer 0 has no v0
+        weight_grads |= dict(zip(("w2", "a2", "g2", "v2"), gate_grads.matrices, strict=False))
+        weight_grads |= dict(zip(("v1",), (grad for _, grad in v_gate), strict=False))
+        return None, None, grad_x, grad_last_x, gate_grads.v_first, *map(weight_grads.get, Parameters._fields)
 
 
 class _Gates(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, N: int, k: Tensor, v: Tensor, v_first: Tensor | None, n: int, *others: Tensor) -> Tensors:
         hidden, vectors, matrices = others[:n], others[n:2 * n + 1], others[2 * n + 1:]
-        made, kept = _make_gates(k, v, v_first, hidden, N, vectors, matrices)
-        ctx.N, ctx.sizes, ctx.weight_dtype = N, _save(ctx, *kept), matrices[0].dtype
-        return made
+        gates, saved = _low_rank_gates(k, v, v_first, hidden, N, vectors, matrices)
+        ctx.N, ctx.sizes, ctx.weight_dtype = N, _save(ctx, *saved), matrices[0].dtype
+        return gates
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        made = _make_gates_backward(KeptOfGates(*_saved(ctx)), ctx.N, Gates(*grads), (None, None), ctx.weight_dtype)
-        return None, made.k, made.v, made.v_first, None, *made.hidden, *made.vectors, *made.matrices
+        grad = _low_rank_gates_backward(SavedGates(*_saved(ctx)), ctx.N, Gates(*grads), (None, None), ctx.weight_dtype)
+        return None, grad.k, grad.v, grad.v_first, None, *grad.hidden, *grad.vectors, *grad.matrices
 
 
-class KeptOfGates(NamedTuple):
+class SavedGates(NamedTuple):
     tokens: tuple[Tensor | None, ...]    # k, v, v_first, and 1 / |k k_k|
     sigmoid: Tensors                     # sigmoid(m_g g1)
     up: Tensors                          # tanh(m_w w1), m_a a1[, m_v v1]
@@ -203,7 +202,7 @@ class KeptOfGates(NamedTuple):
     matrices: Tensors                    # w2, a2, g2[, v2]
 
 
-class GradsOfGates(NamedTuple):
+class GateGrads(NamedTuple):
     k: Tensor
     v: Tensor
     v_first: Tensor | None
@@ -212,43 +211,43 @@ class GradsOfGates(NamedTuple):
     matrices: Tensors                    # of w2, a2, g2[, v2]
 
 
-def _make_gates(k: Tensor, v: Tensor, v_first: Tensor | None, hidden: Tensors, N: int, vectors: Tensors,
-                matrices: Tensors) -> tuple[Gates, KeptOfGates]:
-    """The result of `gates`, and what its backward pass reads."""
+def _low_rank_gates(k: Tensor, v: Tensor, v_first: Tensor | None, hidden: Tensors, N: int, vectors: Tensors,
+                    matrices: Tensors) -> tuple[Gates, SavedGates]:
+    """The result of `gates`, and the tensors saved for its backward pass."""
     w2, a2, g2, *v2 = multiplied = rounded(k.dtype, matrices)
     tanh, hidden_a, sigmoid, *hidden_v = torch.tanh(hidden[0]), hidden[1], torch.sigmoid(hidden[2]), *hidden[3:]
     up = tanh, hidden_a, *hidden_v
     z = tuple(part @ matrix for part, matrix in zip(up, (w2, a2, *v2), strict=True))
     log_w, new_k, new_v, a, b, inverse = _gates(k, v, v_first, z, N, vectors)
-    kept = KeptOfGates((k, v, v_first, inverse), (sigmoid,), up, z, vectors, to_save(matrices, multiplied))
-    return Gates(log_w, new_k, new_v, a, b, sigmoid @ g2), kept
+    saved = SavedGates((k, v, v_first, inverse), (sigmoid,), up, z, vectors, to_save(matrices, multiplied))
+    return Gates(log_w, new_k, new_v, a, b, sigmoid @ g2), saved
 
 
-def _make_gates_backward(kept: KeptOfGates, N: int, grads: Gates, more: tuple[Tensor | None, Tensor | None],
-                         dtype: torch.dtype) -> GradsOfGates:
-    """more: what is added to the gradients of k and v. dtype: that of the matrices themselves."""
-    k, v, v_first, inverse = kept.tokens
+def _low_rank_gates_backward(saved: SavedGates, N: int, grads: Gates, extra: tuple[Tensor | None, Tensor | None],
+                             dtype: torch.dtype) -> GateGrads:
+    """extra: gradients to add to those of k and v. dtype: that of the matrices themselves."""
+    k, v, v_first, inverse = saved.tokens
     assert k is not None
     assert v is not None
     assert inverse is not None
-    (grad_k, grad_v, grad_first), grad_z, grad_vectors = _gates_backward(k, v, v_first, kept.z, N, kept.vectors, inverse,
-                                                                         grads[:5], more)
-    w2, a2, g2, *v2 = rounded(k.dtype, kept.matrices)
+    (grad_k, grad_v, grad_first), grad_z, grad_vectors = _gates_backward(k, v, v_first, saved.z, N, saved.vectors, inverse,
+                                                                         grads[:5], extra)
+    w2, a2, g2, *v2 = rounded(k.dtype, saved.matrices)
     product = partial(_row_product_backward, dtype=dtype)
-    (tanh, *_), (sigmoid,) = kept.up, kept.sigmoid
-    (grad_tanh, grad_w2), (grad_hidden_a, grad_a2), *of_v = map(product, grad_z, kept.up, (w2, a2, *v2))
+    (tanh, *_), (sigmoid,) = saved.up, saved.sigmoid
+    (grad_tanh, grad_w2), (grad_hidden_a, grad_a2), *v_gate = map(product, grad_z, saved.up, (w2, a2, *v2))
     grad_sigmoid, grad_g2 = product(grads.g, sigmoid, g2)
     grad_hidden_w = torch.ops.aten.tanh_backward(grad_tanh, tanh)
     grad_hidden_g = torch.ops.aten.sigmoid_backward(grad_sigmoid, sigmoid)
-    grad_hidden = grad_hidden_w, grad_hidden_a, grad_hidden_g, *(grad for grad, _ in of_v)
-    grad_matrices = grad_w2, grad_a2, grad_g2, *(grad for _, grad in of_v)
-    return GradsOfGates(grad_k, grad_v, grad_first, grad_hidden, tuple(grad.view(1, 1, -1) for grad in grad_vectors),
+    grad_hidden = grad_hidden_w, grad_hidden_a, grad_hidden_g, *(grad for grad, _ in v_gate)
+    grad_matrices = grad_w2, grad_a2, grad_g2, *(grad for _, grad in v_gate)
+    return GateGrads(grad_k, grad_v, grad_first, grad_hidden, tuple(grad.view(1, 1, -1) for grad in grad_vectors),
                         grad_matrices)
 
 
 def _gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors) -> Tensors:
     """(log_w, k, v, a, b, 1 / |k k_k|) from z = (tanh(m_w w1) w2, (m_a a1) a2[, (m_v v1) v2]) and k_k, k_a, w0, a0[, v0]."""
-    if form := form_for(k, v, *z, *_given(v_first), N=N):
+    if form := form_for(k, v, *z, *_not_none(v_first), N=N):
         return form.gates(k, v, v_first, z, N, vectors)
     decay, rate, factor = _decay_rate_factor(z, vectors)
     keys = _by_head(k * vectors[0].to(k.dtype), N)
@@ -259,16 +258,16 @@ def _gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vec
 
 
 def _gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors, inverse: Tensor,
-                    grads: Tensors, more: tuple[Tensor | None, Tensor | None] = (None, None),
+                    grads: Tensors, extra: tuple[Tensor | None, Tensor | None] = (None, None),
                     ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors, Tensors]:
     """The gradients of (k, v, v_first), of z, and of the vectors (C,), from those of log_w, k, v, a and b.
 
-    more: what is added to the gradients of k and v.
+    extra: gradients to add to those of k and v.
     """
-    if form := form_for(k, v, *z, *_given(v_first), N=N):
-        return form.gates_backward(k, v, v_first, z, N, vectors, inverse, grads, more)
+    if form := form_for(k, v, *z, *_not_none(v_first), N=N):
+        return form.gates_backward(k, v, v_first, z, N, vectors, inverse, grads, extra)
     grad_log_w, grad_k, grad_v, grad_a, grad_b = grads
-    grad_k, grad_v = (grad if other is None else grad + other for grad, other in zip((grad_k, grad_v), more, strict=True))
+    grad_k, grad_v = (grad if other is None else grad + other for grad, other in zip((grad_k, grad_v), extra, strict=True))
     k_k, k_a = cast(k.dtype, vectors[:2])
     decay, rate, factor = _decay_rate_factor(z, vectors)
     grad_zw = torch.ops.aten.sigmoid_backward(grad_log_w * FASTEST_LOG_W, decay)
@@ -279,15 +278,16 @@ def _gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N:
     _by_head(grad_kk, N).addcmul_(_by_head(kk, N), along, value=-1).mul_(inverse)
     k_grad_k = k * grad_k
     grad_za = torch.ops.aten.sigmoid_backward(torch.addcmul(grad_b * kk, k_grad_k, k_a), rate)
-    grad_vectors = [_summed(grad_kk * k), _summed(k_grad_k * (rate - 1)), _summed(grad_zw), _summed(grad_za)]
+    grad_vectors = (_vector_grad(grad_kk * k), _vector_grad(k_grad_k * (rate - 1)), _vector_grad(grad_zw),
+                    _vector_grad(grad_za))
     grad_old_k = torch.addcmul(grad_k * factor, grad_kk, k_k)
     grad_z = grad_zw.to(k.dtype), grad_za
     if v_first is None:
-        return (grad_old_k, grad_v, None), grad_z, tuple(grad_vectors)
+        return (grad_old_k, grad_v, None), grad_z, grad_vectors
     gate = _gate(z, vectors)
     grad_first = grad_v * gate
     grad_zv = torch.ops.aten.sigmoid_backward(grad_v * (v_first - v), gate)
-    return (grad_old_k, grad_v - grad_first, grad_first), (*grad_z, grad_zv), (*grad_vectors, _summed(grad_zv))
+    return (grad_old_k, grad_v - grad_first, grad_first), (*grad_z, grad_zv), (*grad_vectors, _vector_grad(grad_zv))
 
 
 def _decay_rate_factor(z: Tensors, vectors: Tensors) -> Tensors:
@@ -344,8 +344,8 @@ def _gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vectors: Tenso
     N = y.shape[-1]
     if form := form_for(y, r, k, v, g, N=N):
         return form.gated(y, r, k, v, g, N, vectors)
-    read, _, _, _, _ = _read(y, r, k, v, cast(g.dtype, vectors))
-    return read * g
+    ungated, _, _, _, _ = _ungated(y, r, k, v, cast(g.dtype, vectors))
+    return ungated * g
 
 
 def _gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vectors: Tensors,
@@ -355,51 +355,51 @@ def _gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vecto
     if form := form_for(y, r, k, v, g, N=N):
         return form.gated_backward(y, r, k, v, g, N, vectors, grad)
     r_k, weight, bias = cast(g.dtype, vectors)
-    read, normal, share, mean, inverse_std = _read(y, r, k, v, (r_k, weight, bias))
-    grad_g, grad_read = grad * read, grad * g
-    grad_v = (_by_head(grad_read, N) * share).flatten(2)
-    grad_share = (_by_head(grad_read, N) * _by_head(v, N)).sum(-1, keepdim=True)
-    along = grad_share * r_k
+    ungated, normal, bonus, mean, inverse_std = _ungated(y, r, k, v, (r_k, weight, bias))
+    grad_g, grad_ungated = grad * ungated, grad * g
+    grad_v = (_by_head(grad_ungated, N) * bonus).flatten(2)
+    grad_bonus = (_by_head(grad_ungated, N) * _by_head(v, N)).sum(-1, keepdim=True)
+    along = grad_bonus * r_k
     grad_r = (_by_head(k, N) * along).flatten(2)
     grad_k = (_by_head(r, N) * along).flatten(2)
-    grad_r_k = _summed((_by_head(r * k, N) * grad_share).flatten(2))
-    grad_vectors = grad_r_k, _summed(normal.mul_(grad_read)), _summed(grad_read)
-    grad_normal = _by_head(grad_read.mul_(weight), N).to(y.dtype)
+    grad_r_k = _vector_grad((_by_head(r * k, N) * grad_bonus).flatten(2))
+    grad_vectors = grad_r_k, _vector_grad(normal.mul_(grad_ungated)), _vector_grad(grad_ungated)
+    grad_normal = _by_head(grad_ungated.mul_(weight), N).to(y.dtype)
     grad_y, _, _ = torch.ops.aten.native_layer_norm_backward(grad_normal, y, (N,), mean, inverse_std, None, None,
                                                              (True, False, False))
     return (grad_y, grad_r, grad_k, grad_v, grad_g), grad_vectors
 
 
-def _read(y: Tensor, r: Tensor, k: Tensor, v: Tensor, vectors: Tensors) -> Tensors:
-    """The sum that g multiplies, the normalised y, the sum of r k r_k over each head, and each head's mean and 1/std."""
+def _ungated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, vectors: Tensors) -> Tensors:
+    """GroupNorm(y) + bonus v, the normalised y, bonus = sum of r k r_k over each head, and each head's mean and 1/std."""
     N, (r_k, weight, bias) = y.shape[-1], vectors
     normal, mean, inverse_std = torch.native_layer_norm(y, (N,), None, None, EPS)
     normal = normal.to(weight.dtype).flatten(2)
-    share = _by_head(r * k, N).mul(r_k).sum(-1, keepdim=True)
-    read = torch.addcmul(bias, normal, weight)
-    _by_head(read, N).addcmul_(share, _by_head(v, N))
-    return read, normal, share, mean, inverse_std
+    bonus = _by_head(r * k, N).mul(r_k).sum(-1, keepdim=True)
+    ungated = torch.addcmul(bias, normal, weight)
+    _by_head(ungated, N).addcmul_(bonus, _by_head(v, N))
+    return ungated, normal, bonus, mean, inverse_std
 
 
 class _ChannelMixing(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, x_k: Tensor, *weights: Tensor) -> Tensor:
-        kept, (mixed,) = mix(dtype, x, last_x, (x_k,), of_before=True)
+        saved, (mixed,) = mix(dtype, x, last_x, (x_k,), to_previous=True)
         key, value = multiplied = rounded(dtype, weights)
         k = linear(mixed, key)
         hidden = squared_relu(k)
-        ctx.save_for_backward(mixed, k, hidden, *to_save(weights, multiplied), *kept)
+        ctx.save_for_backward(mixed, k, hidden, *to_save(weights, multiplied), *saved)
         ctx.weight_dtype = weights[0].dtype
         return linear(hidden, value)
 
     @staticmethod
     @first_derivative
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        mixed, k, hidden, *saved = ctx.saved_tensors
-        (key, value), kept = rounded(k.dtype, saved[:2]), saved[2:]
+        mixed, k, hidden, *weights, x, last_x, x_k = ctx.saved_tensors
+        key, value = rounded(k.dtype, weights)
         grad_hidden, grad_value = product_backward(grad, hidden, value, ctx.weight_dtype)
         grad_mixed, grad_key = product_backward(squared_relu_backward(grad_hidden, k), mixed, key, ctx.weight_dtype)
-        grad_x, grad_last_x, grad_x_k = mix_backward(kept, (grad_mixed,), of_before=True)
+        grad_x, grad_last_x, grad_x_k = mix_backward((x, last_x, x_k), (grad_mixed,), to_previous=True)
         return None, grad_x, grad_last_x, grad_x_k, grad_key, grad_value
 
 
@@ -415,7 +415,7 @@ def _saved(ctx: Any) -> list[tuple[Any, ...]]:
     return [tuple(next(tensors) for _ in range(size)) for size in ctx.sizes]
 
 
-def _given(*tensors: Tensor | None) -> Tensors:
+def _not_none(*tensors: Tensor | None) -> Tensors:
     return tuple(tensor for tensor in tensors if tensor is not None)
 
 
@@ -424,7 +424,7 @@ def _by_head(tensor: Tensor, N: int) -> Tensor:
     return tensor.unflatten(-1, (-1, N))
 
 
-def _summed(grad: Tensor) -> Tensor:
+def _vector_grad(grad: Tensor) -> Tensor:
     """The gradient (C,) of a vector that was added or multiplied at each of (B,T)."""
     return grad.sum((0, 1), dtype=wide_sum(grad))
 

@@ -1,4 +1,4 @@
-"""The recurrent state of a model: all that it remembers of the tokens that it has read. Nothing changes a state in place.
+"""The recurrent state of a model: all that it remembers of the tokens so far. States are immutable.
 
 Each generation has a State of its own: a named tuple of tensors (L,B,...), with layers and rows as the first two axes and
 with the methods of the class here. The state of one layer is the same named tuple without the first axis.
@@ -26,9 +26,9 @@ class State(tuple[Tensor, ...]):
         """The state of function(tensor) for each tensor."""
         return self._of(map(function, self))
 
-    def rows(self, chosen: Sequence[int] | Tensor | slice) -> Self:
-        """The state of these rows, in this order; a row may be chosen more than once."""
-        return self.each(lambda tensor: tensor[:, chosen])
+    def rows(self, indices: Sequence[int] | Tensor | slice) -> Self:
+        """The state of these rows, in this order; indices may repeat."""
+        return self.each(lambda tensor: tensor[:, indices])
 
     def layers(self) -> list[Self]:
         """The state of each layer, without the layer axis."""
@@ -36,8 +36,8 @@ class State(tuple[Tensor, ...]):
 
     def where(self, mask: Tensor, other: Self) -> Self:
         """`other` in the rows where the mask (B,) is true, this state in the others. A replaced row gets no gradient."""
-        return self._of(torch.where(mask.view(1, -1, *[1] * (mine.dim() - 2)), theirs, mine)
-                        for mine, theirs in zip(self, other, strict=True))
+        return self._of(torch.where(mask.view(1, -1, *[1] * (tensor.dim() - 2)), replacement, tensor)
+                        for tensor, replacement in zip(self, other, strict=True))
 
     def to(self, device: torch.device | str) -> Self:
         return self.each(lambda tensor: tensor.to(device))

@@ -1,9 +1,9 @@
 """A model's weights in the dtype of its products: converted once after each step of the optimiser, not by each product.
 
-Training in half precision multiplies by a rounded copy of each float32 weight. With a WeightCache the copies are made when they
-are first asked for, and brought up to date together, by one operation, after the weights have changed. They take half the
-memory of the weights, for the whole run. Without a cache (with trainer=fsdp, where a process does not have all weights) a
-function converts the weights in its forward and again in its backward pass, and keeps no copy between the two.
+Training in half precision multiplies by a rounded copy of each float32 weight. A WeightCache makes a copy at its first use, and
+updates all copies by one operation after the weights have changed. They take half the memory of the weights, for the whole run.
+Without a cache (with trainer=fsdp, where a process does not have all weights) a function converts the weights in its forward
+and again in its backward pass, and keeps no copy between the two.
 """
 
 from collections.abc import Iterable
@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-ATTRIBUTE = "_rounded"                   # of a weight that is in a cache: its _Copy
+ATTRIBUTE = "_rounded"                   # of a cached weight: its _Copy
 _steps = 0                               # of all optimisers of this process: torch counts no change by a fused one
 _counting = False
 
 
 class _Copy:
-    """A rounded weight, and the state of the weight that it was rounded from. A pickled or copied weight has none."""
+    """A rounded weight, and the state of the weight when it was rounded. A pickled or copied weight has none."""
 
     def __init__(self, cache: "WeightCache | None" = None) -> None:
         self.cache = cache
@@ -31,7 +31,7 @@ class _Copy:
 
 
 class WeightCache:
-    """The copies of these weights; each weight knows its own."""
+    """The copies of these weights; each weight references its copy."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         _count_steps()
@@ -50,7 +50,7 @@ class WeightCache:
         return copy.tensor
 
     def update(self) -> None:
-        """Brings the copies up to date, for a CUDA graph that reads them."""
+        """Updates the copies, for a CUDA graph that reads them."""
         if any(copy.state != _state(weight) for weight, copy in self._copied):
             self._refresh()
 
@@ -68,9 +68,9 @@ def rounded(dtype: torch.dtype, weights: Iterable[Tensor]) -> tuple[Tensor, ...]
 
 
 def to_save(weights: Iterable[Tensor], multiplied: Iterable[Tensor]) -> tuple[Tensor, ...]:
-    """What a function saves for its backward pass, which calls `rounded` on it: the copies of a cache, or the weights.
+    """The tensors that a function saves for backward, which calls `rounded` on them: cached copies, or the weights.
 
-    multiplied: what `rounded` has returned for the weights.
+    multiplied: the result of `rounded` for the weights.
     """
     return tuple(copy if getattr(weight, ATTRIBUTE, None) is not None else weight
                  for weight, copy in zip(weights, multiplied, strict=True))

@@ -1,15 +1,15 @@
-"""What is computed from a model's weights and kept, and how to tell that the model has changed since.
+"""Values cached from a model's weights, and detection of changes of the model since.
 
-A change is certainly seen
+A change is certainly detected
 - where another tensor or module is in a weight's place (load_state_dict(assign=True), adapters, moved blocks),
-- where the weight's numbers lie elsewhere in memory (`weight.data = ...`, model.to),
+- where the weight's data is elsewhere in memory (`weight.data = ...`, model.to),
 - where torch has counted a change in place. It counts those of its own operations, also under no_grad and inference_mode,
-- where an attribute of a module is another number, text or function (`norm.eps = ...`, `block.first = ...`), a module has
+- where an attribute of a module is another number, string or function (`norm.eps = ...`, `block.first = ...`), a module has
   another class, or a hook comes or goes.
 
 torch does not count writes through `weight.data`, writes by NumPy or other programs, the steps of its fused optimisers, and any
-change of a tensor made under inference_mode. To see these, some elements are compared: a change of a whole matrix is seen, a
-change of a few of its numbers is not. So write `with torch.no_grad(): weight[rows] = ...`, not `weight.data[rows] = ...`.
+change of a tensor made under inference_mode. To detect these, some elements are compared: a change of a whole matrix is
+detected, a change of a few elements is not. So write `with torch.no_grad(): weight[rows] = ...`, not `weight.data[rows] = ...`.
 """
 
 from collections import defaultdict
@@ -24,9 +24,9 @@ from kernels.machine.memory import available_memory
 from kernels.matvec import Packed, exact_copy
 
 WATCHED = 8                              # elements in the middle of each tensor that a WeightsWatch compares at each token
-SAMPLED = 64                             # elements of each tensor that CachedFromWeights compares at each text
+SAMPLED = 64                             # elements of each tensor that CachedFromWeights compares at each sequence
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-OF_EVERY_MODULE = frozenset(vars(nn.Module()))           # attributes that change nothing that a module computes, or are tensors
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))         # of every module: they change no result, or are tensors
 
 
 class WeightsWatch:
@@ -50,7 +50,7 @@ class WeightsWatch:
         self._before = _bytes_of(self._elements)
 
     def unchanged(self) -> bool:
-        """Whether nothing has changed, as far as can be seen: see the top of this file."""
+        """Whether no change is detected: see the top of this file."""
         return (all(parts == before for parts, before in self._parts) and all(place.unchanged() for place in self._places)
                 and all(tuple(map(get, names)) == values for get, names, values in self._settings)
                 and list(map(tuple, self._hooks)) == self._hooked and list(map(type, self._modules)) == self._types
@@ -58,18 +58,18 @@ class WeightsWatch:
 
 
 class _Place(NamedTuple):
-    """Where a module has a tensor, or may get one, and what the tensor was."""
+    """An attribute that is a tensor or may become one, and its value when the watch was made."""
 
     container: dict[str, Any]
     name: str
-    held: Any                            # the tensor, a Packed that has it, or None
+    value: Any                           # the tensor, a Packed that has it, or None
     tensor: Tensor | None = None
     version: int | None = None
     address: int = 0
     strides: tuple[int, ...] = ()
 
     def unchanged(self) -> bool:
-        if self.container.get(self.name) is not self.held:
+        if self.container.get(self.name) is not self.value:
             return False
         tensor = self.tensor
         return tensor is None or ((self.version is None or tensor._version == self.version)
@@ -78,27 +78,27 @@ class _Place(NamedTuple):
 
 def _places(module: nn.Module) -> Iterator[_Place]:
     for container in (module._parameters, module._buffers, vars(module)):
-        for name, held in container.items():
-            if held is None and container is not vars(module):           # such as a learnt state that the model may get
+        for name, value in container.items():
+            if value is None and container is not vars(module):          # such as a learnt state that the model may get
                 yield _Place(container, name, None)
-            tensors = held if isinstance(held, Packed) else [held] if isinstance(held, Tensor) else []
+            tensors = value if isinstance(value, Packed) else [value] if isinstance(value, Tensor) else []
             for tensor in tensors:
-                yield _Place(container, name, held, tensor, _version(tensor), tensor.data_ptr(), tensor.stride())
+                yield _Place(container, name, value, tensor, _version(tensor), tensor.data_ptr(), tensor.stride())
 
 
 def _settings(module: nn.Module) -> tuple[tuple[str, ...], tuple[Any, ...]]:
-    """The names and values of the attributes beside the tensors that a module may compute with, such as a norm's epsilon.
+    """The names and values of the attributes beside tensors that a module may compute with, such as a norm's epsilon.
 
-    `forward` is among them: None, unless the module has one of its own.
+    `forward` is among them: None, unless it is set on the instance.
     """
-    own = {name: value for name, value in vars(module).items() if name not in OF_EVERY_MODULE
-           and (_is_plain(value) or (callable(value) and not name.startswith("_")))}     # a private one is made when first used
-    own.setdefault("forward", None)
-    return tuple(own), tuple(own.values())
+    settings = {name: value for name, value in vars(module).items() if name not in MODULE_ATTRIBUTES
+                and (_is_plain(value) or (callable(value) and not name.startswith("_")))}        # private ones are lazy
+    settings.setdefault("forward", None)
+    return tuple(settings), tuple(settings.values())
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether == tells two such values apart."""
+    """Whether two such values can be compared with ==."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
     return value is None or isinstance(value, bool | int | float | str)
@@ -110,30 +110,30 @@ def tensors_of(model: nn.Module) -> list[Tensor]:
 
 
 class CachedFromWeights:
-    """Keeps a value computed from all weights of a model until they change. It keeps no weight in memory, and the copy of a
+    """Caches a value computed from all weights of a model until they change. It keeps no weight in memory, and the copy of a
     model begins without a value."""
 
     def __init__(self) -> None:
         self._value: Any = None
-        self._seen: list[Any] = []
+        self._signature: list[Any] = []
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return CachedFromWeights, ()
 
     def of(self, model: nn.Module, compute: Callable[[Any], Any]) -> Any:
-        """compute(model) for the weights as they are now, as far as changes can be seen: see the top of this file."""
-        if self._value is None or _seen(model) != self._seen:
-            self._value = None                           # its memory is free before more is taken
+        """compute(model) for the present weights, as far as changes are detected: see the top of this file."""
+        if self._value is None or _signature(model) != self._signature:
+            self._value = None                           # free its memory before allocating more
             self._value = compute(model)
-            self._seen = _seen(model)
+            self._signature = _signature(model)
         return self._value
 
 
-def _seen(model: nn.Module) -> list[Any]:
-    """What differs once the model has changed: modules and their settings, where the weights lie, the changes that torch has
-    counted, some of their numbers.
+def _signature(model: nn.Module) -> list[Any]:
+    """A value that differs once the model has changed: modules and their settings, the weights' addresses, the changes that
+    torch has counted, some elements.
 
-    Of functions and modules it is the id, since they may hold weights.
+    Functions and modules are represented by their ids, since they may reference weights.
     """
     tensors = tensors_of(model)
     modules = list(model.modules())
@@ -153,15 +153,15 @@ def _by_dtype(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
 
 
 def _bytes_of(groups: list[list[Tensor]]) -> list[bytes]:
-    """The numbers as bytes: NaN is not equal to itself."""
+    """The elements as bytes, since NaN is not equal to itself."""
     return [torch.cat(tensors).view(torch.uint8).cpu().numpy().tobytes() for tensors in groups]
 
 
 def exact_copies(weights: Sequence[Tensor]) -> list[Tensor] | None:
-    """Matrices (N,K) in float32 as bfloat16, so that half as much is read for each token.
+    """Matrices (N,K) in float32 as bfloat16, which halves the memory traffic of each token.
 
-    Published files are in bfloat16. A model loaded from one in float32 has the same numbers until it is trained. Returns None
-    if a number would change, if torch does not count changes of a matrix, or if memory is short.
+    Published files are in bfloat16. A model loaded from one in float32 has the same values until it is trained. Returns None
+    if a value would change, if torch does not count changes of a matrix, or if memory is short.
     """
     available = available_memory()
     if any(weight.is_inference() for weight in weights):
@@ -184,5 +184,5 @@ def _spaced(tensor: Tensor, n: int) -> Tensor:
 
 
 def _version(tensor: Tensor) -> int | None:
-    """How many changes in place torch has counted; None for a tensor whose changes it does not count."""
+    """The number of changes in place that torch has counted; None for a tensor whose changes it does not count."""
     return None if tensor.is_inference() else tensor._version

@@ -1,6 +1,6 @@
 """The report of a run or of a sweep: DIR/report.html, one self-contained file, and DIR/report.csv.
 
-It is made only of the files in the run directories (reading.py), so it can be made again at any time:
+It derives only from the files in the run directories (reading.py), so it can be rebuilt at any time:
 `python -m rwkv.tools.report DIR`.
 """
 
@@ -21,8 +21,8 @@ TABLE = "report.csv"
 
 
 class Report(NamedTuple):
-    """page: the path of report.html. sentences: what is wrong, and which kernel has the lowest loss or is the fastest.
-    best: the name of the finished run with the lowest validation loss, and that loss; None where none was measured.
+    """page: the path of report.html. sentences: problems, and the kernel with the lowest loss or the highest speed.
+    best: the name of the finished run with the lowest validation loss, and that loss; None if none was measured.
     """
 
     page: Path
@@ -31,8 +31,8 @@ class Report(NamedTuple):
 
 
 def write(folder: Path, reference: str | None = None) -> Report:
-    """Writes the report on the runs in `folder`. In its sentences, options that differ are no fault: whoever has just given
-    several values knows it.
+    """Writes the report on the runs in `folder`. Its sentences do not count options that differ as problems: the user has just
+    set them.
 
     reference: the kernel that the others are compared with; None for the rule in numbers.py. Raises UserError if there is no
     run in `folder`, and for a reference that is not among its kernels.
@@ -40,7 +40,7 @@ def write(folder: Path, reference: str | None = None) -> Report:
     comparison = compare(read(folder), reference)
     write_file(folder / TABLE, lambda file: file.write(as_csv(comparison).encode()))
     write_file(folder / PAGE, lambda file: file.write(render(folder, comparison, findings(comparison)).encode()))
-    wrong = [finding.text for finding in findings(replace(comparison, options={})) if finding.kind == BAD]
+    problems = [finding.text for finding in findings(replace(comparison, options={})) if finding.kind == BAD]
     losses = [(numbers["val_loss"], run.name) for kernel in comparison.kernels
               for run, numbers in zip(kernel.runs, kernel.numbers, strict=True)
               if run.status == "finished" and math.isfinite(numbers.get("val_loss", math.nan))]
@@ -48,7 +48,7 @@ def write(folder: Path, reference: str | None = None) -> Report:
     if losses:
         loss, name = min(losses)
         best = name, loss
-    return Report(folder / PAGE, [*wrong, *verdict(comparison)], best)
+    return Report(folder / PAGE, [*problems, *verdict(comparison)], best)
 
 
 def table(folder: Path) -> tuple[list[dict[str, object]], list[Path]]:

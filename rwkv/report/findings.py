@@ -20,39 +20,39 @@ class Finding(NamedTuple):
 
 
 def findings(comparison: Comparison) -> list[Finding]:
-    """All findings. If only kernel and seed differ, the last one names the kernels that compute the same."""
-    differing = [Finding(BAD, f"Not only the kernel and the seed differ: {key} is {_by_value(values)}.")
+    """All findings. If only kernel and seed differ, the last one names the equivalent kernels."""
+    differing = [Finding(BAD, f"The runs differ in more than kernel and seed: {key} is {_by_value(values)}.")
                  for key, values in comparison.options.items()]
-    differing += [Finding(BAD, f"The runs were not all made on the same machine with the same versions: {key} is "
-                               f"{_by_value(values)}.") for key, values in comparison.machines.items()]
+    differing += [Finding(BAD, f"The runs differ in machine or versions: {key} is {_by_value(values)}.")
+                  for key, values in comparison.machines.items()]
     damaged = [Finding(BAD, f"{run.name}: {problem}.") for run in comparison.runs for problem in run.damaged]
-    found = [*differing, *damaged, *_lost(comparison)]
-    same = []
+    result = [*differing, *damaged, *_lost(comparison)]
+    equivalent = []
     for kernel in comparison.kernels:
         wrong = _distances(kernel, comparison.reference)
         errors = [sentence for result in comparison.results if (sentence := _largest_error(kernel, result))]
         if errors:
             wrong.insert(0, Finding(BAD, f"{kernel.label} is wrong: the error of {'; of '.join(errors)}"))
-        elif before := {str(run.measured["wrong"]) for run in kernel.runs if run.measured.get("wrong")}:
-            wrong = [*(Finding(BAD, f"{sentence}.") for sentence in sorted(before)), *wrong]
-        found += [*wrong, *_unfinished(kernel)]
+        elif warnings := {str(run.measured["wrong"]) for run in kernel.runs if run.measured.get("wrong")}:
+            wrong = [*(Finding(BAD, f"{sentence}.") for sentence in sorted(warnings)), *wrong]
+        result += [*wrong, *_unfinished(kernel)]
         if not wrong and any(kernel.numbers):
-            same.append(kernel)
-    if comparison.reference and not differing and len(same) > 1:
-        found.append(_good(comparison, same))
-    return found
+            equivalent.append(kernel)
+    if comparison.reference and not differing and len(equivalent) > 1:
+        result.append(_good(comparison, equivalent))
+    return result
 
 
 def _lost(comparison: Comparison) -> list[Finding]:
     """One finding for each different share of the validation text that a tokenizer loses."""
-    found: dict[float, list[Numbers]] = {}
+    by_share: dict[float, list[Numbers]] = {}
     for numbers in (numbers for kernel in comparison.kernels for numbers in kernel.numbers if "val_lost" in numbers):
-        found.setdefault(numbers["val_lost"], []).append(numbers)
+        by_share.setdefault(numbers["val_lost"], []).append(numbers)
     sentences = []
-    for share, runs in found.items():
+    for share, runs in by_share.items():
         which = "" if len(runs) == len(comparison.runs) else f" in {len(runs)} of {counted(len(comparison.runs), 'run')}"
         withheld = "" if all("val_bpb" in numbers for numbers in runs) else ", and bits per byte are not given"
-        sentences.append(f"The tokenizer loses {100 * share:.3g} % of the validation text{which}: the losses leave that out"
+        sentences.append(f"The tokenizer loses {100 * share:.3g} % of the validation text{which}: the losses exclude it"
                          f"{withheld}.")
     return [Finding(NOTE, sentence) for sentence in sentences]
 
@@ -71,21 +71,21 @@ def _largest_error(kernel: Kernel, result: str) -> str | None:
                 wrong.append((error, when, run))
     if not wrong:
         return None
-    error, when, run = max(wrong, key=lambda one: one[0])
+    error, when, run = max(wrong, key=lambda error: error[0])
     words = f"gradient of {result.removeprefix('grad ')}" if result.startswith("grad ") else f"output {result}"
     return f"its {words} is {error:.1e} at the {when} of {run.name} ({run.allowed(when)[result]:.0e} is allowed)"
 
 
 def _distances(kernel: Kernel, reference: str | None) -> list[Finding]:
     """One finding for each run whose loss differs early from the reference's, by more than rounding can explain."""
-    found = []
+    result = []
     for run, numbers in zip(kernel.runs, kernel.numbers, strict=True):
         limit = MAX_DISTANCE.get(run.measured.get("precision", "32-true"), MAX_DISTANCE_HALF)
         distance = numbers.get("difference_early", 0.0)
         if distance > limit:
-            found.append(Finding(BAD, f"{run.name}: its loss leaves that of {reference} by {distance:.2g} nats within {EARLY} "
-                                      f"steps; kernels that compute the same stay within {limit:g}."))
-    return found
+            result.append(Finding(BAD, f"{run.name}: its loss deviates from that of {reference} by {distance:.2g} nats within "
+                                       f"{EARLY} steps; equivalent kernels stay within {limit:g}."))
+    return result
 
 
 def _unfinished(kernel: Kernel) -> list[Finding]:
@@ -100,17 +100,17 @@ def _unfinished(kernel: Kernel) -> list[Finding]:
             for (status, reason), count in counts.items() if status != "finished"]
 
 
-def _good(comparison: Comparison, same: list[Kernel]) -> Finding:
-    """Says that the kernels in `same` agree. Left out are kernels whose runs have no counterpart with the same seed."""
-    compared = [kernel for kernel in same if kernel.values("difference_early")]
-    said = "Only the kernel and the seed differ"
+def _good(comparison: Comparison, equivalent: list[Kernel]) -> Finding:
+    """States that these kernels agree, except those whose runs have no counterpart with the same seed."""
+    compared = [kernel for kernel in equivalent if kernel.values("difference_early")]
+    sentence = "Only the kernel and the seed differ"
     if compared:
         early = max(max(kernel.values("difference_early")) for kernel in compared)
         largest = max(max(kernel.values("difference")) for kernel in compared)
-        said += (f", and the losses of {', '.join(kernel.label for kernel in compared)} equal those of {comparison.reference} "
-                 f"up to rounding: at most {units.tiny(early)} nats apart in the first {EARLY} "
-                 f"steps, {units.tiny(largest)} in all")
-    measured = [kernel.label for kernel in same if kernel.values("err_end_y")]
+        sentence += (f", and the losses of {', '.join(kernel.label for kernel in compared)} equal those of "
+                     f"{comparison.reference} up to rounding: at most {units.tiny(early)} nats apart in the first {EARLY} "
+                     f"steps, {units.tiny(largest)} in all")
+    measured = [kernel.label for kernel in equivalent if kernel.values("err_end_y")]
     results = "outputs" if comparison.results == ["y"] else "outputs and gradients"
     errors = f" The {results} of {', '.join(measured)} are within the tests' tolerances." if measured else ""
-    return Finding(GOOD, f"{said}.{errors}")
+    return Finding(GOOD, f"{sentence}.{errors}")

@@ -20,11 +20,11 @@ from rwkv.errors import UserError
 from rwkv.report.reading import Curve, Run
 
 REFERENCES = ("reference", "formula")    # the kernels that define their operator
-EARLY = 20                               # steps in which rounding hardly separates kernels that compute the same
+EARLY = 20                               # steps in which rounding hardly separates equivalent kernels
 MAY_DIFFER = ("kernel.name", "seed", "out_dir", "resume", "logger.run_name")
 WHEN = ("start", "end")
 REWARDS = ("rewards_margin", "rewards_accuracy", "rewards_chosen", "rewards_rejected")    # of pairs: train/... and val/...
-Numbers = dict[str, float]               # by column of report.csv; a number that was not measured is missing
+Numbers = dict[str, float]               # by column of report.csv; missing if not measured
 
 
 @dataclass
@@ -39,9 +39,9 @@ class Kernel:
     numbers: list[Numbers]               # of each run
 
     def finished(self) -> "Kernel":
-        """The same with only the finished runs. Statistics are over these."""
-        kept = [(run, numbers) for run, numbers in zip(self.runs, self.numbers, strict=True) if run.status == "finished"]
-        return Kernel(self.label, [run for run, _ in kept], [numbers for _, numbers in kept])
+        """The same with only the finished runs, for the statistics."""
+        finished = [(run, numbers) for run, numbers in zip(self.runs, self.numbers, strict=True) if run.status == "finished"]
+        return Kernel(self.label, [run for run, _ in finished], [numbers for _, numbers in finished])
 
     def values(self, name: str) -> list[float]:
         return [numbers[name] for numbers in self.numbers if name in numbers]
@@ -107,18 +107,18 @@ def compare(runs: list[Run], reference: str | None = None) -> Comparison:
 
 def numbers_of(run: Run, difference: Curve) -> Numbers:
     """The numbers of a run. difference: the distance of its loss to the reference's, by step."""
-    validated = max(run.curve("val/loss"), default=-1)       # val/bpb of another step is from before the run was resumed
-    found = {"steps": max(run.curve("train/loss"), default=None), "val_loss": _last(run.curve("val/loss")),
-             "val_bpb": run.curve("val/bpb").get(validated), "val_lost": run.curve("val/lost").get(validated),
-             "train_loss": _last(run.curve("train/loss")),
-             "tok_per_sec": _median(after(run.curve("tok_per_sec"), run.measured.get("warm_up", 0)).values()),
-             "peak_mib": max(run.curve("peak_mem").values(), default=None),
-             **{name.replace("/", "_"): _last(run.curve(name)) for name in reward_names()}, **_times(run), **_errors(run)}
+    validated = max(run.curve("val/loss"), default=-1)       # val/bpb of another step predates a resumption
+    numbers = {"steps": max(run.curve("train/loss"), default=None), "val_loss": _last(run.curve("val/loss")),
+               "val_bpb": run.curve("val/bpb").get(validated), "val_lost": run.curve("val/lost").get(validated),
+               "train_loss": _last(run.curve("train/loss")),
+               "tok_per_sec": _median(after(run.curve("tok_per_sec"), run.measured.get("warm_up", 0)).values()),
+               "peak_mib": max(run.curve("peak_mem").values(), default=None),
+               **{name.replace("/", "_"): _last(run.curve(name)) for name in reward_names()}, **_times(run), **_errors(run)}
     if difference:
         worst = max(difference, key=lambda step: (_or_infinite(difference[step]), -step))        # the first of the largest
         early = [_or_infinite(value) for step, value in difference.items() if step <= EARLY]
-        found |= {"difference": difference[worst], "difference_step": worst, "difference_early": max(early, default=None)}
-    return {name: float(value) for name, value in found.items() if value is not None}
+        numbers |= {"difference": difference[worst], "difference_step": worst, "difference_early": max(early, default=None)}
+    return {name: float(value) for name, value in numbers.items() if value is not None}
 
 
 def reward_names() -> list[str]:
@@ -146,14 +146,14 @@ def _times(run: Run) -> dict[str, float | None]:
 
 def _errors(run: Run) -> dict[str, float]:
     """The errors in the worst layer, by column: err_start_y, max_start_y, and so on."""
-    found = {}
+    worst = {}
     for when in WHEN:
         for result in _results([run]):
             errors = [layer["errors"][result] for layer in run.layers(when) if result in layer["errors"]]
             if errors:
-                found[column("err", when, result)] = max(_or_infinite(error["err_ratio"]) for error in errors)
-                found[column("max", when, result)] = max(_or_infinite(error["max"]) for error in errors)
-    return found
+                worst[column("err", when, result)] = max(_or_infinite(error["err_ratio"]) for error in errors)
+                worst[column("max", when, result)] = max(_or_infinite(error["max"]) for error in errors)
+    return worst
 
 
 def column(kind: str, when: str, result: str) -> str:
@@ -167,45 +167,46 @@ def _results(runs: list[Run]) -> list[str]:
                               for result in layer["errors"]))
 
 
-def _reference(runs: list[Run], given: str | None) -> str | None:
+def _reference(runs: list[Run], requested: str | None) -> str | None:
     kernels = list(dict.fromkeys(run.kernel for run in runs))
-    if given is not None and given not in kernels:
-        raise UserError(f"the reference must be one of the kernels that were trained, {', '.join(kernels)}; got {given!r}")
+    if requested is not None and requested not in kernels:
+        raise UserError(f"the reference must be one of the kernels that were trained, {', '.join(kernels)}; got {requested!r}")
     trained = [run.kernel for run in runs if run.curve("train/loss")]
     preferred = [kernel for kernel in REFERENCES if kernel in trained]
-    return given or next(iter(preferred + trained), None)
+    return requested or next(iter(preferred + trained), None)
 
 
 def _difference(run: Run, runs: list[Run], labels: dict[str, str], reference: str | None) -> Curve:
     """The distance to the loss of the reference's run with the same seed and options, by step; {} if there is no such run."""
     options = labels[run.name].removeprefix(run.kernel)
-    counterpart = next((other for other in runs if other.kernel == reference and other.seed == run.seed
-                        and labels[other.name].removeprefix(other.kernel) == options), run)
+    counterpart = next((candidate for candidate in runs if candidate.kernel == reference and candidate.seed == run.seed
+                        and labels[candidate.name].removeprefix(candidate.kernel) == options), run)
     if counterpart is run:
         return {}
-    theirs = counterpart.curve("train/loss")
-    return {step: abs(loss - theirs[step]) for step, loss in run.curve("train/loss").items() if step in theirs}
+    reference_losses = counterpart.curve("train/loss")
+    return {step: abs(loss - reference_losses[step])
+            for step, loss in run.curve("train/loss").items() if step in reference_losses}
 
 
 def differing(settings: Mapping[str, Mapping[str, Any]], ignored: Iterable[str]) -> dict[str, dict[str, list[str]]]:
     """The settings that differ between runs, each with the names of the runs that have each value. settings: by run."""
-    keys = dict.fromkeys(key for one in settings.values() for key in one if key not in ignored)
-    found: dict[str, dict[str, list[str]]] = {}
+    keys = dict.fromkeys(key for options in settings.values() for key in options if key not in ignored)
+    result: dict[str, dict[str, list[str]]] = {}
     for key in keys:
         values: dict[str, list[str]] = {}
-        for name, one in settings.items():
-            values.setdefault(str(one.get(key, "(none)")), []).append(name)
+        for name, options in settings.items():
+            values.setdefault(str(options.get(key, "(none)")), []).append(name)
         if len(values) > 1:
-            found[key] = values
-    return found
+            result[key] = values
+    return result
 
 
 def flat(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     """The options by dotted key: {"model": {"n_layer": 4}} becomes {"model.n_layer": 4}."""
-    found: dict[str, Any] = {}
+    options: dict[str, Any] = {}
     for key, value in config.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
-    return found
+        options |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {f"{prefix}{key}": value}
+    return options
 
 
 def after(curve: Curve, warm_up: int) -> Curve:
@@ -242,7 +243,7 @@ QUANTITIES = {
     "steps": "the last step",
     "val_loss": "last validation loss, nats per token; of pairs of answers, the objective per pair",
     "val_bpb": "last validation loss, bits per byte; not given where the tokenizer loses too much of the text",
-    "val_lost": "share of the validation text that the tokenizer loses, if any; of ids made elsewhere, of unknown tokens",
+    "val_lost": "share of the validation text that the tokenizer loses, if any; for precomputed ids, of unknown tokens",
     "train_loss": "mean training loss of the last logged interval, nats per token; of pairs of answers, the objective per pair",
     **{f"{split}_{name}": f"{words}, of {pairs}" for split, pairs in (
         ("train", "the last logged interval's pairs"), ("val", "the last validation's pairs"))
@@ -272,13 +273,13 @@ def columns(results: Iterable[str]) -> dict[str, str]:
 
 def rows(comparison: Comparison) -> list[dict[str, object]]:
     """The rows of report.csv: for each kernel its runs, and then its statistics."""
-    found: list[dict[str, object]] = []
+    result: list[dict[str, object]] = []
     for kernel in comparison.kernels:
-        found += [{"level": "run", "statistic": "value", "kernel": kernel.label, "seed": run.seed, "run": run.name,
-                   "status": run.status, "reason": run.reason or "", "runs": 1, "order": run.order or "", **numbers}
-                  for run, numbers in zip(kernel.runs, kernel.numbers, strict=True)]
-        found += _statistics(kernel)
-    return found
+        result += [{"level": "run", "statistic": "value", "kernel": kernel.label, "seed": run.seed, "run": run.name,
+                    "status": run.status, "reason": run.reason or "", "runs": 1, "order": run.order or "", **numbers}
+                   for run, numbers in zip(kernel.runs, kernel.numbers, strict=True)]
+        result += _statistics(kernel)
+    return result
 
 
 def as_csv(comparison: Comparison) -> str:

@@ -1,6 +1,6 @@
 """The page of a report: one HTML file without scripts or external resources; every text is escaped.
 
-One style sheet, light or dark like the reader's system, for screens from a telephone's width on.
+One style sheet, light or dark by the system's preference, for screens of any width from a telephone's up.
 """
 
 import statistics
@@ -18,7 +18,7 @@ from rwkv.report.reading import Curve, Run
 from rwkv.report.table import Column, cell, table, text
 from rwkv.report.verdict import speed_ratio, verdict
 
-LABELS = {BAD: "<b>Look:</b>", NOTE: "<b>Note:</b>"}
+LABELS = {BAD: "<b>Problem:</b>", NOTE: "<b>Note:</b>"}
 PARTS = (("forward_ms", "WKV forward"), ("backward_ms", "WKV backward"), ("rest_ms", "the rest"))        # of a step
 MACHINE = ("cpu", "gpu", "threads", "system", "python", "torch", "taichi", "triton", "cuda-core", "cuda", "numpy",
            "commit", "date")
@@ -26,9 +26,9 @@ SETTINGS = ("model.n_layer", "model.n_embd", "model.ctx_len", "data.name", "data
             "trainer.max_steps", "trainer.precision")
 SAMPLES_SHOWN = 3                        # the first sample and the latest ones
 SPLITS = {"val": "held-out pairs", "train": "last logged step"}
-OF_RUN = (("steps", "steps", units.count), ("val/loss", "val_loss", "{:.4f}".format),       # header, number, how it is written
-          ("train/loss", "train_loss", "{:.4f}".format), ("tokens/s", "tok_per_sec", units.count),
-          ("largest difference", "difference", units.tiny), ("at step", "difference_step", units.count))
+RUN_COLUMNS = (("steps", "steps", units.count), ("val/loss", "val_loss", "{:.4f}".format),  # header, number, format
+               ("train/loss", "train_loss", "{:.4f}".format), ("tokens/s", "tok_per_sec", units.count),
+               ("largest difference", "difference", units.tiny), ("at step", "difference_step", units.count))
 
 
 def render(folder: Path, comparison: Comparison, findings: Sequence[Finding]) -> str:
@@ -46,20 +46,20 @@ def render(folder: Path, comparison: Comparison, findings: Sequence[Finding]) ->
 
 def _lead(comparison: Comparison) -> str:
     config = comparison.config
-    named = [key for key in SETTINGS if key in config]
-    if config.get("init_from") and "data.tokenizer" in named:
-        named.remove("data.tokenizer")   # the file's own is used
-    settings = ", ".join(f"{key}\u00a0{config[key]}" for key in named)
-    read = config.get("trainer.val_tokens")
-    if read is not None:
-        settings += f"; validation of the first {format(read, ',') if isinstance(read, int) else read} tokens of its split"
+    keys = [key for key in SETTINGS if key in config]
+    if config.get("init_from") and "data.tokenizer" in keys:
+        keys.remove("data.tokenizer")   # that of the file is used
+    settings = ", ".join(f"{key}\u00a0{config[key]}" for key in keys)
+    n = config.get("trainer.val_tokens")
+    if n is not None:
+        settings += f"; validation of the first {format(n, ',') if isinstance(n, int) else n} tokens of its split"
     if comparison.is_single:
         subject = f"{comparison.runs[0].kernel}, seed {comparison.runs[0].seed}"
     else:
         seeds = len({run.seed for run in comparison.runs})
         kernels = len(comparison.kernels)
         subject = (f"{counted(kernels, 'kernel')}, {counted(seeds, 'seed')}, {counted(len(comparison.runs), 'run')}, "
-                   "each in a process of its own")
+                   "each in its own process")
         if comparison.reference:
             subject += f"; compared with {comparison.reference}"
     return f'<p>{escape(subject)}.</p><p class="quiet">{escape(settings)}</p>'
@@ -75,24 +75,24 @@ def _summary(comparison: Comparison) -> list[str]:
     compared = comparison.reference is not None
     ratio = Column(f"times {comparison.reference}",
                    lambda kernel: cell(speed_ratio(_shown(kernel), comparison) or None, "{:.2f}".format))
-    columns = [Column("kernel", _counted if len(comparison.runs) > 1 else lambda kernel: cell(kernel.label)),
+    columns = [Column("kernel", _kernel_cell if len(comparison.runs) > 1 else lambda kernel: cell(kernel.label)),
                _measured(loss, "val_loss", "{:.4f}".format),
                *([Column("difference", lambda kernel: _difference(_shown(kernel)))] if compared else []),
                _measured("tokens/s", "tok_per_sec", units.count),
                *([ratio] if compared else []),
                *(_measured(name, key, units.time) for key, name in (("step_ms", "step"), *PARTS)),
                _measured("memory", "peak_mib", units.memory)]
-    return ["<h2>Summary</h2>", table(columns, comparison.kernels, instead=_why_nothing)]
+    return ["<h2>Summary</h2>", table(columns, comparison.kernels, message_for=_missing_reason)]
 
 
-def _counted(kernel: Kernel) -> str:
+def _kernel_cell(kernel: Kernel) -> str:
     """A cell with the kernel's name, and below it the number of finished runs."""
     finished = f"{len(kernel.finished().runs)} of {len(kernel.runs)} finished"
     return f"<td>{escape(kernel.label)}<small>{finished}</small></td>"
 
 
-def _why_nothing(kernel: Kernel) -> str | None:
-    """The text of a kernel's row without numbers: the reason or the status; None for a kernel with numbers."""
+def _missing_reason(kernel: Kernel) -> str | None:
+    """The message in a kernel's row without numbers: the reason or the status; None for a kernel with numbers."""
     if any(kernel.numbers):
         return None
     return next((run.reason for run in kernel.runs if run.reason), None) or kernel.status()
@@ -114,8 +114,8 @@ def _measured(header: str, name: str, form: Callable[[float], str]) -> Column:
         high = form(max(values))
         same_unit = low.partition(" ")[2] == high.partition(" ")[2]
         least = low.partition(" ")[0] if same_unit else low
-        between = f"<small>{_unbroken(least)} to {_unbroken(high)}</small>" if low != high else ""
-        return f"<td>{form(statistics.median(values))}{between}</td>"
+        limits = f"<small>{_non_breaking(least)} to {_non_breaking(high)}</small>" if low != high else ""
+        return f"<td>{form(statistics.median(values))}{limits}</td>"
 
     return Column(header, median)
 
@@ -143,16 +143,16 @@ def _difference(kernel: Kernel) -> str:
     early = kernel.values("difference_early")
     if not largest or not early:
         return ""
-    return f"<td>{units.tiny(max(largest))}<small>{units.tiny(max(early))} in {_unbroken(f'{EARLY} steps')}</small></td>"
+    return f"<td>{units.tiny(max(largest))}<small>{units.tiny(max(early))} in {_non_breaking(f'{EARLY} steps')}</small></td>"
 
 
-def _unbroken(text: str) -> str:
-    """A number and its unit, which stay in one line."""
+def _non_breaking(text: str) -> str:
+    """The text with non-breaking spaces."""
     return text.replace(" ", "\u00a0")
 
 
 def _name(run: Run) -> str:
-    """A cell with the name of a run. A narrow one is broken after a comma: kernel=conv1d,seed=0."""
+    """A cell with the name of a run, which may wrap after a comma: kernel=conv1d,seed=0."""
     return f"<td>{escape(run.name).replace(',', ',<wbr>')}</td>"
 
 
@@ -202,54 +202,54 @@ def _runs(comparison: Comparison) -> list[str]:
     columns = [Column("run", lambda row: _name(row[0])), Column("order", lambda row: cell(row[0].order or "")),
                Column("status", lambda row: cell(row[0].status, bad=row[0].status == "failed")),
                *(Column(header, lambda row, key=key, form=form: cell(row[1].get(key), form))      # type: ignore[misc]
-                 for header, key, form in OF_RUN),
+                 for header, key, form in RUN_COLUMNS),
                Column("reason", lambda row: text(row[0].reason or None), words=True)]
     return ["<h2>Runs</h2>", table(columns, rows)]
 
 
 def _plots(comparison: Comparison) -> list[str]:
-    """The figures. A figure for which nothing was measured is left out."""
+    """The figures for which something was measured."""
     unit = " per ".join(unit_of_loss(comparison.runs))
-    drawn = [_curves(comparison, f"Training loss, {unit}", "training loss", _column("train/loss"), statistics.fmean),
-             _curves(comparison, f"Distance of each loss to that of {comparison.reference} with the same seed, nats",
-                     "difference of the losses", lambda run: comparison.differences.get(run.name, {}), logarithmic=True),
-             _curves(comparison, f"Validation loss, {unit}", "validation loss", _column("val/loss"), statistics.fmean,
-                     marked=True),
-             _curves(comparison, "Norm of the gradients, before clipping", "gradient norm", _column("grad_norm"),
-                     logarithmic=True),
-             _curves(comparison, "Tokens per second", "tokens per second", _column("tok_per_sec"), statistics.fmean),
-             _times(comparison)]         # the lowest figure, which would leave a gap before another one
-    if not any(drawn):
+    figures = [_curves(comparison, f"Training loss, {unit}", "training loss", _column("train/loss"), statistics.fmean),
+               _curves(comparison, f"Distance of each loss to that of {comparison.reference} with the same seed, nats",
+                       "difference of the losses", lambda run: comparison.differences.get(run.name, {}), logarithmic=True),
+               _curves(comparison, f"Validation loss, {unit}", "validation loss", _column("val/loss"), statistics.fmean,
+                       marked=True),
+               _curves(comparison, "Norm of the gradients, before clipping", "gradient norm", _column("grad_norm"),
+                       logarithmic=True),
+               _curves(comparison, "Tokens per second", "tokens per second", _column("tok_per_sec"), statistics.fmean),
+               _times(comparison)]         # last: the lowest figure would leave a gap before another one
+    if not any(figures):
         return []
     names = [f"<span>{svg.swatch(colour)}{escape(kernel.label)}</span>" for colour, kernel in enumerate(comparison.kernels)
              if any(kernel.numbers)]
     legend = f'<div class="legend">{"".join(names)}</div>' if len(names) > 1 else ""
-    return ["<h2>Curves</h2>", legend, f'<div class="plots">{"".join(drawn)}</div>']
+    return ["<h2>Curves</h2>", legend, f'<div class="plots">{"".join(figures)}</div>']
 
 
 def _figure(caption: str, figure: str, note: str = "") -> str:
     """caption: HTML. note: a sentence below the figure."""
-    said = f'<p class="quiet">{escape(note)}</p>' if note else ""
-    return f"<figure><figcaption>{caption}</figcaption>{figure}{said}</figure>" if figure else ""
+    paragraph = f'<p class="quiet">{escape(note)}</p>' if note else ""
+    return f"<figure><figcaption>{caption}</figcaption>{figure}{paragraph}</figure>" if figure else ""
 
 
 def _curves(comparison: Comparison, caption: str, title: str, curve: Callable[[Run], Curve],
             merge: Callable[[Iterable[float]], float] = max, logarithmic: bool = False, marked: bool = False) -> str:
-    """A figure with a line for each run in its kernel's colour, and a sentence on kernels whose lines lie on one another."""
-    drawn = [svg.Line(run.name, colour, list(curve(run).items()), merge, marked)
-             for colour, kernel in enumerate(comparison.kernels) for run in kernel.runs]
-    alike = {tuple(dict.fromkeys(comparison.kernels[line.colour].label for line in group))
-             for group in svg.on_one_another(drawn, logarithmic)}
-    said = [f"{', '.join(labels[:-1])} and {labels[-1]} lie on one another: their dashes alternate."
-            for labels in sorted(alike) if len(labels) > 1]
-    return _figure(escape(caption), svg.lines(title, "step", "", drawn, logarithmic), " ".join(said))
+    """A figure with a line for each run in its kernel's colour, and a sentence on kernels whose lines overlap."""
+    series = [svg.Line(run.name, colour, list(curve(run).items()), merge, marked)
+              for colour, kernel in enumerate(comparison.kernels) for run in kernel.runs]
+    overlaps = {tuple(dict.fromkeys(comparison.kernels[line.colour].label for line in group))
+                for group in svg.overlapping(series, logarithmic)}
+    notes = [f"{', '.join(labels[:-1])} and {labels[-1]} overlap: their dashes alternate."
+             for labels in sorted(overlaps) if len(labels) > 1]
+    return _figure(escape(caption), svg.lines(title, "step", "", series, logarithmic), " ".join(notes))
 
 
 def _published(comparison: Comparison) -> list[str]:
     """The table of a run's mean training losses beside those of the published run whose recipe it follows."""
     rows = [row for run in comparison.runs for row in _published_rows(run)]
-    columns = [Column(header, lambda row, place=place: cell(row[place]))      # type: ignore[misc]
-               for place, header in enumerate(("run", "steps", "published", "this run", "difference"))]
+    columns = [Column(header, lambda row, index=index: cell(row[index]))      # type: ignore[misc]
+               for index, header in enumerate(("run", "steps", "published", "this run", "difference"))]
     return ["<h2>Training loss beside the published run</h2>", table(columns, rows)] if rows else []
 
 
@@ -267,19 +267,19 @@ def _published_rows(run: Run) -> Iterator[tuple[str, ...]]:
 
 
 def _column(name: str) -> Callable[[Run], Curve]:
-    """A function that returns a run's curve, or an empty one instead of a single point, which would be a figure of one dot."""
+    """A function that returns a run's curve, or an empty curve instead of a single point."""
     return lambda run: run.curve(name) if len(run.curve(name)) > 1 else {}
 
 
 def _times(comparison: Comparison) -> str:
-    rows = [(kernel.label, _parts(kernel, step)) for kernel in map(_shown, comparison.kernels)
+    rows = [(kernel.label, _step_parts(kernel, step)) for kernel in map(_shown, comparison.kernels)
             if (step := kernel.median("step_ms")) is not None]
-    legend = " ".join(f'<span><span class="box b{place}"></span>{escape(name)}</span>' for place, (_, name) in enumerate(PARTS))
+    legend = " ".join(f'<span><span class="box b{n}"></span>{escape(name)}</span>' for n, (_, name) in enumerate(PARTS))
     return _figure(f"Time of a step: {legend}", svg.bars("time of a step", units.time, rows))
 
 
-def _parts(kernel: Kernel, step: float) -> list[tuple[str, float]]:
-    """The parts of a step that takes `step` ms. Medians do not add up, so that the last part is what remains."""
+def _step_parts(kernel: Kernel, step: float) -> list[tuple[str, float]]:
+    """The parts of a step of `step` ms. Medians do not add up, so the last part is the remainder."""
     *measured, (_, rest) = PARTS
     parts = [(name, kernel.median(key) or 0.0) for key, name in measured]
     return [*parts, (rest, max(0.0, step - sum(time for _, time in parts)))]
@@ -290,9 +290,10 @@ def _samples(comparison: Comparison) -> list[str]:
         return []
     samples = comparison.runs[0].samples
     shown = samples if len(samples) <= SAMPLES_SHOWN else [samples[0], *samples[1 - SAMPLES_SHOWN:]]
-    return ["<h2>Samples</h2>", *(f'<p class="quiet">step {escape(str(one.get("step")))}</p>'
-                                  f'<pre><b>{escape(str(one.get("prompt", "")))}</b>{escape(str(one.get("text", "")))}</pre>'
-                                  for one in shown)]
+    return ["<h2>Samples</h2>",
+            *(f'<p class="quiet">step {escape(str(sample.get("step")))}</p>'
+              f'<pre><b>{escape(str(sample.get("prompt", "")))}</b>{escape(str(sample.get("text", "")))}</pre>'
+              for sample in shown)]
 
 
 def _setting(comparison: Comparison) -> list[str]:
@@ -318,7 +319,7 @@ def _method(comparison: Comparison) -> str:
         sentences.append(f"Times are medians of {sampled} of each run after the same warm-up; a "
                          "step lasts from receiving its batch to the end of the optimiser's step.")
     if comparison.runs[0].order is not None:
-        sentences.append("The runs were trained one after the other, each in a process of its own, in an order shuffled with "
+        sentences.append("The runs were trained one after the other, each in its own process, in an order shuffled with "
                          "seed 0.")
     return (f'<h2>Method</h2><p class="quiet">{escape(" ".join(sentences))}</p>'
             f"<details><summary>Columns of report.csv</summary>{_pairs(columns(comparison.results))}</details>")

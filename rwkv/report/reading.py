@@ -1,7 +1,7 @@
-"""Reads the files of a run's directory and of a sweep's. A missing file counts as an empty one.
+"""Reads the files in the directory of a run or a sweep. A missing file counts as empty.
 
-For a report, damaged parts are left out and listed in Run.damaged, which the report shows. A run that is continued reads
-metrics.csv and samples.jsonl with the same functions; there, damage is an error.
+A report ignores damaged parts and lists them in Run.damaged. A resumed run reads metrics.csv and samples.jsonl with the same
+functions, for which damage is then an error.
 """
 
 import csv
@@ -27,19 +27,20 @@ SAMPLES = "samples.jsonl"
 SWEEP = "sweep.json"
 TUNED = "tuned.json"                     # written by a run with init_from=
 Curve = dict[int, float]                 # values by step
-Damaged = list[str]                      # a sentence for each part of a file that cannot be read
+Damaged = list[str]                      # a sentence for each unreadable part of a file
 
-# Structures of values for _fits(): a type; a tuple of structures, of which one must fit; [structure of every item];
+# Structures of values for _fits(): a type; a tuple of alternative structures; [structure of every item];
 # [structure, structure] for a pair; {key: structure of its value}; {str: structure of every value}.
 NUMBER = (int, float)
 LAYER = {"errors": {str: {"err_ratio": NUMBER, "max": NUMBER}}, "ranges": {str: [NUMBER, NUMBER]}}
-OF_CONFIG = {"kernel": {"name": str}, "seed": int, "logger": {str: object}}
-OF_MEASURED = {"warm_up": int, "precision": str, "machine": dict,
-               "steps": [{"ms": NUMBER, "forward_ms": NUMBER, "backward_ms": NUMBER}],
-               "errors": {str: {"layers": [LAYER], "allowed": {str: NUMBER}}}}
-OF_TUNED = {"tuned": {"method": str, "base": str, "dtype": str, "trained": int}, "guard": (str, type(None)),
-            "before": {str: NUMBER}, "after": {str: NUMBER}, "samples": [{"prompt": str, "reference": str}]}
-OF_SWEEP = [{"name": str, "status": str, "reason": (str, type(None)), "order": (int, type(None)), "kernel": str, "seed": int}]
+CONFIG_STRUCTURE = {"kernel": {"name": str}, "seed": int, "logger": {str: object}}
+MEASURED_STRUCTURE = {"warm_up": int, "precision": str, "machine": dict,
+                      "steps": [{"ms": NUMBER, "forward_ms": NUMBER, "backward_ms": NUMBER}],
+                      "errors": {str: {"layers": [LAYER], "allowed": {str: NUMBER}}}}
+TUNED_STRUCTURE = {"tuned": {"method": str, "base": str, "dtype": str, "trained": int}, "guard": (str, type(None)),
+                   "before": {str: NUMBER}, "after": {str: NUMBER}, "samples": [{"prompt": str, "reference": str}]}
+SWEEP_STRUCTURE = [{"name": str, "status": str, "reason": (str, type(None)), "order": (int, type(None)), "kernel": str,
+                    "seed": int}]
 
 
 @dataclass
@@ -92,10 +93,10 @@ def read(folder: Path) -> list[Run]:
     if (folder / CONFIG).is_file():
         return [_run(folder, folder.name)]
     entries = read_mapping(folder / SWEEP, json.loads, []).get("runs", [])
-    if not _fits(entries, OF_SWEEP):
-        raise UserError(f"{folder / SWEEP} is damaged: expected a list of runs, each with {', '.join(OF_SWEEP[0])}; remove "
-                        "the file for a report of all runs in the folder")
-    runs = [_of_sweep(folder, entry) for entry in entries] or [
+    if not _fits(entries, SWEEP_STRUCTURE):
+        raise UserError(f"{folder / SWEEP} is damaged: expected a list of runs, each with {', '.join(SWEEP_STRUCTURE[0])}; "
+                        "remove the file for a report of all runs in the folder")
+    runs = [_sweep_run(folder, entry) for entry in entries] or [
         _run(path.parent, path.parent.name) for path in sorted(folder.glob(f"*/{CONFIG}")) if path.parent.name != LATEST.name]
     if not runs:
         raise UserError(f"no run in {folder}: expected the directory of a run (with {CONFIG}) or of a sweep (with {SWEEP})")
@@ -103,14 +104,14 @@ def read(folder: Path) -> list[Run]:
 
 
 def is_finished(folder: Path) -> bool:
-    """Whether the run in `folder` was trained to its last step, and validated after it."""
+    """Whether the run in `folder` was trained to its last step and then validated."""
     return read_mapping(folder / KERNEL, json.loads, []).get("finished") is True
 
 
 def read_metrics(path: Path, damaged: Damaged | None = None) -> list[dict[str, str]]:
-    """The rows of a metrics.csv; each has a whole number as its step. Values are None at the end of a row that a kill cut off.
+    """The rows of a metrics.csv; each has an integer step. Values are None at the end of a row that a kill truncated.
 
-    Damage raises UserError; if `damaged` is given, damaged parts are left out and noted there.
+    Damage raises UserError; with `damaged`, damaged parts are skipped and reported there.
     """
     rows: list[dict[str, str]] = []
     if not path.is_file():
@@ -119,17 +120,17 @@ def read_metrics(path: Path, damaged: Damaged | None = None) -> list[dict[str, s
         try:
             rows.extend(csv.DictReader(file))
         except csv.Error as error:
-            _note(path, f"cannot be read after its row {len(rows)}: {error}", damaged)
+            _report_damage(path, f"cannot be read after its row {len(rows)}: {error}", damaged)
     with_step = [row for row in rows if re.fullmatch(r"\s*-?\d+\s*", row.get("step") or "")]
     if len(with_step) < len(rows):
-        _note(path, f"has {counted(len(rows) - len(with_step), 'row')} without the number of a step", damaged)
+        _report_damage(path, f"has {counted(len(rows) - len(with_step), 'row')} without a step number", damaged)
     return with_step
 
 
 def read_samples(path: Path, damaged: Damaged | None = None) -> list[dict[str, Any]]:
-    """The lines of a samples.jsonl: step, prompt and text. A last line without its line end, cut off by a kill, is left out.
+    """The lines of a samples.jsonl: step, prompt and text. A last line without its line end, truncated by a kill, is skipped.
 
-    Damage raises UserError; if `damaged` is given, damaged parts are left out and noted there.
+    Damage raises UserError; with `damaged`, damaged parts are skipped and reported there.
     """
     if not path.is_file():
         return []
@@ -140,17 +141,17 @@ def read_samples(path: Path, damaged: Damaged | None = None) -> list[dict[str, A
             try:
                 samples.append(parse(line, f"line {number}"))
             except UserError as error:
-                _note(path, str(error), damaged)
+                _report_damage(path, str(error), damaged)
     return samples
 
 
-def _note(path: Path, problem: str, damaged: Damaged | None) -> None:
+def _report_damage(path: Path, problem: str, damaged: Damaged | None) -> None:
     if damaged is None:
         raise UserError(f"{path} is damaged: {problem}; repair or remove the file")
-    damaged.append(f"{path.name}: {problem}; this part is left out")
+    damaged.append(f"{path.name}: {problem}; ignoring this part")
 
 
-def _of_sweep(folder: Path, entry: dict[str, Any]) -> Run:
+def _sweep_run(folder: Path, entry: dict[str, Any]) -> Run:
     run = _run(folder / entry["name"], entry["name"])
     run.status = entry["status"]
     run.reason = entry["reason"]
@@ -162,17 +163,18 @@ def _of_sweep(folder: Path, entry: dict[str, Any]) -> Run:
 
 def _run(folder: Path, name: str) -> Run:
     damaged: Damaged = []
-    config = _fitting(read_mapping(folder / CONFIG, yaml.safe_load, damaged), OF_CONFIG, CONFIG, damaged)
-    measured = _fitting(read_mapping(folder / KERNEL, json.loads, damaged), OF_MEASURED, KERNEL, damaged)
+    config = _valid_values(read_mapping(folder / CONFIG, yaml.safe_load, damaged), CONFIG_STRUCTURE, CONFIG, damaged)
+    measured = _valid_values(read_mapping(folder / KERNEL, json.loads, damaged), MEASURED_STRUCTURE, KERNEL, damaged)
     return Run(name, kernel=config.get("kernel", {}).get("name", ""), seed=config.get("seed", 0),
                status="finished" if measured.get("finished") else "not finished",
                config=config, metrics=_curves(read_metrics(folder / METRICS, damaged)), measured=measured,
                samples=read_samples(folder / SAMPLES, damaged),
-               tuned=_fitting(read_mapping(folder / TUNED, json.loads, damaged), OF_TUNED, TUNED, damaged), damaged=damaged)
+               tuned=_valid_values(read_mapping(folder / TUNED, json.loads, damaged), TUNED_STRUCTURE, TUNED, damaged),
+               damaged=damaged)
 
 
 def _curves(rows: list[dict[str, str]]) -> dict[str, Curve]:
-    """The columns of numbers. Of a row that a kill cut off, the complete part is used."""
+    """The columns of numbers. A row that a kill truncated counts up to its last complete value."""
     curves: dict[str, Curve] = {}
     for row in rows:
         for name, text in row.items():
@@ -191,30 +193,30 @@ def _number(text: Any) -> float | None:
 
 
 def read_mapping(path: Path, parse_text: Callable[[str], Any], damaged: Damaged) -> dict[str, Any]:
-    """The mapping in a file; {} for a missing file, and for a damaged one, which is noted in `damaged`."""
+    """The mapping in a file; {} for a missing file, and for a damaged one, which is reported in `damaged`."""
     if not path.is_file():
         return {}
     try:
-        found = parse_text(path.read_text(encoding="utf-8"))
+        content = parse_text(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        damaged.append(f"{path.name}: cannot be read ({' '.join(str(error).split())}); it is left out")
+        damaged.append(f"{path.name}: cannot be read ({' '.join(str(error).split())}); ignoring it")
         return {}
-    if not isinstance(found, dict):
-        damaged.append(f"{path.name}: expected a mapping, found a {type(found).__name__}; it is left out")
+    if not isinstance(content, dict):
+        damaged.append(f"{path.name}: must be a mapping; got a {type(content).__name__}; ignoring it")
         return {}
-    return found
+    return content
 
 
-def _fitting(found: dict[str, Any], structure: dict[str, Any], name: str, damaged: Damaged) -> dict[str, Any]:
-    """The mapping without values that do not have the structure that the report needs."""
-    wrong = [key for key, expected in structure.items() if key in found and not _fits(found[key], expected)]
-    damaged += [f"{name}: the value of {key} is not one that training writes; it is left out" for key in wrong]
-    return {key: value for key, value in found.items() if key not in wrong}
+def _valid_values(content: dict[str, Any], structure: dict[str, Any], name: str, damaged: Damaged) -> dict[str, Any]:
+    """The mapping without values whose structure the report cannot use."""
+    invalid = [key for key, expected in structure.items() if key in content and not _fits(content[key], expected)]
+    damaged += [f"{name}: the value of {key} is not one that training writes; ignoring it" for key in invalid]
+    return {key: value for key, value in content.items() if key not in invalid}
 
 
 def _fits(value: Any, structure: Any) -> bool:
     if isinstance(structure, tuple):
-        return any(_fits(value, each) for each in structure)
+        return any(_fits(value, inner) for inner in structure)
     if isinstance(structure, list):
         right_length = isinstance(value, list) and len(structure) in (1, len(value))
         return right_length and all(_fits(item, structure[0]) for item in value)
@@ -223,5 +225,5 @@ def _fits(value: Any, structure: Any) -> bool:
     if not isinstance(value, dict):
         return False
     if str in structure:
-        return all(_fits(each, structure[str]) for each in value.values())
-    return all(key in value and _fits(value[key], each) for key, each in structure.items())
+        return all(_fits(inner, structure[str]) for inner in value.values())
+    return all(key in value and _fits(value[key], inner) for key, inner in structure.items())

@@ -17,11 +17,11 @@ RIGHT = 12
 TOP = 10
 BOTTOM = 40
 SMALLEST = 1e-300                        # smaller values are not drawn on a logarithmic axis
-MOST_POINTS = 400                        # points of a line; in a longer line, neighbours are merged into one point
+MOST_POINTS = 400                        # points of a line; longer lines merge neighbours into one point
 COLOURS = 10                             # number of colours in the style sheet
 DASHES = ("", "6 3", "2 3")
-SAME = 1.5                               # lines at this distance, a line's width, look like one line
-SHARE = 9                                # length of each line's dashes where lines lie on one another
+SAME = 1.5                               # lines within this distance, a line's width, look like one line
+DASH = 9                                 # length of the dashes of overlapping lines
 BAR = 18                                 # height of a bar
 GAP = 10                                 # space between two bars
 NAMES = 110                              # width for the names of bars
@@ -33,7 +33,7 @@ Point = tuple[float, float]
 @dataclass(frozen=True)
 class Line:
     """colour: a number; from COLOURS on, the colours repeat with dashes. merge: computes the value of neighbours that are
-    merged into one point. marked: every point has a dot. Lines that lie on one another alternate their dashes and have rings
+    merged into one point. marked: every point has a dot. Overlapping lines alternate their dashes and have rings
     around dots.
     """
 
@@ -62,34 +62,34 @@ class Axis:
         return _decades(self.low, self.high) if self.logarithmic else _round_steps(self.low, self.high)
 
 
-def lines(title: str, x_name: str, y_name: str, drawn: Sequence[Line], logarithmic: bool = False) -> str:
-    """A figure of lines; "" with nothing to draw. logarithmic: of the y axis; then only values above SMALLEST are drawn."""
-    placed = _placed(drawn, logarithmic)
-    if not placed:
+def lines(title: str, x_name: str, y_name: str, series: Sequence[Line], logarithmic: bool = False) -> str:
+    """A figure of lines; "" with nothing to draw. logarithmic: of the y axis, for values above SMALLEST."""
+    positioned = _positioned(series, logarithmic)
+    if not positioned:
         return ""
-    dashes = {id(line): (place, len(group)) for group in _groups(placed) for place, line in enumerate(group)}
-    drawn_lines = [_line(line, places, *dashes[id(line)]) for line, places in placed]
-    return _figure(title, HEIGHT, [*_grid(*_axes(drawn, logarithmic), x_name, y_name), *drawn_lines])
+    dashes = {id(line): (index, len(group)) for group in _groups(positioned) for index, line in enumerate(group)}
+    elements = [_line(line, positions, *dashes[id(line)]) for line, positions in positioned]
+    return _figure(title, HEIGHT, [*_grid(*_axes(series, logarithmic), x_name, y_name), *elements])
 
 
-def on_one_another(drawn: Sequence[Line], logarithmic: bool = False) -> list[list[Line]]:
-    """The lines that the eye cannot tell apart in the figure of `drawn`, in groups of at least two."""
-    return [group for group in _groups(_placed(drawn, logarithmic)) if len(group) > 1]
+def overlapping(series: Sequence[Line], logarithmic: bool = False) -> list[list[Line]]:
+    """Groups of at least two lines that look the same in the figure of `series`."""
+    return [group for group in _groups(_positioned(series, logarithmic)) if len(group) > 1]
 
 
 def bars(title: str, form: Callable[[float], str], rows: Sequence[tuple[str, Sequence[tuple[str, float]]]]) -> str:
     """One bar for each row, stacked from its parts (name, value), with their sum beside it; "" with nothing to draw.
 
-    form: writes a value with its unit.
+    form: formats a value with its unit.
     """
     rows = [(name, [(part, value) for part, value in parts if math.isfinite(value) and value >= 0]) for name, parts in rows]
     rows = [(name, parts) for name, parts in rows if parts]
     if not rows:
         return ""
     x = Axis(0, max(sum(value for _, value in parts) for _, parts in rows) * 1.25 or 1.0, NAMES, WIDTH - RIGHT)
-    drawn = [element for row, (name, parts) in enumerate(rows)
-             for element in _bar(name, parts, x, TOP + row * (BAR + GAP), form)]
-    return _figure(title, TOP + len(rows) * (BAR + GAP), drawn)
+    elements = [element for row, (name, parts) in enumerate(rows)
+                for element in _bar(name, parts, x, TOP + row * (BAR + GAP), form)]
+    return _figure(title, TOP + len(rows) * (BAR + GAP), elements)
 
 
 def swatch(colour: int) -> str:
@@ -102,13 +102,13 @@ def _bar(name: str, parts: Sequence[tuple[str, float]], x: Axis, top: float,
     middle = top + BAR / 2 + 4
     begin = 0.0
     short = name if len(name) <= 16 else f"{name[:15]}…"
-    drawn = [f'<text x="{NAMES - 8}" y="{middle:.1f}" class="end">{escape(short)}<title>{escape(name)}</title></text>']
-    for place, (part, value) in enumerate(parts):
+    elements = [f'<text x="{NAMES - 8}" y="{middle:.1f}" class="end">{escape(short)}<title>{escape(name)}</title></text>']
+    for n, (part, value) in enumerate(parts):
         width = x(begin + value) - x(begin)
-        drawn.append(f'<rect x="{x(begin):.1f}" y="{top:.1f}" width="{width:.1f}" height="{BAR}" class="b{place}">'
-                     f"<title>{escape(name)}, {escape(part)}: {escape(form(value))}</title></rect>")
+        elements.append(f'<rect x="{x(begin):.1f}" y="{top:.1f}" width="{width:.1f}" height="{BAR}" class="b{n}">'
+                        f"<title>{escape(name)}, {escape(part)}: {escape(form(value))}</title></rect>")
         begin += value
-    return [*drawn, f'<text x="{x(begin) + 5:.1f}" y="{middle:.1f}">{escape(form(begin))}</text>']
+    return [*elements, f'<text x="{x(begin) + 5:.1f}" y="{middle:.1f}">{escape(form(begin))}</text>']
 
 
 def _figure(title: str, height: float, elements: Iterable[str]) -> str:
@@ -128,53 +128,53 @@ def _grid(x: Axis, y: Axis, x_name: str, y_name: str) -> list[str]:
             f'<text transform="translate(12 {middle:.0f}) rotate(-90)" class="middle">{escape(y_name)}</text>']
 
 
-def _axes(drawn: Sequence[Line], logarithmic: bool) -> tuple[Axis, Axis]:
-    points = [point for line in drawn for point in _drawable(line, logarithmic)]
+def _axes(series: Sequence[Line], logarithmic: bool) -> tuple[Axis, Axis]:
+    points = [point for line in series for point in _drawable(line, logarithmic)]
     xs = [x for x, _ in points]
     ys = [y for _, y in points]
-    return (Axis(*_apart(min(xs), max(xs)), LEFT, WIDTH - RIGHT),
+    return (Axis(*_widened(min(xs), max(xs)), LEFT, WIDTH - RIGHT),
             Axis(*_bounds(min(ys), max(ys), logarithmic), HEIGHT - BOTTOM, TOP, logarithmic))
 
 
-def _placed(drawn: Sequence[Line], logarithmic: bool) -> list[tuple[Line, list[Point]]]:
-    """The lines that have something to draw, with the places of their points in the figure from left to right."""
-    kept = [(line, points) for line in drawn if (points := _drawable(line, logarithmic))]
-    if not kept:
+def _positioned(series: Sequence[Line], logarithmic: bool) -> list[tuple[Line, list[Point]]]:
+    """The lines with something to draw, and the positions of their points in the figure from left to right."""
+    drawable = [(line, points) for line in series if (points := _drawable(line, logarithmic))]
+    if not drawable:
         return []
-    x, y = _axes(drawn, logarithmic)
-    return [(line, [(x(step), y(value)) for step, value in points]) for line, points in kept]
+    x, y = _axes(series, logarithmic)
+    return [(line, [(x(step), y(value)) for step, value in points]) for line, points in drawable]
 
 
-def _groups(placed: Sequence[tuple[Line, list[Point]]]) -> list[list[Line]]:
+def _groups(positioned: Sequence[tuple[Line, list[Point]]]) -> list[list[Line]]:
     """The lines in groups. Wherever both are drawn, a line is at most SAME away from the first line of its group."""
     groups: list[tuple[list[Point], list[Line]]] = []
-    for line, places in placed:
-        group = next((lines for first, lines in groups if _lie_on(places, first)), None)
+    for line, positions in positioned:
+        group = next((lines for first, lines in groups if _overlap(positions, first)), None)
         if group is None:
-            groups.append((places, [line]))
+            groups.append((positions, [line]))
         else:
             group.append(line)
     return [lines for _, lines in groups]
 
 
-def _lie_on(one: list[Point], other: list[Point]) -> bool:
+def _overlap(first: list[Point], second: list[Point]) -> bool:
     """Whether the shorter of two lines lies on the longer."""
-    shorter, longer = sorted((one, other), key=lambda places: places[-1][0] - places[0][0])
+    shorter, longer = sorted((first, second), key=lambda positions: positions[-1][0] - positions[0][0])
     inside = [(x, y) for x, y in shorter if longer[0][0] <= x <= longer[-1][0]]
     heights = np.interp([x for x, _ in inside], [x for x, _ in longer], [y for _, y in longer])
     return bool(inside) and all(abs(y - height) <= SAME for (_, y), height in zip(inside, heights, strict=True))
 
 
-def _line(line: Line, places: Sequence[Point], turn: int, sharing: int) -> str:
-    """sharing: the number of lines that lie on one another. turn: the number of this line among them."""
+def _line(line: Line, positions: Sequence[Point], index: int, n_overlapping: int) -> str:
+    """n_overlapping: the number of lines that overlap. index: of this line among them."""
     dots = ""
-    if line.marked or len(places) == 1:
-        dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{3 + turn}"{HOLLOW if turn else ""}/>' for x, y in places)
-    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in places)
+    if line.marked or len(positions) == 1:
+        dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{3 + index}"{HOLLOW if index else ""}/>' for x, y in positions)
+    points = " ".join(f"{x:.1f},{y:.1f}" for x, y in positions)
     stroke = _stroke(line.colour)
-    if sharing > 1:
-        stroke = (f'class="line c{line.colour % COLOURS}" stroke-dasharray="{SHARE} {SHARE * (sharing - 1)}" '
-                  f'stroke-dashoffset="{-SHARE * turn}"')
+    if n_overlapping > 1:
+        stroke = (f'class="line c{line.colour % COLOURS}" stroke-dasharray="{DASH} {DASH * (n_overlapping - 1)}" '
+                  f'stroke-dashoffset="{-DASH * index}"')
     return f'<g {stroke}><polyline points="{points}"/>{dots}<title>{escape(line.name)}</title></g>'
 
 
@@ -196,11 +196,11 @@ def _bounds(low: float, high: float, logarithmic: bool) -> tuple[float, float]:
         lowest = 10.0 ** math.floor(math.log10(low))
         highest = 10.0 ** math.ceil(math.log10(high))
         return lowest, highest if highest > lowest else 10 * lowest
-    low, high = _apart(low, high)
+    low, high = _widened(low, high)
     return low - 0.03 * (high - low), high + 0.03 * (high - low)
 
 
-def _apart(low: float, high: float) -> tuple[float, float]:
+def _widened(low: float, high: float) -> tuple[float, float]:
     """The range, widened if it is too narrow for distinct ticks."""
     size = max(abs(low), abs(high))
     margin = max(0.5, 1e-6 * size)

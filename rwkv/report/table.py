@@ -14,27 +14,28 @@ class Column(NamedTuple):
 
 
 def table(columns: Sequence[Column], rows: Sequence[Any], style: str = "",
-          instead: Callable[[Any], str | None] = lambda row: None) -> str:
-    """A table without columns that are empty in all rows. instead: returns words that replace a row's later cells, or None."""
-    words = [instead(row) for row in rows]
-    cells = [[column.cell(row) for column in columns] if said is None else [columns[0].cell(row)]
-             for row, said in zip(rows, words, strict=True)]
-    whole = [of_row for of_row, said in zip(cells, words, strict=True) if said is None]
-    shown = [place for place in range(len(columns)) if any(of_row[place] for of_row in whole)] or [*range(len(columns))][:2]
+          message_for: Callable[[Any], str | None] = lambda row: None) -> str:
+    """A table without empty columns. message_for(row): a message in place of the row's later cells, or None."""
+    messages = [message_for(row) for row in rows]
+    cells = [[column.cell(row) for column in columns] if message is None else [columns[0].cell(row)]
+             for row, message in zip(rows, messages, strict=True)]
+    complete = [row_cells for row_cells, message in zip(cells, messages, strict=True) if message is None]
+    indices = [index for index in range(len(columns)) if any(row_cells[index] for row_cells in complete)]
+    indices = indices or [*range(len(columns))][:2]
     head = "".join(f"<th{' class=text' if column.words else ''}>{escape(column.header)}</th>"
-                   for column in (columns[place] for place in shown))
+                   for column in (columns[index] for index in indices))
     body = ""
-    for of_row, said in zip(cells, words, strict=True):
-        if said is None:
-            of_row = [of_row[place] for place in shown]
+    for row_cells, message in zip(cells, messages, strict=True):
+        if message is None:
+            row_cells = [row_cells[index] for index in indices]
         else:
-            of_row.append(f'<td class="text" colspan="{max(1, len(shown) - 1)}">{escape(said)}</td>')
-        body += f"<tr>{''.join(cell or '<td></td>' for cell in of_row)}</tr>"
+            row_cells.append(f'<td class="text" colspan="{max(1, len(indices) - 1)}">{escape(message)}</td>')
+        body += f"<tr>{''.join(cell or '<td></td>' for cell in row_cells)}</tr>"
     return f'<div class="scroll {style}"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
-def text(said: object) -> str:
-    return "" if said is None else f'<td class="text">{escape(str(said))}</td>'
+def text(value: object) -> str:
+    return "" if value is None else f'<td class="text">{escape(str(value))}</td>'
 
 
 def cell(value: object, form: Callable[[Any], str] = str, bad: bool = False) -> str:

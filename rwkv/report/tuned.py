@@ -1,4 +1,4 @@
-"""The part of a report about tuning: what was trained, and losses and answers before and after."""
+"""The tuning section of a report: the trained weights, and losses and answers before and after."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -15,7 +15,7 @@ WHEN = ("before", "after")
 UNITS_OF_PAIRS = {"val": ": the objective, per pair", "guard": ": nats per token"}
 PLACES = 4                               # decimal places of losses
 STYLE = """
-.said td { white-space: pre-wrap; overflow-wrap: anywhere; text-align: left; min-width: 8em; }
+.answers td { white-space: pre-wrap; overflow-wrap: anywhere; text-align: left; min-width: 8em; }
 """
 
 
@@ -25,8 +25,8 @@ def changes(runs: Sequence[Run]) -> list[str]:
     if not tuned:
         return []
     several = len(runs) > 1
-    said = [f"<p>{escape(f'{run.name}: ' if several else '')}{escape(what_was_tuned(run))}</p>" for run in tuned
-            if "tuned" in run.tuned]
+    sentences = [f"<p>{escape(f'{run.name}: ' if several else '')}{escape(what_was_tuned(run))}</p>" for run in tuned
+                 if "tuned" in run.tuned]
     rows = [(run, subject) for run in tuned for subject in SUBJECTS
             if any(f"{subject}/{measure}" in run.tuned.get(when, {}) for measure in MEASURES for when in WHEN)]
     measures = MEASURES | ({"loss": "loss"} if any(map(_learns_pairs, tuned)) else {})
@@ -35,27 +35,27 @@ def changes(runs: Sequence[Run]) -> list[str]:
     for measure, words in measures.items():
         columns += [*(Column(f"{words}, {when}", partial(_loss, measure, when)) for when in WHEN),
                     Column(f"{words}, change", partial(_change, measure))]
-    return ["<h2>What tuning gained and lost</h2>", *said, table(columns, rows)]
+    return ["<h2>What tuning gained and lost</h2>", *sentences, table(columns, rows)]
 
 
 def answers(runs: Sequence[Run]) -> list[str]:
     """The table of held-out prompts of a single run, with the answers in the data and the model's answers."""
     samples = runs[0].tuned.get("samples", []) if len(runs) == 1 else []
     headers = {"prompt": "prompt", "reference": "in the data", **{when: f"model, {when}" for when in WHEN}}
-    columns = [Column(header, lambda sample, name=name: _said(sample.get(name)), words=True)      # type: ignore[misc]
+    columns = [Column(header, lambda sample, name=name: _text_cell(sample.get(name)), words=True)      # type: ignore[misc]
                for name, header in headers.items()]
     if not samples:
         return []
     return ["<h2>Held-out prompts, before and after</h2>",
             '<p class="quiet">Answers are the likeliest text (temperature 0), of trainer.sample_tokens at most.</p>',
-            table(columns, samples, "said")]
+            table(columns, samples, "answers")]
 
 
-def _said(said: str | None) -> str:
-    """A cell with a text, which says so if nothing of it can be seen."""
-    if said is None or str(said).strip():
-        return text(said)
-    return f'<td class="text"><small>{"white space" if said else "no text"}</small></td>'
+def _text_cell(value: str | None) -> str:
+    """A cell with a text, or with a remark if the text is invisible."""
+    if value is None or str(value).strip():
+        return text(value)
+    return f'<td class="text"><small>{"white space" if value else "no text"}</small></td>'
 
 
 def what_was_tuned(run: Run) -> str:
@@ -64,12 +64,12 @@ def what_was_tuned(run: Run) -> str:
     values = counted(tuned["trained"], "value")
     if tuned["method"] == "full":
         return f"Trained all weights of {tuned['base']}: {values}, in {tuned['dtype']}."
-    what = "the state before the first token"
+    weights = "the state before the first token"
     if tuned["method"] == "lora":
         modules = tuned.get("modules")
-        named = ", ".join(map(str, modules)) if isinstance(modules, list) else modules
-        what = f"a LoRA of rank {tuned.get('rank')}, alpha {_number(tuned.get('alpha'))}, on {named}"
-    return f"Trained {what}: {values} beside the frozen weights of {tuned['base']} in {tuned['dtype']}."
+        names = ", ".join(map(str, modules)) if isinstance(modules, list) else modules
+        weights = f"a LoRA of rank {tuned.get('rank')}, alpha {_number(tuned.get('alpha'))}, on {names}"
+    return f"Trained {weights}: {values} beside the frozen weights of {tuned['base']} in {tuned['dtype']}."
 
 
 def _number(value: object) -> str:
@@ -77,14 +77,14 @@ def _number(value: object) -> str:
 
 
 def _learns_pairs(run: Run) -> bool:
-    """As numbers.learns_pairs, but without metrics.csv."""
+    """As numbers.learns_pairs, without metrics.csv."""
     return f"val/{REWARDS[0]}" in run.tuned.get("before", {})
 
 
 def _subject(row: tuple[Run, str]) -> str:
     run, subject = row
-    named = f"{SUBJECTS[subject]} ({run.tuned.get('guard')})" if subject == "guard" else SUBJECTS[subject]
-    return text(named + (UNITS_OF_PAIRS[subject] if _learns_pairs(run) else ""))
+    label = f"{SUBJECTS[subject]} ({run.tuned.get('guard')})" if subject == "guard" else SUBJECTS[subject]
+    return text(label + (UNITS_OF_PAIRS[subject] if _learns_pairs(run) else ""))
 
 
 def _loss(measure: str, when: str, row: tuple[Run, str]) -> str:

@@ -1,6 +1,6 @@
-"""Numbers of a report as people read them: three significant digits, in the unit that keeps them short."""
+"""Formats numbers of a report: three significant digits, in the unit that keeps them short."""
 
-# For each unit: the smallest time that is written in it, in ms, and its length in ms
+# For each unit: the smallest time in it, in ms, and its length in ms
 TIMES = ((120_000.0, 60_000.0, "min"), (999.5, 1_000.0, "s"), (0.9995, 1.0, "ms"), (0.0, 1e-3, "µs"))
 
 

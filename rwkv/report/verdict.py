@@ -1,4 +1,4 @@
-"""The result of a sweep in sentences: the fastest kernel, by how much, and how certain that is."""
+"""The result of a sweep in sentences: the fastest kernel, its lead, and how certain it is."""
 
 import math
 
@@ -26,19 +26,19 @@ def _fastest(comparison: Comparison) -> str:
         return ""
     best, *others = reversed(ranked)
     speed = best.median(SPEED)
-    said = f"{best.label} is the fastest: {units.count(speed or 0.0)} tokens/s"
+    sentence = f"{best.label} is the fastest: {units.count(speed or 0.0)} tokens/s"
     ratio = speed_ratio(best, comparison)
     if best.runs[0].kernel != comparison.reference and ratio:
-        said += f", {ratio:.2f} times as many as with {comparison.reference}"
+        sentence += f", {ratio:.2f} times as many as with {comparison.reference}"
     else:
-        said += f"; the next, {others[0].label}, has {units.count(others[0].median(SPEED) or 0.0)}"
-    return f"{said}. {_certainty(best, others)}"
+        sentence += f"; the next, {others[0].label}, has {units.count(others[0].median(SPEED) or 0.0)}"
+    return f"{sentence}. {_certainty(best, others)}"
 
 
 def _certainty(best: Kernel, others: list[Kernel]) -> str:
     """A sentence on how certain the order of speeds is, by the spread over the seeds."""
     if min(len(kernel.values(SPEED)) for kernel in (best, *others)) < 2:
-        return "With one run of a kernel nothing says how much its speed varies."
+        return "With one run of a kernel, the variation of its speed is unknown."
     close = [kernel.label for kernel in others if max(kernel.values(SPEED)) >= min(best.values(SPEED))]
     if close:
         return f"Its speeds overlap with those of {' and '.join(close)}, which may be as fast."
@@ -56,16 +56,16 @@ def _lowest_loss(comparison: Comparison) -> str:
 
 
 def _ranked(comparison: Comparison, name: str) -> list[Kernel]:
-    """The kernels with finished runs whose `name` was measured, the smallest median first."""
+    """The kernels whose finished runs have `name`, the smallest median first."""
     medians = [(kernel.finished().median(name), kernel.finished()) for kernel in comparison.kernels]
     measured = [(median, kernel) for median, kernel in medians if median is not None and math.isfinite(median)]
-    return [kernel for _, kernel in sorted(measured, key=lambda one: one[0])]
+    return [kernel for _, kernel in sorted(measured, key=lambda pair: pair[0])]
 
 
 def speed_ratio(kernel: Kernel, comparison: Comparison) -> float | None:
-    """The kernel's throughput divided by that of the reference with the same other options; None where one was not measured."""
+    """The kernel's throughput over that of the reference with the same options; None if one was not measured."""
     label = f"{comparison.reference}{kernel.label.removeprefix(kernel.runs[0].kernel)}"
-    reference = next((one for one in comparison.kernels if one.label == label), None)
+    reference = next((candidate for candidate in comparison.kernels if candidate.label == label), None)
     speed = kernel.median(SPEED)
     reference_speed = reference.finished().median(SPEED) if reference else None
     return speed / reference_speed if speed and reference_speed else None

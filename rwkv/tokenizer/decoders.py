@@ -1,7 +1,7 @@
-"""Token ids to text, id by id, at a constant cost for each. A character is returned only when all its bytes are known.
+"""Token ids to text, id by id, at constant cost per id. A character is returned once all its bytes are known.
 
 Bytes that are not UTF-8 become U+FFFD as soon as no later byte can complete them. Some vocabularies drop the space before the
-first word of a text, so a decoder whose text continues other ids is given those ids first (go_on_after).
+first word of a text, so a decoder whose text continues other ids receives those ids first (continue_after).
 """
 
 import codecs
@@ -13,23 +13,23 @@ from rwkv.errors import UserError
 
 REPLACEMENT = "\ufffd"
 LONGEST_CHARACTER = 4                    # bytes
-LAST_IDS = 128                           # number of ids at a text's end that are kept for decoding the text after it
+LAST_IDS = 128                           # ids at a text's end that suffice to decode the text after it
 
 
 class Decoder(Protocol):
     """Decodes one text, id by id."""
 
-    def go_on_after(self, ids: Sequence[int]) -> None:
+    def continue_after(self, ids: Sequence[int]) -> None:
         """Makes the following ids continue `ids`. Of the text of `ids`, only an incomplete last character is still returned."""
 
     def push(self, token: int) -> str:
         """The text that `token` completes, perhaps "". Raises UserError for an id outside the vocabulary."""
 
     def flush(self) -> str:
-        """The text that is still held back at the end: U+FFFD for an incomplete character, else ""."""
+        """The pending text at the end: U+FFFD for an incomplete character, else ""."""
 
     def decode(self, ids: Iterable[int]) -> str:
-        """The whole text of `ids`: what push and flush return for them. Raises UserError as push does."""
+        """The whole text of `ids`, as push and flush return it. Raises UserError as push does."""
 
     def names(self, tokens: Sequence[int], before: Sequence[int]) -> list[str]:
         """The text of each of `tokens` by itself directly after `before`; an incomplete character is U+FFFD."""
@@ -45,7 +45,7 @@ class BytesDecoder:
         self._table = table
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
 
-    def go_on_after(self, ids: Sequence[int]) -> None:
+    def continue_after(self, ids: Sequence[int]) -> None:
         last = (token for token in reversed(ids) if self._table[require_id(token, len(self._table))])
         for token in reversed([*islice(last, LONGEST_CHARACTER)]):
             self.push(token)
@@ -75,21 +75,21 @@ class TextDecoder:
     """A Decoder for a vocabulary whose tokens are not bytes. decode: the library's function from ids to text.
 
     A token's text may depend on the token before it, so each call decodes the pending ids together with those whose text was
-    returned last. Text that ends in U+FFFD is held back, for at most LONGEST ids, because the next id may complete it; the
-    library's own DecodeStream holds it back for ever and has no flush. skipped: ids that decode to nothing.
+    returned last. Text that ends in U+FFFD stays pending, for at most LONGEST ids, because the next id may complete it; the
+    library's DecodeStream keeps it pending for ever and has no flush. skipped: ids that decode to nothing.
     """
 
     LONGEST = 8                          # ids
-    BEFORE = 64                          # ids; earlier ones change neither the following text nor the text held back
+    BEFORE = 64                          # ids; earlier ones change neither the following nor the pending text
 
     def __init__(self, decode: Callable[[list[int]], str], vocab_size: int, skipped: set[int]) -> None:
         self._decode = decode
         self._vocab_size = vocab_size
         self._skipped = skipped
-        self._shown: list[int] = []
+        self._returned: list[int] = []
         self._pending: list[int] = []
 
-    def go_on_after(self, ids: Sequence[int]) -> None:
+    def continue_after(self, ids: Sequence[int]) -> None:
         for token in self._last(ids, self.BEFORE):
             self.push(token)
 
@@ -101,13 +101,13 @@ class TextDecoder:
         text = self._new_text()
         if text.endswith(REPLACEMENT) and len(self._pending) < self.LONGEST:
             return ""
-        self._shown = self._pending
+        self._returned = self._pending
         self._pending = []
         return text
 
     def flush(self) -> str:
         text = self._new_text() if self._pending else ""
-        self._shown = []
+        self._returned = []
         self._pending = []
         return text
 
@@ -118,8 +118,8 @@ class TextDecoder:
         return None
 
     def names(self, tokens: Sequence[int], before: Sequence[int]) -> list[str]:
-        shown = self._last(before, 1)
-        return ["" if require_id(token, self._vocab_size) in self._skipped else self._text_after(shown, [int(token)])
+        returned = self._last(before, 1)
+        return ["" if require_id(token, self._vocab_size) in self._skipped else self._text_after(returned, [int(token)])
                 for token in tokens]
 
     def _last(self, ids: Sequence[int], count: int) -> list[int]:
@@ -127,11 +127,11 @@ class TextDecoder:
         return [*islice((int(token) for token in reversed(ids) if token not in self._skipped), count)][::-1]
 
     def _new_text(self) -> str:
-        return self._text_after(self._shown, self._pending)
+        return self._text_after(self._returned, self._pending)
 
-    def _text_after(self, shown: list[int], pending: list[int]) -> str:
-        before = self._decode(shown) if shown else ""
-        text = self._decode(shown + pending)
+    def _text_after(self, returned: list[int], pending: list[int]) -> str:
+        before = self._decode(returned) if returned else ""
+        text = self._decode(returned + pending)
         return text[len(before):] if text.startswith(before) else self._decode(pending)
 
 

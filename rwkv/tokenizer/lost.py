@@ -3,11 +3,11 @@
 A file of the `tokenizers` library may drop characters that its vocabulary lacks, put an unknown token in their place, lower
 their case, or remove accents, newlines and runs of spaces. A byte is lost if the decoded text lacks it. Their number is the
 length of the text in UTF-8 less the length of its longest common subsequence with the decoded text. Unknown tokens decode to
-nothing here. No loss are: text that decoding adds, such as spaces between tokens; one space at a text's beginning, which
-SentencePiece adds and its decoders remove; and the changes of a decoder's clean-up, which is turned off here.
+nothing here. Not counted: text that decoding adds, such as spaces between tokens; one space at a text's beginning, which
+SentencePiece adds and its decoders remove; and the changes of a decoder's clean-up, which is disabled here.
 
-The tokenizers byte, char and world lose nothing. For byte-level BPE and byte fallback the file's definition shows that nothing
-is lost, perhaps under a condition on the text, such as that it is in the form NFC. Only other texts are decoded and compared.
+The tokenizers byte, char and world lose nothing. For byte-level BPE and byte fallback the file's definition implies that
+nothing is lost, perhaps under a condition on the text, such as the form NFC. Only other texts are decoded and compared.
 """
 
 import json
@@ -24,18 +24,18 @@ from rwkv.tokenizer.decoders import BYTE_OF
 from rwkv.tokenizer.special import unknown_token
 from rwkv.tokenizer.tokenizers import JsonTokenizer, Tokenizer
 
-WITHHELD = 0.01                          # above this share of lost bytes no number per byte or per word is given
+WITHHELD = 0.01                          # share of lost bytes above which numbers per byte or word are withheld
 WINDOW = 1024                            # bytes of a text that are aligned with the decoded text at a time
 AHEAD = 1 << 16                          # bytes to search for equal passages after a lost one
 ANCHOR = 32                              # bytes of such a passage
 UTF8_BYTES = [*range(0xC0), *range(0xC2, 0xF5)]
 CUTS = ("Digits", "FixedLength", "Punctuation", "Split", "UnicodeScripts")       # pre-tokenizers that only cut a text
-Condition = Callable[[str], bool]        # True for a text of which nothing is lost
+Condition = Callable[[str], bool]        # True for a text without loss
 
 
 @dataclass(frozen=True)
 class Lost:
-    """bytes: how many were lost, of a text of `of` bytes. unknown: the number of unknown tokens in its ids."""
+    """bytes: the number of lost bytes, in a text of `of` bytes. unknown: the number of unknown tokens in its ids."""
 
     bytes: int = 0
     of: int = 0
@@ -70,7 +70,7 @@ def percent(share: float) -> str:
 class LossCounter:
     """Counts the bytes that a tokenizer loses. Threads may share it.
 
-    never: the tokenizer loses nothing of any text. uncertain: there is no condition under which a text surely loses nothing.
+    never: the tokenizer loses nothing of any text. uncertain: no condition implies that nothing of a text is lost.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -82,21 +82,21 @@ class LossCounter:
 
     def keeps(self, text: str) -> bool:
         """Whether the definition implies that nothing of this text is lost."""
-        return self.never or (not self.uncertain and all(holds(text) for holds in self._conditions))
+        return self.never or (not self.uncertain and all(condition(text) for condition in self._conditions))
 
     def count(self, texts: Sequence[str], ids: Sequence[Sequence[int]]) -> Lost:
         """The loss of the texts. ids: the tokenizer's ids of each text."""
         lost = Lost(of=sum(len(text.encode()) for text in texts))
-        doubtful = [(text, list(some)) for text, some in zip(texts, ids, strict=True) if not self.keeps(text)]
+        doubtful = [(text, list(tokens)) for text, tokens in zip(texts, ids, strict=True) if not self.keeps(text)]
         if not doubtful:
             return lost
-        known = [[token for token in some if token != self.unknown_token] for _, some in doubtful]
-        decoded = self._library.decode_batch(known, skip_special_tokens=False)
+        in_vocabulary = [[token for token in tokens if token != self.unknown_token] for _, tokens in doubtful]
+        decoded = self._library.decode_batch(in_vocabulary, skip_special_tokens=False)
         missing = 0
-        for (text, _), back in zip(doubtful, decoded, strict=True):
-            space = " " * (text.startswith(" ") and not back.startswith(" "))        # no loss: see the beginning of this file
-            missing += missing_bytes(text.encode(), (space + back).encode())
-        return lost + Lost(missing, 0, sum(len(some) for _, some in doubtful) - sum(map(len, known)))
+        for (text, _), result in zip(doubtful, decoded, strict=True):
+            space = " " * (text.startswith(" ") and not result.startswith(" "))      # no loss: see the top of this file
+            missing += missing_bytes(text.encode(), (space + result).encode())
+        return lost + Lost(missing, 0, sum(len(tokens) for _, tokens in doubtful) - sum(map(len, in_vocabulary)))
 
     @cached_property
     def unknown_token(self) -> int | None:
@@ -111,7 +111,7 @@ class LossCounter:
 
 
 def _conditions(definition: dict[str, Any]) -> list[Condition] | None:
-    """Conditions which together imply that a text can be restored from its ids; None where no conditions are known.
+    """Conditions that together imply that a text can be restored from its ids; None if unknown.
 
     If the vocabulary has all bytes, the model's input can be restored from the ids. For each step before the model, its input
     must then be restorable from its result.
@@ -120,17 +120,17 @@ def _conditions(definition: dict[str, Any]) -> list[Condition] | None:
     added = definition.get("added_tokens", [])
     steps = [*_steps(definition.get("normalizer")), *_steps(definition.get("pre_tokenizer"))]
     types = {step["type"] for step in steps}
-    ordinary = [token for token in added if not token["special"]]        # special tokens are not looked for in a text
+    ordinary = [token for token in added if not token["special"]]        # special tokens are not matched in a text
     strips_spaces = any(token["lstrip"] or token["rstrip"] for token in ordinary)
     if strips_spaces or (ordinary and "Metaspace" in types) or not _has_all_bytes(model, "ByteLevel" in types):
         return None
-    found: list[Condition] = []
+    conditions: list[Condition] = []
     for step in steps:
-        conditions = _conditions_of_step(step)
-        if conditions is None:
+        step_conditions = _step_conditions(step)
+        if step_conditions is None:
             return None
-        found += conditions
-    return found
+        conditions += step_conditions
+    return conditions
 
 
 def _steps(step: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
@@ -153,8 +153,8 @@ def _has_all_bytes(model: dict[str, Any], byte_level: bool) -> bool:
     return bool(model.get("byte_fallback")) and all(f"<0x{value:02X}>" in tokens for value in UTF8_BYTES)
 
 
-def _conditions_of_step(step: dict[str, Any]) -> list[Condition] | None:
-    """Conditions under which a text can be restored from the step's result; None where no conditions are known."""
+def _step_conditions(step: dict[str, Any]) -> list[Condition] | None:
+    """Conditions that imply that a text can be restored from the step's result; None if unknown."""
     match step:
         case {"type": "ByteLevel" | "Prepend"}:
             return []
@@ -185,17 +185,17 @@ def _without_cleanup(decoder: dict[str, Any]) -> dict[str, Any]:
 def missing_bytes(before: bytes, after: bytes) -> int:
     """len(before) less the length of the longest common subsequence with `after`, which is searched window by window.
 
-    If much is lost at once, the number may be too large, because the next window begins at a wrong place in `after`.
+    If much is lost at once, the number may be too large, because the next window begins at a wrong position in `after`.
     """
     missing = at = place = searched = 0
     while at < len(before):
         window = before[at:at + WINDOW]
         is_last = at + len(window) == len(before)
-        kept = len(window)
+        matched = len(window)
         length = len(window)
         if not after.startswith(window, place):
-            kept, length = _aligned(window, after[place:place + 4 * WINDOW], is_last)
-        if 4 * kept < len(window) and not is_last and at >= searched:
+            matched, length = _align(window, after[place:place + 4 * WINDOW], is_last)
+        if 4 * matched < len(window) and not is_last and at >= searched:
             searched = at + AHEAD
             anchor = _next_in_common(before, at, after, place)
             if anchor is not None:
@@ -204,7 +204,7 @@ def missing_bytes(before: bytes, after: bytes) -> int:
                 place = anchor[1] + ANCHOR
                 searched = at
                 continue
-        missing += len(window) - kept
+        missing += len(window) - matched
         at += len(window)
         place += length
     return missing
@@ -212,17 +212,17 @@ def missing_bytes(before: bytes, after: bytes) -> int:
 
 def _next_in_common(before: bytes, at: int, after: bytes, place: int) -> tuple[int, int] | None:
     """The nearest places after `at` and `place`, within AHEAD bytes, where both texts have the same ANCHOR bytes, or None."""
-    found = None
+    anchor = None
     nearest = 2 * AHEAD
     for candidate in range(at, min(at + AHEAD, len(before) - ANCHOR), ANCHOR):
         if candidate - at >= nearest:
             break
-        other = after.find(before[candidate:candidate + ANCHOR], place, place + AHEAD)
-        distance = candidate - at + other - place
-        if other >= 0 and distance < nearest:
+        match_place = after.find(before[candidate:candidate + ANCHOR], place, place + AHEAD)
+        distance = candidate - at + match_place - place
+        if match_place >= 0 and distance < nearest:
             nearest = distance
-            found = candidate, other
-    return found
+            anchor = candidate, match_place
+    return anchor
 
 
 def _missing_between(before: bytes, after: bytes) -> int:
@@ -231,34 +231,34 @@ def _missing_between(before: bytes, after: bytes) -> int:
     for start in range(0, len(before), WINDOW):
         window = before[start:start + WINDOW]
         first, last = (place * len(after) // len(before) for place in (start, start + len(window)))
-        missing += len(window) - _aligned(window, after[first:last], is_last=True)[0]
+        missing += len(window) - _align(window, after[first:last], is_last=True)[0]
     return missing
 
 
-def _aligned(window: bytes, after: bytes, is_last: bool) -> tuple[int, int]:
-    """(kept, length): the length of the longest common subsequence of `window` and after[:length], for the best `length`.
+def _align(window: bytes, after: bytes, is_last: bool) -> tuple[int, int]:
+    """(matched, length): the length of the longest common subsequence of `window` and after[:length], for the best `length`.
 
     The best length has the highest score: 4 for each byte in common, less 1 for each space in after[:length], because decoders
     add spaces, and less 2 for each other byte in it. For the last window, spaces and other bytes cost nothing. Bit i of `row`
     is 0 where byte i of the window adds one to the length in common with the bytes of `after` so far. Source: Hyyrö 2004,
     Bit-parallel LCS-length computation revisited.
     """
-    places: dict[int, int] = {}
+    positions: dict[int, int] = {}
     for number, byte in enumerate(window):
-        places[byte] = places.get(byte, 0) | 1 << number
+        positions[byte] = positions.get(byte, 0) | 1 << number
     row = everything = (1 << len(window)) - 1
-    most = kept = length = cost = 0
+    best_score = matched = length = cost = 0
     for number, byte in enumerate(after, start=1):
         if not is_last:
             cost += 1 if byte == ord(" ") else 2
-        if 4 * len(window) - cost <= most:
+        if 4 * len(window) - cost <= best_score:
             break
-        if byte in places:
-            matches = row & places[byte]
+        if byte in positions:
+            matches = row & positions[byte]
             row = ((row + matches) | (row - matches)) & everything
             common = len(window) - row.bit_count()
-            if 4 * common - cost > most:
-                most = 4 * common - cost
-                kept = common
+            if 4 * common - cost > best_score:
+                best_score = 4 * common - cost
+                matched = common
                 length = number
-    return kept, length
+    return matched, length

@@ -1,6 +1,6 @@
-"""The special tokens in a file of the `tokenizers` library: which of them ends a text, and names for them that nobody can type.
+"""The special tokens in a file of the `tokenizers` library: which of them ends a text, and private names for them.
 
-`parsed` is the content of such a file. The "ends of text" are ids. Each of them ends a text, and the first one stands between
+`parsed` is the content of such a file. The "ends of text" are ids, each of which ends a text; the first also separates
 documents.
 """
 
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from rwkv.errors import UserError
 
-END_OF_TEXT = "<|endoftext|>"            # GPT-2, GPT-NeoX, Phi, Qwen; and tokenizers that are made here
+END_OF_TEXT = "<|endoftext|>"            # GPT-2, GPT-NeoX, Phi, Qwen; and tokenizers trained here
 ENDS = (END_OF_TEXT,
         "</s>",                          # Llama 1 and 2, Mistral, T5, BART, XLM-R
         "<|end_of_text|>",               # Llama 3, Granite
@@ -43,7 +43,7 @@ def unknown_token(parsed: Mapping[str, Any]) -> str | None:
 
 
 def ends_by_rule(parsed: Mapping[str, Any]) -> list[int]:
-    """The ends of text by the tokenizer's file alone; [] where the file does not tell them.
+    """The ends of text by the tokenizer's file alone; [] if it does not determine them.
 
     The end is <|endoftext|>; else the special token whose name is in ENDS, if there is only one; else a special token 0, unless
     it stands for unknown text, padding or a mask.
@@ -52,9 +52,9 @@ def ends_by_rule(parsed: Mapping[str, Any]) -> list[int]:
     special = special_tokens(parsed)
     if END_OF_TEXT in ids:
         return [ids[END_OF_TEXT]]
-    known = [special[name] for name in ENDS if name in special]
-    if len(known) == 1:
-        return known
+    candidates = [special[name] for name in ENDS if name in special]
+    if len(candidates) == 1:
+        return candidates
     first = next((name for name, index in special.items() if index == 0), None)
     if first is None or first == unknown_token(parsed) or any(part in first.lower() for part in ("unk", "pad", "mask")):
         return []
@@ -63,46 +63,46 @@ def ends_by_rule(parsed: Mapping[str, Any]) -> list[int]:
 
 def ends_by_first_rule(parsed: Mapping[str, Any]) -> list[int]:
     """The ends of text for a definition that does not name them, as in older checkpoints: <|endoftext|>, or special token 0."""
-    named = vocabulary(parsed).get(END_OF_TEXT)
-    if named is not None:
-        return [named]
+    end = vocabulary(parsed).get(END_OF_TEXT)
+    if end is not None:
+        return [end]
     return [0] if 0 in special_tokens(parsed).values() else []
 
 
 def stated_ends(parsed: Mapping[str, Any], stated: Iterable[int | str]) -> list[int]:
-    """Of the ids and names that another file states as ends of text, those that can be ends, each of them once.
+    """Of the ids and names that another file states as ends of text, those that can be ends, without duplicates.
 
-    A token that is neither special nor known as an end is an ordinary part of texts: some programs write such an id by mistake.
+    A token that is neither special nor known as an end is an ordinary part of texts; some programs state such an id by mistake.
     """
     ids = vocabulary(parsed)
     special = special_tokens(parsed)
     ending = {*special.values(), *(ids[name] for name in (*ENDS, *ENDS_OF_TURNS) if name in ids)}
-    found = [ids.get(each) if isinstance(each, str) else each for each in stated]
-    return list(dict.fromkeys(each for each in found if each in ending and each is not None))
+    indices = [ids.get(each) if isinstance(each, str) else each for each in stated]
+    return list(dict.fromkeys(index for index in indices if index in ending and index is not None))
 
 
 def named_end(parsed: Mapping[str, Any], name: str, source: str, option: str) -> list[int]:
-    """The token that the user names as the end of a text. Raises UserError if it is not in the file, or just a character."""
+    """The token that the user names as the end of a text. Raises UserError if it is not in the file, or is one character."""
     special = special_tokens(parsed)
     index = vocabulary(parsed).get(name)
     if index is None or (len(name) == 1 and name not in special):
-        raise UserError(f"{option}={name!r} is no special token of {source}; it has {_listed(special)}")
+        raise UserError(f"{option} must be a special token of {source}, which has {_list(special)}; got {name!r}")
     return [index]
 
 
 def no_end(parsed: Mapping[str, Any], source: str, option: str) -> UserError:
-    """The error for a file that does not say which token ends a text."""
+    """The error for a file that does not determine which token ends a text."""
     special = special_tokens(parsed)
-    known = [name for name in ENDS if name in special]
-    found = f"it has {' and '.join(known)}" if known else f"there is no {END_OF_TEXT}, and no other known name of one"
-    return UserError(f"{source} does not say which token ends a text ({found}): name it with {option}=TEXT; its special tokens "
-                     f"are {_listed(special)}")
+    candidates = [name for name in ENDS if name in special]
+    reason = f"it has {' and '.join(candidates)}" if candidates else f"no {END_OF_TEXT} or other known name"
+    return UserError(f"{source} does not determine which token ends a text ({reason}): name it with {option}=TEXT; its special "
+                     f"tokens are {_list(special)}")
 
 
 def definition(text: str, ends: Sequence[int], by_first_rule: Sequence[int]) -> dict[str, Any]:
     """The definition of a JsonTokenizer. It names the ends of text if they differ from those of ends_by_first_rule."""
-    described: dict[str, Any] = {"kind": "json", "definition": text}
-    return described if list(ends) == list(by_first_rule) else {**described, KEY: list(ends)}
+    result: dict[str, Any] = {"kind": "json", "definition": text}
+    return result if list(ends) == list(by_first_rule) else {**result, KEY: list(ends)}
 
 
 def definition_with_ends(text: str, stated: Iterable[Iterable[int | str]]) -> dict[str, Any]:
@@ -112,7 +112,7 @@ def definition_with_ends(text: str, stated: Iterable[Iterable[int | str]]) -> di
         parsed = json.loads(text)
         ends: list[int] = next(filter(None, (stated_ends(parsed, each) for each in stated)), [])
         return definition(text, ends or ends_by_rule(parsed), ends_by_first_rule(parsed))
-    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):         # the tokenizer says what is wrong
+    except (ValueError, RecursionError, LookupError, TypeError, AttributeError):         # the tokenizer raises the error
         return {"kind": "json", "definition": text}
 
 
@@ -121,7 +121,7 @@ def ends_of(described: Mapping[str, Any]) -> list[int]:
     return list(described[KEY] if KEY in described else ends_by_first_rule(json.loads(described["definition"])))
 
 
-def _listed(special: Mapping[str, int]) -> str:
+def _list(special: Mapping[str, int]) -> str:
     shown = ", ".join([*special][:10]) + (f" and {len(special) - 10} more" if len(special) > 10 else "")
     return shown or "none"
 
@@ -150,9 +150,9 @@ def with_private_names(parsed: dict[str, Any], names: Iterable[str]) -> Private:
         model["vocab"] = [[private.get(piece, piece), score] for piece, score in vocab]
     merges = [tuple(merge.split(" ", 1) if isinstance(merge, str) else merge) for merge in model.get("merges") or []]
     cut = len(model.get("continuing_subword_prefix") or "")
-    kept = [(a, b) for a, b in merges if private.keys().isdisjoint((a, b, a + b[cut:]))]
+    remaining = [(a, b) for a, b in merges if private.keys().isdisjoint((a, b, a + b[cut:]))]
     if merges:
-        model["merges"] = [list(pair) for pair in kept]
+        model["merges"] = [list(pair) for pair in remaining]
     added = [{**token, "content": private[token["content"]], "special": True, "normalized": False, "single_word": False}
              if token["content"] in private else token for token in parsed.get("added_tokens") or []]
     return Private({**parsed, "model": model, "added_tokens": added}, private)

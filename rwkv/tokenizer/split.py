@@ -1,9 +1,9 @@
 """Splits a long text so that the ids of its pieces, one after the other, are those of the whole text.
 
-A text is split before a newline that follows a non-space. That is safe if no token spans the two characters, if no token takes
-in the spaces beside it, and if a newline at the beginning of a text is encoded as elsewhere. These conditions are checked for
-each vocabulary. Where there is no such place in LONGEST characters, or the conditions are not fulfilled, a text is split after
-LONGEST characters; the ids there may differ from those of the whole text.
+A text is split before a newline that follows a non-space. That is safe if no token spans the two characters, if no token strips
+the spaces beside it, and if a newline at the beginning of a text is encoded as elsewhere. These conditions are checked for each
+vocabulary. Without such a place in LONGEST characters, or if a condition fails, a text is split after LONGEST characters; the
+ids there may differ from those of the whole text.
 """
 
 import re
@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Protocol
 
 LONGEST = 1 << 22                        # characters of a piece
-LONGEST_RUN = 1024                       # characters of a word from which a tokenizer is trained
+LONGEST_RUN = 1024                       # characters of a word in the training of a tokenizer
 LONG_SPACE = re.compile(rf"\s{{{LONGEST_RUN}}}")
 LONG_RUN = re.compile(rf"\S{{{LONGEST_RUN}}}|\s{{{LONGEST_RUN}}}")
 PROBES = ("a\nb", "1\n1", "Z\n\n  x", "a\n a", "y\n\ty")         # encoded whole, and split after their first character
@@ -82,16 +82,16 @@ def _splits_safely(tokenizer: Encoder, probe: str) -> bool:
     """Whether the ids of `probe` are those of its first character and then of its rest; True if it cannot be encoded."""
     try:
         whole = tokenizer.encode(probe)
-    except ValueError:                   # a char tokenizer made from a text without these characters
+    except ValueError:                   # a char tokenizer whose text lacks these characters
         return True
     return bool(whole == [*tokenizer.encode(probe[:1]), *tokenizer.encode(probe[1:])])
 
 
 def _characters_before_newlines(tokenizer: Encoder) -> frozenset[str]:
     """The characters that stand directly before a newline inside a token."""
-    found: set[str] = set()
+    characters: set[str] = set()
     decoder = tokenizer.decoder()
     for token in range(tokenizer.vocab_size):
         text = decoder.decode([token])
-        found.update(text[place - 1] for place in range(1, len(text)) if text[place] == "\n")
-    return frozenset(found)
+        characters.update(text[place - 1] for place in range(1, len(text)) if text[place] == "\n")
+    return frozenset(characters)

@@ -1,7 +1,7 @@
 """Text to token ids and back: bytes, characters, every file of the `tokenizers` library, and the RWKV World vocabulary.
 
-A tokenizer's ids are 0..vocab_size-1. Each id of `ends` ends a generated text; the first of them is `end_of_text`, which stands
-before every document in the data. It is 0, except for files of the `tokenizers` library (rwkv/tokenizer/special.py). `encode`
+A tokenizer's ids are 0..vocab_size-1. Each id of `ends` ends a generated text; the first of them is `end_of_text`, which
+precedes every document in the data. It is 0, except for files of the `tokenizers` library (rwkv/tokenizer/special.py). `encode`
 returns no special token, whatever the text, except the unknown token, which replaces characters outside the vocabulary. Special
 tokens decode to nothing, again except the unknown token. `decode` and `decoder` take any sequence of ids; bytes that are not
 UTF-8 become U+FFFD. A checkpoint holds its whole tokenizer and its hash, and a tokenizer used with it must have this hash.
@@ -33,16 +33,16 @@ Rule = Callable[[Mapping[str, Any]], list[int]]
 JOINING = ("ByteFallback", "Fuse", "Metaspace", "Replace", "Strip")         # decoders that only join the texts of tokens
 BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")              # a token for byte fallback
 NAMES = "byte, world, or the path of a `tokenizers` .json file or of a World vocabulary's .txt file"
-MADE_FROM_DATA = ("char", "bpe")         # names of data.tokenizer for tokenizers that are made from the text
+MADE_FROM_DATA = ("char", "bpe")         # names of data.tokenizer for tokenizers made from the data
 
 
 class Tokenizer(ABC):
     """Encodes any text that its vocabulary covers, and decodes any ids.
 
-    strips_spaces: a token takes in the spaces beside it, so a text cannot be split safely (rwkv/tokenizer/split.py).
+    strips_spaces: a token strips the spaces beside it, so a text cannot be split safely (rwkv/tokenizer/split.py).
     adds_space: a space is added before a text, as in SentencePiece, so that its first word is marked as a word.
     special: the ids of the tokens that a chat template may write, by name. private: by the same names, the texts that `encode`
-    reads as these tokens (rwkv/chat/rendered.py).
+    maps to these tokens (rwkv/chat/rendered.py).
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Tokenizer(ABC):
 
     @property
     def end_of_text(self) -> int:
-        """The id that stands between documents, and with which a text without a prompt begins."""
+        """The id between documents, and at the beginning of a text without a prompt."""
         return self.ends[0]
 
     @abstractmethod
@@ -77,13 +77,13 @@ class Tokenizer(ABC):
     def decoder(self, after: Sequence[int] = ()) -> Decoder:
         """A new decoder for a text that continues the ids `after`. Their text and its output together are decode(all ids)."""
         decoder = self._new_decoder()
-        decoder.go_on_after(after)
+        decoder.continue_after(after)
         return decoder
 
     def encode(self, text: str, before: int = 0) -> list[int]:
         """The ids of `text`. Raises UserError if the vocabulary does not cover it.
 
-        before: the number of characters before it in a longer text, from whose beginning errors count places.
+        before: the number of characters before it in a longer text, for the positions in errors.
         """
         try:
             require_unicode(text)
@@ -100,8 +100,8 @@ class Tokenizer(ABC):
 
     def encode_after(self, text: str, before: Sequence[int]) -> list[int]:
         """The ids of a text that follows the ids `before`. It continues their text, unless they end with a special token."""
-        within = before and before[-1] not in self.special.values()
-        return self.encode_within([text])[0] if within else self.encode(text)
+        is_within = before and before[-1] not in self.special.values()
+        return self.encode_within([text])[0] if is_within else self.encode(text)
 
     def encode_stream(self, texts: Iterable[str]) -> Iterator[list[int]]:
         """The ids of "".join(texts), piece by piece, in bounded memory (see rwkv/tokenizer/split.py)."""
@@ -114,7 +114,7 @@ class Tokenizer(ABC):
             yield piece, self.encode(piece, before)
             before += len(piece)
 
-    def drop_library(self) -> None:                      # noqa: B027  most have nothing to drop
+    def drop_library(self) -> None:                      # noqa: B027  most have none
         """Frees the library that encodes long texts. The next long text loads it again."""
 
     def decode(self, ids: Iterable[int], after: Sequence[int] = ()) -> str:
@@ -135,7 +135,7 @@ class Tokenizer(ABC):
 
     @cached_property
     def has_bytes(self) -> bool:
-        """Whether every token has bytes of its own, as grammars need."""
+        """Whether every token has its own bytes, as grammars require."""
         try:
             self.tokens_as_bytes()
         except UserError:
@@ -154,16 +154,16 @@ class Tokenizer(ABC):
 
     @property
     def data_key(self) -> str:
-        """A text that is equal for tokenizers that give documents, and the separators between them, the same ids."""
+        """A key that is equal for tokenizers with the same ids of documents and of the separators between them."""
         return self.hash
 
     def end_line(self) -> str | None:
-        """A line for people that says which token ends a text; None where that is obvious."""
+        """A line that names the tokens that end a text; None for <|endoftext|> alone."""
         return None
 
     @staticmethod
     def from_dict(definition: dict[str, Any], end_of_text: str | None = None, option: str = "end_of_text") -> "Tokenizer":
-        """The tokenizer that to_dict has described. end_of_text: as in `named`. Raises UserError for any other dictionary."""
+        """The tokenizer of a definition from to_dict. end_of_text: as in `named`. Raises UserError for any other dictionary."""
         match definition:
             case {"kind": "json", "definition": str(text)}:
                 ends = definition.get(special.KEY, special.ends_by_first_rule)
@@ -176,7 +176,7 @@ class Tokenizer(ABC):
                 tokenizer = WorldTokenizer(text)
             case _:
                 raise UserError("not a tokenizer's definition: expected the kind byte, char, json or world, and its vocabulary")
-        return _without_option(tokenizer, end_of_text, option)
+        return _reject_option(tokenizer, end_of_text, option)
 
     @staticmethod
     def from_file(path: str | Path, end_of_text: str | None = None, like: Mapping[str, Any] | None = None,
@@ -185,11 +185,11 @@ class Tokenizer(ABC):
 
         end_of_text, like: as in `named`. option: the name of end_of_text in errors.
         """
-        text = read_text(Path(path), _described(path))
+        text = read_text(Path(path), _file_label(path))
         if Path(path).suffix == ".txt":
-            return _without_option(WorldTokenizer(text, str(path)), end_of_text, option)
+            return _reject_option(WorldTokenizer(text, str(path)), end_of_text, option)
         if (vocabulary := world_json.vocabulary_in(text)) is not None:
-            return _without_option(WorldTokenizer(vocabulary, str(path)), end_of_text, option)
+            return _reject_option(WorldTokenizer(vocabulary, str(path)), end_of_text, option)
         return JsonTokenizer(text, str(path), end_of_text, _ends_of_same(text, like) or special.ends_by_rule, option)
 
     @staticmethod
@@ -197,23 +197,23 @@ class Tokenizer(ABC):
               like: Mapping[str, Any] | None = None) -> "Tokenizer":
         """The tokenizer byte, world (from an installed package), FILE.json or FILE.txt. Raises UserError for other names.
 
-        option: for the message. end_of_text: the name of the token of FILE.json that ends a text; None: as the file says. like:
+        option: for the message. end_of_text: the name of the token of FILE.json that ends a text; None: from the file. like:
         another definition; if it is of the same file, its ends of text are used.
         """
         _require_name(name, option)
         if name == "byte":
-            return _without_option(ByteTokenizer(), end_of_text, end_option(option))
+            return _reject_option(ByteTokenizer(), end_of_text, end_option(option))
         return Tokenizer.from_file(_file_named(name), end_of_text, like, end_option(option))
 
     @staticmethod
     def check_named(name: str, option: str = "tokenizer", names: str = NAMES) -> None:
-        """Raises UserError, without reading the vocabulary, for a name that `named` does not take and for a missing file.
+        """Raises UserError, without reading the vocabulary, for a name that `named` rejects and for a missing file.
 
         option, names: the option and its legal values, for the message.
         """
         _require_name(name, option, names)
         if name != "byte":
-            read_bytes(Path(_file_named(name)), _described(_file_named(name)), most=1)
+            read_bytes(Path(_file_named(name)), _file_label(_file_named(name)), most=1)
 
 
 def _require_name(name: str, option: str, names: str = NAMES) -> None:
@@ -224,8 +224,8 @@ def _require_name(name: str, option: str, names: str = NAMES) -> None:
 
 def end_option(option: str) -> str:
     """The option for the end of a text beside the `option` for a tokenizer: --end-of-text beside --tokenizer."""
-    before = option.removesuffix("tokenizer")
-    return f"{before}{'end-of-text' if before == '--' else 'end_of_text'}"
+    prefix = option.removesuffix("tokenizer")
+    return f"{prefix}{'end-of-text' if prefix == '--' else 'end_of_text'}"
 
 
 def _file_named(name: str) -> str | Path:
@@ -234,12 +234,12 @@ def _file_named(name: str) -> str | Path:
     return world.installed() if name == "world" else hub.local(name, "tokenizer")
 
 
-def _described(path: str | Path) -> str:
+def _file_label(path: str | Path) -> str:
     return f"the tokenizer file {path}"
 
 
 class ByteTokenizer(Tokenizer):
-    """The bytes of UTF-8. Byte 0 is end_of_text: a text that contains U+0000 is refused."""
+    """The bytes of UTF-8. Byte 0 is end_of_text, so a text must not contain U+0000."""
 
     kind = "byte"
     vocab_size = 256
@@ -247,7 +247,7 @@ class ByteTokenizer(Tokenizer):
     def _encode(self, text: str) -> list[int]:
         if "\0" in text:
             raise WrongCharacter(text.index("\0"), "U+0000, which the tokenizer byte reserves for the end of a text: "
-                                 "remove it, or take another tokenizer")
+                                 "remove it, or use another tokenizer")
         return list(text.encode())
 
     @cached_property
@@ -289,7 +289,7 @@ class JsonTokenizer(Tokenizer):
     Special tokens written out in a text are encoded as ordinary characters. The file's truncation, padding and templates are
     not applied; unknown characters are handled as the file specifies. ends: the ids that end a text, or the rule that finds
     them in the file. end_of_text: the name of a token that ends texts instead of `ends`. option: the name of end_of_text in
-    errors. Raises UserError for a wrong file, and where nothing says which token ends a text.
+    errors. Raises UserError for a wrong file, and if no token that ends a text is determined.
     """
 
     kind = "json"
@@ -303,17 +303,16 @@ class JsonTokenizer(Tokenizer):
         if not chosen:
             raise special.no_end(parsed, source, option)
         if not {*chosen} <= {*tokens.values()}:
-            raise UserError(f"{source} says that texts end with the tokens {chosen}, and its vocabulary lacks one of them: is "
-                            "it damaged?")
+            raise UserError(f"{source}: the tokens that end a text, {chosen}, must all be in its vocabulary; is it damaged?")
         ending = {name: index for name, index in tokens.items() if index in chosen}
         self.special = special.special_tokens(parsed) | ending
-        hidden = special.with_private_names(parsed, self.special)
+        renamed = special.with_private_names(parsed, self.special)
         with _as_user_error(f"{source} is not a `tokenizers` JSON file"):
-            self._library = _library(json.dumps(hidden.content, ensure_ascii=False))
+            self._library = _library(json.dumps(renamed.content, ensure_ascii=False))
         self.definition = json.dumps(parsed, sort_keys=True, ensure_ascii=False)
         self.ends = tuple(chosen)
         self._by_first_rule = special.ends_by_first_rule(parsed)
-        self.private = hidden.private
+        self.private = renamed.private
         self._byte_level = (parsed.get("decoder") or {}).get("type") == "ByteLevel"
         added = parsed.get("added_tokens") or []
         self.adds_space = any(step != parsed.get(name) for name, step in _within(parsed).items())
@@ -342,19 +341,19 @@ class JsonTokenizer(Tokenizer):
         if self._byte_level:
             return super()._new_decoder()
         unknown = self._unknown or ""
-        hidden = self.private.get(unknown)
+        private = self.private.get(unknown)
 
         def decode(ids: list[int]) -> str:
             text = self._library.decode(ids, skip_special_tokens=False)
-            return text.replace(hidden, unknown) if hidden else text
+            return text.replace(private, unknown) if private else text
 
         return TextDecoder(decode, self.vocab_size, self._skipped)
 
     @cached_property
     def _bytes(self) -> list[bytes]:
-        hidden = {private: name for name, private in self.private.items()}
+        names = {private: name for name, private in self.private.items()}
         tokens = (self._library.id_to_token(index) or "" for index in range(self.vocab_size))
-        return [b"" if index in self._skipped else token_bytes(hidden.get(token, token)) for index, token in enumerate(tokens)]
+        return [b"" if index in self._skipped else token_bytes(names.get(token, token)) for index, token in enumerate(tokens)]
 
     def tokens_as_bytes(self) -> list[bytes]:
         if self._byte_level:
@@ -362,17 +361,16 @@ class JsonTokenizer(Tokenizer):
         decoder = json.loads(self._library.to_str()).get("decoder") or {"type": "none"}
         kinds = [step["type"] for step in decoder.get("decoders", [decoder])]
         if not {*kinds} <= {*JOINING}:
-            raise UserError(f"the tokenizer's decoder ({', '.join(kinds)}) makes a text of tokens that have no bytes of their "
-                            "own: no grammar can hold such a text")
+            raise UserError(f"grammars require tokens with bytes of their own; this tokenizer's decoder is {', '.join(kinds)}")
         names = [self._library.id_to_token(index) or "" for index in range(self.vocab_size)]
-        bytes_of = [BYTE_TOKEN.fullmatch(name) for name in names]
-        plain = next((index for index, byte in enumerate(bytes_of) if not byte and index not in self._skipped), None)
+        matches = [BYTE_TOKEN.fullmatch(name) for name in names]
+        plain = next((index for index, byte in enumerate(matches) if not byte and index not in self._skipped), None)
         texts = self.names(range(self.vocab_size), () if plain is None else (plain,))
-        return [bytes([int(byte[1], 16)]) if byte else text.encode() for byte, text in zip(bytes_of, texts, strict=True)]
+        return [bytes([int(byte[1], 16)]) if byte else text.encode() for byte, text in zip(matches, texts, strict=True)]
 
     @property
     def data_key(self) -> str:
-        """The hash and the end of a text. Earlier versions left out a default end, so their token caches are made again."""
+        """The hash and the end of a text. Earlier versions omitted a default end, so their token caches are rebuilt."""
         return f"{self.hash} {self.end_of_text}"
 
     def end_line(self) -> str | None:
@@ -437,10 +435,9 @@ class WorldTokenizer(Tokenizer):
         return {"kind": self.kind, "vocabulary": self._vocabulary.to_text()}
 
 
-def _without_option(tokenizer: Tokenizer, end_of_text: str | None, option: str) -> Tokenizer:
+def _reject_option(tokenizer: Tokenizer, end_of_text: str | None, option: str) -> Tokenizer:
     if end_of_text is not None:
-        raise UserError(f"{option} names a token of a tokenizer's .json file; the tokenizer {tokenizer.kind} ends texts with "
-                        "its token 0: leave it out")
+        raise UserError(f"{option} requires a tokenizer's .json file; {tokenizer.kind} ends texts with its token 0")
     return tokenizer
 
 
@@ -470,7 +467,7 @@ def _parsed(text: str, source: str) -> tuple[dict[str, Any], dict[str, int]]:
 def _within(parsed: dict[str, Any]) -> dict[str, Any]:
     """The file's normalizer and pre_tokenizer for a text that continues another one: without steps that add a space before it.
 
-    A step that adds a space after the text has been cut into words acts on each word. It stays.
+    A step that adds a space after the text has been cut into words acts on each word, so it stays.
     """
     cut = parsed.get("pre_tokenizer")
     if cut is not None and cut["type"] == "Sequence":
@@ -487,12 +484,12 @@ def _without_space(step: dict[str, Any] | None) -> dict[str, Any] | None:
     if kind == "ByteLevel" and step.get("add_prefix_space"):
         return {**step, "add_prefix_space": False}
     if kind == "Sequence" and "normalizers" in step:
-        return {**step, "normalizers": [kept for kept in map(_without_space, step["normalizers"]) if kept is not None]}
+        return {**step, "normalizers": [inner for inner in map(_without_space, step["normalizers"]) if inner is not None]}
     return step
 
 
 def _encode_each(library: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of each text, by the library's call that leaves out the places of tokens: half the time and far less memory."""
+    """The ids of each text, by the library's call without token offsets: half the time and far less memory."""
     for text in texts:
         require_unicode(text)
     with _as_user_error("the tokenizer cannot encode the text"):

@@ -1,4 +1,4 @@
-"""The RWKV World vocabulary, rwkv_vocab_v20230424: at each place of a text the longest matching token is taken.
+"""The RWKV World vocabulary, rwkv_vocab_v20230424: each step of encoding takes the longest matching token.
 
 Every single byte is a token, so every text can be encoded; 486 of the 65,529 tokens are not whole UTF-8. Id 0 is no token: it
 ends a text. Source of the format and of the rule: ChatRWKV, tokenizer/rwkv_tokenizer.py.
@@ -24,7 +24,7 @@ from rwkv.errors import UserError
 NAME = "rwkv_vocab_v20230424"
 PACKAGES = ("pyrwkv-tokenizer", "rwkv")                  # packages of PyPI that contain NAME.txt
 LAST_ID = 0xFFFF
-SHORT = 2 ** 16                          # characters, which Python encodes in 30 ms; the library starts in 300 ms, with 230 MB
+SHORT = 2 ** 16                          # characters: 30 ms in Python; loading the library takes 300 ms and 230 MB
 PYRWKV = PACKAGES[0]
 PLAIN = re.compile(r"""([0-9]+) (?:'([^'\\]+)'|"([^"\\]+)") ([0-9]+)""").fullmatch      # a line without escapes, as most are
 SLOW = (f"{PYRWKV} is not installed: the World vocabulary encodes about 30 times slower without it; with a Python before "
@@ -32,7 +32,7 @@ SLOW = (f"{PYRWKV} is not installed: the World vocabulary encodes about 30 times
 
 
 class Vocabulary:
-    """tokens[id]: the token's bytes; b"" for an id that is not in use, such as 0."""
+    """tokens[id]: the token's bytes; b"" for an unused id, such as 0."""
 
     def __init__(self, tokens: Sequence[bytes]) -> None:
         self.tokens = list(tokens)
@@ -47,14 +47,14 @@ class Vocabulary:
         """
         tokens: dict[int, bytes] = {}
         for number, line in enumerate(text.split("\n"), start=1):
-            found = _parse_line(line)
-            if found is None or not 1 <= found[0] <= LAST_ID or found[0] in tokens:
+            entry = _parse_line(line)
+            if entry is None or not 1 <= entry[0] <= LAST_ID or entry[0] in tokens:
                 if line.strip():
-                    raise _wrong_line(line, found, f"line {number} of {source}")
+                    raise _line_error(line, entry, f"line {number} of {source}")
                 continue
-            tokens[found[0]] = found[1]
-        found_tokens = {*tokens.values()}
-        missing = [value for value in range(256) if bytes([value]) not in found_tokens]
+            tokens[entry[0]] = entry[1]
+        values = {*tokens.values()}
+        missing = [value for value in range(256) if bytes([value]) not in values]
         if missing:
             raise UserError(f"{source} is not a World vocabulary: it lacks {len(missing)} of the 256 single bytes, "
                             f"{missing[0]:#04x} first; is it truncated?")
@@ -65,30 +65,30 @@ class Vocabulary:
         return "".join(f"{index} {_literal(token)} {len(token)}\n" for index, token in enumerate(self.tokens) if token)
 
     def encode(self, text: str) -> list[int]:
-        if not self._pays_for_library(len(text)):
+        if not self._uses_library(len(text)):
             return self._match(text.encode())
         ids: list[int] = self._library.encode(text)
         return ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """The ids of each text. If the texts together are long, the library encodes them in parallel."""
-        if not self._pays_for_library(sum(map(len, texts))):
+        if not self._uses_library(sum(map(len, texts))):
             return [self._match(text.encode()) for text in texts]
         ids: list[list[int]] = self._library.encode_batch(texts)
         return ids
 
     def _match(self, data: bytes) -> list[int]:
         ids: list[int] = []
-        at = 0
-        while at < len(data):
-            for length in self._lengths.get(data[at:at + 2], (1,)):
-                if data[at:at + length] in self._ids:
+        position = 0
+        while position < len(data):
+            for length in self._lengths.get(data[position:position + 2], (1,)):
+                if data[position:position + length] in self._ids:
                     break
-            ids.append(self._ids[data[at:at + length]])
-            at += length
+            ids.append(self._ids[data[position:position + length]])
+            position += length
         return ids
 
-    def _pays_for_library(self, characters: int) -> bool:
+    def _uses_library(self, characters: int) -> bool:
         """Whether the library is installed, and either loaded already or worth loading for a text of this length."""
         return ("_library" in vars(self) or characters > SHORT) and self._library is not None
 
@@ -106,7 +106,7 @@ class Vocabulary:
             return None
         lines = []
         for index, token in enumerate(self.tokens):
-            if token:                    # each byte is written in hexadecimal, so nothing else needs an escape
+            if token:                    # every byte is hexadecimal, so no other escapes are needed
                 escaped = token.hex(" ").replace(" ", "\\x")
                 lines.append(f"{index} b'\\x{escaped}' {len(token)}\n")
         with tempfile.TemporaryDirectory() as folder:    # the library takes a path
@@ -123,12 +123,12 @@ def installed() -> Path:
                 path = Path(str(file.locate()))
                 if path.name == f"{NAME}.txt" and path.is_file():
                     return path
-    raise UserError(f"the World vocabulary needs {NAME}.txt, and no installed package contains it: give the file's path "
+    raise UserError(f"the World vocabulary requires {NAME}.txt, which no installed package contains: give the file's path "
                     f"instead of world, or, with a Python before 3.14, pip install {PYRWKV}")
 
 
 def _parse_line(line: str) -> tuple[int, bytes] | None:
-    """The id and the token; None for a line that is not of a World vocabulary."""
+    """The id and the token; None if the line is not of a World vocabulary."""
     plain = PLAIN(line)                  # much faster than evaluating the literal
     try:
         if plain:
@@ -145,21 +145,21 @@ def _parse_line(line: str) -> tuple[int, bytes] | None:
         return None
 
 
-def _wrong_line(line: str, found: tuple[int, bytes] | None, where: str) -> UserError:
-    if found is None:
+def _line_error(line: str, entry: tuple[int, bytes] | None, where: str) -> UserError:
+    if entry is None:
         return UserError(f"{where} is not a line of a World vocabulary: expected an id, a Python string and its length in "
                          f"bytes, as in 3 '\\x02' 1; got {line[:60]!r}")
-    if not 1 <= found[0] <= LAST_ID:
-        return UserError(f"{where} has the id {found[0]}: ids of a World vocabulary are 1 to {LAST_ID}")
-    return UserError(f"{where} has the id {found[0]}, which an earlier line already has")
+    if not 1 <= entry[0] <= LAST_ID:
+        return UserError(f"{where}: ids of a World vocabulary must be 1 to {LAST_ID}; got {entry[0]}")
+    return UserError(f"{where}: duplicate id {entry[0]}")
 
 
 def _lengths_by_prefix(tokens: dict[bytes, int]) -> dict[bytes, tuple[int, ...]]:
-    """By two bytes, the lengths of the tokens that begin with them, the longest first; 1 is the last."""
+    """The lengths of the tokens that begin with each two bytes, the longest first; the last is 1."""
     lengths: defaultdict[bytes, set[int]] = defaultdict(lambda: {1})
     for token in tokens:
         lengths[token[:2]].add(len(token))
-    return {prefix: tuple(sorted(found, reverse=True)) for prefix, found in lengths.items()}
+    return {prefix: tuple(sorted(prefix_lengths, reverse=True)) for prefix, prefix_lengths in lengths.items()}
 
 
 def _literal(token: bytes) -> str:

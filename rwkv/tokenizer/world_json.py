@@ -5,7 +5,7 @@ is a model of type RwkvTrie, which the stock library lacks, with the tokens in t
     pre_tokenizer  ByteLevel, then a Split by one regular expression, (?:A|B|...), of all tokens, the longest first
 
 The first matching alternative is the longest matching token, which is the rule of rwkv/tokenizer/world.py. The expression is
-read as a text and never compiled: the library would try its 65,529 alternatives in turn, a hundred times slower.
+parsed as text and never compiled: the library would try its 65,529 alternatives in turn, a hundred times slower.
 
 Source: rwkv-rs/transformers-rwkv, models/rwkv7/convert_rwkv7_world_tokenizer_to_hf.py and temp/rwkv_pth2st.py.
 """
@@ -28,7 +28,7 @@ CHARACTER_OF = {value: character for character, value in BYTE_OF.items()}
 
 def vocabulary_in(text: str) -> str | None:
     """The text of a World vocabulary's file, from that of a tokenizer.json; None if it has another vocabulary or is damaged."""
-    if '"WordLevel"' not in text and f'"{TRIE}"' not in text:            # so that other files are not parsed twice
+    if '"WordLevel"' not in text and f'"{TRIE}"' not in text:            # avoids parsing other files twice
         return None
     try:
         parsed = json.loads(text)
@@ -56,19 +56,19 @@ def to_trie(text: str) -> str:
         "post_processor": {"type": "TemplateProcessing", "single": [before, texts[0]], "pair": [before, *texts],
                            "special_tokens": {END: {"id": END, "ids": [0], "tokens": [END]}}},
         "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-        "model": {"type": TRIE, "vocab": {END: 0, **{token: index for index, token in _written(text).items()}}},
+        "model": {"type": TRIE, "vocab": {END: 0, **{token: index for index, token in _byte_level_tokens(text).items()}}},
     }, ensure_ascii=False)
 
 
-def _written(text: str) -> dict[int, str]:
+def _byte_level_tokens(text: str) -> dict[int, str]:
     """The tokens of a vocabulary's file in the alphabet of byte-level BPE, by their ids."""
     tokens = Vocabulary.parse(text, "the tokenizer's definition").tokens
     return {index: "".join(CHARACTER_OF[value] for value in token) for index, token in enumerate(tokens) if token}
 
 
 def to_json(text: str) -> str:
-    written = _written(text)
-    by_length = sorted(written.items(), key=lambda item: (-len(item[1]), item[0]))
+    tokens = _byte_level_tokens(text)
+    by_length = sorted(tokens.items(), key=lambda item: (-len(item[1]), item[0]))
     expression = "(?:" + "|".join(SPECIAL.sub(r"\\\1", token) for _, token in by_length) + ")"
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
     split = {"type": "Split", "pattern": {"Regex": expression}, "behavior": "Isolated", "invert": False}
@@ -76,7 +76,7 @@ def to_json(text: str) -> str:
         "version": "1.0", "truncation": None, "padding": None, "added_tokens": [END_TOKEN], "normalizer": None,
         "pre_tokenizer": {"type": "Sequence", "pretokenizers": [byte_level, split]}, "post_processor": None,
         "decoder": byte_level | {"add_prefix_space": True, "use_regex": True},
-        "model": {"type": "WordLevel", "vocab": {END: 0, **{token: index for index, token in written.items()}},
+        "model": {"type": "WordLevel", "vocab": {END: 0, **{token: index for index, token in tokens.items()}},
                   "unk_token": END},
     }, ensure_ascii=False)
 
@@ -93,23 +93,23 @@ def _has_parts(parsed: Any) -> bool:
 
 
 def _alternatives(parsed: Any) -> list[str]:
-    """The tokens in the expression, unescaped; [] if they do not stand from the longest to the shortest."""
+    """The tokens in the expression, unescaped; [] unless they are ordered from the longest to the shortest."""
     expression: str = parsed["pre_tokenizer"]["pretokenizers"][1]["pattern"]["Regex"]
     inner = expression.removeprefix("(?:").removesuffix(")") if expression.startswith("(?:") else expression
     tokens = []
     token = ""
-    at = 0
-    while match := PIECE.match(inner, at):
+    position = 0
+    while match := PIECE.match(inner, position):
         escaped, bar, plain = match.groups()
-        at = match.end()
+        position = match.end()
         if bar:
             tokens.append(token)
             token = ""
-        elif (escaped and escaped.isalnum()) or (plain and SPECIAL.search(plain)):        # stands for a set of characters
+        elif (escaped and escaped.isalnum()) or (plain and SPECIAL.search(plain)):        # a set of characters
             return []
         else:
             token += escaped or plain
     tokens.append(token)
     lengths = [len(token) for token in tokens]
-    ordered = at == len(inner) and all(lengths) and lengths == sorted(lengths, reverse=True)
+    ordered = position == len(inner) and all(lengths) and lengths == sorted(lengths, reverse=True)
     return tokens if ordered and all(character in BYTE_OF for token in tokens for character in token) else []

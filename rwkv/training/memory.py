@@ -14,11 +14,11 @@ W, the numbers that its operator works with for each token (operator_work); S, t
       with trainer.optim_in_backward                   the gradients are those of a block; the embedding's takes the place of
                                                        the head's, which is part of the loss
       with optim=adamw8bit                             the moments are bytes, and a chunk of them is float32 during an update
-    activations kept for the backward pass             N L K; K is kept_when_frugal with frozen weights, and in rows of
+    activations kept for the backward pass             N L K; K is saved_when_recomputing with frozen weights, and in rows of
                                                        conversations
       in half precision                                with another K, and a copy of the weights in P / 2; with
                                                        optim_in_backward that of a block at a time, unless K is
-                                                       kept_when_frugal
+                                                       saved_when_recomputing
       with fsdp                                        the embedding and the head, two blocks and the gradients of one
       with activation checkpointing                    N L C, and one block's activations while it is recomputed
       with tbptt=k                                     those of one segment, N/k tokens; k states of S for each row; the
@@ -209,7 +209,7 @@ def _kept(config: TrainConfig) -> float:
         return kept
     tune = config.tune
     layers = {"full": adaptable, "lora": lambda sizes: chosen(sizes, tune.modules), "state": lambda sizes: []}[tune.method]
-    return model.kept_when_frugal(config.model, half, layers(config.model), tune.method == "full")
+    return model.saved_when_recomputing(config.model, half, layers(config.model), tune.method == "full")
 
 
 def n_trained(config: TrainConfig, vocab_size: int) -> int:

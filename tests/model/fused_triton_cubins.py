@@ -26,9 +26,9 @@ def launches(N: int) -> Iterator[Any]:
         wide, x, row = torch.empty(B, T, C), torch.empty(B, T, C, dtype=dtype), torch.empty(B, C)
         vector, matrix, y = torch.empty(1, 1, C), torch.empty(H, N), torch.empty(B, T, H, N, dtype=dtype)
         for n, before in ((6, True), (3, False), (2, False), (1, True)):
-            shares = (vector,) * n
-            yield lambda w=wide, d=dtype, s=shares, b=before: fused_triton.mix(d, w, None, s, b)
-            yield lambda w=wide, x=x, s=shares, b=before: fused_triton.mix_backward((w, None, *s), (x,) * len(s), b)
+            mus = (vector,) * n
+            yield lambda w=wide, d=dtype, s=mus, b=before: fused_triton.mix(d, w, None, s, b)
+            yield lambda w=wide, x=x, s=mus, b=before: fused_triton.mix_backward((w, None, *s), (x,) * len(s), b)
         yield lambda w=wide, r=row, d=dtype, v=vector: fused_triton.mix(d, w, r, (v,) * 6, True)
         yield lambda x=x: fused_triton.squared_relu(x)
         yield lambda x=x: fused_triton.squared_relu(x, x)

@@ -124,7 +124,7 @@ def test_heads_that_are_no_power_of_two_are_left_to_the_formulas() -> None:
 def triton_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, but for products with a wider result, which a CPU has not."""
     monkeypatch.setitem(fused_form.LOSS_FORMS, "cpu", "rwkv.model.loss_triton")
-    monkeypatch.setattr("rwkv.model.loss_triton.MOST", 8)
+    monkeypatch.setattr("rwkv.model.loss_triton.MAX_BLOCK", 8)
 
 
 @pytest.mark.parametrize("penalty", [0.0, 0.2])

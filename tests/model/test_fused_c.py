@@ -23,11 +23,11 @@ def tensors(dtype: torch.dtype, *shapes: tuple[int, ...]) -> list[Tensor]:
     return [torch.randn(shape).to(dtype) for shape in shapes]
 
 
-def mixing(n: int, of_before: bool = False) -> Function:
+def mixing(n: int, to_previous: bool = False) -> Function:
     """The mixes, and all gradients."""
     def mixed(x: Tensor, last_x: Tensor, *others: Tensor) -> tuple[Tensor | None, ...]:
-        kept, mixes = fused.mix(others[-1].dtype, x, last_x, others[:n], of_before)
-        return *mixes, *fused.mix_backward(kept, tuple(grad.clone() for grad in others[n:]), of_before)
+        saved, mixes = fused.mix(others[-1].dtype, x, last_x, others[:n], to_previous)
+        return *mixes, *fused.mix_backward(saved, tuple(grad.clone() for grad in others[n:]), to_previous)
 
     return mixed
 
@@ -105,8 +105,8 @@ def test_any_shape(dtype: torch.dtype, B: int, T: int, H: int, N: int) -> None:
 def test_autocast_mixes_float32_into_bfloat16() -> None:
     x, last_x, mu = tensors(torch.float32, (2, 5, 20), (2, 20), (1, 1, 20))
     (grad,) = tensors(torch.bfloat16, (2, 5, 20))
-    kept, (mixed,) = fused.mix(torch.bfloat16, x, last_x, (mu,))
-    grad_x, grad_last_x, grad_mu = fused.mix_backward(kept, (grad,))
+    saved, (mixed,) = fused.mix(torch.bfloat16, x, last_x, (mu,))
+    grad_x, grad_last_x, grad_mu = fused.mix_backward(saved, (grad,))
     assert (mixed.dtype, grad_x is not None and grad_x.dtype) == (torch.bfloat16, torch.float32)
     expected = of_float64(mixing(1), [x, last_x, mu, grad])
     check(torch.bfloat16, (mixed, grad_x, grad_last_x, grad_mu), expected, "autocast")

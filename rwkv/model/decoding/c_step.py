@@ -98,7 +98,7 @@ class CStep:
 
 def step_of(model: Any) -> CStep:
     """The step of a model for which why_not is None. The model's weights must live as long as the step is used."""
-    step: CStep = model.kept.of(model, CStep)
+    step: CStep = model.decoding_step.of(model, CStep)
     return step
 
 

@@ -39,7 +39,7 @@ def products_function(*layers: nn.Module) -> Products:
         return _of_int4(cast(tuple[Int4Linear, ...], layers))
     if all(isinstance(layer, PackedLinear) for layer in layers):
         packed = cast(tuple[PackedLinear, ...], layers)
-        return lambda inputs: [layer.of_rows(rows) for layer, rows in zip(packed, inputs.unbind(), strict=True)]
+        return lambda inputs: [layer.forward_rows(rows) for layer, rows in zip(packed, inputs.unbind(), strict=True)]
     return _of_weights([cast(nn.Linear, layer).weight.detach() for layer in layers])
 
 
@@ -71,4 +71,4 @@ def _of_weights(weights: list[Tensor]) -> Products:
 def _of_int4(layers: Sequence[Int4Linear]) -> Products:
     few = matvec_for("int4").bind(*(layer.packed for layer in layers))
     return lambda inputs: few(inputs) if 0 < inputs.shape[1] <= MOST_ROWS else [
-        layer.of_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]
+        layer.forward_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]

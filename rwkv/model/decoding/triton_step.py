@@ -67,7 +67,7 @@ def why_not(model: Any) -> str | None:
 
 def step_of(model: Any) -> "GpuStep":
     """The step of a model for which why_not is None."""
-    step: GpuStep = model.kept.of(model, GpuStep)
+    step: GpuStep = model.decoding_step.of(model, GpuStep)
     return step
 
 
