@@ -313,7 +313,7 @@ def test_null_is_no_path_and_no_name_but_a_text() -> None:
     ("model=huge", "'huge'; there are: 169m, 1b5, 3b, 430m, 7b, rwkv7_"),
     ("model.generation=rwkv5", "rwkv4, rwkv7; got 'rwkv5'"),
     ("model.head_size=32", "model.head_size is an option of rwkv7"),
-    ("model.n_layer=two", "model.n_layer must be a whole number, as 1000; got two"),
+    ("model.n_layer=two", "model.n_layer must be a whole number, such as 1000; got two"),
     ("tune.modules=att.key", "tune.modules must be a list"),
     ("tune.rank=4", "tune.rank requires tune=lora; got tune=full"),
     ("model.n_layer=0", "model.n_layer"),
