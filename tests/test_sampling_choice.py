@@ -130,7 +130,7 @@ def test_an_option_changes_itself_alone(value: float) -> None:
     """Also to what the program's own preset has."""
     made = chosen(G1K, True, given={"temperature": value})
     assert made.sampling == Sampling(value, 32, 0.76, presence_penalty=1.0, frequency_penalty=0.1, penalty_decay=0.988)
-    assert made.own == (f"temperature={value}",)
+    assert made.overrides == (f"temperature={value}",)
 
 
 @pytest.fixture
@@ -249,6 +249,6 @@ def test_requests_have_the_stops_and_the_limit_of_their_file(tmp_path: Path) -> 
         contents = [text.partition("'content': '")[2].partition("'")[0] for text in texts]
         assert contents == ["ab", "abcd", "ab", "a", "ab"]
         assert "max_new_tokens 8" in running.log
-        assert "by tools_generation_config.json: stop ['b']" in running.log
+        assert "from tools_generation_config.json: stop ['b']" in running.log
         completion = httpx.post(f"{running.url}/v1/completions", json={"prompt": "a", "temperature": 0}, timeout=60).json()
         assert completion["choices"][0]["text"] == "b"
