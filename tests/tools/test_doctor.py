@@ -51,8 +51,8 @@ def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(doctor, "PACKAGES", {**doctor.PACKAGES, "": ("torch", "no-such-package"), "serve": ("no-server",)})
     assert doctor.main([]) == 1
     printed = capsys.readouterr().out
-    assert "! package     every program needs no-such-package" in printed
-    assert "without no-server there is no timemix serve" in printed
+    assert "! package     all programs require no-such-package" in printed
+    assert "timemix serve requires no-server" in printed
 
 
 @pytest.mark.programs
