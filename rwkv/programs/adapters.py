@@ -101,8 +101,8 @@ def _read(name: str, path: str, opened: OpenCheckpoint, form: StateForm, config:
         if checkpoint.time_states is None:
             return Adapter(name, path, digest, merged=checkpoint, notes=tuple(rounded_adapters(checkpoint, opened.dtype)))
         state = generation(checkpoint.config).empty_state(checkpoint.config, 1)
-        learnt = torch.stack([layer.get().float() for layer in checkpoint.time_states])
-        return Adapter(name, path, digest, state=state._replace(wkv=learnt.unsqueeze(1)))
+        states = torch.stack([layer.get().float() for layer in checkpoint.time_states])
+        return Adapter(name, path, digest, state=state._replace(wkv=states.unsqueeze(1)))
 
 
 def _digest(context: PrefillResult) -> str:
