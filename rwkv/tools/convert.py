@@ -89,7 +89,7 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
 
     tokenizer: the name, as in Tokenizer.named, of the tokenizer to write with the weights; None: that of `source`, if any.
     end_of_text: the end-of-text token of a .json tokenizer; None: that of `source`, or else of the file. form: of a Hugging
-    Face directory of RWKV-7, fla or official. lora, lora_alpha: an adapter to merge, as in with_adapter. command: for the model
+    Face directory of RWKV-7, one of FORMS. lora, lora_alpha: an adapter to merge, as in with_adapter. command: for the model
     card of a directory.
     """
     from rwkv.checkpoint.files import read_checkpoint, tokenizer_of, with_adapter, write_checkpoint
@@ -135,14 +135,14 @@ def _adapter_line(checkpoint: "Checkpoint", dtype: str | None) -> str:
 
 
 def _parser() -> Parser:
-    epilog = f"{EPILOG}\nDTYPE is one of {', '.join(DTYPES)}; FORM is {' or '.join(formats.FORMS)}."
+    epilog = f"{EPILOG}\nDTYPE is one of {', '.join(DTYPES)}; FORM is one of {', '.join(formats.FORMS)}."
     parser = Parser("rwkv.tools.convert", (__doc__ or "").partition(": ")[2], epilog)
     parser.add_argument("source", metavar="IN", type=path_of, help="the checkpoint to read: a file or a directory")
     parser.add_argument("target", metavar="OUT", type=path_of, help="the file or the directory to write")
     parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help="default: that of each tensor")
     parser.add_argument("--format", choices=formats.names(), help="default: from OUT's suffix")
     parser.add_argument("--form", choices=formats.FORMS, metavar="FORM", help="layout of a Hugging Face directory "
-                        "of RWKV-7: fla, or official, of transformers' branch; default: fla")
+                        f"of RWKV-7: {', '.join(formats.FORMS)}; default: fla")
     parser.add_argument("--lora", metavar="PATH", type=from_home,
                         help="another program's LoRA adapter to merge: a PEFT directory or an RWKV-PEFT file")
     parser.add_argument("--lora-alpha", metavar="NUMBER", type=above_zero,
