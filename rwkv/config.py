@@ -35,7 +35,7 @@ PREFERENCES = ("dpo", "ipo")             # objectives that train on pairs of ans
 LIKELIHOOD = ("tune.objective", "likelihood")
 NEXT_PAIR = re.compile(r",(?=[^,=/\\]+=)")              # the comma before the next NAME=; paths may contain other commas
 TEMPLATES = "world, g1, flower or a jinja2 file"        # chat templates, for help
-TEMPLATE_OF_MODEL = f"{TEMPLATES}; null: that of the run's data, else the checkpoint's, else guessed from its name"
+MODEL_TEMPLATE = f"{TEMPLATES}; null: that of the run's data, else the checkpoint's, else guessed from its name"
 THINK = ("false", "true", "fake")        # how answers begin: rwkv/chat/thoughts.py
 Pooling = Literal["mean", "last"]        # of hidden states, for embeddings
 PATH = "path"                            # kinds of free text, taken verbatim from the command line
@@ -160,7 +160,7 @@ class ModelConfig:
 
 @dataclass
 class DataConfig:
-    """rwkv/data/prepare.py says how val_fraction divides each kind of data."""
+    """How val_fraction splits each kind of data: rwkv/data/prepare.py."""
 
     name: str = option("stdlib", "set by data=", one_of=(*SOURCES, *TOKENS, "mix"), heading="Data")
     path: str | None = option(None, "file, folder, pattern such as books/**/*.txt, or data set name", verbatim=PATH)
@@ -684,7 +684,7 @@ class SavedModelConfig:
 @dataclass
 @with_sampling
 class GenerateConfig(SavedModelConfig):
-    """rwkv/generation/output.py checks combinations of options."""
+    """rwkv/generation/options.py checks combinations of options."""
 
     prompt: str | None = option(None, "prompt; -: read from standard input", heading="Samples", verbatim=TEXT)
     prompts: str | None = option(None, 'file with a prompt per line, or .jsonl with {"prompt": "..."} per line', verbatim=PATH)
@@ -715,7 +715,7 @@ class GenerateConfig(SavedModelConfig):
 @dataclass
 @with_sampling
 class ChatConfig(SavedModelConfig):
-    template: str | None = option(None, f"chat template: {TEMPLATE_OF_MODEL}", verbatim=PATH, heading="Conversation")
+    template: str | None = option(None, f"chat template: {MODEL_TEMPLATE}", verbatim=PATH, heading="Conversation")
     system: str | None = option(None, "system message")
     state: str | None = option(None, "state file before the conversation: of save_state=, or a tuned state of any program",
                                verbatim=PATH)
@@ -736,7 +736,7 @@ class ChatConfig(SavedModelConfig):
 class EvaluateDataConfig:
     path: str | None = option(None, 'UTF-8 text, or FILE.jsonl with {"text": "..."} per line', verbatim=PATH,
                               heading="Evaluation")
-    template: str | None = option(None, f"chat template of the conversations in FILE.jsonl: {TEMPLATE_OF_MODEL}", verbatim=PATH)
+    template: str | None = option(None, f"chat template of the conversations in FILE.jsonl: {MODEL_TEMPLATE}", verbatim=PATH)
 
 
 @dataclass
@@ -760,7 +760,7 @@ class ServeConfig(SavedModelConfig):
                                  "tune=state or tune=lora run from this checkpoint, a state file, or another program's tuned "
                                  "state or adapter; repeatable", filled=True)
     state_layout: str | None = layout_option("adapters=")
-    template: str | None = option(None, f"chat template: {TEMPLATE_OF_MODEL}", verbatim=PATH)
+    template: str | None = option(None, f"chat template: {MODEL_TEMPLATE}", verbatim=PATH)
     host: str = option("127.0.0.1", "address to listen on; 0.0.0.0: all interfaces", heading="HTTP", filled=True)
     port: int = option(8000, "port; 0: any free port", least=0)
     api_key: list[str] = option(list, "API key that clients must send; repeatable, one per client; null: none", filled=True)

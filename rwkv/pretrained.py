@@ -35,7 +35,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 QUANTISED = ("int8", "int4")             # dtypes of a model with quantised matrices, on a CPU
 ALL_SURVIVES = 0.995                     # no line for a larger share
-ROUNDED_AGAIN = "blocks.0.att.key.weight"        # the matrix whose error of a second rounding is measured
+REQUANTISED = "blocks.0.att.key.weight"        # the matrix whose error of a second rounding is measured
 
 
 class RWKV(Model):
@@ -225,12 +225,12 @@ def default_dtype(device: str) -> str:
 
 def second_rounding(checkpoint: Checkpoint, dtype: str) -> list[str]:
     """A line with the error of requantising a matrix of a quantised file to `dtype`; none for other files."""
-    stored = checkpoint.weights.stored[ROUNDED_AGAIN]
+    stored = checkpoint.weights.stored[REQUANTISED]
     if dtype not in QUANTISED or stored.blocks is None:
         return []
     exact = stored.get().float()
     error = (pack(exact, dtype).dense() - exact).norm() / exact.norm()
-    return [f"{dtype} requantises the file's {stored.blocks}: {ROUNDED_AGAIN} changes by {error:.1%}"]
+    return [f"{dtype} requantises the file's {stored.blocks}: {REQUANTISED} changes by {error:.1%}"]
 
 
 def rounded_adapters(checkpoint: Checkpoint, dtype: str) -> list[str]:

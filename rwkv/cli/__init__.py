@@ -45,7 +45,7 @@ KERNELS = tuple(sorted({"auto"}.union(*map(all_names, TIME_MIXING))))       # a 
 FORMER_KERNELS = tuple(name for op in TIME_MIXING for name in RENAMED.get(op, ()))
 EXPERIMENT = "experiment"
 OPTIONAL = (EXPERIMENT, "debug")         # groups of train.py that default to null; their files are recipes
-NO_CHOICE = tuple(f"{group}=null" for group in OPTIONAL)         # the defaults, which Hydra rejects as overrides
+NULL_CHOICES = tuple(f"{group}=null" for group in OPTIONAL)         # the defaults, which Hydra rejects as overrides
 RECIPE = "recipe"                        # name of a recipe in Hydra's store
 GLOBAL = "# @package _global_"           # in a choice's file: its options have full names, outside the group
 SHOW_JOB = (["--cfg", "job"], ["-c", "job"])
@@ -210,7 +210,7 @@ def split(arguments: list[str], schema: type) -> CommandLine:
             line.verbatim[key] = from_home(value) if kind == PATH else value
         elif argument.startswith("-"):
             line.flags.extend([argument, *itertools.islice(rest, argument in VALUED_FLAGS)])
-        elif argument not in NO_CHOICE or schema is not TrainConfig:
+        elif argument not in NULL_CHOICES or schema is not TrainConfig:
             line.overrides.append(argument)
     return line
 
@@ -430,7 +430,7 @@ def _params(config_name: str, schema: type, line: CommandLine) -> list[str]:
 def _combinations(overrides: list[str], schema: type) -> list[tuple[list[str], dict[str, str]]]:
     """For each combination of values: the overrides of the job, and its swept options."""
     alternatives = [_alternatives(override, schema) for override in overrides]
-    return [([text for text, _ in job if text not in NO_CHOICE],
+    return [([text for text, _ in job if text not in NULL_CHOICES],
              {key: value for _, swept in job for key, value in swept.items()}) for job in itertools.product(*alternatives)]
 
 

@@ -24,11 +24,11 @@ from rwkv.io.utf8 import read_text
 
 ENDINGS = (".yaml", ".yml")
 RUN_FILE = "config.yaml"                 # in the directory of a run
-GROUPS_OF_RUN = {"kernel", "model", "data", "optim", "trainer", "logger"}        # in every run's file
-OF_ONE_RUN = ("out_dir", "resume", "plan")       # options of a run's file that a new run does not take
+RUN_GROUPS = {"kernel", "model", "data", "optim", "trainer", "logger"}        # in every run's file
+SINGLE_RUN_OPTIONS = ("out_dir", "resume", "plan")       # options of a run's file that a new run does not take
 REFERENCE = re.compile(r"(\\*)\$\{")      # OmegaConf's interpolation; a backslash escapes it
-MOST_NESTED = 3                          # levels; options have fewer
-ABOUT_HYDRA = ("defaults", "hydra")      # keys that are not options
+MAX_DEPTH = 3                            # levels; options have fewer
+HYDRA_KEYS = ("defaults", "hydra")       # keys that are not options
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def read(path: Path, groups: Collection[str]) -> Recipe:
     groups: names of groups; a file may give a choice for each instead of options. Names of options are not checked.
     """
     content = _mapping(path)
-    hydra = {key: content.pop(key) for key in ABOUT_HYDRA if key in content}
+    hydra = {key: content.pop(key) for key in HYDRA_KEYS if key in content}
     if not isinstance(hydra.get("defaults", []), list):
         raise UserError(f"{path}: defaults must be a list, such as [override /model: small]; got {hydra['defaults']!r}")
     options: dict[str, Any] = {}
@@ -90,15 +90,15 @@ def read(path: Path, groups: Collection[str]) -> Recipe:
     options = {key: value for key, value in options.items() if key not in groups}
     if not (options or choices or hydra):
         raise UserError(f"{path} sets no option: write some, such as optim: {{lr: 1e-4}}")
-    if GROUPS_OF_RUN <= content.keys() and not choices:
-        options = {key: _literal(value) for key, value in options.items() if key not in OF_ONE_RUN}
+    if RUN_GROUPS <= content.keys() and not choices:
+        options = {key: _literal(value) for key, value in options.items() if key not in SINGLE_RUN_OPTIONS}
     return Recipe(path, options, choices, hydra)
 
 
 def _leaves(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values by dotted key, down to MOST_NESTED levels, because a YAML mapping may contain itself."""
+    """The values by dotted key, down to MAX_DEPTH levels, because a YAML mapping may contain itself."""
     for key, value in content.items():
-        if isinstance(value, dict) and value and prefix.count(".") < MOST_NESTED:
+        if isinstance(value, dict) and value and prefix.count(".") < MAX_DEPTH:
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value or None if isinstance(value, dict) else value

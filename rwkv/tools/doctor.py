@@ -27,10 +27,10 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "hf": ("datasets",), "world": ("pyrwkv-tokenizer",), "chat": ("prompt_toolkit",), "lm-eval": ("lm-eval",),
     "gguf": ("gguf",), "hub": ("huggingface_hub",), "slurm": ("submitit",), "zst": ("zstandard",),
     "serve": ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus-client", "llguidance")}
-FOR = {"taichi": "kernels taichi_*", "triton": "kernels triton_*", "plot": "plots of benchmarks",
-       "hf": "data=hf", "world": "fast World tokenisation", "chat": "editing lines in chat", "lm-eval": "timemix lm_eval",
-       "gguf": "llama.cpp's files", "hub": "names on the Hub", "slurm": "sweep.launcher=submitit",
-       "zst": ".jsonl.zst files", "serve": "timemix serve"}
+FEATURES = {"taichi": "kernels taichi_*", "triton": "kernels triton_*", "plot": "plots of benchmarks",
+            "hf": "data=hf", "world": "fast World tokenisation", "chat": "editing lines in chat", "lm-eval": "timemix lm_eval",
+            "gguf": "llama.cpp's files", "hub": "names on the Hub", "slurm": "sweep.launcher=submitit",
+            "zst": ".jsonl.zst files", "serve": "timemix serve"}
 ALWAYS = ("taichi", "world", "chat", "hub")
 PROBLEM = "!"
 INDENT = 14                              # column of a line's text
@@ -135,7 +135,7 @@ def lines(report: dict[str, Any]) -> list[str]:
     for extra, names in missing.items():
         if extra and names:
             remedy = f"pip install {' '.join(names)}" if extra in ALWAYS else f"in the clone, pip install -e '.[{extra}]'"
-            shown.append(line(extra, f"{FOR[extra]} requires {', '.join(names)}: {remedy}"))
+            shown.append(line(extra, f"{FEATURES[extra]} requires {', '.join(names)}: {remedy}"))
     shown.append(line("versions", ", ".join(f"{name} {version}" for name, version in report["packages"].items())))
     if "torch_error" in report:
         return [*shown, line("torch", f"cannot be imported: {report['torch_error']}", True)]

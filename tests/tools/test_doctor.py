@@ -33,7 +33,7 @@ def test_doctor_knows_every_package_of_the_project() -> None:
     assert stated == {name for key in ("", *doctor.ALWAYS) for name in doctor.PACKAGES[key]}
     for extra, packages in project["optional-dependencies"].items():
         assert extra in OUTSIDE or {*map(requirement, packages)} == {*doctor.PACKAGES[extra]}, extra
-    assert {*doctor.FOR} == {*doctor.PACKAGES} - {""}
+    assert {*doctor.FEATURES} == {*doctor.PACKAGES} - {""}
 
 
 def test_doctor_says_where_each_kernel_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
