@@ -1,4 +1,4 @@
-"""Talks with a checkpoint in the terminal: `python chat.py checkpoint=runs/latest`; `--help` lists the options and commands."""
+"""Chats with a checkpoint in the terminal: `python chat.py checkpoint=runs/latest`; `--help` lists the options and commands."""
 
 from rwkv.programs.chat import main
 

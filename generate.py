@@ -1,4 +1,4 @@
-"""Samples text from a checkpoint: `python generate.py checkpoint=runs/latest prompt="def main"`; `--help` lists the options."""
+"""Generates text: `python generate.py checkpoint=runs/latest prompt="def main"`; `--help` lists the options."""
 
 from rwkv.programs.generate import main
 

@@ -1,4 +1,4 @@
-"""RWKV language models: `from rwkv import RWKV, Tokenizer, generate`. The names are loaded when they are first used."""
+"""RWKV language models: `from rwkv import RWKV, Tokenizer, generate`. Names are imported on first use."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -10,11 +10,11 @@ if TYPE_CHECKING:
     from rwkv.tokenizer.tokenizers import Tokenizer
 
 __all__ = ["RWKV", "Tokenizer", "embed", "generate", "generate_batch"]
-_HOMES = {"RWKV": "rwkv.pretrained", "Tokenizer": "rwkv.tokenizer.tokenizers", "embed": "rwkv.generation.embedding",
-          "generate": "rwkv.generation.engine", "generate_batch": "rwkv.generation.engine"}
+_MODULES = {"RWKV": "rwkv.pretrained", "Tokenizer": "rwkv.tokenizer.tokenizers", "embed": "rwkv.generation.embedding",
+            "generate": "rwkv.generation.engine", "generate_batch": "rwkv.generation.engine"}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOMES:
+    if name not in _MODULES:
         raise AttributeError(f"module 'rwkv' has no attribute {name!r}")
-    return getattr(importlib.import_module(_HOMES[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)

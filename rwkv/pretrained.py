@@ -34,32 +34,31 @@ from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8, to_pa
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 QUANTISED = ("int8", "int4")             # dtypes of a model with quantised matrices, on a CPU
-ALL_LEFT = 0.995                         # shares above it are not worth a line
-ROUNDED_AGAIN = "blocks.0.att.key.weight"        # the matrix by which the error of a second rounding is measured
+ALL_SURVIVES = 0.995                     # no line for a larger share
+REQUANTISED = "blocks.0.att.key.weight"        # the matrix whose error of a second rounding is measured
 
 
 class RWKV(Model):
-    """model(tokens (B,T) int64, state=None) -> (logits (B,T,V), state); the state given is not changed."""
+    """model(tokens (B,T) int64, state=None) -> (logits (B,T,V), state); does not change its arguments."""
 
     @classmethod
     def from_pretrained(cls, path: str | Path, kernel: str = "auto", device: str = "cpu", dtype: str = "float32",
                         mmap: bool = True, trainable: bool = False, lora: str | Path | None = None,
                         lora_alpha: float | None = None) -> Self:
-        """The model in a file of any format, a Hugging Face directory or a run's directory, under any kernel; or the one that
-        `path` names on the Hub, as "ORG/REPO/FILE.pth" or "ORG/REPO:Q4_K_M" (rwkv/io/hub.py), which is downloaded once.
+        """Loads a file of any format, a Hugging Face directory or a run's directory; or a name on the Hub, such as
+        "ORG/REPO/FILE.pth" or "ORG/REPO:Q4_K_M" (rwkv/io/hub.py), which is downloaded once.
 
-        The model is for inference: in evaluation mode and without gradients. On a CPU, weights that the file already holds in
-        `dtype` are a mapping of the file and not a copy: a program that writes into the file, instead of replacing it, changes
-        the model. mmap=False copies them. trainable=True gives a model for training, with gradients, in memory of its own;
-        its weights are in `dtype`, which should be float32 unless the optimiser is made for another. Raises CheckpointError
-        (a ValueError) where the file is missing, damaged or of another kind, KernelUnavailable where the kernel cannot run on
-        `device`. Adapters of a run with tune=lora are merged in float32; where `dtype` rounds the sums, a warning says how much
-        of what the run has learnt is left. lora: another program's adapter (rwkv/checkpoint/adapters.py), merged likewise;
-        lora_alpha: of one whose file does not state it.
+        The model is for inference: in evaluation mode and without gradients. On a CPU, weights stored in `dtype` are memory-
+        mapped: a program that writes into the file, instead of replacing it, changes the model. mmap=False copies them.
+        trainable=True returns a model for training, with gradients and its own memory; its weights are in `dtype`, which should
+        be float32 unless the optimiser is made for another. Raises CheckpointError (a ValueError) if the file is missing,
+        damaged or of another kind, KernelUnavailable if the kernel cannot run on `device`. Adapters of a run with tune=lora are
+        merged in float32; if `dtype` rounds the sums, a warning reports the share of the training that survives. lora: another
+        program's adapter (rwkv/checkpoint/adapters.py), merged likewise; lora_alpha: for an adapter whose file lacks it.
         """
         require_dtype(dtype, device)
         if trainable and dtype not in ("float32", "bfloat16"):
-            raise UserError(f"weights in {dtype} cannot be trained: use dtype=float32 or bfloat16, or leave trainable out")
+            raise UserError(f"trainable requires dtype=float32 or bfloat16; got dtype={dtype}")
         checkpoint = _read(path, lora, lora_alpha)
         for note in checkpoint.notes:
             warnings.warn(note, stacklevel=2)
@@ -76,7 +75,7 @@ class RWKV(Model):
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, wkv: Any, device: str = "cpu", dtype: str = "float32",
                         mmap: bool = True) -> Self:
-        """The model of a checkpoint that has been read, in evaluation mode and without gradients."""
+        """The model of a checkpoint, in evaluation mode and without gradients."""
         if dtype in QUANTISED:
             model = cls._quantised(checkpoint, wkv, device, dtype, mmap)
         else:
@@ -89,15 +88,15 @@ class RWKV(Model):
 
     @classmethod
     def _quantised(cls, checkpoint: Checkpoint, wkv: Any, device: str, dtype: str, mmap: bool) -> Self:
-        """The same with matrices converted to int8 or int4 one at a time; everything else is computed in float32.
+        """The model with matrices converted to int8 or int4 one at a time; everything else is computed in float32.
 
-        A matrix that is no view of the file, such as one of a quantised GGUF, is read only when it is converted.
+        A matrix that is not memory-mapped, such as one of a quantised GGUF, is read only when it is converted.
         """
         kind = torch.device(device).type
         if kind not in ("cpu", "cuda"):
-            raise UserError(f"dtype={dtype} runs on a CPU or a CUDA device, not on {device}: use dtype=bfloat16 there")
+            raise UserError(f"dtype={dtype} requires a CPU or a CUDA device; got {device}: use dtype=bfloat16")
         group = generation(checkpoint.config).group
-        as_packed = dtype == "int4" and checkpoint.fingerprint is not None       # packed weights do not give the fingerprint
+        as_packed = dtype == "int4" and checkpoint.fingerprint is not None       # packed weights cannot be fingerprinted
         packed = {name: read() for name, read in checkpoint.packed.items()} if as_packed else {}
         stored = checkpoint.weights.stored
         later = {name: tensor.get for name, tensor in stored.items()
@@ -116,7 +115,7 @@ class RWKV(Model):
 
     def save_pretrained(self, path: str | Path, tokenizer: Any = None, dtype: str | None = None,
                         format: str | None = None) -> None:
-        """Writes the weights, and the configuration and the tokenizer where the format has room for them.
+        """Writes the weights, and the configuration and the tokenizer if the format supports them.
 
         The suffix of `path` chooses the format (.pth .ckpt .safetensors, .bin or .ggmf for rwkv.cpp, .gguf for llama.cpp, none
         for a Hugging Face directory), unless `format` names it. dtype: float32, float16, bfloat16, in GGUF also q4_0, q4_1,
@@ -125,19 +124,19 @@ class RWKV(Model):
         or int4.
         """
         if isinstance(self.head, Int8Linear | Int4Linear):
-            raise UserError(f"a model in {self.head.form} cannot be saved, because its matrices are rounded: load it with "
+            raise UserError(f"a model in {self.head.form} cannot be saved, because its matrices are quantised: load it with "
                             "dtype=float32 or bfloat16 and save that (dtype=int4 packs it in a .safetensors)")
         if self.time_states():
-            raise UserError("the model has a tuned state before the first token, and save_pretrained writes weights alone: "
-                            "timemix convert writes a file with both as .pth, .safetensors or .st; or save its base")
+            raise UserError("save_pretrained cannot write the model's tuned state: timemix convert writes both as .pth, "
+                            ".safetensors or .st; or save its base")
         checkpoint = checkpoint_of(self.state_dict(), tokenizer, self.config, "the model")
         write_checkpoint(checkpoint, path, dtype, format)
 
 
 class OpenCheckpoint(NamedTuple):
-    """A checkpoint that has been read and checked, before its model is made.
+    """A checkpoint, read and checked; its model is not loaded yet.
 
-    assumed: the tokenizer's name where neither the file nor the user names one.
+    assumed: the name of a guessed tokenizer, if neither the file nor the user names one.
     """
 
     checkpoint: Checkpoint
@@ -148,29 +147,28 @@ class OpenCheckpoint(NamedTuple):
     assumed: str | None = None
 
     def lines(self) -> list[tuple[str, str]]:
-        """Pairs of a word and a sentence: slow products, a GPU's dtype, an assumed tokenizer, what ends a text, what rounding
-        loses."""
-        found = [("WARNING", note) for note in self.checkpoint.notes]
+        """Labels and notes: slow matmuls, a GPU's dtype, a guessed tokenizer, end-of-text tokens, losses by rounding."""
+        notes = [("WARNING", note) for note in self.checkpoint.notes]
         if slow := why_slow(computed_in(self.dtype), torch.device(self.device)):
-            found.append(("WARNING", f"dtype={self.dtype}: {slow}; use dtype=float32, int8 or int4"))
+            notes.append(("WARNING", f"dtype={self.dtype}: {slow}; use dtype=float32, int8 or int4"))
         if (self.device, self.dtype) == ("cuda", "bfloat16"):
-            found.append(("dtype", "bfloat16, the default on a GPU that multiplies it; dtype=float32 computes in float32"))
+            notes.append(("dtype", "bfloat16, the default on this GPU; dtype=float32 computes in float32"))
         if self.checkpoint.begins:
-            found.append(("state", self.checkpoint.begins))
+            notes.append(("state", self.checkpoint.begins))
         if self.checkpoint.about:
-            found.append(("adapter", f"{self.checkpoint.about} at {self.checkpoint.path}, merged into the matrices of "
+            notes.append(("adapter", f"{self.checkpoint.about} at {self.checkpoint.path}, merged into the matrices of "
                           f"{counted(len(self.checkpoint.unadapted), 'layer')}"))
         if self.assumed:
-            found.append(("tokenizer", f"{self.assumed} (guessed from the vocabulary size, {self.checkpoint.vocab_size:,})"))
+            notes.append(("tokenizer", f"{self.assumed} (guessed from the vocabulary size, {self.checkpoint.vocab_size:,})"))
         if end := self.tokenizer.end_line():
-            found.append(("texts", f"end with {end}"))
+            notes.append(("texts", f"end with {end}"))
         rounding = [*second_rounding(self.checkpoint, self.dtype), *rounded_adapters(self.checkpoint, self.dtype)]
-        return found + [("weights", line) for line in rounding]
+        return notes + [("weights", line) for line in rounding]
 
     def print_notes(self) -> None:
         """Prints the lines on standard error."""
-        for word, note in self.lines():
-            print(wrapped(f"{word}: {note}", sys.stderr), file=sys.stderr)
+        for label, note in self.lines():
+            print(wrapped(f"{label}: {note}", sys.stderr), file=sys.stderr)
 
     def model(self) -> RWKV:
         return RWKV.from_checkpoint(self.checkpoint, self.wkv, self.device, self.dtype)
@@ -178,25 +176,25 @@ class OpenCheckpoint(NamedTuple):
     def model_and_context(self, state: str | None, layout: str | None) -> tuple[RWKV, PrefillResult | None]:
         """The model, and the context in the file `state`, if any: of save_state=, or a tuned state. layout: of the latter.
 
-        Prints which way round a tuned state is read. Raises UserError, where possible before the model is loaded.
+        Prints the layout of a tuned state. Raises UserError, if possible before the model is loaded.
         """
         if state is None:
             return self.model(), None
         path = state_file(state)
         if is_state_file(path):
             if layout is not None:
-                raise UserError(f"state_layout is for tuned states, and {path} is a state that save_state= wrote: leave it out")
+                raise UserError(f"state_layout requires a tuned state, and {path} is a state of save_state=: leave it out")
             model = self.model()
             return model, load_context(path, model, self.tokenizer)
-        learnt = time_states.read(path, self.checkpoint.config, layout)
-        begin = learnt.state(self.checkpoint.config)
-        print(wrapped(f"state: {learnt.line}", sys.stderr), file=sys.stderr)
+        tuned = time_states.read(path, self.checkpoint.config, layout)
+        state_before = tuned.state(self.checkpoint.config)
+        print(wrapped(f"state: {tuned.line}", sys.stderr), file=sys.stderr)
         model = self.model()
-        return model, beginning(model, self.tokenizer, begin)
+        return model, beginning(model, self.tokenizer, state_before)
 
 
 def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
-    """Raises UserError for a file that cannot be read, a kernel that cannot run, and a tokenizer that does not fit."""
+    """Reads a checkpoint. Raises UserError for an unreadable file, an unavailable kernel or a tokenizer that does not fit."""
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     dtype = config.dtype or default_dtype(device)
     require_dtype(dtype, device)
@@ -221,29 +219,26 @@ def require_dtype(dtype: str, device: str) -> None:
 
 
 def default_dtype(device: str) -> str:
-    """The dtype of a model that generates on this device: bfloat16 on a GPU that multiplies it, else float32."""
+    """The dtype for inference on this device: bfloat16 on a GPU that supports it, else float32."""
     return "bfloat16" if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False) else "float32"
 
 
 def second_rounding(checkpoint: Checkpoint, dtype: str) -> list[str]:
-    """A line with the error of rounding a matrix that the file already holds in blocks to `dtype`; none for other files."""
-    stored = checkpoint.weights.stored[ROUNDED_AGAIN]
+    """A line with the error of requantising a matrix of a quantised file to `dtype`; none for other files."""
+    stored = checkpoint.weights.stored[REQUANTISED]
     if dtype not in QUANTISED or stored.blocks is None:
         return []
     exact = stored.get().float()
     error = (pack(exact, dtype).dense() - exact).norm() / exact.norm()
-    return [f"{dtype} rounds the file's {stored.blocks} once more, which changes {ROUNDED_AGAIN} by {error:.1%}"]
+    return [f"{dtype} requantises the file's {stored.blocks}: {REQUANTISED} changes by {error:.1%}"]
 
 
 def rounded_adapters(checkpoint: Checkpoint, dtype: str) -> list[str]:
-    """A line with the share of what adapters have learnt that is left where their sums with the weights are rounded to `dtype`;
-    none where nothing is lost.
-    """
-    left = surviving(checkpoint, dtype)
-    if left > ALL_LEFT:
+    """A line with the share of the training that survives rounding merged adapters to `dtype`; none if nothing is lost."""
+    share = surviving(checkpoint, dtype)
+    if share > ALL_SURVIVES:
         return []
-    return [f"{dtype} rounds the sums of weights and adapters: {left:.0%} of what they have learnt is left; "
-            "dtype=float32 keeps all of it"]
+    return [f"{dtype} rounds the merged adapters: {share:.0%} of their training survives; dtype=float32 keeps all of it"]
 
 
 def computed_in(dtype: str) -> torch.dtype:
@@ -256,7 +251,7 @@ def template_choice(checkpoint: Checkpoint, name: str | None = None) -> Choice:
 
 
 def template_line(checkpoint: Checkpoint, choice: Choice) -> str:
-    """A line for people: the chat template, the length of text that the model was trained with, and what says so."""
+    """A line to print: the chat template, the trained context length, and the source of each."""
     length = trained_with(checkpoint)
     trained = f"; trained on sequences of up to {length.tokens:,} tokens ({length.why})" if length.tokens else ""
     return f"{choice.template} ({choice.why}){trained}"
@@ -264,7 +259,7 @@ def template_line(checkpoint: Checkpoint, choice: Choice) -> str:
 
 def trained_with(checkpoint: Checkpoint) -> Length:
     length = trained_length(str(checkpoint.path), (checkpoint.run or {}).get("init_from"))
-    stated = checkpoint.config.ctx_len
-    if stated in (length.tokens, DEFAULT_CTX_LEN):           # the default is in files whose writer did not know the length
+    ctx_len = checkpoint.config.ctx_len
+    if ctx_len in (length.tokens, DEFAULT_CTX_LEN):          # the default is in files whose writer did not know the length
         return length
-    return Length(stated, "the file says so")
+    return Length(ctx_len, "the file says so")

@@ -130,7 +130,7 @@ def test_an_option_changes_itself_alone(value: float) -> None:
     """Also to what the program's own preset has."""
     made = chosen(G1K, True, given={"temperature": value})
     assert made.sampling == Sampling(value, 32, 0.76, presence_penalty=1.0, frequency_penalty=0.1, penalty_decay=0.988)
-    assert made.own == (f"temperature={value}",)
+    assert made.overrides == (f"temperature={value}",)
 
 
 @pytest.fixture

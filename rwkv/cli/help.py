@@ -1,4 +1,4 @@
-"""The text of --help: about the program, every option with its help and its value, and the choices of each group."""
+"""The text of --help: about the program, every option with its help and current value, and the choices of each group."""
 
 import textwrap
 from collections.abc import Iterable, Mapping
@@ -9,14 +9,14 @@ from typing import Any
 
 from rwkv.io.commands import as_typed
 
-WIDTH = 80                               # of the page
-COLUMN = 30                              # where the texts beside names begin
+WIDTH = 80                               # columns of the page
+COLUMN = 30                              # where the text beside a name begins
 
 
 def page(about: str, kernels: Iterable[str], choices: Mapping[str, Mapping[str, str]], options: Mapping[str, Field],
          config: Any) -> str:
-    """choices: descriptions by group and choice. options: fields by dotted key. config: has the values that are shown."""
-    lines = [as_typed(about.strip()), "", "Options, OPTION=VALUE, with [the value under this command line]:"]
+    """choices: descriptions by group and choice. options: fields by dotted key. config: the current values."""
+    lines = [as_typed(about.strip()), "", "Options, OPTION=VALUE, with [current value]:"]
     heading = None
     for key, item in options.items():
         if item.metadata["heading"] not in (None, heading):
@@ -24,21 +24,21 @@ def page(about: str, kernels: Iterable[str], choices: Mapping[str, Mapping[str, 
             lines += ["", heading]
         lines += _entry(key, f"{item.metadata['help']}{_shown(attrgetter(key)(config))}")
     lines += ["", "Choices, GROUP=NAME:"]
-    for group, described in choices.items():
-        for name, text in described.items():
+    for group, descriptions in choices.items():
+        for name, text in descriptions.items():
             lines += _entry(f"{group}={name}", text)
-    lines += _entry("kernel=", f"{', '.join(kernels)}; described by: {as_typed('python -m kernels')}")
+    lines += _entry("kernel=", f"{', '.join(kernels)}; descriptions: {as_typed('python -m kernels')}")
     return "\n".join(lines)
 
 
 def description(path: Path) -> str:
-    """The first comment of a YAML file, without `# @package`; empty where there is none."""
+    """The first comment of a YAML file other than `# @package`; empty if there is none."""
     comments = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
     return next((line[2:] for line in comments if not line.startswith("# @")), "")
 
 
 def _entry(name: str, text: str) -> list[str]:
-    """`  name   text`, where the text begins at COLUMN, or two spaces after a longer name."""
+    """`  name   text`, with the text at COLUMN, or two spaces after a longer name."""
     head = f"  {name}  ".ljust(COLUMN)
     wrapped = textwrap.wrap(text, WIDTH, initial_indent=head, subsequent_indent=" " * COLUMN, break_long_words=False,
                             break_on_hyphens=False)
@@ -46,7 +46,7 @@ def _entry(name: str, text: str) -> list[str]:
 
 
 def _shown(value: Any) -> str:
-    """` [VALUE]`, as on a command line; empty for None and for an empty text or list."""
+    """` [VALUE]`, as on a command line; empty for None, "" and []."""
     if value in (None, "", []):
         return ""
     if isinstance(value, (list, tuple)):

@@ -1,12 +1,12 @@
-"""Recipes: YAML files with options of a training run, which experiment= names.
+"""Recipes: YAML files with options of a training run, for experiment=.
 
-    # a comment, and then any options, in groups or by their dotted names
+    # any options, in groups or by dotted name
     optim: {lr: 1e-4}
     model.n_layer: 6
     data: jsonl                          # a choice of a group
     defaults: [override /optim: muon]    # the same, as Hydra writes it
 
-The config.yaml of a run is such a file too: the new run has the options of that one, in a directory of its own.
+The config.yaml of a run is a recipe too: the new run has the same options, in its own directory.
 """
 
 import os
@@ -24,16 +24,16 @@ from rwkv.io.utf8 import read_text
 
 ENDINGS = (".yaml", ".yml")
 RUN_FILE = "config.yaml"                 # in the directory of a run
-GROUPS_OF_RUN = {"kernel", "model", "data", "optim", "trainer", "logger"}        # every run's file has all of these
-OF_ONE_RUN = ("out_dir", "resume", "plan")       # in a run's file, and not for the run that takes its options
-REFERENCE = re.compile(r"(\\*)\$\{")      # OmegaConf's, which a backslash makes a text
-MOST_NESTED = 3                          # more than options are
-ABOUT_HYDRA = ("defaults", "hydra")      # keys that are no options
+RUN_GROUPS = {"kernel", "model", "data", "optim", "trainer", "logger"}        # in every run's file
+SINGLE_RUN_OPTIONS = ("out_dir", "resume", "plan")       # options of a run's file that a new run does not take
+REFERENCE = re.compile(r"(\\*)\$\{")      # OmegaConf's interpolation; a backslash escapes it
+MAX_DEPTH = 3                            # levels; options have fewer
+HYDRA_KEYS = ("defaults", "hydra")       # keys that are not options
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """The content of a file: options by dotted key, choices by group, and the entries `defaults` and `hydra`."""
+    """The content of a recipe: options by dotted key, choices by group, and the entries `defaults` and `hydra`."""
 
     path: Path
     options: dict[str, Any]
@@ -54,33 +54,33 @@ class Recipe:
         return {**self.hydra, **nested, "defaults": [*self.hydra.get("defaults", []), *chosen]}
 
     def from_home(self, paths: Collection[str]) -> "Recipe":
-        """The recipe with a leading ~ of these options' texts expanded."""
+        """The recipe with a leading ~ expanded in these options."""
         expanded = {key: from_home(value) for key, value in self.options.items() if key in paths and isinstance(value, str)}
         return replace(self, options=self.options | expanded)
 
 
 def is_path(choice: str) -> bool:
-    """Whether a choice names a file and not one of ours: ./mine.yaml, mine.yml, runs/latest."""
+    """Whether a choice is the path of a user's file: ./mine.yaml, mine.yml, runs/latest."""
     return choice.endswith(ENDINGS) or "/" in choice or os.sep in choice
 
 
-def located(choice: str, ours: Path) -> Path:
-    """The file of a choice: of the name in the folder `ours`, at a path, or in the run's directory at a path."""
+def located(choice: str, folder: Path) -> Path:
+    """The file of a choice: a name in the built-in `folder`, the path of a file, or the path of a run's directory."""
     if not is_path(choice):
-        return ours / f"{choice}.yaml"
+        return folder / f"{choice}.yaml"
     path = Path(from_home(choice))
     return path / RUN_FILE if (path / RUN_FILE).is_file() else path
 
 
 def read(path: Path, groups: Collection[str]) -> Recipe:
-    """Raises UserError for a file that cannot be read, is not YAML, sets nothing, or has a key twice.
+    """Raises UserError for a file that cannot be read, is not YAML, sets nothing, or has a duplicate key.
 
-    groups: the names of groups, for which a file may give a choice in place of options. Names of options are not checked.
+    groups: names of groups; a file may give a choice for each instead of options. Names of options are not checked.
     """
     content = _mapping(path)
-    hydra = {key: content.pop(key) for key in ABOUT_HYDRA if key in content}
+    hydra = {key: content.pop(key) for key in HYDRA_KEYS if key in content}
     if not isinstance(hydra.get("defaults", []), list):
-        raise UserError(f"{path}: defaults must be a list, as [override /model: small]; got {hydra['defaults']!r}")
+        raise UserError(f"{path}: defaults must be a list, such as [override /model: small]; got {hydra['defaults']!r}")
     options: dict[str, Any] = {}
     for key, value in _leaves(content):
         if key in options:
@@ -89,23 +89,23 @@ def read(path: Path, groups: Collection[str]) -> Recipe:
     choices = {key: str(value) for key, value in options.items() if key in groups and value is not None}
     options = {key: value for key, value in options.items() if key not in groups}
     if not (options or choices or hydra):
-        raise UserError(f"{path} sets no option: write some, as optim: {{lr: 1e-4}}")
-    if GROUPS_OF_RUN <= content.keys() and not choices:
-        options = {key: _literal(value) for key, value in options.items() if key not in OF_ONE_RUN}
+        raise UserError(f"{path} sets no option: write some, such as optim: {{lr: 1e-4}}")
+    if RUN_GROUPS <= content.keys() and not choices:
+        options = {key: _literal(value) for key, value in options.items() if key not in SINGLE_RUN_OPTIONS}
     return Recipe(path, options, choices, hydra)
 
 
 def _leaves(content: dict[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The values by dotted key, down to MOST_NESTED: a mapping of YAML may contain itself."""
+    """The values by dotted key, down to MAX_DEPTH levels, because a YAML mapping may contain itself."""
     for key, value in content.items():
-        if isinstance(value, dict) and value and prefix.count(".") < MOST_NESTED:
+        if isinstance(value, dict) and value and prefix.count(".") < MAX_DEPTH:
             yield from _leaves(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value or None if isinstance(value, dict) else value
 
 
 def _literal(value: Any) -> Any:
-    """A value in which OmegaConf replaces nothing: a run's texts were verbatim."""
+    """The value with interpolations escaped: a run's texts are verbatim."""
     return REFERENCE.sub(r"\1\1\\${", value) if isinstance(value, str) else value
 
 
@@ -120,7 +120,7 @@ def _mapping(path: Path) -> dict[Any, Any]:
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise UserError(f"{path} must be a mapping of options, as optim: {{lr: 1e-4}}; got {type(content).__name__}")
+        raise UserError(f"{path} must be a mapping of options, such as optim: {{lr: 1e-4}}; got {type(content).__name__}")
     return content
 
 
@@ -134,12 +134,12 @@ def _located_problem(error: yaml.MarkedYAMLError, text: str) -> str:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Raises a MarkedYAMLError for a key that a mapping has twice, which YAML forbids and SafeLoader does not refuse."""
+    """Raises a MarkedYAMLError for a duplicate key, which YAML forbids and SafeLoader accepts."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[str] = set()
         for key, _ in node.value:
             if str(key.value) in seen:
-                raise yaml.MarkedYAMLError(problem=f"the key {key.value} is there twice", problem_mark=key.start_mark)
+                raise yaml.MarkedYAMLError(problem=f"duplicate key {key.value}", problem_mark=key.start_mark)
             seen.add(str(key.value))
         return super().construct_mapping(node, deep)

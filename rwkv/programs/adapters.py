@@ -1,7 +1,7 @@
-"""adapters=NAME=PATH: tuned states and LoRA adapters, served beside the checkpoint that they belong to.
+"""adapters=NAME=PATH: tuned states and LoRA adapters, served beside their base checkpoint.
 
-A text for a tuned state begins from that state, in one batch with the checkpoint's texts. A LoRA adapter is merged into a copy
-of the weights when the server starts, and its texts are a batch of their own.
+Sequences of a tuned state begin from that state, in one batch with the checkpoint's. A LoRA adapter is merged into a copy of
+the weights when the server starts, and its sequences are a separate batch.
 """
 
 import hashlib
@@ -20,6 +20,7 @@ from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.states import StateForm, beginning, is_state_file
 from rwkv.io import hub
+from rwkv.io.lines import counted
 from rwkv.model.base import Model, fingerprint, generation, n_parameters
 from rwkv.model.state import State
 from rwkv.pretrained import RWKV, OpenCheckpoint, rounded_adapters
@@ -27,10 +28,10 @@ from rwkv.pretrained import RWKV, OpenCheckpoint, rounded_adapters
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that has been read and checked; no weights are loaded yet. digest: of the trained values.
+    """An adapter, read and checked; its weights are not loaded yet. digest: of the trained values.
 
     One of three is set. context: the content of a state file. state: a tuned state, one row. merged: the checkpoint with a LoRA
-    adapter merged into it. notes: lines for people: which way round a tuned state is read, what the server's dtype loses.
+    adapter merged into it. notes: lines to print: the layout of a tuned state, the loss from rounding to the server's dtype.
     """
 
     name: str
@@ -43,18 +44,18 @@ class Adapter:
 
     @property
     def tokens(self) -> int | None:
-        """The number of tokens that its state has read; None for a state file, which does not state it."""
+        """The number of tokens in its state; None for a state file, which does not record it."""
         return 0 if self.context is None else None
 
     @property
     def about(self) -> str:
         if self.merged is not None:
             kind = self.merged.about or "LoRA"
-            return f"{kind} of {self.path}, merged into weights of its own; its texts are a batch of their own"
-        return f"state of {self.path}, before each text; in one batch with the checkpoint's texts"
+            return f"{kind} {self.path}, merged into a copy of the weights; a separate batch"
+        return f"state {self.path}, before each sequence; in one batch with the checkpoint's"
 
     def load(self, opened: OpenCheckpoint, base: Model) -> tuple[Model, PrefillResult | None]:
-        """The model that generates its texts, and the context that they begin with; None for the empty one."""
+        """The model for its sequences, and the context before them; None: empty."""
         if self.merged is not None:
             return RWKV.from_checkpoint(self.merged, opened.wkv, opened.device, opened.dtype), None
         if self.context is not None:
@@ -64,26 +65,26 @@ class Adapter:
 
 
 def read_adapters(config: ServeConfig, opened: OpenCheckpoint) -> list[Adapter]:
-    """Raises UserError if one is missing, damaged or for other weights, and if merged weights do not fit into memory."""
+    """Raises UserError if one is missing, damaged or for other weights, or if merged weights do not fit into memory."""
     if not config.adapter_paths:
         return []
     base = opened.checkpoint
     identity = base.fingerprint or fingerprint(generation(base.config), base.weights)
     form = StateForm(generation(base.config).resolved(base.config), base.vocab_size, identity, opened.tokenizer, opened.device)
-    found = [_read(name, from_home(path), opened, form, config) for name, path in config.adapter_paths.items()]
-    n_merged = sum(adapter.merged is not None for adapter in found)
+    adapters = [_read(name, from_home(path), opened, form, config) for name, path in config.adapter_paths.items()]
+    n_merged = sum(adapter.merged is not None for adapter in adapters)
     if n_merged:
         require_room(n_parameters(base.config, base.vocab_size) * BITS[opened.dtype] // 8, n_merged, available_memory())
-    return found
+    return adapters
 
 
 def require_room(weights: int, n_merged: int, available: int | None) -> None:
-    """Raises UserError if the checkpoint and n_merged copies of it do not fit. weights: bytes of one of them."""
+    """Raises UserError if the checkpoint and n_merged copies of it do not fit into memory. weights: bytes of one copy."""
     needed = weights * (1 + n_merged)
     if available is not None and needed > available:
-        raise UserError(f"adapters has {n_merged} of tune=lora, each merged into weights of its own: with the checkpoint's "
-                        f"they take about {needed / MIB:,.0f} MiB, and {available / MIB:,.0f} MiB are free; leave one out, or "
-                        "take a smaller dtype=")
+        raise UserError(f"adapters= has {counted(n_merged, 'LoRA adapter')}, each merged into a copy of the weights: they "
+                        f"require about {needed / MIB:,.0f} MiB with the checkpoint, and {available / MIB:,.0f} MiB are free; "
+                        "leave one out, or use a smaller dtype=")
 
 
 def _read(name: str, path: str, opened: OpenCheckpoint, form: StateForm, config: ServeConfig) -> Adapter:
@@ -100,12 +101,12 @@ def _read(name: str, path: str, opened: OpenCheckpoint, form: StateForm, config:
         if checkpoint.time_states is None:
             return Adapter(name, path, digest, merged=checkpoint, notes=tuple(rounded_adapters(checkpoint, opened.dtype)))
         state = generation(checkpoint.config).empty_state(checkpoint.config, 1)
-        learnt = torch.stack([layer.get().float() for layer in checkpoint.time_states])
-        return Adapter(name, path, digest, state=state._replace(wkv=learnt.unsqueeze(1)))
+        states = torch.stack([layer.get().float() for layer in checkpoint.time_states])
+        return Adapter(name, path, digest, state=state._replace(wkv=states.unsqueeze(1)))
 
 
 def _digest(context: PrefillResult) -> str:
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for tensor in (context.logits, *context.state):
-        found.update(tensor.cpu().contiguous().numpy().tobytes())
-    return found.hexdigest()
+        digest.update(tensor.cpu().contiguous().numpy().tobytes())
+    return digest.hexdigest()

@@ -1,27 +1,27 @@
-"""Talks with a checkpoint in the terminal.
+"""Chats with a checkpoint in the terminal.
 
   python chat.py                                        the latest run
   python chat.py checkpoint=rwkv7-g1k-1.5b-20260930-ctx25600.pth dtype=int8
   python chat.py checkpoint=FILE state=state.safetensors think=true
-  python chat.py < turns.txt                            a turn on each line
+  python chat.py < turns.txt                            a turn per line
 
 Commands:
-  /reset              begins anew; the system message stays
-  /system TEXT        begins anew with this system message, or with none
-  /undo               takes the last turn back
+  /reset              new conversation; keeps the system message
+  /system TEXT        new conversation with this system message, or none
+  /undo               removes the last turn
   /retry              answers again
   /stats              tokens and times of the last answer
   /save FILE, /load FILE                 the conversation, as a line of JSON
-  /think HOW          true, false or fake: how answers begin from now on; alone
-                      it changes between true and false
+  /think HOW          true, false or fake: how the next answers begin; without
+                      HOW, toggles between true and false
   /set NAME=VALUE     max_new_tokens, think, seed, sampling (a preset), or an
                       option of sampling, as on the command line
-  /help               the names of the commands
-  /quit               ends; so does Ctrl-D
+  /help               lists the commands
+  /quit               ends the program; so does Ctrl-D
 
-Ctrl-C stops the answer and not the program. Esc and then Enter begins a new
-line. The state is carried: each turn reads only its new words. A line at the
-start says which chat template and which options of sampling are used, and why.
+Ctrl-C stops the answer, not the program. Esc, then Enter starts a new line. The
+state is carried over: each turn prefills only its new tokens. The first lines
+show the chat template and the options of sampling, and why they were chosen.
 Thoughts are dim in a terminal, and between <think> and </think> elsewhere.
 """
 
@@ -43,11 +43,11 @@ from rwkv.errors import UserError
 from rwkv.io.garbage import uncollected
 from rwkv.io.lines import counted, harmless, wrapped
 from rwkv.io.utf8 import decode
-from rwkv.programs.sampling import OF_SAMPLING, SamplingChoice, preset
+from rwkv.programs.sampling import SAMPLING_OPTIONS, SamplingChoice, preset
 
-DIM = "\033[2m"                          # for a terminal
+DIM = "\033[2m"                          # terminal codes
 NORMAL = "\033[0m"
-SETTINGS = (*OF_SAMPLING, "sampling", "max_new_tokens", "think", "seed")     # of /set
+SETTINGS = (*SAMPLING_OPTIONS, "sampling", "max_new_tokens", "think", "seed")     # names that /set takes
 
 
 def chat(config: ChatConfig, line: cli.CommandLine) -> None:
@@ -57,23 +57,23 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
     require_files(config, config.template, config.state)
     _say(f"loading {config.checkpoint}")
     session = Terminal(*_open(config, line))
-    typed = sys.stdin.isatty()
-    if typed:
-        _say("/help names the commands; Ctrl-D ends")
-    turns = _typed() if typed else (decode(typed_line, "standard input").strip() for typed_line in sys.stdin.buffer)
+    interactive = sys.stdin.isatty()
+    if interactive:
+        _say("/help lists the commands; Ctrl-D ends")
+    turns = _typed_turns() if interactive else (decode(row, "standard input").strip() for row in sys.stdin.buffer)
     failed = False
     for text in turns:
         if text in ("/quit", "/exit"):
             break
         if text and not session.turn(text):
             failed = True
-    if failed and not typed:             # a script looks at the exit status
+    if failed and not interactive:       # for scripts
         sys.exit(cli.USER_ERROR)
 
 
 @uncollected()
 def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoice]:
-    """The conversation, and the object that chooses its options of sampling."""
+    """The conversation, and the chooser of its sampling options."""
     from rwkv.chat.templates import chat_template
     from rwkv.generation.conversation import Chat
     from rwkv.generation.decoder import decoding_line
@@ -84,7 +84,7 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoic
     template = chat_template(choice.template)
     think = think_of(config.think)
     opened.print_notes()
-    template.answer_start(think)          # refused before the model is loaded
+    template.answer_start(think)          # raises UserError before the model is loaded
     sampling = SamplingChoice(config, line.keys, opened.checkpoint.path, opened.checkpoint.run, template)
     chosen = sampling.for_answers(think)
     _say(f"chat template: {template_line(opened.checkpoint, choice)}")
@@ -99,16 +99,16 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoic
 
 
 class Terminal:
-    """A conversation in the terminal: the model's texts go to standard output, everything else to standard error.
+    """A conversation in the terminal: answers go to standard output, everything else to standard error.
 
-    sampling: chooses the options of sampling again when /think changes how answers begin; with None they stay.
+    sampling: chooses the options of sampling again after /think; None: they do not change.
     """
 
     def __init__(self, talk: Any, sampling: SamplingChoice | None = None) -> None:
         self.talk = talk
         self._sampling = sampling
-        self._set_options: dict[str, Any] = {}           # options of sampling that /set has changed
-        self._set_tokens = False                         # whether it has changed max_new_tokens
+        self._overrides: dict[str, Any] = {}             # options of sampling changed by /set
+        self._max_new_tokens_is_set = False              # by /set
         self._commands: dict[str, Callable[[str], None]] = {
             "reset": lambda _: self.talk.reset(), "undo": lambda _: self.talk.undo(), "system": self.talk.reset,
             "retry": lambda _: self._show(self.talk.retry()), "save": self._save, "load": self._load, "think": self._think,
@@ -118,7 +118,7 @@ class Terminal:
         return f"commands: /{', /'.join(self._commands)}, /quit"
 
     def turn(self, text: str) -> bool:
-        """Handles a command or a turn of the user. Returns False for a mistake, after a sentence on standard error."""
+        """Handles a command or a turn of the user. Returns False after an error, which it prints on standard error."""
         try:
             if text.startswith("/"):
                 name, _, rest = text[1:].partition(" ")
@@ -130,12 +130,12 @@ class Terminal:
             return True
         except UserError as error:
             _say(f"error: {error}")
-        except KeyboardInterrupt:        # while the turn is read
-            _say("stopped; the turn is not part of the conversation")
+        except KeyboardInterrupt:        # during prefill
+            _say("stopped; the turn is discarded")
         return False
 
     def _show(self, pieces: Iterator[str]) -> None:
-        """Streams an answer, until it ends or Ctrl-C stops it."""
+        """Streams an answer until its end or Ctrl-C."""
         import signal
 
         from rwkv.io.signals import StopRequest
@@ -152,9 +152,9 @@ class Terminal:
             answer.show("", last=True)
         print(flush=True)
         if is_empty and not stop.requested:
-            _say("the answer has no word in it")
+            _say("the answer is empty")
         if answer.in_thoughts and self.talk.stats.written == self.talk.max_new_tokens:
-            _say(f"the thoughts were cut by max_new_tokens={self.talk.max_new_tokens}: /set max_new_tokens=NUMBER")
+            _say(f"max_new_tokens={self.talk.max_new_tokens} cut the thoughts short: /set max_new_tokens=NUMBER")
 
     def _think(self, text: str) -> None:
         self._set(f"think={text or str(self.talk.think is not True).lower()}")
@@ -162,7 +162,7 @@ class Terminal:
 
     def _save(self, path: str) -> None:
         if not path:
-            raise UserError("/save needs the name of a file")
+            raise UserError("/save requires a file name")
         try:
             with Path(from_home(path)).open("w", encoding="utf-8") as file:
                 file.write(json.dumps({"messages": self.talk.messages}, ensure_ascii=False) + "\n")
@@ -174,7 +174,7 @@ class Terminal:
 
         path = from_home(path)
         if not Path(path).is_file():
-            raise UserError(f"no conversation at {path or 'no name'}: /load needs the name of a file that /save wrote")
+            raise UserError(f"/load requires a file that /save wrote; got {path or 'no name'}")
         try:
             content = Path(path).read_bytes()
         except OSError as error:
@@ -189,14 +189,14 @@ class Terminal:
             self.talk.sampling = preset(value)
             self._sampling = None
             _say(f"sampling: {value}: {self.talk.sampling}")
-        elif name in OF_SAMPLING:
-            how = next(item.metadata for item in fields(Sampling) if item.name == name)
-            of_texts = how["typed"] == list[str]         # the option is a list of texts, and /set gives one text
-            option = {name: how["read"]([value] if value else []) if of_texts else _from_yaml(name, value)}
+        elif name in SAMPLING_OPTIONS:
+            metadata = next(item.metadata for item in fields(Sampling) if item.name == name)
+            is_texts = metadata["typed"] == list[str]    # a list of texts, of which /set gives one
+            option = {name: metadata["read"]([value] if value else []) if is_texts else _from_yaml(name, value)}
             self.talk.sampling = replace(self.talk.sampling, **option)
-            self._set_options |= option
+            self._overrides |= option
         elif name == "think":
-            think = think_of(ChatConfig(think=_from_yaml(name, value)).think)            # ChatConfig checks it, as below
+            think = think_of(ChatConfig(think=_from_yaml(name, value)).think)            # checked by ChatConfig, as below
             self.talk.template.answer_start(think)
             self.talk.think = think
             self._choose_sampling()
@@ -206,16 +206,16 @@ class Terminal:
                 raise UserError(f"{name} must be a whole number; got {value!r}")
             ChatConfig(**{name: number})
             setattr(self.talk, name, number)
-            self._set_tokens = self._set_tokens or name == "max_new_tokens"
+            self._max_new_tokens_is_set |= name == "max_new_tokens"
 
     def _choose_sampling(self) -> None:
-        """Chooses the options of sampling for the next answers. Options that /set has changed stay."""
+        """Chooses the options of sampling for the next answers, except those that /set has changed."""
         if self._sampling is None:
             return
         chosen = self._sampling.for_answers(self.talk.think)
         before = self.talk.sampling, self.talk.stop, self.talk.max_new_tokens
-        self.talk.sampling, self.talk.stop = replace(chosen.sampling, **self._set_options), chosen.stop
-        if not self._set_tokens:
+        self.talk.sampling, self.talk.stop = replace(chosen.sampling, **self._overrides), chosen.stop
+        if not self._max_new_tokens_is_set:
             self.talk.max_new_tokens = chosen.max_new_tokens or self._sampling.max_new_tokens
         if (self.talk.sampling, self.talk.stop, self.talk.max_new_tokens) != before:
             _say(f"sampling: {chosen._replace(sampling=self.talk.sampling)}")
@@ -223,18 +223,18 @@ class Terminal:
     def _stats(self, _: str) -> None:
         stats = self.talk.stats
         rate = stats.written / max(stats.all_s - stats.first_s, 1e-9)
-        _say(f"read {counted(stats.read, 'token')}; first token after {stats.first_s:.2f} s; "
-             f"wrote {counted(stats.written, 'token')}, {rate:.0f} a second")
+        _say(f"prefill {counted(stats.read, 'token')}; first token after {stats.first_s:.2f} s; "
+             f"wrote {counted(stats.written, 'token')}, {rate:.0f} tokens/s")
 
 
 class _Answer:
-    """Shows an answer as it comes. in_thoughts: so far there are only thoughts."""
+    """Prints an answer as it is generated. in_thoughts: only thoughts so far."""
 
     def __init__(self, template: Any, think: Think) -> None:
         self._parser = ThoughtParser(template.answer_start(think), template.thinks)
         terminal = sys.stdout.isatty()
         self._marks = (DIM, f"{NORMAL}\n") if terminal else ("<think>\n", "\n</think>\n")
-        self._cut = NORMAL if terminal else ""           # shown after thoughts that were cut off
+        self._cut = NORMAL if terminal else ""           # after thoughts that are cut short
         self.in_thoughts = False
 
     def show(self, piece: str, last: bool = False) -> None:
@@ -260,14 +260,14 @@ def _say(text: str) -> None:
     print(wrapped(text, sys.stderr), file=sys.stderr, flush=True)
 
 
-def _typed() -> Iterator[str]:
+def _typed_turns() -> Iterator[str]:
     """Turns from the terminal, with history and editing. Raises UserError if prompt_toolkit is missing."""
     try:
         from prompt_toolkit import PromptSession
         from prompt_toolkit.key_binding import KeyBindings
     except ImportError:
-        raise UserError("a chat in a terminal needs prompt_toolkit: pip install prompt_toolkit, or give the turns on standard "
-                        "input") from None
+        raise UserError("a chat in a terminal requires prompt_toolkit: pip install prompt_toolkit, or give the turns on "
+                        "standard input") from None
     keys = KeyBindings()
     keys.add("escape", "enter")(lambda event: event.current_buffer.insert_text("\n"))
     session: Any = PromptSession(key_bindings=keys)
@@ -281,7 +281,7 @@ def _typed() -> Iterator[str]:
 
 
 def main() -> None:
-    threads.wait_briefly()               # this line and the next must run before torch is imported
+    threads.wait_briefly()               # this line and the next must precede the import of torch
     allocator.use_large_pages()
     cli.run(chat, ChatConfig, "chat", __doc__)
 

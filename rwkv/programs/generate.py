@@ -1,16 +1,16 @@
-"""Samples text from a checkpoint to standard output.
+"""Generates text from a checkpoint to standard output.
 
   python generate.py prompt="def main"                  from the latest run
   python generate.py checkpoint=DIRECTORY prompt=...   Hugging Face's or a run's
   python generate.py checkpoint=FILE.pth tokenizer=FILE.json dtype=int8
-  python generate.py prompts=FILE num_samples=3 seed=7 out=TEXTS.jsonl
+  python generate.py prompts=FILE num_samples=3 seed=7 out=SAMPLES.jsonl
   python generate.py prompt="User: hi" stop="User:" save_state=chat.safetensors
   python generate.py state=chat.safetensors prompt=" and then?"
   python generate.py prompt="A person as JSON: " json_schema=FILE.json
   cat story.txt | python generate.py prompt=- seed=1
 
 Texts and paths are taken verbatim: commas, quotes and equals signs need no
-escaping. On Linux GOMP_SPINCOUNT is set as train.py --help explains.
+escaping. On Linux, GOMP_SPINCOUNT is set as train.py --help explains.
 """
 
 import sys
@@ -34,17 +34,17 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     from rwkv.generation.output import run_generation
 
     files = config.out or config.save_state
-    output = unread(sys.stdout) if files else sys.stdout         # the files become whole even if nobody reads the output
+    output = unread(sys.stdout) if files else sys.stdout         # files are completed even if standard output is closed
     with redirect_stdout(output):
         try:
-            whole = run_generation(model, tokenizer, config, prompts, context, chosen.sampling, chosen.stop)
-        except BrokenPipeError:          # the reader of standard output has seen enough, as in: generate.py | head
+            completed = run_generation(model, tokenizer, config, prompts, context, chosen.sampling, chosen.stop)
+        except BrokenPipeError:          # the reader of standard output has gone, as in: generate.py | head
             abandon(sys.stdout)
             return
     print(wrapped(f"sampling: {chosen}", sys.stderr), file=sys.stderr)
     print(wrapped(decoding_line(model), sys.stderr), file=sys.stderr)
     raise_unwritten(output)
-    if not whole:
+    if not completed:
         sys.exit(cli.INTERRUPTED)
 
 

@@ -7,32 +7,32 @@
   curl http://127.0.0.1:8000/v1/completions -H content-type:application/json \\
        -d '{"prompt": "def main", "max_tokens": 50, "stream": true}'
 
-With template=g1, or template=FILE, a jinja2 template that shows tools, requests
-may have tools and tool_choice. A call that the model writes, {"name": ...,
-"arguments": {...}} in a fence, after <tool_call> or bare, comes back as one of
-tool_calls. A tool_choice of required or of one function begins the answer with
-a call, whose arguments are held to the function's schema. With "strict": true
-in a function, so are those of calls that the model writes by itself.
+With template=g1, or template=FILE, a jinja2 template with tools, requests may
+have tools and tool_choice. Calls by the model, {"name": ..., "arguments":
+{...}} in a fence, after <tool_call> or bare, are returned as tool_calls. A
+tool_choice of required or of one function forces a call, whose arguments must
+match the function's schema. "strict": true in a function enforces its schema
+in all calls.
 
-Thoughts come back as reasoning_content beside content. chat_template_kwargs
+Thoughts are returned as reasoning_content beside content. chat_template_kwargs
 with think (true, false or fake), enable_thinking and reasoning_effort (none,
-minimal, low, medium, high) say how an answer begins.
+minimal, low, medium, high) set how an answer begins.
 
-POST /v1/states reads a prompt or messages, or takes a state file, and gives an
-id; "state": ID in a request continues it, without reading it again, and
-"save_state": true keeps the end of an answer as another one. /v1/responses
-goes on from previous_response_id by such a state (docs/chat.md).
+POST /v1/states prefills a prompt or messages, or uploads a state file, and
+returns an id; "state": ID in a request continues from there without another
+prefill, and "save_state": true saves the state after an answer. /v1/responses
+continues previous_response_id from such a state (docs/chat.md).
 
 Clients of Ollama (/api/chat, ...) and Anthropic (/v1/messages) use the same
-server; /v1/embeddings gives embeddings. docs/clients.md has their settings.
+server; /v1/embeddings returns embeddings. Their settings: docs/clients.md.
 
-adapters=NAME=RUN,... serves what tune=state and tune=lora have trained, as
-further models that requests name (docs/serve.md).
+adapters=NAME=RUN,... serves runs of tune=state and tune=lora as further models
+(docs/serve.md).
 
-http://127.0.0.1:8000/ is a page for trying it. pip install -e '.[serve]' adds
-what it needs. SIGTERM or Ctrl-C ends it when running texts have ended, a second
-one at once; SIGHUP and SIGUSR1 end it as the first does. On Linux
-GOMP_SPINCOUNT is set as train.py --help explains.
+http://127.0.0.1:8000/ is a page to try it. pip install -e '.[serve]' installs
+its packages. SIGTERM, SIGHUP, SIGUSR1 or Ctrl-C lets running requests finish,
+then exits; a second SIGTERM or Ctrl-C exits at once. On Linux, GOMP_SPINCOUNT
+is set as train.py --help explains.
 """
 
 from collections.abc import Collection, Mapping
@@ -60,22 +60,22 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
     try:
         from rwkv.serving import server
     except ModuleNotFoundError as error:
-        raise UserError(f"serving needs the package {error.name}: in the clone, pip install -e '.[serve]'") from None
+        raise UserError(f"serving requires the package {error.name}: in the clone, pip install -e '.[serve]'") from None
     require_files(config, config.template)
     require_adapters(config)
     say("loading", config.checkpoint)
-    server.serve(on_disk(config), partial(run_engine, given=line.keys))
+    server.serve(on_disk(config), partial(run_engine, user_keys=line.keys))
 
 
-def run_engine(connection: Connection, config: ServeConfig, given: Collection[str]) -> None:
-    """The body of the engine's process, the only one that imports torch."""
+def run_engine(connection: Connection, config: ServeConfig, user_keys: Collection[str]) -> None:
+    """The engine's process, the only one that imports torch."""
     from rwkv.serving import worker
 
-    worker.main(connection, config, partial(load, given=given))
+    worker.main(connection, config, partial(load, user_keys=user_keys))
 
 
-def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
-    """Loads the model and its adapters. given: the keys that the user has set."""
+def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
+    """Loads the model and its adapters. user_keys: the options that the user has set."""
     import torch
 
     from rwkv.chat.templates import chat_template
@@ -89,8 +89,8 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
 
     opened = open_checkpoint(config)
     choice = template_choice(opened.checkpoint, config.template)
-    template = chat_template(choice.template)            # a wrong template or adapter is refused before the model is loaded
-    sampling = SamplingChoice(config, given, opened.checkpoint.path, opened.checkpoint.run, template)
+    template = chat_template(choice.template)            # errors in templates and adapters come before loading
+    sampling = SamplingChoice(config, user_keys, opened.checkpoint.path, opened.checkpoint.run, template)
     chosen = {(think, tools): sampling.for_answers(think, tools) for tools in (False, True) for think in BEGUN}
     adapters = read_adapters(config, opened)
     model = opened.model()
@@ -111,19 +111,19 @@ def load(config: ServeConfig, given: Collection[str] = ()) -> "Loaded":
             ("chat", f"template {template_line(opened.checkpoint, choice)}"),
             *(("sampling", line) for line in _sampling_lines(chosen)),
             *(("adapter", f"{adapter.name}: {line}") for adapter in adapters for line in (adapter.about, *adapter.notes)),
-            ("memory", f"weights about {weights * (1 + copies) / MIB:,.0f} MiB; at most {counted(config.max_rows, 'text')} of "
-                       f"{row / MIB:.2f} MiB each, and {config.cache_mib:,} MiB of prefixes"),
+            ("memory", f"weights about {weights * (1 + copies) / MIB:,.0f} MiB; prefix cache {config.cache_mib:,} MiB; "
+                       f"at most {counted(config.max_rows, 'sequence')} of {row / MIB:.2f} MiB each"),
             *_gpu_lines(model, config, copies, opened.device),
-            ("states", _kept(config, row))]
+            ("states", _states_line(config, row))]
     defaults = {kind: Defaults(each.sampling, each.stop, each.max_new_tokens) for kind, each in chosen.items()}
     return Loaded(model, opened.tokenizer, choice.template, plan, row, defaults, trained_with(opened.checkpoint).tokens, loaded,
                   opened.dtype)
 
 
 def _gpu_lines(model: "Model", config: ServeConfig, copies: int, device: str) -> list[tuple[str, str]]:
-    """The GPU's memory, the sequences that it generates at a time, and what the warm-up prepares; nothing on a CPU.
+    """The GPU's memory, its concurrent sequences, and the warm-up; nothing on a CPU.
 
-    copies: the models with weights of their own beside this one. Raises UserError where max_rows sequences do not fit.
+    copies: of the weights, for adapters. Raises UserError if max_rows sequences do not fit.
     """
     import torch
 
@@ -151,12 +151,12 @@ def _gpu_lines(model: "Model", config: ServeConfig, copies: int, device: str) ->
 
 
 def _sampling_lines(chosen: Mapping[tuple[Think, bool], Chosen]) -> list[str]:
-    """The options of sampling: a line for all answers, and one for each kind of answer that has others.
+    """The options of sampling: a line for all answers, and one for each kind of answer that differs.
 
-    chosen: by how the answer begins, and whether there are tools.
+    chosen: by `think` and tools.
     """
     usual = chosen[False, False]
-    lines = [f"{usual}; a request may say otherwise"]
+    lines = [f"{usual}; requests may override them"]
     for (think, tools), each in chosen.items():
         if tools and each == chosen[think, False]:
             continue
@@ -165,18 +165,18 @@ def _sampling_lines(chosen: Mapping[tuple[Think, bool], Chosen]) -> list[str]:
     return lines
 
 
-def _kept(config: ServeConfig, size: int) -> str:
-    """A line about the states that clients can keep. size: bytes of one state."""
+def _states_line(config: ServeConfig, size: int) -> str:
+    """A line about saved states. size: bytes of one state."""
     if config.states_mib * MIB < size and not config.states_dir:
-        return f"clients can keep none: one takes {size / MIB:.3g} MiB, and states_mib={config.states_mib}"
-    held = f"clients can keep {config.states_mib:,} MiB of them in memory, {config.states_mib * MIB // size:,}"
+        return f"off: a saved state requires {size / MIB:.3g} MiB, and states_mib={config.states_mib}"
+    memory = f"{config.states_mib:,} MiB of saved states in memory, {config.states_mib * MIB // size:,}"
     if config.states_dir:
-        return f"{held}, and {config.states_dir_mib:,} MiB in {config.states_dir}"
-    return f"{held}; the least recently used ones are dropped"
+        return f"{memory}, and {config.states_dir_mib:,} MiB in {config.states_dir}"
+    return f"{memory}; evicts LRU"
 
 
 def main() -> None:
-    threads.wait_briefly()               # this line and the next run before torch is imported, in the engine's process too
+    threads.wait_briefly()               # this line and the next precede the import of torch, in the engine's process too
     allocator.use_large_pages()
     cli.run(serve, ServeConfig, "serve", __doc__)
 

@@ -1,7 +1,7 @@
 """`timemix COMMAND [ARGUMENT...]`, also `python -m rwkv.tools COMMAND ...`: every program, under one name.
 
-A command is a program in rwkv/programs or rwkv/tools; the folders also have files that are not programs. kernels and bench are
-`python -m kernels` and `python -m kernels.bench`.
+A command is a program in rwkv/programs or rwkv/tools, which also contain other files. kernels and bench are `python -m kernels`
+and `python -m kernels.bench`.
 """
 
 import ast
@@ -19,7 +19,7 @@ from rwkv.io.commands import as_typed
 from rwkv.io.lines import hung
 
 FOLDERS = (Path(__file__).parent.parent / "programs", Path(__file__).parent)
-PROGRAM = 'if __name__ == "__main__":'     # a line in every file that is a program
+PROGRAM = 'if __name__ == "__main__":'     # the line that marks a file as a program
 COMMANDS = {path.stem: f"rwkv.{folder.name}.{path.stem}" for folder in FOLDERS for path in sorted(folder.glob("[a-z]*.py"))
             if PROGRAM in path.read_text(encoding="utf-8")}
 COMMANDS |= {"kernels": "kernels.__main__", "bench": "kernels.bench.__main__"}
@@ -35,8 +35,8 @@ def main() -> None:
                                for name, module in COMMANDS.items())]), flush=True)
     elif (command := command.replace("-", "_")) not in COMMANDS:
         close = get_close_matches(command, COMMANDS, n=1)
-        meant = f"did you mean {close[0]}? " if close else ""
-        print(f"error: unknown command {command!r}; {meant}there are: {', '.join(COMMANDS)}", file=sys.stderr)
+        hint = f"did you mean {close[0]}? " if close else ""
+        print(f"error: unknown command {command!r}; {hint}there are: {', '.join(COMMANDS)}", file=sys.stderr)
         sys.exit(UNKNOWN)
     else:
         threads.wait_briefly()           # before torch is imported
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def _first_sentence(module: str) -> str:
-    """The first sentence of a module's docstring, without a command before it. The module is not imported."""
+    """The first sentence of a module's docstring, without a leading command. Does not import the module."""
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None

@@ -1,9 +1,9 @@
 """A checkpoint as a model of EleutherAI's lm-evaluation-harness.
 
-A context that several continuations share, as in multiple choice, is read once. A context may have any length: texts that the
-harness splits into windows for other models are read whole here.
+A context shared by several continuations, as in multiple choice, is prefilled once. Contexts may have any length: the
+harness splits texts into windows for other models, not for this one.
 Source: EleutherAI/lm-evaluation-harness, lm_eval/api/model.py (the methods of a model) and lm_eval/models/huggingface.py (the
-id before a text).
+token before a text).
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -24,11 +24,11 @@ from rwkv.pretrained import RWKV
 from rwkv.tokenizer.lost import LossCounter
 from rwkv.tools._task_options import engine_options, seeds_of
 
-Pair = tuple[Any, list[int], list[int]]  # the texts, the ids of the context, the ids of the continuation
+Pair = tuple[Any, list[int], list[int]]  # texts, context ids, continuation ids
 
 
 class Timemix(TemplateLM):
-    """Log-likelihoods are in nats. batch_size: rows of a pass; chunk_len: the most tokens of a row that a pass reads."""
+    """Log-likelihoods are in nats. batch_size: rows per forward pass; chunk_len: maximum tokens of a row per pass."""
 
     def __init__(self, checkpoint: str = "runs/latest", tokenizer: str | None = None, kernel: str = "auto",
                  dtype: str = "float32", chunk_len: int = 512, batch_size: int | str | None = None, device: str | None = None,
@@ -57,46 +57,46 @@ class Timemix(TemplateLM):
         for index, (_texts, context, _ids) in enumerate(requests):
             by_context.setdefault(tuple(context), []).append(index)
         alone = [indices[0] for indices in by_context.values() if len(indices) == 1]
-        found: dict[int, tuple[float, bool]] = {}
+        results: dict[int, tuple[float, bool]] = {}
         with tqdm(total=len(requests), desc="loglikelihood", disable=disable_tqdm) as bar:
             for batch in _batches(alone, lambda index: len(requests[index][1]) + len(requests[index][2]), self._rows):
                 scored = [Scored.ending(*requests[index][1:]) for index in batch]
-                found |= zip(batch, _results(*score_batch(self._model, scored, self._chunk_len)), strict=True)
+                results |= zip(batch, _results(*score_batch(self._model, scored, self._chunk_len)), strict=True)
                 bar.update(len(batch))
             for shared, indices in by_context.items():
                 if len(indices) > 1:
                     endings = [requests[index][2] for index in indices]
                     nats, right = score_together(self._model, shared, endings, self._chunk_len, self._rows)
-                    found |= zip(indices, _results(nats, right), strict=True)
+                    results |= zip(indices, _results(nats, right), strict=True)
                     bar.update(len(indices))
         for index, (texts, _context, _ids) in enumerate(requests):
-            self.cache_hook.add_partial("loglikelihood", texts, found[index])
-        return [found[index] for index in range(len(requests))]
+            self.cache_hook.add_partial("loglikelihood", texts, results[index])
+        return [results[index] for index in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
         texts = [request.args[0] for request in requests]
         pairs = [((text,), [self.eot_token_id], self._tokenizer.encode(text)) for text in texts]
         lost = LossCounter(self._tokenizer).count(texts, [ids for _, _, ids in pairs])
         if lost.too_much:
-            raise UserError(f"{lost.describe('the texts')}: numbers per byte and per word would leave that out")
-        found: list[float] = [0.0] * len(pairs)
+            raise UserError(f"{lost.describe('the texts')}: metrics per byte and per word would omit it")
+        totals: list[float] = [0.0] * len(pairs)
         with tqdm(total=len(pairs), desc="loglikelihood_rolling", disable=disable_tqdm) as bar:
             for batch in _batches(range(len(pairs)), lambda index: len(pairs[index][2]), self._rows):
                 nats, _ = score_batch(self._model, [Scored.ending(*pairs[index][1:]) for index in batch], self._chunk_len)
                 for index, value in zip(batch, nats.tolist(), strict=True):
-                    found[index] = -value
+                    totals[index] = -value
                 bar.update(len(batch))
-        for (args, _context, _ids), value in zip(pairs, found, strict=True):
+        for (args, _context, _ids), value in zip(pairs, totals, strict=True):
             self.cache_hook.add_partial("loglikelihood_rolling", args, value)
-        return found
+        return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """An answer to each request. Repetitions of a request have seeds of their own, counted from --seed."""
-        found: list[str] = [""] * len(requests)
+        """The answers. Repeated requests have consecutive seeds, from --seed."""
+        answers: list[str] = [""] * len(requests)
         by_options: dict[str, list[int]] = {}
         options = [engine_options(request.args[1], partial(self._count, request.args[0])) for request in requests]
-        for index, own in enumerate(options):
-            by_options.setdefault(repr(own), []).append(index)
+        for index, each in enumerate(options):
+            by_options.setdefault(repr(each), []).append(index)
         seeds = seeds_of([repr(request.args) for request in requests], torch.initial_seed())
         with tqdm(total=len(requests), desc="generate_until", disable=disable_tqdm) as bar:
             for indices in by_options.values():
@@ -104,25 +104,25 @@ class Timemix(TemplateLM):
                     samples = generate_batch(self._model, self._tokenizer, [requests[index].args[0] for index in batch],
                                              seeds=[seeds[index] for index in batch], **options[batch[0]])
                     for index, sample in zip(batch, samples, strict=True):
-                        found[index] = sample.text
+                        answers[index] = sample.text
                     bar.update(len(batch))
-        for request, text in zip(requests, found, strict=True):
+        for request, text in zip(requests, answers, strict=True):
             self.cache_hook.add_partial("generate_until", request.args, text)
-        return found
+        return answers
 
     def _count(self, text: str) -> int:
         return len(self._tokenizer.encode(text))
 
 
 def register() -> None:
-    """Makes the model known to the harness as timemix. The harness does not discover plugins."""
+    """Registers the model as timemix. The harness does not discover plugins."""
     register_model("timemix")(Timemix)
 
 
 def _rows(batch_size: int | str | None) -> int:
     text = str(batch_size or 1)
     if not text.isdigit() or int(text) < 1:
-        raise UserError(f"--batch_size must be a whole number from 1; got {text}")
+        raise UserError(f"--batch_size must be a positive whole number; got {text}")
     return int(text)
 
 

@@ -1,4 +1,4 @@
-"""The texts of a file whose last words or answers rwkv.tools.evaluate scores, as tokens."""
+"""Tokenised files for rwkv.tools.evaluate, which scores their last words or answers."""
 
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,7 +17,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> list[Scored]:
-    """The last words of a file of lines {"text": ...}. Raises UserError with the number of the first wrong line."""
+    """The last words of the lines {"text": ...} of a file. Raises UserError with the number of the first invalid line."""
     require_file(path)
     counter = LossCounter(tokenizer)
     with open_file(path) as file:
@@ -29,7 +29,7 @@ def read_last_words(tokenizer: Tokenizer, path: Path, start: Sequence[int]) -> l
 
 
 def holds_answers(path: Path) -> bool:
-    """Whether the file has conversations. Its first line may be wrong: read_last_words reports that."""
+    """Whether the file has conversations. read_last_words reports an invalid first line."""
     require_file(path)
     with suppress(UserError):
         return path.suffix == ".jsonl" and holds_conversations(path)
@@ -41,32 +41,32 @@ def read_answers(tokenizer: Tokenizer, path: Path, template: ChatTemplate) -> li
     require_file(path)
     template = for_tokenizer(template, tokenizer)
     counter = LossCounter(tokenizer)
-    found = []
+    conversations = []
     for entry, where, _ in entries(path):
         parts = parts_of(entry, where, template)
-        if not any(learnt for _, learnt in parts):
+        if not any(is_answer for _, is_answer in parts):
             continue
         try:
-            pieces = [(ids, learnt) for ids, (_, learnt) in
+            pieces = [(ids, is_answer) for ids, (_, is_answer) in
                       zip(encode(tokenizer, [text for text, _ in parts]), parts, strict=True)]
         except ValueError as error:
             raise UserError(f"{where}: {error}") from None
-        answers = [(written(text), ids) for (text, learnt), (ids, _) in zip(parts, pieces, strict=True) if learnt]
+        answers = [(written(text), ids) for (text, is_answer), (ids, _) in zip(parts, pieces, strict=True) if is_answer]
         lost = counter.count([text for text, _ in answers], [ids for _, ids in answers])
         if pieces[-1][0][-1:] != [tokenizer.end_of_text]:
             pieces.append(([tokenizer.end_of_text], parts[-1][1]))
         ids = [token for piece, _ in pieces for token in piece]
-        counts = [learnt for piece, learnt in pieces for _ in piece]
-        found.append(Scored(ids, [False, *counts[1:]], lost))
-    if not found:
-        raise UserError(f"data.path={path} has no conversation with an answer that is learnt: expected one on each line")
-    return found
+        is_scored = [is_answer for piece, is_answer in pieces for _ in piece]
+        conversations.append(Scored(ids, [False, *is_scored[1:]], lost))
+    if not conversations:
+        raise UserError(f"data.path={path} must have a conversation with an answer on each line; got none")
+    return conversations
 
 
 def _last_word(tokenizer: Tokenizer, counter: LossCounter, line: bytes, where: str, start: Sequence[int]) -> Scored:
     context, _, word = text_of(parse(line, where), "text", where).rstrip().rpartition(" ")
     if not context.strip():
-        raise UserError(f"{where} has no word before its last one: nothing to predict it from")
+        raise UserError(f"{where} must have at least two words, to predict the last one")
     try:
         before = tokenizer.encode(context)
         whole = tokenizer.encode(f"{context} {word}")

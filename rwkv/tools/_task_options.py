@@ -1,6 +1,6 @@
-"""The options with which a task of lm-evaluation-harness has a text generated, as those of the engine. Needs no harness.
+"""Converts the generation options of lm-evaluation-harness tasks to those of the engine. Does not import the harness.
 
-Source: EleutherAI/lm-evaluation-harness, lm_eval/models/utils.py (normalize_gen_kwargs: the names of the length in their order,
+Source: EleutherAI/lm-evaluation-harness, lm_eval/models/utils.py (normalize_gen_kwargs: the names of the length by precedence,
 and its default) and lm_eval/models/huggingface.py (max_length counts the prompt).
 """
 
@@ -15,62 +15,61 @@ from rwkv.config import LARGEST_SEED, Sampling
 from rwkv.errors import UserError
 
 MAX_NEW_TOKENS = 256                     # the harness's default
-LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")      # the first that a task gives counts
-WHOLE_LENGTH = "max_length"              # of prompt and answer; it replaces the others
-SAMPLED = {"temperature": 1.0, "top_p": 1.0}     # what a sampled task leaves open: the model's own distribution
+LENGTHS = ("max_gen_toks", "max_new_tokens", "max_tokens", "max_completion_tokens")      # by precedence
+WHOLE_LENGTH = "max_length"              # of prompt and answer; overrides the others
+SAMPLED = {"temperature": 1.0, "top_p": 1.0}     # defaults of a sampling task: the model's own distribution
 GREEDY = {"temperature": 0.0}
 SAMPLING = {item.name for item in fields(Sampling)}
 KNOWN = {*LENGTHS, WHOLE_LENGTH, "until", "do_sample", *SAMPLING}
 
 
 def engine_options(task: Mapping[str, Any], prompt_tokens: Callable[[], int]) -> dict[str, Any]:
-    """The options of generate_batch. prompt_tokens: counts the tokens of the prompt. Raises UserError for a wrong value.
+    """The options of generate_batch. prompt_tokens: counts the tokens of the prompt. Raises UserError for an invalid value.
 
-    A task is greedy unless it asks for sampling. Options that are not known here are named on standard error.
+    Decoding is greedy unless the task samples. Unknown options are ignored, with a warning on standard error.
     """
-    given = {name: value for name, value in task.items() if value is not None}
-    unknown = given.keys() - KNOWN
+    options = {name: value for name, value in task.items() if value is not None}
+    unknown = options.keys() - KNOWN
     if unknown:
-        _name_unknown(", ".join(sorted(unknown)))
-    until = given.get("until", [])
+        _warn_unknown(", ".join(sorted(unknown)))
+    until = options.get("until", [])
     stop = [until] if isinstance(until, str) else until
-    temperature = given.get("temperature", 0.0)
+    temperature = options.get("temperature", 0.0)
     try:
-        sampled = given.get("do_sample", float(temperature) > 0)
+        sampled = options.get("do_sample", float(temperature) > 0)
     except (TypeError, ValueError):
         raise UserError(f"a task's temperature must be a number; got {temperature!r}") from None
-    sampling = SAMPLED | {name: given[name] for name in given.keys() & SAMPLING} if sampled else GREEDY
-    return {"max_new_tokens": _length(given, prompt_tokens), "stop": [text for text in stop if text], **sampling}
+    sampling = SAMPLED | {name: options[name] for name in options.keys() & SAMPLING} if sampled else GREEDY
+    return {"max_new_tokens": _max_new_tokens(options, prompt_tokens), "stop": [text for text in stop if text], **sampling}
 
 
 def seeds_of(requests: Sequence[str], first: int) -> list[int]:
-    """A seed for each request: `first`, and for repetitions of a request the next ones, so that their answers differ."""
-    before: Counter[str] = Counter()
+    """A seed for each request: `first`, and the next ones for repetitions, so that their answers differ."""
+    repetitions: Counter[str] = Counter()
     seeds = []
     for request in requests:
-        seeds.append((first + before[request]) % LARGEST_SEED)
-        before[request] += 1
+        seeds.append((first + repetitions[request]) % LARGEST_SEED)
+        repetitions[request] += 1
     return seeds
 
 
-def _length(given: Mapping[str, Any], prompt_tokens: Callable[[], int]) -> int:
-    """The most tokens of an answer."""
-    name = next((name for name in (WHOLE_LENGTH, *LENGTHS) if name in given), None)
+def _max_new_tokens(options: Mapping[str, Any], prompt_tokens: Callable[[], int]) -> int:
+    name = next((name for name in (WHOLE_LENGTH, *LENGTHS) if name in options), None)
     if name is None:
         return MAX_NEW_TOKENS
     try:
-        length = int(given[name])
+        length = int(options[name])
     except (TypeError, ValueError):
-        raise UserError(f"a task's {name} must be a whole number; got {given[name]!r}") from None
+        raise UserError(f"a task's {name} must be a whole number; got {options[name]!r}") from None
     if name != WHOLE_LENGTH:
         return length
     prompt = prompt_tokens()
     if length <= prompt:
-        raise UserError(f"a task's max_length, which counts the prompt, must be above the {prompt} tokens of a prompt; got "
-                        f"{length}: use max_gen_toks, which counts the answer alone")
+        raise UserError(f"a task's max_length includes the prompt and must be above its {prompt} tokens; got {length}: use "
+                        "max_gen_toks, which counts only the answer")
     return length - prompt
 
 
 @cache
-def _name_unknown(names: str) -> None:
-    print(f"options of generation that timemix does not have, and leaves out: {names}", file=sys.stderr, flush=True)
+def _warn_unknown(names: str) -> None:
+    print(f"WARNING: ignoring unknown generation options: {names}", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Prints a script that completes commands, options and their values in a shell: bash, zsh or fish.
+"""Prints a shell completion script for bash, zsh or fish: commands, options and values.
 
   source <(timemix completion bash)                     in ~/.bashrc
   source <(timemix completion zsh)                      in ~/.zshrc, after compinit
@@ -17,7 +17,7 @@ from rwkv.cli import exit_on_user_error
 from rwkv.config import ChatConfig, EvaluateConfig, GenerateConfig, ServeConfig, TrainConfig, options
 
 SCHEMAS = {"chat": ChatConfig, "evaluate": EvaluateConfig, "generate": GenerateConfig, "serve": ServeConfig,
-           "train": TrainConfig}         # of programs with options of the form OPTION=VALUE
+           "train": TrainConfig}         # of programs with OPTION=VALUE
 SHELLS = ("bash", "zsh", "fish")
 BASH = """\
 _timemix() {{
@@ -68,7 +68,7 @@ compdef _timemix timemix
 
 def main(arguments: list[str] | None = None) -> None:
     parser = Parser("rwkv.tools.completion", __doc__)
-    parser.add_argument("shell", choices=SHELLS, help="the shell that the script is for")
+    parser.add_argument("shell", choices=SHELLS, help="the shell")
     shell = parser.parse_args(arguments).shell
     with exit_on_user_error():
         print(script(shell), end="", flush=True)
@@ -94,7 +94,7 @@ def script(shell: str) -> str:
 
 
 def _without_files(entries: list[str]) -> str:
-    """A pattern of the words that fish must not complete as files: OPTION=VALUE of listed values, and options without files."""
+    """A pattern of words that fish must not complete as files: OPTION=VALUE with listed values, and option names."""
     listed = sorted({entry.partition("=")[0] for entry in entries if entry.partition("=")[2]})
     patterns = [f"^({'|'.join(listed)})="] if listed else []
     names_options = any("=" in entry and not entry.startswith("-") for entry in entries)
@@ -102,7 +102,7 @@ def _without_files(entries: list[str]) -> str:
 
 
 def words(command: str, module: str) -> list[str]:
-    """The words that may follow a command: OPTION=VALUE for each known value, OPTION= for free ones, and flags."""
+    """The words that may follow a command: OPTION=VALUE for listed values, OPTION= for free ones, and flags."""
     if command == "completion":
         return list(SHELLS)
     if command not in SCHEMAS:
@@ -118,29 +118,29 @@ def words(command: str, module: str) -> list[str]:
 
 
 def _flags(module: str) -> Iterator[str]:
-    """The flags of a program with an argparse parser, read from its source: --FLAG=VALUE for each known value, or --FLAG."""
+    """The flags of a program with an argparse parser, from its source: --FLAG=VALUE for listed values, or --FLAG."""
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None
     tree = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
-    homes = {alias.name: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
+    modules = {alias.name: node.module for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module
              for alias in node.names}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "add_argument":
             flags = [argument.value for argument in node.args if isinstance(argument, ast.Constant)
                      and isinstance(argument.value, str) and argument.value.startswith("--")]
-            values = _values(next((item.value for item in node.keywords if item.arg == "choices"), None), homes)
+            values = _values(next((item.value for item in node.keywords if item.arg == "choices"), None), modules)
             if "--kernel" in flags:
                 values = cli.KERNELS
             yield from (f"{flag}={value}" for flag in flags for value in values)
             yield from (flag for flag in flags if not values)
 
 
-def _values(choices: ast.expr | None, homes: dict[str, str]) -> Sequence[str]:
-    """The values of `choices=`: as they stand there, or those of a constant of rwkv/config.py; else none."""
+def _values(choices: ast.expr | None, modules: dict[str, str]) -> Sequence[str]:
+    """The values of `choices=`: a literal, or a constant of rwkv/config.py; else none."""
     if isinstance(choices, (ast.Tuple, ast.List)):
         return [str(item.value) for item in choices.elts if isinstance(item, ast.Constant)]
-    if isinstance(choices, ast.Name) and homes.get(choices.id) == config.__name__:
+    if isinstance(choices, ast.Name) and modules.get(choices.id) == config.__name__:
         return [str(value) for value in getattr(config, choices.id)]
     return ()
 

@@ -1,6 +1,6 @@
 """python -m rwkv.tools.convert IN OUT [--dtype DTYPE] [--format FORMAT] [--tokenizer NAME]: Converts weights between formats.
 
-It converts one tensor at a time, so it needs the memory of the largest tensor. OUT is written whole or not at all.
+It converts one tensor at a time, with the memory of the largest tensor. OUT is written atomically.
 """
 
 import argparse
@@ -23,33 +23,33 @@ from rwkv.errors import UserError
 from rwkv.io.lines import counted
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-if TYPE_CHECKING:                        # it brings PyTorch
+if TYPE_CHECKING:                        # imports PyTorch
     from rwkv.checkpoint.files import Checkpoint
 
-OF_WEIGHTS = ("dtype", "format", "form", "lora", "lora_alpha", "tokenizer", "end_of_text")         # options for them alone
-WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats that cannot hold one
+WEIGHT_OPTIONS = ("dtype", "format", "form", "lora", "lora_alpha", "tokenizer", "end_of_text")     # invalid for a tuned state
+WITHOUT_TOKENIZER = ("pth", "ggmf")      # formats without a tokenizer
 
-EPILOG = """IN is recognised by its content: .pth, .ckpt, .safetensors, ggmf, GGUF, a Hugging Face directory or a run's.
-OUT's suffix chooses the format: .pth, .ckpt, .safetensors; .st for web-rwkv and ai00, which is float16; .bin or .ggmf
-for rwkv.cpp; .gguf for llama.cpp (RWKV-7); none for a Hugging Face directory. IN may also be a tuned state, for a .pth
-or .st. Decays (time_decay, time_first, w0) are float32 whatever the dtype; ggmf takes
-float32 and float16; ggmf and GGUF keep vectors in float32; q4_0 to q8_0 are for GGUF, and int4 for .safetensors, which all
-programs here read. llama.cpp needs the tokenizer in the file.
+EPILOG = """IN's format is detected from its content: .pth, .ckpt, .safetensors, ggmf, GGUF, a Hugging Face or a run directory.
+OUT's format is that of its suffix: .pth, .ckpt, .safetensors; .st for web-rwkv and ai00, in float16; .bin or .ggmf for
+rwkv.cpp; .gguf for llama.cpp (RWKV-7); none for a Hugging Face directory. IN may also be a tuned state, for a .pth or
+.st. Decays (time_decay, time_first, w0) are float32 in every dtype; ggmf supports float32 and float16; ggmf and GGUF
+keep vectors in float32; q4_0 to q8_0 require GGUF, and int4 requires .safetensors, which all programs here read.
+llama.cpp requires the tokenizer in the file.
 """
-DTYPES = ("float32", "float16", "bfloat16", *chain(*formats.QUANTISED.values()))     # as in stored.py, which needs PyTorch
+DTYPES = ("float32", "float16", "bfloat16", *chain(*formats.QUANTISED.values()))     # as in stored.py, which imports PyTorch
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = _parser().parse_args(arguments)
     with exit_on_user_error():
-        locate(options.source)           # these checks come before PyTorch, which takes seconds to import
+        locate(options.source)           # checks before PyTorch, which takes seconds to import
         format = options.format or formats.by_suffix(options.target)
         if options.tokenizer is not None:
             Tokenizer.check_named(options.tokenizer, "--tokenizer")
         if options.lora is not None:
             locate(options.lora)
         elif options.lora_alpha is not None:
-            raise UserError("--lora-alpha is for an adapter: name it with --lora")
+            raise UserError("--lora-alpha requires an adapter, --lora")
         if _is_state(options):
             convert_state(options.source, options.target, options.state_layout)
             return
@@ -59,21 +59,21 @@ def main(arguments: list[str] | None = None) -> None:
 
 
 def _is_state(options: argparse.Namespace) -> bool:
-    """Whether IN is a tuned state. Raises UserError for options that are for weights, or for a state, where IN is the other."""
+    """Whether IN is a tuned state. Raises UserError for options that require weights, or a state, if IN is the other."""
     from rwkv.checkpoint import time_states
 
     source = locate(options.source)
     is_state = source.is_file() and time_states.is_file(source)
-    of_weights = [name for name in OF_WEIGHTS if getattr(options, name) is not None]
-    if is_state and of_weights:
-        raise UserError(f"--{of_weights[0].replace('_', '-')} is for weights, and {source} is a tuned state: leave it out")
+    weight_options = [name for name in WEIGHT_OPTIONS if getattr(options, name) is not None]
+    if is_state and weight_options:
+        raise UserError(f"--{weight_options[0].replace('_', '-')} requires weights; {source} is a tuned state: leave it out")
     if not is_state and options.state_layout is not None:
-        raise UserError(f"--state-layout is for a tuned state, and {source} is none: leave it out")
+        raise UserError(f"--state-layout requires a tuned state; {source} has weights: leave it out")
     return is_state
 
 
 def convert_state(source: Path, target: Path, layout: str | None = None) -> None:
-    """Writes the tuned state at `source` to `target`: .pth, or .st for web-rwkv. layout: of `source`; None: by its form."""
+    """Writes the tuned state at `source` to `target`: .pth, or .st for web-rwkv. layout: of `source`; None: from its form."""
     from rwkv.checkpoint import time_states
 
     states = time_states.read(locate(source), None, layout)
@@ -85,12 +85,12 @@ def convert_state(source: Path, target: Path, layout: str | None = None) -> None
 def convert(source: Path, target: Path, dtype: str | None = None, format: str | None = None,
             tokenizer: str | None = None, end_of_text: str | None = None, form: str | None = None,
             lora: str | Path | None = None, lora_alpha: float | None = None, command: str | None = None) -> None:
-    """Writes the checkpoint at `source` to `target`. dtype: None keeps that of each tensor. format: None: by the suffix.
+    """Writes the checkpoint at `source` to `target`. dtype: None keeps that of each tensor. format: None: from the suffix.
 
     tokenizer: the name, as in Tokenizer.named, of the tokenizer to write with the weights; None: that of `source`, if any.
-    end_of_text: the name of the token of a .json tokenizer that ends a text; None: as in `source`, or else in the file. form:
-    of a Hugging Face directory of RWKV-7, fla or official. lora, lora_alpha: an adapter to merge, as in with_adapter.
-    command: for the model card of a directory.
+    end_of_text: the end-of-text token of a .json tokenizer; None: that of `source`, or else of the file. form: of a Hugging
+    Face directory of RWKV-7, one of FORMS. lora, lora_alpha: an adapter to merge, as in with_adapter. command: for the model
+    card of a directory.
     """
     from rwkv.checkpoint.files import read_checkpoint, tokenizer_of, with_adapter, write_checkpoint
     from rwkv.model.base import generation, n_parameters
@@ -110,8 +110,8 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
     _log(f"{checkpoint.path}: {generation(config).NAME}, {counted(config.n_layer, 'layer')}, {config.n_embd} wide, "
          f"{n_parameters(config, checkpoint.vocab_size):,} parameters, vocabulary {checkpoint.vocab_size}")
     if checkpoint.unadapted:
-        _log(_of_adapters(checkpoint, dtype))
-    with suppress(UserError):            # it may be unknown which token of the tokenizer ends a text
+        _log(_adapter_line(checkpoint, dtype))
+    with suppress(UserError):            # the end-of-text token may be unknown
         if checkpoint.tokenizer and (end := tokenizer_of(checkpoint).end_line()):
             _log(f"texts end with {end}")
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True, delay=0.5, file=sys.stderr) as bar:
@@ -122,37 +122,36 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
         write_checkpoint(checkpoint, target, dtype, name, progress, form, str(source), command)
     _log(f"written: {target} ({name})")
     if checkpoint.tokenizer and name in WITHOUT_TOKENIZER:
-        _log(f"the tokenizer is not in {target}: the format {name} cannot hold one")
+        _log(f"the tokenizer is not in {target}: the format {name} has none")
 
 
-def _of_adapters(checkpoint: "Checkpoint", dtype: str | None) -> str:
+def _adapter_line(checkpoint: "Checkpoint", dtype: str | None) -> str:
     from rwkv.checkpoint.tuned import surviving
 
-    merged = f"adapters are merged into the weights of {counted(len(checkpoint.unadapted), 'layer')}"
+    merged = f"adapters merged into the weights of {counted(len(checkpoint.unadapted), 'layer')}"
     if dtype in (None, "float32"):
-        return f"{merged}, which are written in float32"
-    return f"{merged} and rounded to {dtype}: {surviving(checkpoint, str(dtype)):.0%} of what they have learnt is left"
+        return f"{merged}, in float32"
+    return f"{merged} and rounded to {dtype}: {surviving(checkpoint, str(dtype)):.0%} of their training survives"
 
 
 def _parser() -> Parser:
-    epilog = f"{EPILOG}\nDTYPE is one of {', '.join(DTYPES)}; FORM is {' or '.join(formats.FORMS)}."
+    epilog = f"{EPILOG}\nDTYPE is one of {', '.join(DTYPES)}; FORM is one of {', '.join(formats.FORMS)}."
     parser = Parser("rwkv.tools.convert", (__doc__ or "").partition(": ")[2], epilog)
     parser.add_argument("source", metavar="IN", type=path_of, help="the checkpoint to read: a file or a directory")
     parser.add_argument("target", metavar="OUT", type=path_of, help="the file or the directory to write")
-    parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help="by default each tensor keeps its own")
-    parser.add_argument("--format", choices=formats.names(), help="by default OUT's suffix chooses it")
-    parser.add_argument("--form", choices=formats.FORMS, metavar="FORM", help="of a Hugging Face directory of RWKV-7: fla's, "
-                        "or the official one of transformers' branch; by default fla's")
+    parser.add_argument("--dtype", choices=DTYPES, metavar="DTYPE", help="default: that of each tensor")
+    parser.add_argument("--format", choices=formats.names(), help="default: from OUT's suffix")
+    parser.add_argument("--form", choices=formats.FORMS, metavar="FORM", help="layout of a Hugging Face directory "
+                        f"of RWKV-7: {', '.join(formats.FORMS)}; default: fla")
     parser.add_argument("--lora", metavar="PATH", type=from_home,
-                        help="another program's adapter to merge: PEFT's directory, or a file of RWKV-PEFT")
+                        help="another program's LoRA adapter to merge: a PEFT directory or an RWKV-PEFT file")
     parser.add_argument("--lora-alpha", metavar="NUMBER", type=above_zero,
-                        help="alpha of an adapter whose file does not state it")
-    parser.add_argument("--state-layout", choices=STATE_LAYOUTS, metavar="LAYOUT", help="which way round a tuned state IN is, "
-                        f"where it does not say: {' or '.join(STATE_LAYOUTS)}")
+                        help="alpha of an adapter whose file lacks it")
+    parser.add_argument("--state-layout", choices=STATE_LAYOUTS, metavar="LAYOUT", help="layout of a tuned state IN that does "
+                        f"not say: {' or '.join(STATE_LAYOUTS)}")
     parser.add_argument("--tokenizer", metavar="NAME", type=from_home,
-                        help="world, FILE.json or FILE.txt, to write too; by default IN's")
-    parser.add_argument("--end-of-text", metavar="TEXT", help="the token of FILE.json that ends a text; by default what IN or "
-                        "FILE.json says")
+                        help="tokenizer to write: world, FILE.json or FILE.txt; default: IN's")
+    parser.add_argument("--end-of-text", metavar="TEXT", help="end-of-text token of FILE.json; default: IN's or FILE.json's")
     return parser
 
 

@@ -1,9 +1,9 @@
-"""Says what this machine can run, and why not: packages, processor, GPUs, the C library, kernels.
+"""Shows what this machine can run, and why not: packages, processor, GPUs, the C library, kernels.
 
   python -m rwkv.tools.doctor
-  python -m rwkv.tools.doctor --json FILE               also writes it to attach to an issue
+  python -m rwkv.tools.doctor --json FILE               also writes a file to attach to an issue
 
-A line that begins with ! is a problem. The exit status is 1 if a package is missing that every program needs.
+Lines with ! are problems. The exit status is 1 if a package that all programs require is missing.
 """
 
 import json
@@ -18,8 +18,8 @@ from rwkv.cli import exit_on_user_error
 from rwkv.errors import UserError
 from rwkv.io.lines import counted, hung
 
-# Distributions, by the extra that installs them; "" for those that every program needs, ALWAYS for those of dependencies that
-# some Python lacks or that a program can do without
+# Distributions by the extra that installs them; "": required by all programs; ALWAYS: installed by default, but unavailable for
+# some Pythons or optional
 PACKAGES: dict[str, tuple[str, ...]] = {
     "": ("torch", "numpy", "tokenizers", "safetensors", "lightning", "torchdata", "pyyaml", "filelock", "tqdm", "hydra-core",
          "jinja2", "wandb"),
@@ -27,18 +27,18 @@ PACKAGES: dict[str, tuple[str, ...]] = {
     "hf": ("datasets",), "world": ("pyrwkv-tokenizer",), "chat": ("prompt_toolkit",), "lm-eval": ("lm-eval",),
     "gguf": ("gguf",), "hub": ("huggingface_hub",), "slurm": ("submitit",), "zst": ("zstandard",),
     "serve": ("starlette", "uvicorn", "httptools", "uvloop", "msgspec", "prometheus-client", "llguidance")}
-FOR = {"taichi": "kernels taichi_*", "triton": "kernels triton_*", "plot": "plots of benchmarks",
-       "hf": "data=hf", "world": "fast World tokenisation", "chat": "editing lines in chat", "lm-eval": "timemix lm_eval",
-       "gguf": "llama.cpp's files", "hub": "names on the Hub", "slurm": "sweep.launcher=submitit",
-       "zst": ".jsonl.zst files", "serve": "timemix serve"}
+FEATURES = {"taichi": "kernels taichi_*", "triton": "kernels triton_*", "plot": "plots of benchmarks",
+            "hf": "data=hf", "world": "fast World tokenisation", "chat": "editing lines in chat", "lm-eval": "timemix lm_eval",
+            "gguf": "llama.cpp's files", "hub": "names on the Hub", "slurm": "sweep.launcher=submitit",
+            "zst": ".jsonl.zst files", "serve": "timemix serve"}
 ALWAYS = ("taichi", "world", "chat", "hub")
 PROBLEM = "!"
-INDENT = 14                              # columns before a line's text
+INDENT = 14                              # column of a line's text
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser("rwkv.tools.doctor", __doc__)
-    parser.add_argument("--json", metavar="FILE", type=path_of, help="also write the findings to FILE")
+    parser.add_argument("--json", metavar="FILE", type=path_of, help="also write the report to FILE")
     file: Path | None = parser.parse_args(arguments).json
     with exit_on_user_error():
         report = findings()
@@ -58,7 +58,7 @@ def write_json(file: Path, content: dict[str, Any]) -> None:
 
 
 def findings() -> dict[str, Any]:
-    """Everything as plain data. Parts that need PyTorch are missing where it cannot be imported; "torch_error" says why."""
+    """The report, as plain data. If PyTorch cannot be imported, "torch_error" says why and its parts are missing."""
     versions = {name: _version(name) for names in PACKAGES.values() for name in names}
     report: dict[str, Any] = {
         "timemix": _version("timemix") or "a clone", "python": platform.python_version(),
@@ -91,12 +91,12 @@ def _version(name: str) -> str | None:
 
 def _why_no_gpu(torch: Any) -> str:
     if torch.version.cuda is None:
-        return f"PyTorch {torch.__version__} is built for CPUs: install one that is built for CUDA"
-    return f"PyTorch is built for CUDA {torch.version.cuda} and finds no NVIDIA GPU, or no driver for it"
+        return f"PyTorch {torch.__version__} is a CPU build: install a CUDA build"
+    return f"PyTorch for CUDA {torch.version.cuda} finds no NVIDIA GPU or driver"
 
 
 def _kernels(devices: list[str]) -> dict[str, Any]:
-    """By operator and device: what kernel=auto means, the kernels that run, and the reasons of the others."""
+    """By operator and device: the choice of kernel=auto, the kernels that run, and why others do not."""
     import torch
 
     from kernels.registry import names, operators, why_not
@@ -115,7 +115,7 @@ def _kernels(devices: list[str]) -> dict[str, Any]:
 
 
 def _is_for(op: str, name: str, device: str) -> bool:
-    """Whether the kernel declares the device. A file whose package is missing cannot be asked."""
+    """Whether the kernel declares the device; True if its package is missing."""
     from kernels.registry import KernelUnavailable, load
 
     try:
@@ -131,11 +131,11 @@ def lines(report: dict[str, Any]) -> list[str]:
     missing = report["missing"]
     shown = [line("timemix", f"{report['timemix']}, commit {report.get('commit')}"),
              line("python", f"{report['python']} on {report['system']}"),
-             *(line("package", f"every program needs {name}: pip install {name}", True) for name in missing[""])]
+             *(line("package", f"all programs require {name}: pip install {name}", True) for name in missing[""])]
     for extra, names in missing.items():
         if extra and names:
-            how = f"pip install {' '.join(names)}" if extra in ALWAYS else f"in the clone, pip install -e '.[{extra}]'"
-            shown.append(line(extra, f"without {', '.join(names)} there is no {FOR[extra]}: {how}"))
+            remedy = f"pip install {' '.join(names)}" if extra in ALWAYS else f"in the clone, pip install -e '.[{extra}]'"
+            shown.append(line(extra, f"{FEATURES[extra]} requires {', '.join(names)}: {remedy}"))
     shown.append(line("versions", ", ".join(f"{name} {version}" for name, version in report["packages"].items())))
     if "torch_error" in report:
         return [*shown, line("torch", f"cannot be imported: {report['torch_error']}", True)]

@@ -1,4 +1,4 @@
-"""Measures how well a checkpoint predicts a file: loss, or accuracy of last words.
+"""Evaluates a checkpoint on a file: loss, or accuracy of last words.
 
   python -m rwkv.tools.evaluate data.path=FILE.txt
   python -m rwkv.tools.evaluate checkpoint=FILE.pth data.path=FILE.txt
@@ -7,13 +7,12 @@
 
 FILE.jsonl, lines of {"text": ...}: accuracy and perplexity of the last word
 of each, as in LAMBADA. FILE.jsonl, conversations as for data=chat of train.py:
-loss and perplexity of the answers, by the checkpoint's chat template
-unless data.template= names another. Any other file: loss in nats per token,
-perplexity per token and bits per byte of its text, with the state carried
-along. Where the tokenizer loses more than 1 % of the text,
-numbers per byte and per word are null. The last line of standard output is the
-result as JSON, which out=FILE gets too. Texts and paths are taken verbatim:
-commas, quotes and equals signs need no escaping.
+loss and perplexity of the answers, with the checkpoint's chat template or
+data.template=. Any other file: loss in nats per token, perplexity per token and
+bits per byte, with the state carried over. If the tokenizer loses more than 1 %
+of the text, metrics per byte and per word are null. The last line of standard
+output is the result as JSON, which out=FILE also saves. Texts and paths are
+taken verbatim: commas, quotes and equals signs need no escaping.
 """
 
 import json
@@ -36,7 +35,7 @@ from rwkv.io.utf8 import require_file
 from rwkv.tokenizer.lost import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-if TYPE_CHECKING:                        # they bring PyTorch
+if TYPE_CHECKING:                        # imports PyTorch
     from rwkv import evaluation
     from rwkv.model.base import Model
 
@@ -52,20 +51,20 @@ def main(config: EvaluateConfig, line: cli.CommandLine) -> None:
     opened.print_notes()
     start = tokenizer.encode(config.start) if config.start else [tokenizer.end_of_text]
 
-    # All texts are tokenised before the model is loaded, so that errors in the file are found first
+    # Tokenises all texts before loading the model, to report errors in the file first
     if config.data.template or holds_answers(path):
         choice = template_choice(opened.checkpoint, config.data.template)
         answers = read_answers(tokenizer, path, chat_template(choice.template))
-        _say_lost(sum((answer.lost for answer in answers), NOTHING), "the answers")
+        _warn_lost(sum((answer.lost for answer in answers), NOTHING), "the answers")
         print(f"chat template: {template_line(opened.checkpoint, choice)}", file=sys.stderr)
         score = evaluate("answers", answers, config, opened.model())
     elif path.suffix == ".jsonl":
         words = read_last_words(tokenizer, path, start)
-        _say_lost(sum((word.lost for word in words), NOTHING), "the last words")
+        _warn_lost(sum((word.lost for word in words), NOTHING), "the last words")
         score = evaluate("last_word", words, config, opened.model())
     else:
         tokens, lost = evaluation.count_tokens(tokenizer, path)
-        _say_lost(lost, "the text")
+        _warn_lost(lost, "the text")
         score = evaluate_text(path, tokenizer, start, config.chunk_len, tokens, lost, opened.model())
     result = {"data": str(path), "checkpoint": str(opened.checkpoint.path), "tokenizer": tokenizer.kind,
               "tokenizer_hash": tokenizer.hash, "kernel": opened.wkv.name, "device": opened.device,
@@ -111,17 +110,17 @@ def evaluate(task: str, texts: Sequence["evaluation.Scored"], config: EvaluateCo
     return {"task": task, **numbers, "seconds": time.perf_counter() - started}
 
 
-def _say_lost(lost: Lost, text: str) -> None:
+def _warn_lost(lost: Lost, text: str) -> None:
     if lost.bytes:
-        given = (f"since that is more than {percent(WITHHELD)}, no number per byte or per word is given" if lost.too_much else
-                 "lost text counts as predicted")
-        print(f"WARNING: {lost.describe(text)}; {given}", file=sys.stderr)
+        effect = (f"above {percent(WITHHELD)}, metrics per byte and per word are null" if lost.too_much else
+                  "lost text counts as predicted")
+        print(f"WARNING: {lost.describe(text)}; {effect}", file=sys.stderr)
 
 
 def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:
-    """The paths of data.path= and out=. Raises UserError for a missing file, and if out= cannot be written."""
+    """The paths of data.path= and out=. Raises UserError if a file is missing or out= cannot be written."""
     if not config.data.path:
-        raise UserError("there is nothing to evaluate on: give data.path=FILE, a text in UTF-8, or FILE.jsonl with lines of "
+        raise UserError("evaluate requires data.path=FILE, a UTF-8 text, or FILE.jsonl with lines of "
                         '{"text": "..."}')
     require_writable("out", config.out, (config.checkpoint, config.tokenizer, config.data.path))
     require_files(config, config.data.template)
@@ -130,7 +129,7 @@ def _files(config: EvaluateConfig) -> tuple[Path, Path | None]:
 
 
 def _bar(total: int, unit: str) -> tqdm:
-    """A progress bar on standard error; outside a terminal, a line every half minute."""
+    """A progress bar on standard error; outside a terminal, a line every 30 seconds."""
     interval = 0.2 if sys.stderr.isatty() else 30.0
     return tqdm(total=total, unit=unit, mininterval=interval, maxinterval=2 * interval, dynamic_ncols=True, file=sys.stderr)
 

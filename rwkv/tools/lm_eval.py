@@ -4,11 +4,10 @@
   python -m rwkv.tools.lm_eval --model_args checkpoint=DIRECTORY,dtype=int8 --tasks arc_easy piqa --batch_size 16
   python -m rwkv.tools.lm_eval --help
 
-The arguments are those of the harness's own command line, `lm_eval run`; the
-model is named timemix, and its model_args are checkpoint=, tokenizer=,
-end_of_text=, kernel=, dtype= and chunk_len=, as in evaluate. A task that asks
-for sampling draws from the whole distribution, top_p=1, unless it says more.
-pip install -e '.[lm-eval]' adds the harness.
+The arguments are those of the harness's command line, `lm_eval run`; the model
+is timemix, and its model_args are checkpoint=, tokenizer=, end_of_text=,
+kernel=, dtype= and chunk_len=, as in evaluate. Tasks that sample use top_p=1 by
+default. pip install -e '.[lm-eval]' installs the harness.
 """
 
 import sys
@@ -20,10 +19,10 @@ from rwkv.errors import UserError
 
 
 def command_line(arguments: Sequence[str]) -> list[str]:
-    """The harness's arguments with the command `run`, and with our model if they name no model."""
+    """The harness's arguments with the command `run`, and with the model timemix unless they name another."""
     rest = list(arguments[1:] if arguments[:1] == ["run"] else arguments)
-    named = any(argument in ("-M", "--model") or argument.startswith("--model=") for argument in rest)
-    return ["run", *([] if named else ["--model", "timemix"]), *rest]
+    has_model = any(argument in ("-M", "--model") or argument.startswith("--model=") for argument in rest)
+    return ["run", *([] if has_model else ["--model", "timemix"]), *rest]
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
 """python -m rwkv.tools.pull NAME...: Downloads models, states and adapters from the Hugging Face Hub, and prints their paths.
 
-A NAME is ORG/REPO, ORG/REPO/FILE or ORG/REPO:Q4_K_M for a GGUF file, each with @REVISION if need be. Every option that names a
-checkpoint takes it too and downloads what is missing; pull does so before it is needed, such as before going offline.
+A NAME is ORG/REPO, ORG/REPO/FILE or ORG/REPO:Q4_K_M for a GGUF file, each optionally with @REVISION. Every option for a
+checkpoint takes such names too and downloads missing files; pull does so in advance, such as before going offline.
 """
 
 from kernels.arguments import Parser
@@ -17,7 +17,7 @@ def main(arguments: list[str] | None = None) -> None:
     with exit_on_user_error():
         for name in names:
             if hub.parse(name) is None:
-                raise UserError(f"{name} is not a name on the Hub: expected ORG/REPO, ORG/REPO/FILE or ORG/REPO:Q4_K_M")
+                raise UserError(f"NAME must be ORG/REPO, ORG/REPO/FILE or ORG/REPO:Q4_K_M; got {name}")
         for name in names:
             print(hub.local(f"hf://{hub.parse(name)}"), flush=True)
 

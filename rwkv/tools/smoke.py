@@ -1,12 +1,11 @@
-"""Tries everything once with a model: loads it, reads, generates, trains two steps, compares with the reference. PASS or FAIL.
+"""Smoke test of a model: loads it, prefills, compares with the reference, generates, trains two steps. PASS or FAIL.
 
-  python -m rwkv.tools.smoke                            tiny models of its own, one of each generation
+  python -m rwkv.tools.smoke                            tiny models, one of each generation
   python -m rwkv.tools.smoke FILE.pth --dtype bfloat16
-  python -m rwkv.tools.smoke --out smoke.json           the findings, to attach to an issue
+  python -m rwkv.tools.smoke --out smoke.json           the results, to attach to an issue
 
-The reference is the formula under the kernel `reference`, in float32, on a CPU. A model of more than 50 million parameters is
-not trained: its generation's tiny model is, on the same device and under the same kernel. The exit status is 0 for PASS, 1 for
-FAIL.
+The reference is the formula with the kernel `reference`, in float32, on a CPU. Instead of a model of more than 50 million
+parameters, its generation's tiny model is trained, with the same device and kernel. The exit status is 0 for PASS, 1 for FAIL.
 """
 
 import sys
@@ -27,21 +26,21 @@ from rwkv.io.output_file import require_writable
 from rwkv.tools.doctor import findings, write_json
 
 PROMPT = "The quick brown fox"
-TOKENS = 16                              # generated
-TRAINABLE = 50_000_000                   # parameters
+TOKENS = 16                              # to generate
+TRAINABLE = 50_000_000                   # maximum parameters
 TOLERANCE = {"float32": 1e-3, "bfloat16": 0.1, "float16": 0.1, "int8": 0.1, "int4": 0.5}   # of logits, relative to their spread
 LEARNING_RATE = 1e-3
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = Parser("rwkv.tools.smoke", __doc__)
-    parser.add_argument("checkpoint", nargs="?", type=path_of, help="a checkpoint of any format; by default tiny models")
+    parser.add_argument("checkpoint", nargs="?", type=path_of, help="a checkpoint of any format; default: tiny models")
     parser.add_argument("--tokenizer", metavar="NAME", type=from_home,
-                        help="byte, world, FILE.json or FILE.txt, where the checkpoint has none")
+                        help="byte, world, FILE.json or FILE.txt, if the checkpoint has none")
     parser.add_argument("--kernel", default="auto", help="the time-mixing kernel")
-    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="where the model runs")
+    parser.add_argument("--device", default="auto", choices=("auto", "cpu", "cuda"), help="device of the model")
     parser.add_argument("--dtype", default="float32", choices=DTYPES, help="of the weights")
-    parser.add_argument("--out", default=Path("smoke.json"), type=path_of, metavar="FILE", help="the JSON file; smoke.json")
+    parser.add_argument("--out", default=Path("smoke.json"), type=path_of, metavar="FILE", help="default: smoke.json")
     options = parser.parse_args(arguments)
     with exit_on_user_error(), tempfile.TemporaryDirectory() as folder:
         require_writable("--out", options.out, [options.checkpoint])
@@ -50,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
         else:
             from rwkv.checkpoint.location import locate
 
-            locate(options.checkpoint)   # raises UserError where there is none
+            locate(options.checkpoint)   # raises UserError if it is missing
             paths = [options.checkpoint]
         checks = [check for path in paths for check in _Checks(path, options, Path(folder)).run()]
         passed = all(check["passed"] for check in checks)
@@ -61,7 +60,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _tiny(generation: str, folder: Path) -> Path:
-    """The file of a tiny byte model whose weights are random, also those that training begins with at zero."""
+    """The file of a tiny byte model with random weights, even where initialisation is zero."""
     import torch
 
     from kernels.select import select
@@ -86,36 +85,36 @@ def _tiny(generation: str, folder: Path) -> Path:
 
 
 class _Checks:
-    """The checks of one checkpoint. One that cannot be loaded has no other check. Raises UserError for a user's mistake."""
+    """The checks of one checkpoint. If it cannot be loaded, the others are skipped. Raises UserError for a user's error."""
 
     def __init__(self, path: Path, options: Any, folder: Path) -> None:
         self._path = path
         self._options = options
         self._folder = folder
-        self._done: list[dict[str, Any]] = []
+        self._results: list[dict[str, Any]] = []
 
     def run(self) -> list[dict[str, Any]]:
         if self._check("load", self._load):
             for name in ("read", "compare", "generate", "train"):
                 self._check(name, getattr(self, f"_{name}"))
-        return self._done
+        return self._results
 
     def _check(self, name: str, check: Callable[[], str]) -> bool:
         """Runs one check, which returns a sentence or raises, and prints its line."""
-        begun = time.monotonic()
+        start = time.monotonic()
         try:
             finding = check()
             passed = True
             details = None
-        except Exception as error:       # whatever it is, it is the finding, but for a file or an option that does not fit
+        except Exception as error:       # a failed check, except for a user's error
             if name == "load" and isinstance(error, (UserError, UnknownKernel, KernelUnavailable)):
                 raise
             finding = f"{type(error).__name__}: {error}".splitlines()[0]
             passed = False
             details = traceback.format_exc()
-        seconds = time.monotonic() - begun
-        self._done.append({"checkpoint": self._path.name, "check": name, "passed": passed, "finding": finding,
-                           "seconds": round(seconds, 3), "traceback": details})
+        seconds = time.monotonic() - start
+        self._results.append({"checkpoint": self._path.name, "check": name, "passed": passed, "finding": finding,
+                              "seconds": round(seconds, 3), "traceback": details})
         line = f"{'ok  ' if passed else 'FAIL'} {self._path.name} {name} ({seconds:.1f} s): {finding}"
         print(hung(line, 5, sys.stdout), flush=True)
         return passed
@@ -136,7 +135,7 @@ class _Checks:
         return f"{self._model.generation.NAME}, {self._n:,} parameters, {opened.wkv.name} on {self._device}"
 
     def _read(self) -> str:
-        """The prompt at once, and token by token."""
+        """Prefills the prompt at once, and token by token."""
         import torch
 
         ids = torch.tensor([self._ids], device=self._device)
@@ -144,10 +143,10 @@ class _Checks:
         state = None
         for token in ids.split(1, dim=1):
             last, state = self._model(token, state)
-        return self._same(last[:, -1].float(), whole[:, -1].float(), "token by token", "at once")
+        return self._require_close(last[:, -1].float(), whole[:, -1].float(), "token by token", "at once")
 
     def _compare(self) -> str:
-        """The last logits beside the reference's."""
+        """Compares the last logits with the reference's."""
         import torch
 
         from rwkv.pretrained import RWKV
@@ -155,23 +154,23 @@ class _Checks:
         reference = RWKV.from_pretrained(self._path, "reference", "cpu", "float32")
         expected, _ = reference(torch.tensor([self._ids]))
         logits, _ = self._model(torch.tensor([self._ids], device=self._device))
-        return self._same(logits[:, -1].float().cpu(), expected[:, -1], self._options.kernel, "reference")
+        return self._require_close(logits[:, -1].float().cpu(), expected[:, -1], self._options.kernel, "reference")
 
-    def _same(self, logits: Any, expected: Any, one: str, other: str) -> str:
+    def _require_close(self, logits: Any, expected: Any, name: str, reference: str) -> str:
         if not logits.isfinite().all():
-            raise ArithmeticError(f"the logits of {one} are not finite")
+            raise ArithmeticError(f"the logits of {name} are not finite")
         difference = float((logits - expected).abs().max() / expected.std())
         allowed = TOLERANCE[self._options.dtype]
         if not difference <= allowed:
-            raise ArithmeticError(f"{one} and {other} differ by {difference:.2g} of the logits' spread, more than {allowed:g}")
-        return f"{one} and {other} differ by {difference:.1g} of the logits' spread"
+            raise ArithmeticError(f"{name} and {reference} differ by {difference:.2g} of the logits' spread, above {allowed:g}")
+        return f"{name} and {reference} differ by {difference:.1g} of the logits' spread"
 
     def _generate(self) -> str:
         from rwkv.generation.engine import generate
 
         texts = ["".join(generate(self._model, self._tokenizer, PROMPT, TOKENS, seed=1)) for _ in range(2)]
         if texts[0] != texts[1]:
-            raise ArithmeticError(f"the same seed gave {texts[0]!r} and {texts[1]!r}")
+            raise ArithmeticError(f"the same seed generated {texts[0]!r} and {texts[1]!r}")
         return f"{texts[0]!r}"
 
     def _train(self) -> str:
@@ -179,8 +178,8 @@ class _Checks:
 
         from rwkv.pretrained import RWKV
 
-        own = self._n <= TRAINABLE and self._options.dtype == "float32"
-        path = self._path if own else _tiny(self._model.config.generation, self._folder)
+        is_small = self._n <= TRAINABLE and self._options.dtype == "float32"
+        path = self._path if is_small else _tiny(self._model.config.generation, self._folder)
         model = RWKV.from_pretrained(path, self._options.kernel, self._device, trainable=True)
         generator = torch.Generator().manual_seed(0)
         tokens = torch.randint(min(256, model.vocab_size), (2, 65), generator=generator).to(self._device)
@@ -197,7 +196,7 @@ class _Checks:
             optimiser.step()
         if not losses[2] < losses[0]:
             raise ArithmeticError(f"the loss went from {losses[0]:.4f} to {losses[2]:.4f} in two steps on one batch")
-        return f"the loss of one batch went from {losses[0]:.3f} to {losses[2]:.3f}" + ("" if own else f" ({path.name})")
+        return f"the loss of one batch went from {losses[0]:.3f} to {losses[2]:.3f}" + ("" if is_small else f" ({path.name})")
 
 
 if __name__ == "__main__":

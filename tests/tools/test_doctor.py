@@ -33,7 +33,7 @@ def test_doctor_knows_every_package_of_the_project() -> None:
     assert stated == {name for key in ("", *doctor.ALWAYS) for name in doctor.PACKAGES[key]}
     for extra, packages in project["optional-dependencies"].items():
         assert extra in OUTSIDE or {*map(requirement, packages)} == {*doctor.PACKAGES[extra]}, extra
-    assert {*doctor.FOR} == {*doctor.PACKAGES} - {""}
+    assert {*doctor.FEATURES} == {*doctor.PACKAGES} - {""}
 
 
 def test_doctor_says_where_each_kernel_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -51,8 +51,8 @@ def test_doctor_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: p
     monkeypatch.setattr(doctor, "PACKAGES", {**doctor.PACKAGES, "": ("torch", "no-such-package"), "serve": ("no-server",)})
     assert doctor.main([]) == 1
     printed = capsys.readouterr().out
-    assert "! package     every program needs no-such-package" in printed
-    assert "without no-server there is no timemix serve" in printed
+    assert "! package     all programs require no-such-package" in printed
+    assert "timemix serve requires no-server" in printed
 
 
 @pytest.mark.programs
