@@ -7,9 +7,9 @@ from rwkv.config import Pooling
 from rwkv.generation.prefill import Prefill
 
 
-def pooled(reading: Prefill, pooling: Pooling) -> Tensor:
-    """The embedding (C) float32 of a prompt that was read with pools=True, of length 1."""
-    assert reading.hidden_sum is not None
-    assert reading.last_hidden is not None
-    vector = reading.hidden_sum if pooling == "mean" else reading.last_hidden.double()
+def pooled(prefill: Prefill, pooling: Pooling) -> Tensor:
+    """The embedding (C) float32 of a prompt that was read with pool_hidden=True, of length 1."""
+    assert prefill.hidden_sum is not None
+    assert prefill.last_hidden is not None
+    vector = prefill.hidden_sum if pooling == "mean" else prefill.last_hidden.double()
     return torch.nn.functional.normalize(vector, dim=0).float().cpu()

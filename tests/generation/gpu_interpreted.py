@@ -377,7 +377,7 @@ def test_texts_are_those_of_pytorchs_decoder(generation: str, monkeypatch: pytes
     class OnGpu(Engine):
         def _decode_from(self, state: State) -> None:
             super()._decode_from(state)
-            self._draw_by = triton_v0.draw
+            self._draw_function = triton_v0.draw
             self._penalty_table = PenaltyTable(257, torch.device("cpu"))
 
     monkeypatch.setattr(engine_module, "decoder_of", GpuDecoder)

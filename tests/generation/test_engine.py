@@ -76,11 +76,11 @@ def by_hand(model: RWKV, ids: list[int], n: int, seed: int, options: Sampling) -
 def read_prompts(model: RWKV, prompts: list[list[int]], start: PrefillResult | None = None,
                  cache: PrefixCache | None = None) -> list[PrefillResult | None]:
     """The result after each prompt."""
-    readings = [Prefill(model, prompt, start, cache) for prompt in prompts]
-    for reading in readings:
+    prefills = [Prefill(model, prompt, start, cache) for prompt in prompts]
+    for reading in prefills:
         while reading.next_cost:
             reading.advance()
-    return [reading.result for reading in readings]
+    return [reading.result for reading in prefills]
 
 
 class Adapter(nn.Module):
