@@ -24,7 +24,7 @@ from rwkv.generation.pooling import pooled
 from rwkv.generation.prefill import EMPTY, SHORT_PROMPT, Prefill, PrefillResult, PrefixCache, advance_all, chunks_on, prefill
 from rwkv.generation.request import Request
 from rwkv.generation.row import CANCELLED, Row, Sample
-from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, drawing_on, not_finite, on_host, queued_tokens
+from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, drawing_on, not_finite, queued_tokens, to_host
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model, State
 from rwkv.model.decoding.triton_step import SPARE
@@ -336,7 +336,7 @@ class Engine:
             group_logits = logits if len(rows) == len(self._rows) else logits[indices]
             uniform = torch.tensor([row.uniform() for row in rows], dtype=torch.float64, device="cpu")
             queued.append(queued_tokens(group_logits, uniform, options, penalties, self._draw_function))
-        for position, token in zip(chain.from_iterable(groups.values()), on_host(queued).tolist(), strict=True):
+        for position, token in zip(chain.from_iterable(groups.values()), to_host(queued).tolist(), strict=True):
             row = self._rows[position]
             if token < 0 and row.request.context is None:
                 raise not_finite()

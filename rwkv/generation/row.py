@@ -104,7 +104,7 @@ class Row:
     @property
     def stop(self) -> str | None:
         """The stop string that ended the sequence."""
-        return self._stop_strings.found
+        return self._stop_strings.matched
 
     @property
     def read_after_text(self) -> str:
@@ -168,14 +168,14 @@ class Row:
             if self._matcher is not None:
                 self._matcher.push(token)
             text = self._stop_strings.push(self._text_decoder.push(token))
-            if self._stop_strings.found is None and len(sample.tokens) == self.request.stopping.max_new_tokens:
+            if self._stop_strings.matched is None and len(sample.tokens) == self.request.stopping.max_new_tokens:
                 sample.finish_reason = "length"
                 text += self._flush()
-        if self._stop_strings.found is not None:
+        if self._stop_strings.matched is not None:
             sample.finish_reason = "stop"
         sample.text += text
         return text
 
     def _flush(self) -> str:
         text = self._stop_strings.push(self._text_decoder.flush())
-        return text if self._stop_strings.found is not None else text + self._stop_strings.flush()
+        return text if self._stop_strings.matched is not None else text + self._stop_strings.flush()
