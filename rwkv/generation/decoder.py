@@ -99,13 +99,13 @@ class CDecoder:
         self._shapes = [part.shape[2:] for part in state]
         self._sizes = [math.prod(shape) for shape in self._shapes]
         self._c_step: CStep | None = None
-        self._places: list[int] = []                     # each row's index in self._memory
+        self._state_rows: list[int] = []                     # each row's index in self._memory
         self._memory = torch.empty(0, len(model.blocks), sum(self._sizes), dtype=torch.float32, device="cpu")
         self.join(state)
 
     def step(self, tokens: Tensor) -> Tensor:
         """The logits (B,V) that follow tokens (B,), in memory that the next step overwrites."""
-        if self._places:
+        if self._state_rows:
             c = self._shared_step()
             c(tokens.long().contiguous(), self._order, self._memory, self._work, self._logits)
         return self._logits
@@ -129,26 +129,26 @@ class CDecoder:
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
         """Keeps only these rows, each once, in this order."""
-        self._set_rows([self._places[row] for row in rows])
+        self._set_rows([self._state_rows[row] for row in rows])
 
     @torch.inference_mode()
     def join(self, state: State) -> None:
         n = state[0].shape[1]
         capacity = len(self._memory)
-        rows = len(self._places) + n
+        rows = len(self._state_rows) + n
         if rows > capacity:
             memory = self._memory.new_empty(max(rows, capacity + capacity // 2), *self._memory.shape[1:])
             memory[:capacity] = self._memory
             self._memory = memory
-        free = sorted(set(range(len(self._memory))) - set(self._places))[:n]
+        free = sorted(set(range(len(self._memory))) - set(self._state_rows))[:n]
         for tensor, part in zip(state, self._memory.split(self._sizes, 2), strict=True):
             part[free] = tensor.transpose(0, 1).flatten(2).to(part)
-        self._set_rows([*self._places, *free])
+        self._set_rows([*self._state_rows, *free])
 
     @torch.inference_mode()
     def state(self, rows: list[int] | None = None) -> State:
         """A copy of the state, of these rows or of all."""
-        places = self._places if rows is None else [self._places[row] for row in rows]
+        places = self._state_rows if rows is None else [self._state_rows[row] for row in rows]
         parts = self._memory.transpose(0, 1).split(self._sizes, 2)
         return self._state_type(*(part[:, places].contiguous().unflatten(2, shape)
                                   for part, shape in zip(parts, self._shapes, strict=True)))
@@ -156,7 +156,7 @@ class CDecoder:
     def _set_rows(self, places: list[int]) -> None:
         if not places:
             self._memory = self._memory[:0].clone()
-        self._places = places
+        self._state_rows = places
         self._order = torch.tensor(places, dtype=torch.int64, device="cpu")
         self._logits = torch.empty(len(places), self._model.vocab_size, dtype=torch.float32, device="cpu")
         self._work = self._memory.new_empty(0)
@@ -167,7 +167,7 @@ class CDecoder:
             self._c_step = step_of(self._model)
             self._weights = [tensor.detach() for tensor in tensors_of(self._model)]      # keeps the memory alive for C
         if not len(self._work):
-            self._work = self._memory.new_empty(len(self._places), self._c_step.size)
+            self._work = self._memory.new_empty(len(self._state_rows), self._c_step.size)
         return self._c_step
 
 

@@ -40,9 +40,9 @@ POINTER = "(/([^/~]|~[01])*)*$"
 # Patterns for rules that llguidance does not enforce: an address has at most 64 characters before the @ and 254 in all
 # (RFC 5321), a domain at most 253 (RFC 1035).
 FORMAT_PATTERNS = {"time": [NO_LEAP_SECOND], "date": [DAY_OF_YEAR], "date-time": [NO_LEAP_SECOND, DAY_OF_YEAR],
-             "email": [f"^[^@]{{1,64}}@{LENGTHS}", "^.{1,254}$"], "hostname": [f"^{LENGTHS}", "^.{1,253}$"],
-             "json-pointer": [f"^{POINTER}"], "relative-json-pointer": [f"^(0|[1-9][0-9]*)(#$|{POINTER})"],
-             "uri-template": ["^[^']*$"]}
+                   "email": [f"^[^@]{{1,64}}@{LENGTHS}", "^.{1,254}$"], "hostname": [f"^{LENGTHS}", "^.{1,253}$"],
+                   "json-pointer": [f"^{POINTER}"], "relative-json-pointer": [f"^(0|[1-9][0-9]*)(#$|{POINTER})"],
+                   "uri-template": ["^[^']*$"]}
 # Formats that llguidance lacks, and a stricter one that it has
 NARROWER = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri", "uri-reference": "uri", "iri-reference": "uri",
             "uri-template": "uri"}
