@@ -99,15 +99,15 @@ class CDecoder:
         self._shapes = [part.shape[2:] for part in state]
         self._sizes = [math.prod(shape) for shape in self._shapes]
         self._c_step: CStep | None = None
-        self._state_rows: list[int] = []                     # each row's index in self._memory
-        self._memory = torch.empty(0, len(model.blocks), sum(self._sizes), dtype=torch.float32, device="cpu")
+        self._state_rows: list[int] = []                 # each row's index in self._states
+        self._states = torch.empty(0, len(model.blocks), sum(self._sizes), dtype=torch.float32, device="cpu")
         self.join(state)
 
     def step(self, tokens: Tensor) -> Tensor:
         """The logits (B,V) that follow tokens (B,), in memory that the next step overwrites."""
         if self._state_rows:
             c = self._shared_step()
-            c(tokens.long().contiguous(), self._order, self._memory, self._work, self._logits)
+            c(tokens.long().contiguous(), self._state_index, self._states, self._work, self._logits)
         return self._logits
 
     def beside(self, state: State) -> "CDecoder":
@@ -122,8 +122,8 @@ class CDecoder:
         """The logits (B,V) that follow B prompts (t,), with the bits of t steps, in one call; the next call overwrites them."""
         c = self._shared_step()
         lengths = torch.tensor([*map(len, prompts)], device="cpu")
-        work = self._memory.new_empty(int(lengths.sum()), c.size)
-        c(torch.cat([*prompts]).long(), self._order.repeat_interleave(lengths), self._memory, work, self._logits)
+        work = self._states.new_empty(int(lengths.sum()), c.size)
+        c(torch.cat([*prompts]).long(), self._state_index.repeat_interleave(lengths), self._states, work, self._logits)
         return self._logits
 
     @torch.inference_mode()
@@ -134,32 +134,32 @@ class CDecoder:
     @torch.inference_mode()
     def join(self, state: State) -> None:
         n = state[0].shape[1]
-        capacity = len(self._memory)
+        capacity = len(self._states)
         rows = len(self._state_rows) + n
         if rows > capacity:
-            memory = self._memory.new_empty(max(rows, capacity + capacity // 2), *self._memory.shape[1:])
-            memory[:capacity] = self._memory
-            self._memory = memory
-        free = sorted(set(range(len(self._memory))) - set(self._state_rows))[:n]
-        for tensor, part in zip(state, self._memory.split(self._sizes, 2), strict=True):
+            states = self._states.new_empty(max(rows, capacity + capacity // 2), *self._states.shape[1:])
+            states[:capacity] = self._states
+            self._states = states
+        free = sorted(set(range(len(self._states))) - set(self._state_rows))[:n]
+        for tensor, part in zip(state, self._states.split(self._sizes, 2), strict=True):
             part[free] = tensor.transpose(0, 1).flatten(2).to(part)
         self._set_rows([*self._state_rows, *free])
 
     @torch.inference_mode()
     def state(self, rows: list[int] | None = None) -> State:
         """A copy of the state, of these rows or of all."""
-        places = self._state_rows if rows is None else [self._state_rows[row] for row in rows]
-        parts = self._memory.transpose(0, 1).split(self._sizes, 2)
-        return self._state_type(*(part[:, places].contiguous().unflatten(2, shape)
+        state_rows = self._state_rows if rows is None else [self._state_rows[row] for row in rows]
+        parts = self._states.transpose(0, 1).split(self._sizes, 2)
+        return self._state_type(*(part[:, state_rows].contiguous().unflatten(2, shape)
                                   for part, shape in zip(parts, self._shapes, strict=True)))
 
-    def _set_rows(self, places: list[int]) -> None:
-        if not places:
-            self._memory = self._memory[:0].clone()
-        self._state_rows = places
-        self._order = torch.tensor(places, dtype=torch.int64, device="cpu")
-        self._logits = torch.empty(len(places), self._model.vocab_size, dtype=torch.float32, device="cpu")
-        self._work = self._memory.new_empty(0)
+    def _set_rows(self, state_rows: list[int]) -> None:
+        if not state_rows:
+            self._states = self._states[:0].clone()
+        self._state_rows = state_rows
+        self._state_index = torch.tensor(state_rows, dtype=torch.int64, device="cpu")
+        self._logits = torch.empty(len(state_rows), self._model.vocab_size, dtype=torch.float32, device="cpu")
+        self._work = self._states.new_empty(0)
 
     def _shared_step(self) -> CStep:
         """The step, which all decoders of the model share; allocates the decoder's working memory."""
@@ -167,7 +167,7 @@ class CDecoder:
             self._c_step = step_of(self._model)
             self._weights = [tensor.detach() for tensor in tensors_of(self._model)]      # keeps the memory alive for C
         if not len(self._work):
-            self._work = self._memory.new_empty(len(self._state_rows), self._c_step.size)
+            self._work = self._states.new_empty(len(self._state_rows), self._c_step.size)
         return self._c_step
 
 
@@ -187,7 +187,7 @@ class GpuDecoder:
 
     def step(self, tokens: Tensor) -> Tensor:
         """The logits (B,V) that follow tokens (B,)."""
-        return self._step(tokens, self._order)
+        return self._step(tokens, self._slot_index)
 
     def beside(self, state: State) -> "GpuDecoder":
         """A decoder with the same weights, for other rows."""
@@ -196,7 +196,7 @@ class GpuDecoder:
     @torch.inference_mode()
     def read(self, prompts: Sequence[Tensor]) -> Tensor:
         """The logits (B,V) that follow B prompts (t,), with the bits of t steps, in one replay."""
-        return self._step.read_prompts(prompts, self._order)
+        return self._step.read_prompts(prompts, self._slot_index)
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
@@ -223,4 +223,4 @@ class GpuDecoder:
 
     def _set_rows(self, slots: list[int]) -> None:
         self._slots[:] = slots                           # in place: the finalizer releases this list
-        self._order = self._step.on_device(slots)
+        self._slot_index = self._step.on_device(slots)
