@@ -110,7 +110,7 @@ class CDecoder:
             c(tokens.long().contiguous(), self._state_index, self._states, self._work, self._logits)
         return self._logits
 
-    def beside(self, state: State) -> "CDecoder":
+    def with_state(self, state: State) -> "CDecoder":
         """A decoder with the same weights, for other rows."""
         other = CDecoder(self._model, state)
         other._c_step = self._shared_step()
@@ -189,7 +189,7 @@ class GpuDecoder:
         """The logits (B,V) that follow tokens (B,)."""
         return self._step(tokens, self._slot_index)
 
-    def beside(self, state: State) -> "GpuDecoder":
+    def with_state(self, state: State) -> "GpuDecoder":
         """A decoder with the same weights, for other rows."""
         return GpuDecoder(self._model, state, self._step)
 

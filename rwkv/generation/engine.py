@@ -27,7 +27,7 @@ from rwkv.generation.row import CANCELLED, Row, Sample
 from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, drawing_on, not_finite, queued_tokens, to_host
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model, State
-from rwkv.model.decoding.triton_step import SPARE
+from rwkv.model.decoding.triton_step import SPARE_SLOTS
 from rwkv.model.weights_watch import WeightsWatch
 from rwkv.tokenizer.decoders import LAST_IDS, require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -301,7 +301,7 @@ class Engine:
         while self._prefills and self._prefills[0].prefill.next_cost <= budget:
             first = self._prefills[0].prefill
             total = tokens + first.joinable_tokens
-            if batch and not (tokens and first.joinable_tokens and total <= SHORT_PROMPT and len(batch) < SPARE):
+            if batch and not (tokens and first.joinable_tokens and total <= SHORT_PROMPT and len(batch) < SPARE_SLOTS):
                 break
             shared = self._prefills.popleft()
             shared.rows = [row for row in shared.rows if row.sample.finish_reason != CANCELLED]

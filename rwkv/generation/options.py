@@ -18,7 +18,7 @@ def check_config(config: GenerateConfig) -> None:
     if config.prompt is not None and config.prompts is not None:
         raise UserError("prompt= conflicts with prompts=: use one of them")
     if config.save_state and (config.prompts is not None or config.num_samples > 1):
-        raise UserError("save_state= saves the state of one text: it requires prompt= and num_samples=1")
+        raise UserError("save_state= conflicts with prompts= and with num_samples above 1: it saves the state of one text")
     inputs = config.checkpoint, config.tokenizer, config.prompts
     require_writable("out", config.out, (*inputs, config.state))
     require_writable("save_state", config.save_state, inputs)

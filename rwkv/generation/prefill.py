@@ -308,7 +308,7 @@ def advance_all(prompts: Sequence[Prefill]) -> None:
     first = prompts[0]
     assert first._decoder is not None
     states = [prompt._latest_result.state if prompt._latest_result else first._model.empty_state(1) for prompt in prompts]
-    decoder = first._decoder.beside(State.cat(states))
+    decoder = first._decoder.with_state(State.cat(states))
     logits, state = decoder.read([prompt._chunk_ids for prompt in prompts]), decoder.state()
     for row, prompt in enumerate(prompts):
         prompt._finish_chunk(PrefillResult(logits[row:row + 1], state.rows(slice(row, row + 1))))

@@ -130,7 +130,7 @@ def test_prompts_that_are_read_together_have_the_bits_of_steps_alone(generation:
     begun = GpuDecoder(model, model.empty_state(1))
     begun.step(ids[2, 4:5])
     states = State.cat([model.empty_state(2), begun.state()])
-    reader = running.beside(states)
+    reader = running.with_state(states)
     logits = reader.read([ids[0, :1], ids[1, :7], ids[2, 5:9]])
     for row, (own, state) in enumerate(expected):
         assert torch.equal(logits[row], own), row

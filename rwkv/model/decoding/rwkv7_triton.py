@@ -81,15 +81,15 @@ def _wkv(slots, vectors, wide, narrow, states, wide_size, narrow_size, state_siz
         row_ptr = wide + row * wide_size + first
         out_ptr = narrow + row * narrow_size + readout_offset + first
         _advance_head(S, vectors + first, row_ptr, out_ptr, C, eps, r_offset, k_offset, v_offset, v_first_offset, z_offset,
-                   rate_offset, g_offset, v_gate_offset, y_offset, FIRST, N, BLOCK, ROWS)
+                      rate_offset, g_offset, v_gate_offset, y_offset, FIRST, N, BLOCK, ROWS)
         active = can_continue(slots, row, PREFILL)
         row += 1
 
 
 @triton.jit
 def _advance_head(S, vectors, row_ptr, out_ptr, C, eps, r_offset, k_offset, v_offset, v_first_offset, z_offset, rate_offset,
-               g_offset, v_gate_offset, y_offset, FIRST: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
-               ROWS: tl.constexpr):
+                  g_offset, v_gate_offset, y_offset, FIRST: tl.constexpr, N: tl.constexpr, BLOCK: tl.constexpr,
+                  ROWS: tl.constexpr):
     """Advances the head's state S (N,N) by one token, and stores its readout. row_ptr: the head's part of the row in the wide
     buffer; out_ptr: in the narrow one."""
     j = tl.arange(0, BLOCK)

@@ -23,7 +23,7 @@ import triton.language as tl
 # buffer, optionally gated
 WIDE, NARROW, TANH, SIGMOID, SQUARED_RELU, ADD, ADD_GATED = range(7)
 FIRST_TILE, OUTPUTS, INPUTS, WEIGHT, SCALE, SHIFT, SOURCE, TARGET, ACTION, GATE, FIELDS = range(11)      # of a job's row
-MOST_JOBS = 8                            # per launch
+MAX_JOBS = 8                             # per launch
 BLOCK_K = 128                            # inputs per partial sum; 256 in int4, as packed
 
 
@@ -109,7 +109,7 @@ def products(jobs, weights, scales, shifts, wide, narrow, target, wide_size, nar
              FORM: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, DOT: tl.constexpr):
     """Several products of rows and matrices W (N,K): y[m,n] = sum_k x[m,k] W[n,k], each with its input, output and action.
 
-    A tile of BLOCK_N outputs belongs to one job. jobs (MOST_JOBS,FIELDS): a table with offsets from `weights`, `scales` and
+    A tile of BLOCK_N outputs belongs to one job. jobs (MAX_JOBS,FIELDS): a table with offsets from `weights`, `scales` and
     `shifts`; unused rows begin after the last tile. target: the buffer of the jobs that write to the wide one. FORM: "float",
     "int8" with a scale per output, or "int4" as packed by kernels/matvec. DOT: the dtype of the products.
     """

@@ -31,8 +31,8 @@ ALIGNED = 8                              # widths are multiples, so that a threa
 OFFSET_ALIGNMENT = 16                    # offsets in a row of a buffer are multiples
 WARP = 32                                # threads
 PROMPT_BUCKETS = 16, 64                  # rows of the prefill graphs
-MOST_TOKENS = PROMPT_BUCKETS[-1]
-SPARE = 8                                # slots for prompts in prefill, besides those of running sequences
+MAX_PROMPT_TOKENS = PROMPT_BUCKETS[-1]
+SPARE_SLOTS = 8                          # slots for prompts in prefill, besides those of running sequences
 MANY_OUTPUTS = 8192                      # of a launch: enough tiles of the larger size for every multiprocessor
 HALF = (torch.float16, torch.bfloat16)
 
@@ -116,9 +116,9 @@ class GpuStep:
         self._prompt_graphs: dict[int, Callable[[], None]] = {}
 
     def reserve(self, rows: int) -> None:
-        """Makes slots for that many sequences and SPARE prompts; captures the graphs of all their buckets and of prefill."""
-        if rows + SPARE >= len(self.states):
-            self.grow(rows + SPARE)
+        """Makes slots for that many sequences and SPARE_SLOTS prompts; captures all their graphs."""
+        if rows + SPARE_SLOTS >= len(self.states):
+            self.grow(rows + SPARE_SLOTS)
         for bucket in reversed(buckets_to(rows)):                # the largest first
             if bucket not in self._graphs:
                 self.capture(bucket)
@@ -132,8 +132,8 @@ class GpuStep:
 
     def nbytes_for(self, rows: int) -> int:
         """The memory of slots and buffers for that many sequences, in bytes."""
-        buffers = _rows_for(rows + SPARE) * self._builder.nbytes() // len(self._builder.tokens)
-        return (rows + SPARE + 1) * self.states[0].nbytes + buffers
+        buffers = _rows_for(rows + SPARE_SLOTS) * self._builder.nbytes() // len(self._builder.tokens)
+        return (rows + SPARE_SLOTS + 1) * self.states[0].nbytes + buffers
 
     def take(self, n: int) -> list[int]:
         """n free slots."""
@@ -176,7 +176,7 @@ class GpuStep:
         return self._builder.logits[:n].clone()          # the next replay overwrites them
 
     def read_prompts(self, prompts: Sequence[Tensor], slots: Tensor) -> Tensor:
-        """Reads prompts of (t,) int64 tokens each, at most MOST_TOKENS in all, with the bits of as many steps. slots (n,)
+        """Reads prompts of (t,) int64 tokens each, at most MAX_PROMPT_TOKENS in all, with the bits of as many steps. slots (n,)
         int64, on the GPU. Returns the logits (n,V) after the last token of each."""
         lengths = torch.tensor([*map(len, prompts)], device="cpu")
         rows = int(lengths.sum())
@@ -226,7 +226,7 @@ def bucket_of(rows: int) -> int:
 
 def _rows_for(capacity: int) -> int:
     """The rows of the buffers: for a step of all sequences, and for prompts."""
-    return max(bucket_of(capacity), MOST_TOKENS)
+    return max(bucket_of(capacity), MAX_PROMPT_TOKENS)
 
 
 def buckets_to(rows: int) -> list[int]:
@@ -361,8 +361,8 @@ class Builder:
             table.append([tiles, job.N, job.K, _offset_from(job.weight, first.weight), _offset_from(job.scale, first.scale),
                           _offset_from(job.shift, first.shift), job.source, job.target, job.action, job.gate])
             tiles += -(-job.N // block_n)
-        assert len(jobs) <= self._kernels.MOST_JOBS
-        table += [[tiles, *[0] * (self._kernels.FIELDS - 1)]] * (self._kernels.MOST_JOBS - len(jobs))
+        assert len(jobs) <= self._kernels.MAX_JOBS
+        table += [[tiles, *[0] * (self._kernels.FIELDS - 1)]] * (self._kernels.MAX_JOBS - len(jobs))
         wide = first.weight.dtype == torch.float32
         constants = {"FORM": first.form, "BLOCK_N": block_n, "BLOCK_K": self._kernels.BLOCK_K,
                      "DOT": self._dot, "num_warps": (8 if first.form == "int4" or wide else 4) if block_n == 64 else 2,
