@@ -36,8 +36,8 @@ def decoding_line(model: Model) -> str:
         return c_step.decoding_line(model)
     reason = triton_step.why_not(model)
     if reason is None:
-        return "decoding: by Triton, one CUDA graph a token; tokens drawn on the GPU"
-    return f"decoding: by PyTorch ({reason})"
+        return "decoding: Triton, one CUDA graph per token; sampling on the GPU"
+    return f"decoding: PyTorch ({reason})"
 
 
 class Decoder:

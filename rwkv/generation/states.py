@@ -70,7 +70,7 @@ class StateForm:
 
     def content(self, context: PrefillResult, more: Mapping[str, str] | None = None) -> bytes:
         """The content of a file. more: further metadata."""
-        tensors = {name: part.cpu().contiguous() for name, part in _parts(context).items()}
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in _named_tensors(context).items()}
         metadata = {**(more or {}), **self.identity, LAST_IDS: json.dumps(context.last_ids)}
         return save(tensors, metadata={**metadata, CHECKSUM: _checksum(tensors, metadata)})
 
@@ -94,7 +94,7 @@ class StateForm:
             raise UserError(f"{name} cannot be read as a state file: {problem}; name weights as checkpoint=") from error
         self.require_same(name, metadata)
         module = generation(self._config)
-        expected = _parts(PrefillResult(torch.empty(1, self._vocab_size), module.empty_state(self._config, 1, "meta")))
+        expected = _named_tensors(PrefillResult(torch.empty(1, self._vocab_size), module.empty_state(self._config, 1, "meta")))
         if {name: part.shape for name, part in tensors.items()} != {name: part.shape for name, part in expected.items()}:
             raise UserError(f"{name} must hold one row's state for this model; its tensors have other names or shapes")
         if metadata.get(CHECKSUM, checksum := _checksum(tensors, metadata)) != checksum:
@@ -159,5 +159,5 @@ def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str
     return digest.hexdigest()
 
 
-def _parts(context: PrefillResult) -> dict[str, Tensor]:
+def _named_tensors(context: PrefillResult) -> dict[str, Tensor]:
     return {"logits": context.logits, **context.state.named()}

@@ -187,9 +187,9 @@ def decoding_line(model: Any) -> str:
     """The printed line about what computes a decoding step on a CPU."""
     reason = why_not(model)
     if reason is not None:
-        return f"decoding: by PyTorch ({reason})"
+        return f"decoding: PyTorch ({reason})"
     copies = ", with bfloat16 copies of its matrices (exact)" if step_of(model).reads_copies else ""
-    return f"decoding: in C, one call a token{copies}{'; tokens drawn in C' if drawing() else ''}"
+    return f"decoding: C, one call per token{copies}{'; sampling in C' if drawing() else ''}"
 
 
 def _form_of(layer: nn.Module) -> str:
