@@ -100,7 +100,7 @@ class Engine:
         self._model = model
         self._tokenizer = tokenizer
         self._cache = cache
-        self._prefills: deque[_SharedPrefill] = deque()         # unfinished prefills, the next one first
+        self._prefills: deque[_SharedPrefill] = deque()  # unfinished prefills, the next one first
         self._rows: list[Row] = []                       # in the decoder's order; finished rows leave at the next step
         self._logits = torch.empty(0, model.vocab_size, device=model.emb.weight.device)       # (rows, V)
         self._decode_from(model.empty_state(0))
@@ -196,7 +196,7 @@ class Engine:
             pieces.append((row.index, row.push(token)))
             if not row.unfinished and row.cache is not None:
                 key = row.cache.key(row.tokens_read(), row.request.context_key or EMPTY)
-                row.cache.put(key, self._prefill_result(position))
+                row.cache.put(key, self._row_result(position))
             if row.needs_final_context and not row.last_token_in_text:
                 self._set_final_context(position)
         return pieces
@@ -231,13 +231,13 @@ class Engine:
             shared.prefill = self._new_prefill(shared.request, shared.prefill.tokens)
             shared.logprobs.clear()
 
-    def _prefill_result(self, position: int) -> PrefillResult:
+    def _row_result(self, position: int) -> PrefillResult:
         """A copy of the row's present result, in host memory."""
         return PrefillResult(self._logits[[position]], self._decoder.state([position])).to("cpu")
 
     def _final_context(self, position: int) -> PrefillResult:
-        """_prefill_result(position) with the row's last ids, which decoding a following text needs."""
-        return self._prefill_result(position)._replace(last_ids=tuple(self._rows[position].last_ids()))
+        """_row_result(position) with the row's last ids, which decoding a following text needs."""
+        return self._row_result(position)._replace(last_ids=tuple(self._rows[position].last_ids()))
 
     def _prompt_ids(self, request: Request) -> list[int]:
         prompt, context = request.prompt, request.context

@@ -23,7 +23,7 @@ IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 ALONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
          "unevaluatedItems", "unevaluatedProperties")
 DEFINITIONS = ("$schema", "$defs", "definitions")        # keys of the root schema that references need
-JOINING = ("allOf", "anyOf", "oneOf", "$ref")            # keys whose schemas llguidance may merge with their siblings
+MERGING = ("allOf", "anyOf", "oneOf", "$ref")            # keys whose schemas llguidance may merge with their siblings
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 SCALARS = ("null", "boolean", "integer", "number", "string")
 MAX_VALUES = 100_000                     # values in a schema
@@ -209,7 +209,7 @@ def unbounded_numbers(schema: Any) -> bool:
 def _may_be_any_number(schema: Any) -> bool:
     if not isinstance(schema, Mapping):
         return bool(schema)
-    if "const" in schema or "enum" in schema or ("type" not in schema and any(key in schema for key in JOINING)):
+    if "const" in schema or "enum" in schema or ("type" not in schema and any(key in schema for key in MERGING)):
         return False
     types = _types(schema)
     bounded = any(key in schema for key in ("minimum", "exclusiveMinimum")) and any(
@@ -291,14 +291,14 @@ def _require_multiples(schema: Mapping[str, Any], where: str) -> None:
         digits = multiple.scaleb(max(-multiple.normalize().as_tuple().exponent, 0))      # type: ignore[operator]
         if digits > MAX_MULTIPLE:
             raise UserError(f"{where}: multipleOf must be at most {MAX_MULTIPLE}, in units of its last digit; got {multiple}")
-    if len(units) > 1 and math.prod(units) >= 2**32 and _is_joined(schemas):
+    if len(units) > 1 and math.prod(units) >= 2**32 and _is_merged(schemas):
         raise UserError(f"{where}: multipleOf of merged schemas must have a product below 2^32, in units of their last digit; "
                         f"got {', '.join(map(str, sorted(multiples)))}")
 
 
-def _is_joined(schemas: Sequence[Mapping[str, Any]]) -> bool:
+def _is_merged(schemas: Sequence[Mapping[str, Any]]) -> bool:
     """Whether llguidance may merge two schemas."""
-    return any(key in sub and (len(sub) > 1 or key == "allOf") for sub in schemas for key in JOINING)
+    return any(key in sub and (len(sub) > 1 or key == "allOf") for sub in schemas for key in MERGING)
 
 
 class _Rewriter:
@@ -307,11 +307,11 @@ class _Rewriter:
         self._finite = finite
         self._is_empty = is_empty
         self._declared = {name for sub in schemas for name in (*sub.get("properties", ()), *sub.get("required", ()))}
-        joined = _is_joined(schemas)
+        merged = _is_merged(schemas)
         patterns = any(sub.get("patternProperties") for sub in schemas)
         # Patterns of merged objects must be equal or disjoint
-        self._late_names = {name for sub in schemas for name in _late_names(sub)} if joined and not patterns else None
-        self._keeps_open = joined and patterns
+        self._late_names = {name for sub in schemas for name in _late_names(sub)} if merged and not patterns else None
+        self._keeps_open = merged and patterns
 
     def rewrite(self, schema: Any, where: str) -> Any:
         if not isinstance(schema, Mapping):
@@ -356,8 +356,8 @@ class _Rewriter:
             return
         late = _late_names(rules)
         other = rules.get("additionalProperties", True)
-        joined = self._late_names is not None
-        if not late or other is False or self._keeps_open or (joined and not _is_any(other)):
+        merged = self._late_names is not None
+        if not late or other is False or self._keeps_open or (merged and not _is_any(other)):
             return
         properties = rules.get("properties", {})
         rules["properties"] = {**properties, **{name: other for name in rules.get("required", ()) if name not in properties}}
