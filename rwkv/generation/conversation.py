@@ -1,8 +1,8 @@
-"""A conversation with a model: the state is carried from turn to turn, and each turn reads only its new words.
+"""A conversation with a model: the state is carried from turn to turn, and each turn prefills only its new words.
 
-After each prompt and each answer, the text read so far and the result of reading it are kept. The template always renders the
-whole conversation, and reading continues from the longest kept text with which the rendered text begins: usually the end of the
-last answer, after /undo an earlier one. An answer that the template renders otherwise than it was generated is read again.
+After each prompt and each answer, Chat saves the text read so far and its result. The template always renders the whole
+conversation, and prefill continues from the longest saved prefix of the rendered text: usually the end of the last answer,
+after /undo an earlier one. An answer that the template renders differently from what was generated is read again.
 """
 
 import time
@@ -28,7 +28,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 @dataclass
 class Stats:
-    """For one answer: tokens read before it, tokens written, seconds until the first token, and seconds in all."""
+    """Of one answer: prompt tokens read, tokens written, seconds to the first token, and seconds in all."""
 
     read: int = 0
     written: int = 0
@@ -38,11 +38,11 @@ class Stats:
 
 @dataclass
 class Chat:
-    """messages: the conversation so far. context: the result of reading the text before it, as from a state file; or None.
+    """messages: the conversation so far. context: the result of the text before it, as from a state file; or None.
 
-    stop: strings that end an answer, beside the template's. think: how answers begin, as in thoughts.py. A message keeps its
-    thoughts as reasoning_content; the template decides whether later turns show them. kept_bytes: the most that kept results
-    take; the oldest are dropped first.
+    stop: strings that end an answer, besides the template's. think: how answers begin, as in thoughts.py. A message keeps its
+    thoughts as reasoning_content; the template decides whether later turns show them. kept_bytes: the most memory of saved
+    results; the oldest are evicted first.
     """
 
     model: Model
@@ -57,76 +57,76 @@ class Chat:
     stop: tuple[str, ...] = ()
     messages: list[Message] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
-    _points: list[tuple[str, PrefillResult]] = field(default_factory=list)
-    _weights: WeightsWatch | None = None        # the weights that _points were computed with
+    _saved_results: list[tuple[str, PrefillResult]] = field(default_factory=list)
+    _weights: WeightsWatch | None = None        # the weights that _saved_results were computed with
 
     def __post_init__(self) -> None:
         self.template = for_tokenizer(self.template, self.tokenizer)
 
     def say(self, text: str) -> Iterator[str]:
-        """Adds a turn of the user, and yields the answer piece by piece.
+        """Adds a user turn, and yields the answer piece by piece.
 
         The answer is added to the messages when the iterator ends or is closed. Raises UserError for a text that cannot be
-        encoded, and for thoughts that the template lacks. After that, and after a KeyboardInterrupt while the turn is read, the
-        turn is not part of the conversation.
+        encoded, and for thoughts that the template lacks. After that, and after a KeyboardInterrupt during prefill, the turn is
+        not part of the conversation.
         """
         before = [*self.messages]
         self.messages.append({"role": "user", "content": text})
         return self._answer_after(before)
 
     def retry(self) -> Iterator[str]:
-        """Another answer to the last turn of the user. Raises UserError where there is none."""
+        """Another answer to the last user turn. Raises UserError if there is none."""
         if not self.messages or self.messages[-1]["role"] != "assistant":
-            raise UserError("there is no answer to try again")
+            raise UserError("no answer to retry")
         before = [*self.messages]
         self.messages.pop()
         return self._answer_after(before)
 
     def undo(self) -> None:
-        """Takes back the last turn of the user and its answer. Raises UserError where there is none."""
-        places = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
-        if not places:
-            raise UserError("there is no turn to take back")
-        del self.messages[places[-1]:]
+        """Removes the last user turn and its answer. Raises UserError if there is none."""
+        turns = [i for i, message in enumerate(self.messages) if message["role"] == "user"]
+        if not turns:
+            raise UserError("no turn to undo")
+        del self.messages[turns[-1]:]
 
     def reset(self, system: str | None = None) -> None:
-        """Begins a new conversation with this system message; "" for none; None keeps the present one."""
+        """Starts a new conversation with this system message; "" for none; None keeps the present one."""
         before = [message for message in self.messages if message["role"] == "system"][:1]
         self.messages = before if system is None else [{"role": "system", "content": system}] if system else []
 
     def load(self, messages: Any) -> None:
-        """Continues another conversation. Raises UserError for wrong messages."""
+        """Replaces the conversation. Raises UserError for wrong messages."""
         self.messages = list(check_messages(messages))
 
     def _answer_after(self, before: list[Message]) -> Iterator[str]:
-        """The answer to the messages. If they cannot be read, they become `before` again."""
+        """The answer to the messages. If prefill fails, the messages are reset to `before`."""
         try:
-            engine, sample, prompt, started = self._prepared()
+            engine, sample, prompt, started = self._prepare()
         except BaseException:
             self.messages = before
             raise
         return self._answer(engine, sample, prompt, started)
 
-    def _prepared(self) -> tuple[Engine, Sample, str, float]:
-        """An engine that has read the conversation, the sample that it will fill with the answer, the conversation's text with
-        marks (rendered.py), and the time at which reading began."""
+    def _prepare(self) -> tuple[Engine, Sample, str, float]:
+        """An engine after prefill of the conversation, the sample that will hold the answer, the conversation's text with marks
+        (rendered.py), and the time at which prefill began."""
         started = time.perf_counter()
         if self._weights is None or not self._weights.unchanged():
-            self._points = []
+            self._saved_results = []
             self._weights = WeightsWatch(self.model)
         prompt = self.template.render(self.messages, think=self.think)
-        read, context = max(((text, result) for text, result in self._points if prompt.startswith(text)),
-                            key=lambda point: len(point[0]), default=("", self.context))
-        before = read or self.tokenizer.decode(context.last_ids if context else ())
-        # Penalties count the whole conversation, so that an answer does not depend on how much of it is read now
+        prefix, context = max(((text, result) for text, result in self._saved_results if prompt.startswith(text)),
+                              key=lambda saved: len(saved[0]), default=("", self.context))
+        before = prefix or self.tokenizer.decode(context.last_ids if context else ())
+        # Penalties count the whole conversation, so that an answer does not depend on the length of the saved prefix
         earlier = encode(self.tokenizer, [prompt])[0] if self.sampling.repetition_penalty != 1 else ()
         engine = Engine(self.model, self.tokenizer)
-        ids, = encode(self.tokenizer, [prompt[len(read):]], before)
+        ids, = encode(self.tokenizer, [prompt[len(prefix):]], before)
         stopping = StoppingCriteria(self.max_new_tokens, (*self.template.stop, *self.stop))
         row, = engine.add_all([Request(ids, self.seed, stopping, self.sampling, context=context, earlier=earlier)])
         self.seed += 1
         self.stats = Stats(len(row.prompt_ids))
-        self._keep(prompt, engine.context())
+        self._save_result(prompt, engine.context())
         return engine, row.sample, prompt, started
 
     def _answer(self, engine: Engine, sample: Sample, prompt: str, started: float) -> Iterator[str]:
@@ -143,7 +143,7 @@ class Chat:
                     yield piece
         finally:
             answer = self.tokenizer.decode(sample.tokens, before)
-            self._keep(prompt + marked(self.tokenizer, answer), engine.context())
+            self._save_result(prompt + marked(self.tokenizer, answer), engine.context())
             if self.template.thinks:
                 self.messages.append(answer_message(self.template.answer_start(think), sample.text))
             else:
@@ -151,7 +151,8 @@ class Chat:
             stats.written = len(sample.tokens)
             stats.all_s = time.perf_counter() - started
 
-    def _keep(self, text: str, result: PrefillResult) -> None:
-        self._points = [point for point in self._points if point[0] != text] + [(text, result)]
-        while len(self._points) > 1 and sum(point[1].nbytes() for point in self._points) > self.kept_bytes:
-            self._points.pop(0)
+    def _save_result(self, text: str, result: PrefillResult) -> None:
+        results = [saved for saved in self._saved_results if saved[0] != text] + [(text, result)]
+        while len(results) > 1 and sum(saved[1].nbytes() for saved in results) > self.kept_bytes:
+            results.pop(0)
+        self._saved_results = results

@@ -1,9 +1,9 @@
-"""Decoders: read one token after the other for a batch of rows.
+"""Decoders: read one token per step for a batch of rows.
 
-A CDecoder makes one call of C for each token, on a CPU (model/decoding/c_step.py). A GpuDecoder replays one CUDA graph for each
-token (model/decoding/triton_step.py). A Decoder uses PyTorch: the generation's step for each block
-(model/decoding/rwkvN_step.py), which reads the weights and calls no module. For a model with adapters, hooks, other layers or
-moved blocks it calls the model itself.
+A CDecoder makes one call of C per step, on a CPU (model/decoding/c_step.py). A GpuDecoder replays one CUDA graph per step
+(model/decoding/triton_step.py). A Decoder uses PyTorch: the generation's step for each block (model/decoding/rwkvN_step.py),
+which reads the weights and calls no module. For a model with adapters, hooks, other layers or moved blocks it calls the model
+itself.
 """
 
 import math
@@ -31,13 +31,13 @@ def decoder_of(model: Model, state: State) -> "Decoder | CDecoder | GpuDecoder":
 
 
 def decoding_line(model: Model) -> str:
-    """A line for people that says what computes a step of decoding."""
+    """The printed line about what computes a decoding step."""
     if model.emb.weight.device.type == "cpu":
         return c_step.decoding_line(model)
     reason = triton_step.why_not(model)
     if reason is None:
-        return "decoding: by Triton, one CUDA graph a token; tokens drawn on the GPU"
-    return f"decoding: by PyTorch ({reason})"
+        return "decoding: Triton, one CUDA graph per token; sampling on the GPU"
+    return f"decoding: PyTorch ({reason})"
 
 
 class Decoder:
@@ -45,12 +45,12 @@ class Decoder:
 
     def __init__(self, model: Model, state: State) -> None:
         self._state = state
-        self._read = (_blocks(model) if is_plain(model) and are_in_order(model)
-                      else lambda tokens, state: model.prefill(tokens.unsqueeze(1), state))
+        self._forward = (_block_steps(model) if is_plain(model) and are_in_order(model)
+                         else lambda tokens, state: model.prefill(tokens.unsqueeze(1), state))
 
     def step(self, tokens: Tensor) -> Tensor:
         """The logits (B,V) after tokens (B,)."""
-        logits, self._state = self._read(tokens.to(self._state[0].device), self._state)
+        logits, self._state = self._forward(tokens.to(self._state[0].device), self._state)
         return logits
 
     def keep(self, rows: list[int]) -> None:
@@ -66,8 +66,8 @@ class Decoder:
 
 
 @torch.inference_mode()
-def _blocks(model: Model) -> Callable[[Tensor, State], tuple[Tensor, State]]:
-    """A function that computes the model for one token of each row, from its present weights, without calls of modules."""
+def _block_steps(model: Model) -> Callable[[Tensor, State], tuple[Tensor, State]]:
+    """A function that computes the model for one token of each row, from its present weights, without calling modules."""
     embedding = model.emb.weight
     dtype = model.ln_out.weight.dtype
     blocks = [model.generation.Step(block) for block in model.blocks]
@@ -75,7 +75,7 @@ def _blocks(model: Model) -> Callable[[Tensor, State], tuple[Tensor, State]]:
     head = product_function(model.head)
 
     @torch.inference_mode()
-    def read(tokens: Tensor, state: State) -> tuple[Tensor, State]:
+    def forward(tokens: Tensor, state: State) -> tuple[Tensor, State]:
         x = F.embedding(tokens, embedding).to(dtype)
         carry = None
         layers = []
@@ -84,13 +84,13 @@ def _blocks(model: Model) -> Callable[[Tensor, State], tuple[Tensor, State]]:
             layers.append(after)
         return head(ln_out(x)), State.stack(layers)
 
-    return read
+    return forward
 
 
 class CDecoder:
     """A Decoder whose step is one call of C; its logits are float32.
 
-    A row keeps its place in memory while others join and leave, because its state is large (2.4 MB in RWKV-7 0.1b).
+    A row's state does not move while others join and leave, because it is large (2.4 MB in RWKV-7 0.1b).
     """
 
     def __init__(self, model: Model, state: State) -> None:
@@ -98,118 +98,118 @@ class CDecoder:
         self._state_type = type(state)
         self._shapes = [part.shape[2:] for part in state]
         self._sizes = [math.prod(shape) for shape in self._shapes]
-        self._c: CStep | None = None
-        self._places: list[int] = []                     # of each row in self._memory
-        self._memory = torch.empty(0, len(model.blocks), sum(self._sizes), dtype=torch.float32, device="cpu")
+        self._c_step: CStep | None = None
+        self._state_rows: list[int] = []                 # each row's index in self._states
+        self._states = torch.empty(0, len(model.blocks), sum(self._sizes), dtype=torch.float32, device="cpu")
         self.join(state)
 
     def step(self, tokens: Tensor) -> Tensor:
         """The logits (B,V) that follow tokens (B,), in memory that the next step overwrites."""
-        if self._places:
-            c = self._step_of_model()
-            c(tokens.long().contiguous(), self._order, self._memory, self._work, self._logits)
+        if self._state_rows:
+            c = self._shared_step()
+            c(tokens.long().contiguous(), self._state_index, self._states, self._work, self._logits)
         return self._logits
 
-    def beside(self, state: State) -> "CDecoder":
+    def with_state(self, state: State) -> "CDecoder":
         """A decoder with the same weights, for other rows."""
         other = CDecoder(self._model, state)
-        other._c = self._step_of_model()
+        other._c_step = self._shared_step()
         other._weights = self._weights
         return other
 
     @torch.inference_mode()
     def read(self, prompts: Sequence[Tensor]) -> Tensor:
-        """The logits (B,V) that follow B prompts (t,), with the bits of t steps, in one call; the next one overwrites them."""
-        c = self._step_of_model()
+        """The logits (B,V) that follow B prompts (t,), with the bits of t steps, in one call; the next call overwrites them."""
+        c = self._shared_step()
         lengths = torch.tensor([*map(len, prompts)], device="cpu")
-        work = self._memory.new_empty(int(lengths.sum()), c.size)
-        c(torch.cat([*prompts]).long(), self._order.repeat_interleave(lengths), self._memory, work, self._logits)
+        work = self._states.new_empty(int(lengths.sum()), c.size)
+        c(torch.cat([*prompts]).long(), self._state_index.repeat_interleave(lengths), self._states, work, self._logits)
         return self._logits
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
         """Keeps only these rows, each once, in this order."""
-        self._use([self._places[row] for row in rows])
+        self._set_rows([self._state_rows[row] for row in rows])
 
     @torch.inference_mode()
     def join(self, state: State) -> None:
-        more = state[0].shape[1]
-        capacity = len(self._memory)
-        rows = len(self._places) + more
+        n = state[0].shape[1]
+        capacity = len(self._states)
+        rows = len(self._state_rows) + n
         if rows > capacity:
-            memory = self._memory.new_empty(max(rows, capacity + capacity // 2), *self._memory.shape[1:])
-            memory[:capacity] = self._memory
-            self._memory = memory
-        free = sorted(set(range(len(self._memory))) - set(self._places))[:more]
-        for tensor, part in zip(state, self._memory.split(self._sizes, 2), strict=True):
+            states = self._states.new_empty(max(rows, capacity + capacity // 2), *self._states.shape[1:])
+            states[:capacity] = self._states
+            self._states = states
+        free = sorted(set(range(len(self._states))) - set(self._state_rows))[:n]
+        for tensor, part in zip(state, self._states.split(self._sizes, 2), strict=True):
             part[free] = tensor.transpose(0, 1).flatten(2).to(part)
-        self._use([*self._places, *free])
+        self._set_rows([*self._state_rows, *free])
 
     @torch.inference_mode()
     def state(self, rows: list[int] | None = None) -> State:
         """A copy of the state, of these rows or of all."""
-        places = self._places if rows is None else [self._places[row] for row in rows]
-        parts = self._memory.transpose(0, 1).split(self._sizes, 2)
-        return self._state_type(*(part[:, places].contiguous().unflatten(2, shape)
+        state_rows = self._state_rows if rows is None else [self._state_rows[row] for row in rows]
+        parts = self._states.transpose(0, 1).split(self._sizes, 2)
+        return self._state_type(*(part[:, state_rows].contiguous().unflatten(2, shape)
                                   for part, shape in zip(parts, self._shapes, strict=True)))
 
-    def _use(self, places: list[int]) -> None:
-        if not places:
-            self._memory = self._memory[:0].clone()
-        self._places = places
-        self._order = torch.tensor(places, dtype=torch.int64, device="cpu")
-        self._logits = torch.empty(len(places), self._model.vocab_size, dtype=torch.float32, device="cpu")
-        self._work = self._memory.new_empty(0)
+    def _set_rows(self, state_rows: list[int]) -> None:
+        if not state_rows:
+            self._states = self._states[:0].clone()
+        self._state_rows = state_rows
+        self._state_index = torch.tensor(state_rows, dtype=torch.int64, device="cpu")
+        self._logits = torch.empty(len(state_rows), self._model.vocab_size, dtype=torch.float32, device="cpu")
+        self._work = self._states.new_empty(0)
 
-    def _step_of_model(self) -> CStep:
-        """The step, which all decoders of the model share; makes its working memory."""
-        if self._c is None:
-            self._c = step_of(self._model)
-            self._weights = [tensor.detach() for tensor in tensors_of(self._model)]      # keeps the memory that C points to
+    def _shared_step(self) -> CStep:
+        """The step, which all decoders of the model share; allocates the decoder's working memory."""
+        if self._c_step is None:
+            self._c_step = step_of(self._model)
+            self._weights = [tensor.detach() for tensor in tensors_of(self._model)]      # keeps the memory alive for C
         if not len(self._work):
-            self._work = self._memory.new_empty(len(self._places), self._c.size)
-        return self._c
+            self._work = self._states.new_empty(len(self._state_rows), self._c_step.size)
+        return self._c_step
 
 
 class GpuDecoder:
     """A Decoder whose step is one CUDA graph; its logits are float32, on the GPU.
 
-    The graphs and the slots of all sequences belong to the model's GpuStep, which its decoders share.
+    The graphs and the slots belong to the model's GpuStep, which its decoders share.
     """
 
     def __init__(self, model: Model, state: State, step: triton_step.GpuStep | None = None) -> None:
         self._model = model
         self._step = step or triton_step.step_of(model)
         self._state_type = type(state)
-        self._slots: list[int] = []                      # of each row
+        self._slots: list[int] = []                      # one per row
         weakref.finalize(self, self._step.release, self._slots)
         self.join(state)
 
     def step(self, tokens: Tensor) -> Tensor:
         """The logits (B,V) that follow tokens (B,)."""
-        return self._step(tokens, self._order)
+        return self._step(tokens, self._slot_index)
 
-    def beside(self, state: State) -> "GpuDecoder":
+    def with_state(self, state: State) -> "GpuDecoder":
         """A decoder with the same weights, for other rows."""
         return GpuDecoder(self._model, state, self._step)
 
     @torch.inference_mode()
     def read(self, prompts: Sequence[Tensor]) -> Tensor:
         """The logits (B,V) that follow B prompts (t,), with the bits of t steps, in one replay."""
-        return self._step.read_prompts(prompts, self._order)
+        return self._step.read_prompts(prompts, self._slot_index)
 
     @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
         """Keeps only these rows, each once, in this order."""
-        kept = [self._slots[row] for row in rows]
-        self._step.release([slot for slot in self._slots if slot not in {*kept}])
-        self._use(kept)
+        slots = [self._slots[row] for row in rows]
+        self._step.release([slot for slot in self._slots if slot not in {*slots}])
+        self._set_rows(slots)
 
     @torch.inference_mode()
     def join(self, state: State) -> None:
         slots = self._step.take(state[0].shape[1])
         self._step.write(slots, state)
-        self._use([*self._slots, *slots])
+        self._set_rows([*self._slots, *slots])
 
     @torch.inference_mode()
     def state(self, rows: list[int] | None = None) -> State:
@@ -218,9 +218,9 @@ class GpuDecoder:
         return self._state_type(*self._step.read(slots))
 
     def warm_up(self, rows: int) -> None:
-        """Makes slots for that many rows, and captures the graph of every bucket that they may need."""
+        """Makes slots for that many rows, and captures the graphs of all their buckets."""
         self._step.reserve(rows)
 
-    def _use(self, slots: list[int]) -> None:
-        self._slots[:] = slots                           # the list that is released with the decoder
-        self._order = self._step.on_device(slots)
+    def _set_rows(self, slots: list[int]) -> None:
+        self._slots[:] = slots                           # in place: the finalizer releases this list
+        self._slot_index = self._step.on_device(slots)

@@ -1,4 +1,4 @@
-"""Embeddings: a vector for each text, of the final hidden state (after the last layer norm, before the head)."""
+"""Embeddings: one vector per text, from the final hidden states (after the last layer norm, before the head)."""
 
 from collections.abc import Sequence
 from typing import get_args
@@ -18,9 +18,8 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 def embed(model: Model, tokenizer: Tokenizer, texts: Sequence[str], pooling: Pooling = "mean") -> Tensor:
     """The embeddings (n, C) of n texts, float32, each of length 1: the dot product of two is their cosine similarity.
 
-    pooling: "mean" over the text's tokens, or its "last" token, whose state has read the whole text. An empty text is read as
-    the end-of-text token. A vector does not depend on the other texts. Raises ValueError for another pooling, and for texts
-    that cannot be encoded.
+    pooling: "mean" over the text's tokens, or the "last" token. An empty text is read as the end-of-text token. A vector does
+    not depend on the other texts. Raises ValueError for another pooling, and for texts that cannot be encoded.
     """
     if pooling not in get_args(Pooling):
         raise UserError(f"pooling must be one of {', '.join(get_args(Pooling))}; got {pooling!r}")

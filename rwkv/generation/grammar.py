@@ -1,12 +1,12 @@
-r"""Grammars: which texts may be written, as masks over tokens, by llguidance (PyPI).
+r"""Grammars: constrained decoding with token masks, by llguidance (PyPI).
 
-A Grammar says what is allowed: JSON by a schema, a Lark grammar or a regular expression, perhaps after thoughts or in the form
-of a call. A Matcher follows one text and says which tokens may come next. An end-of-text token may come exactly where the text
-so far is complete; no other special token is allowed. JSON has at most one line end and 32 spaces between its parts, so that no
-text continues with white space for ever, and no blank line, which ends a turn in some chat templates.
+A Grammar defines the allowed texts: JSON by a schema, a Lark grammar or a regular expression, optionally after thoughts or as a
+tool call. A Matcher follows one sequence and computes the allowed next tokens. An end-of-text token is allowed only where the
+text is complete; no other special token is allowed. JSON has at most one line end and 32 spaces between its parts, so that no
+sequence continues with white space forever, and no blank line, which ends a turn in some chat templates.
 
-A schema with rules that llguidance cannot enforce is refused; the error names the place in the schema (`check`). Importing this
-file needs neither torch nor llguidance.
+Schemas with rules that llguidance cannot enforce are rejected; the error names the place in the schema (`check`). Importing
+this file needs neither torch nor llguidance.
 """
 
 import json
@@ -25,17 +25,17 @@ from rwkv.io.utf8 import require_unicode
 from rwkv.tokenizer.tokenizers import ByteTokenizer, Tokenizer
 
 MISSING = 'grammars and schemas need llguidance, which is not installed: pip install "timemix[serve]" or pip install llguidance'
-# A string without control characters can be written in only one way, so that no key is another key with escapes: no "\/".
+# No "\/": a string without control characters has only one spelling, so that no key repeats another with escapes.
 JSON_FORM = {"whitespace_pattern": r"\n?[ ]{0,32}", "json_allowed_escapes": 'bfnrtu"\\'}
-SPACE = 'SPACE: /[ \\n]/'                # may stand before an answer, after a template's "Assistant:" or after thoughts
+SPACE = 'SPACE: /[ \\n]/'                # optional before an answer, after a template's "Assistant:" or after thoughts
 REST = "REST: /(?s:.+)/"
 THOUGHTS = 'thoughts[suffix="</think>"]: /(?s:.*)/'
-TRIES = 500                              # schemas that are tried to find the place of an error
-PLACE_S = 1.0                            # seconds that may take
-COMPILED = 32                            # number of compiled grammars that are kept
-WALKS, STEPS = 48, 160                   # texts that are begun to find out whether each beginning has an end; tokens of each
-LAST_WALKS, LAST_STEPS = 4, 8_000        # where none of these has ended
-# Bounds of llguidance's work for one token: a lexer's states take 1 to 2 kB each
+TRIES = 500                              # schemas tried to find the place of an error
+PLACE_S = 1.0                            # its time limit in seconds
+COMPILED = 32                            # compiled grammars in the cache
+WALKS, STEPS = 48, 160                   # random walks that look for dead ends; tokens of each
+LAST_WALKS, LAST_STEPS = 4, 8_000        # if none of these has ended
+# Limits of llguidance's work per token: a lexer state takes 1 to 2 kB
 LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
 # JSON whose numbers are finite as float64. Without an exponent they have at most 308 digits before the point.
 FINITE_JSON = r"""start: value
@@ -50,15 +50,15 @@ SCIENTIFIC: /-?(0|[1-9][0-9]{0,17})(\.[0-9]+)?[eE](-[0-9]{1,3}|[+]?0*([1-9]?[0-9
 %ignore /[ \n]+/
 """
 
-CHARACTERS = (*range(0x20, 0x7f), *range(0x80, 0xc0), *range(0xc2, 0xf5))       # bytes with which all text can be written
+CHARACTERS = (*range(0x20, 0x7f), *range(0x80, 0xc0), *range(0xc2, 0xf5))       # bytes that suffice for any text
 BYTES = ByteTokenizer()
 
 Schema = Mapping[str, Any]
 
 
 class Part(NamedTuple):
-    """A grammar within a grammar. content: a schema as JSON, or a Lark grammar. where: the name of this part in errors. name:
-    its name in the rules; equal for equal parts alone."""
+    """A sub-grammar. content: a schema as JSON, or a Lark grammar. where: its name in errors. name: its name in the rules;
+    equal only for equal parts."""
 
     kind: str                            # "json_schema" or "lark_grammar"
     content: str
@@ -73,10 +73,10 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Grammar:
-    """What a text may be. start: the right side of Lark's rule `start`, in which @NAME stands for the part of this name.
+    """A constraint on a text. start: the right side of Lark's rule `start`, in which @NAME refers to a part.
 
-    Equal grammars have equal hashes, and a grammar can be sent to another process. check() and matcher() raise UserError for a
-    grammar that llguidance refuses.
+    Equal grammars have equal hashes, and grammars can be pickled. check() and matcher() raise UserError for a grammar that
+    llguidance rejects.
     """
 
     start: str
@@ -99,7 +99,7 @@ class Grammar:
 
     @classmethod
     def regex(cls, pattern: str, where: str = "regex") -> "Grammar":
-        """A text that as a whole matches a regular expression in the syntax of Rust's crate regex."""
+        """A full match of a regular expression, in the syntax of Rust's crate regex."""
         require_unicode(pattern)
         content = json.loads(_llguidance().LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
         return cls.only(Part.of("lark_grammar", content, where))
@@ -109,8 +109,8 @@ class Grammar:
               written: str = "") -> "Grammar":
         """One call of one of the functions: (name, the schema of its arguments, the schema's name in errors).
 
-        start: as ChatTemplate.call_start. closing: the text that may end the call. written: the beginning of the call with
-        which the prompt ends; then closing must be a stop string, and the last token may go on beyond it, as the text is cut
+        start: as ChatTemplate.call_start. closing: the text that may end the call. written: the beginning of the call, if the
+        prompt ends with it; then closing must be a stop string, and the last token may extend beyond it, since the text is cut
         there.
         """
         heads = [f"{start[0]}{name}{start[1]}" for name, _, _ in functions]
@@ -124,9 +124,9 @@ class Grammar:
 
     @classmethod
     def text_with_calls(cls, functions: Sequence[tuple[str, Schema, str]]) -> "Grammar":
-        """Any text in which calls of these functions, {"name": ..., "arguments": ...}, have arguments by their schemas.
+        """Any text in which the arguments of calls of these functions, {"name": ..., "arguments": ...}, follow their schemas.
 
-        Not held to the schemas are calls in which the arguments or another key stand before the name.
+        Calls with another key before the name are not constrained.
         """
         parts = tuple(_schema_part({**parameters, "type": "object"}, where) for _, parameters, where in functions)
         heads = tuple(rf'head_{part.name}[lazy]: /(?s:.*)\{{\s*"name"\s*:\s*"{name}"\s*,\s*"arguments"\s*:/'
@@ -139,14 +139,14 @@ class Grammar:
                        tuple(dict.fromkeys(self.rules + other.rules)))
 
     def after_space(self) -> "Grammar":
-        """This grammar, perhaps after a space or a line end."""
+        """This grammar, optionally after a space or a line end."""
         return replace(self, start=f"SPACE? ({self.start})", rules=(*self.rules, SPACE))
 
     def after(self, text: str) -> "Grammar":
         return replace(self, start=f"{_literal(text)} ({self.start})")
 
     def after_thoughts(self, opening: str = "") -> "Grammar":
-        """This grammar after any text up to </think>. opening: that text begins with it, or there are no thoughts."""
+        """This grammar after any text up to </think>. opening: how the thoughts begin; they are then optional."""
         head = f"({_literal(opening)} thoughts SPACE?)?" if opening else "thoughts SPACE?"
         return replace(self, start=f"{head} SPACE? ({self.start})", rules=(*self.rules, THOUGHTS, SPACE))
 
@@ -159,7 +159,7 @@ class Grammar:
         return json.dumps({"grammars": [{"lark_grammar": rules}, *parts]})
 
     def with_finite_numbers(self) -> "Grammar | None":
-        """The same with any JSON that has finite numbers for each schema: a text must follow both. None where no schema allows
+        """This grammar with any JSON of finite numbers for each schema: a text must follow both. None if no schema allows
         other numbers."""
         parts = tuple(part._replace(kind="lark_grammar", content=FINITE_JSON) if part.kind == "json_schema" else part
                       for part in self.parts)
@@ -167,21 +167,21 @@ class Grammar:
         return replace(self, parts=parts) if any(map(unbounded_numbers, schemas)) else None
 
     def check(self) -> None:
-        """Raises UserError, with the place, if the grammar cannot be compiled, and if llguidance is not installed."""
+        """Raises UserError, with the place, if the grammar cannot be compiled or llguidance is not installed."""
         reason = _error(self.definition)
         if not reason:
             return
         for part in self.parts:
             if part.kind == "json_schema":
                 schema = _enforceable(part)
-                if of_schema := _schema_error(schema):
-                    raise UserError(f"{_place(schema, of_schema, part.where)}: {of_schema}")
-            elif of_part := _error(Grammar.only(part).definition):
-                raise UserError(f"{part.where}: {of_part}")
+                if error := _schema_error(schema):
+                    raise UserError(f"{_error_place(schema, error, part.where)}: {error}")
+            elif error := _error(Grammar.only(part).definition):
+                raise UserError(f"{part.where}: {error}")
         raise UserError(f"{self.parts[0].where}: {reason}")
 
     def matcher(self, tokenizer: Tokenizer, stop_tokens: Sequence[int] = ()) -> "Matcher":
-        """A matcher for a new text. stop_tokens: further tokens that end it. Raises UserError as compiled() does."""
+        """A matcher for a new sequence. stop_tokens: further tokens that end it. Raises UserError as compiled() does."""
         libraries = [library.deep_copy() for library in compiled(self, tokenizer)]
         return Matcher(libraries, vocabulary(tokenizer), stop_tokens)
 
@@ -205,9 +205,9 @@ class Vocabulary:
         self.library = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))
 
     def __call__(self, text: bytes) -> list[int]:
-        """The ids of a text that the grammar prescribes: the tokenizer's, or else those of the longest matching tokens.
+        """The ids of a text that the grammar prescribes: the tokenizer's, otherwise the longest matching tokens.
 
-        The mask then allows only these tokens, except that a longer token may come at the text's end.
+        The mask then allows only these tokens, or a longer token at the text's end.
         """
         with suppress(ValueError):
             ids = self._tokenizer.encode_within([text.decode()])[0]
@@ -227,7 +227,7 @@ class Vocabulary:
 
 
 class Matcher:
-    """Follows one text in its grammars, all of which must allow it."""
+    """Follows one sequence in its grammars, all of which must allow it."""
 
     def __init__(self, libraries: Sequence[Any], vocabulary: Vocabulary, stop_tokens: Sequence[int] = ()) -> None:
         self._libraries = libraries
@@ -235,16 +235,16 @@ class Matcher:
         self._ends = {*vocabulary.ends, *{*stop_tokens}.intersection(vocabulary.special_token_ids)}
 
     def allowed(self) -> bytearray | None:
-        """One bit for each token, the lowest bit of a byte first: 1 where the token may come next. None where no token may."""
-        both = -1
+        """One bit for each token, the lowest bit of a byte first: 1 if the token is allowed. None if no token is."""
+        bits = -1
         for library in self._libraries:
             if library.is_error():
                 return None
             mask = library.compute_bitmask()
-            if library.is_error():       # the grammar has become too complex, and the mask allows only the end of text
+            if library.is_error():       # too complex; the mask allows only the end of text
                 return None
-            both &= int.from_bytes(mask, "little")
-        allowed = bytearray(both.to_bytes(len(mask), "little"))
+            bits &= int.from_bytes(mask, "little")
+        allowed = bytearray(bits.to_bytes(len(mask), "little"))
         complete = bool(allowed[self._end // 8] >> self._end % 8 & 1)
         for token in self._ends:
             allowed[token // 8] = allowed[token // 8] & ~(1 << token % 8) | complete << token % 8
@@ -252,7 +252,7 @@ class Matcher:
 
     @property
     def too_complex(self) -> bool:
-        """Whether a limit of the work for one token has been reached."""
+        """Whether a limit of the work per token has been reached."""
         return any(library.stop_reason() in ("ParserTooComplex", "LexerTooComplex") for library in self._libraries)
 
     @property
@@ -260,26 +260,26 @@ class Matcher:
         return next((library.get_error() for library in self._libraries if library.is_error()), "")
 
     def push(self, token: int) -> None:
-        """Follows an allowed token that was drawn. Not for a token that ends the text."""
+        """Advances by an allowed token that does not end the sequence."""
         for library in self._libraries:
             library.consume_token(token)
 
 
 @lru_cache(maxsize=4)
 def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
-    """The tokenizer's Vocabulary. For World's it takes half a second to make."""
+    """The tokenizer's Vocabulary, cached: World's takes half a second to make."""
     return Vocabulary(tokenizer)
 
 
 @lru_cache(maxsize=COMPILED)
 def compiled(grammar: Grammar, tokenizer: Tokenizer) -> list[Any]:
-    """llguidance's matchers, which are copied for each text. Raises UserError as Grammar.check and require_ends do."""
+    """llguidance's matchers, to be copied for each sequence. Raises UserError as Grammar.check and require_ends do."""
     return compile_grammar(grammar, tokenizer)
 
 
 def compile_grammar(grammar: Grammar, tokenizer: Tokenizer) -> list[Any]:
-    both = (grammar, grammar.with_finite_numbers())
-    libraries = [_library(each, tokenizer) for each in both if each is not None]
+    grammars = (grammar, grammar.with_finite_numbers())
+    libraries = [_library(each, tokenizer) for each in grammars if each is not None]
     if not vocabulary(tokenizer).has_all_characters:
         require_ends(grammar, libraries, tokenizer)
     return libraries
@@ -296,59 +296,59 @@ def _library(grammar: Grammar, tokenizer: Tokenizer) -> Any:
 
 
 def require_ends(grammar: Grammar, libraries: Sequence[Any], tokenizer: Tokenizer, walks: int = WALKS) -> None:
-    """Raises UserError if a text of random tokens comes to a place where no token may come: the grammar has a beginning without
-    an end, or the tokenizer lacks a character. If it lacks some, one of a few texts must also end."""
-    words = vocabulary(tokenizer)
-    walk = partial(_walk, libraries, words, grammar)
+    """Raises UserError if a random walk reaches a dead end, where no token is allowed: the grammar has a prefix without an end,
+    or the tokenizer lacks a character. If it lacks some, one of a few walks must also end."""
+    vocab = vocabulary(tokenizer)
+    walk = partial(_walk, libraries, vocab, grammar)
     ended = sum(walk(seed, STEPS) for seed in range(walks))
-    if not (ended or words.has_all_characters or any(walk(seed, LAST_STEPS, STEPS) for seed in range(LAST_WALKS))):
-        raise UserError(f"{grammar.parts[0].where}: no text could be finished with the tokenizer's {len(words.tokens)} tokens")
+    if not (ended or vocab.has_all_characters or any(walk(seed, LAST_STEPS, STEPS) for seed in range(LAST_WALKS))):
+        raise UserError(f"{grammar.parts[0].where}: no text can be completed with the tokenizer's {len(vocab.tokens)} tokens")
 
 
-def _walk(libraries: Sequence[Any], words: Vocabulary, grammar: Grammar, seed: int, steps: int,
+def _walk(libraries: Sequence[Any], vocab: Vocabulary, grammar: Grammar, seed: int, steps: int,
           closing: int | None = None) -> bool:
-    """Whether a text of at most `steps` random tokens has ended. closing: from this token on it closes what is open."""
+    """Whether a text of at most `steps` random tokens has ended. closing: from this step on it prefers tokens that close."""
     draw = Random(seed)
-    matcher = Matcher([library.deep_copy() for library in libraries], words)
-    written = b""
+    matcher = Matcher([library.deep_copy() for library in libraries], vocab)
+    text = b""
     for step in range(steps):
         mask = matcher.allowed()
         if mask is None:
             if matcher.too_complex:
                 return False
-            raise UserError(f"{grammar.parts[0].where}: {_without_end(grammar, written, words, matcher.error)}")
+            raise UserError(f"{grammar.parts[0].where}: {_dead_end_reason(grammar, text, vocab, matcher.error)}")
         close = closing is not None and step >= closing
-        preferred = [token for token in (*words.ends, *words.closing) if mask[token // 8] >> token % 8 & 1] if close else []
-        token = draw.choice(preferred) if preferred else _drawn(mask, draw)
-        if token in words.ends:
+        preferred = [token for token in (*vocab.ends, *vocab.closing) if mask[token // 8] >> token % 8 & 1] if close else []
+        token = draw.choice(preferred) if preferred else _random_token(mask, draw)
+        if token in vocab.ends:
             return True
         matcher.push(token)
-        written += words.tokens[token]
+        text += vocab.tokens[token]
     return False
 
 
-def _drawn(mask: bytearray, draw: Random) -> int:
-    """One of the tokens of a mask."""
+def _random_token(mask: bytearray, draw: Random) -> int:
+    """A random token of a mask."""
     start = draw.randrange(len(mask))
-    place = next(place % len(mask) for place in range(start, start + len(mask)) if mask[place % len(mask)])
-    return place * 8 + draw.choice([bit for bit in range(8) if mask[place] >> bit & 1])
+    byte = next(byte % len(mask) for byte in range(start, start + len(mask)) if mask[byte % len(mask)])
+    return byte * 8 + draw.choice([bit for bit in range(8) if mask[byte] >> bit & 1])
 
 
-def _without_end(grammar: Grammar, written: bytes, words: Vocabulary, error: str) -> str:
-    """Why a text cannot go on after `written`: which character the tokenizer lacks, or that nothing may come. error: of
-    llguidance, or ""."""
-    if words.has_all_characters:
+def _dead_end_reason(grammar: Grammar, text: bytes, vocab: Vocabulary, error: str) -> str:
+    """Why no token is allowed after `text`: the character that the tokenizer lacks, or the grammar's dead end. error:
+    llguidance's, or ""."""
+    if vocab.has_all_characters:
         reason = f" ({_sentence(error).partition(';')[0]})" if error else ""
-        return f"nothing may follow {written.decode(errors='replace')[-40:]!r}, so an answer could not be finished{reason}"
+        return f"nothing may follow {text.decode(errors='replace')[-40:]!r}, so an answer could not be completed{reason}"
     libraries = [_library(each, BYTES) for each in (grammar, grammar.with_finite_numbers()) if each]
     matcher = Matcher([library.deep_copy() for library in libraries], vocabulary(BYTES))
-    place = 0
-    while (mask := matcher.allowed()) and place < len(written) and mask[written[place] // 8] >> written[place] % 8 & 1:
-        matcher.push(written[place])
-        place += 1
-    begun = written[:place].decode(errors="replace")[-40:]
+    n = 0
+    while (mask := matcher.allowed()) and n < len(text) and mask[text[n] // 8] >> text[n] % 8 & 1:
+        matcher.push(text[n])
+        n += 1
+    prefix = text[:n].decode(errors="replace")[-40:]
     needed = [chr(byte) for byte in range(33, 127) if mask and mask[byte // 8] >> byte % 8 & 1]
-    return f"the text {begun!r} must go on with {' or '.join(needed[:10]) or 'nothing'}, for which the tokenizer has no token"
+    return f"the text {prefix!r} must go on with {' or '.join(needed[:10]) or 'nothing'}, which the tokenizer lacks"
 
 
 def _llguidance() -> Any:
@@ -372,7 +372,7 @@ def _sentence(message: str) -> str:
     if message.startswith("WARNING"):
         return ""
     if "coerce_one_of" in message:       # an option of llguidance
-        return "oneOf: one text may be valid by two of its schemas, and that cannot be enforced: use anyOf"
+        return "oneOf cannot be enforced, because its schemas may overlap: use anyOf"
     lines = [line.strip() for line in message.strip().splitlines()]
     return " ".join(line for i, line in enumerate(lines) if i == 0 or line.startswith("error:"))
 
@@ -394,23 +394,23 @@ def _is_empty(patterns: Sequence[str]) -> bool:
     return "Unsatisfiable" in reason
 
 
-def _place(schema: Schema, reason: str, where: str) -> str:
-    """The place of the innermost schema that has this error by itself, or of an outer one after TRIES tries."""
+def _error_place(schema: Schema, reason: str, where: str) -> str:
+    """The place of the innermost schema that has this error by itself; an outer one if TRIES or PLACE_S runs out."""
     root = schema
-    left = TRIES
-    end = monotonic() + PLACE_S
-    found = True
-    while found:
-        found = False
+    tries = TRIES
+    deadline = monotonic() + PLACE_S
+    narrower = True
+    while narrower:
+        narrower = False
         for place, sub in inside(schema):
-            left -= 1
-            if left < 0 or monotonic() > end:
+            tries -= 1
+            if tries < 0 or monotonic() > deadline:
                 return where
             definitions = {key: root[key] for key in DEFINITIONS if key in root and place[0] not in DEFINITIONS}
             if isinstance(sub, Mapping) and _schema_error({**definitions, **sub}) == reason:
                 schema = sub
                 where = named(where, place)
-                found = True
+                narrower = True
                 break
     return where
 

@@ -1,10 +1,10 @@
 """JSON schemas as llguidance can enforce them.
 
-`require_schema` and `require_keywords` refuse what is no JSON schema. `enforceable` returns another schema by which fewer texts
-are valid, and every one of them by the original, too: it has the rules that llguidance lacks, and none that it refuses without
-need. Places that lead nowhere, such as references in a circle, become `false`: llguidance would let a text begin there.
+`require_schema` and `require_keywords` reject what is no JSON schema. `enforceable` returns a stricter schema: all its texts
+are valid by the original. It adds the rules that llguidance lacks, and removes those that it rejects needlessly. Schemas
+without a finite instance, such as circular references, become `false`: llguidance would let a text begin there.
 
-Dialect: draft 2020-12 and the older forms that llguidance knows. There `format` is an annotation unless it is enforced here.
+Dialect: draft 2020-12 and the older forms that llguidance knows. `format` is an annotation unless it is enforced here.
 """
 
 import json
@@ -23,27 +23,27 @@ IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
 ALONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
          "unevaluatedItems", "unevaluatedProperties")
 DEFINITIONS = ("$schema", "$defs", "definitions")        # keys of the root schema that references need
-JOINING = ("allOf", "anyOf", "oneOf", "$ref")            # keys whose schemas llguidance may join with the others beside them
+MERGING = ("allOf", "anyOf", "oneOf", "$ref")            # keys whose schemas llguidance may merge with their siblings
 TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 SCALARS = ("null", "boolean", "integer", "number", "string")
-MOST_VALUES = 100_000                    # values in a schema
-MOST_MULTIPLE = 5_000                    # of multipleOf, in units of its last digit: llguidance gives up at 10,000
-LARGEST_INT, LOWEST_INT = 2**63 - 1, -(2**63 - 1024)     # that llguidance can compare; numbers of 64 bits, the lower as a float
-LARGEST_FLOAT = float(2**63 - 1024)      # the largest bound of a `number` that llguidance can compare
+MAX_VALUES = 100_000                     # values in a schema
+MAX_MULTIPLE = 5_000                     # of multipleOf, in units of its last digit: llguidance gives up at 10,000
+LARGEST_INT, LOWEST_INT = 2**63 - 1, -(2**63 - 1024)     # llguidance's bounds of an integer: int64, the lower as a float64
+LARGEST_FLOAT = float(2**63 - 1024)      # llguidance's largest bound of a `number`
 CONTROL = re.compile("[\x00-\x1f\x7f]")
 
-NO_LEAP_SECOND = "^[^:]+:[0-9]+:[0-5]"    # there are very few times with a second 60
+NO_LEAP_SECOND = "^[^:]+:[0-9]+:[0-5]"   # very few times have a second 60
 LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
 DAY_OF_YEAR = f"^([0-9]{{4}}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))|{LEAP_YEAR}-02-29)"         # 29 February only in leap years
-LENGTHS = r"[^.@]{1,63}(\.[^.@]{1,63})*$"                # a domain whose parts have at most 63 characters
+LENGTHS = r"[^.@]{1,63}(\.[^.@]{1,63})*$"                # a domain with labels of at most 63 characters
 POINTER = "(/([^/~]|~[01])*)*$"
-# By format, patterns for rules that llguidance does not enforce: an address has at most 64 characters before the @ and 254 in
-# all (RFC 5321), a domain at most 253 (RFC 1035).
-OF_FORMAT = {"time": [NO_LEAP_SECOND], "date": [DAY_OF_YEAR], "date-time": [NO_LEAP_SECOND, DAY_OF_YEAR],
-             "email": [f"^[^@]{{1,64}}@{LENGTHS}", "^.{1,254}$"], "hostname": [f"^{LENGTHS}", "^.{1,253}$"],
-             "json-pointer": [f"^{POINTER}"], "relative-json-pointer": [f"^(0|[1-9][0-9]*)(#$|{POINTER})"],
-             "uri-template": ["^[^']*$"]}
-# A format that llguidance lacks, and one that it has and whose texts are all valid by the first
+# Patterns for rules that llguidance does not enforce: an address has at most 64 characters before the @ and 254 in all
+# (RFC 5321), a domain at most 253 (RFC 1035).
+FORMAT_PATTERNS = {"time": [NO_LEAP_SECOND], "date": [DAY_OF_YEAR], "date-time": [NO_LEAP_SECOND, DAY_OF_YEAR],
+                   "email": [f"^[^@]{{1,64}}@{LENGTHS}", "^.{1,254}$"], "hostname": [f"^{LENGTHS}", "^.{1,253}$"],
+                   "json-pointer": [f"^{POINTER}"], "relative-json-pointer": [f"^(0|[1-9][0-9]*)(#$|{POINTER})"],
+                   "uri-template": ["^[^']*$"]}
+# Formats that llguidance lacks, and a stricter one that it has
 NARROWER = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri", "uri-reference": "uri", "iri-reference": "uri",
             "uri-template": "uri"}
 ENFORCED = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
@@ -57,8 +57,8 @@ IsEmpty = Callable[[Sequence[str]], bool]        # whether no text matches all o
 
 
 def require_schema(schema: Any, where: str) -> None:
-    """Raises UserError, with the place, for a schema that is too large, and for rules that a text could seem to fulfil by
-    writing a key twice, or with other escapes. Takes time in proportion to the schema."""
+    """Raises UserError, with the place, for a schema that is too large, and for rules that a text could evade by repeating a
+    key, or spelling it with other escapes. Takes time in proportion to the schema."""
     if not isinstance(schema, Mapping):
         raise UserError(f"{where} must be a JSON schema, an object; got {_shown(schema)}")
     try:
@@ -69,17 +69,17 @@ def require_schema(schema: Any, where: str) -> None:
 
 
 def _require_size(schema: Any, where: str) -> None:
-    left = [schema]
+    pending = [schema]
     count = 0
-    while left:
-        value = left.pop()
+    while pending:
+        value = pending.pop()
         count += 1
-        if count > MOST_VALUES:
-            raise UserError(f"{where} must have at most {MOST_VALUES} values")
+        if count > MAX_VALUES:
+            raise UserError(f"{where} must have at most {MAX_VALUES} values")
         if isinstance(value, Mapping):
-            left += value.values()
+            pending += value.values()
         elif isinstance(value, list):
-            left += value
+            pending += value
 
 
 def _require_safe_keys(schema: Any, where: str) -> None:
@@ -92,7 +92,7 @@ def _require_safe_keys(schema: Any, where: str) -> None:
     names = schema.get("properties")
     more = schema.get("additionalProperties", True)
     if isinstance(names, Mapping) and more is not False and any(CONTROL.search(name) for name in names):
-        raise UserError(f"{where}: a property's name has a control character, which goes only with additionalProperties=false")
+        raise UserError(f"{where}: a property name with a control character requires additionalProperties=false")
     for place, sub in inside(schema):
         _require_safe_keys(sub, named(where, place))
 
@@ -168,7 +168,7 @@ FORMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
 
 
 def require_keywords(schema: Any, where: str) -> None:
-    """Raises UserError, with the place, for a keyword whose value has another form than JSON Schema gives it."""
+    """Raises UserError, with the place, for a keyword whose value JSON Schema does not allow."""
     if not isinstance(schema, Mapping):
         return
     for keys, fits, form in FORMS:
@@ -179,7 +179,7 @@ def require_keywords(schema: Any, where: str) -> None:
     if most < max(schema.get("minProperties", 0), len({*schema.get("required", ())})):
         raise UserError(f"{where}: maxProperties must be at least minProperties and the number of required names; got {most}")
     if schema.get("format") == "regex":
-        raise UserError(f"{where}: the format regex cannot be enforced: use pattern, or leave it out")
+        raise UserError(f"{where}: format=regex cannot be enforced: use pattern, or leave it out")
     for place, sub in inside(schema):
         require_keywords(sub, named(where, place))
 
@@ -196,21 +196,20 @@ def enforceable(schema: Mapping[str, Any], where: str, is_empty: IsEmpty) -> dic
     require_keywords(schema, where)
     finite = _Finite(schema)
     if not finite.has_instance(schema):
-        raise UserError(f"{where}: no text is valid by it, because what it requires is excluded, or its references form a "
-                        "circle")
+        raise UserError(f"{where}: no text is valid: what it requires is excluded, or its references are circular")
     _require_multiples(schema, where)
-    return _Rewriting(schema, finite, is_empty).rewritten(schema, where)
+    return _Rewriter(schema, finite, is_empty).rewrite(schema, where)
 
 
 def unbounded_numbers(schema: Any) -> bool:
-    """Whether a text may have numbers without bounds, and so 1e999."""
+    """Whether a text may have unbounded numbers, and so 1e999."""
     return any(map(_may_be_any_number, all_schemas(schema)))
 
 
 def _may_be_any_number(schema: Any) -> bool:
     if not isinstance(schema, Mapping):
         return bool(schema)
-    if "const" in schema or "enum" in schema or ("type" not in schema and any(key in schema for key in JOINING)):
+    if "const" in schema or "enum" in schema or ("type" not in schema and any(key in schema for key in MERGING)):
         return False
     types = _types(schema)
     bounded = any(key in schema for key in ("minimum", "exclusiveMinimum")) and any(
@@ -225,26 +224,26 @@ def _types(schema: Mapping[str, Any]) -> list[str]:
 
 
 class _Finite:
-    """Which schemas have a valid text of finite length. A reference to itself has none, nor has one that requires itself."""
+    """Which schemas have a valid text of finite length: not a reference to itself, nor a schema that requires itself."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
         targets = {sub["$ref"]: self._target(sub["$ref"]) for sub in all_schemas(root)
                    if isinstance(sub, Mapping) and isinstance(sub.get("$ref"), str)}
-        self._known = {reference: target is None for reference, target in targets.items()}       # foreign ones: llguidance's
+        self._finite = {reference: target is None for reference, target in targets.items()}      # llguidance checks others
         changed = True
         order = [*targets.items()]
         while changed:
             changed = False
-            order.reverse()              # a chain of references is soon known in either order
+            order.reverse()              # resolves chains of references quickly in either order
             for reference, target in order:
-                if not self._known[reference] and self.has_instance(target):
-                    self._known[reference] = changed = True
+                if not self._finite[reference] and self.has_instance(target):
+                    self._finite[reference] = changed = True
 
     def has_instance(self, schema: Any) -> bool:
         if not isinstance(schema, Mapping):
             return schema is not False
-        if not self._known.get(schema.get("$ref", ""), True):
+        if not self._finite.get(schema.get("$ref", ""), True):
             return False
         if not all(map(self.has_instance, schema.get("allOf", ()))):
             return False
@@ -267,7 +266,7 @@ class _Finite:
         return all(map(self.has_instance, first[:int(least)])) and (least <= len(first) or self.has_instance(rest))
 
     def _target(self, reference: str) -> Any:
-        """The schema at a JSON pointer; None where the reference is none, or leads out of the schema."""
+        """The schema at a JSON pointer; None if the reference is not one, or leads out of the schema."""
         if reference != "#" and not reference.startswith("#/"):
             return None
         target = self._root
@@ -283,50 +282,50 @@ class _Finite:
 
 
 def _require_multiples(schema: Mapping[str, Any], where: str) -> None:
-    """llguidance multiplies the numbers of joined schemas in 32 bits, and makes a state for each remainder of the product."""
+    """llguidance multiplies the multipleOf of merged schemas in 32 bits, and has a state for each remainder of the product."""
     schemas = [sub for sub in all_schemas(schema) if isinstance(sub, Mapping)]
     multiples = {Decimal(str(sub["multipleOf"])) for sub in schemas if "multipleOf" in sub}
     places = max((-multiple.normalize().as_tuple().exponent for multiple in multiples), default=0)       # type: ignore[operator]
     units = [int(multiple.scaleb(max(places, 0))) for multiple in multiples]
     for multiple in multiples:
-        own = multiple.scaleb(max(-multiple.normalize().as_tuple().exponent, 0))         # type: ignore[operator]
-        if own > MOST_MULTIPLE:
-            raise UserError(f"{where}: multipleOf must be at most {MOST_MULTIPLE}, in units of its last digit; got {multiple}")
-    if len(units) > 1 and math.prod(units) >= 2**32 and _is_joined(schemas):
-        raise UserError(f"{where}: several multipleOf in schemas that are joined must have a product below 2^32, in units of "
-                        f"their last digit; got {', '.join(map(str, sorted(multiples)))}")
+        digits = multiple.scaleb(max(-multiple.normalize().as_tuple().exponent, 0))      # type: ignore[operator]
+        if digits > MAX_MULTIPLE:
+            raise UserError(f"{where}: multipleOf must be at most {MAX_MULTIPLE}, in units of its last digit; got {multiple}")
+    if len(units) > 1 and math.prod(units) >= 2**32 and _is_merged(schemas):
+        raise UserError(f"{where}: multipleOf of merged schemas must have a product below 2^32, in units of their last digit; "
+                        f"got {', '.join(map(str, sorted(multiples)))}")
 
 
-def _is_joined(schemas: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether llguidance may join two schemas."""
-    return any(key in sub and (len(sub) > 1 or key == "allOf") for sub in schemas for key in JOINING)
+def _is_merged(schemas: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether llguidance may merge two schemas."""
+    return any(key in sub and (len(sub) > 1 or key == "allOf") for sub in schemas for key in MERGING)
 
 
-class _Rewriting:
+class _Rewriter:
     def __init__(self, root: Mapping[str, Any], finite: _Finite, is_empty: IsEmpty) -> None:
         schemas = [sub for sub in all_schemas(root) if isinstance(sub, Mapping)]
         self._finite = finite
         self._is_empty = is_empty
         self._declared = {name for sub in schemas for name in (*sub.get("properties", ()), *sub.get("required", ()))}
-        joined = _is_joined(schemas)
+        merged = _is_merged(schemas)
         patterns = any(sub.get("patternProperties") for sub in schemas)
-        # Patterns of joined objects must be equal or have no text in common
-        self._late_names = {name for sub in schemas for name in _late_names(sub)} if joined and not patterns else None
-        self._keeps_open = joined and patterns
+        # Patterns of merged objects must be equal or disjoint
+        self._late_names = {name for sub in schemas for name in _late_names(sub)} if merged and not patterns else None
+        self._keeps_open = merged and patterns
 
-    def rewritten(self, schema: Any, where: str) -> Any:
+    def rewrite(self, schema: Any, where: str) -> Any:
         if not isinstance(schema, Mapping):
             return schema
         rules = _without_empty_rules(schema)
         for key in BY_NAME:
             if key in rules:
-                rules[key] = {name: self._inner(sub, f"{where}.{key}.{name}", key) for name, sub in rules[key].items()}
+                rules[key] = {name: self._rewrite_inside(sub, f"{where}.{key}.{name}", key) for name, sub in rules[key].items()}
         for key in IN_LIST:
             if isinstance(rules.get(key), list):
-                rules[key] = [self._inner(sub, f"{where}.{key}[{i}]", key) for i, sub in enumerate(rules[key])]
+                rules[key] = [self._rewrite_inside(sub, f"{where}.{key}[{i}]", key) for i, sub in enumerate(rules[key])]
         for key in ALONE:
             if isinstance(rules.get(key), (Mapping, bool)):
-                rules[key] = self._inner(rules[key], f"{where}.{key}", key)
+                rules[key] = self._rewrite_inside(rules[key], f"{where}.{key}", key)
         for key in ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"):
             if key in rules:
                 rules[key] = int(rules[key])
@@ -335,17 +334,17 @@ class _Rewriting:
             rules["pattern"] = rust_pattern(rules["pattern"])
         _enforce_bounds(rules, where)
         _require_exact(rules, where)
-        self._enforce_names(rules)
+        self._order_names(rules)
         return rules
 
-    def _inner(self, schema: Any, where: str, key: str) -> Any:
+    def _rewrite_inside(self, schema: Any, where: str, key: str) -> Any:
         if key not in ("$defs", "definitions") and not self._finite.has_instance(schema):
             return False
-        return self.rewritten(schema, where)
+        return self.rewrite(schema, where)
 
-    def _enforce_names(self, rules: dict[str, Any]) -> None:
-        """Drops patterns that only declared names match, as no other key could follow a comma. llguidance writes declared names
-        in their order; so no other key may begin as a name that may no longer come, such as forecasts for forecast."""
+    def _order_names(self, rules: dict[str, Any]) -> None:
+        """Removes patterns that only declared names match, since no other key could follow a comma. llguidance writes declared
+        names in order, so no other key may begin with a name that is no longer allowed, such as forecasts with forecast."""
         patterns = {rust_pattern(pattern): sub for pattern, sub in rules.get("patternProperties", {}).items()}
         names = {*rules.get("properties", ()), *rules.get("required", ())}
         if patterns and rules.get("additionalProperties") is False:
@@ -357,12 +356,12 @@ class _Rewriting:
             return
         late = _late_names(rules)
         other = rules.get("additionalProperties", True)
-        joined = self._late_names is not None
-        if not late or other is False or self._keeps_open or (joined and not _is_any(other)):
+        merged = self._late_names is not None
+        if not late or other is False or self._keeps_open or (merged and not _is_any(other)):
             return
         properties = rules.get("properties", {})
         rules["properties"] = {**properties, **{name: other for name in rules.get("required", ()) if name not in properties}}
-        if self._late_names is not None:                 # joined schemas must allow each other's names
+        if self._late_names is not None:                 # merged schemas must allow each other's names
             possible = "|".join([_others(self._late_names, set()), *map(_escaped, sorted(self._declared))])
         else:
             possible = _others(late, names)
@@ -380,7 +379,7 @@ class _Rewriting:
 
 
 def _late_names(schema: Mapping[str, Any]) -> set[str]:
-    """Names that a text can leave out and that cannot come after a later name."""
+    """Optional names that cannot follow a later name."""
     required = {*schema.get("required", ())}
     names = [*schema.get("properties", ())]
     if not required.difference(names):
@@ -389,7 +388,7 @@ def _late_names(schema: Mapping[str, Any]) -> set[str]:
 
 
 def _without_empty_rules(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema without keywords that every value fulfils, some of which llguidance refuses."""
+    """The schema without keywords that every value satisfies, some of which llguidance rejects."""
     always = {"uniqueItems": schema.get("uniqueItems") is False or schema.get("maxItems", 2) <= 1,
               "not": schema.get("not") is False, "propertyNames": _is_any_name(schema.get("propertyNames")),
               "dependentRequired": not schema.get("dependentRequired"), "dependentSchemas": not schema.get("dependentSchemas"),
@@ -411,7 +410,7 @@ def _is_any(schema: Any) -> bool:
 
 
 def _is_any_name(schema: Any) -> bool:
-    """Whether every property's name, a text, is valid."""
+    """Whether every property name is valid."""
     if not isinstance(schema, Mapping):
         return schema is True
     rules = {key: value for key, value in schema.items()
@@ -427,7 +426,7 @@ def _enforce_format(rules: dict[str, Any]) -> None:
     enforced = NARROWER.get(kind, kind)
     if enforced in ENFORCED:
         rules["format"] = enforced
-    patterns = OF_FORMAT.get(kind, OF_FORMAT.get(enforced, []))
+    patterns = FORMAT_PATTERNS.get(kind, FORMAT_PATTERNS.get(enforced, []))
     if patterns:
         rules["allOf"] = [*rules.get("allOf", ()), *({"pattern": pattern} for pattern in patterns)]
 
@@ -438,7 +437,7 @@ def _enforce_bounds(rules: dict[str, Any], where: str) -> None:
     whole = "integer" in types and "number" not in types
     low, low_open = _bound(rules, "minimum", "exclusiveMinimum", max)
     high, high_open = _bound(rules, "maximum", "exclusiveMaximum", min)
-    if "multipleOf" in rules:            # with_finite_numbers must not end a number before it is a multiple
+    if "multipleOf" in rules:            # or with_finite_numbers could end a number before it is a multiple
         low = -LARGEST_FLOAT if low is None else low
         high = LARGEST_FLOAT if high is None else high
     if low is None and high is None:
@@ -500,13 +499,13 @@ def _float_above(value: Any) -> Any:
 
 def _require_exact(rules: Mapping[str, Any], where: str) -> None:
     for key, values in (("const", [rules.get("const")]), ("enum", rules.get("enum", ()))):
-        left = [*values]
-        while left:
-            value = left.pop()
+        pending = [*values]
+        while pending:
+            value = pending.pop()
             if isinstance(value, Mapping):
-                left += value.values()
+                pending += value.values()
             elif isinstance(value, list):
-                left += value
+                pending += value
             elif isinstance(value, float) and not math.isfinite(value):
                 raise UserError(f"{where}: {key} must have finite numbers")
             elif isinstance(value, int) and abs(value) > 2**53 and (abs(value) > 2**1000 or int(float(value)) != value):
@@ -517,31 +516,30 @@ def _require_exact(rules: Mapping[str, Any], where: str) -> None:
 
 
 def rust_pattern(pattern: str) -> str:
-    """A pattern of ECMA 262 for Rust's crate regex, where the two read the same text in different ways: white space, the dot,
-    and in brackets [, && and ~~."""
-    read = []
+    """A pattern of ECMA 262 for Rust's crate regex, which differs in white space, the dot, and in brackets [, && and ~~."""
+    output = []
     in_class = False
     place = 0
     while place < len(pattern):
         character = pattern[place]
         if character == "\\" and place + 1 < len(pattern):
             escape = pattern[place:place + 2]
-            read.append({r"\s": f"[{WHITE_SPACE}]", r"\S": f"[^{WHITE_SPACE}]"}.get(escape, escape))
+            output.append({r"\s": f"[{WHITE_SPACE}]", r"\S": f"[^{WHITE_SPACE}]"}.get(escape, escape))
             place += 2
             continue
         if in_class:
             in_class = character != "]"
-            read.append(f"\\{character}" if character in "[&~" else character)
+            output.append(f"\\{character}" if character in "[&~" else character)
         elif character == "[":
             in_class = True
-            read.append("[")
+            output.append("[")
             if pattern[place + 1:place + 2] == "^":
-                read.append(f"^{NUL}")
+                output.append(f"^{NUL}")
                 place += 1
         else:
-            read.append(NO_LINE_END if character == "." else character)
+            output.append(NO_LINE_END if character == "." else character)
         place += 1
-    return "".join(read)
+    return "".join(output)
 
 
 def _escaped(text: str) -> str:

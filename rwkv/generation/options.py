@@ -1,4 +1,4 @@
-"""generate.py's options: checks them, and reads the prompts. Needs no PyTorch."""
+"""generate.py's options: checks, grammar and prompts. Imports no PyTorch."""
 
 import json
 import sys
@@ -14,16 +14,16 @@ from rwkv.io.utf8 import decode, read_text
 
 
 def check_config(config: GenerateConfig) -> None:
-    """Raises UserError where an option is wrong or two options do not fit together. Needs no model."""
+    """Raises UserError for a wrong option or conflicting options. Needs no model."""
     if config.prompt is not None and config.prompts is not None:
-        raise UserError("prompt= and prompts= are both given: use one of them")
+        raise UserError("prompt= conflicts with prompts=: use one of them")
     if config.save_state and (config.prompts is not None or config.num_samples > 1):
-        raise UserError("save_state= saves the state of one text: use it with one prompt and num_samples=1")
-    read = config.checkpoint, config.tokenizer, config.prompts
-    require_writable("out", config.out, (*read, config.state))
-    require_writable("save_state", config.save_state, read)
+        raise UserError("save_state= conflicts with prompts= and with num_samples above 1: it saves the state of one text")
+    inputs = config.checkpoint, config.tokenizer, config.prompts
+    require_writable("out", config.out, (*inputs, config.state))
+    require_writable("save_state", config.save_state, inputs)
     if config.out and config.save_state and Path(config.out).resolve() == Path(config.save_state).resolve():
-        raise UserError("out= and save_state= name the same file, and the state would replace the texts: use two files")
+        raise UserError("out= and save_state= must name different files, or the state would overwrite the texts")
     whole_number("seed", config.seed, most=LARGEST_SEED + 1 - config.num_samples)
     StoppingCriteria(config.max_new_tokens, config.stop, config.stop_tokens)
     if grammar := grammar_from(config):
@@ -32,9 +32,9 @@ def check_config(config: GenerateConfig) -> None:
 
 def grammar_from(config: GenerateConfig) -> Grammar | None:
     """The grammar of the texts; None for any text. Raises UserError for two such options, and for a missing or wrong file."""
-    given = [name for name in ("json_schema", "grammar", "regex") if getattr(config, name) is not None]
-    if len(given) > 1:
-        raise UserError(f"{' and '.join(f'{name}=' for name in given)} are both given: use one of them")
+    names = [name for name in ("json_schema", "grammar", "regex") if getattr(config, name) is not None]
+    if len(names) > 1:
+        raise UserError(f"{names[0]}= conflicts with {' and '.join(f'{name}=' for name in names[1:])}: use one of them")
     if config.regex is not None:
         return Grammar.regex(config.regex)
     if config.grammar is not None:
@@ -50,10 +50,10 @@ def grammar_from(config: GenerateConfig) -> Grammar | None:
 
 
 def prompts_from(config: GenerateConfig) -> list[str]:
-    """The prompt of prompt=TEXT (`-`: standard input), or those of prompts=FILE: its lines, or {"prompt": ...} on each line of
-    a .jsonl file.
+    """The prompt of prompt=TEXT (`-`: standard input), or those of prompts=FILE: one per line, in a .jsonl file as
+    {"prompt": ...}.
 
-    Raises UserError where the file is missing, holds no prompt, or has a line that is not one.
+    Raises UserError for a missing file, a file without prompts and a wrong line.
     """
     if config.prompts is None:
         if config.prompt == "-":
@@ -61,7 +61,7 @@ def prompts_from(config: GenerateConfig) -> list[str]:
         return [config.prompt or ""]
     path = Path(config.prompts)
     if not path.is_file():
-        raise UserError(f"no file of prompts at {path}: prompts= names one, with a prompt on each line")
+        raise UserError(f"prompts= must name a file with one prompt per line; there is none at {path}")
     content = path.read_bytes()
     if path.suffix == ".jsonl":
         lines = [(f"{path}, line {number}", line) for number, line in enumerate(content.split(b"\n"), start=1)]
@@ -69,5 +69,5 @@ def prompts_from(config: GenerateConfig) -> list[str]:
     else:
         prompts = [prompt for line in decode(content, str(path)).split("\n") if (prompt := line.removesuffix("\r"))]
     if not prompts:
-        raise UserError(f"{path} holds no prompt: write one on each line")
+        raise UserError(f"prompts={path} must have one prompt per line; it has none")
     return prompts

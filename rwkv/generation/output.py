@@ -1,7 +1,7 @@
-"""generate.py around the engine: writes the texts.
+"""generate.py's output.
 
-Standard output gets only the texts, each prompt before its continuation. A single text is written while it is generated,
-several texts in the order of their prompts. out=FILE gets one JSON object per text, and standard error the speed.
+Standard output gets only the texts, each prompt before its continuation: a single text while it is generated, several in the
+order of their prompts. out=FILE gets one JSON object per text, standard error the speed.
 """
 
 import itertools
@@ -26,14 +26,14 @@ from rwkv.io.signals import StopRequest
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-LEAST_READ = 64                          # tokens of prompts; the time for fewer says nothing about the speed
+MIN_PREFILL_TOKENS = 64                  # prompt tokens; the rate of fewer is not printed, because it means nothing
 SEPARATOR = "---\n"                      # between two texts on standard output
 
 
 def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, prompts: Sequence[str],
                    context: PrefillResult | None = None, sampling: Sampling | None = None, stop: Sequence[str] = ()) -> bool:
-    """Generates and writes num_samples texts for each prompt. sampling: replaces the configuration's options. stop: further
-    strings that end a text.
+    """Generates and writes num_samples texts per prompt. sampling: replaces the configuration's options. stop: further stop
+    strings.
 
     After a signal such as Ctrl-C it writes the texts so far and returns False.
     """
@@ -69,41 +69,41 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
 
 
 class _Clock:
-    """Measures an engine's run. The first step also prepares the weights, so the rate is that of the later steps.
+    """Times an engine's run. The first step also prepares the weights, so the rate is that of the later steps.
 
-    Iterating over it iterates over the engine.
+    Iterates over the engine.
     """
 
     def __init__(self, engine: Engine, rows: list[Row], started: float) -> None:
         self._engine = engine
         self._rows = rows
         self._started = started
-        self._read = self._first = time.perf_counter()
-        self._written_first = 0
+        self._prefill_end = self._first_step_end = time.perf_counter()
+        self._first_step_tokens = 0
 
     def __iter__(self) -> Iterator[tuple[int, str]]:
         pieces = self._engine.step()
-        self._first = time.perf_counter()
-        self._written_first = self._written()
+        self._first_step_end = time.perf_counter()
+        self._first_step_tokens = self._tokens_written()
         yield from pieces
         yield from self._engine
 
     def report(self) -> str:
-        """One line: the tokens read and written, the times, and the rates, if enough was measured."""
+        """One line: tokens read and written, times, and rates, if enough was measured."""
         finished = time.perf_counter()
         read = sum(len(row.prompt_ids) for row in self._rows)
-        read_s = self._read - self._started
-        written = self._written()
-        said = f"read {counted(read, 'token')} in {read_s:.2f} s"
-        if read >= LEAST_READ:
-            said += f" ({read / read_s:.0f} tokens/s)"
-        said += f", wrote {written} in {finished - self._read:.2f} s"
-        seconds = finished - self._first
-        if written > self._written_first and seconds > 0:
-            said += f" ({(written - self._written_first) / seconds:.0f} tokens/s after the first)"
-        return said
+        read_s = self._prefill_end - self._started
+        written = self._tokens_written()
+        line = f"read {counted(read, 'token')} in {read_s:.2f} s"
+        if read >= MIN_PREFILL_TOKENS:
+            line += f" ({read / read_s:.0f} tokens/s)"
+        line += f", wrote {written} in {finished - self._prefill_end:.2f} s"
+        seconds = finished - self._first_step_end
+        if written > self._first_step_tokens and seconds > 0:
+            line += f" ({(written - self._first_step_tokens) / seconds:.0f} tokens/s after the first)"
+        return line
 
-    def _written(self) -> int:
+    def _tokens_written(self) -> int:
         return sum(len(row.sample.tokens) for row in self._rows)
 
 
@@ -118,7 +118,7 @@ def _stream(sample: Sample, clock: _Clock, stop: StopRequest) -> None:
 
 
 def _write_texts(samples: Sequence[Sample], clock: _Clock, stop: StopRequest, written: int) -> None:
-    """Generates all texts, then writes them; `written` is the number of texts written before."""
+    """Generates all texts, then writes them. written: texts written before."""
     for _ in clock:
         if stop.requested:
             break

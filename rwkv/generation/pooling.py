@@ -1,4 +1,4 @@
-"""From the final hidden states of a prompt to one vector: the mean over its tokens, or that of its last token."""
+"""Pools the final hidden states of a prompt into one vector: the mean over its tokens, or the last token's."""
 
 import torch
 from torch import Tensor
@@ -7,9 +7,9 @@ from rwkv.config import Pooling
 from rwkv.generation.prefill import Prefill
 
 
-def pooled(reading: Prefill, pooling: Pooling) -> Tensor:
-    """The embedding (C) float32 of a prompt that was read with pools=True, of length 1."""
-    assert reading.hidden_sum is not None
-    assert reading.last_hidden is not None
-    vector = reading.hidden_sum if pooling == "mean" else reading.last_hidden.double()
+def pooled(prefill: Prefill, pooling: Pooling) -> Tensor:
+    """The embedding (C) float32, of length 1, after a prefill with pool_hidden=True."""
+    assert prefill.hidden_sum is not None
+    assert prefill.last_hidden is not None
+    vector = prefill.hidden_sum if pooling == "mean" else prefill.last_hidden.double()
     return torch.nn.functional.normalize(vector, dim=0).float().cpu()

@@ -1,15 +1,15 @@
-"""Prefill: reads prompts in passes of bounded size, and caches the results by the tokens read.
+"""Prefill: reads prompts in chunks of bounded size, and caches the results by the tokens read.
 
-A pass has at most Chunks.longest tokens. It begins at a multiple of that from the prompt's start, or where a cached prefix
-ends, so the result does not depend on other prompts. A pass goes through the blocks in parts, each with about the work of
-Chunks.budget tokens through all blocks; between two parts, other sequences advance. Where the model's step is in C, a pass of
+A chunk has at most Chunks.longest tokens. It begins at a multiple of that from the prompt's start, or where a cached prefix
+ends, so the result does not depend on other prompts. A chunk goes through the blocks in stages, each with about the work of
+Chunks.budget tokens through all blocks; between two stages, other sequences advance. If the model's step is in C, a chunk of
 at most SHORT_PROMPT tokens is one call of C: the blocks in PyTorch take as long for few tokens as for Chunks.weights more. On
-a GPU such a pass is one replay of a CUDA graph, which saves the host some 30 launches a layer, and several prompts share it:
-each token has the bits that a decoding step would give it, whatever is beside it. Longer prompts are read alone, because the
-libraries behind the blocks' products choose the order of summation by the number of rows.
+a GPU such a chunk is one replay of a CUDA graph, which saves the host some 30 launches a layer. Several prompts share a replay:
+each token has the bits of a decoding step, whatever its batch. Longer prompts run alone, because the libraries behind the
+blocks' products choose the order of summation by the number of rows.
 
-The result of reading has the same size for every length of text, so the cache holds many; those of a GPU are moved to host
-memory. A prompt that begins with an earlier prompt, or with an earlier prompt and its answer, is read from the end of that on.
+A prefill result has the same size for every length, so the cache holds many; results of a GPU are moved to host memory. A
+prompt that begins with an earlier prompt, or with an earlier prompt and its answer, continues from there.
 """
 
 import secrets
@@ -30,16 +30,16 @@ from rwkv.io.fair_lru import FairLRU
 from rwkv.model.base import Model, State
 from rwkv.model.weights_watch import WeightsWatch
 
-LOGPROB_ROWS = 32                        # tokens of a prompt whose log-probabilities are computed at a time
-SHORT_PROMPT = 64                        # tokens: C is no slower than PyTorch in any dtype, and a GPU's graph holds them
-WEIGHTS_IN_C = 8                         # as Chunks.weights, in a call of C
+LOGPROB_ROWS = 32                        # prompt tokens whose log-probabilities are computed at a time
+SHORT_PROMPT = 64                        # tokens: C is no slower than PyTorch in any dtype, and a GPU graph holds them
+WEIGHTS_IN_C = 8                         # Chunks.weights for a call of C
 
 
 class Chunks(NamedTuple):
-    """How a prompt is cut on a device, in tokens.
+    """Sizes of prefill on a device, in tokens.
 
-    longest: the most tokens of a pass. budget: the work between two decoding steps, which bounds how long other sequences wait.
-    weights: the tokens whose work takes as long as reading all weights, which each pass does once.
+    longest: tokens per chunk. budget: the work between two decoding steps, which bounds how long other sequences wait.
+    weights: the cost of reading all weights, which each chunk does once.
     """
 
     longest: int
@@ -47,7 +47,7 @@ class Chunks(NamedTuple):
     weights: int
 
 
-ON_CPU = Chunks(512, 32, 48)             # with fewer rows products are slower, by a third for 128
+ON_CPU = Chunks(512, 32, 48)             # products of fewer rows are slower, by a third for 128
 ON_GPU = Chunks(4096, 2048, 300)         # an H100 multiplies some 300 rows in the time in which it reads the weights
 
 
@@ -56,10 +56,9 @@ def chunks_on(device: torch.device) -> Chunks:
 
 
 class PrefillResult(NamedTuple):
-    """The result of reading B rows: the logits (B,V) after the last token of each, and the state. It is never changed in place.
+    """The result of prefill for B rows: the logits (B,V) after the last token of each, and the state. Never changed in place.
 
-    last_ids: the last ids that a single row has read, because the text of the next id may depend on them; () where they are
-    unknown or no text was read.
+    last_ids: the last ids that a single row has read, because the text of the next id may depend on them; () if unknown.
     """
 
     logits: Tensor
@@ -79,7 +78,7 @@ class PrefillResult(NamedTuple):
 
 
 class Key(NamedTuple):
-    """The key of a text in a PrefixCache: the number and the hash of its tokens, the model that has read it, and its owner.
+    """A key of PrefixCache: the number and the hash of the tokens, the model and the owner.
 
     Different models, and different owners, share no entries.
     """
@@ -94,14 +93,14 @@ EMPTY = Key()
 
 
 class PrefixCache:
-    """The prefill results that were used last, by the tokens read, in at most max_bytes. An owner that holds no more than an
-    equal share of them loses none to others.
+    """A cache of prefill results by the tokens read, of at most max_bytes. It evicts the least recently used; an owner within
+    its fair share loses nothing to others.
 
-    An entry is found by a polynomial hash of all its tokens, modulo a prime of 127 bits and at a random point. Finding the
-    longest match takes one look-up for each token of the prompt, for any number of entries, and the key of a longer text is
-    computed from that of its beginning. Two prefixes have the same hash with a probability of about their length / 2^127.
-    A model's name in the keys stands for one model: its entries are removed when another model gets the name, and when the
-    weights change. Threads may share a cache. Raises UserError for a max_bytes below 0.
+    The key has a polynomial hash of all tokens, modulo a prime of 127 bits and at a random point. The longest match takes one
+    look-up per prompt token, for any number of entries, and the key of a sequence is computed from that of its prefix. Two
+    prefixes have the same hash with a probability of about their length / 2^127. A model's name in the keys stands for one
+    model: its entries are removed when another model gets the name, and when the weights change. Thread-safe. Raises UserError
+    for a max_bytes below 0.
     """
 
     _PRIME = 2**127 - 1
@@ -112,8 +111,8 @@ class PrefixCache:
         self.max_bytes = max_bytes
         self._point = secrets.randbelow(self._PRIME)
         self._entries: dict[Key, PrefillResult] = {}
-        self._shares = FairLRU[Key]()
-        self._weights: dict[str, WeightsWatch] = {}                     # by the name of the model
+        self._lru = FairLRU[Key]()
+        self._watches: dict[str, WeightsWatch] = {}                     # by model name
         self._lock = Lock()              # guards all of these
 
     def __len__(self) -> int:
@@ -121,33 +120,33 @@ class PrefixCache:
 
     @property
     def bytes(self) -> int:
-        return self._shares.total
+        return self._lru.total
 
     def begin(self, model: Model, name: str = "") -> None:
         """Removes the entries under the model's name if they are of another model, or if the weights have changed."""
         with self._lock:
-            known = self._weights.get(name)
-            if known is not None and known.model is model and known.unchanged():
+            watch = self._watches.get(name)
+            if watch is not None and watch.model is model and watch.unchanged():
                 return
-            if known is not None:
+            if watch is not None:
                 for key in [key for key in self._entries if key.model == name]:
                     self._remove(key)
-            self._weights[name] = WeightsWatch(model)
+            self._watches[name] = WeightsWatch(model)
 
     def key(self, tokens: Sequence[int], after: Key = EMPTY) -> Key:
-        """The key of a text and these tokens. after: the key of the text."""
+        """The key of a prefix and these tokens. after: the key of the prefix."""
         *_, last = self._keys(tokens, after)
         return last
 
     def longest(self, tokens: Sequence[int], after: Key = EMPTY) -> tuple[Key, PrefillResult | None]:
-        """The key of the longest prefix of `tokens` in the cache and the result after it; (after, None) where there is none."""
+        """The key of the longest cached prefix of `tokens` and its result; (after, None) if there is none."""
         keys = list(self._keys(tokens, after))
         with self._lock:
-            found = next((key for key in reversed(keys) if key in self._entries), None)
-            if found is None:
+            longest = next((key for key in reversed(keys) if key in self._entries), None)
+            if longest is None:
                 return after, None
-            self._shares.use(found)
-            return found, self._entries[found]
+            self._lru.use(longest)
+            return longest, self._entries[longest]
 
     def put(self, key: Key, result: PrefillResult) -> None:
         result = result.to("cpu")
@@ -158,139 +157,138 @@ class PrefixCache:
             if size > self.max_bytes:
                 return
             self._entries[key] = result
-            self._shares.add(key, key.owner, size)
-            while self._shares.total > self.max_bytes:
-                self._remove(self._shares.victim(self.max_bytes))
+            self._lru.add(key, key.owner, size)
+            while self._lru.total > self.max_bytes:
+                self._remove(self._lru.victim(self.max_bytes))
 
     def _keys(self, tokens: Sequence[int], after: Key = EMPTY) -> Iterator[Key]:
-        """The key of each prefix of `tokens`, the empty one first, after the text with the key `after`."""
+        """The key of each prefix of `tokens`, the empty one first, after the sequence with the key `after`."""
         hashes = accumulate(tokens, lambda value, token: (value * self._point + token + 1) % self._PRIME, initial=after.hash)
         return map(Key, count(after.length), hashes, repeat(after.model), repeat(after.owner))
 
     def _remove(self, key: Key) -> None:
         del self._entries[key]
-        self._shares.remove(key)
+        self._lru.remove(key)
 
 
 class Prefill:
-    """One prompt while it is read: each advance() reads the next part, until `result` is there.
+    """The prefill of one prompt: each advance() runs one stage, until `result` is there.
 
-    start: the result, of one row, that the prompt follows. after: the key of `start` in the cache; different starts need
-    different keys. n_logprobs: keep log-probabilities, among the first vocab_size tokens, of each token of the prompt and of
-    this many likeliest tokens; the whole prompt is then read, whatever is in the cache; None for no log-probabilities. decoder:
-    of the model, which reads short passes; None where neither C nor a GPU's graph fits the model. pools: sum the final hidden
-    states, for rwkv/generation/embedding.py; the whole prompt is then read, and nothing is cached. Raises ValueError where
-    `start` has several rows or is of another model.
+    start: the result, of one row, that the prompt follows. after: the cache key of `start`; different starts need different
+    keys. n_logprobs: collect log-probabilities, among the first vocab_size tokens, of each prompt token and of this many
+    likeliest tokens, without using cached prefixes; None for no log-probabilities. decoder: of the model, for short chunks;
+    None if neither C nor a GPU graph fits the model. pool_hidden: sum the final hidden states, for
+    rwkv/generation/embedding.py, without the cache. Raises ValueError if `start` has several rows or is of another model.
     """
 
     def __init__(self, model: Model, tokens: Sequence[int], start: PrefillResult | None = None,
                  cache: PrefixCache | None = None, n_logprobs: int | None = None, vocab_size: int | None = None,
-                 after: Key = EMPTY, decoder: CDecoder | GpuDecoder | None = None, pools: bool = False) -> None:
+                 after: Key = EMPTY, decoder: CDecoder | GpuDecoder | None = None, pool_hidden: bool = False) -> None:
         if start is not None:
             model.check_state(start.state, B=1)
         self._model = model
         self._device = model.emb.weight.device
         self._chunks = chunks_on(self._device)
-        self._cache = cache = None if pools else cache
-        self.hidden_sum: Tensor | None = None                    # (C) float64, of all tokens read, if it pools
-        self.last_hidden: Tensor | None = None                   # (C), of the last token read, if it pools
-        self._pools = pools
+        self._cache = cache = None if pool_hidden else cache
+        self.hidden_sum: Tensor | None = None                    # (C) float64, over all tokens read, with pool_hidden
+        self.last_hidden: Tensor | None = None                   # (C), of the last token read, with pool_hidden
+        self._pool_hidden = pool_hidden
         self._n_logprobs = n_logprobs
         self._vocab_size = vocab_size
         self.tokens = list(tokens)
-        self._so_far = start             # the result of the part that is read
-        self._key = after                # the key of that result
+        self._latest_result = start      # after the tokens read so far
+        self._key = after                # the cache key of that result
         if cache is not None:
             cache.begin(model, after.model)
         if cache is not None and n_logprobs is None:
-            self._key, found = cache.longest(self.tokens, after)
-            self._so_far = found or start
-        if self._so_far is not None:
-            self._so_far = self._so_far.to(self._device)
+            self._key, cached_result = cache.longest(self.tokens, after)
+            self._latest_result = cached_result or start
+        if self._latest_result is not None:
+            self._latest_result = self._latest_result.to(self._device)
         self._position = self._key.length
-        self.cached = self._position                             # tokens that need not be read
-        self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # results of logprobs() that are not taken yet
-        self._running: Iterator[None] | None = None              # the pass that has begun
-        self._decoder = None if pools else decoder               # it returns no hidden state
+        self.cached = self._position                             # tokens that came from the cache
+        self.logprobs: list[tuple[Tensor, Tensor, Tensor]] = []  # results of logprobs(), until the caller clears them
+        self._chunk_run: Iterator[None] | None = None            # the chunk in progress
+        self._decoder = None if pool_hidden else decoder         # a decoder returns no hidden state
 
     @property
     def next_cost(self) -> int:
-        """The work of the next part, measured in tokens through all blocks, at most Chunks.budget; 0 when all is read."""
-        length = self._end - self._position
+        """The work of the next stage, measured in tokens through all blocks, at most Chunks.budget; 0 when done."""
+        length = self._chunk_end - self._position
         if not length:
             return 0
         if self._decoder is not None and length <= SHORT_PROMPT and self._n_logprobs is None:
             return min(self._chunks.budget, WEIGHTS_IN_C + length)
-        return min(self._chunks.budget, ceil((self._chunks.weights + length) / self._n_parts(length)))
+        return min(self._chunks.budget, ceil((self._chunks.weights + length) / self._n_stages(length)))
 
     @property
-    def joinable(self) -> int:
-        """The tokens of the next part, if it can be read together with those of other prompts; else 0."""
-        length = self._end - self._position
+    def joinable_tokens(self) -> int:
+        """The tokens of the next chunk, if it can be batched with those of other prompts; otherwise 0."""
+        length = self._chunk_end - self._position
         joins = isinstance(self._decoder, GpuDecoder) and length <= SHORT_PROMPT and self._n_logprobs is None
         return length if joins else 0
 
     @property
     def result(self) -> PrefillResult | None:
-        """The result, one row; None before the prompt's end."""
-        return None if self.next_cost else self._so_far
+        """The result, one row; None until the whole prompt is read."""
+        return None if self.next_cost else self._latest_result
 
     def advance(self) -> None:
-        """Reads the next part, and caches the result at the end of a pass."""
-        self._running = self._running or self._read_pass()
+        """Runs the next stage, and caches the result at the end of a chunk."""
+        self._chunk_run = self._chunk_run or self._run_chunk()
         try:
-            next(self._running)
+            next(self._chunk_run)
         except StopIteration:
-            self._running = None
+            self._chunk_run = None
 
     @property
-    def _end(self) -> int:
+    def _chunk_end(self) -> int:
         longest = self._chunks.longest
         return min(len(self.tokens), (self._position // longest + 1) * longest)
 
-    def _n_parts(self, length: int) -> int:
-        """The smallest number of parts of whole blocks that each fit into the budget; a part per block if one does not fit."""
+    def _n_stages(self, length: int) -> int:
+        """The smallest number of stages of whole blocks that each fit into the budget; one per block if none fits."""
         L = len(self._model.blocks)
         blocks = self._chunks.budget * L // (self._chunks.weights + length)
         return ceil(L / max(1, blocks))
 
     @torch.no_grad()
-    def _read_pass(self) -> Iterator[None]:
-        ids = to_device(self._ids.unsqueeze(0), self._device)
-        state = self._so_far.state if self._so_far else None
+    def _run_chunk(self) -> Iterator[None]:
+        ids = to_device(self._chunk_ids.unsqueeze(0), self._device)
+        state = self._latest_result.state if self._latest_result else None
         if self._decoder is not None and ids.shape[1] <= SHORT_PROMPT:
-            if self._n_logprobs is not None:             # nothing else of this pass is used: the text is the one without them
-                yield from self._through_blocks(ids, state)
-            read_together([self])
+            if self._n_logprobs is not None:             # used for these alone, so that the text does not depend on them
+                yield from self._run_blocks(ids, state)
+            advance_all([self])
         else:
-            self._end_pass((yield from self._through_blocks(ids, state)))
+            self._finish_chunk((yield from self._run_blocks(ids, state)))
 
     @property
-    def _ids(self) -> Tensor:
-        """The tokens (t,) of the next pass."""
-        return torch.tensor(self.tokens[self._position:self._end], device="cpu")
+    def _chunk_ids(self) -> Tensor:
+        """The tokens (t,) of the next chunk."""
+        return torch.tensor(self.tokens[self._position:self._chunk_end], device="cpu")
 
-    def _end_pass(self, result: PrefillResult) -> None:
-        end = self._end
+    def _finish_chunk(self, result: PrefillResult) -> None:
+        end = self._chunk_end
         if self._cache is not None:
             self._key = self._cache.key(self.tokens[self._position:end], self._key)
             self._cache.put(self._key, result)
-        self._so_far = result
+        self._latest_result = result
         self._position = end
 
-    def _through_blocks(self, ids: Tensor, state: State | None) -> Generator[None, None, PrefillResult]:
+    def _run_blocks(self, ids: Tensor, state: State | None) -> Generator[None, None, PrefillResult]:
         model = self._model
         head: nn.Module = model.head
-        if model.is_untouched() or self._pools:
-            for found in model.hidden_in_parts(ids, state, self._n_parts(ids.shape[1])):
-                if found is None:
+        if model.is_untouched() or self._pool_hidden:
+            for result in model.hidden_in_parts(ids, state, self._n_stages(ids.shape[1])):
+                if result is None:
                     yield
                 else:
-                    hidden, state = found
+                    hidden, state = result
         else:                            # a hook on the model may change the logits of all positions
             hidden, state = model(ids, state)
             head = nn.Identity()
-        if self._pools:
+        if self._pool_hidden:
             total = hidden[0].double().sum(0)
             self.hidden_sum = total if self.hidden_sum is None else self.hidden_sum + total
             self.last_hidden = hidden[0, -1]
@@ -305,22 +303,22 @@ class Prefill:
 
 
 @torch.no_grad()
-def read_together(readings: Sequence[Prefill]) -> None:
-    """Reads the next passes of prompts by the decoder that they share: of one prompt, or of several that are joinable."""
-    first = readings[0]
+def advance_all(prompts: Sequence[Prefill]) -> None:
+    """Reads the next chunks by the decoder that the prompts share: of one prompt, or of several with joinable_tokens."""
+    first = prompts[0]
     assert first._decoder is not None
-    states = [first._model.empty_state(1) if reading._so_far is None else reading._so_far.state for reading in readings]
-    decoder = first._decoder.beside(State.cat(states))
-    logits, state = decoder.read([reading._ids for reading in readings]), decoder.state()
-    for row, reading in enumerate(readings):
-        reading._end_pass(PrefillResult(logits[row:row + 1], state.rows(slice(row, row + 1))))
+    states = [prompt._latest_result.state if prompt._latest_result else first._model.empty_state(1) for prompt in prompts]
+    decoder = first._decoder.with_state(State.cat(states))
+    logits, state = decoder.read([prompt._chunk_ids for prompt in prompts]), decoder.state()
+    for row, prompt in enumerate(prompts):
+        prompt._finish_chunk(PrefillResult(logits[row:row + 1], state.rows(slice(row, row + 1))))
 
 
 def prefill(model: Model, tokens: Tensor, start: PrefillResult | None = None) -> PrefillResult:
     state = start.state if start else None
     device = model.emb.weight.device
-    for part in tokens.to(device).split(chunks_on(device).longest, dim=1):
-        logits, state = model.prefill(part, state)
+    for chunk in tokens.to(device).split(chunks_on(device).longest, dim=1):
+        logits, state = model.prefill(chunk, state)
     assert state is not None
     return PrefillResult(logits, state)
 

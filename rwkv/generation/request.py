@@ -17,11 +17,10 @@ class Request:
     """One sequence to generate. Raises UserError for a value out of range or of another type.
 
     prompt: a text or its token ids. n_logprobs: also return the log-probability of each token and of this many likeliest
-    tokens; None for no log-probabilities. prompt_logprobs: return them for the prompt's tokens except the first, too. grammar:
-    what the continuation may be. context: the result of reading what precedes the prompt. context_key: the cache key, of
-    length 0, of that context; a context without a key is neither looked up in the cache nor added to it. earlier: ids that the
-    context has read; repetition_penalty counts them like the prompt's. keep_context: set Row.final_context when the sequence
-    has ended. pooling: set Row.embedding when the prompt has been read.
+    tokens; None for no log-probabilities. prompt_logprobs: also return them for the prompt's tokens except the first. grammar:
+    constrains the continuation. context: the result of what precedes the prompt. context_key: the cache key, of length 0, of
+    that context; without it the cache is not used. earlier: ids that the context has read; repetition_penalty counts them like
+    the prompt's. keep_context: set Row.final_context when the sequence has ended. pooling: set Row.embedding after prefill.
     """
 
     prompt: str | Sequence[int]
@@ -57,7 +56,7 @@ class Request:
 
     @property
     def n_prompt_logprobs(self) -> int | None:
-        """n_logprobs for the prompt; None if the prompt's are not wanted."""
+        """n_logprobs for the prompt; None if not requested."""
         return (self.n_logprobs or 0) if self.prompt_logprobs else None
 
     def shares_prefill(self, other: "Request") -> bool:

@@ -1,17 +1,17 @@
-"""From logits to the next token: the filters, and one draw per row with the row's own random number.
+"""From logits to the next token: penalties, filters, and one draw per row with the row's own random number.
 
 The steps with order=hf (as in Hugging Face's transformers): logit bias and banned tokens; repetition, presence and frequency
 penalties; temperature; top_k; top_p, as a share of the probability that top_k has left; min_p; the draw. With order=rwkv (as in
 ChatRWKV) top_p, top_k and min_p come before the temperature, which then acts on the remaining tokens.
 
-The penalties of a row, for a token that is in its prompt or its text:
+The penalties of a row, for a token in its prompt or its generated text:
 
-    logit = logit / repetition_penalty where it is above 0, else logit * repetition_penalty
-    logit = logit - presence_penalty - count * frequency_penalty                where it is in the text
+    logit = logit / repetition_penalty if it is above 0, else logit * repetition_penalty
+    logit = logit - presence_penalty - count * frequency_penalty                if it has been generated
 
 After each draw all counts are multiplied by penalty_decay, and then 1 is added to the count of the token drawn. BlinkDL's
-ChatRWKV, API_DEMO_CHAT.py, does the same with `occurrence`; presence_penalty does not fade there either. Penalties leave out
-the tokens of no_penalty.
+ChatRWKV, API_DEMO_CHAT.py, does the same with `occurrence`; presence_penalty does not decay there either. The tokens of
+no_penalty are exempt.
 
 Legend: B rows, V vocabulary, N candidates after the filters. The options: rwkv.config.Sampling.
 """
@@ -33,7 +33,7 @@ from rwkv.config import Sampling
 from rwkv.errors import UserError
 from rwkv.model.decoding.c_step import drawing
 
-BLOCK = 512                              # tokens of a block, whose probabilities are added up first
+BLOCK = 512                              # tokens per partial sum of probabilities
 SHORTLIST = 256                          # candidates sorted at first: sorting a whole vocabulary takes milliseconds
 
 
@@ -41,7 +41,7 @@ SHORTLIST = 256                          # candidates sorted at first: sorting a
 def drawing_on(device: torch.device, in_c: bool) -> tuple[Draw | None, torch.device]:
     """The function of kernels/draw for logits on this device, None for PyTorch, and the device on which tokens are drawn.
 
-    in_c: the decoding step is C. A GPU without Triton has its tokens drawn on the CPU.
+    in_c: the decoding step is C. Without Triton, a GPU's tokens are drawn on the CPU.
     """
     name = resolve("draw", AUTO, device)
     if device.type == "cuda" and registry.why_not("draw", name, "cuda") is None:
@@ -49,14 +49,14 @@ def drawing_on(device: torch.device, in_c: bool) -> tuple[Draw | None, torch.dev
     return drawing() if in_c or device.type != "cpu" else None, torch.device("cpu")
 
 
-def filters_of(options: Sampling) -> Filters:
+def draw_filters(options: Sampling) -> Filters:
     """The options for kernels/draw, at a temperature above 0."""
-    same = {name: getattr(options, name) for name in Filters._fields if name != "filters_first"}
-    return Filters(**same, filters_first=options.order == "rwkv")
+    fields = {name: getattr(options, name) for name in Filters._fields if name != "filters_first"}
+    return Filters(**fields, filters_first=options.order == "rwkv")
 
 
 @lru_cache(maxsize=64)
-def bias_of(options: Sampling) -> Bias:
+def draw_bias(options: Sampling) -> Bias:
     """logit_bias and the banned tokens, for kernels/draw."""
     values = [*options.logit_bias.items(), *((token, -math.inf) for token in options.banned)]
     ids = torch.tensor([token for token, _ in values], dtype=torch.int32, device="cpu")
@@ -64,55 +64,55 @@ def bias_of(options: Sampling) -> Bias:
 
 
 class Penalties:
-    """The penalties of one row. Memory and time grow with the number of different tokens in its prompt and its text.
+    """The penalties of one row. Memory and time grow with the number of different tokens in its prompt and text.
 
-    without: ids that no penalty changes.
+    exempt: ids that no penalty changes.
     """
 
-    def __init__(self, options: Sampling, prompt: Collection[int] = (), without: Collection[int] = ()) -> None:
+    def __init__(self, options: Sampling, prompt: Collection[int] = (), exempt: Collection[int] = ()) -> None:
         self._options = options
-        self._without = frozenset(without)
-        in_prompt = {*prompt} - self._without if options.repetition_penalty != 1 else ()
+        self._exempt_ids = frozenset(exempt)
+        in_prompt = {*prompt} - self._exempt_ids if options.repetition_penalty != 1 else ()
         self._ids = torch.tensor([*in_prompt], dtype=torch.int64, device="cpu")    # (n) different tokens, new ones last
         self._counts = torch.zeros(len(self._ids), dtype=torch.float64, device="cpu")
-        self._in_text = torch.zeros_like(self._counts)   # 0 or 1
-        self._places = {token: place for place, token in enumerate(self._ids.tolist())}
+        self._generated = torch.zeros_like(self._counts)                           # 0 or 1
+        self._index_of = {token: index for index, token in enumerate(self._ids.tolist())}
 
     def add(self, token: int) -> None:
         self._counts *= self._options.penalty_decay
-        if token in self._without:
+        if token in self._exempt_ids:
             return
-        place = self._places.setdefault(token, len(self._ids))
-        if place == len(self._ids):
+        index = self._index_of.setdefault(token, len(self._ids))
+        if index == len(self._ids):
             self._ids = torch.cat((self._ids, self._ids.new_tensor([token])))
             self._counts = torch.cat((self._counts, self._counts.new_zeros(1)))
-            self._in_text = torch.cat((self._in_text, self._in_text.new_zeros(1)))
-        self._counts[place] += 1
-        self._in_text[place] = 1
+            self._generated = torch.cat((self._generated, self._generated.new_zeros(1)))
+        self._counts[index] += 1
+        self._generated[index] = 1
 
     def apply(self, logits: Tensor) -> None:
         """Changes the row's logits (V) float32 in place."""
         if not len(self._ids):
             return
         options = self._options
-        own = logits[self._ids].double()
+        values = logits[self._ids].double()
         if options.repetition_penalty != 1:
-            own = torch.where(own > 0, own / options.repetition_penalty, own * options.repetition_penalty)
-        own = own - options.presence_penalty * self._in_text - options.frequency_penalty * self._counts
-        logits.index_copy_(0, self._ids, own.float())
+            values = torch.where(values > 0, values / options.repetition_penalty, values * options.repetition_penalty)
+        values = values - options.presence_penalty * self._generated - options.frequency_penalty * self._counts
+        logits.index_copy_(0, self._ids, values.float())
 
     @staticmethod
     def apply_all(logits: Tensor, rows: Sequence["Penalties"]) -> Tensor:
-        """The logits (B,V) float32 after the penalties of each row, which may be the same tensor, changed."""
-        for number, penalties in enumerate(rows):
-            penalties.apply(logits[number])
+        """The logits (B,V) float32 after the penalties of each row; `logits` may be changed in place."""
+        for row, penalties in enumerate(rows):
+            penalties.apply(logits[row])
         return logits
 
 
 class PenaltyTable:
-    """The penalties of rows whose logits are on a GPU: counts of V tokens for each, in float64, as in kernels/draw.
+    """The penalties of rows whose logits are on a GPU: V counts per row, in float64, as in kernels/draw.
 
-    A row has a slot from its first logits on, until it is deleted. A slot takes 9 V bytes.
+    A row has a slot from its first logits until it is deleted. A slot takes 9 V bytes.
     """
 
     def __init__(self, V: int, device: torch.device) -> None:
@@ -122,12 +122,12 @@ class PenaltyTable:
         self._rows: list[TablePenalties] = []            # of the last call
         self._options = torch.empty(0)
 
-    def row(self, options: Sampling, prompt: Collection[int] = (), without: Collection[int] = ()) -> "TablePenalties":
+    def row(self, options: Sampling, prompt: Collection[int] = (), exempt: Collection[int] = ()) -> "TablePenalties":
         """As Penalties."""
-        return TablePenalties(self, options, prompt, without)
+        return TablePenalties(self, options, prompt, exempt)
 
     def slot(self) -> int:
-        """A free slot, with zeros."""
+        """A free slot, zeroed."""
         if not self._free:
             n = len(self._counts)
             more = max(1, n)
@@ -143,47 +143,47 @@ class PenaltyTable:
         self._flags[slot, to_device(torch.tensor([*ids], dtype=torch.int64), self._flags.device)] |= flag
 
     def release(self, slot: int) -> None:
-        """Launches nothing: the garbage collector may call it in any thread, and while a CUDA graph is captured."""
+        """Launches nothing: the garbage collector may call it in any thread, also during the capture of a CUDA graph."""
         self._free.append(slot)
 
-    def forget(self) -> None:
-        """Lets go of the rows of the last call."""
+    def forget_rows(self) -> None:
+        """Drops the references to the rows of the last call."""
         self._rows = []
 
     def apply(self, logits: Tensor, rows: Sequence["TablePenalties"]) -> Tensor:
         """The logits (B,V) float32 after the penalties of each row."""
-        slots, last = to_device(torch.tensor([[row.slot for row in rows], [row.take_last() for row in rows]]), logits.device)
+        slots, last = to_device(torch.tensor([[row.slot for row in rows], [row.pop_last() for row in rows]]), logits.device)
         if [*rows] != self._rows:
             self._rows = [*rows]
-            self._options = to_device(torch.tensor([row.numbers for row in rows], dtype=torch.float64), logits.device)
+            self._options = to_device(torch.tensor([row.options for row in rows], dtype=torch.float64), logits.device)
         return penalize(logits, self._counts, self._flags, slots, last, self._options)
 
 
 class TablePenalties:
     """The penalties of one row in a PenaltyTable."""
 
-    def __init__(self, table: PenaltyTable, options: Sampling, prompt: Collection[int], without: Collection[int]) -> None:
+    def __init__(self, table: PenaltyTable, options: Sampling, prompt: Collection[int], exempt: Collection[int]) -> None:
         self.table = table
-        self.numbers = (options.repetition_penalty, options.presence_penalty, options.frequency_penalty, options.penalty_decay)
-        self._prompt = prompt
-        self._without = without
-        self._last = -1
+        self.options = (options.repetition_penalty, options.presence_penalty, options.frequency_penalty, options.penalty_decay)
+        self._prompt_ids = prompt
+        self._exempt_ids = exempt
+        self._uncounted = -1
 
     @cached_property
     def slot(self) -> int:
         slot = self.table.slot()
-        self.table.mark(slot, self._prompt, 1)
-        self.table.mark(slot, self._without, 4)
+        self.table.mark(slot, self._prompt_ids, 1)
+        self.table.mark(slot, self._exempt_ids, 4)
         weakref.finalize(self, self.table.release, slot)
         return slot
 
     def add(self, token: int) -> None:
-        self._last = token
+        self._uncounted = token
 
-    def take_last(self) -> int:
-        """The token added last, which is counted once; -1 for none."""
-        last = self._last
-        self._last = -1
+    def pop_last(self) -> int:
+        """The last token added, at most once; -1 for none."""
+        last = self._uncounted
+        self._uncounted = -1
         return last
 
     @staticmethod
@@ -197,12 +197,12 @@ AllPenalties = Sequence[Penalties] | Sequence[TablePenalties]
 
 def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
                 penalties: AllPenalties | None = None, draw: Draw | None = None) -> Tensor:
-    """The next token of each row, (B,) int64 on the CPU, from logits (B,V) and uniform (B,), random numbers from [0, 1).
+    """The next token of each row, (B,) int64 on the CPU, from logits (B,V) and uniform (B,), random numbers in [0, 1).
 
     penalties: of each row; None if the options have none. draw: a function of kernels/draw for the device of the logits; None
-    for PyTorch, which draws on the CPU. Raises UserError where the logits are not finite.
+    for PyTorch, which draws on the CPU. Raises UserError if the logits are not finite.
     """
-    tokens = on_host([queued_tokens(logits, uniform, options, penalties, draw)])
+    tokens = to_host([queued_tokens(logits, uniform, options, penalties, draw)])
     if bool((tokens < 0).any()):
         raise not_finite()
     return tokens
@@ -210,30 +210,29 @@ def next_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
 
 def queued_tokens(logits: Tensor, uniform: Tensor, options: Sampling,
                   penalties: AllPenalties | None = None, draw: Draw | None = None) -> Tensor:
-    """next_tokens on the device of the logits, without waiting for it: -1 for a row whose logits are not finite."""
+    """next_tokens without synchronisation, on the device of the logits: -1 for a row whose logits are not finite."""
     logits = logits.float()
     if options.temperature == 0:
-        logits = changed(logits, options, penalties)
+        logits = adjust_logits(logits, options, penalties)
         return torch.where(logits.amax(-1).isfinite(), logits.argmax(-1), -1)
     if draw is None:
-        logits = changed(logits.cpu(), options, penalties)
+        logits = adjust_logits(logits.cpu(), options, penalties)
         finite = logits.amax(-1).isfinite()
         ids, probabilities = distribution(torch.where(finite.unsqueeze(-1), logits, 0.0), options)
         drawn = pick(probabilities, uniform)
         return torch.where(finite, drawn if ids is None else ids.gather(-1, drawn.unsqueeze(-1)).squeeze(-1), -1)
-    if penalties is not None:            # they act on biased logits
-        return draw(changed(logits, options, penalties), uniform, filters_of(options), NO_BIAS)
-    return draw(logits, uniform, filters_of(options), bias_of(options))
+    if penalties is not None:            # applied to biased logits
+        return draw(adjust_logits(logits, options, penalties), uniform, draw_filters(options), NO_BIAS)
+    return draw(logits, uniform, draw_filters(options), draw_bias(options))
 
 
-def on_host(drawn: Sequence[Tensor]) -> Tensor:
-    """The results of several calls of queued_tokens, one after the other, on the CPU: the one point at which the host waits for
-    a GPU."""
+def to_host(drawn: Sequence[Tensor]) -> Tensor:
+    """The concatenated results of queued_tokens on the CPU: the only point at which the host waits for a GPU."""
     return torch.cat([*drawn]).cpu()
 
 
-def changed(logits: Tensor, options: Sampling, penalties: AllPenalties | None) -> Tensor:
-    """The logits (B,V) after bias, bans and penalties. The tensor that is given does not change."""
+def adjust_logits(logits: Tensor, options: Sampling, penalties: AllPenalties | None) -> Tensor:
+    """The logits (B,V) after bias, bans and penalties; the argument does not change."""
     if options.logit_bias or options.banned or penalties is not None:
         logits = logits.clone()
     for token, bias in options.logit_bias.items():
@@ -247,81 +246,82 @@ def changed(logits: Tensor, options: Sampling, penalties: AllPenalties | None) -
 
 def distribution(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
     """The candidates' ids (B,N), or None for the whole vocabulary in its order, and their probabilities (B,N)."""
-    ids, kept = _keep_likeliest(logits, options)
+    ids, candidates = _filter_candidates(logits, options)
     if options.min_p > 0:
-        kept = kept.masked_fill(kept < kept.amax(-1, keepdim=True) + math.log(options.min_p), -torch.inf)
+        threshold = candidates.amax(-1, keepdim=True) + math.log(options.min_p)
+        candidates = candidates.masked_fill(candidates < threshold, -torch.inf)
     if options.order == "rwkv":
-        kept = kept / options.temperature
-    return ids, torch.softmax(kept, -1)
+        candidates = candidates / options.temperature
+    return ids, torch.softmax(candidates, -1)
 
 
 def pick(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """The index (B,) at which the cumulative probability of each row (B,N) first exceeds uniform (B,).
 
-    The block with this index is found first: a cumulative sum over a whole vocabulary takes ten times as long.
+    It finds the block of this index first: a cumulative sum over a whole vocabulary takes ten times as long.
     """
     N = probabilities.shape[-1]
-    whole = N // BLOCK * BLOCK
-    sums = torch.cat((probabilities[:, :whole].unflatten(1, (-1, BLOCK)).sum(-1, dtype=torch.float64),
-                      probabilities[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)), 1)
+    full = N // BLOCK * BLOCK
+    sums = torch.cat((probabilities[:, :full].unflatten(1, (-1, BLOCK)).sum(-1, dtype=torch.float64),
+                      probabilities[:, full:].sum(-1, keepdim=True, dtype=torch.float64)), 1)
     ends = sums.cumsum(-1)
-    wanted = uniform.double().unsqueeze(-1) * ends[:, -1:]
-    block = torch.searchsorted(ends, wanted, right=True).clamp(max=ends.shape[-1] - 1)
+    target = uniform.double().unsqueeze(-1) * ends[:, -1:]
+    block = torch.searchsorted(ends, target, right=True).clamp(max=ends.shape[-1] - 1)
     ids = block * BLOCK + torch.arange(min(BLOCK, N), device=block.device)
     cumulative = probabilities.gather(-1, ids.clamp(max=N - 1)).double().masked_fill(ids >= N, 0).cumsum(-1)
     below_all = cumulative[:, -1:].nextafter(cumulative.new_zeros(1))     # so that no index is past the end
-    inside = torch.minimum(wanted - (ends - sums).gather(-1, block), below_all)
+    inside = torch.minimum(target - (ends - sums).gather(-1, block), below_all)
     return ids.gather(-1, torch.searchsorted(cumulative, inside, right=True)).squeeze(-1)
 
 
-def _keep_likeliest(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
-    """The ids and logits (B,N) that top_k and top_p leave, the likeliest first; -inf marks a token that top_p drops.
+def _filter_candidates(logits: Tensor, options: Sampling) -> tuple[Tensor | None, Tensor]:
+    """The ids and logits (B,N) after top_k and top_p, the likeliest first; -inf marks a token that top_p drops.
 
-    The logits are those that the filters act on, minus their row's largest. The ids are None if both options are off.
+    The logits are the filters' input minus the row's maximum. The ids are None if both filters are off.
     """
     V = logits.shape[-1]
     largest = logits.amax(-1, keepdim=True)
     top_k = min(options.top_k or V, V)
 
-    def seen(logits: Tensor) -> Tensor:
+    def scaled(logits: Tensor) -> Tensor:
         return (logits - largest) / (options.temperature if options.order == "hf" else 1)
 
     if top_k == V and options.top_p >= 1:
-        return None, seen(logits)
+        return None, scaled(logits)
     if options.order == "hf" and top_k < V:
-        kept, ids = _likeliest(logits, top_k)
-        return ids, _keep_top_p(seen(kept), _weight(seen(kept)), options.top_p)
-    total = _weight(seen(logits))
+        values, ids = _top_logits(logits, top_k)
+        return ids, _filter_top_p(scaled(values), _sum_exp(scaled(values)), options.top_p)
+    total = _sum_exp(scaled(logits))
     N = SHORTLIST if options.top_p < 1 else top_k
     while True:                          # until the N likeliest hold all tokens that top_p or top_k keeps
-        kept, ids = _likeliest(logits, min(N, top_k))
-        if N >= top_k or bool((_weight(seen(kept)) >= options.top_p * total).all()):
-            return ids, _keep_top_p(seen(kept), total, options.top_p)
+        values, ids = _top_logits(logits, min(N, top_k))
+        if N >= top_k or bool((_sum_exp(scaled(values)) >= options.top_p * total).all()):
+            return ids, _filter_top_p(scaled(values), total, options.top_p)
         N *= 8
 
 
-def _likeliest(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The n largest logits of each row and their ids, both (B,n). Among equal ones, those with lower ids come first.
+def _top_logits(logits: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The n largest logits of each row and their ids, both (B,n); lower ids first among equal logits.
 
-    They are found before the logits are changed, because rounding may make different logits equal.
+    The logits must be unscaled, because rounding may make different logits equal.
     """
     values, ids = logits.topk(n)
     least = values[:, -1:].clamp(min=torch.finfo(logits.dtype).min)          # -inf marks tokens that are not drawn
     most = int((logits >= least).sum(-1).max())
-    if most > n:                         # topk has chosen among equal logits
+    if most > n:                         # topk has picked some of several equal logits
         _, ids = logits.topk(most)
     ids = ids.sort(-1).values
     values, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
     return values[:, :n], ids.gather(-1, order)[:, :n]
 
 
-def _weight(logits: Tensor) -> Tensor:
-    """The sum of the exponentials of each row, (B,1) float64. No logit is above 0."""
+def _sum_exp(logits: Tensor) -> Tensor:
+    """The sum of the exponentials of each row, (B,1) float64; no logit is above 0."""
     return logits.exp().sum(-1, keepdim=True, dtype=torch.float64)
 
 
-def _keep_top_p(ordered: Tensor, total: Tensor, top_p: float) -> Tensor:
-    """The logits (B,N), the likeliest first, with -inf where the tokens before already have the share top_p of `total`."""
+def _filter_top_p(ordered: Tensor, total: Tensor, top_p: float) -> Tensor:
+    """The logits (B,N), the likeliest first, with -inf from where the tokens before sum to at least top_p of `total`."""
     if top_p >= 1:
         return ordered
     weights = ordered.exp().double()

@@ -1,8 +1,8 @@
-"""Saved states (save_state=FILE, state=FILE): the result of reading a text, from which generation can continue.
+"""Saved states (save_state=FILE, state=FILE): prefill results from which generation can continue.
 
-The file is in safetensors form: the parts of the state and the logits, with the hashes of the model and the tokenizer that they
-belong to, the last ids of the text, which decoding the following text needs, and a checksum of all of these. The server's files
-have further metadata, which other programs ignore. Files of earlier versions have no checksum and are read all the same.
+A safetensors file: the tensors of state and logits, with the hashes of the model and the tokenizer, the last ids, which
+decoding the following text needs, and a checksum of all of these. The server's files have further metadata, which other
+programs ignore. Files of earlier versions without a checksum are accepted.
 """
 
 import hashlib
@@ -27,10 +27,10 @@ from rwkv.tokenizer.decoders import require_id
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 FORMAT = "timemix-state-1"
-LAST_IDS = "last_ids"                    # a key of the metadata
-CHECKSUM = "sha256"                      # a key of the metadata
-LONGEST_HEADER = 2**20                   # bytes of a file that are read to find its metadata
-PARTS = ("model", "tokenizer")           # keys of the metadata: the hashes of those that a state belongs to
+LAST_IDS = "last_ids"                    # metadata keys
+CHECKSUM = "sha256"
+LONGEST_HEADER = 2**20                   # bytes read to find a file's metadata
+PARTS = ("model", "tokenizer")           # metadata keys: the hashes of what a state belongs to
 
 
 def save_context(path: str | Path, context: PrefillResult, model: Model, tokenizer: Tokenizer) -> None:
@@ -40,19 +40,17 @@ def save_context(path: str | Path, context: PrefillResult, model: Model, tokeniz
 
 
 def load_context(path: str | Path, model: Model, tokenizer: Tokenizer) -> PrefillResult:
-    """The result in a file, one row. Raises UserError where it is missing, damaged, or of another model or tokenizer."""
+    """The result in a file, one row. Raises UserError if the file is missing, damaged, or of another model or tokenizer."""
     return StateForm.of(model, tokenizer).load(path)
 
 
 @torch.no_grad()
 def beginning(model: Model, tokenizer: Tokenizer, state: State) -> PrefillResult:
-    """The context of texts that begin with `state`, one row. It has the logits after end_of_text, with which a text without a
-    prompt begins, and no ids.
-    """
+    """The context of sequences that begin with `state`, one row: the logits after end_of_text (for an empty prompt), no ids."""
     device = model.emb.weight.device
-    nothing = PrefillResult(torch.empty(1, model.vocab_size, device=device), state.to(device))
-    first = torch.tensor([[tokenizer.end_of_text]], device="cpu")
-    return nothing._replace(logits=prefill(model, first, nothing).logits)
+    start = PrefillResult(torch.empty(1, model.vocab_size, device=device), state.to(device))
+    end_of_text = torch.tensor([[tokenizer.end_of_text]], device="cpu")
+    return start._replace(logits=prefill(model, end_of_text, start).logits)
 
 
 class StateForm:
@@ -72,7 +70,7 @@ class StateForm:
 
     def content(self, context: PrefillResult, more: Mapping[str, str] | None = None) -> bytes:
         """The content of a file. more: further metadata."""
-        tensors = {name: part.cpu().contiguous() for name, part in _parts(context).items()}
+        tensors = {name: tensor.cpu().contiguous() for name, tensor in _named_tensors(context).items()}
         metadata = {**(more or {}), **self.identity, LAST_IDS: json.dumps(context.last_ids)}
         return save(tensors, metadata={**metadata, CHECKSUM: _checksum(tensors, metadata)})
 
@@ -91,34 +89,32 @@ class StateForm:
             tensors = load(content)
             metadata = metadata_of(content)
         except (SafetensorError, ValueError) as error:
-            is_form = content[8:9] == b"{"
-            problem = "it is truncated or damaged" if is_form else "it is no .safetensors, which save_state= writes"
+            is_safetensors = content[8:9] == b"{"
+            problem = "it is truncated or damaged" if is_safetensors else "it is not a .safetensors file of save_state="
             raise UserError(f"{name} cannot be read as a state file: {problem}; name weights as checkpoint=") from error
         self.require_same(name, metadata)
         module = generation(self._config)
-        expected = _parts(PrefillResult(torch.empty(1, self._vocab_size), module.empty_state(self._config, 1, "meta")))
+        expected = _named_tensors(PrefillResult(torch.empty(1, self._vocab_size), module.empty_state(self._config, 1, "meta")))
         if {name: part.shape for name, part in tensors.items()} != {name: part.shape for name, part in expected.items()}:
-            raise UserError(f"{name} does not hold the state of one text for this model: its tensors have other names or "
-                            "shapes")
+            raise UserError(f"{name} must hold one row's state for this model; its tensors have other names or shapes")
         if metadata.get(CHECKSUM, checksum := _checksum(tensors, metadata)) != checksum:
-            raise UserError(f"{name} has changed since it was written: its content does not have the checksum that it states; "
-                            "use a whole copy, or save the state again")
+            raise UserError(f"{name} has changed since it was written (checksum mismatch): use an intact copy, or save the "
+                            "state again")
         if not all(tensor.is_floating_point() and tensor.isfinite().all() for tensor in tensors.values()):
-            raise UserError(f"{name} holds numbers that are not finite, from which no text goes on: the model that read its "
-                            "text had diverged, or the file has changed")
+            raise UserError(f"{name} must hold finite numbers; its model had diverged, or the file has changed")
         logits = tensors.pop("logits").to(self._device)
         state = module.State(**{part: tensor.to(self._device, torch.float32) for part, tensor in tensors.items()})
         return PrefillResult(logits, state, self.last_ids(name, metadata))
 
     def require_same(self, name: str, metadata: Mapping[str, str]) -> None:
-        """Raises UserError where a file with this metadata belongs to another model or tokenizer."""
+        """Raises UserError if a file with this metadata belongs to another model or tokenizer."""
         if metadata.get("format") != FORMAT:
-            raise UserError(f"{name} is not a state file of this version: expected the format {FORMAT}, "
-                            f"found {metadata.get('format', 'none')}; name weights as checkpoint=")
+            raise UserError(f"{name} must be a state file of format {FORMAT}; got {metadata.get('format', 'none')}; name "
+                            "weights as checkpoint=")
         for part in PARTS:
             if metadata.get(part) != self.identity[part]:
-                raise UserError(f"{name} was written with another {part} (its hash is {str(metadata.get(part))[:12]}, this "
-                                f"one's {self.identity[part][:12]}): use the {part} that the state was saved with")
+                raise UserError(f"{name} was written with another {part} (hash {str(metadata.get(part))[:12]}; got "
+                                f"{self.identity[part][:12]}): use the {part} that the state was saved with")
 
     def last_ids(self, name: str, metadata: Mapping[str, str]) -> tuple[int, ...]:
         text = metadata.get(LAST_IDS, "[]")
@@ -126,7 +122,7 @@ class StateForm:
             ids = whole_numbers(LAST_IDS, json.loads(text))
             return tuple(require_id(token, self._tokenizer.vocab_size) for token in ids)
         except (ValueError, RecursionError):
-            raise UserError(f"{name} holds {text[:60]!r} as the last ids of its text: the file is damaged") from None
+            raise UserError(f"{name} is damaged: its last ids are {text[:60]!r}") from None
 
 
 def is_state_file(path: str | Path) -> bool:
@@ -139,10 +135,10 @@ def is_state_file(path: str | Path) -> bool:
 
 
 def metadata_of(content: bytes) -> dict[str, str]:
-    """The metadata of a safetensors file, from its first bytes. Raises ValueError where they hold no whole header."""
+    """The metadata of a safetensors file, from its first bytes. Raises ValueError if they hold no whole header."""
     length = int.from_bytes(content[:8], "little")
     if len(content) < 8 + length:
-        raise ValueError("its header is cut")
+        raise ValueError("its header is truncated")
     try:
         header = json.loads(content[8:8 + length])
     except RecursionError:
@@ -155,13 +151,13 @@ def metadata_of(content: bytes) -> dict[str, str]:
 
 def _checksum(tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> str:
     """SHA-256 in hexadecimal digits of the tensors, which are contiguous, and of the metadata other than a checksum."""
-    described = [[name, str(tensor.dtype), [*tensor.shape]] for name, tensor in sorted(tensors.items())]
-    stated = sorted(pair for pair in metadata.items() if pair[0] != CHECKSUM)
-    digest = hashlib.sha256(json.dumps([described, stated]).encode())
+    headers = [[name, str(tensor.dtype), [*tensor.shape]] for name, tensor in sorted(tensors.items())]
+    pairs = sorted(pair for pair in metadata.items() if pair[0] != CHECKSUM)
+    digest = hashlib.sha256(json.dumps([headers, pairs]).encode())
     for _, tensor in sorted(tensors.items()):
         digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
-def _parts(context: PrefillResult) -> dict[str, Tensor]:
+def _named_tensors(context: PrefillResult) -> dict[str, Tensor]:
     return {"logits": context.logits, **context.state.named()}

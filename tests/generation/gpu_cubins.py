@@ -51,7 +51,7 @@ def main(arch: int) -> None:
             step = GpuStep(model, 32)
             for rows in (1, 32):
                 step.run(rows)
-            step.run(16, texts=True)
+            step.run(16, prefill=True)
     logits = torch.empty(2, 65536)
     for options in ({}, {"top_k": 5}, {"top_p": 0.5}, {"min_p": 0.1}, {"top_p": 0.5, "filters_first": True}):
         triton_v0.draw(logits, torch.empty(2), Filters(**options), NO_BIAS)

@@ -21,7 +21,7 @@ from rwkv.generation import prefill as prefill_module
 from rwkv.generation.decoder import Decoder, GpuDecoder
 from rwkv.generation.engine import WARM_SAMPLINGS, Engine
 from rwkv.generation.request import Request
-from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, filters_of
+from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, draw_filters
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.decoding.triton_step import GpuStep, bucket_of, step_of, why_not_on_gpu
 from rwkv.model.quantized import to_packed
@@ -130,7 +130,7 @@ def test_prompts_that_are_read_together_have_the_bits_of_steps_alone(generation:
     begun = GpuDecoder(model, model.empty_state(1))
     begun.step(ids[2, 4:5])
     states = State.cat([model.empty_state(2), begun.state()])
-    reader = running.beside(states)
+    reader = running.with_state(states)
     logits = reader.read([ids[0, :1], ids[1, :7], ids[2, 5:9]])
     for row, (own, state) in enumerate(expected):
         assert torch.equal(logits[row], own), row
@@ -308,7 +308,7 @@ def test_a_warm_up_draws_with_every_variant_of_the_kernel(monkeypatch: pytest.Mo
             return lambda *args, **constants: launched.add(frozenset(constants.items()))
 
     monkeypatch.setattr(triton_v0, "_draw", Recorder())
-    warm = [filters_of(options) for options in WARM_SAMPLINGS if options.temperature]
+    warm = [draw_filters(options) for options in WARM_SAMPLINGS if options.temperature]
     every = [Filters(top_k=top_k, top_p=top_p, min_p=min_p, filters_first=first)
              for top_k in (0, 1, 16) for top_p in (0.5, 1) for min_p in (0, 0.1, 1) for first in (False, True)]
     sets = []
@@ -344,7 +344,7 @@ def test_penalties_are_to_the_bit_those_of_the_host() -> None:
             mine.add(token)
             theirs.add(token)
         if step == 5:                    # a row leaves, and another one gets its slot
-            table.forget()
+            table.forget_rows()
             del host[1], device[1]
             host.append(Penalties(options[1], [4]))
             device.append(table.row(options[1], [4]))
@@ -377,7 +377,7 @@ def test_texts_are_those_of_pytorchs_decoder(generation: str, monkeypatch: pytes
     class OnGpu(Engine):
         def _decode_from(self, state: State) -> None:
             super()._decode_from(state)
-            self._draw_by = triton_v0.draw
+            self._draw_function = triton_v0.draw
             self._penalty_table = PenaltyTable(257, torch.device("cpu"))
 
     monkeypatch.setattr(engine_module, "decoder_of", GpuDecoder)

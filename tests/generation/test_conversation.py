@@ -104,7 +104,7 @@ def test_turns_are_read_as_the_whole_conversation_where_words_have_their_space(t
     chat = Chat(model, tokenizer, chat_template(str(tmp_path / "llama.jinja")), sampling, 12)
     for text in ("bad", "cab"):
         _, _, alone = answer_of(chat, text)
-        assert chat._points[-1][1].last_ids == alone.context().last_ids
+        assert chat._saved_results[-1][1].last_ids == alone.context().last_ids
     assert chat.stats.read == 1 + len(tokenizer.encode("[cab]"))         # after end_of_text
 
 
@@ -140,7 +140,7 @@ def test_a_stopped_answer_is_a_turn() -> None:
     assert chat.messages[-1] == {"role": "assistant", "content": first.strip()}
     chat.kept_bytes = 0                                          # only the newest state is kept
     assert "".join(chat.say(TURNS[1]))
-    assert len(chat._points) == 1
+    assert len(chat._saved_results) == 1
 
 
 def test_ctrl_c_while_a_turn_is_read_takes_it_back(capsys: pytest.CaptureFixture[str]) -> None:

@@ -14,8 +14,8 @@ from rwkv.generation.stopping import StoppingCriteria
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 BYTES = ByteTokenizer()
-PASS = ON_CPU.longest
-TEXTS = ["a", "A cat.", "x" * (2 * PASS + 7), "", "A cat."]
+CHUNK = ON_CPU.longest
+TEXTS = ["a", "A cat.", "x" * (2 * CHUNK + 7), "", "A cat."]
 
 
 @pytest.mark.parametrize("generation", ["rwkv4", "rwkv7"])
@@ -50,8 +50,8 @@ def test_running_sequences_get_a_token_at_every_step() -> None:
     engine = Engine(small_model("reference", generation="rwkv7", vocab_size=256), BYTES)
     running = engine.add(Request("A cat", 3, StoppingCriteria(40, stop_tokens=()), Sampling(banned=(BYTES.end_of_text,))))
     engine.step()
-    rows = [engine.add(Request("x" * PASS, stopping=StoppingCriteria(0), pooling="mean")) for _ in range(4)]
-    rows.append(engine.add(Request("y" * PASS, stopping=StoppingCriteria(0), pooling="last")))
+    rows = [engine.add(Request("x" * CHUNK, stopping=StoppingCriteria(0), pooling="mean")) for _ in range(4)]
+    rows.append(engine.add(Request("y" * CHUNK, stopping=StoppingCriteria(0), pooling="last")))
     before = len(running.sample.tokens)
     for _ in range(20):
         engine.step()

@@ -55,9 +55,9 @@ def constant(model: RWKV, token: int) -> RWKV:
     return model
 
 
-def cut_into(patch: pytest.MonkeyPatch, whole: int, part: int) -> None:
-    """Prompts are read in passes of `whole` tokens, in parts of `part` tokens."""
-    patch.setattr(prefill_module, "ON_CPU", prefill_module.ON_CPU._replace(longest=whole, budget=part))
+def cut_into(patch: pytest.MonkeyPatch, chunk: int, budget: int) -> None:
+    """Prefill in chunks of `chunk` tokens, in stages with the work of `budget` tokens."""
+    patch.setattr(prefill_module, "ON_CPU", prefill_module.ON_CPU._replace(longest=chunk, budget=budget))
 
 
 def by_hand(model: RWKV, ids: list[int], n: int, seed: int, options: Sampling) -> list[int]:
@@ -76,11 +76,11 @@ def by_hand(model: RWKV, ids: list[int], n: int, seed: int, options: Sampling) -
 def read_prompts(model: RWKV, prompts: list[list[int]], start: PrefillResult | None = None,
                  cache: PrefixCache | None = None) -> list[PrefillResult | None]:
     """The result after each prompt."""
-    readings = [Prefill(model, prompt, start, cache) for prompt in prompts]
-    for reading in readings:
+    prefills = [Prefill(model, prompt, start, cache) for prompt in prompts]
+    for reading in prefills:
         while reading.next_cost:
             reading.advance()
-    return [reading.result for reading in readings]
+    return [reading.result for reading in prefills]
 
 
 class Adapter(nn.Module):
@@ -184,12 +184,12 @@ def test_a_prefix_cache_changes_no_result(kernel: str, prompts: list[str], max_b
 
 
 def test_what_is_in_the_cache_is_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, cache, passes = MODELS["conv1d"], PrefixCache(), watch(monkeypatch)
+    model, cache, chunks = MODELS["conv1d"], PrefixCache(), watch(monkeypatch)
     shared = [*b"a long prompt that all begin with; "]
     read_prompts(model, [shared], cache=cache)
     read_prompts(model, [[*shared, 1], [*shared, 2, 3]], cache=cache)
     read_prompts(model, [[*shared, 2, 3]], cache=cache)
-    assert passes == [(1, len(shared)), (1, 1), (1, 2)]
+    assert chunks == [(1, len(shared)), (1, 1), (1, 2)]
 
 
 def test_an_empty_prompt_beside_another_after_a_context() -> None:
@@ -231,10 +231,10 @@ def test_threads_may_share_a_cache() -> None:
     assert (len(cache), cache.bytes) == (20, 20 * one)
 
 
-def test_samples_of_one_prompt_share_its_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    passes = watch(monkeypatch)
+def test_samples_of_one_prompt_share_its_prefill(monkeypatch: pytest.MonkeyPatch) -> None:
+    chunks = watch(monkeypatch)
     samples = generate_batch(MODELS["conv1d"], BYTES, ["a prompt"] * 3, 5, seeds=[0, 1, 0])
-    assert passes == [(1, 8)]
+    assert chunks == [(1, 8)]
     assert samples[0].tokens == samples[2].tokens != samples[1].tokens
 
 
@@ -246,7 +246,7 @@ ARRIVALS = st.lists(st.tuples(st.integers(0, 9), st.text("ab\n", max_size=30), s
 @given(st.sampled_from(KERNELS), ARRIVALS)
 @settings(max_examples=12)
 def test_rows_join_and_leave_and_each_text_is_the_text_alone(kernel: str, arrivals: list[Any]) -> None:
-    """Rows with options of their own that arrive between steps, with prompts of several slices; the first is cancelled."""
+    """Rows with options of their own that arrive between steps, with prompts of several chunks; the first is cancelled."""
     model = MODELS[kernel]
     with pytest.MonkeyPatch.context() as patch:
         cut_into(patch, 16, 8)
@@ -304,17 +304,17 @@ def test_a_prompt_is_read_as_the_model_reads_it(length: int) -> None:
 
 
 @pytest.mark.parametrize("n_logprobs", [None, 2])
-def test_parts_of_a_pass_are_the_pass_to_the_bit(n_logprobs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_of_a_chunk_are_the_chunk_to_the_bit(n_logprobs: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = MODELS["rwkv7"], [*range(1, 60)]
     cut_into(monkeypatch, 32, prefill_module.ON_CPU.budget)
     whole = prefill(model, torch.tensor([ids]))
     cut_into(monkeypatch, 32, 8)
-    reading, parts = Prefill(model, ids, n_logprobs=n_logprobs), 0
+    reading, stages = Prefill(model, ids, n_logprobs=n_logprobs), 0
     while reading.next_cost:
         assert reading.next_cost <= 8
         reading.advance()
-        parts += 1
-    assert parts >= 2 * len(model.blocks), "both passes are in parts"
+        stages += 1
+    assert stages >= 2 * len(model.blocks), "both chunks are in stages"
     result = reading.result
     assert result is not None
     assert torch.equal(result.logits, whole.logits)
@@ -322,28 +322,28 @@ def test_parts_of_a_pass_are_the_pass_to_the_bit(n_logprobs: int | None, monkeyp
     assert sum(len(own) for own, _, _ in reading.logprobs) == (0 if n_logprobs is None else len(ids) - 1)
 
 
-def test_a_prompt_delays_the_others_by_one_slice_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_prompt_delays_the_others_by_one_budget_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
     cut_into(monkeypatch, 24, 8)
     engine = Engine(MODELS["conv1d"], BYTES)
     engine.add_all([Request("ab", 0, StoppingCriteria(30), Sampling(banned=(0,)))])
     late = [engine.add(Request("c" * length, stopping=StoppingCriteria(4), sampling=Sampling(banned=(0,))))
             for length in (50, 3, 4)]
-    passes, parts, advance = watch(monkeypatch), list[int](), Prefill.advance
+    chunks, costs, advance = watch(monkeypatch), list[int](), Prefill.advance
 
     def counted(self: Prefill) -> None:
-        parts.append(self.next_cost)
+        costs.append(self.next_cost)
         advance(self)
 
     monkeypatch.setattr(Prefill, "advance", counted)
     ended = []
     while engine.unfinished:
-        before = len(parts)
+        before = len(costs)
         pieces = engine.step()
-        assert sum(parts[before:]) <= 8
+        assert sum(costs[before:]) <= 8
         assert pieces, "the first text goes on in every step"
         ended += [row.index for row in late if not row.unfinished and row.index not in ended]
     assert ended == [2, 3, 1], "short prompts do not wait for a long one"
-    assert sum(length for _, length in passes) == 57
+    assert sum(length for _, length in chunks) == 57
 
 
 @torch.no_grad()
@@ -455,13 +455,13 @@ def test_a_seed_is_a_text_and_no_other_random_state_is_touched() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_a_long_prompt_is_read_in_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, passes = MODELS["conv1d"], watch(monkeypatch)
+def test_a_long_prompt_is_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, chunks = MODELS["conv1d"], watch(monkeypatch)
     several = tokens(model, B=2, T=23)
     whole = prefill(model, several)
     cut_into(monkeypatch, 8, 8)
     assert_close(prefill(model, several), whole)
-    assert passes == [(2, 23), (2, 8), (2, 8), (2, 7)]
+    assert chunks == [(2, 23), (2, 8), (2, 8), (2, 7)]
 
 
 @pytest.mark.parametrize("options", [
@@ -470,10 +470,10 @@ def test_a_long_prompt_is_read_in_passes(monkeypatch: pytest.MonkeyPatch) -> Non
     {"seed": 1.5}, {"prompt": b"a"}], ids=str)
 def test_a_wrong_option_is_one_sentence_before_anything_is_read(options: dict[str, Any],
                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
-    model, passes = model_for(TOKENIZERS["char"]), watch(monkeypatch)
+    model, chunks = model_for(TOKENIZERS["char"]), watch(monkeypatch)
     with pytest.raises(UserError, match=rf"\A{next(iter(options))}.*\Z"):
         generate(model, TOKENIZERS["char"], **options)
-    assert passes == []
+    assert chunks == []
 
 
 @pytest.mark.parametrize(("options", "name"), [
@@ -546,16 +546,16 @@ def test_a_model_with_spare_tokens_never_says_them() -> None:
 
 
 def watch(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """The shapes of what the model reads in parallel passes from now on; short prompts too are read so."""
+    """The shapes of what the model reads in parallel chunks from now on; short prompts too are read so."""
     monkeypatch.setattr(prefill_module, "SHORT_PROMPT", 0)
-    passes, embedded = [], RWKV._embedded
+    chunks, embedded = [], RWKV._embedded
 
     def watched(self: RWKV, several: torch.Tensor, state: Any) -> Any:
-        passes.append(tuple(several.shape))
+        chunks.append(tuple(several.shape))
         return embedded(self, several, state)
 
     monkeypatch.setattr(RWKV, "_embedded", watched)
-    return passes
+    return chunks
 
 
 def assert_close(actual: PrefillResult, expected: PrefillResult) -> None:

@@ -45,7 +45,7 @@ def checkpoint(tmp_path: Path) -> Path:
     (("prompts=utf16.txt",), "UTF-16"),
     (("prompts=wrong.jsonl", "prompt=a"), "prompts="),
     (("num_samples=2", "save_state=x"), "save_state="),
-    (("prompt=a", "out=x", "save_state=./x"), "same file"),
+    (("prompt=a", "out=x", "save_state=./x"), "different files"),
     *(pytest.param(*more, marks=pytest.mark.thorough) for more in (
         (("checkpoint=several",), "name one of them"),
         (("kernel=nonsense",), "nonsense"),

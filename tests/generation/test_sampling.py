@@ -18,7 +18,7 @@ from rwkv.generation.logprobs import logprobs
 from rwkv.generation.sampling import (
     SHORTLIST,
     Penalties,
-    changed,
+    adjust_logits,
     distribution,
     next_tokens,
     pick,
@@ -87,7 +87,7 @@ def test_a_draw_lies_where_its_random_number_does(draw: Draw | None, options: di
     logits = torch.randn(rows, V + 3, generator=torch.Generator().manual_seed(V))[:, :V] * 3
     uniform = torch.rand(rows, generator=torch.Generator().manual_seed(V), dtype=torch.float64)
     drawn = next_tokens(logits, uniform, sampling, draw=draw)
-    ids, probabilities = distribution(changed(logits, sampling, None), sampling)
+    ids, probabilities = distribution(adjust_logits(logits, sampling, None), sampling)
     after = probabilities.double().cumsum(-1)
     place = (drawn.unsqueeze(-1) == (torch.arange(V) if ids is None else ids)).int().argmax(-1, keepdim=True)
     end, begin = after.gather(-1, place).squeeze(-1), (after - probabilities).gather(-1, place).squeeze(-1)
@@ -179,7 +179,7 @@ def test_the_distribution_is_the_stated_one(V: int, temperature: float, top_k: i
     """Whatever the shortlist holds; where a bound falls within rounding of a token's, that token may go either way."""
     logits = np.random.default_rng(seed).normal(0, 2, V)
     options = Sampling(temperature, top_k, top_p, min_p, order=order)
-    ids, kept = distribution(changed(torch.tensor(logits)[None], options, None), options)
+    ids, kept = distribution(adjust_logits(torch.tensor(logits)[None], options, None), options)
     found = np.zeros(V)
     found[slice(None) if ids is None else ids[0].numpy()] = kept[0].numpy()
     wanted, near = exact(logits, options), [exact(logits, Sampling(temperature, top_k, min(1, max(1e-9, top_p + p)),
@@ -212,7 +212,7 @@ def test_penalties_by_their_definitions() -> None:
 
     def after(**given: Any) -> list[float]:
         options = Sampling(**given)
-        values = changed(logits, options, [penalties_of(options, [0], [1, 2, 1])])[0]
+        values = adjust_logits(logits, options, [penalties_of(options, [0], [1, 2, 1])])[0]
         return [round(float(value), 5) for value in values]
 
     assert after(repetition_penalty=2.0) == [1.0, 1.5, -2.0, 4.0]
@@ -229,7 +229,7 @@ def test_a_token_seen_long_ago_still_has_its_presence() -> None:
     """When its count is so small that it is 0 in float64."""
     options = Sampling(presence_penalty=1.0, frequency_penalty=1.0, penalty_decay=0.5)
     penalties = penalties_of(options, [], [0, *[1] * 2000])
-    assert changed(torch.zeros(1, 3), options, [penalties]).tolist() == [[-1.0, -3.0, 0.0]]
+    assert adjust_logits(torch.zeros(1, 3), options, [penalties]).tolist() == [[-1.0, -3.0, 0.0]]
 
 
 def test_bfloat16_logits_are_drawn_in_float32(draw: Draw | None) -> None:

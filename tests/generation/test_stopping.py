@@ -12,8 +12,8 @@ def show(pieces: list[str], stops: list[str]) -> tuple[str, str | None]:
     stopping, shown = StopStrings(stops), ""
     for piece in pieces:
         shown += stopping.push(piece)
-        if stopping.found is not None:
-            return shown, stopping.found
+        if stopping.matched is not None:
+            return shown, stopping.matched
     return shown + stopping.flush(), None
 
 

@@ -161,7 +161,7 @@ def test_rows_join_and_leave(generation: str) -> None:
     decoder = CDecoder(model, model.empty_state(0))
     for row in range(5):
         decoder.join(model.prefill(several[row:row + 1, :3])[1])
-        decoder._memory[sorted(set(range(len(decoder._memory))) - set(decoder._places))] = torch.nan
+        decoder._states[sorted(set(range(len(decoder._states))) - set(decoder._state_rows))] = torch.nan
     decoder.step(several[:, 3])
     decoder.keep([4, 0, 2])
     decoder.step(several[[4, 0, 2], 4])

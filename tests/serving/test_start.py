@@ -41,7 +41,7 @@ def test_on_a_gpu_the_plan_has_its_memory_the_concurrency_and_the_warm_up(copies
     assert plan["warm-up"].endswith("CUDA graphs for 1, 2, 4, 8, 16, 32 sequences")
     step = triton_step.step_of(model)
     expected = step.nbytes_for(20)
-    step.grow(20 + triton_step.SPARE)
+    step.grow(20 + triton_step.SPARE_SLOTS)
     assert step.nbytes() == expected
     gpu((1 + copies) * expected - 1)
     with pytest.raises(UserError, match="choose a smaller max_rows"):

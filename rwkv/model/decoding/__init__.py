@@ -1,1 +1,1 @@
-"""A model for one token at a time: a block in PyTorch (rwkvN_step.py), and the whole in one call of C (c_step.py, csrc/)."""
+"""Decoding steps: a block in PyTorch (rwkvN_step.py); a model in one C call (c_step.py) or one CUDA graph (triton_step.py)."""

@@ -1,6 +1,6 @@
 """A model's step for one token in one call of C (csrc/): the structs of numbers and addresses that the C reads.
 
-The named tuples here and in rwkvN_c.py are the structs of csrc/step.h and csrc/rwkvN.c, field by field; CStep compares their
+The named tuples here and in rwkvN_c.py mirror the structs of csrc/step.h and csrc/rwkvN.c, field by field; CStep compares their
 sizes. A generation's c_model(model, builder) makes its own. A model caches its CStep for all decoders until its weights change.
 """
 
@@ -24,13 +24,13 @@ from rwkv.model.hooks import untouched
 from rwkv.model.quantized import Int4Linear, Int8Linear, PackedLinear
 from rwkv.model.weights_watch import exact_copies, tensors_of
 
-LANES = 8                                # all widths are multiples of it
-PART = 32                                # places in a row of `work` are multiples of it; outputs in one part of a matrix
-BLOCK = 256                              # of an int4 matrix: places for prepared inputs are multiples of it
-PREPARED = 3                             # inputs that are prepared at a time
+LANES = 8                                # all widths are multiples
+PART = 32                                # offsets in the workspace are multiples; outputs per part of a matrix stored by input
+BLOCK = 256                              # of an int4 matrix: prepared inputs are padded to multiples
+PREPARED = 3                             # inputs prepared at a time
 LINEAR = (nn.Linear, Int8Linear, Int4Linear)
 NORMS = (nn.LayerNorm, nn.GroupNorm)
-TENSORS = (Tensor, nn.Parameter)         # a subclass may have no memory of its own
+TENSORS = (Tensor, nn.Parameter)         # a subclass may own no memory
 
 
 class Norm(NamedTuple):                  # a LayerNorm or a GroupNorm
@@ -56,7 +56,7 @@ NO_NORM = Norm(NOTHING, NOTHING, 0.0)
 NO_MATRIX = Matrix(0, 0, 0, NOTHING)
 
 
-class Common(NamedTuple):                # what all generations have
+class Common(NamedTuple):                # the common part of all generations
     L: int
     V: int
     C: int
@@ -74,24 +74,24 @@ class Common(NamedTuple):                # what all generations have
 
 
 class CStep:
-    """The step of a model with its present weights. own: the tensors that were made for it; all others are the model's."""
+    """The step of a model with its present weights. own: the tensors made for it; all others are the model's."""
 
     def __init__(self, model: Any) -> None:
         builder = Builder(model)
         structs = model.generation.c_model(model, builder)
         _require_sizes(model.config.generation, structs)
         numbers = list(_numbers(structs))
-        theirs = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(model)}
+        model_storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(model)}
         self.own = [part for part in _parts(structs) if isinstance(part, Tensor)
-                    and part.untyped_storage().data_ptr() not in theirs]
+                    and part.untyped_storage().data_ptr() not in model_storages]
         self.size, self.reads_copies = structs.common.size, builder.reads_copies
         self._name, self._structs = f"{model.config.generation}_step", torch.tensor(numbers, device="cpu")
 
     def __call__(self, tokens: Tensor, places: Tensor, states: Tensor, work: Tensor, logits: Tensor) -> None:
-        """Reads R tokens, int64, each into the row of `states` that places (R,) names; work: (R or more,size).
+        """Reads R tokens, int64, each into the row places[i] of `states`. work: the workspace (R or more,size).
 
-        Tokens that follow one another with the same place are of one text, in order. Writes the logits (V) after the last
-        token of each text.
+        Consecutive tokens with the same place belong to one sequence, in order. Writes the logits (V) after the last token of
+        each sequence.
         """
         native.run(self._name, torch.get_num_threads(), self._structs, tokens.numel(), tokens, places, states, work, logits)
 
@@ -104,41 +104,41 @@ def step_of(model: Any) -> CStep:
 
 @cache
 def drawing() -> Draw | None:
-    """The function of kernels/draw for this CPU; None where no implementation can run: PyTorch draws tokens then."""
+    """The function of kernels/draw for this CPU; None, for PyTorch, if no implementation can run."""
     name = resolve("draw", AUTO)
     function: Draw | None = None if registry.why_not("draw", name) else registry.load("draw", name).draw
     return function
 
 
 def why_not(model: Any) -> str | None:
-    """None where the model's step can be C, otherwise the reason.
+    """None if the model's step can be C, otherwise the reason.
 
-    C reads addresses and knows a layer by its place, so everything that it takes for granted is checked here.
+    C reads addresses and identifies layers by position, so all its assumptions are checked here.
     """
     tensors = tensors_of(model)
-    elsewhere = {tensor.device.type for tensor in tensors} - {"cpu"}
-    if elsewhere:
-        return f"the model is on {elsewhere.pop()}"
+    devices = {tensor.device.type for tensor in tensors} - {"cpu"}
+    if devices:
+        return f"the model is on {devices.pop()}"
     if changed := why_changed(model):
         return changed
     linears = [layer for layer in model.modules() if isinstance(layer, LINEAR)]
-    others = {_form_of(layer) for layer in linears} - set(FORMS)
-    if others or model.emb.weight.dtype not in (torch.float32, torch.bfloat16):
-        return f"weights in {(others or {str(model.emb.weight.dtype).removeprefix('torch.')}).pop()}"
-    uneven = {width for width in (model.config.head_size, *(layer.in_features for layer in linears)) if width % LANES}
-    if uneven:
-        return f"the width {uneven.pop()} is no multiple of {LANES}"
+    unsupported = {_form_of(layer) for layer in linears} - set(FORMS)
+    if unsupported or model.emb.weight.dtype not in (torch.float32, torch.bfloat16):
+        return f"weights in {(unsupported or {str(model.emb.weight.dtype).removeprefix('torch.')}).pop()}"
+    widths = {width for width in (model.config.head_size, *(layer.in_features for layer in linears)) if width % LANES}
+    if widths:
+        return f"the width {widths.pop()} is not a multiple of {LANES}"
     return native.why_not()
 
 
 def why_changed(model: Any) -> str | None:
-    """None where the model is built as its generation builds it, so that a compiled step can take its structure for granted."""
+    """None if the model has its generation's structure, which compiled steps assume, otherwise the reason."""
     if model.config.deep_embed_dim:
         return "a compiled step has no DeepEmbed"
     if not is_plain(model):
         return "the model has adapters, hooks or layers of another kind"
     if not are_in_order(model):
-        return "the blocks are not in the order in which they were made"
+        return "the blocks are not in their original order"
     if any(type(tensor) not in TENSORS or tensor.layout != torch.strided for tensor in tensors_of(model)):
         return "the model has tensors of another kind"
     if not _expected_shapes(model).items() <= _shapes(model).items():
@@ -167,17 +167,16 @@ def is_plain(model: Any) -> bool:
 
 
 def are_in_order(model: Any) -> bool:
-    """Whether the blocks of a plain model are where a step expects them: the one that begins a model first, and no other.
+    """Whether the blocks of a plain model are in the order that a step expects: the first one first, and no other.
 
-    The model itself takes them in any order.
+    The model itself accepts any order.
     """
     fits = model.generation.Step.fits
-    return len(model.blocks) > 0 and all(fits(block, place == 0) for place, block in enumerate(model.blocks))
+    return len(model.blocks) > 0 and all(fits(block, i == 0) for i, block in enumerate(model.blocks))
 
 
 def _plain(module: nn.Module, model: Any) -> bool:
-    """Whether a call of the module computes its class's formula from its weights: without a bias in a linear layer, with one in
-    a norm."""
+    """Whether the module computes its class's formula from its weights: linear layers without bias, norms with bias."""
     return (type(module) in (*PLAIN, *model.generation.PLAIN) and untouched(module)
             and not (isinstance(module, nn.Linear) and module.bias is not None)
             and not (isinstance(module, NORMS) and (module.weight is None or module.bias is None))
@@ -185,26 +184,26 @@ def _plain(module: nn.Module, model: Any) -> bool:
 
 
 def decoding_line(model: Any) -> str:
-    """A line for people that says what computes a step of decoding on a CPU."""
+    """The printed line about what computes a decoding step on a CPU."""
     reason = why_not(model)
     if reason is not None:
-        return f"decoding: by PyTorch ({reason})"
-    copies = ", reading its matrices as bfloat16, which is exact here" if step_of(model).reads_copies else ""
-    return f"decoding: in C, one call a token{copies}{'; tokens drawn in C' if drawing() else ''}"
+        return f"decoding: PyTorch ({reason})"
+    copies = ", with bfloat16 copies of its matrices (exact)" if step_of(model).reads_copies else ""
+    return f"decoding: C, one call per token{copies}{'; sampling in C' if drawing() else ''}"
 
 
 def _form_of(layer: nn.Module) -> str:
-    """The form of kernels.matvec in which the layer's weights are, or the name of their dtype."""
+    """The kernels.matvec form of the layer's weights, or the name of their dtype."""
     if isinstance(layer, (Int8Linear, Int4Linear)):
         return layer.form
     return str(layer.weight.dtype).removeprefix("torch.")
 
 
 class Builder:
-    """Makes the parts of the structs from layers, and assigns places in a row of `work`.
+    """Makes the parts of the structs from layers, and allocates buffers in a row of the workspace.
 
-    The matrices of a model in float32 that is not trained are copied to bfloat16 if that loses nothing, so that a step reads
-    half as much.
+    If the model is not being trained and bfloat16 holds its float32 matrices exactly, they are copied to bfloat16, so that a
+    step reads half as much.
     """
 
     def __init__(self, model: Any) -> None:
@@ -220,19 +219,19 @@ class Builder:
     def reads_copies(self) -> bool:
         return bool(self._copies)
 
-    def place(self, width: int) -> int:
-        """A new place for that many numbers."""
-        place = self._size
+    def allocate(self, width: int) -> int:
+        """The offset of a new buffer of that many numbers."""
+        offset = self._size
         self._size += -(-width // PART) * PART
-        return place
+        return offset
 
     def common(self) -> Common:
-        """Called after the generation has assigned its own places."""
+        """To be called after the generation has allocated its own buffers."""
         model = self._model
         (V, C), L = model.emb.weight.shape, len(model.blocks)
         widest = -(-self._widest // BLOCK) * BLOCK
-        x, normal, floats = self.place(C), self.place(C), self.place(PREPARED * widest)
-        q = self.place(PREPARED * widest // 2)
+        x, normal, floats = self.allocate(C), self.allocate(C), self.allocate(PREPARED * widest)
+        q = self.allocate(PREPARED * widest // 2)
         state = model.zero_state(1, "meta")
         size = self._size + (PART // 2 if self._size // (PART // 2) % 2 == 0 else 0)   # an odd number of cache lines
         return Common(L, V, C, model.emb.weight.dtype == torch.bfloat16, model.emb.weight.detach().contiguous(),
@@ -240,11 +239,11 @@ class Builder:
                       x, normal, floats, q, widest)
 
     def norm(self, norm: nn.Module) -> Norm:
-        of_norm = cast(nn.LayerNorm, norm)
-        return Norm(self.vector(of_norm.weight), self.vector(of_norm.bias), float(of_norm.eps))
+        layer_norm = cast(nn.LayerNorm, norm)
+        return Norm(self.vector(layer_norm.weight), self.vector(layer_norm.bias), float(layer_norm.eps))
 
     def vector(self, values: Tensor) -> Tensor:
-        """The values, flat, in float32; without a copy if they are so."""
+        """The values, flat, in float32; without a copy if possible."""
         return values.detach().float().flatten().contiguous()
 
     def vectors(self, *values: Tensor) -> Tensor:
@@ -265,10 +264,10 @@ class Builder:
         return _matrix(_form_of(linear), linear.weight.detach())
 
     def sparse_matrix(self, layer: nn.Module) -> Matrix:
-        """The matrix of a layer whose inputs are mostly 0, as after a ReLU: in a trained model nine of ten are.
+        """The matrix of a layer with sparse inputs, as after a ReLU: in a trained model nine of ten are 0.
 
-        It is stored by input, so that weights that a 0 multiplies are not read. This needs memory for a copy, floats, and
-        finite ones, since an infinity times 0 is NaN; otherwise the matrix is stored by output.
+        Stored by input, so that weights with a zero input are skipped. This requires memory for a copy, and finite floats,
+        since an infinity times 0 is NaN; otherwise the matrix is stored by output.
         """
         if isinstance(layer, (Int8Linear, Int4Linear)):
             return self.matrix(layer)
@@ -276,27 +275,28 @@ class Builder:
         copy = self._copies.pop(id(weight), None)
         weight = weight.detach() if copy is None else copy
         available = available_memory()
-        short = available is not None and weight.nbytes > available
-        if short or not torch.isfinite(weight).all():
+        out_of_memory = available is not None and weight.nbytes > available
+        if out_of_memory or not torch.isfinite(weight).all():
             return _matrix("bfloat16 as float32", copy) if copy is not None else self.matrix(layer)
         kind = _form_of(layer) if copy is None else "bfloat16 as float32"
         return _matrix(kind, weight.T)._replace(N=len(weight), K=weight.shape[1], by_input=1)
 
     def by_output(self, weight: Tensor) -> Matrix:
-        """The matrix for x @ weight, with weight (K,N); its outputs are filled up with zeros to a multiple of LANES."""
+        """The matrix for x @ weight, with weight (K,N); its outputs are zero-padded to a multiple of LANES."""
         return _small(F.pad(weight.detach().T, (0, 0, 0, -weight.shape[1] % LANES)))
 
     def by_input(self, weight: Tensor) -> Matrix:
-        """The same, stored by input in parts of PART outputs. x may have more than K numbers; the others are not read."""
+        """The same, stored by input in parts of PART outputs. Only the first K numbers of x are read."""
         K, N = weight.shape
         parts = F.pad(weight.detach(), (0, -N % PART)).view(K, -1, PART).transpose(0, 1)
         return _small(parts)._replace(N=N, K=K)
 
 
 def _small(weight: Tensor) -> Matrix:
-    """A small matrix in an order of its own, in bfloat16 if that loses nothing."""
-    half, whole = weight.bfloat16(), weight.float()
-    return _matrix("bfloat16 as float32", half) if torch.equal(half.float(), whole) else _matrix("float32", whole)
+    """A copy of a small matrix, in bfloat16 if that is exact."""
+    bfloat16, float32 = weight.bfloat16(), weight.float()
+    exact = torch.equal(bfloat16.float(), float32)
+    return _matrix("bfloat16 as float32", bfloat16) if exact else _matrix("float32", float32)
 
 
 def _matrix(kind: str, weight: Tensor) -> Matrix:
@@ -311,12 +311,12 @@ def _require_sizes(generation: str, model: Any) -> None:
 
 
 def _count(struct: Any) -> int:
-    """The numbers in a struct and the structs inside it, without the array of layers at its end."""
+    """The number of fields in a struct and its nested structs, without the array of layers at its end."""
     return sum(_count(part) if hasattr(part, "_fields") else not isinstance(part, tuple) for part in struct)
 
 
 def _parts(struct: Any) -> Iterator[Any]:
-    """The numbers and tensors of a struct and of the structs inside it, in order."""
+    """The numbers and tensors of a struct and its nested structs, in order."""
     for part in struct:
         if isinstance(part, tuple):
             yield from _parts(part)

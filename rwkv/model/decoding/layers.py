@@ -1,4 +1,4 @@
-"""Layers as plain functions of rows, for decoding one token at a time: calling a module costs as much as a small operation."""
+"""Layers as plain functions of rows, for decoding: calling a module costs as much as a small operation."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -31,44 +31,44 @@ def product_function(layer: nn.Module) -> Callable[[Tensor], Tensor]:
 def products_function(*layers: nn.Module) -> Products:
     """Several linear layers as one function of their stacked inputs (n,B,K), which gives n outputs.
 
-    In int4 few rows are multiplied by kernels.matvec; all else is PyTorch's matrix product.
+    Few rows in int4 use kernels.matvec; all else is PyTorch's matrix product.
     """
     if all(isinstance(layer, Int8Linear) for layer in layers):
         return partial(products, cast(list[Int8Linear], layers))
     if all(isinstance(layer, Int4Linear) for layer in layers):
-        return _of_int4(cast(tuple[Int4Linear, ...], layers))
+        return _int4_products(cast(tuple[Int4Linear, ...], layers))
     if all(isinstance(layer, PackedLinear) for layer in layers):
         packed = cast(tuple[PackedLinear, ...], layers)
         return lambda inputs: [layer.forward_rows(rows) for layer, rows in zip(packed, inputs.unbind(), strict=True)]
-    return _of_weights([cast(nn.Linear, layer).weight.detach() for layer in layers])
+    return _float_products([cast(nn.Linear, layer).weight.detach() for layer in layers])
 
 
 class LowRank:
     """n gates f(x A) B, with A (C,D) and B (D,C) for each: inputs (n,B,C) -> n outputs (B,C).
 
-    f changes the hidden layers (n,B,D) in place. All ranks are filled up with zeros to the largest one and to whole vectors:
-    for the elements that fill no vector PyTorch computes f in another way, with other last bits.
+    f changes the hidden layers (n,B,D) in place. All ranks are zero-padded to the largest one and to whole vectors: PyTorch
+    computes f of the elements after the last whole vector differently, with other last bits.
     """
 
     def __init__(self, down: Sequence[Tensor], up: Sequence[Tensor]) -> None:
         C, D = len(down[0]), -(-max(map(len, up)) // VECTOR) * VECTOR
-        first, second = down[0].new_zeros(len(down), D, C), down[0].new_zeros(len(down), C, D)
+        down_weights, up_weights = down[0].new_zeros(len(down), D, C), down[0].new_zeros(len(down), C, D)
         for i, (to_rank, from_rank) in enumerate(zip(down, up, strict=True)):
-            first[i, :len(from_rank)] = to_rank.T
-            second[i, :, :len(from_rank)] = from_rank.T
-        self._first, self._second = _of_weights(list(first.unbind())), _of_weights(list(second.unbind()))
+            down_weights[i, :len(from_rank)] = to_rank.T
+            up_weights[i, :, :len(from_rank)] = from_rank.T
+        self._down, self._up = _float_products(list(down_weights.unbind())), _float_products(list(up_weights.unbind()))
 
     def __call__(self, inputs: Tensor, f: Callable[[Tensor], None]) -> list[Tensor]:
-        hidden = torch.stack(self._first(inputs))
+        hidden = torch.stack(self._down(inputs))
         f(hidden)
-        return self._second(hidden)
+        return self._up(hidden)
 
 
-def _of_weights(weights: list[Tensor]) -> Products:
+def _float_products(weights: list[Tensor]) -> Products:
     return lambda inputs: [F.linear(rows, weight) for rows, weight in zip(inputs.unbind(), weights, strict=True)]
 
 
-def _of_int4(layers: Sequence[Int4Linear]) -> Products:
-    few = matvec_for("int4").bind(*(layer.packed for layer in layers))
-    return lambda inputs: few(inputs) if 0 < inputs.shape[1] <= MOST_ROWS else [
+def _int4_products(layers: Sequence[Int4Linear]) -> Products:
+    matvec = matvec_for("int4").bind(*(layer.packed for layer in layers))
+    return lambda inputs: matvec(inputs) if 0 < inputs.shape[1] <= MOST_ROWS else [
         layer.forward_rows(rows) for layer, rows in zip(layers, inputs.unbind(), strict=True)]

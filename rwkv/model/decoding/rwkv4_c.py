@@ -1,4 +1,4 @@
-"""RWKV-4 for csrc/rwkv4.c."""
+"""RWKV-4: the structs of csrc/rwkv4.c."""
 
 from typing import Any, NamedTuple
 
@@ -44,9 +44,9 @@ def c_model(model: Any, builder: Builder) -> Model:
     block = model.blocks[0]
     C, A, F = model.config.n_embd, block.att.key.out_features, block.ffn.key.out_features
     widths = {"mixed": 3 * C, "k": A, "v": A, "r": A, "y": A, "out": C, "relu": F, "gate": C}
-    places: dict[str, Any] = {name: builder.place(width) for name, width in widths.items()}
+    offsets: dict[str, Any] = {name: builder.allocate(width) for name, width in widths.items()}
     layers = tuple(_layer(block, builder) for block in model.blocks)
-    return Model(common=builder.common(), A=A, F=F, **places, layers=layers)
+    return Model(common=builder.common(), A=A, F=F, **offsets, layers=layers)
 
 
 def _layer(block: Any, builder: Builder) -> Layer:

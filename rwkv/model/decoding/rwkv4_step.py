@@ -1,8 +1,7 @@
 """One RWKV-4 block, one token at a time for a batch of rows, with as few small operations as PyTorch allows.
 
-The arithmetic is that of rwkv4.py at T = 1 (of WKV4.step); tests compare both. This is faster because the forms of the weights
-are prepared once, all mixes of a layer are one operation, and WKV's weighting for y is computed together with its weighting for
-the next state.
+The arithmetic is that of rwkv4.py at T = 1 (of WKV4.step); tests compare both. This is faster: weights are prepared once, all
+mixes of a layer are one operation, and WKV's weights for y and for the next state are computed together.
 """
 
 from typing import Any
@@ -22,7 +21,7 @@ class Step:
 
     @staticmethod
     def fits(block: Any, first: bool) -> bool:
-        """Whether the step computes what the block does at this place."""
+        """Whether the step computes what the block does. first: the block begins the model."""
         return block.first == first and type(block.att.wkv) is WKV4
 
     def __init__(self, block: Any) -> None:
@@ -35,8 +34,8 @@ class Step:
         self._mu = torch.stack((att.time_mix_k[0], att.time_mix_v[0], att.time_mix_r[0]))      # (3,1,C)
         self._ffn_mu = torch.stack((ffn.time_mix_k[0], ffn.time_mix_r[0]))     # (2,1,C)
         u, w = att.time_first.float(), decay_exponent(att.time_decay.float())
-        self._on_p = torch.stack((torch.zeros_like(w), w)).unsqueeze(1)        # (2,1,A): as y reads p, as the state keeps it
-        self._on_k = torch.stack((u, torch.zeros_like(u))).unsqueeze(1)
+        self._p_offset = torch.stack((torch.zeros_like(w), w)).unsqueeze(1)    # (2,1,A): for y, for the next state
+        self._k_offset = torch.stack((u, torch.zeros_like(u))).unsqueeze(1)
 
     def __call__(self, x: Tensor, state: Any, carry: None = None) -> tuple[Tensor, Any, None]:
         if self._ln0 is not None:
@@ -45,15 +44,15 @@ class Step:
         k, v, r = self._key_value_receptance(torch.lerp(state.att_x.to(x.dtype), normal, self._mu))
         wkv, a, b, p = self._wkv(k, v, state)
         x = x + self._output(r.sigmoid_().mul_(wkv))
-        of_ffn = self._ln2(x)
-        relu_k, r = self._key_receptance(torch.lerp(state.ffn_x.to(x.dtype), of_ffn, self._ffn_mu))
+        ffn_normal = self._ln2(x)
+        relu_k, r = self._key_receptance(torch.lerp(state.ffn_x.to(x.dtype), ffn_normal, self._ffn_mu))
         relu_k.relu_()
         x = torch.addcmul(x, r.sigmoid_(), self._value(relu_k.mul_(relu_k)))
-        return x, state._replace(att_x=normal, a=a, b=b, p=p, ffn_x=of_ffn), None
+        return x, state._replace(att_x=normal, a=a, b=b, p=p, ffn_x=ffn_normal), None
 
     def _wkv(self, k: Tensor, v: Tensor, state: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """WKV4.step twice at once: index 0 is y's weighting (p against u + k), index 1 the new state's (p + w against k)."""
-        past, now = state.p + self._on_p, k + self._on_k                       # (2,B,A) each
+        """WKV4.step for y (index 0: p and u + k) and for the next state (index 1: p + w and k) at once."""
+        past, now = state.p + self._p_offset, k + self._k_offset               # (2,B,A) each
         top = torch.maximum(past, now)
         past, now = past.sub_(top).exp_(), now.sub_(top).exp_()
         numerators = (past * state.a).addcmul_(now, v.to(now.dtype))

@@ -1,4 +1,4 @@
-"""RWKV-7 for csrc/rwkv7.c."""
+"""RWKV-7: the structs of csrc/rwkv7.c."""
 
 from typing import Any, NamedTuple
 
@@ -7,8 +7,8 @@ from torch import Tensor
 from rwkv.model.decoding.c_step import NO_MATRIX, NO_NORM, Builder, Common, Matrix, Norm
 
 MIXES = "rkvwag"
-GATES = "wagv"                           # the first layer has no v
-BUFFERS = ("v_first", "r", "k", "v", "zw", "za", "zv", "g", "kk", "y", "out")        # of C numbers in a row of `work`
+GATES = "wagv"                           # the first layer has no v gate
+CHANNEL_BUFFERS = ("v_first", "r", "k", "v", "zw", "za", "zv", "g", "kk", "y", "out")        # (C) in a row of the workspace
 
 
 class Layer(NamedTuple):
@@ -67,19 +67,19 @@ class Model(NamedTuple):
 def c_model(model: Any, builder: Builder) -> Model:
     block, C, N = model.blocks[0], model.config.n_embd, model.config.head_size
     widths = {"mixed": len(MIXES) * C, **{f"hidden_{gate}": getattr(block.att, f"{gate}1").shape[1] for gate in GATES},
-              **dict.fromkeys(BUFFERS, C), "relu": block.ffn.key.out_features}
-    places: dict[str, Any] = {name: builder.place(width) for name, width in widths.items()}
+              **dict.fromkeys(CHANNEL_BUFFERS, C), "relu": block.ffn.key.out_features}
+    offsets: dict[str, Any] = {name: builder.allocate(width) for name, width in widths.items()}
     layers = tuple(_layer(block, builder) for block in model.blocks)
-    return Model(common=builder.common(), H=C // N, N=N, **places, layers=layers)
+    return Model(common=builder.common(), H=C // N, N=N, **offsets, layers=layers)
 
 
 def _layer(block: Any, builder: Builder) -> Layer:
     att, ffn, norm, matrix = block.att, block.ffn, builder.norm, builder.matrix
     gates: dict[str, Any] = {}
     for gate in GATES:
-        is_there = gate != "v" or not block.first
-        gates[f"{gate}1"] = builder.by_output(getattr(att, f"{gate}1")) if is_there else NO_MATRIX
-        gates[f"{gate}2"] = builder.by_input(getattr(att, f"{gate}2")) if is_there else NO_MATRIX
+        exists = gate != "v" or not block.first
+        gates[f"{gate}1"] = builder.by_output(getattr(att, f"{gate}1")) if exists else NO_MATRIX
+        gates[f"{gate}2"] = builder.by_input(getattr(att, f"{gate}2")) if exists else NO_MATRIX
     vectors: dict[str, Any] = {name: builder.vector(getattr(att, name)) for name in ("w0", "a0", "v0", "k_k", "k_a", "r_k")}
     return Layer(
         ln0=norm(block.ln0) if block.first else NO_NORM, ln1=norm(block.ln1), ln2=norm(block.ln2), ln_x=norm(att.ln_x),

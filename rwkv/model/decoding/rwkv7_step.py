@@ -1,4 +1,4 @@
-"""One RWKV-7 block, one token at a time for a batch of rows: rwkv7.py at T = 1, in fewer operations of PyTorch."""
+"""One RWKV-7 block, one token at a time for a batch of rows: rwkv7.py at T = 1, in fewer PyTorch operations."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ class Step:
 
     @staticmethod
     def fits(block: Any, first: bool) -> bool:
-        """Whether the step computes what the block does at this place: before it there is no v_first, or there is one."""
+        """Whether the step computes what the block does. first: the block begins the model, without a v_first."""
         att = block.att
         H, N = att.r_k.shape
         return (block.first == att.first == first and (N, H) == (att.N, att.ln_x.num_groups)
@@ -31,7 +31,7 @@ class Step:
         self._ln0 = norm_function(block.ln0) if block.first else None
         self._ln1, self._ln2 = norm_function(block.ln1), norm_function(block.ln2)
         self._att, self._ffn_x_k = att, ffn.x_k[0]
-        gates = "wag" if block.first else "vwag"                               # the first block has no gate of v
+        gates = "wag" if block.first else "vwag"                               # the first block has no v gate
         self._mu = torch.stack([getattr(att, f"x_{name}")[0] for name in "rkvwag"])                            # (6,1,C)
         self._gates = LowRank(*([getattr(att, f"{name}{part}") for name in gates] for part in "12"))
         self._products = products_function(att.receptance, att.key, att.value)
@@ -43,9 +43,9 @@ class Step:
         normal = self._ln1(x)
         mixed, wkv, carry = self._time_mix(normal, state, carry)
         x = x + mixed
-        of_ffn = self._ln2(x)
-        relu = self._key(torch.lerp(of_ffn, state.ffn_x.to(x.dtype), self._ffn_x_k)).relu_()
-        return x + self._value(relu.mul_(relu)), state._replace(att_x=normal, wkv=wkv, ffn_x=of_ffn), carry
+        ffn_normal = self._ln2(x)
+        relu = self._key(torch.lerp(ffn_normal, state.ffn_x.to(x.dtype), self._ffn_x_k)).relu_()
+        return x + self._value(relu.mul_(relu)), state._replace(att_x=normal, wkv=wkv, ffn_x=ffn_normal), carry
 
     def _time_mix(self, x: Tensor, state: Any, v_first: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         att = self._att
@@ -53,26 +53,26 @@ class Step:
         r, k, v = self._products(mixes[:3])
         if v_first is None:
             v_first = v
-            w, a, g = self._gates(mixes[3:], _of_hidden)
+            w, a, g = self._gates(mixes[3:], _activate)
         else:
-            of_v, w, a, g = self._gates(mixes[2:], _of_hidden)
-            v = v + (v_first - v) * torch.sigmoid(att.v0[0] + of_v)
+            v_gate, w, a, g = self._gates(mixes[2:], _activate)
+            v = v + (v_first - v) * torch.sigmoid(att.v0[0] + v_gate)
         rate = torch.sigmoid(att.a0[0] + a)
         log_w = rwkv7_fused.FASTEST_LOG_W * torch.sigmoid(att.w0[0].float() + w)
         kk = normalize(self._heads(k * att.k_k[0]).float(), dim=-1, eps=rwkv7_fused.LEAST_NORM)
         k = k * (1 + (rate - 1) * att.k_a[0])
         r, k, v, rate = map(self._heads, (r, k, v, rate))
         y, wkv = WKV7.step(r, self._heads(log_w), k, v, -kk, kk * rate, state.wkv)
-        share = (r * k * att.r_k).sum(-1, keepdim=True)
+        bonus = (r * k * att.r_k).sum(-1, keepdim=True)
         y = torch.group_norm(y.flatten(1), len(att.r_k), att.ln_x.weight, att.ln_x.bias, att.ln_x.eps)
-        return self._output((y + (share * v).flatten(1)) * g), wkv, v_first
+        return self._output((y + (bonus * v).flatten(1)) * g), wkv, v_first
 
     def _heads(self, tensor: Tensor) -> Tensor:
         """(B,C) as (B,H,N)."""
         return tensor.unflatten(-1, (-1, self._att.N))
 
 
-def _of_hidden(hidden: Tensor) -> None:
-    """The functions inside the gates: tanh for w, none for a, sigmoid for g. These are the last three."""
+def _activate(hidden: Tensor) -> None:
+    """The hidden activations of the last three gates, in place: tanh for w, none for a, sigmoid for g."""
     hidden[-3].tanh_()
     hidden[-1].sigmoid_()

@@ -1,14 +1,14 @@
 """A model's decoding step on a GPU: Triton kernels (triton_kernels.py, rwkvN_triton.py), replayed as one CUDA graph a step.
 
-A step reads one token of each sequence. A sequence has a slot, which holds its recurrent state while it is generated; slot 0 is
-for rows that stand for no sequence. A step for n rows runs in the smallest bucket that has n rows (1, 2, 4, 8, ...), and each
-bucket is captured once, at its first use or at warm-up. Short prompts, several at a time, are read by graphs of their own, in
-which a row is a token of a prompt. The buffers of the captured kernels never move: when more slots are
-needed than there are, larger buffers replace them and the graphs are captured again.
+A step reads one token of each sequence. A sequence has a slot, which holds its recurrent state while it runs; slot 0 is for
+padding rows. A step for n rows runs in the smallest bucket of at least n rows (1, 2, 4, 8, ...), and each bucket is captured
+once, at its first use or at warm-up. Prefill of short prompts, several at a time, has graphs in which each row is a prompt
+token. The buffers of the captured kernels never move: when more slots are needed, larger buffers replace them and the graphs
+are captured again.
 
-Weights stay in the form in which the model has them: float32, bfloat16, float16, or packed int8 and int4 (kernels/matvec),
-which are unpacked in registers. Inputs of products are rounded to the dtype of the weights, for packed ones to bfloat16. All
-else is computed in float32.
+Weights keep the model's form: float32, bfloat16, float16, or packed int8 and int4 (kernels/matvec), which are unpacked in
+registers. Inputs of products are rounded to the dtype of the weights, for packed ones to bfloat16. All else is computed in
+float32.
 """
 
 import math
@@ -27,38 +27,38 @@ from kernels.backends.transfer import to_device
 from rwkv.model.decoding.c_step import why_changed
 from rwkv.model.quantized import PackedLinear
 
-ALIGNED = 8                              # widths are multiples of it, so that a thread loads 16 bytes at a time
-PLACES = 16                              # a number's place in a row of a buffer is a multiple of it
+ALIGNED = 8                              # widths are multiples, so that a thread loads 16 bytes at a time
+OFFSET_ALIGNMENT = 16                    # offsets in a row of a buffer are multiples
 WARP = 32                                # threads
-PROMPT_BUCKETS = 16, 64                  # rows of the graphs that read prompts
-MOST_TOKENS = PROMPT_BUCKETS[-1]
-SPARE = 8                                # slots for prompts that are read beside the sequences of a warm-up
-MANY_OUTPUTS = 8192                      # of a launch; it then has enough tiles of the larger size for every multiprocessor
+PROMPT_BUCKETS = 16, 64                  # rows of the prefill graphs
+MAX_PROMPT_TOKENS = PROMPT_BUCKETS[-1]
+SPARE_SLOTS = 8                          # slots for prompts in prefill, besides those of running sequences
+MANY_OUTPUTS = 8192                      # of a launch: enough tiles of the larger size for every multiprocessor
 HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
 class Launch:
-    """One kernel of a step. grid: from the number of rows. constants: the kernel's constexpr arguments, or a function that
-    returns them for a number of rows; takes_rows: the number is the last argument, too; takes_texts: the kernel has TEXTS."""
+    """One kernel of a step. grid: from the number of rows. constants: the kernel's constexpr arguments, or a function of the
+    number of rows. takes_rows: this number is also the last argument. takes_prefill: the kernel has PREFILL."""
 
     kernel: Any
     grid: Callable[[int], tuple[int, ...]]
     args: tuple[Any, ...]
     constants: dict[str, Any] | Callable[[int], dict[str, Any]]
     takes_rows: bool = False
-    takes_texts: bool = False
+    takes_prefill: bool = False
 
-    def run(self, rows: int, texts: bool) -> None:
+    def run(self, rows: int, prefill: bool) -> None:
         constants = self.constants(rows) if callable(self.constants) else self.constants
-        if self.takes_texts:
-            constants = {**constants, "TEXTS": texts}
+        if self.takes_prefill:
+            constants = {**constants, "PREFILL": prefill}
         self.kernel[self.grid(rows)](*self.args, *([rows] if self.takes_rows else ()), **constants,
                                      enable_fp_fusion=True)
 
 
 def why_not(model: Any) -> str | None:
-    """None where the model's step can be a graph of Triton kernels, otherwise the reason."""
+    """None if the model's step can be a graph of Triton kernels, otherwise the reason."""
     device = model.emb.weight.device
     if device.type != "cuda":
         return f"the model is on {device.type}"
@@ -72,25 +72,25 @@ def step_of(model: Any) -> "GpuStep":
 
 
 def why_not_on_gpu(model: Any) -> str | None:
-    """why_not without the question of the device."""
+    """why_not without the check of the device."""
     if changed := why_changed(model):
         return changed
     linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear | PackedLinear)]
-    uneven = {width for layer in linears for width in (layer.in_features,) if width % ALIGNED}
-    if uneven:
-        return f"the width {uneven.pop()} is not a multiple of {ALIGNED}"
+    widths = {layer.in_features for layer in linears if layer.in_features % ALIGNED}
+    if widths:
+        return f"the width {widths.pop()} is not a multiple of {ALIGNED}"
     return None
 
 
 class GpuStep:
-    """The step of a model with its present weights, and the slots of all sequences that it generates.
+    """The step of a model with its present weights, and the slots of all its sequences.
 
-    states (slots,size): the recurrent states, float32. capacity: the number of sequences that can have a slot at the same time;
-    more slots are made when they are needed. Several decoders may share a step.
+    states (slots,size): the recurrent states, float32. capacity: the initial number of slots; take() makes more when needed.
+    Several decoders may share a step.
     """
 
     def __init__(self, model: Any, capacity: int = 2) -> None:
-        self._model = weakref.ref(model)                 # which keeps this step
+        self._model = weakref.ref(model)                 # weak, because the model caches this step
         self._device = model.emb.weight.device
         self._L = len(model.blocks)
         self._shapes = [part.shape[2:] for part in model.zero_state(1, "meta")]
@@ -104,28 +104,27 @@ class GpuStep:
     @torch.no_grad()
     def grow(self, capacity: int) -> None:
         """Makes slots for that many sequences, and new buffers. Graphs are captured again at their next use."""
-        before = len(self.states)
+        n = len(self.states)
         model: Any = self._model()
         states = self.states.new_zeros(capacity + 1, self.states.shape[1])
-        states[:before] = self.states
+        states[:n] = self.states
         self.states = states
-        self._free += range(before, capacity + 1)
+        self._free += range(n, capacity + 1)
         self._builder = Builder(model, states, _rows_for(capacity))
         self.launches: list[Launch] = model.generation.gpu_launches(model, self._builder)
         self._graphs: dict[int, Callable[[], None]] = {}         # by bucket
         self._prompt_graphs: dict[int, Callable[[], None]] = {}
 
     def reserve(self, rows: int) -> None:
-        """Makes slots for that many sequences, and some for prompts; captures the graphs of all buckets up to that size, and
-        those that read prompts."""
-        if rows + SPARE >= len(self.states):
-            self.grow(rows + SPARE)
+        """Makes slots for that many sequences and SPARE_SLOTS prompts; captures all their graphs."""
+        if rows + SPARE_SLOTS >= len(self.states):
+            self.grow(rows + SPARE_SLOTS)
         for bucket in reversed(buckets_to(rows)):                # the largest first
             if bucket not in self._graphs:
                 self.capture(bucket)
         for bucket in PROMPT_BUCKETS:
             if bucket not in self._prompt_graphs:
-                self.capture(bucket, texts=True)
+                self.capture(bucket, prefill=True)
 
     def nbytes(self) -> int:
         """The memory of slots and buffers, in bytes."""
@@ -133,8 +132,8 @@ class GpuStep:
 
     def nbytes_for(self, rows: int) -> int:
         """The memory of slots and buffers for that many sequences, in bytes."""
-        own = self._builder
-        return (rows + SPARE + 1) * self.states[0].nbytes + _rows_for(rows + SPARE) * own.nbytes() // len(own.tokens)
+        buffers = _rows_for(rows + SPARE_SLOTS) * self._builder.nbytes() // len(self._builder.tokens)
+        return (rows + SPARE_SLOTS + 1) * self.states[0].nbytes + buffers
 
     def take(self, n: int) -> list[int]:
         """n free slots."""
@@ -150,14 +149,14 @@ class GpuStep:
 
     def write(self, slots: Sequence[int], state: Any) -> None:
         """Writes a state with a row for each slot."""
-        places = self.on_device(slots)
+        index = self.on_device(slots)
         for part, tensor in zip(self._parts(), state, strict=True):
-            part[places] = tensor.transpose(0, 1).flatten(2).to(part)
+            part[index] = tensor.transpose(0, 1).flatten(2).to(part)
 
     def read(self, slots: Sequence[int]) -> list[Tensor]:
         """A copy of the tensors (L,rows,...) of a state with a row for each slot."""
-        places = self.on_device(slots)
-        return [part[places].transpose(0, 1).contiguous().unflatten(2, shape)
+        index = self.on_device(slots)
+        return [part[index].transpose(0, 1).contiguous().unflatten(2, shape)
                 for part, shape in zip(self._parts(), self._shapes, strict=True)]
 
     def on_device(self, slots: Sequence[int]) -> Tensor:
@@ -165,7 +164,7 @@ class GpuStep:
         return to_device(torch.tensor([*slots], dtype=torch.int64, device="cpu"), self._device)
 
     def _parts(self) -> tuple[Tensor, ...]:
-        """The parts (slots,L,size) of all states."""
+        """The tensors (slots,L,size) of all states."""
         return self.states.view(len(self.states), self._L, -1).split(self._sizes, 2)
 
     def __call__(self, tokens: Tensor, slots: Tensor) -> Tensor:
@@ -177,12 +176,12 @@ class GpuStep:
         return self._builder.logits[:n].clone()          # the next replay overwrites them
 
     def read_prompts(self, prompts: Sequence[Tensor], slots: Tensor) -> Tensor:
-        """Reads prompts of (t,) int64 tokens each, MOST_TOKENS in all, with the bits of as many steps. slots (n,) int64, on the
-        GPU. Returns the logits (n,V) after the last token of each."""
+        """Reads prompts of (t,) int64 tokens each, at most MAX_PROMPT_TOKENS in all, with the bits of as many steps. slots (n,)
+        int64, on the GPU. Returns the logits (n,V) after the last token of each."""
         lengths = torch.tensor([*map(len, prompts)], device="cpu")
         rows = int(lengths.sum())
         bucket = next(bucket for bucket in PROMPT_BUCKETS if bucket >= rows)
-        replay = self._prompt_graphs.get(bucket) or self.capture(bucket, texts=True)
+        replay = self._prompt_graphs.get(bucket) or self.capture(bucket, prefill=True)
         self._replay(replay, bucket, torch.cat([*prompts]),
                      slots.repeat_interleave(to_device(lengths, self._device), output_size=rows))
         return self._builder.logits[to_device(lengths.cumsum(0) - 1, self._device)]
@@ -191,31 +190,31 @@ class GpuStep:
         n = len(tokens)
         self._builder.tokens[:n].copy_(to_device(tokens, self._device))
         self._builder.slots[:n].copy_(slots)
-        self._builder.slots[n:bucket + 1].zero_()        # one more: it ends the last prompt
+        self._builder.slots[n:bucket + 1].zero_()        # one more, which ends the last prompt
         replay()
 
-    def capture(self, bucket: int, texts: bool = False) -> Callable[[], None]:
-        """The graph of a bucket, of steps or of prompts. What is run while it is captured reads and writes slot 0 alone."""
+    def capture(self, bucket: int, prefill: bool = False) -> Callable[[], None]:
+        """Captures the graph of a bucket, of decoding or of prefill. Runs during the capture use only slot 0."""
         self._builder.slots.zero_()
-        graphs = self._prompt_graphs if texts else self._graphs
-        graphs[bucket] = capture(lambda: self.run(bucket, texts), self._device)
+        graphs = self._prompt_graphs if prefill else self._graphs
+        graphs[bucket] = capture(lambda: self.run(bucket, prefill), self._device)
         return graphs[bucket]
 
-    def run(self, rows: int, texts: bool = False) -> None:
-        """Launches the kernels one by one. texts: a text may have several rows."""
+    def run(self, rows: int, prefill: bool = False) -> None:
+        """Launches the kernels one by one. prefill: a sequence may have several rows."""
         for launch in self.launches:
-            launch.run(rows, texts)
+            launch.run(rows, prefill)
 
 
 def product_dtype(dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    """The dtype in which inputs of that dtype are multiplied. Triton's interpreter, on a CPU, has no product in bfloat16."""
+    """The dtype of products with inputs of that dtype. Triton's interpreter, on a CPU, has no bfloat16 products."""
     return torch.float32 if device.type == "cpu" else dtype
 
 
 def warps_for(elements: int, most: int = 4) -> int:
-    """The warps of a program that updates so many elements in place: no more threads than elements.
+    """The warps of a program that updates that many elements in place: no more threads than elements.
 
-    Further threads would hold copies of the elements, and could load one that another thread has stored already.
+    Further threads would hold copies of elements, and could load one after another thread has stored it.
     """
     return max(1, min(most, elements // WARP))
 
@@ -227,32 +226,32 @@ def bucket_of(rows: int) -> int:
 
 def _rows_for(capacity: int) -> int:
     """The rows of the buffers: for a step of all sequences, and for prompts."""
-    return max(bucket_of(capacity), MOST_TOKENS)
+    return max(bucket_of(capacity), MAX_PROMPT_TOKENS)
 
 
 def buckets_to(rows: int) -> list[int]:
-    """The buckets that steps of up to that many rows run in."""
+    """The buckets of steps of up to that many rows."""
     return [2**i for i in range(bucket_of(rows).bit_length())]
 
 
 class Builder:
-    """Makes a generation's launches: assigns places in the rows of the buffers, and makes tables of products.
+    """Makes a generation's launches: assigns offsets in the rows of the buffers, and makes tables of products.
 
-    All places must be assigned before the first launch is made, since the buffers are allocated then.
+    All offsets must be assigned before the first launch is made, which allocates the buffers.
     """
 
     def __init__(self, model: Any, states: Tensor, rows: int) -> None:
         from rwkv.model.decoding import triton_kernels  # Triton is imported where it runs
 
         self._kernels = triton_kernels
-        self._embedding = model.emb.weight.detach().contiguous()         # not the model, which keeps the step
+        self._embedding = model.emb.weight.detach().contiguous()         # not the model, which caches the step
         self._rows = rows
         self._device = states.device
         (self.V, self.C), self.states, self.state_size = self._embedding.shape, states, states.shape[1]
         self._layer_size = self.state_size // len(model.blocks)
-        self._wide = 0
-        self._narrow = 0
-        self._weights: list[list[Job]] = []                      # keeps the memory that the tables point to
+        self._wide_width = 0
+        self._narrow_width = 0
+        self._weights: list[list[Job]] = []                      # keeps alive the memory that the tables point to
         self.tokens = torch.zeros(rows, dtype=torch.int64, device=self._device)
         self.slots = torch.zeros(rows + 1, dtype=torch.int64, device=self._device)       # the last one stays 0
         self.logits = torch.zeros(rows, self.V, device=self._device)
@@ -261,24 +260,24 @@ class Builder:
         self._dot = triton_kernels.dtype_of(product_dtype(self._dtype, self._device))
 
     def wide(self, width: int) -> int:
-        """A new place for that many numbers in the buffer in float32."""
-        place = self._wide
-        self._wide += -(-width // PLACES) * PLACES
-        return place
+        """The offset of that many new numbers in the wide buffer."""
+        offset = self._wide_width
+        self._wide_width += -(-width // OFFSET_ALIGNMENT) * OFFSET_ALIGNMENT
+        return offset
 
     def narrow(self, width: int) -> int:
-        """A new place for that many numbers in the buffer of the products' inputs."""
-        place = self._narrow
-        self._narrow += -(-width // PLACES) * PLACES
-        return place
+        """The offset of that many new numbers in the narrow buffer, of the products' inputs."""
+        offset = self._narrow_width
+        self._narrow_width += -(-width // OFFSET_ALIGNMENT) * OFFSET_ALIGNMENT
+        return offset
 
     @cached_property
     def wide_buffer(self) -> Tensor:
-        return torch.zeros(self._rows, self._wide, device=self._device)
+        return torch.zeros(self._rows, self._wide_width, device=self._device)
 
     @cached_property
     def narrow_buffer(self) -> Tensor:
-        return torch.zeros(self._rows, self._narrow, dtype=self._dtype, device=self._device)
+        return torch.zeros(self._rows, self._narrow_width, dtype=self._dtype, device=self._device)
 
     def nbytes(self) -> int:
         """The memory of the buffers of all rows, in bytes."""
@@ -292,8 +291,8 @@ class Builder:
     def narrow_size(self) -> int:
         return self.narrow_buffer.shape[1]
 
-    def state_place(self, layer: int) -> int:
-        """Where a layer's part of a state begins."""
+    def state_offset(self, layer: int) -> int:
+        """The offset of a layer in a state."""
         return layer * self._layer_size
 
     def vectors(self, *values: Tensor) -> Tensor:
@@ -302,26 +301,26 @@ class Builder:
 
     def norm_and_mixes(self, norm: nn.Module, x: int, past: Tensor | None, mixed: int, state: int,
                        ln0: nn.Module | None = None) -> Launch:
-        """LayerNorm of x, and its mixes (past (n,C)) with the state at that place; with past=None the LayerNorm alone.
+        """LayerNorm of x, and its mixes (past (n,C)) with the state at that offset; with past=None only the LayerNorm.
 
         ln0: x is the embedding through this LayerNorm.
         """
-        own = cast(nn.LayerNorm, norm)
+        layer_norm = cast(nn.LayerNorm, norm)
         first = cast(nn.LayerNorm, ln0 or norm)
-        weight, bias, ln0_weight, ln0_bias = self.vectors(own.weight, own.bias, first.weight, first.bias)
+        weight, bias, ln0_weight, ln0_bias = self.vectors(layer_norm.weight, layer_norm.bias, first.weight, first.bias)
         mixes = 0 if past is None else len(past)
         block = 1 << (self.C - 1).bit_length()
         warps = warps_for(block, 4 if block <= 2048 else 8)
         constants = {"EMBED": ln0 is not None, "MIXES": mixes, "BLOCK": block, "num_warps": warps}
-        args = (self.tokens, self.slots, self._embedding, ln0_weight, ln0_bias, first.eps, weight, bias, own.eps,
+        args = (self.tokens, self.slots, self._embedding, ln0_weight, ln0_bias, first.eps, weight, bias, layer_norm.eps,
                 weight if past is None else past,
                 self.wide_buffer, self.narrow_buffer, self.states, self.V, self.C,
                 self.wide_size, self.narrow_size, self.state_size, x, mixed, state)
-        return Launch(self._kernels.norm_and_mixes, lambda rows: (rows,), args, constants, takes_texts=True)
+        return Launch(self._kernels.norm_and_mixes, lambda rows: (rows,), args, constants, takes_prefill=True)
 
     def job(self, layer: nn.Module, source: int, target: int, action: int, gate: int = 0) -> "Job":
-        """The product of a linear layer of any form. source: a place of the narrow buffer; target: of the one that the action
-        names; gate: of the wide one."""
+        """The product of a linear layer of any form. source: offset in the narrow buffer; target: in the action's buffer; gate:
+        in the wide buffer."""
         if isinstance(layer, PackedLinear):
             packed = layer.packed
             weight, scale, *shift = packed
@@ -329,15 +328,15 @@ class Builder:
                        gate)
         return self._float_job(cast(nn.Linear, layer).weight.detach(), source, target, action, gate)
 
-    def job_of_matrix(self, weight: Tensor, source: int, target: int, action: int) -> "Job":
-        """The product with a matrix (N,K) of the model's own, filled up with zeros to multiples of ALIGNED."""
+    def matrix_job(self, weight: Tensor, source: int, target: int, action: int) -> "Job":
+        """The product with a matrix (N,K), zero-padded to multiples of ALIGNED."""
         N, K = weight.shape
         padded = nn.functional.pad(weight.detach(), (0, -K % ALIGNED, 0, -N % ALIGNED))
         return self._float_job(padded, source, target, action)
 
     def _float_job(self, weight: Tensor, source: int, target: int, action: int, gate: int = 0) -> "Job":
         weight = weight.contiguous()
-        if weight.data_ptr() % (2 * PLACES * weight.element_size()):
+        if weight.data_ptr() % (2 * OFFSET_ALIGNMENT * weight.element_size()):
             weight = weight.clone()
         N, K = weight.shape
         return Job("float", weight, weight, weight, N, K, source, target, action, gate)
@@ -359,11 +358,11 @@ class Builder:
         table = []
         tiles = 0
         for job in jobs:
-            table.append([tiles, job.N, job.K, _distance(job.weight, first.weight), _distance(job.scale, first.scale),
-                          _distance(job.shift, first.shift), job.source, job.target, job.action, job.gate])
+            table.append([tiles, job.N, job.K, _offset_from(job.weight, first.weight), _offset_from(job.scale, first.scale),
+                          _offset_from(job.shift, first.shift), job.source, job.target, job.action, job.gate])
             tiles += -(-job.N // block_n)
-        assert len(jobs) <= self._kernels.MOST_JOBS
-        table += [[tiles, *[0] * (self._kernels.FIELDS - 1)]] * (self._kernels.MOST_JOBS - len(jobs))
+        assert len(jobs) <= self._kernels.MAX_JOBS
+        table += [[tiles, *[0] * (self._kernels.FIELDS - 1)]] * (self._kernels.MAX_JOBS - len(jobs))
         wide = first.weight.dtype == torch.float32
         constants = {"FORM": first.form, "BLOCK_N": block_n, "BLOCK_K": self._kernels.BLOCK_K,
                      "DOT": self._dot, "num_warps": (8 if first.form == "int4" or wide else 4) if block_n == 64 else 2,
@@ -377,7 +376,7 @@ class Builder:
 
 @dataclass(frozen=True)
 class Job:
-    """One matrix W (N,K) of a launch of products, and where its inputs and outputs lie in a row."""
+    """One matrix W (N,K) of a launch of products, and the offsets of its inputs and outputs in a row."""
 
     form: str
     weight: Tensor
@@ -392,10 +391,10 @@ class Job:
 
 
 def _block_m(rows: int) -> int:
-    """Rows of a tile. Larger tiles would be multiplied by other instructions, which add in another order."""
+    """Rows per tile. Larger tiles would use other instructions, which add in another order."""
     return 16 if rows <= 16 else 32
 
 
-def _distance(tensor: Tensor, base: Tensor) -> int:
-    """How many elements `tensor` lies behind `base` in memory."""
+def _offset_from(tensor: Tensor, base: Tensor) -> int:
+    """The offset of `tensor` from `base` in memory, in elements."""
     return (tensor.data_ptr() - base.data_ptr()) // tensor.element_size()
