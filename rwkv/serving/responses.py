@@ -442,14 +442,14 @@ class ResponseAnswer(Answer):
         self._kept = kept
         self._id = f"resp_{secrets.token_hex(16)}"
         self._output = Output()
-        self._text = self._texts[0]
+        self._choice = self._choices[0]
         self._decoder = spec.tokenizer.decoder(spec.after)
 
     def _take(self, number: int, event: Event) -> None:
         for _ in self._events(event):
             pass
 
-    def _told(self, error: ApiError) -> ApiError:
+    def _client_error(self, error: ApiError) -> ApiError:
         """A lost state is another error for a client that has named a response: the client does not know the state, and a
         second try reads the items instead."""
         if self._asked.body.previous_response_id is None or error.body["error"]["code"] != STATE_GONE:
@@ -476,7 +476,7 @@ class ResponseAnswer(Answer):
                 if chunk := b"".join(map(sse, self._events(event))):
                     yield chunk
         except ApiError as error:
-            content = self._told(error).body["error"]
+            content = self._client_error(error).body["error"]
             yield sse({"type": "error", **{name: content[name] for name in ("code", "message", "param")}})
             return
         self._complete = True
@@ -485,7 +485,7 @@ class ResponseAnswer(Answer):
         yield sse({"type": f"response.{response['status']}", "response": response})
 
     def _events(self, event: Event) -> Iterator[dict[str, Any]]:
-        thoughts, parts = self._text.parsed(event)
+        thoughts, parts = self._choice.parsed(event)
         if thoughts:
             yield from self._output.add_text("reasoning", thoughts, [])
         for part in parts:
@@ -495,7 +495,7 @@ class ResponseAnswer(Answer):
                 yield from self._output.add_text("message", part.text, [self._entry(entry) for entry in part.logprobs])
         if event.finish_reason is None:
             return
-        self._text.last = event
+        self._choice.last = event
         status = self._status()
         if not self._output.items:       # an empty answer is an empty message
             yield from self._output.begin("message")
@@ -508,18 +508,18 @@ class ResponseAnswer(Answer):
         return entry
 
     def _status(self) -> str:
-        return "incomplete" if self._text.reason(self._text.last) == "length" else "completed"
+        return "incomplete" if self._choice.reason(self._choice.last) == "length" else "completed"
 
     async def _finish(self) -> None:
         body = self._asked.body
-        state = self._text.last.state
+        state = self._choice.last.state
         if body.store is not False:
             await self._kept.put(Stored(self._asked.owner, self._response(), self._asked.input,
                                         state.id if state else None, bool(body.save_state)))
 
     def _response(self, status: str | None = None) -> dict[str, Any]:
         body = self._asked.body
-        sampling = self._ticket.texts[0].request.sampling
+        sampling = self._ticket.sequences[0].request.sampling
         status = status or self._status()
         ended = status != "in_progress"
         found = {
@@ -536,7 +536,7 @@ class ResponseAnswer(Answer):
             "top_logprobs": body.top_logprobs or 0, "top_p": sampling.top_p, "truncation": body.truncation or "disabled",
             "usage": self._counts() if ended else None, "user": body.user}
         if body.save_state:
-            found["state"] = self._text.last.state.id if self._text.last.state else None
+            found["state"] = self._choice.last.state.id if self._choice.last.state else None
         return found
 
     def _counts(self) -> dict[str, Any]:

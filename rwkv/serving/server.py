@@ -87,7 +87,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
     compilers = Compilers(ready.tokenizer)
     responses = Responses(config, engine)
     service = Service(config, ready.about, ready.defaults, engine, tokenizer, template,
-                      Metrics(lambda: engine.n_running, lambda: engine.n_waiting),
+                      Metrics(lambda: engine.n_running, lambda: engine.n_queued),
                       ClientStates(config, engine, tokenizer, template, ready.state_bytes), responses,
                       compilers, _model_name(config), int(time.time()),
                       SharedFolder(Path(config.states_dir), engine, responses) if config.states_dir else None)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 
 from rwkv.serving.answers import Answer, ResponseSpec
 from rwkv.serving.bodies import from_body
-from rwkv.serving.endpoints.chat import chat_texts
+from rwkv.serving.endpoints.chat import chat_sequences
 from rwkv.serving.errors import ApiError, json_response, renaming
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
@@ -127,7 +127,7 @@ def _translated(service: Service, sent: bytes, owner: str, counts: bool = False)
               "response_format": schema and {"type": "json_schema", "json_schema": schema}, **_choice(body.tool_choice)}
     rename = partial(_renamed, places=places)
     with renaming(rename):
-        return *chat_texts(service, converted(fields, TranslatedChat), owner), body, rename
+        return *chat_sequences(service, converted(fields, TranslatedChat), owner), body, rename
 
 
 def _renamed(field: str, places: list[str]) -> str:
@@ -247,7 +247,7 @@ class MessagesAnswer(Answer):
         self._shows_thoughts = body.thinking is None or body.thinking.display != "omitted"
         self._blocks: list[dict[str, Any]] = []
         self._open = False               # the last block may get more text
-        self._text = self._texts[0]
+        self._choice = self._choices[0]
 
     def _error_response(self, error: ApiError) -> Response:
         return error.response(error_body)
@@ -259,7 +259,7 @@ class MessagesAnswer(Answer):
         return json_response({**self._message(), **self._ending(), "content": self._blocks, "usage": self._counts()})
 
     async def _chunks(self) -> AsyncIterator[bytes]:
-        usage = {"input_tokens": _prompt_tokens(self._ticket.texts[0]), "output_tokens": 0}
+        usage = {"input_tokens": _prompt_tokens(self._ticket.sequences[0]), "output_tokens": 0}
         start = {**self._message(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _sse({"type": "message_start", "message": start}) + _sse({"type": "ping"})
         try:
@@ -276,8 +276,8 @@ class MessagesAnswer(Answer):
         return {"id": f"msg_{self._spec.id}", "type": "message", "role": "assistant", "model": self._spec.model}
 
     def _ending(self) -> dict[str, Any]:
-        last = self._text.last
-        reason = self._text.reason(last)
+        last = self._choice.last
+        reason = self._choice.reason(last)
         if reason == "stop" and last.stop in self._stops:
             return {"stop_reason": "stop_sequence", "stop_sequence": last.stop}
         return {"stop_reason": REASONS[reason], "stop_sequence": None}
@@ -289,7 +289,7 @@ class MessagesAnswer(Answer):
                 "cache_read_input_tokens": cached, "output_tokens": usage["completion_tokens"]}
 
     def _events(self, event: Event) -> Iterator[dict[str, Any]]:
-        thoughts, parts = self._text.parsed(event)
+        thoughts, parts = self._choice.parsed(event)
         if thoughts:
             yield from self._add("thinking", thoughts if self._shows_thoughts else "")
         for part in parts:
@@ -298,7 +298,7 @@ class MessagesAnswer(Answer):
             elif part.text:
                 yield from self._add("text", part.text)
         if event.finish_reason is not None:
-            self._text.last = event
+            self._choice.last = event
             if not self._blocks:         # clients read the first block
                 yield from self._add("text", "")
             yield from self._close()

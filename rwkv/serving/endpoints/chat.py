@@ -1,6 +1,6 @@
 """OpenAI's /v1/chat/completions.
 
-chat_texts() translates a ChatRequest for the engine. Other chat interfaces translate their requests into a ChatRequest.
+chat_sequences() translates a ChatRequest for the engine. Other chat interfaces translate their requests into a ChatRequest.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import ChatRequest, TemplateOptions, Thinking, Tool, read
 from rwkv.serving.service import Service, adapter_of, default_max_tokens, owner
-from rwkv.serving.submission import NO_LIMIT, answer, include_usage, message_ids, prompt_ids, sequences, stopping
+from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, message_ids, prompt_ids, stopping
 
 TEMPLATE_NAMES = {"bot": "flower", "assistant": "g1", "function_calling": "g1"}          # by rwkv_prompt_template
 
@@ -37,10 +37,10 @@ async def chat_completions(service: Service, request: Request) -> Answer:
 
 def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, ChatRequest]:
     body = read(sent, ChatRequest)
-    return *chat_texts(service, body, owner), body
+    return *chat_sequences(service, body, owner), body
 
 
-def chat_texts(service: Service, body: ChatRequest, owner: str,
+def chat_sequences(service: Service, body: ChatRequest, owner: str,
                before: Sequence[int] = ()) -> tuple[list[Generate], ResponseSpec]:
     """The sequences that answer a chat request. before: the ids of earlier turns, which end with an answer.
 
@@ -79,7 +79,7 @@ def chat_texts(service: Service, body: ChatRequest, owner: str,
     grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True)
     first = EngineRequest(ids, body.first_seed(), stopping(service, maximum, stops, limit),
                           body.sampling(usual.sampling, service.tokenizer), n_logprobs, grammar=grammar)
-    texts = sequences(service, body, first, n, start, owner, model, service.states.turn_of_answer(tools, start))
+    texts = make_sequences(service, body, first, n, start, owner, model, service.states.turn_of_answer(tools, start))
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     spec = ResponseSpec("chatcmpl", model or service.model, include_usage(body), bool(body.logprobs),
                         [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start.lstrip(),

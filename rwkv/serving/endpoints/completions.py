@@ -13,7 +13,7 @@ from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import MOST_ROWS, CompletionRequest, Options, read
 from rwkv.serving.service import Service, adapter_of, default_max_tokens, owner
-from rwkv.serving.submission import NO_LIMIT, answer, include_usage, prompt_ids, sequences, stopping
+from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, prompt_ids, stopping
 
 
 async def completions(service: Service, request: Request) -> Answer:
@@ -22,10 +22,10 @@ async def completions(service: Service, request: Request) -> Answer:
 
 def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, Options]:
     body = read(sent, CompletionRequest)
-    return *completion_texts(service, body, owner), body
+    return *completion_sequences(service, body, owner), body
 
 
-def completion_texts(service: Service, body: CompletionRequest, owner: str) -> tuple[list[Generate], ResponseSpec]:
+def completion_sequences(service: Service, body: CompletionRequest, owner: str) -> tuple[list[Generate], ResponseSpec]:
     model = adapter_of(service, body.model)
     if body.suffix:
         raise ApiError(400, "suffix is not supported: an RWKV model reads in one direction", "suffix")
@@ -45,7 +45,7 @@ def completion_texts(service: Service, body: CompletionRequest, owner: str) -> t
     first = EngineRequest("", body.first_seed(), stopping(service, maximum, usual.stop if body.stop is None else body.stops()),
                           body.sampling(usual.sampling, service.tokenizer), body.logprobs, echoed, body.answer_grammar())
     texts = [text for ids in prompts
-             for text in sequences(service, body, replace(first, prompt=ids), n, start, owner, model)]
+             for text in make_sequences(service, body, replace(first, prompt=ids), n, start, owner, model)]
     before = [service.tokenizer.decode_start(ids) if body.echo else "" for ids in prompts for _ in range(n)]
     spec = ResponseSpec("cmpl", model or service.model, include_usage(body), body.logprobs is not None, before, n,
                         service.tokenizer, echoed, after=start.last_ids if start else (), saves=bool(body.save_state))

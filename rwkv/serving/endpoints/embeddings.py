@@ -47,7 +47,7 @@ Render = Callable[[list[Event]], dict[str, Any]]
 def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Render]:
     body = read(sent, EmbeddingRequest)
     model = adapter_of(service, body.model)
-    texts = embedding_texts(service, _inputs(body.input), model, owner, body.dimensions, body.pooling or "mean")
+    texts = embedding_sequences(service, _inputs(body.input), model, owner, body.dimensions, body.pooling or "mean")
 
     def render(events: list[Event]) -> dict[str, Any]:
         read = sum(event.prompt_tokens for event in events)
@@ -71,7 +71,7 @@ def _inputs(value: str | list[Any]) -> list[str | list[int]]:
     return inputs
 
 
-def embedding_texts(service: Service, inputs: list[str | list[int]], model: str, owner: str, dimensions: int | None,
+def embedding_sequences(service: Service, inputs: list[str | list[int]], model: str, owner: str, dimensions: int | None,
                     pooling: Pooling = "mean") -> list[Generate]:
     """A sequence without new tokens for each input. Raises ApiError."""
     width = service.about.width
@@ -99,7 +99,7 @@ class EmbeddingAnswer(Answer):
         spec = ResponseSpec("embedding", "", False, False, [""] * len(texts), 1, service.tokenizer)
         super().__init__(service.engine, ticket, spec, False, service.config.timeout_s)
         self._service = service
-        self._left = texts[len(ticket.texts):]
+        self._left = texts[len(ticket.sequences):]
         self._render = render
         self._error_form = error_form
 

@@ -16,8 +16,8 @@ from starlette.responses import Response
 
 from rwkv.serving.answers import Answer, ResponseSpec
 from rwkv.serving.bodies import from_body
-from rwkv.serving.endpoints.chat import chat_texts
-from rwkv.serving.endpoints.completions import completion_texts
+from rwkv.serving.endpoints.chat import chat_sequences
+from rwkv.serving.endpoints.completions import completion_sequences
 from rwkv.serving.errors import ApiError, json_response, renaming
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, JSON, LINES, Endpoint
@@ -122,7 +122,7 @@ def _chat(service: Service, sent: bytes, owner: str) -> Translated:
     fields["messages"] = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
     fields["tools"] = [{"type": "function", **tool} for tool in body.tools or ()] or None
     with renaming(_renamed):
-        return *chat_texts(service, converted(fields, TranslatedChat), owner), body
+        return *chat_sequences(service, converted(fields, TranslatedChat), owner), body
 
 
 def _generate(service: Service, sent: bytes, owner: str) -> Translated:
@@ -142,11 +142,11 @@ def _generate(service: Service, sent: bytes, owner: str) -> Translated:
     prompt = body.prompt or ""
     with renaming(_renamed):
         if body.raw:
-            return *completion_texts(service, _raw(service, body, prompt, fields), owner), body
+            return *completion_sequences(service, _raw(service, body, prompt, fields), owner), body
         # With a context the conversation has begun, and its system prompt has been read
         system = [{"role": "system", "content": body.system}] if body.system and not body.context else []
         fields["messages"] = [*system, {"role": "user", "content": prompt}]
-        return *chat_texts(service, converted(fields, TranslatedChat), owner, body.context or ()), body
+        return *chat_sequences(service, converted(fields, TranslatedChat), owner, body.context or ()), body
 
 
 def _raw(service: Service, body: OllamaGenerate, prompt: str, fields: dict[str, Any]) -> CompletionRequest:
@@ -248,7 +248,7 @@ class OllamaAnswer(Answer):
         return error.response(error_body)
 
     def _whole(self) -> Response:
-        choice = self._texts[0].whole()
+        choice = self._choices[0].whole()
         return json_response({**self._of(choice), **self._end(choice["finish_reason"])})
 
     async def _chunks(self) -> AsyncIterator[bytes]:
@@ -256,10 +256,10 @@ class OllamaAnswer(Answer):
         try:
             async for _, event in self._ticket:
                 self._note(event)
-                for choice in self._texts[0].pieces(event):
-                    reason = choice["finish_reason"]
+                for piece in self._choices[0].pieces(event):
+                    reason = piece["finish_reason"]
                     if reason is None:
-                        yield msgspec.json.encode(self._of(choice)) + b"\n"
+                        yield msgspec.json.encode(self._of(piece)) + b"\n"
         except ApiError as error:
             yield msgspec.json.encode(error_body(error)) + b"\n"
         else:
@@ -281,7 +281,7 @@ class OllamaAnswer(Answer):
                "load_duration": 0, "prompt_eval_count": usage["prompt_tokens"], "prompt_eval_duration": first - self._begun,
                "eval_count": usage["completion_tokens"], "eval_duration": now - first}
         if not self._is_chat:
-            ids = self._ticket.texts[0].request.prompt_ids
+            ids = self._ticket.sequences[0].request.prompt_ids
             end["context"] = [*ids, *self._spec.tokenizer.encode_after(self._written, ids)]
         return end
 

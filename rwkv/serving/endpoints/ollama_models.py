@@ -12,7 +12,7 @@ from starlette.responses import Response
 
 from rwkv.config import BITS
 from rwkv.serving.bodies import from_body
-from rwkv.serving.endpoints.embeddings import EmbeddingAnswer, Render, at_once, embedding_texts
+from rwkv.serving.endpoints.embeddings import EmbeddingAnswer, Render, at_once, embedding_sequences
 from rwkv.serving.endpoints.ollama import GENERATED, LATEST, OPTIONS, Model, error_body, model_id
 from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.messages import Event, Generate
@@ -154,7 +154,7 @@ def _texts(service: Service, inputs: Sequence[str], name: str, owner: str, trunc
         return []
     ids = [encoded(service.tokenizer.encode, text, f"input[{place}]") for place, text in enumerate(inputs)]
     cut = [each[:service.config.max_prompt_tokens] if truncate else each for each in ids]
-    return embedding_texts(service, list(cut), adapter_of(service, name), owner, dimensions)
+    return embedding_sequences(service, list(cut), adapter_of(service, name), owner, dimensions)
 
 
 ENDPOINTS = (

@@ -8,7 +8,7 @@ from starlette.responses import Response
 from rwkv.serving import responses
 from rwkv.serving.answers import Answer, ResponseSpec
 from rwkv.serving.bodies import from_body
-from rwkv.serving.endpoints.chat import chat_texts, tools_and_call
+from rwkv.serving.endpoints.chat import chat_sequences, tools_and_call
 from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
@@ -30,7 +30,7 @@ async def make_response(service: Service, request: Request) -> Answer:
 def _response_texts(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, responses.Asked]:
     asked = read(sent, ResponseRequest)
     return responses.ask(asked, owner, adapter_of(service, asked.model), service.responses, service.states,
-                         lambda body: tools_and_call(service, body)[0], lambda body: chat_texts(service, body, owner))
+                         lambda body: tools_and_call(service, body)[0], lambda body: chat_sequences(service, body, owner))
 
 
 async def count_tokens(service: Service, request: Request) -> Response:

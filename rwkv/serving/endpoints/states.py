@@ -25,7 +25,7 @@ class StateAnswer(Answer):
     """The state at the end of the ticket's only text."""
 
     def _whole(self) -> Response:
-        state = self._texts[0].last.state
+        state = self._choices[0].last.state
         if state is None:
             return ApiError(503, "the prompt was not read in time: the server's timeout_s= ended it", code="timeout").response()
         return json_response({**shown(state, self._spec.model), "usage": self._usage()})
