@@ -49,13 +49,13 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
     model = adapter_of(service, body.model)
     service = _with_template(service, body)
     if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+        raise ApiError(400, "top_logprobs requires logprobs=true", "top_logprobs")
     tools, call_start = tools_and_call(service, body)
     thinking = _thinking(service, body, bool(call_start))
     answer_start = service.template.answer_start(thinking.think)
     start = service.states.start(body.state, owner, model)
-    follows = service.states.after(before, tools, start) if before else start
-    prompt = service.states.prompt(follows, body.messages, tools, thinking.think, thinking.effort)
+    context = service.states.after(before, tools, start) if before else start
+    prompt = service.states.prompt(context, body.messages, tools, thinking.think, thinking.effort)
     if call_start and answer_start:      # thoughts, which end before the call
         end = end_of(answer_start)
         prompt = f"{prompt}{end}"
@@ -74,44 +74,45 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
     stops = (*service.template.stop, *requested, *((stop_of(call_start),) if one_call else ()))
     n = body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    ids = prompt_ids(service, [*before, *message_ids(service, prompt, follows)], "messages", start)
+    ids = prompt_ids(service, [*before, *message_ids(service, prompt, context)], "messages", start)
     begun = answer_start or begun_by(prompt)
     grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True)
     first = EngineRequest(ids, body.first_seed(), stopping(service, maximum, stops, limit),
                           body.sampling(usual.sampling, service.tokenizer), n_logprobs, grammar=grammar)
-    texts = make_sequences(service, body, first, n, start, owner, model, service.states.turn_of_answer(tools, start))
+    sequences = make_sequences(service, body, first, n, start, owner, model, service.states.turn_of_answer(tools, start))
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     spec = ResponseSpec("chatcmpl", model or service.model, include_usage(body), bool(body.logprobs),
                         [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start.lstrip(),
                         most_calls=1 if one_call else None, thinks=service.template.thinks,
                         after=start.last_ids if start else (), saves=bool(body.save_state))
-    return texts, spec
+    return sequences, spec
 
 
 def _with_template(service: Service, body: ChatRequest) -> Service:
-    """The service with the chat template that rwkv_prompt_template names, if the server's own has another form."""
+    """The service with the chat template that rwkv_prompt_template names, if the server's has another form."""
     kwargs = body.chat_template_kwargs or TemplateOptions()
-    asked = kwargs.rwkv_prompt_template
-    own = service.template
+    name = kwargs.rwkv_prompt_template
+    default = service.template
     without_thoughts = kwargs.rwkv_generation_prompt in (None, "no_think")
-    fits = {"bot": own.name == "flower", "assistant": own.name == "g1" or (own.name == "world" and without_thoughts),
-            "function_calling": own.supports_tools}
-    if asked is None or fits[asked]:
+    fits = {"bot": default.name == "flower",
+            "assistant": default.name == "g1" or (default.name == "world" and without_thoughts),
+            "function_calling": default.supports_tools}
+    if name is None or fits[name]:
         return service
-    template = for_tokenizer(chat_template(TEMPLATE_NAMES[asked]), service.tokenizer)
+    template = for_tokenizer(chat_template(TEMPLATE_NAMES[name]), service.tokenizer)
     return replace(service, template=template, states=replace(service.states, template=template))
 
 
 def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
-    """How the answer is to begin. calls: it must begin with a call, and so without thoughts.
+    """How the answer begins. calls: it must begin with a call, and so without thoughts.
 
-    Raises ApiError where the template has no form for what is asked; an effort without a form is ignored.
+    Raises ApiError if the template has no form for the requested thinking; an effort without a form is ignored.
     """
     thinking = body.thinking(service.template.thinks)
     try:
         service.template.answer_start(thinking.think)
         if calls and thinking.think is True:
-            raise UserError("think: tool_choice demands that the answer begins with a call; send auto, or ask for no thoughts")
+            raise UserError("think: conflicts with a tool_choice that requires a call; send auto, or turn thinking off")
     except UserError as error:
         if thinking.wish:
             return thinking._replace(think=False)
@@ -120,7 +121,7 @@ def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
 
 
 def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | None, str]:
-    """The tools for the template (None for no tools), and the answer's first text where tool_choice demands a call ("" else).
+    """The tools for the template (None for no tools), and the answer's first text if tool_choice requires a call, else "".
 
     Raises ApiError for a choice that the tools or the template do not allow.
     """
@@ -128,7 +129,7 @@ def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[dict[str, 
     template = service.template
     if not body.tools:
         if choice not in (None, "none"):
-            raise ApiError(400, "tool_choice needs tools", "tool_choice")
+            raise ApiError(400, "tool_choice requires tools", "tool_choice")
         return None, ""
     tools = shown_tools(service, body.tools)
     if choice == "none":
@@ -136,34 +137,34 @@ def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[dict[str, 
     if choice in (None, "auto"):
         return tools, ""
     if template.call_start is None:
-        raise ApiError(400, f"tool_choice is auto or none with the chat template {template.name}: how a call begins is known "
-                            f"for g1 and for templates with {START} alone", "tool_choice")
+        raise ApiError(400, f"tool_choice must be auto or none with the chat template {template.name}: the form of a call is "
+                            f"known only for g1 and for templates with {START}", "tool_choice")
     names = [tool.function.name for tool in body.tools]
     before, after = template.call_start
     if isinstance(choice, str):          # required
         return tools, f"{before}{names[0]}{after}" if len(names) == 1 else before
     if choice.function.name not in names:
-        raise ApiError(400, f"tool_choice names a function that tools lacks; there are {', '.join(names)[:200]}", "tool_choice")
+        raise ApiError(400, f"tool_choice must name one of tools: {', '.join(names)[:200]}", "tool_choice")
     return tools, f"{before}{choice.function.name}{after}"
 
 
 def shown_tools(service: Service, tools: list[Tool] | None) -> list[dict[str, Any]] | None:
-    """The tools for the template. Templates expect parameters, which a tool may lack: it gets empty ones. Raises ApiError."""
+    """The tools for the template. A tool without parameters, which templates expect, gets empty ones. Raises ApiError."""
     if not tools:
         return None
     if not service.template.supports_tools:
         raise ApiError(400, f"tools: {service.template.no_tools}", "tools")
-    found: list[dict[str, Any]] = msgspec.to_builtins(tools)
-    for tool in found:
+    result: list[dict[str, Any]] = msgspec.to_builtins(tools)
+    for tool in result:
         parameters = tool["function"].setdefault("parameters", {})
         parameters.setdefault("type", "object")
         parameters.setdefault("properties", {})
-    return found
+    return result
 
 
 def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, begun: str, think: bool) -> Grammar | None:
-    """The grammar of the answer; None for any text. tools: the answer may call them. call_start: as _tools returns it. begun:
-    the beginning of thoughts with which the prompt ends. think: the answer may begin with thoughts.
+    """The grammar of the answer; None for any text. tools: the answer may call them. call_start: as tools_and_call returns it.
+    begun: the beginning of thoughts with which the prompt ends. think: the answer may begin with thoughts.
 
     Raises ApiError where the form of a call is not known.
     """
@@ -172,8 +173,8 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
                  for i, function in enumerate(tool.function for tool in body.tools or ())]
     if tools and (call_start or answer):
         if service.template.call_start is None:
-            raise ApiError(400, "response_format and grammar do not go with tools and the chat template "
-                                f"{service.template.name}, of which it is not known how a call begins: send tool_choice=none",
+            raise ApiError(400, "response_format and grammar conflict with tools under the chat template "
+                                f"{service.template.name}, whose form of a call is unknown: send tool_choice=none",
                            "tools")
         form = service.template.call_start[0].lstrip(), service.template.call_start[1]
         calls = Grammar.calls(form, functions, f"\n{stop_of(form[0]).lstrip()}", call_start.lstrip())
