@@ -55,7 +55,7 @@ def files_in(folder: Path, name: re.Pattern[str], subject: str, among: Iterable[
         except OSError as error:         # of a link to nothing
             reason = str(error.strerror)
         if reason:
-            say(subject, f"{path} is left out: {reason}")
+            say(subject, f"skipped {path}: {reason}")
         else:
             files.append((about.st_mtime, path, about.st_size))
     for _, path, size in sorted(files):

@@ -96,8 +96,8 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
                       model.config.n_embd, model.emb.weight.device.type)
         starts = {name: each.start and SavedState("", "", 0, each.tokens, each.start.nbytes(), each.start.last_ids, model=name)
                   for name, each in loaded.adapters.items()}
-        connection.send(Ready(about, loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.found, loaded.state_bytes,
-                              loaded.defaults, starts))
+        connection.send(Ready(about, loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.initial,
+                              loaded.state_bytes, loaded.defaults, starts))
         try:
             worker.run()
         finally:

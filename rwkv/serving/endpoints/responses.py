@@ -19,24 +19,24 @@ from rwkv.serving.submission import submit
 
 
 async def make_response(service: Service, request: Request) -> Answer:
-    sequences, spec, asked = await from_body(service, request, partial(_prepared, owner=owner(request)))
+    sequences, spec, prepared = await from_body(service, request, partial(_prepare, owner=owner(request)))
     try:
         ticket = await submit(service, sequences)
     except ApiError as error:
         raise responses.renamed(error) from None
-    return ResponseAnswer(service.engine, ticket, spec, service.config.timeout_s, asked, service.responses)
+    return ResponseAnswer(service.engine, ticket, spec, service.config.timeout_s, prepared, service.responses)
 
 
-def _prepared(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, responses.Asked]:
-    asked = read(sent, ResponseRequest)
-    return responses.ask(asked, owner, adapter_of(service, asked.model), service.responses, service.states,
+def _prepare(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, responses.Prepared]:
+    body = read(sent, ResponseRequest)
+    return responses.prepare(body, owner, adapter_of(service, body.model), service.responses, service.states,
                          lambda body: tools_and_call(service, body)[0], lambda body: chat_sequences(service, body, owner))
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
     """The tokens of a request's input, with those of the response or the state that it continues."""
     try:
-        (sequence, *_), *_ = await from_body(service, request, partial(_prepared, owner=owner(request)))
+        (sequence, *_), *_ = await from_body(service, request, partial(_prepare, owner=owner(request)))
     except ApiError as error:
         raise responses.renamed(error) from None
     count = len(sequence.request.prompt_ids) + ((sequence.start and sequence.start.tokens) or 0)
