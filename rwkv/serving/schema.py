@@ -342,13 +342,13 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
 UNSUPPORTED = {
     "functions": "functions is deprecated and not supported by this server: send tools",
     "function_call": "function_call is deprecated and not supported by this server: send tool_choice",
-    "modalities": 'modalities is ["text"] on this server: the model writes text alone',
-    "audio": "audio is not supported by this server: the model writes text alone",
+    "modalities": 'modalities must be ["text"]: the model writes only text',
+    "audio": "audio is not supported by this server: the model writes only text",
     "web_search_options": "web_search_options is not supported by this server: the model cannot search",
     "moderation": "moderation is not supported by this server",
     "conversation": "conversation is not supported by this server: send previous_response_id",
-    "prompt": "prompt is not supported by this server, which keeps no prompts: send instructions and input",
-    "context_management": "context_management is not supported by this server: a state has one size, however long the text is",
+    "prompt": "prompt is not supported by this server, which stores no prompts: send instructions and input",
+    "context_management": "context_management is not supported by this server: the state's size is constant",
 }
 
 JSON_TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
