@@ -74,7 +74,7 @@ def test_from_one_command_and_one_name_to_an_answer(server: HubServer, tmp_path:
     done = timemix("chat", f"checkpoint={MODEL}", *options, variables=variables, folder=tmp_path, input="hello\n")
     assert done.returncode == 0, done.stderr
     assert f"loading {MODEL}" in done.stderr
-    assert "is of the series G1" in done.stderr
+    assert "belongs to the series G1" in done.stderr
     done = timemix("generate", f"checkpoint={DIRECTORY}", "state=org/extra/state.safetensors", "prompt=a", *options,
                    variables=variables, folder=tmp_path)
     assert done.returncode == 0, done.stderr
