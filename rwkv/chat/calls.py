@@ -98,7 +98,7 @@ def _json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 
-def stop_of(call_start: str) -> str:
+def call_stop(call_start: str) -> str:
     """The text after a call's JSON, which ends the call. call_start: the beginning of the call in the prompt.
 
     With "" it is not the end of a fence, because an answer may have a fence of another language before its call.
@@ -156,7 +156,7 @@ class CallParser:
         self.decided = -len(start)
         self.spans: list[tuple[int, int]] = []
         self.parts: list[tuple[str, int] | dict[str, Any]] = []
-        self.found = 0                   # calls so far
+        self.n_calls = 0                   # calls so far
 
     def push(self, piece: str, last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """The newly shown text and the newly complete calls, in OpenAI's form. last: the answer ends."""
@@ -177,7 +177,7 @@ class CallParser:
                 new = step.calls[:self._left()]
                 calls += new
                 self.parts += new
-                self.found += len(new)
+                self.n_calls += len(new)
                 self._after_call = True
         return text, calls
 
@@ -187,7 +187,7 @@ class CallParser:
         return self._left() == 0
 
     def _left(self) -> int | None:
-        return None if self._most is None else self._most - self.found
+        return None if self._most is None else self._most - self.n_calls
 
     def _shown(self, text: str) -> str:
         """The part of `text` that is shown. text: the beginning of the buffer."""

@@ -27,7 +27,7 @@ from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import ROLES, Message, check_messages, is_learnt
 from rwkv.chat.stated import template_in, tool_template_in
 from rwkv.chat.template import END, ChatTemplate, Part
-from rwkv.chat.thoughts import BEGUN, Think, end_of, with_hint
+from rwkv.chat.thoughts import BEGUN, Think, thoughts_end, with_hint
 from rwkv.errors import UserError
 from rwkv.io import hub
 
@@ -113,7 +113,7 @@ class TurnTemplate(ChatTemplate):
         if self.learns is True and message.get("reasoning_content"):
             return start, body.removeprefix(start)
         if self.learns == "fake" and last and not message.get("reasoning_content"):
-            return start, f"{end_of(start)}{body.removeprefix(self._form.space)}"
+            return start, f"{thoughts_end(start)}{body.removeprefix(self._form.space)}"
         return "", body
 
     def _turns(self, messages: Sequence[Message], tools: Any) -> Iterator[tuple[str, str, Message]]:

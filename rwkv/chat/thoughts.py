@@ -22,7 +22,7 @@ HINTS = {"low": " (think a bit)", "medium": " (think)", "high": " (think a lot)"
 _AT_END = re.compile(r"<think>?(\s*</think>?)?\s*\Z")
 
 
-def think_of(option: str) -> Think:
+def parse_think(option: str) -> Think:
     """The value of the option think=, one of config.THINK."""
     return "fake" if option == "fake" else option == "true"
 
@@ -33,7 +33,7 @@ def begun_by(prompt: str) -> str:
     return match[0] if match else ""
 
 
-def end_of(start: str) -> str:
+def thoughts_end(start: str) -> str:
     """The text that ends the thoughts begun by `start`, which begun_by returned."""
     bracket = "" if start.rstrip().endswith(">") else ">"
     return f"{bracket}\n" if "</think" in start else f"{bracket}\n{END}\n"

@@ -332,7 +332,7 @@ class _Choice:
 
     def reason(self, event: Event) -> str:
         reason = REASONS[event.finish_reason or "length"]
-        if self._parser and self._parser.found and (reason == "stop" or self._parser.full):
+        if self._parser and self._parser.n_calls and (reason == "stop" or self._parser.full):
             return "tool_calls"
         return reason
 

@@ -34,7 +34,7 @@ from rwkv.serving.log import say_refused
 from rwkv.serving.openapi import Endpoint, Handler
 from rwkv.serving.origins import check_origin
 from rwkv.serving.service import Service
-from rwkv.serving.states import owner_of
+from rwkv.serving.states import owner_digest
 
 OPEN_PATHS = ("/", "/health", "/ready")  # without a key
 
@@ -71,7 +71,7 @@ def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Re
             check_origin(service.config, request.headers)
             _authorize(service, request)
             if service.shared is not None and request.url.path not in OPEN_PATHS:
-                await service.shared.look(lost_too=request.method != "POST")
+                await service.shared.sync(lost_too=request.method != "POST")
             handler = handlers["GET" if request.method == "HEAD" else request.method]
             return await handler(service, request)
         except ApiError as error:
@@ -118,7 +118,7 @@ async def _internal_error(request: Request, error: Exception) -> Response:
 def _authorize(service: Service, request: Request) -> None:
     """Checks the key, and sets the request's owner."""
     keys = service.config.api_key
-    request.scope["state"]["owner"] = owner_of("")
+    request.scope["state"]["owner"] = owner_digest("")
     if not keys or request.url.path in OPEN_PATHS:
         return
     scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
@@ -128,7 +128,7 @@ def _authorize(service: Service, request: Request) -> None:
     if not matching:
         raise ApiError(401, "the header Authorization: Bearer KEY, or x-api-key: KEY, must hold one of the server's keys",
                        code="invalid_api_key")
-    request.scope["state"]["owner"] = owner_of(matching[0])
+    request.scope["state"]["owner"] = owner_digest(matching[0])
 
 
 async def openapi_document(service: Service, request: Request) -> Response:

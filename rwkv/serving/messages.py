@@ -45,7 +45,7 @@ class SavedState:
 
 
 @dataclass(frozen=True)
-class About:
+class ModelInfo:
     """Facts about the model for clients. width: of its hidden state. trained_tokens: sequence length in training; None if
     unknown. device: cpu or cuda."""
 
@@ -75,7 +75,7 @@ class Ready:
     adapters: by name, the state that the adapter's sequences begin with; None for the empty one.
     """
 
-    about: About
+    model_info: ModelInfo
     tokenizer: dict[str, Any]
     template: str
     plan: list[tuple[str, str]]
@@ -140,7 +140,7 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class Look:
+class SyncFolder:
     """New files in states_dir=, perhaps of another server, and states whose files it may have deleted."""
 
     id: int
@@ -149,23 +149,23 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Answers a Look. gone: ids."""
+class FolderChanges:
+    """Answers a SyncFolder. gone: ids."""
 
     new: list[SavedState]
     gone: list[str]
 
 
 # Messages to the engine; the sequences of one HTTP request come together.
-ToEngine = list[Generate] | Cancel | Upload | Download | Drop | Look
+ToEngine = list[Generate] | Cancel | Upload | Download | Drop | SyncFolder
 
 
 @dataclass(frozen=True)
 class Reply:
-    """Answers an Upload, a Download or a Look. error: why it failed. state_gone: as in Event."""
+    """Answers an Upload, a Download or a SyncFolder. error: why it failed. state_gone: as in Event."""
 
     id: int
-    value: SavedState | bytes | Seen | None = None
+    value: SavedState | bytes | FolderChanges | None = None
     error: str | None = None
     state_gone: bool = False
 

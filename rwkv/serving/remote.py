@@ -26,13 +26,13 @@ from rwkv.serving.messages import (
     Drop,
     Event,
     Failed,
+    FolderChanges,
     Generate,
-    Look,
     Ready,
     Reply,
     SavedState,
-    Seen,
     Step,
+    SyncFolder,
     ToEngine,
     Upload,
 )
@@ -156,11 +156,11 @@ class RemoteEngine:
         if self.states.pop(state.id, None) is not None:
             self._outbox.put(Drop(state.id))
 
-    async def look(self, new: tuple[str, ...], lost: tuple[str, ...]) -> None:
-        """Takes up states that another server has written, and drops those whose files it has deleted; as in Look."""
-        await self._request(Look(next(self._ids), new, lost))
+    async def sync(self, new: tuple[str, ...], lost: tuple[str, ...]) -> None:
+        """Takes up states that another server has written, and drops those whose files it has deleted; as in SyncFolder."""
+        await self._request(SyncFolder(next(self._ids), new, lost))
 
-    async def _request(self, message: Upload | Download | Look) -> Any:
+    async def _request(self, message: Upload | Download | SyncFolder) -> Any:
         self.require_engine()
         self._replies[message.id] = future = asyncio.get_running_loop().create_future()
         self._outbox.put(message)
@@ -227,7 +227,7 @@ class RemoteEngine:
         future = self._replies.pop(reply.id)
         if isinstance(reply.value, SavedState):
             self.states[reply.value.id] = reply.value
-        if isinstance(reply.value, Seen):
+        if isinstance(reply.value, FolderChanges):
             self.states.update((state.id, state) for state in reply.value.new)
             for state_id in reply.value.gone:
                 self.states.pop(state_id, None)

@@ -65,9 +65,9 @@ class Responses:
         self._on_disk: set[str] = set()                 # ids of those that have a file
         self._ignored: set[str] = set()                 # names of files that are no responses, or that it has deleted
         if self._folder:
-            self.look({path.name for path in self._folder.iterdir()})
+            self.sync({path.name for path in self._folder.iterdir()})
 
-    def look(self, names: set[str]) -> None:
+    def sync(self, names: set[str]) -> None:
         """Adds the files that another server has written, and drops lost ones. names: of all files in the folder."""
         assert self._folder is not None
         new = [name for name in names if (match := RESPONSE.fullmatch(name)) and name not in self._ignored

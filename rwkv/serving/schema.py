@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 
 import msgspec
 
-from rwkv.chat.thoughts import Think, think_of
+from rwkv.chat.thoughts import Think, parse_think
 from rwkv.config import Sampling
 from rwkv.generation.grammar import Grammar
 from rwkv.serving.errors import ApiError
@@ -241,7 +241,7 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
         Raises ApiError for conflicting fields.
         """
         kwargs = self.chat_template_kwargs or TemplateOptions()
-        switches = {"chat_template_kwargs.think": None if kwargs.think is None else think_of(str(kwargs.think).lower()),
+        switches = {"chat_template_kwargs.think": None if kwargs.think is None else parse_think(str(kwargs.think).lower()),
                     "chat_template_kwargs.rwkv_generation_prompt": THINK_OF_PROMPT.get(kwargs.rwkv_generation_prompt or ""),
                     "enable_thinking": self.enable_thinking, "chat_template_kwargs.enable_thinking": kwargs.enable_thinking,
                     "chat_template_kwargs.thinking": kwargs.thinking}

@@ -86,7 +86,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
     template = for_tokenizer(chat_template(ready.template), tokenizer)
     compilers = Compilers(ready.tokenizer)
     responses = Responses(config, engine)
-    service = Service(config, ready.about, ready.defaults, engine, tokenizer, template,
+    service = Service(config, ready.model_info, ready.defaults, engine, tokenizer, template,
                       Metrics(lambda: engine.n_running, lambda: engine.n_queued),
                       ClientStates(config, engine, tokenizer, template, ready.state_bytes), responses,
                       compilers, _model_name(config), int(time.time()),

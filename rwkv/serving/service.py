@@ -10,7 +10,7 @@ from rwkv.chat.thoughts import Think
 from rwkv.config import ServeConfig
 from rwkv.serving.compiling import Compilers
 from rwkv.serving.errors import ApiError
-from rwkv.serving.messages import About, Defaults
+from rwkv.serving.messages import Defaults, ModelInfo
 from rwkv.serving.metrics import Metrics
 from rwkv.serving.remote import RemoteEngine
 from rwkv.serving.responses import Responses
@@ -26,7 +26,7 @@ class Service:
     """Shared by the handlers. defaults: as in Ready. model: the id of the checkpoint's model. stopping: refuse new requests."""
 
     config: ServeConfig
-    about: About
+    model_info: ModelInfo
     defaults: Mapping[tuple[Think, bool], Defaults]
     engine: RemoteEngine
     tokenizer: Tokenizer
@@ -46,7 +46,7 @@ def owner(request: Request) -> str:
     return owner
 
 
-def adapter_of(service: Service, name: str | None) -> str:
+def resolve_adapter(service: Service, name: str | None) -> str:
     """The adapter that a request names; "" for the checkpoint's own model. Raises ApiError for an unknown name.
 
     A name may have a prefix that a gateway added: openai/NAME.

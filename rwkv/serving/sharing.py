@@ -24,15 +24,15 @@ class SharedFolder:
         self._engine = engine
         self._responses = responses
         self._changed = dict[bool, int]()                # the folder's time stamp at the last look, with and without lost files
-        self._looking = asyncio.Lock()
+        self._syncing = asyncio.Lock()
 
-    async def look(self, lost_too: bool) -> None:
+    async def sync(self, lost_too: bool) -> None:
         """Adds new files. Does nothing while the folder is unchanged.
 
         lost_too: also drop states whose files are lost. A request that continues such a state notices it in any case, and may
         still find the state in memory.
         """
-        async with self._looking:
+        async with self._syncing:
             try:
                 changed = os.stat(self._folder).st_mtime_ns                      # noqa: PTH116 (called for each request)
                 if changed == self._changed.get(lost_too) or self._engine.failed is not None:
@@ -44,7 +44,7 @@ class SharedFolder:
             new = tuple(name for name in names if (match := STATE.fullmatch(name)) and match[1] not in states)
             lost = tuple(state_id for state_id in states if lost_too and f"{state_id}.safetensors" not in names)
             if new or lost:
-                await self._engine.look(new, lost)
-            self._responses.look(names)
+                await self._engine.sync(new, lost)
+            self._responses.sync(names)
             if time.time_ns() - changed > SETTLED_NS:
                 self._changed[lost_too] = changed

@@ -24,7 +24,7 @@ from rwkv.io.atomic import write_file
 from rwkv.io.fair_lru import FairLRU
 from rwkv.serving.folder import STATE, files_in
 from rwkv.serving.log import say
-from rwkv.serving.messages import SavedState, Seen, Turn
+from rwkv.serving.messages import FolderChanges, SavedState, Turn
 
 SERVER_KEY = "timemix-serve"             # of ServerMetadata in a file's metadata
 MAX_UNWRITTEN = 8                        # states that may wait to be written
@@ -129,10 +129,10 @@ class StateStore:
         if self._folder and state_id in self._files:
             self._delete(self._folder, state_id)
 
-    def look(self, new: Iterable[str], lost: Iterable[str]) -> Seen:
+    def sync(self, new: Iterable[str], lost: Iterable[str]) -> FolderChanges:
         """Adds states that another server has written to the folder, and drops those whose files it has deleted."""
         if self._folder is None:
-            return Seen([], [])
+            return FolderChanges([], [])
         self._settle()
         folder = self._folder
         unknown = [name for name in new if name not in self._ignored and Path(name).stem not in self._files]
@@ -142,7 +142,7 @@ class StateStore:
         for state_id in gone:
             self._files.remove(state_id)
             self._forget(state_id)
-        return Seen(states, gone)
+        return FolderChanges(states, gone)
 
     def take_gone(self) -> list[str]:
         """The ids of the states evicted or lost since the last call."""

@@ -44,7 +44,7 @@ class ClientStates:
     template: ChatTemplate
     state_bytes: int
 
-    def of(self, owner: str) -> list[SavedState]:
+    def owned_by(self, owner: str) -> list[SavedState]:
         """The owner's states, the newest first."""
         states = [state for state in self.engine.states.values() if state.owner == owner]
         return sorted(states, key=lambda state: state.created, reverse=True)
@@ -163,7 +163,7 @@ def _placeholder_messages(role: str, calls: bool) -> list[dict[str, Any]]:
     return [*(message for message in before if calls or "tool_calls" not in message), {"role": role, "content": PLACEHOLDER}]
 
 
-def owner_of(key: str) -> str:
+def owner_digest(key: str) -> str:
     """A digest of an API key. Unlike the key it may be written to files."""
     return hashlib.sha256(b"timemix state " + key.encode()).hexdigest()[:32]
 

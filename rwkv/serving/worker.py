@@ -26,7 +26,6 @@ from rwkv.io.signals import STOPPING
 from rwkv.model.base import n_parameters
 from rwkv.serving.log import say
 from rwkv.serving.messages import (
-    About,
     Cancel,
     Defaults,
     Download,
@@ -34,11 +33,12 @@ from rwkv.serving.messages import (
     Event,
     Failed,
     Generate,
-    Look,
+    ModelInfo,
     Ready,
     Reply,
     SavedState,
     Step,
+    SyncFolder,
     ToEngine,
     Upload,
 )
@@ -59,7 +59,7 @@ class LoadedAdapter(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The result of loading. adapters: by name. The other fields are those of Ready and About."""
+    """The result of loading. adapters: by name. The other fields are those of Ready and ModelInfo."""
 
     model: Any
     tokenizer: Tokenizer
@@ -92,11 +92,11 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
         models = {name: _Model(adapter.model, engines[adapter.model], adapter.start) for name, adapter in adapters.items()}
         worker = _Worker(connection, models, loaded.tokenizer, cache, states)
         model = loaded.model
-        about = About(model.generation.NAME, n_parameters(model.config, model.vocab_size), loaded.dtype, loaded.trained_tokens,
-                      model.config.n_embd, model.emb.weight.device.type)
+        model_info = ModelInfo(model.generation.NAME, n_parameters(model.config, model.vocab_size), loaded.dtype,
+                               loaded.trained_tokens, model.config.n_embd, model.emb.weight.device.type)
         starts = {name: each.start and SavedState("", "", 0, each.tokens, each.start.nbytes(), each.start.last_ids, model=name)
                   for name, each in loaded.adapters.items()}
-        connection.send(Ready(about, loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.initial,
+        connection.send(Ready(model_info, loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.initial,
                               loaded.state_bytes, loaded.defaults, starts))
         try:
             worker.run()
@@ -231,7 +231,7 @@ class _Worker:
                 self._cancelled.add(message.id)
         elif isinstance(message, Drop):
             self._states.drop(message.state)
-        elif isinstance(message, (Upload, Download, Look)):
+        elif isinstance(message, (Upload, Download, SyncFolder)):
             self._connection.send(self._reply(message))
         elif (grammar := message[0].request.grammar) is not None:
             self._compiling.append((self._compiler.submit(compiled, grammar, self._tokenizer), message))
@@ -239,10 +239,10 @@ class _Worker:
             for sequence in message:
                 self._begin(sequence)
 
-    def _reply(self, message: Upload | Download | Look) -> Reply:
+    def _reply(self, message: Upload | Download | SyncFolder) -> Reply:
         try:
-            if isinstance(message, Look):
-                return Reply(message.id, self._states.look(message.new, message.lost))
+            if isinstance(message, SyncFolder):
+                return Reply(message.id, self._states.sync(message.new, message.lost))
             if isinstance(message, Upload):
                 return Reply(message.id, self._upload(message))
             return Reply(message.id, self._states.content(message.state))

@@ -360,7 +360,7 @@ def test_what_a_folder_keeps_survives_a_restart_and_belongs_to_its_key(start: Ca
         assert sum(path.stat().st_size for path in kept.glob("resp_*.json")) <= 2**20
     other = small_model("reference", vocab_size=256, n_embd=32, seed=1)
     states = StateStore(ServeConfig(states_dir=str(kept)), {"": StateForm.of(other, BYTES)}, {"": ""})
-    found, = (each for each in states.found if each.id == state)
+    found, = (each for each in states.initial if each.id == state)
     with pytest.raises(StateGone):
         states.get(found)
     states.close()

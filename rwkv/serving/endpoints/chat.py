@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from rwkv.chat.calls import START, stop_of
+from rwkv.chat.calls import START, call_stop
 from rwkv.chat.rendered import for_tokenizer
 from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import START as START_OF_THOUGHTS
-from rwkv.chat.thoughts import begun_by, end_of
+from rwkv.chat.thoughts import begun_by, thoughts_end
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.request import Request as EngineRequest
@@ -25,7 +25,7 @@ from rwkv.serving.errors import ApiError
 from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import ChatRequest, TemplateOptions, Thinking, Tool, read
-from rwkv.serving.service import Service, adapter_of, default_max_tokens, owner
+from rwkv.serving.service import Service, default_max_tokens, owner, resolve_adapter
 from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, message_ids, prompt_ids, stopping
 
 TEMPLATE_NAMES = {"bot": "flower", "assistant": "g1", "function_calling": "g1"}          # by rwkv_prompt_template
@@ -46,7 +46,7 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
 
     Raises ApiError and UserError with the field names of a ChatRequest.
     """
-    model = adapter_of(service, body.model)
+    model = resolve_adapter(service, body.model)
     service = _with_template(service, body)
     if body.top_logprobs is not None and not body.logprobs:
         raise ApiError(400, "top_logprobs requires logprobs=true", "top_logprobs")
@@ -57,7 +57,7 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
     context = service.states.after(before, tools, start) if before else start
     prompt = service.states.prompt(context, body.messages, tools, thinking.think, thinking.effort)
     if call_start and answer_start:      # thoughts, which end before the call
-        end = end_of(answer_start)
+        end = thoughts_end(answer_start)
         prompt = f"{prompt}{end}"
         answer_start = f"{answer_start}{end}"
         call_start = call_start.lstrip()
@@ -71,7 +71,7 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
     maximum = default_max_tokens(service, usual)["chat"] if maximum in (None, NO_LIMIT) else maximum
     one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
     requested = usual.stop if body.stop is None else body.stops()
-    stops = (*service.template.stop, *requested, *((stop_of(call_start),) if one_call else ()))
+    stops = (*service.template.stop, *requested, *((call_stop(call_start),) if one_call else ()))
     n = body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     ids = prompt_ids(service, [*before, *message_ids(service, prompt, context)], "messages", start)
@@ -177,7 +177,7 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
                                 f"{service.template.name}, whose form of a call is unknown: send tool_choice=none",
                            "tools")
         form = service.template.call_start[0].lstrip(), service.template.call_start[1]
-        calls = Grammar.calls(form, functions, f"\n{stop_of(form[0]).lstrip()}", call_start.lstrip())
+        calls = Grammar.calls(form, functions, f"\n{call_stop(form[0]).lstrip()}", call_start.lstrip())
         if call_start:
             return calls
         answer = answer.or_else(calls) if answer else None

@@ -12,7 +12,7 @@ from rwkv.serving.errors import ApiError
 from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import MOST_ROWS, CompletionRequest, Options, read
-from rwkv.serving.service import Service, adapter_of, default_max_tokens, owner
+from rwkv.serving.service import Service, default_max_tokens, owner, resolve_adapter
 from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, prompt_ids, stopping
 
 
@@ -26,7 +26,7 @@ def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generat
 
 
 def completion_sequences(service: Service, body: CompletionRequest, owner: str) -> tuple[list[Generate], ResponseSpec]:
-    model = adapter_of(service, body.model)
+    model = resolve_adapter(service, body.model)
     if body.suffix:
         raise ApiError(400, "suffix is not supported: an RWKV model reads in one direction", "suffix")
     if body.best_of not in (None, 1):

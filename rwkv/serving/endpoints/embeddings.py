@@ -20,7 +20,7 @@ from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import TokenId, read
-from rwkv.serving.service import Service, adapter_of, owner
+from rwkv.serving.service import Service, owner, resolve_adapter
 from rwkv.serving.submission import prompt_ids, submit
 
 MOST_INPUTS = 2048                       # of one request, as in OpenAI's API
@@ -46,7 +46,7 @@ Render = Callable[[list[Event]], dict[str, Any]]
 
 def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Render]:
     body = read(sent, EmbeddingRequest)
-    model = adapter_of(service, body.model)
+    model = resolve_adapter(service, body.model)
     sequences = embedding_sequences(service, _inputs(body.input), model, owner, body.dimensions, body.pooling or "mean")
 
     def render(events: list[Event]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def _inputs(value: str | list[Any]) -> list[str | list[int]]:
 def embedding_sequences(service: Service, inputs: list[str | list[int]], model: str, owner: str, dimensions: int | None,
                     pooling: Pooling = "mean") -> list[Generate]:
     """A sequence of 0 new tokens for each input. Raises ApiError."""
-    width = service.about.width
+    width = service.model_info.width
     if not 1 <= len(inputs) <= MOST_INPUTS:
         raise ApiError(400, f"input must have 1 to {MOST_INPUTS} texts; got {len(inputs)}", "input")
     if dimensions not in (None, width):

@@ -8,7 +8,7 @@ from starlette.responses import Response
 
 from rwkv.serving.errors import json_response
 from rwkv.serving.openapi import Endpoint
-from rwkv.serving.service import Service, adapter_of, default_max_tokens
+from rwkv.serving.service import Service, default_max_tokens, resolve_adapter
 
 
 async def models(service: Service, request: Request) -> Response:
@@ -18,7 +18,7 @@ async def models(service: Service, request: Request) -> Response:
 
 
 async def one_model(service: Service, request: Request) -> Response:
-    return json_response(_model_object(service, adapter_of(service, request.path_params["id"]) or service.model))
+    return json_response(_model_object(service, resolve_adapter(service, request.path_params["id"]) or service.model))
 
 
 def _model_object(service: Service, name: str) -> dict[str, Any]:
@@ -26,7 +26,7 @@ def _model_object(service: Service, name: str) -> dict[str, Any]:
     there is no room for a state."""
     states = service.states
     usual = service.defaults[False, False]
-    meta = {**vars(service.about), "template": service.template.name,
+    meta = {**vars(service.model_info), "template": service.template.name,
             "state_bytes": states.state_bytes if states.has_room else None,
             "defaults": {**vars(usual.sampling), "max_tokens": default_max_tokens(service, usual)}}
     return {"id": name, "object": "model", "created": service.created, "owned_by": "timemix",

@@ -22,7 +22,7 @@ from rwkv.serving.errors import ApiError, json_response, renaming
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, JSON, LINES, Endpoint
 from rwkv.serving.schema import CompletionRequest, TokenId, TranslatedChat, converted, read
-from rwkv.serving.service import Service, adapter_of, owner
+from rwkv.serving.service import Service, owner, resolve_adapter
 from rwkv.serving.submission import prompt_ids, submit
 
 LATEST = ":latest"
@@ -86,7 +86,7 @@ def model_id(service: Service, body: Model) -> str:
     name = body.model or body.name or service.model
     models = (service.model, *service.engine.adapters)
     plain = name if name in models else name.removesuffix(LATEST)
-    return adapter_of(service, plain) or service.model
+    return resolve_adapter(service, plain) or service.model
 
 
 async def chat(service: Service, request: Request) -> Any:

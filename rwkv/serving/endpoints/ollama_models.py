@@ -18,7 +18,7 @@ from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import LINES, Endpoint
 from rwkv.serving.schema import read
-from rwkv.serving.service import Service, adapter_of, owner
+from rwkv.serving.service import Service, owner, resolve_adapter
 from rwkv.serving.submission import encoded, submit
 
 VERSION = "0.12.6"                       # of the interface: clients refuse older ones
@@ -26,19 +26,20 @@ FAR = "2318-01-01T00:00:00Z"             # when the model leaves memory: Ollama'
 
 
 def _model_entry(service: Service, name: str) -> dict[str, Any]:
-    about = service.about
-    facts = f"{name} {about.generation} {about.parameters} {about.dtype}"
-    size = about.parameters * BITS[about.dtype] // 8
+    info = service.model_info
+    facts = f"{name} {info.generation} {info.parameters} {info.dtype}"
+    size = info.parameters * BITS[info.dtype] // 8
     return {"name": name if ":" in name else name + LATEST, "model": name if ":" in name else name + LATEST,
             "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat(), "size": size,
             "digest": hashlib.sha256(facts.encode()).hexdigest(), "details": _details(service)}       # not of the weights
 
 
 def _details(service: Service) -> dict[str, Any]:
-    n = service.about.parameters
+    info = service.model_info
+    n = info.parameters
     size = f"{n / 1e9:.1f}B" if n >= 10**9 else f"{n / 1e6:.1f}M" if n >= 10**6 else f"{n / 1e3:.1f}K"
-    return {"parent_model": "", "format": "timemix", "family": service.about.generation,
-            "families": [service.about.generation], "parameter_size": size, "quantization_level": service.about.dtype.upper()}
+    return {"parent_model": "", "format": "timemix", "family": info.generation, "families": [info.generation],
+            "parameter_size": size, "quantization_level": info.dtype.upper()}
 
 
 async def tags(service: Service, request: Request) -> Response:
@@ -49,7 +50,7 @@ async def running(service: Service, request: Request) -> Response:
     """All models, because they stay in memory while the server runs."""
     models = [_model_entry(service, name) for name in (service.model, *service.engine.adapters)]
     for model in models:
-        model |= {"expires_at": FAR, "size_vram": model["size"] if service.about.device == "cuda" else 0,
+        model |= {"expires_at": FAR, "size_vram": model["size"] if service.model_info.device == "cuda" else 0,
                   "context_length": service.config.max_prompt_tokens}
     return json_response({"models": models})
 
@@ -60,7 +61,7 @@ async def show(service: Service, request: Request) -> Response:
 
 def _shown(service: Service, sent: bytes) -> Response:
     name = model_id(service, read(sent, Model))
-    about = service.about
+    info = service.model_info
     template = service.template
     capabilities = ["completion", *(["tools"] if template.supports_tools else []), *(["thinking"] if template.thinks else [])]
     sampling = service.defaults[False, False].sampling
@@ -70,10 +71,10 @@ def _shown(service: Service, sent: bytes) -> Response:
         "parameters": "\n".join(f"{option:30} {value}" for option, value in parameters.items()),
         "details": _details(service), "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
         "capabilities": capabilities,
-        "model_info": {"general.architecture": about.generation, "general.basename": name,
-                       "general.parameter_count": about.parameters,
-                       f"{about.generation}.context_length": service.config.max_prompt_tokens,
-                       f"{about.generation}.embedding_length": about.width}})
+        "model_info": {"general.architecture": info.generation, "general.basename": name,
+                       "general.parameter_count": info.parameters,
+                       f"{info.generation}.context_length": service.config.max_prompt_tokens,
+                       f"{info.generation}.embedding_length": info.width}})
 
 
 async def version(service: Service, request: Request) -> Response:
@@ -155,7 +156,7 @@ def _input_sequences(service: Service, inputs: Sequence[str], name: str, owner: 
     ids = [encoded(service.tokenizer.encode, text, f"input[{place}]") for place, text in enumerate(inputs)]
     if truncate:
         ids = [tokens[:service.config.max_prompt_tokens] for tokens in ids]
-    return embedding_sequences(service, list(ids), adapter_of(service, name), owner, dimensions)
+    return embedding_sequences(service, list(ids), resolve_adapter(service, name), owner, dimensions)
 
 
 ENDPOINTS = (

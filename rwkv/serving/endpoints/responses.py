@@ -14,7 +14,7 @@ from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.responses import ResponseAnswer
 from rwkv.serving.schema import ResponseRequest, read
-from rwkv.serving.service import Service, adapter_of, owner
+from rwkv.serving.service import Service, owner, resolve_adapter
 from rwkv.serving.submission import submit
 
 
@@ -29,7 +29,7 @@ async def make_response(service: Service, request: Request) -> Answer:
 
 def _prepare(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, responses.Prepared]:
     body = read(sent, ResponseRequest)
-    return responses.prepare(body, owner, adapter_of(service, body.model), service.responses, service.states,
+    return responses.prepare(body, owner, resolve_adapter(service, body.model), service.responses, service.states,
                          lambda body: tools_and_call(service, body)[0], lambda body: chat_sequences(service, body, owner))
 
 

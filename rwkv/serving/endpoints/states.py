@@ -16,7 +16,7 @@ from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.messages import Generate, SavedState
 from rwkv.serving.openapi import FILE, GENERATION, Endpoint
 from rwkv.serving.schema import StateRequest, read
-from rwkv.serving.service import Service, adapter_of, owner
+from rwkv.serving.service import Service, owner, resolve_adapter
 from rwkv.serving.states import FORMS, shown
 from rwkv.serving.submission import message_ids, prompt_ids, submit
 
@@ -47,7 +47,7 @@ async def make_state(service: Service, request: Request) -> Any:
 def _state_sequence(service: Service, sent: bytes, owner: str) -> Generate:
     """A sequence of 0 new tokens, whose final state is saved."""
     body = read(sent, StateRequest)
-    model = adapter_of(service, body.model)
+    model = resolve_adapter(service, body.model)
     if (body.prompt is None) == (body.messages is None):
         raise ApiError(400, "send a prompt, messages, or a file with the content type {FORMS[0]}", "prompt")
     start = service.states.start(body.state, owner, model)
@@ -66,7 +66,7 @@ def _state_sequence(service: Service, sent: bytes, owner: str) -> Generate:
 
 
 async def list_states(service: Service, request: Request) -> Response:
-    states = [shown(state, service.model) for state in service.states.of(owner(request))]
+    states = [shown(state, service.model) for state in service.states.owned_by(owner(request))]
     return json_response({"object": "list", "data": states, "has_more": False})
 
 
