@@ -145,7 +145,7 @@ class CallParser:
     def __init__(self, functions: Collection[str], start: str = "", most: int | None = None) -> None:
         self._functions = tuple(functions)
         self._most = most
-        self._buffer = start               # the end of the answer so far, which may belong to a call
+        self._buffer = start             # the end of the answer so far, which may belong to a call
         self._before = ""                # the character before the buffer
         self._begun = bool(start)        # thoughts can no longer begin
         self._until = ""                 # the mark that ends a fence or thoughts; no calls before it
@@ -156,7 +156,7 @@ class CallParser:
         self.decided = -len(start)
         self.spans: list[tuple[int, int]] = []
         self.parts: list[tuple[str, int] | dict[str, Any]] = []
-        self.n_calls = 0                   # calls so far
+        self.n_calls = 0                 # calls so far
 
     def push(self, piece: str, last: bool = False) -> tuple[str, list[dict[str, Any]]]:
         """The newly shown text and the newly complete calls, in OpenAI's form. last: the answer ends."""
@@ -312,7 +312,7 @@ class CallParser:
             return _text(end)
         if JSON_LIKE.match(self._buffer, place):
             self._other = _Nesting(place)
-            self._other.end(self._buffer, place + 1)       # reads the bracket
+            self._other.end(self._buffer, place + 1)     # reads the bracket
             self._other.place = 0
         return _text(place + 1)
 
@@ -385,7 +385,7 @@ def _reject_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
-DECODER = json.JSONDecoder(parse_constant=_reject_constant)         # NaN and Infinity
+DECODER = json.JSONDecoder(parse_constant=_reject_constant)      # NaN and Infinity
 
 
 def _call(text: str) -> tuple[str, str]:
@@ -424,7 +424,7 @@ def _members(text: str) -> list[tuple[str, str]]:
     while text[place] not in "}]":
         if isinstance(decoded, dict):
             key, place = DECODER.raw_decode(text, place)
-            place = _after_space(text, _after_space(text, place) + 1)      # after the colon
+            place = _after_space(text, _after_space(text, place) + 1)    # after the colon
         _, end = DECODER.raw_decode(text, place)
         members.append((key, text[place:end]))
         place = _after_space(text, end)

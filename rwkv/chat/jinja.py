@@ -26,7 +26,7 @@ CALL: Message = {"role": "assistant", "content": "", "tool_calls": [
 RESULT: Message = {"role": "tool", "tool_call_id": "call00001", "name": "a_name",
                    "content": "A result that no template contains."}
 PART = re.compile("""['"]type['"]: ?['"]text['"]""")     # parts that a template wrote unread
-THOUGHTS_PROMPT = re.compile(r"(\n\nAssistant: ?|\nBot✿)<think>?\s*\Z")       # the end of g1's or flower's prompt for thoughts
+THOUGHTS_PROMPT = re.compile(r"(\n\nAssistant: ?|\nBot✿)<think>?\s*\Z")  # the end of g1's or flower's prompt for thoughts
 
 
 class TemplateLimit(UserError):
@@ -99,7 +99,7 @@ class JinjaTemplate(ChatTemplate):
             self.call_start = self._find_call_start()
         if self._in_parts:               # so that tokens cached without the texts are not used
             self.definition += f", parts: {sorted(self._in_parts)}"
-        self._tool_use: JinjaTemplate | UserError | None = None      # an error is raised at use
+        self._tool_use: JinjaTemplate | UserError | None = None  # an error is raised at use
         if tool_use is not None:
             try:
                 self._tool_use = JinjaTemplate(tool_use, f"{name} (tool_use)")

@@ -12,10 +12,10 @@ from rwkv.errors import UserError
 from rwkv.io.utf8 import without_surrogates
 
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
-OTHER_ROLES = {"developer": "system", "function": "tool"}       # OpenAI's newer and older names
+OTHER_ROLES = {"developer": "system", "function": "tool"}        # OpenAI's newer and older names
 NO_TEXT = {"image_url": "an image", "input_audio": "audio", "file": "a file"}          # OpenAI's parts of a content
 EMPTY: tuple[Any, ...] = (None, "", [], {})               # a field with one of these values counts as missing
-LEARNT = ("weight", "loss", "train", "training", "trainable", "masked")         # fields for whether an answer is learnt
+LEARNT = ("weight", "loss", "train", "training", "trainable", "masked")  # fields for whether an answer is learnt
 
 Message = Mapping[str, Any]
 

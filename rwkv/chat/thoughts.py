@@ -75,7 +75,7 @@ class ThoughtParser:
         self.thinking = begins and not ends
         self._looking = thinks and not begins       # for <think>, before anything else
         self._skips = ">" if begins and not start.rstrip().endswith(">") else ""        # the rest of the prompt's last mark
-        self._buffer = ""                  # undecided: thoughts or text
+        self._buffer = ""                # undecided: thoughts or text
         self._shows = False              # more than white space of the current part (thoughts or text) has come
         self._pushed = 0
         self._text_place: int | None = None

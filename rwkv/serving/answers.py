@@ -244,7 +244,7 @@ class _Choice:
 
     def pieces(self, event: Event) -> list[dict[str, Any]]:
         finished = event.finish_reason is not None
-        if self._spec.echo_logprobs:                    # the prompt's come with the last event: one chunk has all
+        if self._spec.echo_logprobs:     # the prompt's come with the last event: one chunk has all
             self.add(event)
             if not finished:
                 return []

@@ -22,7 +22,7 @@ class ShownTokens:
         self._parts: list[Entry] = []    # tokens whose last character is still incomplete
         self._groups: deque[tuple[list[Entry], str]] = deque()       # tokens, and the text that the last of them completes
         self._shown: list[Span] = []
-        self._offset = 0                  # offset of the first group, in characters
+        self._offset = 0                 # offset of the first group, in characters
 
     def add(self, entries: Sequence[Entry]) -> None:
         for entry in entries:

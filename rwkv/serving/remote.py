@@ -147,7 +147,7 @@ class RemoteEngine:
         return saved
 
     async def download(self, state: SavedState) -> bytes:
-        """The content of a state's file. Raises ApiError where the state is gone."""
+        """The content of a state's file. Raises ApiError if the state is gone."""
         content: bytes = await self._request(Download(next(self._ids), state))
         return content
 
@@ -157,7 +157,7 @@ class RemoteEngine:
             self._outbox.put(Drop(state.id))
 
     async def sync(self, new: tuple[str, ...], lost: tuple[str, ...]) -> None:
-        """Takes up states that another server has written, and drops those whose files it has deleted; as in SyncFolder."""
+        """Adds states that another server has written, and drops those whose files it has deleted; as in SyncFolder."""
         await self._request(SyncFolder(next(self._ids), new, lost))
 
     async def _request(self, message: Upload | Download | SyncFolder) -> Any:

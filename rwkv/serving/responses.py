@@ -62,8 +62,8 @@ class Responses:
         self._folder = Path(config.states_dir) if config.states_dir else None
         self._stored: dict[str, bytes] = {}
         self._lru = FairLRU[str]()
-        self._on_disk: set[str] = set()                 # ids of those that have a file
-        self._ignored: set[str] = set()                 # names of files that are no responses, or that it has deleted
+        self._on_disk: set[str] = set()  # ids of those that have a file
+        self._ignored: set[str] = set()  # names of files that are no responses, or that it has deleted
         if self._folder:
             self.sync({path.name for path in self._folder.iterdir()})
 

@@ -167,7 +167,7 @@ class CompletionRequest(Options, forbid_unknown_fields=True, kw_only=True):
 
 
 THINK_OF_PROMPT: dict[str, Think] = {"open_think": True, "fake_think": "fake", "no_think": False}      # rwkv_generation_prompt
-THINK_OF_EFFORT: dict[str, Think] = {"none": False, "minimal": "fake"}    # True for the others
+THINK_OF_EFFORT: dict[str, Think] = {"none": False, "minimal": "fake"}   # True for the others
 HINT_OF_EFFORT = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 

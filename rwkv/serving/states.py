@@ -72,7 +72,7 @@ class ClientStates:
         return state
 
     def usable(self, state_id: str, owner: str) -> SavedState:
-        """As get(). Also raises ApiError where no model of this server can continue the state."""
+        """As get(). Also raises ApiError if no model of this server can continue the state."""
         state = self.get(state_id, owner)
         if state.refusal is not None:
             raise ApiError(400, state.refusal, "state", "state_of_another_model")

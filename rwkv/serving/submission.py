@@ -32,7 +32,7 @@ async def submit(service: Service, sequences: list[Generate]) -> Ticket:
 
 
 def stopping(service: Service, max_tokens: int, stops: tuple[str, ...], field: str = "max_tokens") -> StoppingCriteria:
-    """Raises ApiError where the server allows fewer tokens. field: the name of the field that holds max_tokens."""
+    """Raises ApiError if the server allows fewer tokens. field: the name of the request's field for max_tokens."""
     if max_tokens > service.config.max_tokens:
         raise ApiError(400, f"{field} must be at most {service.config.max_tokens} on this server; got {max_tokens}", field)
     return StoppingCriteria(max_tokens, stops)

@@ -166,7 +166,7 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
     """The grammar of the answer; None for any text. tools: the answer may call them. call_start: as tools_and_call returns it.
     begun: the beginning of thoughts with which the prompt ends. think: the answer may begin with thoughts.
 
-    Raises ApiError where the form of a call is not known.
+    Raises ApiError if the form of a call is unknown.
     """
     answer = body.answer_grammar()
     functions = [(function.name, function.parameters or {}, f"tools[{i}].function.parameters")
