@@ -14,7 +14,7 @@ from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.thoughts import Think, begun_by, with_hint
 from rwkv.errors import UserError
 
-WORLD_END = "<|rwkv_tokenizer_end_of_text|>"             # in the templates of Hugging Face directories of fla's form
+WORLD_END = "<|rwkv_tokenizer_end_of_text|>"             # in the templates of fla's Hugging Face directories
 
 A_TOOL = {"type": "function", "function": {"name": "a_name", "description": "A tool.", "parameters": {}}}
 SYSTEM: Message = {"role": "system", "content": "Answer."}
@@ -25,19 +25,19 @@ CALL: Message = {"role": "assistant", "content": "", "tool_calls": [
     {"id": "call00001", "type": "function", "function": {"name": "a_name", "arguments": {"a_key": "a value"}}}]}
 RESULT: Message = {"role": "tool", "tool_call_id": "call00001", "name": "a_name",
                    "content": "A result that no template contains."}
-PART = re.compile("""['"]type['"]: ?['"]text['"]""")     # parts that a template wrote as they are
-OF_G1 = re.compile(r"(\n\nAssistant: ?|\nBot✿)<think>?\s*\Z")       # the end of a prompt for thoughts, as of g1 or flower
+PART = re.compile("""['"]type['"]: ?['"]text['"]""")     # parts that a template wrote unread
+THOUGHTS_PROMPT = re.compile(r"(\n\nAssistant: ?|\nBot✿)<think>?\s*\Z")  # the end of g1's or flower's prompt for thoughts
 
 
 class TemplateLimit(UserError):
-    """A template takes too much time or memory (sandbox.py)."""
+    """A template took too much time or memory (sandbox.py)."""
 
 
 @contextmanager
 def _refusals_ignored() -> Iterator[None]:
     try:
         yield
-    except TemplateLimit:                # each try would take as long
+    except TemplateLimit:                # each attempt would take as long
         raise
     except UserError:
         pass
@@ -46,8 +46,8 @@ def _refusals_ignored() -> Iterator[None]:
 class Ending(NamedTuple):
     """How a template ends an answer.
 
-    closed: the text after an answer that ends a conversation. end: the text between an answer and the next turn, whoever
-    speaks. prompt: the prompt for a further answer, where the template writes one at the end of `closed`, else "". stop: as in
+    closed: the text after an answer that ends a conversation. end: the text between an answer and the next turn of any role.
+    prompt: the prompt for a further answer, if the template writes one at the end of `closed`, else "". stop: as in
     ChatTemplate.
     """
 
@@ -59,9 +59,9 @@ class Ending(NamedTuple):
 
 class JinjaTemplate(ChatTemplate):
     """A template in jinja2 with the variables messages, add_generation_prompt, tools, bos_token, eos_token, enable_thinking
-    (from `think`) and, where `effort` is given, reasoning_effort.
+    (from `think`) and, with `effort`, reasoning_effort.
 
-    bos_token is empty, because no end_of_text stands before a prompt; after begin_with_end_of_text it is END. eos_token is END.
+    bos_token is empty, because no end_of_text precedes a prompt; after begin_with_end_of_text it is END. eos_token is END.
     Some published templates write out the name of World's token 0 instead, which is replaced by END. For the template in
     rwkv-rs/transformers-rwkv, temp/rwkv_chat_template.jinja, there are two more variables: rwkv_generation_prompt is open_think
     if enable_thinking is true and fake_think if not, and a tool's message has rwkv_json_content, its content read as JSON.
@@ -86,20 +86,20 @@ class JinjaTemplate(ChatTemplate):
         if not re.search(r"\bmessages\b", text):
             raise UserError(f"the chat template {name} does not use `messages`, so the model would not see the conversation: "
                             "is it a jinja2 template?")
-        self._demanded: list[Message] = []               # turns that the template demands before the user's first turn
+        self._opening: list[Message] = []                # turns that the template requires before the user's first turn
         self._in_parts: frozenset[str] = frozenset()     # the roles whose contents the template reads as parts
-        self._unread: frozenset[str] = frozenset()       # the roles whose contents it may not write
+        self._unread: frozenset[str] = frozenset()       # the roles whose contents it may drop
         self._find_form()
-        self._ending = self._ending_after(self._demanded)
+        self._ending = self._ending_after(self._opening)
         self.stop = self._ending.stop
         if self.supports_tools:
             with _refusals_ignored():    # conversations with tools may have turns in another form
-                with_tools = self._ending_after(self._demanded, [A_TOOL]).stop
-                self.stop += tuple(stop for stop in with_tools if stop not in self.stop)
+                tool_stops = self._ending_after(self._opening, [A_TOOL]).stop
+                self.stop += tuple(stop for stop in tool_stops if stop not in self.stop)
             self.call_start = self._find_call_start()
         if self._in_parts:               # so that tokens cached without the texts are not used
             self.definition += f", parts: {sorted(self._in_parts)}"
-        self._tool_use: JinjaTemplate | UserError | None = None      # an error is raised where the template is needed
+        self._tool_use: JinjaTemplate | UserError | None = None  # an error is raised at use
         if tool_use is not None:
             try:
                 self._tool_use = JinjaTemplate(tool_use, f"{name} (tool_use)")
@@ -112,14 +112,14 @@ class JinjaTemplate(ChatTemplate):
             self.stop += tuple(stop for stop in self._tool_use.stop if stop not in self.stop)
 
     def _find_form(self) -> None:
-        """Finds which contents the template reads as texts and which as parts. Raises UserError where it does not write the
-        user's text in either form."""
+        """Finds which contents the template reads as texts and which as parts. Raises UserError if it writes the user's text in
+        neither form."""
         refused = None
         lost = False
-        for demanded, in_parts in product(([], [SYSTEM]), (frozenset[str](), frozenset(ROLES), frozenset({"user"}))):
-            self._demanded = [*demanded]
+        for opening, in_parts in product(([], [SYSTEM]), (frozenset[str](), frozenset(ROLES), frozenset({"user"}))):
+            self._opening = [*opening]
             try:
-                lost = self._loses("user", in_parts, [*demanded, QUESTION], [*demanded, QUESTION, ANSWER])
+                lost = self._loses("user", in_parts, [*opening, QUESTION], [*opening, QUESTION, ANSWER])
             except TemplateLimit:
                 raise
             except UserError as error:
@@ -130,30 +130,30 @@ class JinjaTemplate(ChatTemplate):
         else:
             if not lost and refused is not None:
                 raise refused
-            raise UserError(f"the chat template {self.name} does not write what the user says: it must write each message's "
+            raise UserError(f"the chat template {self.name} must write each message's "
                             'content, which is a text or a list of parts, {"type": "text", "text": "..."}')
-        talk = [*self._demanded, QUESTION]
-        self._find_form_of("assistant", [*talk, ANSWER], [*talk, ANSWER, QUESTION])
-        self._find_form_of("system", [INSTRUCTIONS], [INSTRUCTIONS, QUESTION], [INSTRUCTIONS, QUESTION, ANSWER])
-        self._find_form_of("tool", [*talk, CALL, RESULT], [*talk, CALL, RESULT, ANSWER])
+        talk = [*self._opening, QUESTION]
+        self._find_role_form("assistant", [*talk, ANSWER], [*talk, ANSWER, QUESTION])
+        self._find_role_form("system", [INSTRUCTIONS], [INSTRUCTIONS, QUESTION], [INSTRUCTIONS, QUESTION, ANSWER])
+        self._find_role_form("tool", [*talk, CALL, RESULT], [*talk, CALL, RESULT, ANSWER])
 
-    def _find_form_of(self, role: str, *talks: Sequence[Message]) -> None:
-        """The same for another role. Where the template writes its text in neither form, the role becomes unread."""
+    def _find_role_form(self, role: str, *talks: Sequence[Message]) -> None:
+        """The same for another role. If the template writes its text in neither form, the role becomes unread."""
         unread = False
-        found = self._in_parts
-        for in_parts in (found, found ^ {role}):
-            with _refusals_ignored():    # the template says why it refuses the role where a conversation has it
+        previous = self._in_parts
+        for in_parts in (previous, previous ^ {role}):
+            with _refusals_ignored():    # a conversation with the role raises the template's refusal
                 unread = self._loses(role, in_parts, *talks)
                 if not unread:
                     return
-        self._in_parts = found - {role}
+        self._in_parts = previous - {role}
         if unread:
             self._unread |= {role}
 
     def _loses(self, role: str, in_parts: frozenset[str], *talks: Sequence[Message]) -> bool:
-        """Whether none of the talks shows the role's text as it is if contents of `in_parts` are parts.
+        """Whether none of the talks shows the role's text unchanged if contents of `in_parts` are parts.
 
-        Raises UserError where the template refuses all talks.
+        Raises UserError if the template refuses all talks.
         """
         self._in_parts = in_parts
         refused = None
@@ -174,23 +174,23 @@ class JinjaTemplate(ChatTemplate):
             raise refused
         return lost
 
-    def _for(self, messages: Sequence[Message], tools: Any) -> "JinjaTemplate":
-        """The template for this conversation: the one named tool_use where tools are shown, called or answer."""
-        called = any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
-        if self._tool_use is None or not (tools or called):
+    def _select(self, messages: Sequence[Message], tools: Any) -> "JinjaTemplate":
+        """The template for this conversation: the one named tool_use if it has tools, calls or results."""
+        has_calls = any(message["role"] == "tool" or message.get("tool_calls") for message in messages)
+        if self._tool_use is None or not (tools or has_calls):
             return self
         if isinstance(self._tool_use, UserError):
             raise self._tool_use
-        other = copy(self._tool_use)
-        other.learns = self.learns
-        return other
+        template = copy(self._tool_use)
+        template.learns = self.learns
+        return template
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Sequence[Mapping[str, Any]] | None = None, think: Think = False, effort: str | None = None) -> str:
         if tools and not self.supports_tools:
             raise UserError(f"tools: {self.no_tools}")
         messages = check_messages(messages)
-        template = self._for(messages, tools)
+        template = self._select(messages, tools)
         if template is not self:
             return template.render(messages, add_generation_prompt, tools, think, effort)
         if think is not True:
@@ -203,23 +203,23 @@ class JinjaTemplate(ChatTemplate):
 
     @cached_property
     def _takes_hints(self) -> bool:
-        return bool(OF_G1.search(self._short_prompt(True)))
+        return bool(THOUGHTS_PROMPT.search(self._short_prompt(True)))
 
     def begin_with_end_of_text(self) -> None:
-        """Makes bos_token END, for a tokenizer whose texts begin and end with the same token."""
+        """Makes bos_token END, for a tokenizer with one token for the beginning and the end of a text."""
         self._bos_token = END
         if isinstance(self._tool_use, JinjaTemplate):
             self._tool_use.begin_with_end_of_text()
 
     def _require_read(self, messages: Sequence[Message], tools: Any) -> None:
-        """Raises UserError for a message of an unread role whose text makes no difference."""
+        """Raises UserError for a message of an unread role that the template drops."""
         for i, message in enumerate(messages):
             if message["role"] not in self._unread or not message["content"]:
                 continue
             empty = [*messages[:i], {**message, "content": ""}, *messages[i + 1:]]
             if self._render(messages, False, tools) == self._render(empty, False, tools):
-                raise UserError(f"messages[{i}]: the chat template {self.name} does not write texts of the role "
-                                f"{message['role']}, so the model would not see this one")
+                raise UserError(f"messages[{i}]: the chat template {self.name} drops texts of the role "
+                                f"{message['role']}: the model would not see this one")
 
     def answer_start(self, think: Think = False) -> str:
         start = begun_by(self._short_prompt(think is True))
@@ -231,19 +231,19 @@ class JinjaTemplate(ChatTemplate):
         return start
 
     def _short_prompt(self, think: bool) -> str:
-        return self._render([*self._demanded, {"role": "user", "content": "A question."}], True, None, think)
+        return self._render([*self._opening, {"role": "user", "content": "A question."}], True, None, think)
 
     def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
-        """An answer is the text that the template adds to the prompt for it, up to eos_token where the template writes that.
+        """An answer is the text that the template adds to the prompt for it, up to eos_token if the template writes that.
 
-        The text after eos_token is not learnt: a model that has written eos_token has ended its answer.
+        The text after eos_token is not learnt, because eos_token ends an answer.
         """
         messages = check_messages(messages)
-        template = self._for(messages, tools)
+        template = self._select(messages, tools)
         if template is not self:
             return template.parts(messages, tools)
         whole = self.render(messages, False, tools)
-        found: list[Part] = []
+        parts: list[Part] = []
         done = 0
         for i, message in enumerate(messages):
             if not is_learnt(message, f"messages[{i}]"):
@@ -251,14 +251,14 @@ class JinjaTemplate(ChatTemplate):
             begin, end = self._place(whole, messages, i, tools)
             if begin < done:
                 raise self._not_found(i)
-            ended = whole.rfind(END, begin, end)
-            end = end if ended < 0 else ended + len(END)
-            found += [(whole[done:begin], False), (whole[begin:end], True)]
+            eos = whole.rfind(END, begin, end)
+            end = end if eos < 0 else eos + len(END)
+            parts += [(whole[done:begin], False), (whole[begin:end], True)]
             done = end
-        return [part for part in [*found, (whole[done:], False)] if part[0]]
+        return [part for part in [*parts, (whole[done:], False)] if part[0]]
 
     def _place(self, whole: str, messages: Sequence[Message], i: int, tools: Any) -> tuple[int, int]:
-        """Where answer i begins and ends in the whole text. The prompt before it may be one that asks for thoughts."""
+        """The start and end of answer i in the whole text. The prompt before it may ask for thoughts."""
         after = whole
         if i + 1 < len(messages):
             alone = self._render(messages[:i + 1], False, tools)
@@ -271,9 +271,9 @@ class JinjaTemplate(ChatTemplate):
         raise self._not_found(i)
 
     def _not_found(self, i: int) -> UserError:
-        return UserError(f"messages[{i}]: the chat template {self.name} does not write this answer after the prompt for it; "
-                         "what a model is to learn is found only where later messages leave earlier ones alone. An answer "
-                         'with "weight": 0 is not learnt, and need not be found')
+        return UserError(f"messages[{i}]: the chat template {self.name} must write this answer after the prompt for it, "
+                         "unchanged by later messages, so that a model can learn it. An answer with \"weight\": 0 is not "
+                         "learnt, and need not be found")
 
     def _render(self, messages: Sequence[Message], prompt: bool, tools: Any, think: bool = False,
                 effort: str | None = None) -> str:
@@ -281,18 +281,18 @@ class JinjaTemplate(ChatTemplate):
 
         from rwkv.chat.sandbox import LimitReached, limited
 
-        given = {"reasoning_effort": effort} if effort else {}
-        shown = [dict(message) for message in messages]
-        for message in shown:
+        extra = {"reasoning_effort": effort} if effort else {}
+        turns = [dict(message) for message in messages]
+        for message in turns:
             if message["role"] == "tool":
                 message["rwkv_json_content"] = message["content"]
                 with suppress(ValueError, RecursionError):
                     message["rwkv_json_content"] = json.loads(message["content"])
             if message["role"] in self._in_parts:
                 message["content"] = [{"type": "text", "text": message["content"]}]
-        variables = {"messages": shown, "add_generation_prompt": prompt, "tools": tools or None, "bos_token": self._bos_token,
+        variables = {"messages": turns, "add_generation_prompt": prompt, "tools": tools or None, "bos_token": self._bos_token,
                      "eos_token": END, "enable_thinking": think,
-                     "rwkv_generation_prompt": "open_think" if think else "fake_think", **given}
+                     "rwkv_generation_prompt": "open_think" if think else "fake_think", **extra}
         try:
             with limited(sum(len(message["content"]) for message in messages)) as limit:
                 pieces = []
@@ -322,7 +322,7 @@ class JinjaTemplate(ChatTemplate):
         end = _end(text, closed, prompted, between)
         stop = _stop(end, between)
         if end.startswith(closed) and not end.strip():
-            end = closed                 # no more white space than at the end of a conversation
+            end = closed                 # only as much white space as at the end of a conversation
         elif closed != prompted and not (end and closed.startswith(end)) and not end.startswith(closed):
             stop = (*stop, *_stop(closed, ""))
         last = closed.removeprefix(end) if closed.startswith(end) else ""
@@ -336,31 +336,31 @@ class JinjaTemplate(ChatTemplate):
         text = ""
         with _refusals_ignored():
             text = self._render(messages, False, [A_TOOL])
-        found = re.search(r'(<tool_call>\s*\{"name":\s*")a_name(",\s*"arguments":\s*)\{"a_key":\s*"a value"\}\}\s*</tool_call>',
+        match = re.search(r'(<tool_call>\s*\{"name":\s*")a_name(",\s*"arguments":\s*)\{"a_key":\s*"a value"\}\}\s*</tool_call>',
                           text)
-        return (found[1], found[2]) if found else None
+        return (match[1], match[2]) if match else None
 
 
 def _end(text: str, closed: str, prompted: str, between: str) -> str:
-    """The text that follows an answer whatever comes next.
+    """The text after an answer, whatever comes next.
 
     text: a conversation that ends in an answer. The others are the texts after that answer: `closed` at the end of the
     conversation, `prompted` with the prompt for another answer, `between` before a question of the user.
     """
-    for end in (closed, closed.removesuffix(END)):       # some write eos_token at the end of the whole conversation
+    for end in (closed, closed.removesuffix(END)):       # some write eos_token at the end of a conversation
         if end and between.startswith(end):
             return end
     if not between:
         return closed
-    same = next((n for n, (one, other) in enumerate(zip(prompted, between, strict=False)) if one != other), None)
-    common = prompted[:same] if same is not None else min(prompted, between, key=len)
+    differ = next((n for n, (a, b) in enumerate(zip(prompted, between, strict=False)) if a != b), None)
+    common = prompted[:differ] if differ is not None else min(prompted, between, key=len)
     return common[:len(common) - _opening(common, text)]
 
 
 def _opening(common: str, text: str) -> int:
     """How many of the last characters of `common` belong to the next turn. common: an end and the beginning that turns share.
 
-    The beginning of a turn also stands in `text` before the first end. An end has no open bracket: in "<|end|><|" it is
+    The beginning of a turn also occurs in `text` before the first end. An end has no open bracket: in "<|end|><|" it is
     "<|end|>". White space alone is an end.
     """
     for n in range(len(common) - 1, 0, -1):
@@ -380,9 +380,9 @@ def _unclosed(text: str) -> int | None:
 
 
 def _stop(end: str, between: str) -> tuple[str, ...]:
-    """The text that ends an answer while it is generated; () where only eos_token ends it, which the engine knows.
+    """The stop string of an answer; () if only eos_token ends it, which the engine knows.
 
-    White space may stand inside an answer, so the stop text then includes the beginning of the user's next turn.
+    White space may be inside an answer, so the stop string then includes the beginning of the user's next turn.
     """
     stop = end.partition(END)[0].strip()
     if not stop and END not in end:

@@ -1,4 +1,4 @@
-"""Messages in OpenAI's form: checking them, and whether a model learns one.
+"""Messages in OpenAI's form: checks, and whether a model learns one.
 
 A conversation is a list of messages, {"role": "user", "content": "..."}; the roles are system, user, assistant and tool.
 """
@@ -12,10 +12,10 @@ from rwkv.errors import UserError
 from rwkv.io.utf8 import without_surrogates
 
 ROLES = {"system": "System", "user": "User", "assistant": "Assistant", "tool": "Tool"}
-OTHER_ROLES = {"developer": "system", "function": "tool"}       # OpenAI's newer name, and its older one
+OTHER_ROLES = {"developer": "system", "function": "tool"}        # OpenAI's newer and older names
 NO_TEXT = {"image_url": "an image", "input_audio": "audio", "file": "a file"}          # OpenAI's parts of a content
 EMPTY: tuple[Any, ...] = (None, "", [], {})               # a field with one of these values counts as missing
-LEARNT = ("weight", "loss", "train", "training", "trainable", "masked")         # fields that say whether an answer is learnt
+LEARNT = ("weight", "loss", "train", "training", "trainable", "masked")  # fields for whether an answer is learnt
 
 Message = Mapping[str, Any]
 
@@ -23,10 +23,10 @@ Message = Mapping[str, Any]
 def check_messages(messages: Any) -> list[dict[str, Any]]:
     """The messages, each with a string as its content. Raises UserError with the field's name, such as messages[1].content.
 
-    The content may be a list of {"type": "text", "text": "..."}, as in OpenAI's interface; line ends are put between the texts,
-    as llama.cpp and vLLM do. An answer without content gets its
-    refusal, or "". Fields that are null or empty are left out, because templates ask whether a field is defined. OpenAI's other
-    names are accepted: the role developer for system, the role function for tool, function_call for tool_calls.
+    The content may be a list of {"type": "text", "text": "..."}, as in OpenAI's interface; line ends join the texts, as in
+    llama.cpp and vLLM. An answer without content gets its refusal, or "". Null and empty fields are dropped, because templates
+    ask whether a field is defined. OpenAI's other names are accepted: the role developer for system, function for tool, and
+    function_call for tool_calls.
     """
     if isinstance(messages, (str, bytes, Mapping)) or not isinstance(messages, Sequence) or not messages:
         raise UserError("messages must be a list of at least one message, such as {\"role\": \"user\", \"content\": \"...\"}")
@@ -34,7 +34,7 @@ def check_messages(messages: Any) -> list[dict[str, Any]]:
 
 
 def is_learnt(message: Message, where: str) -> bool:
-    """Whether a model learns a message: an answer is learnt unless one of its fields says otherwise.
+    """Whether a model learns a message: only an answer, unless one of its fields excludes it.
 
     "weight": 0 is OpenAI's and Mistral's form, "loss": false that of ms-swift and XTuner, "train" or "training": false
     axolotl's, "masked": true torchtune's. Raises UserError, with the field's name, for a weight between 0 and 1, and for a
@@ -47,14 +47,13 @@ def is_learnt(message: Message, where: str) -> bool:
         if value is None:
             continue
         if not isinstance(value, (int, float)) or value not in (0, 1):
-            raise UserError(f"{where}.{field} must be 0 or 1 (false or true), because an answer is learnt or it is not; got "
-                            f"{_shown(value)}")
+            raise UserError(f"{where}.{field} must be 0 or 1 (false or true); got {_shown(value)}")
         if not answer and value == 1 and field in ("train", "training", "trainable"):
-            raise UserError(f"{where}.{field}: the role is {message['role']}, and a model learns the assistant's answers alone")
+            raise UserError(f"{where}.{field} requires the role assistant; got {message['role']}")
         learnt = learnt and bool(value) != (field == "masked")
     for field in ("train_detail", "training_detail"):
         if message.get(field):
-            raise UserError(f"{where}.{field} is for parts of a message, and an answer is learnt whole or not at all")
+            raise UserError(f"{where}.{field} is not supported: an answer is learnt as a whole")
     return learnt
 
 
@@ -65,21 +64,21 @@ def _check_message(message: Any, where: str) -> dict[str, Any]:
     role = OTHER_ROLES.get(role, role) if isinstance(role, str) else role
     if not isinstance(role, str) or role not in ROLES:
         raise UserError(f"{where}.role must be one of {', '.join(ROLES)}; got {_shown(role)}")
-    given = {field: value for field, value in message.items() if value not in EMPTY}
+    fields = {field: value for field, value in message.items() if value not in EMPTY}
     for field in ("tool_calls", "function_call", "reasoning_content"):
-        if field in given and role != "assistant":
-            raise UserError(f"{where}.{field} belongs to the assistant; the role is {role}")
-    if not isinstance(given.get("reasoning_content", ""), str):
-        raise UserError(f"{where}.reasoning_content must be a string; got {_shown(given['reasoning_content'])}")
-    call = given.pop("function_call", None)
-    if call is not None and "tool_calls" not in given:
-        given["tool_calls"] = [{"type": "function", "function": call}]
-    if "tool_calls" in given:
-        calls = given["tool_calls"]
+        if field in fields and role != "assistant":
+            raise UserError(f"{where}.{field} requires the role assistant; got {role}")
+    if not isinstance(fields.get("reasoning_content", ""), str):
+        raise UserError(f"{where}.reasoning_content must be a string; got {_shown(fields['reasoning_content'])}")
+    call = fields.pop("function_call", None)
+    if call is not None and "tool_calls" not in fields:
+        fields["tool_calls"] = [{"type": "function", "function": call}]
+    if "tool_calls" in fields:
+        calls = fields["tool_calls"]
         if not isinstance(calls, list):
             raise UserError(f"{where}.tool_calls must be a list; got {_shown(calls)}")
-        given["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
-    return {**given, "role": role, "content": _content(message.get("content"), given.get("refusal"), role, where)}
+        fields["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    return {**fields, "role": role, "content": _content(message.get("content"), fields.get("refusal"), role, where)}
 
 
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
@@ -93,17 +92,17 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
         arguments = _read_arguments(arguments)
     if arguments is not None and not isinstance(arguments, Mapping):
         raise UserError(f"{where}.function.arguments must be a JSON object; got {_shown(arguments)}")
-    known = {**function, "arguments": without_surrogates(arguments or {})}
-    return {**call, "function": known} if "function" in call else known
+    checked = {**function, "arguments": without_surrogates(arguments or {})}
+    return {**call, "function": checked} if "function" in call else checked
 
 
-def _read_arguments(written: str) -> Mapping[str, Any] | None:
-    """The arguments that a model wrote. A text that is no JSON object becomes the only argument, and the chat can go on."""
+def _read_arguments(text: str) -> Mapping[str, Any] | None:
+    """The arguments that a model wrote. A text that is no JSON object becomes the only argument: the chat can continue."""
     with suppress(ValueError, RecursionError):
-        arguments = json.loads(written or "{}")
+        arguments = json.loads(text or "{}")
         if arguments is None or isinstance(arguments, Mapping):
             return arguments
-    return {"arguments": written}
+    return {"arguments": text}
 
 
 def _content(content: Any, refusal: Any, role: str, where: str) -> str:
@@ -120,7 +119,7 @@ def _text(item: Any, role: str, where: str) -> str:
     kinds = ("text", "refusal") if role == "assistant" else ("text",)
     kind = item.get("type") if isinstance(item, Mapping) else None
     if isinstance(kind, str) and kind in NO_TEXT:
-        raise UserError(f"{where} is {NO_TEXT[kind]}, and this model reads text alone")
+        raise UserError(f"{where} must be text; got {NO_TEXT[kind]}")
     if kind not in kinds or not isinstance(item.get(kind), str):
         raise UserError(f'{where} must be a text, {{"type": "text", "text": "..."}}; got {_shown(item)}')
     text: str = item[kind]

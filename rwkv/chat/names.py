@@ -1,10 +1,10 @@
-"""What a released model's name says: its series, and so its chat template, and the length of the texts it was trained with.
+"""Inferred from a released model's name: its series, and so its chat template, and its training sequence length.
 
     rwkv7-g1k-1.5b-20260930-ctx25600.pth     RWKV-x070-World-0.4B-v2.9-20250107-ctx4096.pth     BlinkDL's files
     rwkv-g1k-3b-temp-5441.pth                                                                   his weekly checkpoints
     RWKV7-G1k-1.5B-20260930, RWKV7-13.3B-20260805                                               RWKV's on Hugging Face
 
-What a file states itself counts before its name.
+A file's metadata takes precedence over its name.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from rwkv.chat.stated import names_in, template_file
 
-GENERIC = re.compile(r"(model|pytorch_model|consolidated|tf_model|ggml-model)([-._].*)?\Z")      # names that say nothing
+GENERIC = re.compile(r"(model|pytorch_model|consolidated|tf_model|ggml-model)([-._].*)?\Z")      # names without information
 
 _SERIES = re.compile(r"(?<![a-z0-9])g([01])([a-z]?)\d*(?![a-z0-9])")
 _DATED = re.compile(r"(?<![a-z0-9])rwkv-?(?:7|x070|v7)[a-z]?(?![0-9]).*?(?<!\d)(20\d\d)-?([01]\d)-?([0-3]\d)(?!\d)")
@@ -23,7 +23,7 @@ FIRST_G1 = "20250307"                    # the day of rwkv7-g1-0.1b; older model
 
 
 class Released(NamedTuple):
-    """G1 models from this letter and this day on were trained with texts of at most `context` tokens."""
+    """G1 models from this letter and this day on were trained with sequences of at most `context` tokens."""
 
     letter: str
     day: str
@@ -36,89 +36,89 @@ WORLD_CONTEXT = 4096
 
 
 class Choice(NamedTuple):
-    """template: a name for chat_template(). why: the reason for the choice, for people."""
+    """template: a name for chat_template(). why: the reason for the choice, to print."""
 
     template: str
     why: str
 
 
 class Length(NamedTuple):
-    """tokens: the length of the longest texts of the training; None where it is unknown. why: the source, for people."""
+    """tokens: the training sequence length; None if unknown. why: the source, to print."""
 
     tokens: int | None
     why: str
 
 
-def choose_template(asked: str | None, path: str, run: Mapping[str, Any] | None = None) -> Choice:
-    """The template that is asked for, else the one in which a run has learnt conversations, else the checkpoint's default.
+def choose_template(requested: str | None, path: str, run: Mapping[str, Any] | None = None) -> Choice:
+    """The requested template, else that of the run's conversations, else the checkpoint's default.
 
     path: of the checkpoint. run: the configuration of the run that made it.
     """
-    if asked:
-        return Choice(asked, "your template=")
+    if requested:
+        return Choice(requested, "your template=")
     run = run or {}
-    if learnt := run.get("data", {}).get("template"):
-        return Choice(learnt, "the run was trained on conversations in it")
+    if trained := run.get("data", {}).get("template"):
+        return Choice(trained, "the run was trained on conversations in it")
     return default_template(path, run.get("init_from"))
 
 
 def default_template(*names: str | None) -> Choice:
-    """The template that the file or directory holds (stated.py), else the one for this kind of model.
+    """The template in the file or directory (stated.py), else the one for this kind of model.
 
     names: the checkpoint's path, and its other names.
     """
     for name in filter(None, names):
-        if found := template_file(Path(name)):
-            return Choice(str(found), "from the checkpoint")
+        if file := template_file(Path(name)):
+            return Choice(str(file), "from the checkpoint")
     return kind_of(*names)
 
 
 def kind_of(*names: str | None) -> Choice:
-    """The template of the model's author: g1 for the series G0 and G1 and any RWKV-7 from the first G1's day on, else world.
+    """The author's template: g1 for the series G0 and G1 and any RWKV-7 from the first G1's day on, else world.
 
-    The model's name tells the kind; if it says nothing, a name inside the file does.
+    Inferred from the model's name, or else from a name inside the file.
     """
-    for name in _said(names):
-        if found := _SERIES.search(name.lower()):
-            return Choice("g1", f"{name} belongs to the series G{found[1]}{found[2]}")
+    for name in _descriptive_names(names):
+        if match := _SERIES.search(name.lower()):
+            return Choice("g1", f"{name} belongs to the series G{match[1]}{match[2]}")
         if "world" in name.lower():
             return Choice("world", f"{name} belongs to the World series")
-        if "pile" not in name.lower() and _day_of(name) >= FIRST_G1:
+        if "pile" not in name.lower() and _release_day(name) >= FIRST_G1:
             return Choice("g1", f"{name} is dated after the first G1 model")
     return Choice("world", "default")
 
 
 def trained_length(*names: str | None) -> Length:
-    """The length of the longest texts that a model was trained with. names: as in default_template."""
-    for name in _said(names):
-        if found := _CONTEXT.search(name.lower()):
-            return Length(int(found[1]), f"by the name {name}")
-        if found := _SERIES.search(name.lower()):
-            known = [series for series in SERIES if series.letter <= found[2]][-1]
-            return Length(known.context, f"as others of the series G{found[1]}{found[2]}")
+    """A model's training sequence length. names: as in default_template."""
+    for name in _descriptive_names(names):
+        if match := _CONTEXT.search(name.lower()):
+            return Length(int(match[1]), f"by the name {name}")
+        if match := _SERIES.search(name.lower()):
+            released = [series for series in SERIES if series.letter <= match[2]][-1]
+            return Length(released.context, f"as others of the series G{match[1]}{match[2]}")
         if "world" in name.lower():
             return Length(WORLD_CONTEXT, "as others of the World series")
-        day = _day_of(name)
+        day = _release_day(name)
         if "pile" not in name.lower() and day >= FIRST_G1:
             return Length([series for series in SERIES if series.day <= day][-1].context, "as others of that time")
     return Length(None, "no name says it")
 
 
-def _said(names: tuple[str | None, ...]) -> Iterator[str]:
-    """The parts of the names that may describe the model, the most specific first; then the names inside the files."""
+def _descriptive_names(names: tuple[str | None, ...]) -> Iterator[str]:
+    """The parts of the names that may describe the model, most specific first; then the names inside the files."""
     for name in filter(None, names):
         path = Path(name)
         yield path.name
-        if GENERIC.match(path.name.lower()):             # a file in the directory of a model
+        if GENERIC.match(path.name.lower()):             # a file in a model's directory
             yield path.parent.name
         yield from (part.rpartition("--")[2] for part in path.parts if part.startswith("models--"))      # Hugging Face's cache
         if path.is_symlink():
             yield path.resolve().name
     for name in filter(None, names):
-        yield from (said.rstrip("/").rpartition("/")[2] for said in names_in(Path(name)))
+        yield from (inner.rstrip("/").rpartition("/")[2] for inner in names_in(Path(name)))
 
 
-def _day_of(name: str) -> str:
-    """The day in the name of an RWKV-7, as 20260805; "" where there is none."""
-    found = _DATED.search(name.lower())
-    return "".join(found.groups()) if found else ""
+def _release_day(name: str) -> str:
+    """The day in the name of an RWKV-7, as 20260805; "" if there is none."""
+    date = _DATED.search(name.lower())
+    return "".join(date.groups()) if date else ""

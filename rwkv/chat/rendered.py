@@ -1,11 +1,11 @@
-"""Rendered conversations to ids: a special token's name that the template writes is that token; in a message it is text.
+"""Rendered conversations to ids: a special token's name is that token in a template, and text in a message.
 
     template = for_tokenizer(template, tokenizer)
     ids, = encode(tokenizer, [template.render(messages)])
 
-A template cannot tell its own text from a message's. So the template that for_tokenizer returns marks names in messages before
-it renders them: it replaces them by characters that nobody can have typed, and `encode` and `without_marks` restore them. It
-marks names of special tokens, and parts of a name at a message's beginning or end, which could become whole beside another.
+A template cannot tell its own text from a message's. So the template from for_tokenizer marks names in messages before it
+renders them: it replaces them by random characters that nobody can have typed, and `encode` and `without_marks` restore them.
+It marks names of special tokens, and parts of a name at a message's beginning or end, which could join to a whole name.
 """
 
 import re
@@ -38,26 +38,26 @@ def for_tokenizer(template: ChatTemplate, tokenizer: Tokenizer) -> ChatTemplate:
 
 
 def encode(tokenizer: Tokenizer, parts: Sequence[str], before: str = "") -> list[list[int]]:
-    """The ids of each part of a text that for_tokenizer's template has rendered, with end_of_text for END.
+    """The ids of each part of a text that for_tokenizer's template rendered, with end_of_text for END.
 
-    Each part is encoded by itself, as a prompt is, but no space is added to a part that goes on within the text. before: the
-    text that precedes the parts. Raises UserError as the tokenizer does.
+    Each part is encoded by itself, like a prompt, but no space is added to a part that continues the text. before: the text
+    before the parts. Raises UserError as the tokenizer does.
     """
     return encode_each(tokenizer, [parts], before)[0]
 
 
 def encode_each(tokenizer: Tokenizer, texts: Sequence[Sequence[str]], before: str = "") -> list[list[list[int]]]:
-    cut = [[*_pieces(tokenizer, parts, before)] for parts in texts]
-    pieces = [piece for parts in cut for part in parts for piece in part]
+    cut_texts = [[*_pieces(tokenizer, parts, before)] for parts in texts]
+    pieces = [piece for parts in cut_texts for part in parts for piece in part]
     starting = iter(tokenizer.encode_batch([piece.text for piece in pieces if not piece.within]))
     within = iter(tokenizer.encode_within([piece.text for piece in pieces if piece.within]))
     return [[[token for piece in part
               for token in (*piece.ends, *next(within if piece.within else starting)[piece.skip:])]
-             for part in parts] for parts in cut]
+             for part in parts] for parts in cut_texts]
 
 
 class _Piece(NamedTuple):
-    """A text to encode. within: it goes on within another text. skip: number of first ids to drop. ends: ids before it."""
+    """A text to encode. within: it continues another text. skip: number of first ids to drop. ends: ids before it."""
 
     text: str
     within: bool = False
@@ -68,17 +68,17 @@ class _Piece(NamedTuple):
 def _pieces(tokenizer: Tokenizer, parts: Sequence[str], before: str) -> Iterator[list[_Piece]]:
     last = _with_private_names(tokenizer, before.rpartition(END)[2])
     for part in parts:
-        first, *others = [_with_private_names(tokenizer, text) for text in part.split(END)]
-        found = _after(tokenizer, last, first)
+        first, *rest = [_with_private_names(tokenizer, text) for text in part.split(END)]
+        pieces = _after(tokenizer, last, first)
         last = first or last
-        for text in others:
-            found.append(_Piece(text, ends=(tokenizer.end_of_text,)))
+        for text in rest:
+            pieces.append(_Piece(text, ends=(tokenizer.end_of_text,)))
             last = text
-        yield found
+        yield pieces
 
 
 def _after(tokenizer: Tokenizer, before: str, text: str) -> list[_Piece]:
-    """`text` in pieces. before: the text that precedes it. A tokenizer may add a space to a text after a special token."""
+    """`text` in pieces. before: the text before it. A tokenizer may add a space to a text after a special token."""
     if not (tokenizer.adds_space and before and text):
         return [_Piece(text)]
     names = [*tokenizer.private.values()]
@@ -90,16 +90,16 @@ def _after(tokenizer: Tokenizer, before: str, text: str) -> list[_Piece]:
 
 
 def _with_private_names(tokenizer: Tokenizer, rendered: str) -> str:
-    """The text without marks, in which special tokens that the template wrote have their private names."""
+    """The text without marks, with private names for the special tokens that the template wrote."""
     private = tokenizer.private
     if not private:
         return rendered
     pattern = _patterns(tuple(private)).mark_or_name
-    return pattern.sub(lambda found: _unmarked(found) if found[1] else private[found[0]], rendered)
+    return pattern.sub(lambda match: _unmarked(match) if match[1] else private[match[0]], rendered)
 
 
 def written(rendered: str) -> str:
-    """The text for people: without marks and without END."""
+    """The text to show: without marks and END."""
     return without_marks(rendered).replace(END, "")
 
 
@@ -108,7 +108,7 @@ def without_marks(rendered: str) -> str:
 
 
 def marked(tokenizer: Tokenizer, value: Any) -> Any:
-    """A JSON value in whose strings the names of special tokens are marked as text."""
+    """A JSON value whose strings have the names of special tokens marked as text."""
     if not tokenizer.special:
         return value
     if isinstance(value, str):
@@ -120,7 +120,7 @@ def marked(tokenizer: Tokenizer, value: Any) -> Any:
 
 
 def shown(tokenizer: Tokenizer, ids: Sequence[int], after: Sequence[int] = ()) -> str:
-    """The text of `ids` for people, with the names of special tokens. after: the ids before them."""
+    """The text of `ids` to show, with the names of special tokens. after: the ids before them."""
     names = {index: name for name, index in tokenizer.special.items()}
     decoder = tokenizer.decoder(after)
     return "".join(decoder.flush() + names[token] if token in names else decoder.push(token) for token in ids) + decoder.flush()
@@ -139,7 +139,7 @@ class MarkingTemplate(ChatTemplate):
 
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Sequence[Mapping[str, Any]] | None = None, think: Think = False, effort: str | None = None) -> str:
-        messages = check_messages(messages)              # before marks are set, so that its errors show what was typed
+        messages = check_messages(messages)              # before marking, so that its errors show the typed text
         with _errors_without_marks():
             return self._template.render(marked(self._tokenizer, messages), add_generation_prompt,
                                          marked(self._tokenizer, tools), think, effort)
@@ -181,20 +181,20 @@ def _patterns(names: tuple[str, ...]) -> _Patterns:
 
 
 def _either(texts: Iterable[str]) -> str:
-    """A pattern that matches the longest possible of the texts; without texts, one that matches nothing."""
+    """A pattern for the longest possible of the texts; without texts, for nothing."""
     return "|".join(map(re.escape, sorted({*texts}, key=lambda text: (-len(text), text)))) or r"(?!)"
 
 
 def _marked(text: str, patterns: _Patterns) -> str:
-    text = patterns.name.sub(lambda found: _mark_of(found[0]), text)
-    if found := patterns.start.match(text):
-        text = f"{text[:found.start(1)]}{_mark_of(found[1])}{text[found.end(1):]}"
-    if (found := patterns.end.search(text)) and not ENDS_MARKED.search(text):
-        text = f"{text[:found.start(1)]}{_mark_of(found[1])}{text[found.end(1):]}"
+    text = patterns.name.sub(lambda name: _mark(name[0]), text)
+    if name := patterns.start.match(text):
+        text = f"{text[:name.start(1)]}{_mark(name[1])}{text[name.end(1):]}"
+    if (name := patterns.end.search(text)) and not ENDS_MARKED.search(text):
+        text = f"{text[:name.start(1)]}{_mark(name[1])}{text[name.end(1):]}"
     return text
 
 
-def _mark_of(text: str) -> str:
+def _mark(text: str) -> str:
     """A mark has only letters and digits, which templates and JSON do not change."""
     return f"{SECRET}{''.join(f'{ord(character):06x}' for character in text)}z"
 

@@ -1,7 +1,7 @@
-"""The jinja2 environment of chat templates: as transformers', without access to Python, and with bounded time and memory.
+"""The jinja2 environment of chat templates: like transformers', without access to Python, in bounded time and memory.
 
 A template comes with a downloaded checkpoint. Its loops, calls and operators count against a Limit, so that it can neither run
-for ever nor fill the memory: `{% for i in range(99999) %}{% for j in range(99999) %}`, `{{ "a" * 10 ** 10 }}`, or a text that
+for ever nor fill memory: `{% for i in range(99999) %}{% for j in range(99999) %}`, `{{ "a" * 10 ** 10 }}`, or a text that
 doubles itself. jinja2's own sandbox (https://jinja.palletsprojects.com/en/stable/sandbox/) leaves this to its users.
 """
 
@@ -22,12 +22,12 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.visitor import NodeTransformer
 
 SECONDS = 3.0                            # CPU time of one rendering
-CHARACTERS = 2**25                       # characters that one rendering may make, beside COPIES of each one in the conversation
+CHARACTERS = 2**25                       # characters that one rendering may make, besides COPIES of the conversation
 COPIES = 50
-ITEM = 8                                 # characters that an item of a list counts as
-BITS = 10_000                            # of a whole number
+ITEM = 8                                 # characters per list item
+BITS = 10_000                            # of an integer
 WIDTH = 10_000                           # of a padded or indented text
-EVERY = 128                              # steps between two looks at the clock
+EVERY = 128                              # steps between two checks of the clock
 
 PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs")            # methods of texts
 PADDED = ("center", "indent", "wordwrap", "batch", "slice", "tojson", "round", "truncate")       # filters
@@ -36,7 +36,7 @@ WIDE = re.compile(r"\d{5,}|\*")          # a width in a format
 
 
 class LimitReached(Exception):
-    """A template has taken too much time or memory. No TemplateError: nothing in this project may go on after it."""
+    """A template took too much time or memory. Not a TemplateError, because nothing may continue after it."""
 
 
 class Limit:
@@ -53,7 +53,7 @@ class Limit:
             raise LimitReached(f"it takes more than {SECONDS:g} seconds")
 
     def make(self, size: int) -> None:
-        """size: characters or items that are about to be made, or that have been made."""
+        """Counts characters or items, before or after they are made."""
         self._characters -= size
         if self._characters < 0:
             raise LimitReached("it makes too much text")
@@ -91,21 +91,21 @@ class Sandbox(ImmutableSandboxedEnvironment):
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         _check_operator(operator, left, right)
-        return _made(super().call_binop(context, operator, left, right))
+        return _count_result(super().call_binop(context, operator, left, right))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         _limit.get().step()
         if isinstance(__obj, LoopContext) and args:              # loop(...) of a recursive loop
-            args = (_counted(args[0]), *args[1:])
+            args = (_count_items(args[0]), *args[1:])
         method = getattr(__obj, "__wrapped__", __obj)            # jinja2 wraps format
         owner = getattr(method, "__self__", None)
         if isinstance(owner, str):
             args = _check_method(owner, method.__name__, args, kwargs)
-        return _made(super().call(__context, __obj, *args, **kwargs))
+        return _count_result(super().call(__context, __obj, *args, **kwargs))
 
 
 class GenerationBlock(Extension):
-    """The block {% generation %}, with which some templates mark answers. Its content is rendered unchanged."""
+    """The block {% generation %}, which marks answers in some templates. Its content is rendered unchanged."""
 
     tags = {"generation"}                                        # noqa: RUF012
 
@@ -115,7 +115,7 @@ class GenerationBlock(Extension):
 
 
 class _Counting(NodeTransformer):
-    """Puts filters that count around what a template loops over, writes, joins by ~ and cuts out."""
+    """Puts counting filters around a template's loops, output, joins by ~ and slices."""
 
     def visit_For(self, node: nodes.For) -> nodes.For:
         self.generic_visit(node)
@@ -124,8 +124,8 @@ class _Counting(NodeTransformer):
 
     def visit_Output(self, node: nodes.Output) -> nodes.Output:
         self.generic_visit(node)
-        node.nodes = [_filter(nodes.Const(each.data) if isinstance(each, nodes.TemplateData) else each, "counted text")
-                      for each in node.nodes]
+        node.nodes = [_filter(nodes.Const(child.data) if isinstance(child, nodes.TemplateData) else child, "counted text")
+                      for child in node.nodes]
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
@@ -141,35 +141,35 @@ def _filter(node: Any, name: str) -> nodes.Expr:
     return nodes.Filter(node, name, [], [], None, None, lineno=node.lineno)
 
 
-@pass_context                            # such filters are not computed when the template is compiled
+@pass_context                            # so that compilation does not compute the filter
 def _passes(context: Context, value: Any) -> Any:
-    return _counted(value)
+    return _count_items(value)
 
 
 @pass_context
 def _text(context: Context, value: Any) -> Any:
     _limit.get().step()
-    _check_shown(value)
-    return _made(value)
+    _count_text(value)
+    return _count_result(value)
 
 
 @pass_context
 def _joined(context: Context, values: Iterable[Any]) -> str:
-    _check_shown(values)
+    _count_text(values)
     texts = [str(value) for value in values]
     _limit.get().make(sum(map(len, texts)))
     return "".join(texts)
 
 
-def _counted(values: Iterable[Any]) -> Iterator[Any]:
+def _count_items(values: Iterable[Any]) -> Iterator[Any]:
     limit = _limit.get()
     for value in values:
         limit.step()
         yield value
 
 
-def _check_shown(value: Any) -> None:
-    """Counts what a list or a dict is as a text: it may hold one list many times."""
+def _count_text(value: Any) -> None:
+    """Counts the text of a list or a dict, which may hold one list many times."""
     limit = _limit.get()
     if isinstance(value, dict):
         value = [*value, *value.values()]
@@ -177,17 +177,17 @@ def _check_shown(value: Any) -> None:
         limit.make(len(value))
         for item in value:
             limit.step()
-            _check_shown(item)
+            _count_text(item)
     elif isinstance(value, str):
         limit.make(len(value))
 
 
-def _made(value: Any) -> Any:
-    """The value, its characters or items counted. An iterator of a filter is counted as it is read."""
+def _count_result(value: Any) -> Any:
+    """The value, after counting its characters or items. A filter's iterator is counted as it is read."""
     if isinstance(value, (str, list, tuple, dict)):
         _limit.get().make(len(value) * (1 if isinstance(value, str) else ITEM))
     elif isinstance(value, Iterator) and not isinstance(value, LoopContext):
-        return _counted(value)
+        return _count_items(value)
     return value
 
 
@@ -201,7 +201,7 @@ def _counting_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any
         if values:
             limit.make(len(values[0]) if isinstance(values[0], Sized) else 0)
         if name in SHOWN:
-            _check_shown(values)
+            _count_text(values)
         arguments = [*values[1:], *kwargs.values()]
         if name in PADDED:
             _check_width(arguments)
@@ -209,14 +209,14 @@ def _counting_filter(name: str, filter: Callable[..., Any]) -> Callable[..., Any
             values = ([*values[0]], *values[1:])
             limit.make(sum(len(str(value)) for value in values[0]))
         if name in ("join", "replace", "indent", "format") and values:
-            most = max((len(text) for text in arguments if isinstance(text, str)), default=0)
-            limit.make(most * (len(values[0]) if name != "indent" else 0))
+            longest = max((len(text) for text in arguments if isinstance(text, str)), default=0)
+            limit.make(longest * (len(values[0]) if name != "indent" else 0))
         if name == "indent" and values:
             width = next((width for width in arguments if isinstance(width, int)), 4)
             limit.make(str(values[0]).count("\n") * width)
         if name == "format":
             _check_format(values[0] if values else "")
-        return _made(filter(*((args[0], *values) if passed else values), **kwargs))
+        return _count_result(filter(*((args[0], *values) if passed else values), **kwargs))
 
     if passed is not None:
         counting.jinja_pass_arg = passed                         # type: ignore[attr-defined]
@@ -227,20 +227,20 @@ def _check_operator(operator: str, left: Any, right: Any) -> None:
     limit = _limit.get()
     limit.step()
     if operator == "*":
-        for one, other in ((left, right), (right, left)):
-            if isinstance(one, (str, list, tuple)) and isinstance(other, int):
-                limit.make(len(one) * max(other, 0) * (1 if isinstance(one, str) else ITEM))
+        for value, times in ((left, right), (right, left)):
+            if isinstance(value, (str, list, tuple)) and isinstance(times, int):
+                limit.make(len(value) * max(times, 0) * (1 if isinstance(value, str) else ITEM))
     if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
         bits = left.bit_length() * max(right, 1) if operator == "**" else left.bit_length() + right.bit_length()
         if bits > BITS:
             raise LimitReached("it makes too large a number")
     if operator == "%" and isinstance(left, str):
         _check_format(left)
-        _check_shown(right)
+        _count_text(right)
 
 
 def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-    """Counts what a method of a text makes, before it is made. Returns its arguments, read where they were an iterator."""
+    """Counts the result of a string method before it is made. Returns the arguments, with iterators read."""
     limit = _limit.get()
     limit.make(len(text))
     arguments = [*args, *kwargs.values()]
@@ -248,15 +248,15 @@ def _check_method(text: str, name: str, args: tuple[Any, ...], kwargs: dict[str,
         _check_width(arguments)
         limit.make(text.count("\t") * WIDTH if name == "expandtabs" else WIDTH)
     elif name == "join" and args:
-        args = ([*_counted(args[0])],)
-        limit.make(sum(len(str(each)) + len(text) for each in args[0]))
+        args = ([*_count_items(args[0])],)
+        limit.make(sum(len(str(item)) + len(text) for item in args[0]))
     elif name == "replace" and len(args) > 1 and isinstance(args[1], str):
         limit.make(text.count(str(args[0])) * len(args[1]))
     elif name == "translate":
-        raise LimitReached("it calls translate, which this project does not allow")
+        raise LimitReached("it calls translate, which is not allowed")
     elif name in ("format", "format_map"):
         _check_format(text)
-        limit.make(text.count("{") * max((len(str(each)) for each in arguments), default=0))
+        limit.make(text.count("{") * max((len(str(argument)) for argument in arguments), default=0))
     return args
 
 

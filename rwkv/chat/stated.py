@@ -1,12 +1,12 @@
-"""Facts that a checkpoint states beside its weights: its chat template, its name, and its author's options of generation.
+"""A checkpoint's metadata: its chat template, its name, and its author's generation options.
 
-A template is a text in jinja2: the file chat_template.jinja of a Hugging Face directory, `chat_template` in its
-tokenizer_config.json, or tokenizer.chat_template in the metadata of a GGUF file. If there are several, the one called default
-counts, and the one called tool_use for conversations with tools; beside chat_template.jinja that is the file
+A template is jinja2 source: the file chat_template.jinja of a Hugging Face directory, `chat_template` in its
+tokenizer_config.json, or tokenizer.chat_template in the metadata of a GGUF file. If there are several, the one named default
+counts, and the one named tool_use for conversations with tools; beside chat_template.jinja that is the file
 additional_chat_templates/tool_use.jinja, and in a GGUF file tokenizer.chat_template.tool_use.
 
-llama.cpp's converter writes one and the same template for every RWKV model. It is ignored, and recognised as llama.cpp
-recognises it. Sources: transformers, tokenization_utils_base.py; llama.cpp, conversion/base.py and src/llama-chat.cpp.
+llama.cpp's converter writes the same template for every RWKV model. It is ignored, and recognised in llama.cpp's way.
+Sources: transformers, tokenization_utils_base.py; llama.cpp, conversion/base.py and src/llama-chat.cpp.
 """
 
 import json
@@ -26,10 +26,10 @@ CONFIG = "config.json"
 IN_GGUF = "tokenizer.chat_template"
 TOOL_USE = "tool_use"
 TOOL_USE_FILE = f"additional_chat_templates/{TOOL_USE}.jinja"
-OF_CONVERTER = ("rwkv-world", r"{{- 'User: ' + message['content']|trim + '\n\n' -}}")
+CONVERTER_PARTS = ("rwkv-world", r"{{- 'User: ' + message['content']|trim + '\n\n' -}}")
 NAMES_IN_GGUF = ("general.name", "general.basename", "general.base_model.0.name")
 NAMES_IN_DIRECTORY = ("_name_or_path", "name_or_path")
-DRAWN = {name: name for name in ("temperature", "top_p", "top_k", "min_p")}      # used where tokens are drawn (do_sample)
+DRAWN = {name: name for name in ("temperature", "top_p", "top_k", "min_p")}      # used if tokens are drawn (do_sample)
 PENALTIES = {name: name for name in ("repetition_penalty", "presence_penalty", "frequency_penalty", "penalty_decay")}
 SAMPLING_IN_GGUF = {"general.sampling.temp": "temperature", "general.sampling.top_p": "top_p",
                     "general.sampling.top_k": "top_k", "general.sampling.min_p": "min_p",
@@ -37,7 +37,7 @@ SAMPLING_IN_GGUF = {"general.sampling.temp": "temperature", "general.sampling.to
 
 
 def template_file(checkpoint: Path) -> Path | None:
-    """The file that holds the checkpoint's own template, for template_in; None where it has none."""
+    """The file with the checkpoint's template, for template_in; None if it has none."""
     if checkpoint.is_dir():
         files = [checkpoint / name for name in (JINJA, TOKENIZER_CONFIG)]
         return next((file for file in files if file.is_file() and template_in(file) is not None), None)
@@ -45,38 +45,38 @@ def template_file(checkpoint: Path) -> Path | None:
 
 
 def template_in(file: Path) -> str | None:
-    """The template in a jinja2 file, a tokenizer_config.json or a GGUF file; None if one of the last two has none.
+    """The template in a jinja2 file, a tokenizer_config.json or a GGUF file; None if one of the latter has none.
 
     Raises UserError for a file that cannot be read.
     """
     if _is_gguf(file):
-        return _chosen(_of_gguf(file).get(IN_GGUF))
+        return _default(_gguf_metadata(file).get(IN_GGUF))
     if file.suffix == ".json":
-        return _chosen(_json(file).get("chat_template"))
+        return _default(_json(file).get("chat_template"))
     return read_text(file, f"the chat template {file}")
 
 
 def tool_template_in(file: Path) -> str | None:
-    """The template for conversations with tools that stands beside the one of template_in; None where there is none."""
+    """The template for conversations with tools, beside that of template_in; None if there is none."""
     if _is_gguf(file):
-        return _chosen(_of_gguf(file).get(f"{IN_GGUF}.{TOOL_USE}"))
+        return _default(_gguf_metadata(file).get(f"{IN_GGUF}.{TOOL_USE}"))
     if file.suffix == ".json":
-        stated = _named(_json(file).get("chat_template"))
-        return _chosen(stated.get(TOOL_USE)) if isinstance(stated, dict) else None
-    beside = file.parent / TOOL_USE_FILE
-    return read_text(beside, f"the chat template {beside}") if file.name == JINJA and beside.is_file() else None
+        templates = _by_name(_json(file).get("chat_template"))
+        return _default(templates.get(TOOL_USE)) if isinstance(templates, dict) else None
+    tool_use = file.parent / TOOL_USE_FILE
+    return read_text(tool_use, f"the chat template {tool_use}") if file.name == JINJA and tool_use.is_file() else None
 
 
 def names_in(checkpoint: Path) -> list[str]:
     if _is_gguf(checkpoint):
-        return _texts(_of_gguf(checkpoint), NAMES_IN_GGUF)
+        return _strings(_gguf_metadata(checkpoint), NAMES_IN_GGUF)
     config = checkpoint / CONFIG
-    return _texts(_json(config), NAMES_IN_DIRECTORY) if config.is_file() else []
+    return _strings(_json(config), NAMES_IN_DIRECTORY) if config.is_file() else []
 
 
 class Generation(NamedTuple):
-    """What a file states about generation. sampling: options by our names. draws: the file says how tokens are drawn.
-    max_new_tokens: None where it states none."""
+    """A file's generation options. sampling: by our names. draws: the file's sampling options apply.
+    max_new_tokens: None if it has none."""
 
     file: Path
     sampling: dict[str, Any]
@@ -89,50 +89,50 @@ class Generation(NamedTuple):
 
 
 def generation_in(checkpoint: Path, fake: bool = False, tools: bool = False) -> Generation:
-    """What the checkpoint states about answers of this kind. fake: they begin with an empty thought. tools: the conversation
-    has tools.
+    """The checkpoint's generation options for answers of this kind. fake: they begin with an empty thought. tools: the
+    conversation has tools.
 
     A Hugging Face directory may have a file for each of these (rwkv-rs/transformers-rwkv, docs/source/en/model_doc/rwkv.md);
-    without it, or where it states nothing, generation_config.json counts. Temperature, top_p, top_k and min_p count where the
-    file says do_sample=true: otherwise transformers ignores them and takes the likeliest token. A top_k of 0 or less is off, as
-    for llama.cpp and vLLM. Raises UserError for stop_strings and max_new_tokens of other types.
+    if that is missing or empty, generation_config.json counts. Temperature, top_p, top_k and min_p require do_sample=true:
+    otherwise transformers ignores them and takes the likeliest token. A top_k of 0 or less is off, as in llama.cpp and vLLM.
+    Raises UserError for stop_strings and max_new_tokens of other types.
     """
     if _is_gguf(checkpoint):
-        sampling = _numbers(_of_gguf(checkpoint), SAMPLING_IN_GGUF)
+        sampling = _numbers(_gguf_metadata(checkpoint), SAMPLING_IN_GGUF)
         return Generation(checkpoint, sampling, bool(sampling))
     names = [TOOLS_CONFIG] * tools + [FAKE_THINK_CONFIG] * (fake and not tools) + [GENERATION_CONFIG]
-    stated = [_generation(checkpoint / name) for name in names if (checkpoint / name).is_file()]
-    return next(filter(None, stated), Generation(checkpoint / GENERATION_CONFIG, {}))
+    options = [_generation(checkpoint / name) for name in names if (checkpoint / name).is_file()]
+    return next(filter(None, options), Generation(checkpoint / GENERATION_CONFIG, {}))
 
 
 def _generation(file: Path) -> Generation:
-    stated = _json(file)
-    draws = stated.get("do_sample") is True
-    stops = stated.get("stop_strings") or []
+    config = _json(file)
+    draws = config.get("do_sample") is True
+    stops = config.get("stop_strings") or []
     stops = [stops] if isinstance(stops, str) else stops
     if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
         raise UserError(f"{file}: stop_strings must be a list of texts; got {json.dumps(stops)[:60]}")
-    tokens = stated.get("max_new_tokens")
+    tokens = config.get("max_new_tokens")
     if tokens is not None and (isinstance(tokens, bool) or not isinstance(tokens, int | float) or tokens % 1 or tokens < 1):
         raise UserError(f"{file}: max_new_tokens must be a whole number of at least 1; got {json.dumps(tokens)[:60]}")
-    sampling = _numbers(stated, {**DRAWN, **PENALTIES} if draws else PENALTIES)
+    sampling = _numbers(config, {**DRAWN, **PENALTIES} if draws else PENALTIES)
     return Generation(file, sampling, draws, tuple(stops), None if tokens is None else int(tokens))
 
 
-def _named(stated: Any) -> Any:
-    """Several templates by their names; one template as it is."""
-    if isinstance(stated, list):
-        return {each.get("name"): each.get("template") for each in stated if isinstance(each, dict)}
-    return stated
+def _by_name(templates: Any) -> Any:
+    """Several templates by their names; one template unchanged."""
+    if isinstance(templates, list):
+        return {entry.get("name"): entry.get("template") for entry in templates if isinstance(entry, dict)}
+    return templates
 
 
-def _chosen(stated: Any) -> str | None:
-    stated = _named(stated)
-    if isinstance(stated, dict):
-        stated = stated.get("default")
-    if not isinstance(stated, str) or any(part in stated for part in OF_CONVERTER):
+def _default(templates: Any) -> str | None:
+    template = _by_name(templates)
+    if isinstance(template, dict):
+        template = template.get("default")
+    if not isinstance(template, str) or any(part in template for part in CONVERTER_PARTS):
         return None
-    return stated
+    return template
 
 
 def _is_gguf(path: Path) -> bool:
@@ -142,8 +142,8 @@ def _is_gguf(path: Path) -> bool:
         return file.read(len(MAGIC)) == MAGIC
 
 
-def _of_gguf(path: Path) -> dict[str, Any]:
-    """The metadata of the model; if it has several files, the first one holds them."""
+def _gguf_metadata(path: Path) -> dict[str, Any]:
+    """The model's metadata, from the first of its files."""
     return header_of(parts_of(path, header_of(path).metadata)[0]).metadata
 
 
@@ -155,14 +155,14 @@ def _json(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def _texts(stated: dict[str, Any], keys: tuple[str, ...]) -> list[str]:
-    return [stated[key] for key in keys if isinstance(stated.get(key), str) and stated[key]]
+def _strings(metadata: dict[str, Any], keys: tuple[str, ...]) -> list[str]:
+    return [metadata[key] for key in keys if isinstance(metadata.get(key), str) and metadata[key]]
 
 
-def _numbers(stated: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
+def _numbers(metadata: dict[str, Any], names: dict[str, str]) -> dict[str, Any]:
     """The numbers under these keys, by our names."""
-    found = {name: stated[key] for key, name in names.items()
-             if isinstance(stated.get(key), int | float) and not isinstance(stated[key], bool)}
-    if (top_k := found.get("top_k", 0.5)) % 1 == 0:      # some write 20.0; other fractions are refused where top_k is used
-        found["top_k"] = max(int(top_k), 0)
-    return found
+    numbers = {name: metadata[key] for key, name in names.items()
+               if isinstance(metadata.get(key), int | float) and not isinstance(metadata[key], bool)}
+    if (top_k := numbers.get("top_k", 0.5)) % 1 == 0:    # some write 20.0; other fractions are refused where top_k is used
+        numbers["top_k"] = max(int(top_k), 0)
+    return numbers

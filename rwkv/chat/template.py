@@ -17,13 +17,12 @@ Part = tuple[str, bool]
 class ChatTemplate(ABC):
     """Renders conversations.
 
-    A rendered text and its parts hold END wherever the template writes end_of_text; encode() in rendered.py replaces it by the
-    id of end_of_text.
+    A rendered text and its parts have END for the template's end_of_text; encode() in rendered.py replaces it by the id.
 
     stop: each of these texts ends an answer; so does the end-of-text token. thinks: answers may begin with thoughts, as in
-    thoughts.py. supports_tools: render() shows `tools` and an answer's tool_calls to the model. call_start: the text of a call
+    thoughts.py. supports_tools: render() writes `tools` and an answer's tool_calls. call_start: the text of a call
     before its name, and the text between its name and its arguments; None if the template writes calls in another form than
-    rwkv/chat/calls.py. definition: equal for equal templates. learns: how the answers begin that a model learns (for_learning).
+    rwkv/chat/calls.py. definition: equal for equal templates. learns: how learnt answers begin (for_learning).
     """
 
     name: str
@@ -38,31 +37,31 @@ class ChatTemplate(ABC):
         """A template whose parts() put answers after a prompt that asks for thoughts in this way.
 
         With True these are the answers with thoughts. With "fake" it is the last answer if it has no thoughts; earlier answers
-        have no empty thought, as in a chat. The beginning of an answer that stands in the prompt is not learnt. Raises
-        UserError as answer_start does.
+        have no empty thought, as in a chat. The beginning of an answer that is in the prompt is not learnt. Raises UserError
+        as answer_start does.
         """
         if not think:
             return self
         self.answer_start(think)
-        other = copy(self)
-        other.learns = think
-        other.definition = f"{self.definition}, learns {think}"
-        return other
+        template = copy(self)
+        template.learns = think
+        template.definition = f"{self.definition}, learns {think}"
+        return template
 
     @property
     def no_tools(self) -> str:
-        """Why the template refuses tools, and which templates show them."""
-        return (f"the chat template {self.name} has no form for tools; the templates g1 and flower have one, which models of "
-                "the series G1 have learnt, and a jinja2 file may have one")
+        """Why the template refuses tools, and which templates support them."""
+        return (f"the chat template {self.name} does not support tools; g1 and flower, the forms of the series G1, do, and "
+                "a jinja2 file may")
 
     @abstractmethod
     def render(self, messages: Sequence[Message], add_generation_prompt: bool = True,
                tools: Sequence[Mapping[str, Any]] | None = None, think: Think = False, effort: str | None = None) -> str:
-        """The conversation as text; with add_generation_prompt the beginning of an answer follows it.
+        """The conversation as text; add_generation_prompt adds the beginning of an answer.
 
-        think: how that beginning asks for thoughts. effort: how long they should be, one of thoughts.HINTS; it is used only if
-        think is True and the template has a form for it. Raises UserError, with the field's name, for a wrong message, and for
-        anything that the template cannot show.
+        think: how that beginning asks for thoughts. effort: how long they should be, one of thoughts.HINTS; it requires
+        think=True and a template with a form for it. Raises UserError, with the field's name, for a wrong message, and for
+        anything that the template does not support.
         """
 
     @abstractmethod
@@ -77,5 +76,5 @@ class ChatTemplate(ABC):
     def answer_start(self, think: Think = False) -> str:
         """The beginning of the answer's thoughts with which the prompt of render(..., think=think) ends; "" for none.
 
-        Raises UserError where the template cannot ask for thoughts in this way.
+        Raises UserError if the template cannot ask for thoughts in this way.
         """

@@ -10,12 +10,12 @@ g1: the same with thoughts (RWKV7-G1x-templates.txt in BlinkDL/RWKV-LM, RWKV-v7)
 prompt asks for thoughts. Thoughts may hold blank lines, so an answer ends where the user's next turn begins, and not at a blank
 line. Tools have the form of calls.py.
 
-flower: another form that the models from G1h on have learnt (vllm/tokenizers/rwkv_chat.py in rwkv-rs/vllm-rwkv). A flower, for
-which World has a token, ends a turn, and end_of_text stands before the text. Texts, thoughts and tools are as in g1:
+flower: another form, for G1h and later models (vllm/tokenizers/rwkv_chat.py in rwkv-rs/vllm-rwkv). A flower, a
+World token, ends a turn, and end_of_text precedes the text. Texts, thoughts and tools are as in g1:
 
     System✿{system}✿\nUser✿{user}✿\nBot✿{answer}✿\nUser✿{user}✿\nBot✿<think
 
-FILE: a template in jinja2 (jinja.py), in a file of its own or inside one of a checkpoint's files (stated.py).
+FILE: a jinja2 template (jinja.py), in its own file or in one of a checkpoint's files (stated.py).
 """
 
 import re
@@ -27,7 +27,7 @@ from rwkv.chat.jinja import JinjaTemplate
 from rwkv.chat.messages import ROLES, Message, check_messages, is_learnt
 from rwkv.chat.stated import template_in, tool_template_in
 from rwkv.chat.template import END, ChatTemplate, Part
-from rwkv.chat.thoughts import BEGUN, Think, end_of, with_hint
+from rwkv.chat.thoughts import BEGUN, Think, thoughts_end, with_hint
 from rwkv.errors import UserError
 from rwkv.io import hub
 
@@ -35,7 +35,7 @@ FLOWER = "✿"
 
 
 class Form(NamedTuple):
-    """A turn is the role's name, after_role, space, the text and end; `space` is left out where no text follows.
+    """A turn is the role's name, after_role, space, the text and end; without text there is no `space`.
 
     start: before the first turn. between: before every other turn. assistant: the assistant's name. stop: as in ChatTemplate.
     """
@@ -59,21 +59,21 @@ FORMS = {"world": Form(thinks=False, stop=("\n\n",)),
 def chat_template(name: str) -> ChatTemplate:
     """The template world, g1 or flower, or the one in a file: a jinja2 file, or a file in which stated.py finds a template.
 
-    Raises UserError for other names and for a file that holds no template.
+    Raises UserError for other names and for a file without a template.
     """
     if name in FORMS:
         return TurnTemplate(name)
     file = hub.local(name, "chat template")
     if not file.is_file():
-        raise UserError(f"a chat template is {', '.join(FORMS)} or a jinja2 file; there is no file {name}")
+        raise UserError(f"a chat template must be {', '.join(FORMS)} or a jinja2 file; there is no file {name}")
     text = template_in(file)
     if text is None:
-        raise UserError(f"{name} holds no chat template: name a jinja2 file, or one of {', '.join(FORMS)}")
+        raise UserError(f"{name} must hold a chat template: name a jinja2 file, or one of {', '.join(FORMS)}")
     return JinjaTemplate(text, name, tool_template_in(file))
 
 
 class TurnTemplate(ChatTemplate):
-    """world, g1 and flower: a turn is a role and a text, and all turns are written alike."""
+    """world, g1 and flower: a turn is a role and a text, and all turns have the same form."""
 
     def __init__(self, name: str) -> None:
         self.name = self.definition = name
@@ -99,21 +99,21 @@ class TurnTemplate(ChatTemplate):
 
     def parts(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]] | None = None) -> list[Part]:
         turns = [*self._turns(check_messages(messages), tools)]
-        first = len(turns) - len(messages)       # 1 where the tools are a turn of their own
-        found: list[Part] = []
+        first = len(turns) - len(messages)       # 1 if the tools are a turn
+        parts: list[Part] = []
         for i, (head, body, message) in enumerate(turns):
             learnt = is_learnt(message, f"messages[{i - first}]")
             begun, rest = self._begun(message, body, last=i + 1 == len(turns)) if learnt else ("", body)
-            found += [(f"{head}{begun}", False), (rest, learnt)]
-        return found
+            parts += [(f"{head}{begun}", False), (rest, learnt)]
+        return parts
 
     def _begun(self, message: Message, body: str, last: bool) -> tuple[str, str]:
-        """A learnt answer in two parts: the beginning that a prompt would hold, and the rest. body: all after the role."""
+        """A learnt answer in two parts: the beginning that would be in the prompt, and the rest. body: all after the role."""
         start = f"{self._form.space}{BEGUN[self.learns]}"
         if self.learns is True and message.get("reasoning_content"):
             return start, body.removeprefix(start)
         if self.learns == "fake" and last and not message.get("reasoning_content"):
-            return start, f"{end_of(start)}{body.removeprefix(self._form.space)}"
+            return start, f"{thoughts_end(start)}{body.removeprefix(self._form.space)}"
         return "", body
 
     def _turns(self, messages: Sequence[Message], tools: Any) -> Iterator[tuple[str, str, Message]]:
@@ -130,8 +130,8 @@ class TurnTemplate(ChatTemplate):
                 raise UserError(f"messages[{i}].tool_calls: {self.no_tools}")
             field = next((field for field in ("content", "reasoning_content") if FLOWER in message.get(field, "")), None)
             if form.end == FLOWER and field:
-                raise UserError(f"messages[{i}].{field} has a {FLOWER}, which ends a turn in the chat template {self.name}: "
-                                "leave it out, or take the template g1")
+                raise UserError(f"messages[{i}].{field} must not have a {FLOWER}, which ends a turn in the chat template "
+                                f"{self.name}: remove it, or take the template g1")
             role = form.assistant if message["role"] == "assistant" else ROLES[message["role"]]
             body = _one_paragraph(message["content"])
             if self.thinks and (thoughts := message.get("reasoning_content")):

@@ -37,7 +37,7 @@ import yaml
 from kernels.arguments import from_home
 from kernels.machine import allocator, threads
 from rwkv import cli
-from rwkv.chat.thoughts import Think, ThoughtParser, think_of
+from rwkv.chat.thoughts import Think, ThoughtParser, parse_think
 from rwkv.config import ChatConfig, Sampling
 from rwkv.errors import UserError
 from rwkv.io.garbage import uncollected
@@ -82,7 +82,7 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoic
     opened = open_checkpoint(config)
     choice = template_choice(opened.checkpoint, config.template)
     template = chat_template(choice.template)
-    think = think_of(config.think)
+    think = parse_think(config.think)
     opened.print_notes()
     template.answer_start(think)          # raises UserError before the model is loaded
     sampling = SamplingChoice(config, line.keys, opened.checkpoint.path, opened.checkpoint.run, template)
@@ -196,7 +196,7 @@ class Terminal:
             self.talk.sampling = replace(self.talk.sampling, **option)
             self._overrides |= option
         elif name == "think":
-            think = think_of(ChatConfig(think=_from_yaml(name, value)).think)            # checked by ChatConfig, as below
+            think = parse_think(ChatConfig(think=_from_yaml(name, value)).think)         # ChatConfig checks it, as below
             self.talk.template.answer_start(think)
             self.talk.think = think
             self._choose_sampling()

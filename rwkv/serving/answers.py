@@ -1,4 +1,4 @@
-"""Answers: makes OpenAI's objects of the events of a request's texts, sent whole or as server-sent events."""
+"""Answers: turns the events of a request's sequences into OpenAI's objects, sent whole or as server-sent events."""
 
 import asyncio
 import time
@@ -27,12 +27,12 @@ SEND_TIMEOUT = 30                        # seconds after which a client that rea
 
 @dataclass
 class ResponseSpec:
-    """The form of an answer. before: the text that precedes each text: with echo the prompt, in a chat the answer's beginning.
+    """The form of an answer. before: the text before each sequence: with echo the prompt, in a chat the answer's beginning.
 
-    n: texts of each prompt, which follow each other. functions: the names of those that the answer may call. call_start: the
+    n: sequences per prompt, one after the other. functions: the names of those that the answer may call. call_start: the
     beginning of a call with which the prompt ends. most_calls: further calls are not shown. thinks: answers may begin with
-    thoughts; their first characters may be in `before`. after: the last ids before each prompt. saves: the end of each text is
-    kept as a state.
+    thoughts; their first characters may be in `before`. after: the last ids before each prompt. saves: each sequence's final
+    state is saved.
     """
 
     kind: str                            # "cmpl" or "chatcmpl"
@@ -63,7 +63,7 @@ class ResponseSpec:
 
 
 class Answer:
-    """An ASGI response: the texts of a ticket. They are cancelled when the client goes away."""
+    """An ASGI response from a ticket's sequences. Cancels them when the client disconnects."""
 
     content_type = "text/event-stream; charset=utf-8"            # of a stream
 
@@ -73,9 +73,9 @@ class Answer:
         self._spec = spec
         self._stream = stream
         self._timeout_s = timeout_s
-        self._texts = [_Text(spec, number, text.request.prompt_ids) for number, text in enumerate(ticket.texts)]
+        self._choices = [_Choice(spec, number, sequence.request.prompt_ids) for number, sequence in enumerate(ticket.sequences)]
         self._complete = False           # all events have come
-        self._abandoned = False          # the client went away before that
+        self._abandoned = False          # the client disconnected before that
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         watcher = asyncio.create_task(self._watch(receive))
@@ -89,9 +89,9 @@ class Answer:
             watcher.cancel()
             self._cancel()
             if self._abandoned:
-                for text in self._texts:
-                    if text.last.state is not None:
-                        self._engine.drop(text.last.state)
+                for choice in self._choices:
+                    if choice.last.state is not None:
+                        self._engine.drop(choice.last.state)
 
     async def _watch(self, receive: Receive) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -111,7 +111,7 @@ class Answer:
             return
         self._complete = True
         await self._finish()
-        # With the log-probabilities of a prompt an answer has megabytes. Other requests would wait while it is encoded.
+        # With a prompt's log-probabilities an answer has megabytes: a thread encodes it, so that other requests do not wait.
         response = await asyncio.to_thread(self._whole) if self._spec.echo_logprobs else self._whole()
         await self._send(response, scope, receive, send)
 
@@ -120,21 +120,21 @@ class Answer:
             await response(scope, receive, send)
 
     async def _finish(self) -> None:
-        """Called when all events have come, before the end of the answer is sent."""
+        """Called after the last event, before the end of the answer is sent."""
 
-    def _told(self, error: ApiError) -> ApiError:
-        """The error that is sent to the client."""
+    def _client_error(self, error: ApiError) -> ApiError:
+        """The error to send to the client."""
         return error
 
     def _error_response(self, error: ApiError) -> Response:
-        return self._told(error).response()
+        return self._client_error(error).response()
 
     def _take(self, number: int, event: Event) -> None:
         """Adds an event to an answer that is sent whole."""
-        self._texts[number].add(event)
+        self._choices[number].add(event)
 
     def _whole(self) -> Response:
-        content = self._spec.envelope([text.whole() for text in self._texts], stream=False)
+        content = self._spec.envelope([choice.whole() for choice in self._choices], stream=False)
         return json_response({**content, "usage": self._usage()})
 
     async def _send_stream(self, send: Send) -> None:
@@ -149,14 +149,14 @@ class Answer:
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         usage = {"usage": None} if self._spec.include_usage else {}
-        first = b"".join(_sse({**self._spec.envelope([choice], stream=True), **usage})
-                         for text in self._texts for choice in text.first())
+        first = b"".join(_sse({**self._spec.envelope([piece], stream=True), **usage})
+                         for choice in self._choices for piece in choice.first())
         if first:
             yield first
         try:
             async for number, event in self._ticket:
-                for choice in self._texts[number].pieces(event):
-                    yield _sse({**self._spec.envelope([choice], stream=True), **usage})
+                for piece in self._choices[number].pieces(event):
+                    yield _sse({**self._spec.envelope([piece], stream=True), **usage})
         except ApiError as error:
             yield _sse(error.body)
         else:
@@ -166,27 +166,27 @@ class Answer:
         yield b"data: [DONE]\n\n"
 
     def _usage(self) -> dict[str, Any]:
-        """The counts of tokens in OpenAI's form. The prompt of n texts counts once."""
-        of_prompts = [text.last for text in self._texts[::self._spec.n]]
-        read = sum(event.prompt_tokens for event in of_prompts)
-        written = sum(text.last.completion_tokens for text in self._texts)
-        cached = sum(event.cached_tokens for event in of_prompts)
-        return {"prompt_tokens": read, "completion_tokens": written, "total_tokens": read + written,
+        """Token counts in OpenAI's form. The prompt of n sequences counts once."""
+        prompt_events = [choice.last for choice in self._choices[::self._spec.n]]
+        prompt_tokens = sum(event.prompt_tokens for event in prompt_events)
+        new_tokens = sum(choice.last.completion_tokens for choice in self._choices)
+        cached = sum(event.cached_tokens for event in prompt_events)
+        return {"prompt_tokens": prompt_tokens, "completion_tokens": new_tokens, "total_tokens": prompt_tokens + new_tokens,
                 "prompt_tokens_details": {"cached_tokens": cached}}
 
 
 class Part(NamedTuple):
-    """A piece of an answer after its thoughts: text with the log-probabilities of its tokens, or a call."""
+    """A piece of an answer after its thoughts: text with its tokens' log-probabilities, or a call."""
 
     text: str
     logprobs: list[dict[str, Any]]
     call: dict[str, Any] | None = None
 
 
-class _Text:
-    """One text of an answer, as choices of completions or of chat completions.
+class _Choice:
+    """One sequence of an answer, as a choice of completions or of chat completions.
 
-    A message of a chat has one content. Where the model has written words on both sides of a call, a line end separates them.
+    A chat message has one content: a line end separates words before a call from words after it.
     """
 
     def __init__(self, spec: ResponseSpec, number: int, prompt: Sequence[int]) -> None:
@@ -203,7 +203,7 @@ class _Text:
         self._parser = CallParser(spec.functions, spec.call_start, spec.most_calls) if spec.functions else None
         self._calls: list[dict[str, Any]] = []
         self._has_text = False
-        self._after_call = False         # no text has come since the last call
+        self._after_call = False         # no text since the last call
         self._unnamed = ""               # a line end in the text that no token's string has yet
         self._decoder = spec.tokenizer.decoder(
             spec.after if spec.echo_logprobs else before if spec.logprobs else ())
@@ -218,9 +218,9 @@ class _Text:
                 self._calls.append(part.call)
                 self._after_call = True
                 continue
-            separated = self._separated(part)
-            self._content += separated.text
-            self._logprobs += separated.logprobs
+            text, logprobs, _ = self._with_line_end(part)
+            self._content += text
+            self._logprobs += logprobs
         if event.finish_reason is not None:
             self.last = event
 
@@ -231,45 +231,45 @@ class _Text:
         if self._calls:
             message |= {"content": self._content or None, "tool_calls": self._calls}
         content = {"message": message} if self._spec.chat else {"text": self._content}
-        return {"index": self._number, **content, "logprobs": self._logprobs_of(self._logprobs),
+        return {"index": self._number, **content, "logprobs": self._format_logprobs(self._logprobs),
                 "finish_reason": self.reason(self.last), **self._state()}
 
     def first(self) -> list[dict[str, Any]]:
         """Chunks before the first event."""
         if self._spec.chat:
-            return [self._choice({"role": "assistant", "content": self._content}, None, None)]
+            return [self._piece({"role": "assistant", "content": self._content}, None, None)]
         if self._content and not self._spec.echo_logprobs:
-            return [self._choice(self._content, None, None)]
+            return [self._piece(self._content, None, None)]
         return []
 
     def pieces(self, event: Event) -> list[dict[str, Any]]:
         finished = event.finish_reason is not None
-        if self._spec.echo_logprobs:                    # those of the prompt come with the last event: one chunk has all
+        if self._spec.echo_logprobs:     # the prompt's come with the last event: one chunk has all
             self.add(event)
             if not finished:
                 return []
-            return [{**self._choice(self._content, self._logprobs_of(self._logprobs), self.reason(event)), **self._state()}]
+            return [{**self._piece(self._content, self._format_logprobs(self._logprobs), self.reason(event)), **self._state()}]
         thoughts, parts = self.parsed(event)
-        found = []
+        pieces = []
         if thoughts:
-            found.append(self._choice({"reasoning_content": thoughts}, None, None))
+            pieces.append(self._piece({"reasoning_content": thoughts}, None, None))
         for part in parts:
             if part.call:
-                found.append(self._choice({"tool_calls": [{"index": len(self._calls), **part.call}]}, None, None))
+                pieces.append(self._piece({"tool_calls": [{"index": len(self._calls), **part.call}]}, None, None))
                 self._calls.append(part.call)
                 self._after_call = True
                 continue
-            text, logprobs, _ = self._separated(part)
-            found.append(self._choice({"content": text} if self._spec.chat else text, self._logprobs_of(logprobs), None))
+            text, logprobs, _ = self._with_line_end(part)
+            pieces.append(self._piece({"content": text} if self._spec.chat else text, self._format_logprobs(logprobs), None))
         if finished:
             self.last = event
-            found.append({**self._choice({} if self._spec.chat else "", None, self.reason(event)), **self._state()})
-        return found
+            pieces.append({**self._piece({} if self._spec.chat else "", None, self.reason(event)), **self._state()})
+        return pieces
 
-    def _separated(self, part: Part) -> Part:
-        """The part, with a line end before its text if a call stands between this and earlier text.
+    def _with_line_end(self, part: Part) -> Part:
+        """The part, with a line end before its text if a call separates it from earlier text.
 
-        The line end is also in the string of the text's first token, so that the tokens add up to the content.
+        The first token's string also gets the line end, so that the tokens add up to the content.
         """
         text = part.text
         logprobs = part.logprobs
@@ -285,7 +285,7 @@ class _Text:
         return Part(text, logprobs)
 
     def parsed(self, event: Event) -> tuple[str, list[Part]]:
-        """What an event adds: thoughts, and then texts and calls in the order in which the model has written them.
+        """The thoughts that an event adds, and its texts and calls in the model's order.
 
         A token's log-probability comes with the text in which the token begins.
         """
@@ -293,26 +293,26 @@ class _Text:
         self._written += len(event.text)
         thoughts = ""
         text = event.text
-        place = 0                        # of the text after the thoughts
+        offset = 0                       # of the text after the thoughts
         decided = self._written
         if self._answer:
             thoughts, text = self._answer.push(event.text, last)
-            place = self._answer.text_place
+            offset = self._answer.text_place
             decided = self._answer.decided
         pieces: list[tuple[str, int] | dict[str, Any]] = [(text, self._written - len(text))]
         spans = [(self._written - len(text), self._written)]
         if self._parser:
             self._parser.push(text, last)
-            pieces = [piece if isinstance(piece, dict) else (piece[0], piece[1] + place) for piece in self._parser.parts]
-            spans = [(start + place, end + place) for start, end in self._parser.spans]
-            decided = min(decided, self._parser.decided + place)
+            pieces = [piece if isinstance(piece, dict) else (piece[0], piece[1] + offset) for piece in self._parser.parts]
+            spans = [(start + offset, end + offset) for start, end in self._parser.spans]
+            decided = min(decided, self._parser.decided + offset)
         if self._tokens:
             self._tokens.add(event.logprobs)
             self._tokens.show(spans)
         return thoughts, [part for part in self._parts(pieces, decided, last) if part.text or part.logprobs or part.call]
 
     def _parts(self, pieces: list[tuple[str, int] | dict[str, Any]], decided: int, last: bool) -> Iterator[Part]:
-        """The pieces with their log-probabilities, up to the place `decided`, or all that are left."""
+        """The pieces with their log-probabilities, up to the offset `decided`, or all that are left."""
         starts = [piece[1] for piece in pieces if isinstance(piece, tuple)]
 
         def logprobs() -> list[dict[str, Any]]:
@@ -324,7 +324,7 @@ class _Text:
             return self._tokens.take_rest() if last else self._tokens.take(decided)
 
         if not pieces or isinstance(pieces[0], dict):
-            yield Part("", logprobs())   # the last token of the text before a call is known only when the call has come
+            yield Part("", logprobs())   # a call shows which token is the last before it
         else:
             starts.pop(0)
         for piece in pieces:
@@ -332,19 +332,19 @@ class _Text:
 
     def reason(self, event: Event) -> str:
         reason = REASONS[event.finish_reason or "length"]
-        if self._parser and self._parser.found and (reason == "stop" or self._parser.full):
+        if self._parser and self._parser.n_calls and (reason == "stop" or self._parser.full):
             return "tool_calls"
         return reason
 
-    def _choice(self, content: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
+    def _piece(self, content: Any, logprobs: Any, reason: str | None) -> dict[str, Any]:
         return {"index": self._number, "delta" if self._spec.chat else "text": content, "logprobs": logprobs,
                 "finish_reason": reason}
 
     def _state(self) -> dict[str, Any]:
-        """The id of the state at the text's end, if one was asked for; null if the text was cancelled."""
+        """The id of the saved final state, if the request asks for one; null if the sequence was cancelled."""
         return {"state": self.last.state and self.last.state.id} if self._spec.saves else {}
 
-    def _logprobs_of(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
+    def _format_logprobs(self, entries: list[dict[str, Any]]) -> dict[str, Any] | None:
         if not self._spec.logprobs:
             return None
         if self._spec.chat:
@@ -353,38 +353,38 @@ class _Text:
 
     def _legacy(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
         """The parallel lists of completions. With echo the prompt's tokens come first; the first one has no log-probability."""
-        found: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+        lists: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         if self._spec.echo_logprobs:
             first = self._prompt[0]
             name = self._spec.tokenizer.names([first])[0]
             entries = [{"token": first, "text": name, "logprob": None}, *self.last.prompt_logprobs, *entries]
         for entry in entries:
             top = {token_string(entry): entry["logprob"]}
-            for other in entry.get("top", ()):
-                if other["token"] != entry["token"]:
-                    name = token_string(other)
-                    top[name if name not in top else f"token_id:{other['token']}"] = other["logprob"]
-            found["tokens"].append(token_string(entry))
-            found["token_logprobs"].append(entry["logprob"])
-            found["top_logprobs"].append(None if entry["logprob"] is None else top)
+            for alternative in entry.get("top", ()):
+                if alternative["token"] != entry["token"]:
+                    name = token_string(alternative)
+                    top[name if name not in top else f"token_id:{alternative['token']}"] = alternative["logprob"]
+            lists["tokens"].append(token_string(entry))
+            lists["token_logprobs"].append(entry["logprob"])
+            lists["top_logprobs"].append(None if entry["logprob"] is None else top)
             piece = self._decoder.push(entry["token"])           # its first character may be one that earlier tokens began
-            found["text_offset"].append(self._offset + max(piece.find(entry["text"]), 0))
+            lists["text_offset"].append(self._offset + max(piece.find(entry["text"]), 0))
             self._offset += len(piece)
-        return found
+        return lists
 
 
 def chat_entry(entry: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
-    return {**_chat_token(entry, decoder), "top_logprobs": [_chat_token(other, decoder) for other in entry["top"]]}
+    return {**_chat_token(entry, decoder), "top_logprobs": [_chat_token(token, decoder) for token in entry["top"]]}
 
 
 def _chat_token(entry: dict[str, Any], decoder: Decoder) -> dict[str, Any]:
     whole = bool(entry["text"]) and UNKNOWN not in entry["text"]
-    its_bytes = entry["text"].encode() if whole else decoder.bytes_of(entry["token"])
-    return {"token": token_string(entry), "logprob": entry["logprob"], "bytes": list(its_bytes) if its_bytes else None}
+    content = entry["text"].encode() if whole else decoder.bytes_of(entry["token"])
+    return {"token": token_string(entry), "logprob": entry["logprob"], "bytes": list(content) if content else None}
 
 
 def token_string(entry: dict[str, Any]) -> str:
-    """The token's text, or token_id:ID if it is no whole character, so that different tokens have different strings."""
+    """The token's text, or token_id:ID if it is not whole characters, so that different tokens have different strings."""
     text = entry["text"]
     return text if text and UNKNOWN not in text else f"token_id:{entry['token']}"
 

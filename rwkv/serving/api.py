@@ -34,9 +34,9 @@ from rwkv.serving.log import say_refused
 from rwkv.serving.openapi import Endpoint, Handler
 from rwkv.serving.origins import check_origin
 from rwkv.serving.service import Service
-from rwkv.serving.states import owner_of
+from rwkv.serving.states import owner_digest
 
-OPEN_PATHS = ("/", "/health", "/ready")  # these need no key
+OPEN_PATHS = ("/", "/health", "/ready")  # without a key
 
 
 def application(service: Service) -> ASGIApp:
@@ -52,26 +52,26 @@ def application(service: Service) -> ASGIApp:
 
 def _logged(app: ASGIApp) -> ASGIApp:
     async def logged(scope: Scope, receive: Receive, send: Send) -> None:
-        """Paths with slashes at the end or twice, as of a base address that ends with one, are those without."""
-        async def noted(message: Message) -> None:
+        """Ignores double and trailing slashes in paths, such as those after a base address that ends with one."""
+        async def log_refusal(message: Message) -> None:
             if message["type"] == "http.response.start" and message["status"] >= 400:
                 request = f"{scope['method']} {scope['raw_path'].decode('ascii')}"       # %0A stays: the log gets no line end
                 say_refused(message["status"], request, scope["state"]["request_id"], scope["state"].get("refusal", ""))
             await send(message)
 
-        await app({**scope, "path": re.sub("/+", "/", scope["path"]).rstrip("/") or "/"}, receive, noted)
+        await app({**scope, "path": re.sub("/+", "/", scope["path"]).rstrip("/") or "/"}, receive, log_refusal)
 
     return logged
 
 
 def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Request], Awaitable[Any]]:
-    """handlers: by method. The one of GET also answers HEAD."""
+    """handlers: by method. GET's also answers HEAD."""
     async def endpoint(request: Request) -> Any:
         try:
             check_origin(service.config, request.headers)
             _authorize(service, request)
             if service.shared is not None and request.url.path not in OPEN_PATHS:
-                await service.shared.look(lost_too=request.method != "POST")
+                await service.shared.sync(lost_too=request.method != "POST")
             handler = handlers["GET" if request.method == "HEAD" else request.method]
             return await handler(service, request)
         except ApiError as error:
@@ -79,7 +79,7 @@ def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Re
         except UserError as error:
             return _refusal(request, user_error(error))
         except RecursionError:
-            return _refusal(request, ApiError(400, "the body has too many objects or lists inside each other"))
+            return _refusal(request, ApiError(400, "the body's objects and lists are nested too deeply"))
         except ClientDisconnect:
             return Response(status_code=400)
 
@@ -87,7 +87,7 @@ def _endpoint(service: Service, handlers: Mapping[str, Handler]) -> Callable[[Re
 
 
 def _refusal(request: Request, error: ApiError) -> Response:
-    """The answer; its message is also for the log."""
+    """The error as a response; its message also goes to the log."""
     request.scope["state"]["refusal"] = str(error)
     return error.response(_error_form(request))
 
@@ -103,22 +103,22 @@ async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     form = _error_form(request)
     if error.status_code == 405:
-        answer = ApiError(405, f"{request.url.path} has no method {request.method}").response(form)
-        answer.headers.update(error.headers or {})               # Allow
-        return answer
+        response = ApiError(405, f"{request.url.path} does not allow {request.method}").response(form)
+        response.headers.update(error.headers or {})             # Allow
+        return response
     if error.status_code == 404:
-        return ApiError(404, f"there is nothing at {request.url.path[:200]}").response(form)
+        return ApiError(404, f"unknown path {request.url.path[:200]}").response(form)
     return ApiError(error.status_code, error.detail).response(form)
 
 
 async def _internal_error(request: Request, error: Exception) -> Response:
-    return ApiError(500, "the server has failed; its log says more").response(_error_form(request))
+    return ApiError(500, "internal error; see the server's log").response(_error_form(request))
 
 
 def _authorize(service: Service, request: Request) -> None:
-    """Checks the key, and notes the request's owner."""
+    """Checks the key, and sets the request's owner."""
     keys = service.config.api_key
-    request.scope["state"]["owner"] = owner_of("")
+    request.scope["state"]["owner"] = owner_digest("")
     if not keys or request.url.path in OPEN_PATHS:
         return
     scheme, _, bearer = request.headers.get("authorization", "").partition(" ")
@@ -126,9 +126,9 @@ def _authorize(service: Service, request: Request) -> None:
     matching = [key for key in keys for value in sent
                 if hmac.compare_digest(value.strip().encode("latin-1", "replace"), key.encode())]
     if not matching:
-        raise ApiError(401, "the header Authorization: Bearer KEY, or x-api-key: KEY, is missing or holds another key",
+        raise ApiError(401, "the header Authorization: Bearer KEY, or x-api-key: KEY, must hold one of the server's keys",
                        code="invalid_api_key")
-    request.scope["state"]["owner"] = owner_of(matching[0])
+    request.scope["state"]["owner"] = owner_digest(matching[0])
 
 
 async def openapi_document(service: Service, request: Request) -> Response:

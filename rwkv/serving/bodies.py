@@ -1,4 +1,4 @@
-"""Bodies of requests: their size, compression and charset. A thread handles a long one, so that no other request waits."""
+"""Bodies of requests: their size, compression and charset. Long bodies are handled in a thread."""
 
 import asyncio
 import email.message
@@ -25,16 +25,16 @@ async def from_body(service: Service, request: Request, work: Callable[[Service,
 
 
 async def read_body(service: Service, request: Request, least: int = 0) -> bytes:
-    """The request's body, decompressed. least: bytes that are allowed whatever max_body_mib is.
+    """The request's body, decompressed. least: bytes that are always allowed.
 
-    Raises ApiError where it is too large, or compressed by anything but gzip.
+    Raises ApiError if it is too large, or compressed by anything but gzip.
     """
     limit = max(service.config.max_body_mib * MIB, least)
-    too_large = ApiError(413, f"the body is larger than {limit // MIB} MiB", code="body_too_large")
+    too_large = ApiError(413, f"the body must have at most {limit // MIB} MiB", code="body_too_large")
     codings = ",".join(request.headers.getlist("content-encoding")).lower().replace("x-gzip", "gzip").split(",")
     codings = [coding.strip() for coding in codings if coding.strip() not in ("", "identity")]
     if codings not in ([], ["gzip"]):
-        raise ApiError(415, f"content-encoding must be gzip, or there must be none; got {', '.join(codings)[:100]}",
+        raise ApiError(415, f"content-encoding must be gzip or absent; got {', '.join(codings)[:100]}",
                        code="unsupported_encoding")
     announced = request.headers.get("content-length", "0")
     if announced.isdigit() and int(announced) > limit:
@@ -56,7 +56,7 @@ async def read_body(service: Service, request: Request, least: int = 0) -> bytes
 
 
 def _decompressed(sent: bytes, limit: int) -> bytes:
-    """The content of a gzip file, cut after limit + 1 bytes. Raises ApiError where it is not whole."""
+    """The content of a gzip file, cut after limit + 1 bytes. Raises ApiError if it is not whole."""
     inflate = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
     try:
         content = inflate.decompress(sent, limit + 1)
@@ -64,12 +64,12 @@ def _decompressed(sent: bytes, limit: int) -> bytes:
     except zlib.error:
         whole = False
     if not whole:
-        raise ApiError(400, "content-encoding is gzip, and the body is not one whole gzip file")
+        raise ApiError(400, "with content-encoding: gzip the body must be one whole gzip file")
     return content
 
 
 def _as_utf8(request: Request, sent: bytes) -> bytes:
-    """A JSON body in UTF-8. Raises ApiError where content-type names an unknown charset, or one that the bytes are not in."""
+    """A JSON body in UTF-8. Raises ApiError if content-type names an unknown charset, or another than that of the bytes."""
     header = email.message.Message()
     header["content-type"] = request.headers.get("content-type", "")
     charset = header.get_content_charset() or "utf-8"
@@ -80,4 +80,4 @@ def _as_utf8(request: Request, sent: bytes) -> bytes:
     try:
         return sent.decode(charset).encode()
     except UnicodeError:
-        raise ApiError(400, f"the body is not in {charset}, which content-type names as its charset") from None
+        raise ApiError(400, f"the body must be in {charset}, the charset of content-type") from None

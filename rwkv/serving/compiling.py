@@ -1,8 +1,8 @@
-"""Processes that compile grammars before the engine's process does, so that no client's schema stops the others.
+"""Processes that compile grammars before the engine's process does, so that no client's schema blocks the others.
 
-A grammar of a few bytes can take minutes and gigabytes to compile, and a library that compiles it can be stopped only with its
-process. So each grammar is first compiled in one of PROCESSES processes, which is killed after SECONDS or if it needs more than
-MEMORY; the request is then refused. Grammars wait in a queue for each API key, and the key with the fewest running is next.
+A grammar of a few bytes can take minutes and gigabytes to compile, and only killing the process stops the library. So each
+grammar is first compiled in one of PROCESSES processes, which is killed after SECONDS or if it needs more than MEMORY; the
+request is then refused. Each API key has a queue of grammars, and the key with the fewest running ones is next.
 """
 
 import asyncio
@@ -30,39 +30,39 @@ PROCESSES = 2
 SECONDS = 5.0                            # for one grammar
 START_S = 120.0                          # for the start of a process
 LAST_S = 60
-MEMORY = 512 * MIB                       # that a process may need beside what it needs at its start
+MEMORY = 512 * MIB                       # that a process may need above its memory at the start
 RETAINED = 64 * MIB                          # that a compiled grammar may need in the engine's process
 MOST_WAITING = 256                       # grammars
 REMEMBERED = 256                         # grammars whose result is known
-WALKS = 12                               # texts that are begun to find beginnings without an end
+WALKS = 12                               # random texts that look for beginnings without an end
 RETRY_AFTER = 1                          # seconds
 
 
 class Compilers:
-    """All methods but `close` are for the event loop. tokenizer: as Tokenizer.to_dict gives it."""
+    """All methods but `close` are for the event loop. tokenizer: from Tokenizer.to_dict."""
 
     def __init__(self, tokenizer: Mapping[str, Any], seconds: float = SECONDS) -> None:
         self._processes = [_Process(tokenizer, seconds) for _ in range(PROCESSES)]
         self._idle = [*self._processes]
         self._threads = ThreadPoolExecutor(PROCESSES)
-        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()     # by owner; the one that was served last stands last
+        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()     # by owner; the last served is last
         self._running: dict[str, int] = {}               # jobs by owner
-        self._known: OrderedDict[str, str] = OrderedDict()               # why a grammar is refused; "" for one that is not
+        self._reasons: OrderedDict[str, str] = OrderedDict()             # why a grammar is refused; "" for one that is not
 
     async def check(self, grammar: Grammar, owner: str) -> None:
-        """Raises UserError, with the place, where the grammar cannot be used; ApiError 429 where too many wait."""
+        """Raises UserError, with the field, if the grammar cannot be used; ApiError 429 if too many are queued."""
         key = sha256(repr((grammar.start, grammar.rules, [part.name for part in grammar.parts])).encode()).hexdigest()
-        reason = self._known.get(key)
+        reason = self._reasons.get(key)
         if reason is None:
             if sum(map(len, self._waiting.values())) >= MOST_WAITING:
-                raise ApiError(429, "the server is busy: too many grammars wait", code="queue_full", retry_after=RETRY_AFTER)
+                raise ApiError(429, "the server is busy: too many queued grammars", code="queue_full", retry_after=RETRY_AFTER)
             job = _Job(grammar)
             self._waiting.setdefault(owner, deque()).append(job)
             self._start()
             reason = await job.result
-            self._known[key] = reason
-            if len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
+            self._reasons[key] = reason
+            if len(self._reasons) > REMEMBERED:
+                self._reasons.popitem(last=False)
         if reason:
             raise UserError(reason)
 
@@ -117,7 +117,7 @@ class _Process:
         self._stopped = False
 
     def reason(self, grammar: Grammar) -> str:
-        """Why the grammar is refused; "" where it is not. Blocks."""
+        """Why the grammar is refused; "" if it is not. Blocks."""
         where = grammar.parts[0].where
         try:
             if self._process is None and not self._stopped:
@@ -128,24 +128,24 @@ class _Process:
             if self._connection.poll(self._seconds):
                 reason: str = self._connection.recv()
                 return reason
-            reason = f"{where}: it takes more than {self._seconds:g} seconds to compile: make it smaller or simpler"
+            reason = f"{where}: it must compile within {self._seconds:g} seconds: make it smaller or simpler"
         except (EOFError, OSError):
-            reason = f"{where}: it needs more than {MEMORY // MIB} MiB to compile: make it smaller or simpler"
+            reason = f"{where}: it must compile within {MEMORY // MIB} MiB: make it smaller or simpler"
         self.kill()
         return reason
 
     def _begin(self) -> None:
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_main, args=(theirs, self._tokenizer), daemon=True)
+        self._connection, remote_end = context.Pipe()
+        self._process = context.Process(target=_main, args=(remote_end, self._tokenizer), daemon=True)
         self._process.start()
-        theirs.close()
+        remote_end.close()
         if not self._connection.poll(START_S):
-            raise RuntimeError("the process that compiles grammars does not start")
+            raise RuntimeError("the process for compiling grammars does not start")
         self._connection.recv()
 
     def stop(self) -> None:
-        """Ends the work of another thread in reason()."""
+        """Interrupts another thread's reason()."""
         self._stopped = True
         if self._process is not None:
             self._process.kill()
@@ -161,14 +161,14 @@ class _Process:
 def _main(connection: Connection, tokenizer: Mapping[str, Any]) -> None:
     for number in STOPPING:              # the HTTP process decides when this one ends
         signal.signal(number, signal.SIG_IGN)
-    made = Tokenizer.from_dict(dict(tokenizer))
-    with suppress(UserError):            # of a tokenizer for which there are no grammars, and of a missing llguidance
-        vocabulary(made)
+    loaded = Tokenizer.from_dict(dict(tokenizer))
+    with suppress(UserError):            # the tokenizer does not support grammars, or llguidance is missing
+        vocabulary(loaded)
     _limit_memory()
     with suppress(EOFError, OSError):    # the HTTP process has ended
         connection.send("ready")
         while True:
-            connection.send(_reason(connection.recv(), made))
+            connection.send(_reason(connection.recv(), loaded))
 
 
 def _reason(grammar: Grammar, tokenizer: Tokenizer) -> str:
@@ -180,12 +180,12 @@ def _reason(grammar: Grammar, tokenizer: Tokenizer) -> str:
     except UserError as error:
         return str(error)
     if _resident() - before > RETAINED:
-        return f"{grammar.parts[0].where}: it needs more than {RETAINED // MIB} MiB once it is compiled: make it simpler"
+        return f"{grammar.parts[0].where}: it must need at most {RETAINED // MIB} MiB once compiled: make it simpler"
     return ""
 
 
 def _resident() -> int:
-    """Bytes of this process in memory; 0 where the system does not say."""
+    """This process's resident bytes; 0 if the system does not say."""
     try:
         return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
     except OSError:
@@ -202,7 +202,7 @@ def _limit_memory() -> None:
 
 
 def _limit_time() -> None:
-    """Ends this process after LAST_S more seconds of work, should the HTTP process end without a word."""
+    """Ends this process after LAST_S more seconds of CPU time, in case the HTTP process was killed."""
     if sys.platform != "win32":
         import resource
 

@@ -19,7 +19,7 @@ PLACE = re.compile(r"[a-z_]\w*(?:\[\d+\]|\.\w+)*")       # messages[1].content
 
 
 class ApiError(Exception):
-    """param: the field that is wrong. code: a word for programs. retry_after: seconds."""
+    """param: the wrong field. code: for programs. retry_after: seconds."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
                  retry_after: int | None = None) -> None:
@@ -30,7 +30,7 @@ class ApiError(Exception):
                                "code": code}}
 
     def response(self, form: Callable[["ApiError"], dict[str, Any]] | None = None) -> Response:
-        """form: makes the body; by default it is OpenAI's."""
+        """form: makes the body; OpenAI's by default."""
         headers = {"retry-after": str(self.retry_after)} if self.retry_after else {}
         if self.status == 415:
             headers["accept-encoding"] = "gzip"
@@ -38,11 +38,11 @@ class ApiError(Exception):
 
 
 def user_error(error: UserError) -> ApiError:
-    """A user's mistake as an answer. param: the field with which the message begins, if it does."""
+    """A user's mistake as an ApiError. param: the field that begins the message, if any."""
     message = str(error)
     word = message.split(maxsplit=1)[0].rstrip(":,")
-    named = word.startswith(("messages", "tools", "response_format", "grammar")) or word in SAMPLING_FIELDS
-    return ApiError(400, message, word if named else None)
+    is_field = word.startswith(("messages", "tools", "response_format", "grammar")) or word in SAMPLING_FIELDS
+    return ApiError(400, message, word if is_field else None)
 
 
 @contextmanager

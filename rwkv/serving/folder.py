@@ -1,4 +1,4 @@
-"""The folder of states_dir=, which several servers may share (sharing.py). They read only files that one can have written."""
+"""The folder of states_dir=, which servers may share (sharing.py). They read only files that a server may have written."""
 
 import re
 import stat
@@ -18,8 +18,8 @@ UNFINISHED = re.compile(r"\.(state_[0-9a-f]{32}\.safetensors|resp_[0-9a-f]{32}\.
 
 
 def claim(folder: Path) -> FileLock | None:
-    """Makes the folder. The first of its servers locks it until the object is released or deleted, and deletes what a killed
-    server did not finish; the others get None, as where files cannot be locked.
+    """Makes the folder. Its first server locks it until the object is released or deleted, and deletes the unfinished files
+    of a killed server; the others get None, as do all where files cannot be locked.
 
     Raises UserError if the folder cannot be used.
     """
@@ -35,28 +35,28 @@ def claim(folder: Path) -> FileLock | None:
     except OSError as error:
         raise UserError(f"states_dir={folder} cannot be used: {error.strerror}") from None
     except UserError:                    # another server has the lock
-        say("states", f"another server uses states_dir={folder}, too: each sees the states of both")
+        say("states", f"another server uses states_dir={folder}: each sees the states of both")
         return None
     return lock
 
 
 def files_in(folder: Path, name: re.Pattern[str], subject: str, among: Iterable[str]) -> Iterator[tuple[Path, int]]:
-    """The files among these names that match, each with its size in bytes, the one used longest ago first.
+    """The matching files, each with its size in bytes, the least recently used first.
 
-    subject: of the lines about folders, pipes and links to nothing, which are left out.
+    subject: of the log lines about skipped folders, pipes and broken links.
     """
     files = []
-    for path in (folder / each for each in among):
+    for path in (folder / file_name for file_name in among):
         if not name.fullmatch(path.name):
             continue
         try:
-            about = path.stat()
-            reason = "" if stat.S_ISREG(about.st_mode) else "it is not a file"
-        except OSError as error:         # of a link to nothing
+            status = path.stat()
+            reason = "" if stat.S_ISREG(status.st_mode) else "it is not a file"
+        except OSError as error:         # a broken link
             reason = str(error.strerror)
         if reason:
-            say(subject, f"{path} is left out: {reason}")
+            say(subject, f"skipped {path}: {reason}")
         else:
-            files.append((about.st_mtime, path, about.st_size))
+            files.append((status.st_mtime, path, status.st_size))
     for _, path, size in sorted(files):
         yield path, size

@@ -1,7 +1,7 @@
-"""uvicorn with what it lacks: deadlines for headers and bodies, a limit of connections, errors as JSON, and one way to stop.
+"""uvicorn with deadlines for headers and bodies, a limit of connections, errors as JSON, and one way to stop.
 
-It also refuses requests that a server must refuse by RFC 9112, and gives each request an id, which the answer has as its header
-x-request-id.
+It also refuses requests that a server must refuse by RFC 9112, and gives each request an id, which the answer's header
+x-request-id repeats.
 """
 
 import asyncio
@@ -24,13 +24,13 @@ from rwkv.io.signals import caught_signals
 from rwkv.serving.errors import ApiError
 from rwkv.serving.log import say_refused
 
-UNREAD_S = 30                            # seconds after which a client that reads nothing of an answer is cut off
+UNREAD_S = 30                            # seconds after which a client that does not read its answer is cut off
 MOST_HEADERS = 64 * 1024                 # bytes of a request's first line and headers
 REQUEST_ID = re.compile(rb"[!-~]{1,512}")            # an id that a client may choose
 
 
 class Parser:
-    """httptools' parser that ignores the header Upgrade; httptools' own stops at it and loses the request's body.
+    """httptools' parser, which ignores the header Upgrade. Unwrapped, it stops there and loses the request's body.
 
     A server may ignore the header (RFC 9110, 7.8). Java's HttpClient sends `Upgrade: h2c` with every request.
     """
@@ -65,13 +65,13 @@ class Parser:
 
 
 class Protocol(HttpToolsProtocol):
-    """One connection. receive_s: the seconds in which a whole request must come. most: the number of open connections."""
+    """One connection. receive_s: seconds in which a whole request must come. most: open connections."""
 
     receive_s = 30.0
     most = 1024
 
     _deadline: asyncio.TimerHandle | None = None
-    _answered: Any = None                # uvicorn's cycle of the request being answered; self.cycle: of the last one received
+    _answered: Any = None                # uvicorn's cycle of the running request; self.cycle: of the last one received
     _in_headers = True
     _received = 0
     _request_id: str | None = None       # of the request that is being received
@@ -103,14 +103,14 @@ class Protocol(HttpToolsProtocol):
                 self._expect_request()
         super().data_received(data)
         if self._in_headers and self._received > MOST_HEADERS and not self.transport.is_closing():
-            self._refuse(ApiError(431, f"the headers are longer than {MOST_HEADERS} bytes"))
+            self._refuse(ApiError(431, f"the headers must have at most {MOST_HEADERS} bytes"))
 
     def _start_asgi_task(self, cycle: Any, app: Any) -> None:
         self._answered = cycle
         super()._start_asgi_task(cycle, app)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value.rstrip(b" \t"))    # the parser drops only the blanks before a value
+        super().on_header(name, value.rstrip(b" \t"))    # the parser strips only leading blanks
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -140,24 +140,24 @@ class Protocol(HttpToolsProtocol):
         self._watch_reader(0)
 
     def _check_head(self) -> None:
-        """Raises HttpParserError where a server must refuse the request (RFC 9112: 2.3, 3.2 and 6.1)."""
+        """Raises HttpParserError if a server must refuse the request (RFC 9112: 2.3, 3.2 and 6.1)."""
         version = self.parser.get_http_version()
         headers = self.headers
         hosts = [value for name, value in headers if name == b"host"]
         codings = [value.lower() for name, value in headers if name == b"transfer-encoding"]
         if version not in ("1.0", "1.1"):
-            self._mistake = "this server speaks HTTP/1.1"
+            self._mistake = "the HTTP version must be 1.0 or 1.1"
         elif len(hosts) > 1 or b"" in hosts or (version == "1.1" and not hosts):
-            self._mistake = "a request has one header Host, which names the server"
+            self._mistake = "a request must have one header Host, which names the server"
         elif codings not in ([], [b"chunked"]) or (codings and version == "1.0"):
-            self._mistake = "the body's transfer-encoding is chunked, in HTTP/1.1, or there is none"
+            self._mistake = "transfer-encoding must be chunked, in HTTP/1.1, or absent"
         else:
             self._use_path()
             return
         raise httptools.HttpParserError(self._mistake)
 
     def _use_path(self) -> None:
-        """If the request's target is a whole URL, keeps its path as the target, and its host as the header Host."""
+        """If the request's target is a whole URL, makes its path the target, and its host the header Host."""
         target = httptools.parse_url(self.url)
         if target.host is None:
             return
@@ -168,10 +168,10 @@ class Protocol(HttpToolsProtocol):
         self.headers[:] = [header for header in self.headers if header[0] != b"host"] + [(b"host", host)]
 
     def _name_request(self) -> str:
-        """The id that the client has given, if it is valid, else a new one."""
+        """The client's id if it is valid, else a new one."""
         if self._request_id is None:
-            given = next((value for name, value in self.headers or () if name == b"x-request-id"), b"")
-            self._request_id = given.decode() if REQUEST_ID.fullmatch(given) else f"req_{uuid4().hex}"
+            sent = next((value for name, value in self.headers or () if name == b"x-request-id"), b"")
+            self._request_id = sent.decode() if REQUEST_ID.fullmatch(sent) else f"req_{uuid4().hex}"
         return self._request_id
 
     def _abort(self) -> None:
@@ -181,7 +181,7 @@ class Protocol(HttpToolsProtocol):
         self.transport.abort()
 
     def _watch_reader(self, unread_before: int) -> None:
-        """Cuts the connection if the client has read nothing since the last call: its unread bytes would stay for ever."""
+        """Cuts the connection if the client has read nothing since the last call: its unread bytes would stay in memory."""
         unread = self.transport.get_write_buffer_size()
         if unread and unread == unread_before:
             self.transport.abort()
@@ -211,11 +211,11 @@ class Protocol(HttpToolsProtocol):
 
     @property
     def _answering(self) -> bool:
-        """Whether a request that was received whole is being answered."""
+        """Whether a completely received request is being answered."""
         return self._answered is not None and not self._answered.response_complete and not self._answered.more_body
 
     def _refuse(self, error: ApiError) -> None:
-        """Closes the connection. The error is sent first, unless the application has begun to answer this request."""
+        """Sends the error, unless the application has begun to answer this request, and closes the connection."""
         self._stop_deadline()
         between_requests = self._in_headers and self.cycle is not None and self.cycle.response_complete
         if self.cycle is None or between_requests or not self.cycle.response_started:
@@ -234,7 +234,7 @@ def _send_without_chunks(cycle: Any) -> None:
     send = cycle.send
     ends_with_connection = False
 
-    async def sent(message: Any) -> None:
+    async def send_whole(message: Any) -> None:
         nonlocal ends_with_connection
         if message["type"] == "http.response.start":
             ends_with_connection = all(name != b"content-length" for name, _ in message["headers"])
@@ -245,11 +245,11 @@ def _send_without_chunks(cycle: Any) -> None:
             cycle.expected_content_length = len(message["body"])     # uvicorn compares it with the length sent
         await send(message)
 
-    cycle.send = sent
+    cycle.send = send_whole
 
 
 class Server(uvicorn.Server):
-    """Ends within the grace time after the first signal, and at once at a second SIGINT or SIGTERM.
+    """Stops within the grace time after the first signal, and at once at a second SIGINT or SIGTERM.
 
     on_start: called when connections are accepted. on_stop: called at each signal.
     """

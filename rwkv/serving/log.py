@@ -1,4 +1,4 @@
-"""Messages of the server for people, on standard error."""
+"""The server's log, on standard error."""
 
 import sys
 
@@ -10,7 +10,7 @@ def say(subject: str, text: str) -> None:
 
 
 def say_refused(status: int, request: str, request_id: str, reason: str = "") -> None:
-    """request: the method and the path. reason: what the client was told."""
-    told = f": {reason[:200]}" if reason else ""
-    line = f"{status} {request[:200]} {request_id}{told}"
+    """request: the method and the path. reason: the message to the client."""
+    message = f": {reason[:200]}" if reason else ""
+    line = f"{status} {request[:200]} {request_id}{message}"
     say("refused" if status < 500 else "failed", "".join(char if char.isprintable() else "?" for char in line))

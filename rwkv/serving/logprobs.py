@@ -1,4 +1,4 @@
-"""Log-probabilities of the text that is shown, which lacks calls of tools, stop strings, and white space before an answer."""
+"""Log-probabilities of the shown text, which lacks tool calls, stop strings, and white space before an answer."""
 
 from collections import deque
 from collections.abc import Sequence
@@ -7,14 +7,14 @@ from typing import Any
 from rwkv.tokenizer.decoders import Decoder
 
 Entry = dict[str, Any]                   # of Sample.logprobs
-UNKNOWN = "\ufffd"                       # stands in the text of a token that is not a whole character
-Span = tuple[int, int]                   # start and end, in characters, in the text that the model wrote
+UNKNOWN = "\ufffd"                       # in the text of a token that is not whole characters
+Span = tuple[int, int]                   # start and end in the generated text, in characters
 
 
 class ShownTokens:
-    """Takes the entries of the tokens that a model writes, and returns those of the shown text. Their texts add up to it.
+    """Takes the entries of the generated tokens, and returns those of the shown text. Their texts add up to it.
 
-    Tokens that are parts of one character are kept or left out together.
+    Tokens that are parts of one character are shown or hidden together.
     """
 
     def __init__(self, decoder: Decoder) -> None:
@@ -22,7 +22,7 @@ class ShownTokens:
         self._parts: list[Entry] = []    # tokens whose last character is still incomplete
         self._groups: deque[tuple[list[Entry], str]] = deque()       # tokens, and the text that the last of them completes
         self._shown: list[Span] = []
-        self._place = 0                  # where the first group begins, in characters
+        self._offset = 0                 # offset of the first group, in characters
 
     def add(self, entries: Sequence[Entry]) -> None:
         for entry in entries:
@@ -35,26 +35,26 @@ class ShownTokens:
         self._shown += spans
 
     def take(self, decided: int) -> list[Entry]:
-        """The entries of the tokens before the place `decided`. The text before it is known to be shown or not."""
-        found: list[Entry] = []
-        while self._groups and self._place + len(self._groups[0][1]) <= decided:
+        """The entries of the tokens before the offset `decided`, before which the shown text is known."""
+        result: list[Entry] = []
+        while self._groups and self._offset + len(self._groups[0][1]) <= decided:
             entries, text = self._groups.popleft()
-            shown = "".join(text[max(start - self._place, 0):max(end - self._place, 0)] for start, end in self._shown)
-            found += _cut(entries, text, shown)
-            self._place += len(text)
-        self._shown = [span for span in self._shown if span[1] > self._place]
-        return found
+            shown = "".join(text[max(start - self._offset, 0):max(end - self._offset, 0)] for start, end in self._shown)
+            result += _cut(entries, text, shown)
+            self._offset += len(text)
+        self._shown = [span for span in self._shown if span[1] > self._offset]
+        return result
 
     def take_rest(self) -> list[Entry]:
         text = self._decoder.flush()
         if self._parts:
             self._groups.append((self._parts, text))
-        return self.take(self._place + sum(len(text) for _, text in self._groups))
+        return self.take(self._offset + sum(len(text) for _, text in self._groups))
 
 
 def _cut(entries: list[Entry], text: str, shown: str) -> list[Entry]:
     """A group's entries for the `shown` part of its text. The last token gets it, except for characters that earlier tokens
-    began and the last one did not complete."""
+    began and it did not complete."""
     if shown == text:
         return entries
     *earlier, last = entries
@@ -70,5 +70,5 @@ def _cut(entries: list[Entry], text: str, shown: str) -> list[Entry]:
 
 def with_text(entry: Entry, text: str) -> Entry:
     """The entry with another text for its token, also among the likeliest ones."""
-    top = [{**other, "text": text} if other["token"] == entry["token"] else other for other in entry.get("top", ())]
+    top = [{**token, "text": text} if token["token"] == entry["token"] else token for token in entry.get("top", ())]
     return {**entry, "text": text, "top": top}

@@ -11,10 +11,10 @@ from rwkv.generation.request import Request
 
 @dataclass(frozen=True)
 class Turn:
-    """The end of a conversation whose state is kept.
+    """The end of a conversation whose state is saved.
 
-    role: of the last message. tail: the text that the state has read after that message, such as a stop string; the rendered
-    next turn begins with it. tools, template: digests of the tools and the template that rendered the conversation.
+    role: of the last message. tail: the text that the state has read after that message, such as a stop string; the next turn,
+    once rendered, begins with it. tools, template: digests of the tools and the template that rendered the conversation.
     """
 
     role: str
@@ -25,12 +25,12 @@ class Turn:
 
 @dataclass(frozen=True)
 class SavedState:
-    """Describes a state that a client keeps. Its content is in the engine's process.
+    """A client's saved state, without its content, which is in the engine's process.
 
-    id: "" for the state that all texts of an adapter begin with. owner: a digest of the API key that made it. tokens: how many
-    it has read; None for a file that does not state it. last_ids: as in PrefillResult. turn: None if the state is not known to
-    be a conversation's. refusal: why no model of this server can use it. model: the adapter that has read it; "" for the
-    checkpoint's own model.
+    id: "" for the state that all sequences of an adapter begin with. owner: a digest of the API key that made it. tokens: the
+    number it has read; None for a file without that number. last_ids: as in PrefillResult. turn: None unless the state is known
+    to be a conversation's. refusal: why no model of this server can use it. model: the adapter that has read it; "" for the
+    checkpoint's model.
     """
 
     id: str
@@ -45,9 +45,9 @@ class SavedState:
 
 
 @dataclass(frozen=True)
-class About:
-    """Facts about the model for clients. width: of its hidden state. trained_tokens: length of the longest texts it was trained
-    with; None if unknown. device: cpu or cuda."""
+class ModelInfo:
+    """Facts about the model for clients. width: of its hidden state. trained_tokens: sequence length in training; None if
+    unknown. device: cpu or cuda."""
 
     generation: str
     parameters: int
@@ -58,7 +58,7 @@ class About:
 
 
 class Defaults(NamedTuple):
-    """What counts where a request does not say it. stop: strings that end a text. max_tokens: None for the server's limit."""
+    """The defaults of a request. stop: strings that end a sequence. max_tokens: None for the server's limit."""
 
     sampling: Sampling
     stop: tuple[str, ...] = ()
@@ -67,15 +67,15 @@ class Defaults(NamedTuple):
 
 @dataclass(frozen=True)
 class Ready:
-    """Says that the model is loaded.
+    """The model is loaded.
 
-    tokenizer: its definition, for Tokenizer.from_dict. template: the chat template's name. plan: lines (subject, text) for
-    people. states: those that states_dir= already holds. state_bytes: the size of one state. defaults: of requests, by how the
-    answer begins and whether there are tools; the entry of (False, False) is also for texts without a chat template. adapters:
-    by name, the state that the adapter's texts begin with; None for the empty one.
+    tokenizer: its definition, for Tokenizer.from_dict. template: the chat template's name. plan: printed lines
+    (subject, text). states: those in states_dir= at the start. state_bytes: the size of one state. defaults: of requests, by
+    how the answer begins and whether there are tools; the entry of (False, False) also serves prompts without a chat template.
+    adapters: by name, the state that the adapter's sequences begin with; None for the empty one.
     """
 
-    about: About
+    model_info: ModelInfo
     tokenizer: dict[str, Any]
     template: str
     plan: list[tuple[str, str]]
@@ -87,7 +87,7 @@ class Ready:
 
 @dataclass(frozen=True)
 class Failed:
-    """Says that the engine's process ends. mistake: it is a user's mistake, and the reason is one sentence."""
+    """The engine's process ends. mistake: a user's mistake; the reason is then one sentence."""
 
     reason: str
     mistake: bool
@@ -95,9 +95,9 @@ class Failed:
 
 @dataclass(frozen=True)
 class Generate:
-    """Asks for one sequence. id: set when it is queued. stream: send its pieces as they come, not all at the end.
+    """A sequence to generate. id: set when it is queued. stream: send its text as it comes, not all at the end.
 
-    start: the state that it continues. save: keep its end as this state; tokens, bytes and last_ids are filled in then. model,
+    start: the state that it continues. save: where to save its final state, with tokens, bytes and last_ids filled in. model,
     owner: as in SavedState.
     """
 
@@ -117,9 +117,9 @@ class Cancel:
 
 @dataclass(frozen=True)
 class Upload:
-    """Asks to keep the content of a state file as `state`. The Reply has that state, with what the file says about it.
+    """A state file to save as `state`. The Reply has that state with the file's metadata.
 
-    layout: of a tuned state, as state_layout=.
+    layout: of a tuned state, as in state_layout=.
     """
 
     id: int
@@ -140,8 +140,8 @@ class Drop:
 
 
 @dataclass(frozen=True)
-class Look:
-    """Names files of states_dir= that another server may have written, and states whose files it may have deleted."""
+class SyncFolder:
+    """New files in states_dir=, perhaps of another server, and states whose files it may have deleted."""
 
     id: int
     new: tuple[str, ...]
@@ -149,34 +149,34 @@ class Look:
 
 
 @dataclass(frozen=True)
-class Seen:
-    """Answers a Look. gone: ids."""
+class FolderChanges:
+    """Answers a SyncFolder. gone: ids."""
 
     new: list[SavedState]
     gone: list[str]
 
 
-# What is sent to the engine; the texts of one HTTP request come together.
-ToEngine = list[Generate] | Cancel | Upload | Download | Drop | Look
+# Messages to the engine; the sequences of one HTTP request come together.
+ToEngine = list[Generate] | Cancel | Upload | Download | Drop | SyncFolder
 
 
 @dataclass(frozen=True)
 class Reply:
-    """Answers an Upload, a Download or a Look. error: why it cannot be done. state_gone: as in Event."""
+    """Answers an Upload, a Download or a SyncFolder. error: why it failed. state_gone: as in Event."""
 
     id: int
-    value: SavedState | bytes | Seen | None = None
+    value: SavedState | bytes | FolderChanges | None = None
     error: str | None = None
     state_gone: bool = False
 
 
 @dataclass
 class Event:
-    """What is new in a text. Its last Event has finish_reason, stop, the counts of tokens, prompt_logprobs, state and
+    """The new part of a sequence. Its last Event has finish_reason, stop, the counts of tokens, prompt_logprobs, state and
     embedding.
 
-    stop: the stop string that ended the text. state: the state kept at the text's end. error: why the text cannot be generated.
-    state_gone: because the state that it continues is gone.
+    stop: the stop string that ended it. state: its saved final state. error: why it failed. state_gone: because the state that
+    it continues is gone.
     """
 
     id: int
@@ -196,7 +196,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Step:
-    """The events of one step of the engine. state_bytes: of clients' states in memory. gone: ids of states dropped or lost."""
+    """The events of one step of the engine. state_bytes: of clients' states in memory. gone: ids of states evicted or lost."""
 
     events: list[Event]
     cache_bytes: int

@@ -12,25 +12,25 @@ SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 5
 
 
 class Metrics:
-    """Counts the engine's events. rows, queue: return the number of texts that are generated now, and that wait."""
+    """Counts the engine's events. rows, queue: return the numbers of running and of queued sequences."""
 
     def __init__(self, rows: Callable[[], int], queue: Callable[[], int]) -> None:
         self._registry = registry = CollectorRegistry()
         self._prompt = Counter("timemix_prompt_tokens", "Tokens of prompts", registry=registry)
-        self._cached = Counter("timemix_cached_tokens", "Tokens of prompts that the cache had read", registry=registry)
+        self._cached = Counter("timemix_cached_tokens", "Tokens of prompts that were cached", registry=registry)
         self._generated = Counter("timemix_generated_tokens", "Tokens of answers", registry=registry)
-        self._texts = Counter("timemix_texts", "Texts that ended, by reason", ["reason"], registry=registry)
-        self._gaps = Histogram("timemix_step_gap_seconds", "Time between two events of a streamed text", buckets=SECONDS,
+        self._finished = Counter("timemix_texts", "Finished sequences, by reason", ["reason"], registry=registry)
+        self._gaps = Histogram("timemix_step_gap_seconds", "Time between two events of a streamed sequence", buckets=SECONDS,
                                registry=registry)
         self._first = Histogram("timemix_first_event_seconds", "Time from a request to its first event", buckets=SECONDS,
                                 registry=registry)
-        self._cache_bytes = Gauge("timemix_cache_bytes", "Memory of the cached prefixes", registry=registry)
+        self._cache_bytes = Gauge("timemix_cache_bytes", "Memory of the prefix cache", registry=registry)
         self._cache_entries = Gauge("timemix_cache_entries", "Number of cached prefixes", registry=registry)
-        self._state_bytes = Gauge("timemix_state_bytes", "Memory of the states that clients keep", registry=registry)
-        Gauge("timemix_rows", "Texts that are generated now", registry=registry).set_function(rows)
-        Gauge("timemix_queue", "Texts that wait", registry=registry).set_function(queue)
-        Gauge("timemix_http_resident_bytes", "Memory of the process with HTTP", registry=registry).set_function(resident_memory)
-        # By the text's id: the time of its last event, or, before its first event, the negative time of its request
+        self._state_bytes = Gauge("timemix_state_bytes", "Memory of saved states", registry=registry)
+        Gauge("timemix_rows", "Running sequences", registry=registry).set_function(rows)
+        Gauge("timemix_queue", "Queued sequences", registry=registry).set_function(queue)
+        Gauge("timemix_http_resident_bytes", "Memory of the HTTP process", registry=registry).set_function(resident_memory)
+        # By the sequence's id: the time of its last event; before its first event, the negative time of its request
         self._last: dict[int, float] = {}
 
     def begin(self, ids: list[int]) -> None:
@@ -39,12 +39,12 @@ class Metrics:
     def observe(self, step: Step) -> None:
         now = time.monotonic()
         for event in step.events:
-            before = self._last.pop(event.id, now)
-            (self._first if before < 0 else self._gaps).observe(now - abs(before))
+            last = self._last.pop(event.id, now)
+            (self._first if last < 0 else self._gaps).observe(now - abs(last))
             if event.finish_reason is None and event.error is None:
                 self._last[event.id] = now
                 continue
-            self._texts.labels(event.finish_reason or "refused").inc()
+            self._finished.labels(event.finish_reason or "refused").inc()
             self._prompt.inc(event.prompt_tokens)
             self._cached.inc(event.cached_tokens)
             self._generated.inc(event.completion_tokens)

@@ -18,15 +18,15 @@ GENERATION: dict[str, Any] = {"answers": (JSON, EVENTS), "errors": (400, 401, 40
 
 
 def _object(**properties: Any) -> dict[str, Any]:
-    """An object with all of these properties."""
+    """The schema of an object with all of these properties."""
     return {"type": "object", "required": [*properties], "properties": properties}
 
 
-WORDS, WORDS_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
+STRING, STRING_OR_NULL = {"type": "string"}, {"type": ["string", "null"]}
 ERRORS = {                               # their forms, by interface
-    "Error": _object(error=_object(message=WORDS, type=WORDS, param=WORDS_OR_NULL, code=WORDS_OR_NULL)),
-    "OllamaError": _object(error=WORDS),
-    "AnthropicError": _object(type={"const": "error"}, error=_object(type=WORDS, message=WORDS))}
+    "Error": _object(error=_object(message=STRING, type=STRING, param=STRING_OR_NULL, code=STRING_OR_NULL)),
+    "OllamaError": _object(error=STRING),
+    "AnthropicError": _object(type={"const": "error"}, error=_object(type=STRING, message=STRING))}
 Handler = Callable[[Any, Any], Awaitable[Any]]
 
 
@@ -52,16 +52,16 @@ def document(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
     for endpoint in endpoints:
         refused = {"description": "an error",
                    "content": {JSON: {"schema": {"$ref": f"#/components/schemas/{endpoint.error}"}}}}
-        done = {"description": "the answer", "content": {form: BYTES if form == FILE else {} for form in endpoint.answers}}
-        described: dict[str, Any] = {"responses": {"200": done, **{str(status): refused for status in endpoint.errors}}}
+        success = {"description": "the answer", "content": {form: BYTES if form == FILE else {} for form in endpoint.answers}}
+        method: dict[str, Any] = {"responses": {"200": success, **{str(status): refused for status in endpoint.errors}}}
         if endpoint.body is not None:
             schema, more = schema_of(endpoint.body)
             components |= more
             body = {JSON: {"schema": schema}} | ({endpoint.upload: BYTES} if endpoint.upload else {})
-            described["requestBody"] = {"required": True, "content": body}
+            method["requestBody"] = {"required": True, "content": body}
         path = endpoint.path.replace(":path", "")
-        described["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-                                   for name in re.findall(r"{(\w+)}", path)]
-        paths.setdefault(path, {})[endpoint.method.lower()] = described
+        method["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+                                for name in re.findall(r"{(\w+)}", path)]
+        paths.setdefault(path, {})[endpoint.method.lower()] = method
     return {"openapi": "3.1.0", "info": {"title": "timemix", "version": "1"}, "paths": paths,
             "components": {"schemas": components}}

@@ -23,19 +23,19 @@ def check_origin(config: ServeConfig, headers: Mapping[str, str]) -> None:
         return
     host = headers.get("host", "")
     origin = headers.get("origin")
-    allowed = [_place(one) for one in config.cors]
-    if config.host in LOCAL and host and host not in allowed and not _is_near(host):
-        raise ApiError(403, f"this server answers under names of this machine, not as {host[:100]!r}: see host=, api_key= and "
-                            "cors= of serve.py", code="wrong_host")
-    if origin is not None and _place(origin) not in (host, *allowed):
+    allowed = [_host(site) for site in config.cors]
+    if config.host in LOCAL and host and host not in allowed and not _is_local(host):
+        raise ApiError(403, f"the header Host must name this machine; got {host[:100]!r}: see host=, api_key= and cors= of "
+                            "serve.py", code="wrong_host")
+    if origin is not None and _host(origin) not in (host, *allowed):
         raise ApiError(403, f"pages of {origin[:100]!r} may not use this server: see cors= of serve.py", code="wrong_origin")
 
 
-def _place(origin: str) -> str:
+def _host(origin: str) -> str:
     return origin.partition("://")[2]
 
 
-def _is_near(host: str) -> bool:
+def _is_local(host: str) -> bool:
     """Whether the host is an address, or a name of this machine or its network, which no site of the internet can have."""
     try:
         name = urlsplit(f"//{host}").hostname or ""

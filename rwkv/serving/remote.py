@@ -1,4 +1,4 @@
-"""The engine's process as the HTTP process sees it: starts it, queues requests, and delivers the events of each request.
+"""The HTTP process's side of the engine: starts its process, queues requests, and delivers the events of each request.
 
 The code runs in the event loop, except for two threads: one receives from the engine's process and one sends to it, so that
 neither a long message nor a long step delays HTTP.
@@ -26,78 +26,78 @@ from rwkv.serving.messages import (
     Drop,
     Event,
     Failed,
+    FolderChanges,
     Generate,
-    Look,
     Ready,
     Reply,
     SavedState,
-    Seen,
     Step,
+    SyncFolder,
     ToEngine,
     Upload,
 )
 
 RETRY_AFTER = 1                          # seconds
-ENDED = "the engine has ended; the server's log says why"
+STOPPED = "the engine has stopped; see the server's log"
 
 Work = Callable[[Connection, ServeConfig], None]         # the main function of the engine's process
 
 
-def _refusal(of: Event | Reply) -> ApiError:
-    message = of.error or ""
-    return ApiError(404, message, "state", STATE_GONE) if of.state_gone else ApiError(400, message)
+def _api_error(failed: Event | Reply) -> ApiError:
+    message = failed.error or ""
+    return ApiError(404, message, "state", STATE_GONE) if failed.state_gone else ApiError(400, message)
 
 
 class Ticket:
-    """The texts of one HTTP request. Iterating yields (number of the text, event) until all texts have ended."""
+    """The sequences of one HTTP request. Iterating yields (number of the sequence, event) until all have finished."""
 
-    def __init__(self, texts: list[Generate]) -> None:
-        self.texts = texts
+    def __init__(self, sequences: list[Generate]) -> None:
+        self.sequences = sequences
         self.cancelled = False
-        self._numbers = {text.id: number for number, text in enumerate(texts)}
+        self._numbers = {sequence.id: number for number, sequence in enumerate(sequences)}
         self._events: asyncio.Queue[Event | ApiError] = asyncio.Queue()
 
     def put(self, event: Event | ApiError) -> None:
         self._events.put_nowait(event)
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
-        left = len(self.texts)
+        left = len(self.sequences)
         while left:
             event = await self._events.get()
             if isinstance(event, ApiError):
                 raise event
             if event.error is not None:
-                raise _refusal(event)
+                raise _api_error(event)
             left -= event.finish_reason is not None
             yield self._numbers[event.id], event
 
 
 class RemoteEngine:
-    """Starts the engine's process, whose main function is `work`. At most max_rows texts are in it; max_queue more may wait.
+    """Starts the engine's process, whose main function is `work`. It runs at most max_rows sequences; max_queue more may queue.
 
-    states: the states that clients keep, by id; the process holds their content. adapters: as in Ready. failed: why the process
+    states: the clients' saved states, by id; the process holds their content. adapters: as in Ready. failed: why the process
     has ended; None while it runs. observe: called with each Step, for the metrics. report: called with the reason if the
     process ends by itself, after all requests have their error.
     """
 
     def __init__(self, config: ServeConfig, work: Work) -> None:
         context = multiprocessing.get_context("spawn")
-        self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=work, args=(theirs, config), daemon=True)
+        self._connection, remote_end = context.Pipe()
+        self._process = context.Process(target=work, args=(remote_end, config), daemon=True)
         self._process.start()
-        theirs.close()
+        remote_end.close()
         self._config = config
         self._ids = count()
-        self._running: dict[int, Ticket] = {}            # by the text's id
-        self._waiting: deque[Ticket] = deque()
+        self._running: dict[int, Ticket] = {}            # by the sequence's id
+        self._queue: deque[Ticket] = deque()
         self._outbox: SimpleQueue[ToEngine | None] = SimpleQueue()
-        self._asked: dict[int, asyncio.Future[Any]] = {}
+        self._replies: dict[int, asyncio.Future[Any]] = {}
         self.states: dict[str, SavedState] = {}
         self.adapters: dict[str, SavedState | None] = {}
         self.failed: str | None = None
         self.observe: Callable[[Step], Any] = lambda step: None
         self.report: Callable[[str], Any] = lambda reason: None
-        self._held = (0, 0, 0)           # of the last Step: cache_bytes, cache_entries, state_bytes
+        self._memory = (0, 0, 0)         # of the last Step: cache_bytes, cache_entries, state_bytes
         self._attached = False
 
     def wait_until_ready(self) -> Ready:
@@ -105,8 +105,8 @@ class RemoteEngine:
         try:
             message = self._connection.recv()
         except EOFError:
-            raise RuntimeError("the engine's process ended while it loaded the model; perhaps the machine had too little "
-                               "memory and the system ended it") from None
+            raise RuntimeError("the engine's process ended while it loaded the model; perhaps the system killed it for lack of "
+                               "memory") from None
         if isinstance(message, Failed):
             raise UserError(message.reason) if message.mistake else RuntimeError(message.reason)
         assert isinstance(message, Ready)
@@ -125,30 +125,30 @@ class RemoteEngine:
         return len(self._running)
 
     @property
-    def n_waiting(self) -> int:
-        return sum(len(ticket.texts) for ticket in self._waiting)
+    def n_queued(self) -> int:
+        return sum(len(ticket.sequences) for ticket in self._queue)
 
-    def submit(self, texts: list[Generate]) -> Ticket:
-        """A ticket for these texts. Raises ApiError: 429 where the queue is full, 503 where there is no engine."""
+    def submit(self, sequences: list[Generate]) -> Ticket:
+        """A ticket for these sequences. Raises ApiError: 429 if the queue is full, 503 if the engine has stopped."""
         self.require_engine()
-        room = self._config.max_rows + self._config.max_queue - self.n_running - self.n_waiting
-        if len(texts) > self._config.max_rows:
-            raise ApiError(400, f"one request is for at most {self._config.max_rows} texts; this one is for {len(texts)}", "n")
-        if len(texts) > room:
+        room = self._config.max_rows + self._config.max_queue - self.n_running - self.n_queued
+        if len(sequences) > self._config.max_rows:
+            raise ApiError(400, f"a request must have at most {self._config.max_rows} sequences; got {len(sequences)}", "n")
+        if len(sequences) > room:
             raise ApiError(429, "the server is busy: its queue is full", code="queue_full", retry_after=RETRY_AFTER)
-        ticket = Ticket([replace(text, id=next(self._ids)) for text in texts])
-        self._waiting.append(ticket)
-        self._start_waiting()
+        ticket = Ticket([replace(sequence, id=next(self._ids)) for sequence in sequences])
+        self._queue.append(ticket)
+        self._start_queued()
         return ticket
 
     async def upload(self, state: SavedState, content: bytes, layout: str | None = None) -> SavedState:
-        """Keeps a state file's content under the id of `state`. Raises ApiError if no model of this server can use it."""
-        found: SavedState = await self._ask(Upload(next(self._ids), state, content, layout))
-        return found
+        """Saves a state file's content under the id of `state`. Raises ApiError if no model of this server can use it."""
+        saved: SavedState = await self._request(Upload(next(self._ids), state, content, layout))
+        return saved
 
     async def download(self, state: SavedState) -> bytes:
-        """The content of a state's file. Raises ApiError where the state is gone."""
-        content: bytes = await self._ask(Download(next(self._ids), state))
+        """The content of a state's file. Raises ApiError if the state is gone."""
+        content: bytes = await self._request(Download(next(self._ids), state))
         return content
 
     def drop(self, state: SavedState) -> None:
@@ -156,42 +156,42 @@ class RemoteEngine:
         if self.states.pop(state.id, None) is not None:
             self._outbox.put(Drop(state.id))
 
-    async def look(self, new: tuple[str, ...], lost: tuple[str, ...]) -> None:
-        """Takes up states that another server has written, and drops those whose files it has deleted; as in Look."""
-        await self._ask(Look(next(self._ids), new, lost))
+    async def sync(self, new: tuple[str, ...], lost: tuple[str, ...]) -> None:
+        """Adds states that another server has written, and drops those whose files it has deleted; as in SyncFolder."""
+        await self._request(SyncFolder(next(self._ids), new, lost))
 
-    async def _ask(self, message: Upload | Download | Look) -> Any:
+    async def _request(self, message: Upload | Download | SyncFolder) -> Any:
         self.require_engine()
-        self._asked[message.id] = answer = asyncio.get_running_loop().create_future()
+        self._replies[message.id] = future = asyncio.get_running_loop().create_future()
         self._outbox.put(message)
-        return await answer
+        return await future
 
     def require_engine(self) -> None:
         if self.failed is not None:
-            raise ApiError(503, ENDED, code="engine_ended")
+            raise ApiError(503, STOPPED, code="engine_ended")
 
     def cancel(self, ticket: Ticket) -> None:
-        """Ends the ticket's texts at the engine's next step. A ticket that still waits is answered with 503."""
+        """Cancels the ticket's sequences at the engine's next step. A queued ticket is answered with 503."""
         if ticket.cancelled:
             return
         ticket.cancelled = True
-        if ticket in self._waiting:
-            self._waiting.remove(ticket)
-            ticket.put(ApiError(503, "the request has waited too long, or the server is stopping", code="not_begun",
+        if ticket in self._queue:
+            self._queue.remove(ticket)
+            ticket.put(ApiError(503, "the request was queued too long, or the server is stopping", code="not_begun",
                                 retry_after=RETRY_AFTER))
-            self.observe(Step([Event(text.id, finish_reason="cancelled") for text in ticket.texts], *self._held))
-            self._start_waiting()                        # the next tickets may need less room
+            self.observe(Step([Event(sequence.id, finish_reason="cancelled") for sequence in ticket.sequences], *self._memory))
+            self._start_queued()                         # the next tickets may need less room
             return
-        for text in ticket.texts:
-            if text.id in self._running:
-                self._outbox.put(Cancel(text.id))
+        for sequence in ticket.sequences:
+            if sequence.id in self._running:
+                self._outbox.put(Cancel(sequence.id))
 
     def cancel_all(self) -> None:
-        for ticket in {*self._running.values(), *self._waiting}:
+        for ticket in {*self._running.values(), *self._queue}:
             self.cancel(ticket)
 
     def close(self) -> None:
-        """Ends the process. It is killed if it still loads the model, and if a signal interrupts the wait for its end."""
+        """Ends the process. Kills it if it is still loading the model, or if a signal interrupts the wait for its end."""
         try:
             if self._attached:
                 self._outbox.put(None)
@@ -200,11 +200,11 @@ class RemoteEngine:
             self._process.kill()
             self._process.join()
 
-    def _start_waiting(self) -> None:
-        while self._waiting and self.n_running + len(self._waiting[0].texts) <= self._config.max_rows:
-            ticket = self._waiting.popleft()
-            self._running.update((text.id, ticket) for text in ticket.texts)
-            self._outbox.put(ticket.texts)
+    def _start_queued(self) -> None:
+        while self._queue and self.n_running + len(self._queue[0].sequences) <= self._config.max_rows:
+            ticket = self._queue.popleft()
+            self._running.update((sequence.id, ticket) for sequence in ticket.sequences)
+            self._outbox.put(ticket.sequences)
 
     def _deliver(self, step: Step) -> None:
         for event in step.events:
@@ -219,43 +219,43 @@ class RemoteEngine:
             ticket.put(event)
         for state_id in step.gone:
             self.states.pop(state_id, None)
-        self._held = step.cache_bytes, step.cache_entries, step.state_bytes
+        self._memory = step.cache_bytes, step.cache_entries, step.state_bytes
         self.observe(step)
-        self._start_waiting()
+        self._start_queued()
 
-    def _answer(self, reply: Reply) -> None:
-        answer = self._asked.pop(reply.id)
+    def _resolve(self, reply: Reply) -> None:
+        future = self._replies.pop(reply.id)
         if isinstance(reply.value, SavedState):
             self.states[reply.value.id] = reply.value
-        if isinstance(reply.value, Seen):
+        if isinstance(reply.value, FolderChanges):
             self.states.update((state.id, state) for state in reply.value.new)
             for state_id in reply.value.gone:
                 self.states.pop(state_id, None)
-        if answer.cancelled():           # the client has gone
+        if future.cancelled():           # the client has gone
             if isinstance(reply.value, SavedState):
                 self.drop(reply.value)
         elif reply.error is not None:
-            answer.set_exception(_refusal(reply))
+            future.set_exception(_api_error(reply))
         else:
-            answer.set_result(reply.value)
+            future.set_result(reply.value)
 
     def _fail(self, reason: str) -> None:
         self.failed = reason
-        for answer in self._asked.values():
-            if not answer.cancelled():
-                answer.set_exception(ApiError(500, ENDED, code="engine_ended"))
-        self._asked.clear()
-        for ticket in {*self._running.values(), *self._waiting}:
-            ticket.put(ApiError(500, ENDED, code="engine_ended"))
+        for future in self._replies.values():
+            if not future.cancelled():
+                future.set_exception(ApiError(500, STOPPED, code="engine_ended"))
+        self._replies.clear()
+        for ticket in {*self._running.values(), *self._queue}:
+            ticket.put(ApiError(500, STOPPED, code="engine_ended"))
         self._running.clear()
-        self._waiting.clear()
+        self._queue.clear()
         self.report(reason)
 
     def _receive(self, loop: asyncio.AbstractEventLoop) -> None:
         with suppress(RuntimeError):     # the loop is closed: the server ends
             try:
                 while not isinstance(message := self._connection.recv(), Failed):
-                    loop.call_soon_threadsafe(self._answer if isinstance(message, Reply) else self._deliver, message)
+                    loop.call_soon_threadsafe(self._resolve if isinstance(message, Reply) else self._deliver, message)
                 reason = message.reason
             except (EOFError, OSError):
                 self._process.join(1)

@@ -1,8 +1,7 @@
-"""The bodies of requests: fields, types and ranges. Where OpenAI has the field, they are OpenAI's.
+"""Request bodies: fields, types and ranges, OpenAI's where OpenAI has the field.
 
-OpenAI's fields that do not change the text are accepted and ignored. Fields for things that this server cannot do, and unknown
-fields, are refused. null in an optional field means the same as leaving it out; so does -1 in seed, max_tokens and top_k, which
-clients of llama.cpp, LM Studio and vLLM send.
+OpenAI's fields that do not change the text are ignored. Unsupported and unknown fields are refused. null in an optional field
+means that it is absent; so does -1 in seed, max_tokens and top_k, which clients of llama.cpp, LM Studio and vLLM send.
 """
 
 import math
@@ -16,14 +15,14 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, NamedTuple,
 
 import msgspec
 
-from rwkv.chat.thoughts import Think, think_of
+from rwkv.chat.thoughts import Think, parse_think
 from rwkv.config import Sampling
 from rwkv.generation.grammar import Grammar
 from rwkv.serving.errors import ApiError
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONGEST_STOP = 256                       # characters
-MOST_ROWS = 128                          # texts of one request
+MOST_ROWS = 128                          # sequences of one request
 MOST_TOOLS = 128                         # of one request
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
@@ -48,14 +47,14 @@ class TextFormat(msgspec.Struct, tag="text", tag_field="type", forbid_unknown_fi
 
 
 class ObjectFormat(msgspec.Struct, tag="json_object", tag_field="type", forbid_unknown_fields=True):
-    json_schema: None = None             # some clients write the fields of all formats, those of others as null
+    json_schema: None = None             # some clients send the other formats' fields as null
 
 
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     name: Name
     description: str | None = None
     schema: dict[str, Any]
-    strict: bool | None = None           # ignored: every answer is held to its schema
+    strict: bool | None = None           # ignored: schemas are always enforced
 
 
 class SchemaFormat(msgspec.Struct, tag="json_schema", tag_field="type", forbid_unknown_fields=True):
@@ -63,7 +62,7 @@ class SchemaFormat(msgspec.Struct, tag="json_schema", tag_field="type", forbid_u
 
 
 class GrammarText(msgspec.Struct, forbid_unknown_fields=True):
-    """A grammar in the form that OpenAI's custom tools have."""
+    """A grammar in the form of OpenAI's custom tools."""
 
     syntax: Literal["lark", "regex"]
     definition: Annotated[str, msgspec.Meta(min_length=1)]
@@ -72,15 +71,15 @@ class GrammarText(msgspec.Struct, forbid_unknown_fields=True):
 def _field(item: Field) -> tuple[str, Any, None]:
     """The request's field for an option of Sampling: its name, type (with range and help) and default."""
     low, high = item.metadata["served"] or (item.metadata["least"], item.metadata["most"])
-    within = msgspec.Meta(ge=low, le=None if high == math.inf else high)
+    limits = msgspec.Meta(ge=low, le=None if high == math.inf else high)
     kinds: dict[Any, Any] = {
-        float: Annotated[float, within], int: Annotated[int, within], str: Literal[tuple(item.metadata["one_of"] or ("",))],
+        float: Annotated[float, limits], int: Annotated[int, limits], str: Literal[tuple(item.metadata["one_of"] or ("",))],
         tuple[int, ...]: list[TokenId], tuple[int | str, ...]: str | list[str | TokenId],
-        Mapping[int, float]: dict[TokenId, Annotated[float, within]]}
+        Mapping[int, float]: dict[TokenId, Annotated[float, limits]]}
     return item.name, Annotated[kinds[item.type] | None, msgspec.Meta(description=item.metadata["help"])], None
 
 
-if TYPE_CHECKING:                        # mypy sees no fields in a class that is made at run time
+if TYPE_CHECKING:                        # mypy sees no fields in a class made at run time
     SamplingFields = msgspec.Struct
 else:
     SamplingFields = msgspec.defstruct("SamplingFields", map(_field, fields(Sampling)), kw_only=True)
@@ -94,8 +93,8 @@ class Shared(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     stop: str | list[str] | None = None
     seed: Seed | None = None
     state: StateId | None = None         # the state that the prompt continues
-    save_state: bool | None = None       # keep the end of each text as a state
-    user: Any = None                     # this one and those below are ignored
+    save_state: bool | None = None       # save each sequence's final state
+    user: Any = None                     # ignored, like those below
     service_tier: Any = None
     safety_identifier: Any = None
     prompt_cache_key: Any = None
@@ -103,7 +102,7 @@ class Shared(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     prompt_cache_retention: Any = None
 
     def first_seed(self) -> int:
-        """The seed of the first text; those of further texts follow it. It is from 0 to 2**63 - 1 - MOST_ROWS."""
+        """The seed of the first sequence, from 0 to 2**63 - 1 - MOST_ROWS. The others' seeds follow it."""
         if self.seed is None or self.seed == -1:
             return secrets.randbelow(2**62)
         return self.seed % (2**63 - MOST_ROWS)
@@ -119,41 +118,41 @@ class Options(Shared, forbid_unknown_fields=True, kw_only=True):
     max_tokens: MaxTokens | None = None
     response_format: TextFormat | ObjectFormat | SchemaFormat | None = None
     grammar: GrammarText | None = None
-    store: Any = None                    # ignored, as the next
+    store: Any = None                    # ignored, like the next
     metadata: Any = None
 
     def stops(self) -> tuple[str, ...]:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
         if len(stops) > self.most_stops or any(not 1 <= len(stop) <= LONGEST_STOP for stop in stops):
-            raise ApiError(400, f"stop is at most {self.most_stops} strings of 1 to {LONGEST_STOP} characters each", "stop")
+            raise ApiError(400, f"stop must have at most {self.most_stops} strings of 1 to {LONGEST_STOP} characters", "stop")
         return stops
 
     def answer_grammar(self) -> Grammar | None:
-        """The grammar of response_format or of grammar; None for any text. Raises ApiError where both are given."""
+        """The grammar of response_format or of grammar; None for any text. Raises ApiError if both are present."""
         if self.grammar is not None:
             if self.response_format is not None and not isinstance(self.response_format, TextFormat):
-                raise ApiError(400, "grammar and response_format are both given: use one of them", "grammar")
-            made = Grammar.lark if self.grammar.syntax == "lark" else Grammar.regex
-            return made(self.grammar.definition, "grammar.definition")
+                raise ApiError(400, "grammar conflicts with response_format: use one of them", "grammar")
+            constructor = Grammar.lark if self.grammar.syntax == "lark" else Grammar.regex
+            return constructor(self.grammar.definition, "grammar.definition")
         if isinstance(self.response_format, ObjectFormat):
             return Grammar.json_schema({"type": "object"}, "response_format")
         if isinstance(self.response_format, SchemaFormat):
             return Grammar.json_schema(self.response_format.json_schema.schema, "response_format.json_schema.schema")
         return None
 
-    def sampling(self, otherwise: Sampling, tokenizer: Tokenizer) -> Sampling:
-        """The request's options; `otherwise` has those that it lacks. Raises UserError for ids outside the vocabulary."""
-        given: dict[str, Any] = {}
+    def sampling(self, default: Sampling, tokenizer: Tokenizer) -> Sampling:
+        """The request's options over the defaults. Raises UserError for ids outside the vocabulary."""
+        overrides: dict[str, Any] = {}
         for item in fields(Sampling):
             value = getattr(self, item.name)
             if value is None:
                 continue
             if item.type in (int, float) and value < item.metadata["least"]:     # OpenAI's ranges begin at 0, and top_k at -1
                 value = 0.0 if item.metadata["or_zero"] else item.metadata["least"]
-            given[item.name] = value
-        sampling = replace(otherwise, **given)
+            overrides[item.name] = value
+        sampling = replace(default, **overrides)
         sampling.check_ids(tokenizer.vocab_size)
-        # Texts are encoded here, so that the engine need not do it while other texts wait
+        # Encoded here, so that other sequences need not wait while the engine does it
         return replace(sampling, no_penalty=sampling.ids_without_penalty(tokenizer))
 
 
@@ -168,7 +167,7 @@ class CompletionRequest(Options, forbid_unknown_fields=True, kw_only=True):
 
 
 THINK_OF_PROMPT: dict[str, Think] = {"open_think": True, "fake_think": "fake", "no_think": False}      # rwkv_generation_prompt
-OF_EFFORT: dict[str, Think] = {"none": False, "minimal": "fake"}          # the other efforts ask for thoughts
+THINK_OF_EFFORT: dict[str, Think] = {"none": False, "minimal": "fake"}   # True for the others
 HINT_OF_EFFORT = {"minimal": "low", "low": "low", "medium": "medium", "high": "high", "xhigh": "high", "max": "high"}
 
 
@@ -176,7 +175,7 @@ class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
     enable_thinking: bool | None = None
     thinking: bool | None = None         # the same in some other templates
     think: bool | Literal["true", "false", "fake"] | None = None         # as think= of chat.py
-    reasoning_effort: Effort | None = None       # vLLM's clients have it here, too
+    reasoning_effort: Effort | None = None       # vLLM's clients send it here, too
     # Of rwkv-rs/vllm-rwkv (vllm/tokenizers/rwkv_chat.py)
     rwkv_prompt_template: Literal["bot", "assistant", "function_calling"] | None = None
     rwkv_generation_prompt: Literal["open_think", "fake_think", "no_think"] | None = None
@@ -186,7 +185,7 @@ class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     name: Name
     description: str | None = None
     parameters: dict[str, Any] | None = None
-    strict: bool | None = None           # hold arguments to the schema also in a call that tool_choice does not demand
+    strict: bool | None = None           # also enforce the schema in calls that tool_choice does not require
 
 
 class Tool(msgspec.Struct, forbid_unknown_fields=True):
@@ -204,8 +203,8 @@ class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class Thinking(NamedTuple):
-    """think, effort: as in ChatTemplate.render. field: the request's field that decided `think`; "" for none. wish: the request
-    has no such field but an effort, so a template that cannot fulfil it is no error.
+    """think, effort: as in ChatTemplate.render. field: the request's field that decided `think`; "" for none. wish: that field
+    is an effort, which a template need not support.
     """
 
     think: Think
@@ -228,39 +227,39 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     enable_thinking: bool | None = None  # some clients send it here, others in chat_template_kwargs
     reasoning_effort: Effort | None = None
     modalities: list[Literal["text"]] | None = None
-    verbosity: Any = None                # ignored, as the next: wishes about style and speed
+    verbosity: Any = None                # ignored, like the next: wishes about style and speed
     prediction: Any = None
-    functions: None = None               # not supported, as those below
+    functions: None = None               # not supported, like those below
     function_call: None = None
     audio: None = None
     web_search_options: None = None
     moderation: None = None
 
     def thinking(self, thinks: bool) -> Thinking:
-        """How the answer is to begin. thinks: whether the template has thoughts; if not, an effort has no effect.
+        """How the answer begins. thinks: whether the template has thoughts; if not, an effort has no effect.
 
-        Raises ApiError where fields contradict each other.
+        Raises ApiError for conflicting fields.
         """
         kwargs = self.chat_template_kwargs or TemplateOptions()
-        switches = {"chat_template_kwargs.think": None if kwargs.think is None else think_of(str(kwargs.think).lower()),
+        switches = {"chat_template_kwargs.think": None if kwargs.think is None else parse_think(str(kwargs.think).lower()),
                     "chat_template_kwargs.rwkv_generation_prompt": THINK_OF_PROMPT.get(kwargs.rwkv_generation_prompt or ""),
                     "enable_thinking": self.enable_thinking, "chat_template_kwargs.enable_thinking": kwargs.enable_thinking,
                     "chat_template_kwargs.thinking": kwargs.thinking}
         efforts = {"reasoning_effort": self.reasoning_effort, "chat_template_kwargs.reasoning_effort": kwargs.reasoning_effort}
-        asked: dict[str, Think] = {field: think for field, think in switches.items() if think is not None}
+        requested: dict[str, Think] = {field: think for field, think in switches.items() if think is not None}
         by_effort, effort = next(((field, effort) for field, effort in efforts.items() if effort and thinks), ("", None))
         if effort:
-            asked[by_effort] = OF_EFFORT.get(effort, True)
-        for one, other in combinations(asked, 2):
-            if {asked[one], asked[other]} == {True, False}:
-                raise ApiError(400, f"{one} and {other} contradict each other: one asks for thoughts, the other for none; send "
-                                    "one of them", other)
-        field = next(iter(asked), "")
-        return Thinking(asked.get(field, False), HINT_OF_EFFORT.get(effort or ""), field, field == by_effort)
+            requested[by_effort] = THINK_OF_EFFORT.get(effort, True)
+        for first, second in combinations(requested, 2):
+            if {requested[first], requested[second]} == {True, False}:
+                raise ApiError(400, f"{second} conflicts with {first}: one asks for thoughts, the other for none; send one of "
+                                    "them", second)
+        field = next(iter(requested), "")
+        return Thinking(requested.get(field, False), HINT_OF_EFFORT.get(effort or ""), field, field == by_effort)
 
 
 class TranslatedChat(ChatRequest, forbid_unknown_fields=True, kw_only=True):
-    """A chat request that was translated from another interface, where more stop strings are usual."""
+    """A chat request translated from another interface, where more stop strings are usual."""
 
     most_stops: ClassVar[int] = 16
 
@@ -282,7 +281,7 @@ class ResponseToolChoice(msgspec.Struct, forbid_unknown_fields=True):
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     effort: Effort | None = None
-    summary: Any = None                  # ignored, as the next: thoughts come whole
+    summary: Any = None                  # ignored, like the next: thoughts come whole
     generate_summary: Any = None
 
 
@@ -311,15 +310,15 @@ class ResponseRequest(Shared, forbid_unknown_fields=True, kw_only=True):
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
     background: bool | None = None
-    truncation: Literal["auto", "disabled"] | None = None        # no effect: a state has one size, however long the text is
+    truncation: Literal["auto", "disabled"] | None = None        # no effect: the state's size is constant
     max_tool_calls: Any = None           # ignored
-    conversation: None = None            # not supported, as those below
+    conversation: None = None            # not supported, like those below
     prompt: None = None
     context_management: None = None
 
 
 class StateRequest(msgspec.Struct, forbid_unknown_fields=True):
-    """A state that has read `prompt` or `messages`, after `state`."""
+    """A prompt or messages to read into a state, after `state`."""
 
     prompt: str | list[TokenId] | None = None
     messages: Any = None
@@ -343,13 +342,13 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True):
 UNSUPPORTED = {
     "functions": "functions is deprecated and not supported by this server: send tools",
     "function_call": "function_call is deprecated and not supported by this server: send tool_choice",
-    "modalities": 'modalities is ["text"] on this server: the model writes text alone',
-    "audio": "audio is not supported by this server: the model writes text alone",
+    "modalities": 'modalities must be ["text"]: the model writes only text',
+    "audio": "audio is not supported by this server: the model writes only text",
     "web_search_options": "web_search_options is not supported by this server: the model cannot search",
     "moderation": "moderation is not supported by this server",
     "conversation": "conversation is not supported by this server: send previous_response_id",
-    "prompt": "prompt is not supported by this server, which keeps no prompts: send instructions and input",
-    "context_management": "context_management is not supported by this server: a state has one size, however long the text is",
+    "prompt": "prompt is not supported by this server, which stores no prompts: send instructions and input",
+    "context_management": "context_management is not supported by this server: the state's size is constant",
 }
 
 JSON_TYPES = {"int": "integer", "float": "number", "str": "string", "bool": "boolean"}
@@ -360,9 +359,9 @@ def read(body: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(body.removeprefix(BOM_UTF8), type=kind)
     except msgspec.ValidationError as error:
-        raise _misfit(error, kind) from None
+        raise _type_error(error, kind) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise ApiError(400, f"the body is not JSON: {error}") from None
+        raise ApiError(400, f"the body must be JSON: {error}") from None
 
 
 def converted(fields: dict[str, Any], kind: type[Body]) -> Body:
@@ -370,10 +369,10 @@ def converted(fields: dict[str, Any], kind: type[Body]) -> Body:
     try:
         return msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        raise _misfit(error, kind) from None
+        raise _type_error(error, kind) from None
 
 
-def _misfit(error: msgspec.ValidationError, kind: type) -> ApiError:
+def _type_error(error: msgspec.ValidationError, kind: type) -> ApiError:
     message = str(error)
     path = re.search(r" (?:at|in) `\$\.?([^`]*)`", message)
     unknown = re.search(r"unknown field `([^`]*)`", message)
@@ -385,13 +384,13 @@ def _misfit(error: msgspec.ValidationError, kind: type) -> ApiError:
         return ApiError(400, UNSUPPORTED[field], param, "unsupported_parameter")
     where = (path and path[1]) or "the body"
     problem = re.sub("(?<=xpected )`[^`]*`|(?<=got )`[^`]*`", _json_types, message.partition(" - at ")[0]).replace("`", "")
-    said = f"{where}: {problem[:1].lower()}{problem[1:]}"
-    return ApiError(400, said, param or None, "unknown_parameter" if unknown else None)
+    text = f"{where}: {problem[:1].lower()}{problem[1:]}"
+    return ApiError(400, text, param or None, "unknown_parameter" if unknown else None)
 
 
-def _json_types(found: re.Match[str]) -> str:
-    """Python's names of types, in a message of msgspec, as JSON's."""
-    return " or ".join(JSON_TYPES.get(name, name) for name in found[0].strip("`").split(" | "))
+def _json_types(match: re.Match[str]) -> str:
+    """JSON's names for the Python types in a message of msgspec."""
+    return " or ".join(JSON_TYPES.get(name, name) for name in match[0].strip("`").split(" | "))
 
 
 def schema_of(kind: type) -> tuple[dict[str, Any], dict[str, Any]]:

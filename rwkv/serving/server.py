@@ -36,13 +36,13 @@ AFTER_GRACE = 10                         # seconds for the last events to be wri
 
 
 def serve(config: ServeConfig, work: Work) -> None:
-    """Serves until SIGINT, SIGTERM or the like, or until the engine's process ends, which is exit status 1; `work` runs in it.
+    """Serves until SIGINT, SIGTERM or the like, or until the engine's process, which runs `work`, ends: exit status 1.
 
     Raises UserError, before the model is loaded, for a wrong address or option.
     """
     if _model_name(config) in config.adapter_paths:
-        raise UserError(f"adapters has the name {_model_name(config)!r}, which is the checkpoint's own: name the adapter "
-                        "otherwise, or the checkpoint, with model_name=")
+        raise UserError(f"adapters must not have the checkpoint's name {_model_name(config)!r}: rename the adapter, "
+                        "or the checkpoint with model_name=")
     listener = _bind(config)
     lock = claim(Path(config.states_dir)) if config.states_dir else None
     warning = "" if config.host in LOCAL or config.api_key else "; anyone who reaches it can use it: api_key= is not set"
@@ -56,7 +56,7 @@ def serve(config: ServeConfig, work: Work) -> None:
                 say(subject, text)
             _run(config, engine, ready, listener)
             if engine.failed is not None:
-                sys.exit(1)              # the reason was told when it failed
+                sys.exit(1)              # its reason has been printed
         finally:
             engine.close()
             if lock is not None:
@@ -72,11 +72,11 @@ def _bind(config: ServeConfig) -> socket.socket:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((config.host, config.port))
-        listener.listen()                # another server can still bind the port until somebody listens
+        listener.listen()                # until then another server can bind the port
     except OSError as error:
         listener.close()
-        instead = "; take another port, or port=0 for any that is free" if error.errno == errno.EADDRINUSE else ""
-        raise UserError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}{instead}") from None
+        hint = "; take another port, or port=0 for any that is free" if error.errno == errno.EADDRINUSE else ""
+        raise UserError(f"cannot listen on {config.host} port {config.port}: {error.strerror or error}{hint}") from None
     return listener
 
 
@@ -86,8 +86,8 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
     template = for_tokenizer(chat_template(ready.template), tokenizer)
     compilers = Compilers(ready.tokenizer)
     responses = Responses(config, engine)
-    service = Service(config, ready.about, ready.defaults, engine, tokenizer, template,
-                      Metrics(lambda: engine.n_running, lambda: engine.n_waiting),
+    service = Service(config, ready.model_info, ready.defaults, engine, tokenizer, template,
+                      Metrics(lambda: engine.n_running, lambda: engine.n_queued),
                       ClientStates(config, engine, tokenizer, template, ready.state_bytes), responses,
                       compilers, _model_name(config), int(time.time()),
                       SharedFolder(Path(config.states_dir), engine, responses) if config.states_dir else None)
@@ -101,7 +101,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
     def stop() -> None:
         if not service.stopping:
             grace = counted(config.grace_s, "second")
-            say("stopping", f"running texts have {grace}; a second Ctrl-C or SIGTERM ends them at once")
+            say("stopping", f"running requests have {grace} to finish; a second Ctrl-C or SIGTERM ends them at once")
             service.stopping = True
             asyncio.get_running_loop().call_later(config.grace_s, engine.cancel_all)
 
@@ -112,7 +112,7 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
     server = Server(options, started, stop)
 
     def engine_ended(reason: str) -> None:
-        say("engine", f"it has ended ({reason}), and so the server stops")
+        say("engine", f"it has stopped ({reason}), and the server stops")
         server.should_exit = True
 
     async def main() -> None:
@@ -136,7 +136,7 @@ def _new_event_loop() -> asyncio.AbstractEventLoop:
     try:
         import uvloop
     except ModuleNotFoundError:
-        say("loop", "asyncio's; with uvloop, which Windows lacks, the server answers more requests a second")
+        say("loop", "asyncio; with uvloop (not on Windows) the server answers more requests per second")
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
 

@@ -1,4 +1,4 @@
-"""What the endpoints share: the server's parts, the owner of a request, and the models that a request can name."""
+"""Shared by the endpoints: the server's parts, a request's owner, and model names."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from rwkv.chat.thoughts import Think
 from rwkv.config import ServeConfig
 from rwkv.serving.compiling import Compilers
 from rwkv.serving.errors import ApiError
-from rwkv.serving.messages import About, Defaults
+from rwkv.serving.messages import Defaults, ModelInfo
 from rwkv.serving.metrics import Metrics
 from rwkv.serving.remote import RemoteEngine
 from rwkv.serving.responses import Responses
@@ -23,10 +23,10 @@ COMPLETION_TOKENS = 16                   # max_tokens of a completion, OpenAI's
 
 @dataclass
 class Service:
-    """What the handlers share. defaults: as in Ready. model: the id of the checkpoint's model. stopping: refuse new texts."""
+    """Shared by the handlers. defaults: as in Ready. model: the id of the checkpoint's model. stopping: refuse new requests."""
 
     config: ServeConfig
-    about: About
+    model_info: ModelInfo
     defaults: Mapping[tuple[Think, bool], Defaults]
     engine: RemoteEngine
     tokenizer: Tokenizer
@@ -46,21 +46,21 @@ def owner(request: Request) -> str:
     return owner
 
 
-def adapter_of(service: Service, name: str | None) -> str:
+def resolve_adapter(service: Service, name: str | None) -> str:
     """The adapter that a request names; "" for the checkpoint's own model. Raises ApiError for an unknown name.
 
-    A name may have a prefix, such as gateways add: openai/NAME.
+    A name may have a prefix that a gateway added: openai/NAME.
     """
     if name is None:
         return ""
     by_id = {service.model: "", **{adapter: adapter for adapter in service.engine.adapters}}
-    for known, adapter in by_id.items():
-        if name == known or (name not in by_id and name.endswith(f"/{known}")):
+    for model_id, adapter in by_id.items():
+        if name == model_id or (name not in by_id and name.endswith(f"/{model_id}")):
             return adapter
-    raise ApiError(404, f"there is no model {name[:100]!r} here; there is {', '.join(map(repr, by_id))}", "model",
+    raise ApiError(404, f"unknown model {name[:100]!r}; this server has {', '.join(map(repr, by_id))}", "model",
                    "model_not_found")
 
 
 def default_max_tokens(service: Service, usual: Defaults) -> dict[str, int]:
-    most = service.config.max_tokens
-    return {"completions": min(usual.max_tokens or COMPLETION_TOKENS, most), "chat": min(usual.max_tokens or most, most)}
+    limit = service.config.max_tokens
+    return {"completions": min(usual.max_tokens or COMPLETION_TOKENS, limit), "chat": min(usual.max_tokens or limit, limit)}

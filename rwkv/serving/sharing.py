@@ -1,7 +1,7 @@
-"""Several servers on one states_dir=: before a request is answered, a server notices what the others have written or deleted.
+"""Several servers on one states_dir=: before it answers a request, a server notices what the others have written or deleted.
 
-States and responses are files that nobody changes, with names that are drawn at random, and their writes are atomic: so servers
-need no order among them.
+States and responses are immutable files with random names, and their writes are atomic, so that servers need no order among
+them.
 """
 
 import asyncio
@@ -17,22 +17,22 @@ SETTLED_NS = 50_000_000                  # a folder that changed within this tim
 
 
 class SharedFolder:
-    """The folder as this server has last looked at it."""
+    """The folder, as this server last saw it."""
 
     def __init__(self, folder: Path, engine: RemoteEngine, responses: Responses) -> None:
         self._folder = folder
         self._engine = engine
         self._responses = responses
         self._changed = dict[bool, int]()                # the folder's time stamp at the last look, with and without lost files
-        self._looking = asyncio.Lock()
+        self._syncing = asyncio.Lock()
 
-    async def look(self, lost_too: bool) -> None:
-        """Takes up the files that are new. Does nothing while the folder is unchanged.
+    async def sync(self, lost_too: bool) -> None:
+        """Adds new files. Does nothing while the folder is unchanged.
 
-        lost_too: also drops states whose files are lost. A request that continues such a state notices it in any case, and may
+        lost_too: also drop states whose files are lost. A request that continues such a state notices it in any case, and may
         still find the state in memory.
         """
-        async with self._looking:
+        async with self._syncing:
             try:
                 changed = os.stat(self._folder).st_mtime_ns                      # noqa: PTH116 (called for each request)
                 if changed == self._changed.get(lost_too) or self._engine.failed is not None:
@@ -40,11 +40,11 @@ class SharedFolder:
                 names = {*await asyncio.to_thread(os.listdir, self._folder)}
             except OSError:              # a state that is used says what is wrong
                 return
-            known = self._engine.states
-            new = tuple(name for name in names if (match := STATE.fullmatch(name)) and match[1] not in known)
-            lost = tuple(state_id for state_id in known if lost_too and f"{state_id}.safetensors" not in names)
+            states = self._engine.states
+            new = tuple(name for name in names if (match := STATE.fullmatch(name)) and match[1] not in states)
+            lost = tuple(state_id for state_id in states if lost_too and f"{state_id}.safetensors" not in names)
             if new or lost:
-                await self._engine.look(new, lost)
-            self._responses.look(names)
+                await self._engine.sync(new, lost)
+            self._responses.sync(names)
             if time.time_ns() - changed > SETTLED_NS:
                 self._changed[lost_too] = changed

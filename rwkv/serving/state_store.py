@@ -1,8 +1,8 @@
-"""The states that clients keep, in the engine's process: in bounded memory and, with states_dir=, in a folder of bounded size.
+"""Clients' saved states, in the engine's process: in bounded memory and, with states_dir=, in a folder of bounded size.
 
-Without a folder the least recently used states are dropped when memory is full. With a folder each state is written when it is
-made, memory holds the states used last, and the files used longest ago are deleted when the folder is full. An API key whose
-states take no more than an equal share of the room loses none to others.
+Without a folder, full memory evicts the least recently used states. With a folder each state is written when it is made, memory
+caches the states used last, and a full folder deletes the least recently used files. An API key whose states take no more than
+an equal share of the room loses none to others.
 """
 
 import os
@@ -24,17 +24,17 @@ from rwkv.io.atomic import write_file
 from rwkv.io.fair_lru import FairLRU
 from rwkv.serving.folder import STATE, files_in
 from rwkv.serving.log import say
-from rwkv.serving.messages import SavedState, Seen, Turn
+from rwkv.serving.messages import FolderChanges, SavedState, Turn
 
-OURS = "timemix-serve"                   # the key of Known in the metadata of a file
-MOST_UNWRITTEN = 8                       # number of states that may wait to be written
+SERVER_KEY = "timemix-serve"             # of ServerMetadata in a file's metadata
+MAX_UNWRITTEN = 8                        # states that may wait to be written
 
 
 Number = Annotated[int, msgspec.Meta(ge=0, lt=2**53)]
 
 
-class Known(msgspec.Struct, omit_defaults=True):
-    """The server's own entry in a file's metadata. adapter: the adapter's digest. name: SavedState.model. Others: as there."""
+class ServerMetadata(msgspec.Struct, omit_defaults=True):
+    """The server's entry in a file's metadata. adapter: the adapter's digest. name: SavedState.model. Others: as there."""
 
     owner: str = ""
     created: Number | None = None
@@ -46,20 +46,20 @@ class Known(msgspec.Struct, omit_defaults=True):
 
 
 class StateGone(UserError):
-    """A state that was dropped or lost."""
+    """A state that was evicted or lost."""
 
 
 class StateStore:
     """forms: by the model's name. digests: of the trained values, by the adapter's name.
 
-    found: the states that the folder, which folder.claim() has made, has held before, also those of other models.
+    initial: the states in the folder, which folder.claim() has made, at the start; also those of other models.
     """
 
     def __init__(self, config: ServeConfig, forms: Mapping[str, StateForm], digests: Mapping[str, str]) -> None:
         self._forms = forms
         self._digests = {"": "", **digests}
-        self._most = config.states_mib * MIB
-        self._most_of_files = config.states_dir_mib * MIB
+        self._memory_limit = config.states_mib * MIB
+        self._folder_limit = config.states_dir_mib * MIB
         self._folder = Path(config.states_dir) if config.states_dir else None
         self._in_memory: dict[str, PrefillResult] = {}
         self._memory = FairLRU[str]()
@@ -67,8 +67,8 @@ class StateStore:
         self._unwritten: dict[str, Future[None]] = {}
         self._writer = ThreadPoolExecutor(1)             # so that the engine does not wait for the disk
         self._gone: list[str] = []
-        self._not_ours: set[str] = set()                 # the names of files that are no states, and of those it has deleted
-        self.found = self._scan(self._folder) if self._folder else []
+        self._ignored: set[str] = set()                  # names of files that are no states, or that it has deleted
+        self.initial = self._scan(self._folder) if self._folder else []
 
     @property
     def nbytes(self) -> int:
@@ -82,18 +82,18 @@ class StateStore:
         self._remember(state, context)
 
     def upload(self, state: SavedState, content: bytes) -> SavedState:
-        """Keeps the content of a state file as `state`. Raises UserError if no model of this server can use it."""
+        """Saves the content of a state file as `state`. Raises UserError if no model of this server can use it."""
         try:
             metadata = metadata_of(content)
         except ValueError:
             metadata = {}                # StateForm.read says what is wrong
-        known = _known(metadata)
-        model = self._model_of(known, metadata)
+        entry = _server_metadata(metadata)
+        model = self._model_name(entry, metadata)
         context = self._forms[model].read(content, "the file")
-        found = replace(state, bytes=context.nbytes(), last_ids=context.last_ids, tokens=known.tokens, turn=known.turn,
+        saved = replace(state, bytes=context.nbytes(), last_ids=context.last_ids, tokens=entry.tokens, turn=entry.turn,
                         model=model)
-        self.put(found, context)
-        return found
+        self.put(saved, context)
+        return saved
 
     def get(self, state: SavedState) -> PrefillResult:
         """Raises StateGone."""
@@ -105,18 +105,18 @@ class StateStore:
             self._memory.use(state_id)
             return self._in_memory[state_id]
         if self._folder is None or state_id not in self._files:
-            raise StateGone(f"there is no state {state_id} any more: others were used since, and states_mib= bounds memory")
+            raise StateGone(f"state {state_id} was evicted: memory for states is full (states_mib=)")
         path = self._path(self._folder, state_id)
         try:
             self._settle(state_id)
             context = self._forms[state.model].read(path.read_bytes(), str(path))
-            os.utime(path)                               # the times tell the order of use after a restart
+            os.utime(path)                               # file times give the order of use after a restart
         except (OSError, UserError) as error:
             self._files.remove(state_id)
             self._gone.append(state_id)
             say("states", f"{path} is lost: {error}")
             reason = "has changed or is damaged" if isinstance(error, UserError) else "cannot be read"
-            raise StateGone(f"there is no state {state_id} any more: its file {reason}") from None
+            raise StateGone(f"state {state_id} is lost: its file {reason}") from None
         self._remember(state, context)
         return context
 
@@ -129,23 +129,23 @@ class StateStore:
         if self._folder and state_id in self._files:
             self._delete(self._folder, state_id)
 
-    def look(self, new: Iterable[str], lost: Iterable[str]) -> Seen:
-        """Takes up files that another server has written to the folder, and drops states whose files it has deleted."""
+    def sync(self, new: Iterable[str], lost: Iterable[str]) -> FolderChanges:
+        """Adds states that another server has written to the folder, and drops those whose files it has deleted."""
         if self._folder is None:
-            return Seen([], [])
+            return FolderChanges([], [])
         self._settle()
         folder = self._folder
-        unknown = [name for name in new if name not in self._not_ours and Path(name).stem not in self._files]
-        found = self._scan(folder, [name for name in unknown if (folder / name).is_symlink() or (folder / name).exists()])
+        unknown = [name for name in new if name not in self._ignored and Path(name).stem not in self._files]
+        states = self._scan(folder, [name for name in unknown if (folder / name).is_symlink() or (folder / name).exists()])
         gone = [state_id for state_id in lost if state_id in self._files and state_id not in self._unwritten
                 and not self._path(folder, state_id).exists()]
         for state_id in gone:
             self._files.remove(state_id)
             self._forget(state_id)
-        return Seen(found, gone)
+        return FolderChanges(states, gone)
 
     def take_gone(self) -> list[str]:
-        """The ids of the states that were dropped for want of room, or lost, since the last call."""
+        """The ids of the states evicted or lost since the last call."""
         gone = self._gone
         self._gone = []
         return gone
@@ -156,11 +156,11 @@ class StateStore:
     def _remember(self, state: SavedState, context: PrefillResult) -> None:
         self._in_memory[state.id] = context
         self._memory.add(state.id, state.owner, context.nbytes())
-        while self._memory.total > self._most:
-            first = self._memory.victim(self._most)
-            self._forget(first)
-            if first not in self._files:
-                self._gone.append(first)
+        while self._memory.total > self._memory_limit:
+            victim = self._memory.victim(self._memory_limit)
+            self._forget(victim)
+            if victim not in self._files:
+                self._gone.append(victim)
 
     def _forget(self, state_id: str) -> None:
         self._in_memory.pop(state_id, None)
@@ -169,18 +169,18 @@ class StateStore:
     def _write(self, folder: Path, state: SavedState, context: PrefillResult) -> None:
         content = self._content(state, context)
         self._files.add(state.id, state.owner, len(content))
-        while self._files.total > self._most_of_files and len(self._files) > 1:
-            first = self._files.victim(self._most_of_files)
-            self._forget(first)
-            self._delete(folder, first)
-            self._gone.append(first)
+        while self._files.total > self._folder_limit and len(self._files) > 1:
+            victim = self._files.victim(self._folder_limit)
+            self._forget(victim)
+            self._delete(folder, victim)
+            self._gone.append(victim)
         self._unwritten[state.id] = self._writer.submit(write_file, self._path(folder, state.id),
                                                         lambda file: file.write(content))
-        while len(self._unwritten) > MOST_UNWRITTEN:
+        while len(self._unwritten) > MAX_UNWRITTEN:
             self._settle(next(iter(self._unwritten)))
 
     def _settle(self, wanted: str | None = None) -> None:
-        """Handles finished writes, and waits for that of `wanted`. A state that could not be written is only in memory."""
+        """Handles finished writes, and waits for that of `wanted`. A state whose write failed stays only in memory."""
         for state_id, future in [*self._unwritten.items()]:
             if not (future.done() or state_id == wanted):
                 continue
@@ -192,10 +192,10 @@ class StateStore:
                     self._gone.append(state_id)
 
     def _delete(self, folder: Path, state_id: str) -> None:
-        """Deletes a file, after it has been written: the writer does one thing after the other."""
+        """Deletes a file, after a pending write: the writer has one thread."""
         self._files.remove(state_id)
         self._unwritten.pop(state_id, None)
-        self._not_ours.add(self._path(folder, state_id).name)
+        self._ignored.add(self._path(folder, state_id).name)
         self._writer.submit(self._path(folder, state_id).unlink, missing_ok=True)
 
     @staticmethod
@@ -203,63 +203,63 @@ class StateStore:
         return folder / f"{state_id}.safetensors"
 
     def _scan(self, folder: Path, names: Iterable[str] | None = None) -> list[SavedState]:
-        """The states in the files of these names; None for all. Others are noted, so that nobody looks at them again."""
+        """The states in the files of these names; None for all. Files that are no states are ignored from now on."""
         names = [path.name for path in folder.iterdir()] if names is None else [*names]
-        self._not_ours.update(name for name in names if STATE.fullmatch(name))
-        found = []
+        self._ignored.update(name for name in names if STATE.fullmatch(name))
+        states = []
         for path, size in files_in(folder, STATE, "states", names):
             state_id = path.stem
             try:
                 with path.open("rb") as file:
                     metadata = metadata_of(file.read(LONGEST_HEADER))
-                state = self._found(state_id, metadata)
+                state = self._describe(state_id, metadata)
             except (OSError, ValueError) as error:
-                say("states", f"{path} is left out: {error}")
+                say("states", f"skipped {path}: {error}")
                 continue
             self._files.add(state_id, state.owner, size)
-            self._not_ours.discard(path.name)
-            found.append(state)
-        return found
+            self._ignored.discard(path.name)
+            states.append(state)
+        return states
 
-    def _found(self, state_id: str, metadata: dict[str, str]) -> SavedState:
-        known = _known(metadata)
-        state = SavedState(state_id, known.owner, known.created or int(time.time()), known.tokens, known.bytes, turn=known.turn)
+    def _describe(self, state_id: str, metadata: dict[str, str]) -> SavedState:
+        entry = _server_metadata(metadata)
+        state = SavedState(state_id, entry.owner, entry.created or int(time.time()), entry.tokens, entry.bytes, turn=entry.turn)
         try:
-            model = self._model_of(known, metadata)
+            model = self._model_name(entry, metadata)
             self._forms[model].require_same(state_id, metadata)
         except UserError as error:
             return replace(state, refusal=str(error))
         return replace(state, last_ids=self._forms[model].last_ids(state_id, metadata), model=model)
 
-    def _model_of(self, known: Known, metadata: dict[str, str]) -> str:
-        """The name of the model that has read a file's state. Raises UserError where the server does not have it.
+    def _model_name(self, entry: ServerMetadata, metadata: dict[str, str]) -> str:
+        """The name of the model that has read a file's state. Raises UserError if this server does not have it.
 
-        The adapter's digest decides, so an adapter may get another name; between LoRA adapters that differ in alpha alone, and
-        so have one digest, the fingerprint of the weights decides. Models that have both in common compute the same; among them
-        the name in the file decides. A file of another program has only the fingerprint, which several adapters may share.
+        The adapter's digest decides, so that an adapter can be renamed. LoRA adapters that differ only in alpha share a digest:
+        then the fingerprint of the weights decides. Models with the same digest and fingerprint compute the same, and the name
+        in the file decides. A file of another program has only the fingerprint, which several adapters may share.
         """
         same = [name for name, form in self._forms.items() if form.identity["model"] == metadata.get("model")]
-        if known.adapter is None:
+        if entry.adapter is None:
             names = same or [""]
         else:
-            learnt = [name for name, digest in self._digests.items() if digest == known.adapter]
-            names = [name for name in learnt if name in same] or learnt
+            trained = [name for name, digest in self._digests.items() if digest == entry.adapter]
+            names = [name for name in trained if name in same] or trained
         if not names:
-            raise UserError("the state was read with an adapter that this server does not have: name it with adapters=")
-        return known.name if known.name in names else names[0]
+            raise UserError("the state requires the adapter that read it: name it with adapters=")
+        return entry.name if entry.name in names else names[0]
 
     def _content(self, state: SavedState, context: PrefillResult) -> bytes:
-        known = Known(state.owner, state.created, state.tokens, state.bytes, state.turn, self._digests[state.model],
+        entry = ServerMetadata(state.owner, state.created, state.tokens, state.bytes, state.turn, self._digests[state.model],
                       state.model)
-        return self._forms[state.model].content(context, {OURS: msgspec.json.encode(known).decode()})
+        return self._forms[state.model].content(context, {SERVER_KEY: msgspec.json.encode(entry).decode()})
 
 
-def _known(metadata: dict[str, str]) -> Known:
-    """Raises UserError where the metadata are damaged."""
+def _server_metadata(metadata: dict[str, str]) -> ServerMetadata:
+    """Raises UserError if the metadata are damaged."""
     try:
-        known = msgspec.json.decode(metadata.get(OURS, "{}"), type=Known)
+        entry = msgspec.json.decode(metadata.get(SERVER_KEY, "{}"), type=ServerMetadata)
     except (msgspec.MsgspecError, UnicodeError, RecursionError):
-        known = None
-    if known is None or (known.turn and known.turn.role not in ROLES):
-        raise UserError("the file has metadata that no server wrote")
-    return known
+        entry = None
+    if entry is None or (entry.turn and entry.turn.role not in ROLES):
+        raise UserError("the file's metadata are damaged")
+    return entry

@@ -1,8 +1,8 @@
 """States in the HTTP interface: who owns one, which requests it fits, and how a prompt continues it.
 
-A conversation's state has read the turns so far; a request that continues it has only the turns after them. Templates write the
-first turn of a text otherwise than later ones. So the new turns are rendered after a stand-in for the last message that was
-read, and the rendered text up to the stand-in is dropped.
+A conversation's state has read the turns so far; a request that continues it has only the turns after them. Templates render a
+first turn differently from later ones. So the new turns are rendered after a placeholder for the last message that was read,
+and the rendered text up to the placeholder is dropped.
 """
 
 import hashlib
@@ -27,8 +27,8 @@ from rwkv.tokenizer.decoders import LAST_IDS
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 FORMS = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")         # media types of a file
-STAND_IN = secrets.token_hex(16)
-BEFORE: dict[str, list[dict[str, Any]]] = {      # turns that a template may demand before the stand-in, by the stand-in's role
+PLACEHOLDER = secrets.token_hex(16)
+BEFORE: dict[str, list[dict[str, Any]]] = {      # turns that a template may require before the placeholder, by its role
     "assistant": [{"role": "user", "content": "."}],
     "tool": [{"role": "user", "content": "."}, {"role": "assistant", "content": "", "tool_calls": [
         {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {}}}]}]}
@@ -36,7 +36,7 @@ BEFORE: dict[str, list[dict[str, Any]]] = {      # turns that a template may dem
 
 @dataclass
 class ClientStates:
-    """Finds and describes the states that clients keep, each only for its owner. state_bytes: the size of one state."""
+    """Finds and describes clients' states, each only for its owner. state_bytes: the size of one state."""
 
     config: ServeConfig
     engine: RemoteEngine
@@ -44,13 +44,13 @@ class ClientStates:
     template: ChatTemplate
     state_bytes: int
 
-    def of(self, owner: str) -> list[SavedState]:
+    def owned_by(self, owner: str) -> list[SavedState]:
         """The owner's states, the newest first."""
-        mine = [state for state in self.engine.states.values() if state.owner == owner]
-        return sorted(mine, key=lambda state: state.created, reverse=True)
+        states = [state for state in self.engine.states.values() if state.owner == owner]
+        return sorted(states, key=lambda state: state.created, reverse=True)
 
     def get(self, state_id: str, owner: str) -> SavedState:
-        """Raises ApiError where the owner has no such state."""
+        """Raises ApiError if the owner has no such state."""
         state = self.engine.states.get(state_id)
         if state is None or state.owner != owner:
             raise ApiError(404, f"unknown, deleted or evicted state {state_id[:100]!r}; states belong to the API key that "
@@ -58,21 +58,21 @@ class ClientStates:
         return state
 
     def start(self, state_id: str | None, owner: str, model: str = "") -> SavedState | None:
-        """The state that a request's texts continue: without state_id the one that all texts of the model begin with, if any.
+        """The state that a request continues: without state_id the one that all sequences of the model begin with, if any.
 
-        Raises ApiError where the state cannot be used.
+        Raises ApiError if the state cannot be used.
         """
         if state_id is None:
             return self.engine.adapters.get(model)
         state = self.usable(state_id, owner)
         if state.model != model:
-            of = f"the model {state.model!r}" if state.model else "the checkpoint's own model"
-            raise ApiError(400, f"state: {of} has read it, and this request is for another one: name that in model", "state",
+            reader = f"the model {state.model!r}" if state.model else "the checkpoint's model"
+            raise ApiError(400, f"state requires {reader}, which has read it: name that in model", "state",
                            "state_of_another_model")
         return state
 
     def usable(self, state_id: str, owner: str) -> SavedState:
-        """As get(). Also raises ApiError where no model of this server can continue the state."""
+        """As get(). Also raises ApiError if no model of this server can continue the state."""
         state = self.get(state_id, owner)
         if state.refusal is not None:
             raise ApiError(400, state.refusal, "state", "state_of_another_model")
@@ -88,9 +88,9 @@ class ClientStates:
                                                                 tools=_digest(tools) if tools else "")
 
     def new(self, owner: str, turn: Turn | None = None, model: str = "") -> SavedState:
-        """A state to keep, still without content. Raises ApiError where there is no room for states."""
+        """A state to save, still without content. Raises ApiError if there is no room for states."""
         if not self.has_room:
-            raise ApiError(400, f"this server keeps no states: one takes {self.state_bytes / MIB:.3g} MiB, and it has "
+            raise ApiError(400, f"this server saves no states: one takes {self.state_bytes / MIB:.3g} MiB, and "
                                 f"states_mib={self.config.states_mib}", code="states_disabled")
         return SavedState(f"state_{secrets.token_hex(16)}", owner, int(time.time()), None, 0, turn=turn, model=model)
 
@@ -102,31 +102,31 @@ class ClientStates:
         if turn is None:
             return render(messages, add_generation_prompt, tools, think, effort)
         if turn.template != _digest(self.template.definition):
-            raise ApiError(400, "state: its conversation was rendered with another chat template than this server's", "state")
+            raise ApiError(400, "state requires the chat template of its conversation, which is not this server's", "state")
         if tools and turn.tools != _digest(tools):
-            raise ApiError(400, "tools: they stand at the beginning of a conversation, and that of the state has others; send "
-                                "the same ones, or begin anew", "tools")
-        before = _up_to(turn.role, self.template.supports_tools)
-        together = [*before, *check_messages(messages)]
+            raise ApiError(400, "tools must be those of the state's conversation: send the same ones, or begin a new "
+                                "conversation", "tools")
+        before = _placeholder_messages(turn.role, self.template.supports_tools)
+        conversation = [*before, *check_messages(messages)]
         try:
-            rendered = render(together, add_generation_prompt, tools, think, effort)
+            rendered = render(conversation, add_generation_prompt, tools, think, effort)
         except UserError as error:
-            raise self._with_its_place(error, before, tools) from None
-        return self._after_stand_in(rendered).removeprefix(turn.tail)
+            raise self._shift_place(error, before, tools) from None
+        return self._after_placeholder(rendered).removeprefix(turn.tail)
 
-    def _with_its_place(self, error: UserError, before: list[dict[str, Any]], tools: Any) -> ApiError | UserError:
-        """An error of rendering the request's messages after `before`, with the places that they have in the request; of the
-        state, if `before` alone has one."""
+    def _shift_place(self, error: UserError, before: list[dict[str, Any]], tools: Any) -> ApiError | UserError:
+        """An error of rendering the request's messages after `before`, with places as in the request; an error of the state,
+        if `before` alone fails."""
         try:
             self.template.render(before, False, tools)
         except UserError:
             role = before[-1]["role"]
-            return ApiError(400, f"state: its conversation ends with a message of the role {role}, which the chat template "
+            return ApiError(400, f"state: its conversation ends with a {role} message, which the chat template "
                             f"{self.template.name} cannot continue: send all messages without state", "state")
         return UserError(re.sub(r"^messages\[(\d+)\]", lambda place: f"messages[{int(place[1]) - len(before)}]", str(error)))
 
     def after(self, ids: Sequence[int], tools: Any, start: SavedState | None) -> SavedState:
-        """Describes a conversation of which only the token ids are known, and which ends with an answer."""
+        """Describes a conversation that ends with an answer, from its token ids alone."""
         last_ids = tuple(ids[-LAST_IDS:])
         return SavedState("", "", 0, len(ids), 0, last_ids, self.turn_of_answer(tools, start))
 
@@ -137,43 +137,43 @@ class ClientStates:
     def turn_of_messages(self, messages: Sequence[Any], tools: Any, start: SavedState | None) -> Turn:
         """The end of a conversation that follows `start`, after these messages."""
         role = check_messages(messages)[-1]["role"]
-        rendered = self.template.render(_up_to(role, self.template.supports_tools), False, tools)
-        return self._turn(role, self._after_stand_in(rendered), tools, start)
+        rendered = self.template.render(_placeholder_messages(role, self.template.supports_tools), False, tools)
+        return self._turn(role, self._after_placeholder(rendered), tools, start)
 
     def _turn(self, role: str, tail: str, tools: Any, start: SavedState | None) -> Turn:
-        known = start.turn.tools if start and start.turn else ""
-        return Turn(role, tail, _digest(tools) if tools else known, _digest(self.template.definition))
+        earlier = start.turn.tools if start and start.turn else ""
+        return Turn(role, tail, _digest(tools) if tools else earlier, _digest(self.template.definition))
 
     def ids(self, text: str, start: SavedState | None) -> list[int]:
         """The ids of a rendered conversation that follows `start`. Raises UserError as the tokenizer does."""
         before = self.tokenizer.decode(start.last_ids) if start else ""
         return encode(self.tokenizer, [text], before)[0]
 
-    def _after_stand_in(self, rendered: str) -> str:
-        _, found, after = rendered.rpartition(STAND_IN)
-        if not found:
-            raise ApiError(400, f"the chat template {self.template.name} leaves earlier messages out, so that a conversation's "
-                                "state cannot be continued: send all of its messages without state", "state")
+    def _after_placeholder(self, rendered: str) -> str:
+        _, placeholder, after = rendered.rpartition(PLACEHOLDER)
+        if not placeholder:
+            raise ApiError(400, f"state: the chat template {self.template.name} drops earlier messages, so that it cannot "
+                                "continue a conversation: send all messages without state", "state")
         return after
 
 
-def _up_to(role: str, calls: bool) -> list[dict[str, Any]]:
-    """Messages that end with the stand-in, which has this role. calls: the template shows calls of tools."""
+def _placeholder_messages(role: str, calls: bool) -> list[dict[str, Any]]:
+    """Messages that end with the placeholder, in this role. calls: the template renders tool calls."""
     before = BEFORE.get(role, ())
-    return [*(message for message in before if calls or "tool_calls" not in message), {"role": role, "content": STAND_IN}]
+    return [*(message for message in before if calls or "tool_calls" not in message), {"role": role, "content": PLACEHOLDER}]
 
 
-def owner_of(key: str) -> str:
+def owner_digest(key: str) -> str:
     """A digest of an API key. Unlike the key it may be written to files."""
     return hashlib.sha256(b"timemix state " + key.encode()).hexdigest()[:32]
 
 
 def shown(state: SavedState, model: str) -> dict[str, Any]:
-    """A state for the client. model: the id of the checkpoint's own model."""
+    """A state for the client. model: the id of the checkpoint's model."""
     return {"id": state.id, "object": "state", "created": state.created,
             "model": None if state.refusal else state.model or model, "tokens": state.tokens, "bytes": state.bytes}
 
 
 def _digest(value: Any) -> str:
-    written = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
-    return hashlib.sha256(written.encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]

@@ -17,32 +17,32 @@ from rwkv.serving.service import Service
 NO_LIMIT = -1                            # max_tokens of clients that set no limit
 
 
-async def answer(service: Service, texts: list[Generate], spec: ResponseSpec, body: Options) -> Answer:
-    return Answer(service.engine, await submit(service, texts), spec, bool(body.stream), service.config.timeout_s)
+async def answer(service: Service, sequences: list[Generate], spec: ResponseSpec, body: Options) -> Answer:
+    return Answer(service.engine, await submit(service, sequences), spec, bool(body.stream), service.config.timeout_s)
 
 
-async def submit(service: Service, texts: list[Generate]) -> Ticket:
-    if (grammar := texts[0].request.grammar) is not None:
-        await service.compilers.check(grammar, texts[0].owner)
+async def submit(service: Service, sequences: list[Generate]) -> Ticket:
+    if (grammar := sequences[0].request.grammar) is not None:
+        await service.compilers.check(grammar, sequences[0].owner)
     if service.stopping:
         raise ApiError(503, "the server is stopping", code="stopping")
-    ticket = service.engine.submit(texts)
-    service.metrics.begin([text.id for text in ticket.texts])
+    ticket = service.engine.submit(sequences)
+    service.metrics.begin([sequence.id for sequence in ticket.sequences])
     return ticket
 
 
 def stopping(service: Service, max_tokens: int, stops: tuple[str, ...], field: str = "max_tokens") -> StoppingCriteria:
-    """Raises ApiError where the server allows fewer tokens. field: the name of the field that holds max_tokens."""
+    """Raises ApiError if the server allows fewer tokens. field: the name of the request's field for max_tokens."""
     if max_tokens > service.config.max_tokens:
         raise ApiError(400, f"{field} must be at most {service.config.max_tokens} on this server; got {max_tokens}", field)
     return StoppingCriteria(max_tokens, stops)
 
 
-def sequences(service: Service, body: Options, first: Request, n: int, start: SavedState | None, owner: str, model: str,
+def make_sequences(service: Service, body: Options, first: Request, n: int, start: SavedState | None, owner: str, model: str,
               turn: Turn | None = None) -> list[Generate]:
-    """n sequences that continue `start`, with consecutive seeds from that of `first` on.
+    """n sequences that continue `start`, with consecutive seeds that begin with that of `first`.
 
-    Each saves its end as a new state if the body asks for it.
+    Each saves its final state if the body asks for it.
     """
     return [Generate(replace(first, seed=first.seed + number), model, owner, start,
                      service.states.new(owner, turn, model) if body.save_state else None, bool(body.stream))
@@ -51,18 +51,18 @@ def sequences(service: Service, body: Options, first: Request, n: int, start: Sa
 
 def prompt_ids(service: Service, prompt: str | list[int], param: str = "prompt", start: SavedState | None = None) -> list[int]:
     if isinstance(prompt, str):
-        before = start.last_ids if start else ()
-        ids = encoded(lambda text: service.tokenizer.encode_after(text, before), prompt, param)
+        context = start.last_ids if start else ()
+        ids = encoded(lambda text: service.tokenizer.encode_after(text, context), prompt, param)
     else:
         ids = prompt
         if max(ids, default=0) >= service.tokenizer.vocab_size:
-            most = service.tokenizer.vocab_size - 1
-            raise ApiError(400, f"{param} must hold token ids from 0 to {most}; got {max(ids)}", param)
+            last = service.tokenizer.vocab_size - 1
+            raise ApiError(400, f"{param} must hold token ids from 0 to {last}; got {max(ids)}", param)
     if len(ids) > service.config.max_prompt_tokens:
-        raise ApiError(400, f"{param} has {counted(len(ids), 'token')}, and this server reads at most "
-                            f"{service.config.max_prompt_tokens}", param, "context_length_exceeded")
-    follows = start is not None and start.tokens != 0            # a state that was trained has read no token
-    return ids if ids or follows else [service.tokenizer.end_of_text]
+        raise ApiError(400, f"{param} must have at most {counted(service.config.max_prompt_tokens, 'token')} on this server; "
+                            f"got {len(ids)}", param, "context_length_exceeded")
+    has_context = start is not None and start.tokens != 0        # a trained state has read no token
+    return ids if ids or has_context else [service.tokenizer.end_of_text]
 
 
 def message_ids(service: Service, rendered: str, start: SavedState | None) -> list[int]:
@@ -78,5 +78,5 @@ def encoded(encoder: Callable[[str], list[int]], text: str, param: str) -> list[
 
 def include_usage(body: Options) -> bool:
     if body.stream_options is not None and not body.stream:
-        raise ApiError(400, "stream_options needs stream=true", "stream_options")
+        raise ApiError(400, "stream_options requires stream=true", "stream_options")
     return bool(body.stream_options and body.stream_options.include_usage)

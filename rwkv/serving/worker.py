@@ -26,7 +26,6 @@ from rwkv.io.signals import STOPPING
 from rwkv.model.base import n_parameters
 from rwkv.serving.log import say
 from rwkv.serving.messages import (
-    About,
     Cancel,
     Defaults,
     Download,
@@ -34,23 +33,24 @@ from rwkv.serving.messages import (
     Event,
     Failed,
     Generate,
-    Look,
+    ModelInfo,
     Ready,
     Reply,
     SavedState,
     Step,
+    SyncFolder,
     ToEngine,
     Upload,
 )
 from rwkv.serving.state_store import StateGone, StateStore
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-COMPILING_S = 0.002                      # seconds between two checks whether a grammar is compiled, while nothing else is done
+COMPILING_S = 0.002                      # seconds between two checks of a grammar's compilation, while idle
 
 
 class LoadedAdapter(NamedTuple):
-    """model: the checkpoint's, or one with weights of its own. start: the state that each of its texts begins with; it has read
-    `tokens` tokens. digest: of the trained values."""
+    """model: the checkpoint's, or one with other weights. start: the state that its sequences begin with. tokens: the
+    number that it has read. digest: of the trained values."""
 
     model: Any
     start: PrefillResult | None
@@ -59,7 +59,7 @@ class LoadedAdapter(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The result of loading. adapters: by name. The other fields are those of Ready and About."""
+    """The result of loading. adapters: by name. The other fields are those of Ready and ModelInfo."""
 
     model: Any
     tokenizer: Tokenizer
@@ -76,28 +76,28 @@ Load = Callable[[ServeConfig], Loaded]
 
 
 def main(connection: Connection, config: ServeConfig, load: Load) -> None:
-    """Loads the model and warms it up, sends Ready or Failed, and generates until None comes or the connection ends."""
+    """Loads the model, warms it up, sends Ready or Failed, and generates until None comes or the connection ends."""
     for number in STOPPING:              # the HTTP process decides when this one ends
         signal.signal(number, signal.SIG_IGN)
     keep_large_blocks()
     try:
         loaded = load(config)
         cache = PrefixCache(config.cache_mib * MIB) if config.cache_mib else None
-        served = {"": LoadedAdapter(loaded.model, None, 0, ""), **loaded.adapters}
-        engines = {each.model: Engine(each.model, loaded.tokenizer, cache=cache) for each in served.values()}
+        adapters = {"": LoadedAdapter(loaded.model, None, 0, ""), **loaded.adapters}
+        engines = {adapter.model: Engine(adapter.model, loaded.tokenizer, cache=cache) for adapter in adapters.values()}
         for engine in engines.values():
             engine.warm_up(config.max_rows)
-        forms = {name: StateForm.of(each.model, loaded.tokenizer) for name, each in served.items()}
-        states = StateStore(config, forms, {name: each.digest for name, each in served.items()})
-        models = {name: _Model(each.model, engines[each.model], each.start) for name, each in served.items()}
+        forms = {name: StateForm.of(adapter.model, loaded.tokenizer) for name, adapter in adapters.items()}
+        states = StateStore(config, forms, {name: adapter.digest for name, adapter in adapters.items()})
+        models = {name: _Model(adapter.model, engines[adapter.model], adapter.start) for name, adapter in adapters.items()}
         worker = _Worker(connection, models, loaded.tokenizer, cache, states)
         model = loaded.model
-        about = About(model.generation.NAME, n_parameters(model.config, model.vocab_size), loaded.dtype, loaded.trained_tokens,
-                      model.config.n_embd, model.emb.weight.device.type)
+        model_info = ModelInfo(model.generation.NAME, n_parameters(model.config, model.vocab_size), loaded.dtype,
+                               loaded.trained_tokens, model.config.n_embd, model.emb.weight.device.type)
         starts = {name: each.start and SavedState("", "", 0, each.tokens, each.start.nbytes(), each.start.last_ids, model=name)
                   for name, each in loaded.adapters.items()}
-        connection.send(Ready(about, loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.found, loaded.state_bytes,
-                              loaded.defaults, starts))
+        connection.send(Ready(model_info, loaded.tokenizer.to_dict(), loaded.template, loaded.plan, states.initial,
+                              loaded.state_bytes, loaded.defaults, starts))
         try:
             worker.run()
         finally:
@@ -110,7 +110,7 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
 
 
 class _Model(NamedTuple):
-    """A model that requests can name. start: the state that each of its texts begins with; None for the empty one."""
+    """A model that requests can name. start: the state that its sequences begin with; None for the empty one."""
 
     model: Any
     engine: Engine
@@ -118,7 +118,7 @@ class _Model(NamedTuple):
 
 
 class _Job:
-    """A text that is being generated: its row, and how much of it has been sent."""
+    """A running sequence: its row, and how much of it has been sent."""
 
     def __init__(self, message: Generate, row: Row) -> None:
         self.message = message
@@ -145,9 +145,9 @@ class _Job:
         if finished:
             event.finish_reason = sample.finish_reason
             event.stop = self.row.stop
-            before = (self.message.start and self.message.start.tokens) or 0         # tokens that `start` has read
-            event.prompt_tokens = before + len(self.row.prompt_ids)
-            event.cached_tokens = before + self.row.cached_tokens
+            context_tokens = (self.message.start and self.message.start.tokens) or 0
+            event.prompt_tokens = context_tokens + len(self.row.prompt_ids)
+            event.cached_tokens = context_tokens + self.row.cached_tokens
             event.completion_tokens = len(sample.tokens)
             event.prompt_logprobs = self.row.prompt_logprobs
             if self.row.request.pooling is not None and self.row.prompt_read:
@@ -160,15 +160,15 @@ class _Job:
         start = self.message.start
         if save is None or context is None:
             return None
-        read = len(self.row.prompt_ids) + len(self.row.sample.tokens)
-        before = start.tokens if start else 0
+        tokens = len(self.row.prompt_ids) + len(self.row.sample.tokens)
+        context_tokens = start.tokens if start else 0
         turn = save.turn and replace(save.turn, tail=save.turn.tail + self.row.read_after_text)
-        return replace(save, tokens=None if before is None else before + read, bytes=context.nbytes(),
+        return replace(save, tokens=None if context_tokens is None else context_tokens + tokens, bytes=context.nbytes(),
                        last_ids=context.last_ids, turn=turn)
 
 
 class _Worker:
-    """Runs the engines. Between two steps it takes the requests that have come; after each step it sends the events."""
+    """Runs the engines: takes new messages before each step, and sends the events after it."""
 
     def __init__(self, connection: Connection, models: Mapping[str, _Model], tokenizer: Tokenizer, cache: PrefixCache | None,
                  states: StateStore) -> None:
@@ -179,9 +179,9 @@ class _Worker:
         self._states = states
         self._jobs: dict[Engine, dict[int, _Job]] = {model.engine: {} for model in models.values()}      # by the row's index
         self._refused: list[Event] = []
-        self._compiler = ThreadPoolExecutor(1)           # another thread, so that no text waits while a grammar is compiled
+        self._compiler = ThreadPoolExecutor(1)           # in a thread, so that no sequence waits for a grammar
         self._compiling: list[tuple[Future[Any], list[Generate]]] = []
-        self._cancelled: set[int] = set()                # texts whose grammar is being compiled
+        self._cancelled: set[int] = set()                # sequences whose grammar is being compiled
 
     def run(self) -> None:
         while True:
@@ -195,13 +195,13 @@ class _Worker:
                 wait = 0
             for pair in [pair for pair in self._compiling if pair[0].done()]:
                 self._compiling.remove(pair)
-                for text in pair[1]:
-                    self._begin(text)
+                for sequence in pair[1]:
+                    self._begin(sequence)
             events = self._refused
             self._refused = []
             for engine, jobs in self._jobs.items():
-                for index, piece in engine.step():
-                    jobs[index].text += piece
+                for index, text in engine.step():
+                    jobs[index].text += text
                 events += [event for job in jobs.values() if (event := self._event(job))]
                 self._jobs[engine] = {index: job for index, job in jobs.items() if not job.row.complete}
             gone = self._states.take_gone()
@@ -210,7 +210,7 @@ class _Worker:
                 self._connection.send(Step(events, *cached, self._states.nbytes, tuple(gone)))
 
     def _event(self, job: _Job) -> Event | None:
-        """The event to send for a text. If the text has ended and a state was asked for, its end is kept first."""
+        """The event to send for a sequence. Saves the final state first, if the request asks for it."""
         event = job.event()
         saved = job.saved()
         if event is not None and saved is not None:
@@ -220,29 +220,29 @@ class _Worker:
         return event
 
     def _take(self, message: ToEngine) -> None:
-        """Handles one message. The texts of one request come in one message and begin at the same step, so their prompt is read
-        once. The last bits of log-probabilities may depend on the number of rows, but not on when each text came.
+        """Handles one message. The sequences of one request come in one message and begin at the same step, so their prompt is
+        read once. The last bits of log-probabilities may depend on the number of rows, but not on when each sequence came.
         """
         if isinstance(message, Cancel):
             for job in (job for jobs in self._jobs.values() for job in jobs.values()):
                 if job.message.id == message.id:
                     job.row.cancel()
-            if any(text.id == message.id for _, texts in self._compiling for text in texts):
+            if any(sequence.id == message.id for _, sequences in self._compiling for sequence in sequences):
                 self._cancelled.add(message.id)
         elif isinstance(message, Drop):
             self._states.drop(message.state)
-        elif isinstance(message, (Upload, Download, Look)):
+        elif isinstance(message, (Upload, Download, SyncFolder)):
             self._connection.send(self._reply(message))
         elif (grammar := message[0].request.grammar) is not None:
             self._compiling.append((self._compiler.submit(compiled, grammar, self._tokenizer), message))
         else:
-            for text in message:
-                self._begin(text)
+            for sequence in message:
+                self._begin(sequence)
 
-    def _reply(self, message: Upload | Download | Look) -> Reply:
+    def _reply(self, message: Upload | Download | SyncFolder) -> Reply:
         try:
-            if isinstance(message, Look):
-                return Reply(message.id, self._states.look(message.new, message.lost))
+            if isinstance(message, SyncFolder):
+                return Reply(message.id, self._states.sync(message.new, message.lost))
             if isinstance(message, Upload):
                 return Reply(message.id, self._upload(message))
             return Reply(message.id, self._states.content(message.state))
@@ -250,15 +250,15 @@ class _Worker:
             return Reply(message.id, error=str(error), state_gone=isinstance(error, StateGone))
 
     def _upload(self, message: Upload) -> SavedState:
-        """A tuned state belongs to the checkpoint: nothing in it says otherwise."""
+        """A tuned state is taken as the checkpoint's, because its file names no model."""
         if not time_states.is_content(message.content):
             if message.layout is not None:
-                raise UserError("state_layout is for tuned states, and this file is none: leave it out")
+                raise UserError("state_layout requires a tuned state: leave it out")
             return self._states.upload(message.state, message.content)
         model = self._models[""].model
-        learnt = time_states.read_content(message.content, model.config, message.layout)
-        context = beginning(model, self._tokenizer, learnt.state(model.config))
-        say("states", f"{message.state.id}: {learnt.line}")
+        tuned = time_states.read_content(message.content, model.config, message.layout)
+        context = beginning(model, self._tokenizer, tuned.state(model.config))
+        say("states", f"{message.state.id}: {tuned.line}")
         state = replace(message.state, bytes=context.nbytes(), last_ids=context.last_ids, tokens=0)
         self._states.put(state, context)
         return state

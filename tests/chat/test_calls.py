@@ -111,7 +111,7 @@ def parsed(pieces: list[str], functions: tuple[str, ...] = FUNCTIONS, **options:
         assert all(end <= parser.decided for _, end in parser.spans)
         text, calls = text + shown, calls + found
     assert parser.decided == len(written)
-    assert parser.found == len(calls) == len({call["id"] for call in calls})
+    assert parser.n_calls == len(calls) == len({call["id"] for call in calls})
     return text, [(call["function"]["name"], call["function"]["arguments"]) for call in calls]
 
 

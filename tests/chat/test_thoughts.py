@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rwkv.chat.thoughts import ThoughtParser, answer_message, begun_by, end_of, with_hint
+from rwkv.chat.thoughts import ThoughtParser, answer_message, begun_by, thoughts_end, with_hint
 
 ANSWERS: list[tuple[str, str, str, str]] = [     # the prompt's beginning, what is written, the thoughts, the text
     ("", "Yes.", "", "Yes."), ("", " \n Yes.", "", "Yes."), ("", "", "", ""),
@@ -67,7 +67,7 @@ def test_the_beginning_of_thoughts_is_found_in_a_prompt(prompt: str, begun: str)
     ("<think", "<think>\n</think>\n"), ("<think>\n", "<think>\n\n</think>\n"), ("<think></think", "<think></think>\n"),
     ("<think>\n\n</think>", "<think>\n\n</think>\n")])
 def test_thoughts_are_ended_where_an_answer_is_to_begin_otherwise(start: str, ended: str) -> None:
-    assert start + end_of(start) == ended
+    assert start + thoughts_end(start) == ended
     assert ThoughtParser(ended).push("{}", last=True) == ("", "{}")
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 from models import world_vocabulary
 
-from rwkv.serving.answers import ResponseSpec, _Text, chat_entry
+from rwkv.serving.answers import ResponseSpec, _Choice, chat_entry
 from rwkv.serving.messages import Event
 from rwkv.serving.responses import Output
 from rwkv.tokenizer.tokenizers import WorldTokenizer
@@ -42,7 +42,7 @@ def items_and_content(tokens: list[bytes], cuts: Any) -> tuple[list[Any], str]:
     logprobs = [{"token": token, "text": name, "logprob": -1.0, "top": []}
                 for token, name in zip(ids, tokenizer.names(ids), strict=True)]
     shape = ResponseSpec("chatcmpl", "m", False, True, [""], 1, tokenizer, functions=["f"], thinks=True)
-    whole, streamed, parsed = (_Text(shape, 0, []) for _ in range(3))
+    whole, streamed, parsed = (_Choice(shape, 0, []) for _ in range(3))
     output, decoder, shown = Output(), tokenizer.decoder(()), tokenizer.decoder(())
     chunks = ""
     entries: list[Any] = []

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from rwkv.chat.messages import EMPTY
 from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.templates import chat_template
-from rwkv.chat.thoughts import think_of
+from rwkv.chat.thoughts import parse_think
 from rwkv.config import DataConfig
 from rwkv.data.copies import Placed, Splitter, fingerprint
 from rwkv.data.source import Document, Source, chunks_of
@@ -103,7 +103,7 @@ def template_of(config: DataConfig) -> ChatTemplate:
     """The chat template of data.template, for answers as data.think says. Raises UserError if it has no such answers."""
     template = chat_template(config.template or "world")
     try:
-        return template.for_learning(think_of(config.think))
+        return template.for_learning(parse_think(config.think))
     except UserError as error:
         raise UserError(f"data.{error}") from None
 

@@ -1,7 +1,8 @@
 """Anthropic's /v1/messages and /v1/messages/count_tokens.
 
-A request becomes a ChatRequest, and the events of its text become content blocks: thinking, text, tool_use. cache_control has
-no effect, because the server caches every prefix. budget_tokens neither: max_tokens bounds thoughts and answer together.
+A request becomes a ChatRequest, and the events of its sequence become content blocks: thinking, text, tool_use.
+cache_control has no effect, because the server caches every prefix; nor has budget_tokens, because max_tokens bounds thoughts
+and answer together.
 """
 
 import re
@@ -15,7 +16,7 @@ from starlette.responses import Response
 
 from rwkv.serving.answers import Answer, ResponseSpec
 from rwkv.serving.bodies import from_body
-from rwkv.serving.endpoints.chat import chat_texts
+from rwkv.serving.endpoints.chat import chat_sequences
 from rwkv.serving.errors import ApiError, json_response, renaming
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
@@ -73,7 +74,7 @@ class MessagesRequest(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     tools: list[dict[str, Any]] | None = None
     tool_choice: Choice | None = None
     container: None = None               # not supported
-    metadata: Any = None                 # ignored, as those below
+    metadata: Any = None                 # ignored, like those below
     cache_control: Any = None
     service_tier: Any = None
     speed: Any = None
@@ -89,18 +90,18 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 async def messages(service: Service, request: Request) -> "MessagesAnswer":
-    texts, spec, body, rename = await from_body(service, request, partial(_translated, owner=owner(request)))
+    sequences, spec, body, rename = await from_body(service, request, partial(_translated, owner=owner(request)))
     with renaming(rename):
-        return MessagesAnswer(service, await submit(service, texts), spec, body)
+        return MessagesAnswer(service, await submit(service, sequences), spec, body)
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
-    texts, *_ = await from_body(service, request, partial(_translated, owner=owner(request), counts=True))
-    return json_response({"input_tokens": _prompt_tokens(texts[0])})
+    sequences, *_ = await from_body(service, request, partial(_translated, owner=owner(request), counts=True))
+    return json_response({"input_tokens": _prompt_tokens(sequences[0])})
 
 
-def _prompt_tokens(text: Generate) -> int:
-    return len(text.request.prompt_ids) + ((text.start and text.start.tokens) or 0)
+def _prompt_tokens(sequence: Generate) -> int:
+    return len(sequence.request.prompt_ids) + ((sequence.start and sequence.start.tokens) or 0)
 
 
 # From a request to a ChatRequest
@@ -110,10 +111,10 @@ Translated = tuple[list[Generate], ResponseSpec, MessagesRequest, Callable[[str]
 
 
 def _translated(service: Service, sent: bytes, owner: str, counts: bool = False) -> Translated:
-    """counts: the request is one for count_tokens, which has no max_tokens."""
+    """counts: for count_tokens, whose requests have no max_tokens."""
     body = read(sent, MessagesRequest)
     if body.max_tokens is None and not counts:
-        raise ApiError(400, "max_tokens is missing: it must be the largest number of tokens of the answer", "max_tokens")
+        raise ApiError(400, "max_tokens is required", "max_tokens")
     chat, places = _messages(body)
     sampling = {name: value for name in SamplingFields.__struct_fields__ if (value := getattr(body, name)) is not None}
     thinking = body.thinking.type if body.thinking else "adaptive"
@@ -127,7 +128,7 @@ def _translated(service: Service, sent: bytes, owner: str, counts: bool = False)
               "response_format": schema and {"type": "json_schema", "json_schema": schema}, **_choice(body.tool_choice)}
     rename = partial(_renamed, places=places)
     with renaming(rename):
-        return *chat_texts(service, converted(fields, TranslatedChat), owner), body, rename
+        return *chat_sequences(service, converted(fields, TranslatedChat), owner), body, rename
 
 
 def _renamed(field: str, places: list[str]) -> str:
@@ -143,7 +144,7 @@ def _choice(choice: Choice | None) -> dict[str, Any]:
     if choice is None:
         return {}
     if (choice.type == "tool") != (choice.name is not None):
-        raise ApiError(400, "tool_choice.name is required with the type tool, and conflicts with others", "tool_choice.name")
+        raise ApiError(400, "tool_choice.name requires the type tool, and the type tool requires it", "tool_choice.name")
     named = {"type": "function", "function": {"name": choice.name}}
     return {"tool_choice": {"any": "required", "tool": named}.get(choice.type, choice.type),
             "parallel_tool_calls": False if choice.disable_parallel_tool_use else None}
@@ -154,13 +155,13 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
     if kind != "custom":
         raise ApiError(400, f"{where}.type must be custom: this server runs no tools; got {kind[:60]!r}", f"{where}.type")
     if not isinstance(tool.get("input_schema"), dict):
-        raise ApiError(400, f"{where}.input_schema must be a JSON schema, an object", f"{where}.input_schema")
+        raise ApiError(400, f"{where}.input_schema must be a JSON schema object", f"{where}.input_schema")
     function = {name: tool[name] for name in ("name", "description", "strict") if name in tool}
     return {"type": "function", "function": {**function, "parameters": tool["input_schema"]}}
 
 
 def _messages(body: MessagesRequest) -> tuple[list[dict[str, Any]], list[str]]:
-    """The messages of a chat, and the place of each in the request. Turns of the same role that follow each other are one."""
+    """The messages of a chat, and the place of each in the request. Consecutive turns of one role are merged."""
     chat: list[dict[str, Any]] = []
     places: list[str] = []
 
@@ -174,22 +175,22 @@ def _messages(body: MessagesRequest) -> tuple[list[dict[str, Any]], list[str]]:
             places.append(where)
 
     if body.system:
-        add({"role": "system", "content": _texts(body.system, "system")}, "system")
+        add({"role": "system", "content": _text_blocks(body.system, "system")}, "system")
     for i, message in enumerate(body.messages):
         where = f"messages[{i}]"
-        for each in _turns(message.role, message.content, f"{where}.content"):
-            add(each, where)
+        for turn in _turns(message.role, message.content, f"{where}.content"):
+            add(turn, where)
     if not body.messages or body.messages[-1].role == "assistant":
-        raise ApiError(400, "messages must end with a message of the user: this server cannot continue the beginning of an "
+        raise ApiError(400, "messages must end with a user message: this server cannot continue the beginning of an "
                             "answer", "messages")
     return chat, places
 
 
 def _turns(role: str, content: str | list[dict[str, Any]], where: str) -> Iterator[dict[str, Any]]:
-    """The messages of a chat for the blocks of one message: results of tools are messages of their own."""
+    """The chat messages for one message's blocks: each tool result becomes a message."""
     turn: dict[str, Any] = {"role": role, "content": []}
     calls = []
-    blocks = _texts(content, where) if isinstance(content, str) else content
+    blocks = _text_blocks(content, where) if isinstance(content, str) else content
     for i, block in enumerate(blocks):
         place = f"{where}[{i}]"
         kind = block.get("type")
@@ -205,10 +206,10 @@ def _turns(role: str, content: str | list[dict[str, Any]], where: str) -> Iterat
                           "function": {"name": block["name"], "arguments": block.get("input", {})}})
         elif kind == "thinking" and role == "assistant":
             if not isinstance(block.get("thinking"), str):
-                raise ApiError(400, f"{place}.thinking must be a text", place)
+                raise ApiError(400, f"{place}.thinking must be a string", place)
             turn["reasoning_content"] = turn.get("reasoning_content", "") + block["thinking"]
         elif kind != "redacted_thinking" or role != "assistant":         # another model's thoughts, encrypted
-            turn["content"] += _texts([block], place)
+            turn["content"] += _text_blocks([block], place)
     if calls:
         turn["tool_calls"] = calls
     if turn["content"] or calls or role != "user" or not blocks:
@@ -217,21 +218,21 @@ def _turns(role: str, content: str | list[dict[str, Any]], where: str) -> Iterat
 
 def _result(block: dict[str, Any], where: str) -> dict[str, Any]:
     if not isinstance(block.get("tool_use_id"), str):
-        raise ApiError(400, f"{where}.tool_use_id must be a text", where)
+        raise ApiError(400, f"{where}.tool_use_id must be a string", where)
     error = [{"type": "text", "text": "Error:"}] if block.get("is_error") else []
-    texts = _texts(block.get("content") or "", f"{where}.content")
-    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": [*error, *texts]}
+    blocks = _text_blocks(block.get("content") or "", f"{where}.content")
+    return {"role": "tool", "tool_call_id": block["tool_use_id"], "content": [*error, *blocks]}
 
 
-def _texts(blocks: Any, where: str) -> list[dict[str, Any]]:
+def _text_blocks(blocks: Any, where: str) -> list[dict[str, Any]]:
     """Text blocks without their other fields, such as cache_control. Raises ApiError for any other block."""
     blocks = [{"type": "text", "text": blocks}] if isinstance(blocks, str) else blocks
     if not isinstance(blocks, list):
-        raise ApiError(400, f"{where} must be a text or a list of blocks", where)
+        raise ApiError(400, f"{where} must be a string or a list of blocks", where)
     for block in blocks:
         kind = block.get("type") if isinstance(block, dict) else None
         if isinstance(kind, str) and kind in NO_TEXT:
-            raise ApiError(400, f"{where}: it has {NO_TEXT[kind]}, and this model reads text alone", where)
+            raise ApiError(400, f"{where} must be text; got {NO_TEXT[kind]}", where)
         if kind != "text" or not isinstance(block.get("text"), str):
             raise ApiError(400, f"{where} must be a text block; got a block of type {str(kind)[:60]!r}", where)
     return [{"type": "text", "text": block["text"]} for block in blocks]
@@ -247,7 +248,7 @@ class MessagesAnswer(Answer):
         self._shows_thoughts = body.thinking is None or body.thinking.display != "omitted"
         self._blocks: list[dict[str, Any]] = []
         self._open = False               # the last block may get more text
-        self._text = self._texts[0]
+        self._choice = self._choices[0]
 
     def _error_response(self, error: ApiError) -> Response:
         return error.response(error_body)
@@ -259,7 +260,7 @@ class MessagesAnswer(Answer):
         return json_response({**self._message(), **self._ending(), "content": self._blocks, "usage": self._counts()})
 
     async def _chunks(self) -> AsyncIterator[bytes]:
-        usage = {"input_tokens": _prompt_tokens(self._ticket.texts[0]), "output_tokens": 0}
+        usage = {"input_tokens": _prompt_tokens(self._ticket.sequences[0]), "output_tokens": 0}
         start = {**self._message(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _sse({"type": "message_start", "message": start}) + _sse({"type": "ping"})
         try:
@@ -276,8 +277,8 @@ class MessagesAnswer(Answer):
         return {"id": f"msg_{self._spec.id}", "type": "message", "role": "assistant", "model": self._spec.model}
 
     def _ending(self) -> dict[str, Any]:
-        last = self._text.last
-        reason = self._text.reason(last)
+        last = self._choice.last
+        reason = self._choice.reason(last)
         if reason == "stop" and last.stop in self._stops:
             return {"stop_reason": "stop_sequence", "stop_sequence": last.stop}
         return {"stop_reason": REASONS[reason], "stop_sequence": None}
@@ -289,7 +290,7 @@ class MessagesAnswer(Answer):
                 "cache_read_input_tokens": cached, "output_tokens": usage["completion_tokens"]}
 
     def _events(self, event: Event) -> Iterator[dict[str, Any]]:
-        thoughts, parts = self._text.parsed(event)
+        thoughts, parts = self._choice.parsed(event)
         if thoughts:
             yield from self._add("thinking", thoughts if self._shows_thoughts else "")
         for part in parts:
@@ -298,7 +299,7 @@ class MessagesAnswer(Answer):
             elif part.text:
                 yield from self._add("text", part.text)
         if event.finish_reason is not None:
-            self._text.last = event
+            self._choice.last = event
             if not self._blocks:         # clients read the first block
                 yield from self._add("text", "")
             yield from self._close()

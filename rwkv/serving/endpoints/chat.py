@@ -1,6 +1,6 @@
 """OpenAI's /v1/chat/completions.
 
-chat_texts() translates a ChatRequest for the engine. Other chat interfaces translate their requests into a ChatRequest.
+chat_sequences() translates a ChatRequest for the engine. Other chat interfaces translate their requests into a ChatRequest.
 """
 
 from collections.abc import Sequence
@@ -11,11 +11,11 @@ from typing import Any
 import msgspec
 from starlette.requests import Request
 
-from rwkv.chat.calls import START, stop_of
+from rwkv.chat.calls import START, call_stop
 from rwkv.chat.rendered import for_tokenizer
 from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import START as START_OF_THOUGHTS
-from rwkv.chat.thoughts import begun_by, end_of
+from rwkv.chat.thoughts import begun_by, thoughts_end
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.request import Request as EngineRequest
@@ -25,8 +25,8 @@ from rwkv.serving.errors import ApiError
 from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import ChatRequest, TemplateOptions, Thinking, Tool, read
-from rwkv.serving.service import Service, adapter_of, default_max_tokens, owner
-from rwkv.serving.submission import NO_LIMIT, answer, include_usage, message_ids, prompt_ids, sequences, stopping
+from rwkv.serving.service import Service, default_max_tokens, owner, resolve_adapter
+from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, message_ids, prompt_ids, stopping
 
 TEMPLATE_NAMES = {"bot": "flower", "assistant": "g1", "function_calling": "g1"}          # by rwkv_prompt_template
 
@@ -37,27 +37,27 @@ async def chat_completions(service: Service, request: Request) -> Answer:
 
 def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, ChatRequest]:
     body = read(sent, ChatRequest)
-    return *chat_texts(service, body, owner), body
+    return *chat_sequences(service, body, owner), body
 
 
-def chat_texts(service: Service, body: ChatRequest, owner: str,
+def chat_sequences(service: Service, body: ChatRequest, owner: str,
                before: Sequence[int] = ()) -> tuple[list[Generate], ResponseSpec]:
     """The sequences that answer a chat request. before: the ids of earlier turns, which end with an answer.
 
     Raises ApiError and UserError with the field names of a ChatRequest.
     """
-    model = adapter_of(service, body.model)
+    model = resolve_adapter(service, body.model)
     service = _with_template(service, body)
     if body.top_logprobs is not None and not body.logprobs:
-        raise ApiError(400, "top_logprobs needs logprobs=true", "top_logprobs")
+        raise ApiError(400, "top_logprobs requires logprobs=true", "top_logprobs")
     tools, call_start = tools_and_call(service, body)
     thinking = _thinking(service, body, bool(call_start))
     answer_start = service.template.answer_start(thinking.think)
     start = service.states.start(body.state, owner, model)
-    follows = service.states.after(before, tools, start) if before else start
-    prompt = service.states.prompt(follows, body.messages, tools, thinking.think, thinking.effort)
+    context = service.states.after(before, tools, start) if before else start
+    prompt = service.states.prompt(context, body.messages, tools, thinking.think, thinking.effort)
     if call_start and answer_start:      # thoughts, which end before the call
-        end = end_of(answer_start)
+        end = thoughts_end(answer_start)
         prompt = f"{prompt}{end}"
         answer_start = f"{answer_start}{end}"
         call_start = call_start.lstrip()
@@ -71,47 +71,48 @@ def chat_texts(service: Service, body: ChatRequest, owner: str,
     maximum = default_max_tokens(service, usual)["chat"] if maximum in (None, NO_LIMIT) else maximum
     one_call = bool(call_start) or (bool(tools) and body.parallel_tool_calls is False)
     requested = usual.stop if body.stop is None else body.stops()
-    stops = (*service.template.stop, *requested, *((stop_of(call_start),) if one_call else ()))
+    stops = (*service.template.stop, *requested, *((call_stop(call_start),) if one_call else ()))
     n = body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
-    ids = prompt_ids(service, [*before, *message_ids(service, prompt, follows)], "messages", start)
+    ids = prompt_ids(service, [*before, *message_ids(service, prompt, context)], "messages", start)
     begun = answer_start or begun_by(prompt)
     grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True)
     first = EngineRequest(ids, body.first_seed(), stopping(service, maximum, stops, limit),
                           body.sampling(usual.sampling, service.tokenizer), n_logprobs, grammar=grammar)
-    texts = sequences(service, body, first, n, start, owner, model, service.states.turn_of_answer(tools, start))
+    sequences = make_sequences(service, body, first, n, start, owner, model, service.states.turn_of_answer(tools, start))
     functions = [tool.function.name for tool in body.tools or ()] if tools else []
     spec = ResponseSpec("chatcmpl", model or service.model, include_usage(body), bool(body.logprobs),
                         [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start.lstrip(),
                         most_calls=1 if one_call else None, thinks=service.template.thinks,
                         after=start.last_ids if start else (), saves=bool(body.save_state))
-    return texts, spec
+    return sequences, spec
 
 
 def _with_template(service: Service, body: ChatRequest) -> Service:
-    """The service with the chat template that rwkv_prompt_template names, if the server's own has another form."""
+    """The service with the chat template that rwkv_prompt_template names, if the server's has another form."""
     kwargs = body.chat_template_kwargs or TemplateOptions()
-    asked = kwargs.rwkv_prompt_template
-    own = service.template
+    name = kwargs.rwkv_prompt_template
+    default = service.template
     without_thoughts = kwargs.rwkv_generation_prompt in (None, "no_think")
-    fits = {"bot": own.name == "flower", "assistant": own.name == "g1" or (own.name == "world" and without_thoughts),
-            "function_calling": own.supports_tools}
-    if asked is None or fits[asked]:
+    fits = {"bot": default.name == "flower",
+            "assistant": default.name == "g1" or (default.name == "world" and without_thoughts),
+            "function_calling": default.supports_tools}
+    if name is None or fits[name]:
         return service
-    template = for_tokenizer(chat_template(TEMPLATE_NAMES[asked]), service.tokenizer)
+    template = for_tokenizer(chat_template(TEMPLATE_NAMES[name]), service.tokenizer)
     return replace(service, template=template, states=replace(service.states, template=template))
 
 
 def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
-    """How the answer is to begin. calls: it must begin with a call, and so without thoughts.
+    """How the answer begins. calls: it must begin with a call, and so without thoughts.
 
-    Raises ApiError where the template has no form for what is asked; an effort without a form is ignored.
+    Raises ApiError if the template has no form for the requested thinking; an effort without a form is ignored.
     """
     thinking = body.thinking(service.template.thinks)
     try:
         service.template.answer_start(thinking.think)
         if calls and thinking.think is True:
-            raise UserError("think: tool_choice demands that the answer begins with a call; send auto, or ask for no thoughts")
+            raise UserError("think: conflicts with a tool_choice that requires a call; send auto, or turn thinking off")
     except UserError as error:
         if thinking.wish:
             return thinking._replace(think=False)
@@ -120,7 +121,7 @@ def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
 
 
 def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | None, str]:
-    """The tools for the template (None for no tools), and the answer's first text where tool_choice demands a call ("" else).
+    """The tools for the template (None for no tools), and the answer's first text if tool_choice requires a call, else "".
 
     Raises ApiError for a choice that the tools or the template do not allow.
     """
@@ -128,7 +129,7 @@ def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[dict[str, 
     template = service.template
     if not body.tools:
         if choice not in (None, "none"):
-            raise ApiError(400, "tool_choice needs tools", "tool_choice")
+            raise ApiError(400, "tool_choice requires tools", "tool_choice")
         return None, ""
     tools = shown_tools(service, body.tools)
     if choice == "none":
@@ -136,47 +137,47 @@ def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[dict[str, 
     if choice in (None, "auto"):
         return tools, ""
     if template.call_start is None:
-        raise ApiError(400, f"tool_choice is auto or none with the chat template {template.name}: how a call begins is known "
-                            f"for g1 and for templates with {START} alone", "tool_choice")
+        raise ApiError(400, f"tool_choice must be auto or none with the chat template {template.name}: the form of a call is "
+                            f"known only for g1 and for templates with {START}", "tool_choice")
     names = [tool.function.name for tool in body.tools]
     before, after = template.call_start
     if isinstance(choice, str):          # required
         return tools, f"{before}{names[0]}{after}" if len(names) == 1 else before
     if choice.function.name not in names:
-        raise ApiError(400, f"tool_choice names a function that tools lacks; there are {', '.join(names)[:200]}", "tool_choice")
+        raise ApiError(400, f"tool_choice must name one of tools: {', '.join(names)[:200]}", "tool_choice")
     return tools, f"{before}{choice.function.name}{after}"
 
 
 def shown_tools(service: Service, tools: list[Tool] | None) -> list[dict[str, Any]] | None:
-    """The tools for the template. Templates expect parameters, which a tool may lack: it gets empty ones. Raises ApiError."""
+    """The tools for the template. A tool without parameters, which templates expect, gets empty ones. Raises ApiError."""
     if not tools:
         return None
     if not service.template.supports_tools:
         raise ApiError(400, f"tools: {service.template.no_tools}", "tools")
-    found: list[dict[str, Any]] = msgspec.to_builtins(tools)
-    for tool in found:
+    result: list[dict[str, Any]] = msgspec.to_builtins(tools)
+    for tool in result:
         parameters = tool["function"].setdefault("parameters", {})
         parameters.setdefault("type", "object")
         parameters.setdefault("properties", {})
-    return found
+    return result
 
 
 def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, begun: str, think: bool) -> Grammar | None:
-    """The grammar of the answer; None for any text. tools: the answer may call them. call_start: as _tools returns it. begun:
-    the beginning of thoughts with which the prompt ends. think: the answer may begin with thoughts.
+    """The grammar of the answer; None for any text. tools: the answer may call them. call_start: as tools_and_call returns it.
+    begun: the beginning of thoughts with which the prompt ends. think: the answer may begin with thoughts.
 
-    Raises ApiError where the form of a call is not known.
+    Raises ApiError if the form of a call is unknown.
     """
     answer = body.answer_grammar()
     functions = [(function.name, function.parameters or {}, f"tools[{i}].function.parameters")
                  for i, function in enumerate(tool.function for tool in body.tools or ())]
     if tools and (call_start or answer):
         if service.template.call_start is None:
-            raise ApiError(400, "response_format and grammar do not go with tools and the chat template "
-                                f"{service.template.name}, of which it is not known how a call begins: send tool_choice=none",
+            raise ApiError(400, "response_format and grammar conflict with tools under the chat template "
+                                f"{service.template.name}, whose form of a call is unknown: send tool_choice=none",
                            "tools")
         form = service.template.call_start[0].lstrip(), service.template.call_start[1]
-        calls = Grammar.calls(form, functions, f"\n{stop_of(form[0]).lstrip()}", call_start.lstrip())
+        calls = Grammar.calls(form, functions, f"\n{call_stop(form[0]).lstrip()}", call_start.lstrip())
         if call_start:
             return calls
         answer = answer.or_else(calls) if answer else None

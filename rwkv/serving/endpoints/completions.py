@@ -12,8 +12,8 @@ from rwkv.serving.errors import ApiError
 from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import MOST_ROWS, CompletionRequest, Options, read
-from rwkv.serving.service import Service, adapter_of, default_max_tokens, owner
-from rwkv.serving.submission import NO_LIMIT, answer, include_usage, prompt_ids, sequences, stopping
+from rwkv.serving.service import Service, default_max_tokens, owner, resolve_adapter
+from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, prompt_ids, stopping
 
 
 async def completions(service: Service, request: Request) -> Answer:
@@ -22,15 +22,15 @@ async def completions(service: Service, request: Request) -> Answer:
 
 def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, Options]:
     body = read(sent, CompletionRequest)
-    return *completion_texts(service, body, owner), body
+    return *completion_sequences(service, body, owner), body
 
 
-def completion_texts(service: Service, body: CompletionRequest, owner: str) -> tuple[list[Generate], ResponseSpec]:
-    model = adapter_of(service, body.model)
+def completion_sequences(service: Service, body: CompletionRequest, owner: str) -> tuple[list[Generate], ResponseSpec]:
+    model = resolve_adapter(service, body.model)
     if body.suffix:
         raise ApiError(400, "suffix is not supported: an RWKV model reads in one direction", "suffix")
     if body.best_of not in (None, 1):
-        raise ApiError(400, "best_of is 1 on this server; use n, and choose by logprobs", "best_of")
+        raise ApiError(400, "best_of must be 1 on this server; use n, and choose by logprobs", "best_of")
     start = service.states.start(body.state, owner, model)
     prompts = [prompt_ids(service, prompt, start=start) for prompt in _prompts(body)]
     usual = service.defaults[False, False]
@@ -38,18 +38,18 @@ def completion_texts(service: Service, body: CompletionRequest, owner: str) -> t
     n = body.n or 1
     echoed = bool(body.echo and body.logprobs is not None)
     if echoed and n * sum(map(len, prompts)) > service.config.max_prompt_tokens:
-        raise ApiError(400, f"echo with logprobs is for at most {service.config.max_prompt_tokens} tokens of prompts in one "
-                            "request, each prompt counted n times", "echo")
+        raise ApiError(400, f"echo with logprobs requires prompts of at most {service.config.max_prompt_tokens} tokens "
+                            "together, each counted n times", "echo")
     if echoed and not all(prompts):
-        raise ApiError(400, "echo with logprobs needs a prompt, also after a state", "echo")
+        raise ApiError(400, "echo with logprobs requires a prompt, also with a state", "echo")
     first = EngineRequest("", body.first_seed(), stopping(service, maximum, usual.stop if body.stop is None else body.stops()),
                           body.sampling(usual.sampling, service.tokenizer), body.logprobs, echoed, body.answer_grammar())
-    texts = [text for ids in prompts
-             for text in sequences(service, body, replace(first, prompt=ids), n, start, owner, model)]
+    sequences = [sequence for ids in prompts
+                 for sequence in make_sequences(service, body, replace(first, prompt=ids), n, start, owner, model)]
     before = [service.tokenizer.decode_start(ids) if body.echo else "" for ids in prompts for _ in range(n)]
     spec = ResponseSpec("cmpl", model or service.model, include_usage(body), body.logprobs is not None, before, n,
                         service.tokenizer, echoed, after=start.last_ids if start else (), saves=bool(body.save_state))
-    return texts, spec
+    return sequences, spec
 
 
 def _prompts(body: CompletionRequest) -> list[str | list[int]]:
@@ -57,14 +57,14 @@ def _prompts(body: CompletionRequest) -> list[str | list[int]]:
     if prompt is None or isinstance(prompt, str):
         return [prompt or ""]
     if not prompt:
-        raise ApiError(400, "prompt is an empty list", "prompt")
+        raise ApiError(400, "prompt must not be empty", "prompt")
     if all(isinstance(item, int) for item in prompt):
         return [list(prompt)]                                    # type: ignore[arg-type]
     if len(prompt) * (body.n or 1) > MOST_ROWS:
-        raise ApiError(400, f"one request is for at most {MOST_ROWS} texts", "prompt")
+        raise ApiError(400, f"a request must have at most {MOST_ROWS} sequences", "prompt")
     if not (all(isinstance(item, str) for item in prompt) or all(isinstance(item, list) and item for item in prompt)):
-        raise ApiError(400, "prompt is a text, a list of texts, a list of token ids, or a list of such lists that are not "
-                            "empty", "prompt")
+        raise ApiError(400, "prompt must be a text, a list of texts, a list of token ids, or a list of non-empty lists of "
+                            "token ids", "prompt")
     return list(prompt)                                          # type: ignore[arg-type]
 
 

@@ -20,11 +20,11 @@ from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import TokenId, read
-from rwkv.serving.service import Service, adapter_of, owner
+from rwkv.serving.service import Service, owner, resolve_adapter
 from rwkv.serving.submission import prompt_ids, submit
 
-MOST_INPUTS = 2048                       # of one request, as OpenAI has it
-AT_ONCE = 4                              # texts of one request that the engine reads at a time, beside the prompts of others
+MOST_INPUTS = 2048                       # of one request, as in OpenAI's API
+AT_ONCE = 4                              # inputs of one request in the engine at a time, beside other requests
 
 
 class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -37,8 +37,8 @@ class EmbeddingRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
 
 
 async def embeddings(service: Service, request: Request) -> "EmbeddingAnswer":
-    texts, render = await from_body(service, request, partial(_translated, owner=owner(request)))
-    return EmbeddingAnswer(service, await submit(service, texts[:at_once(service)]), texts, render)
+    sequences, render = await from_body(service, request, partial(_translated, owner=owner(request)))
+    return EmbeddingAnswer(service, await submit(service, sequences[:at_once(service)]), sequences, render)
 
 
 Render = Callable[[list[Event]], dict[str, Any]]
@@ -46,18 +46,18 @@ Render = Callable[[list[Event]], dict[str, Any]]
 
 def _translated(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], Render]:
     body = read(sent, EmbeddingRequest)
-    model = adapter_of(service, body.model)
-    texts = embedding_texts(service, _inputs(body.input), model, owner, body.dimensions, body.pooling or "mean")
+    model = resolve_adapter(service, body.model)
+    sequences = embedding_sequences(service, _inputs(body.input), model, owner, body.dimensions, body.pooling or "mean")
 
     def render(events: list[Event]) -> dict[str, Any]:
-        read = sum(event.prompt_tokens for event in events)
-        shown = _as_base64 if body.encoding_format == "base64" else list
+        tokens = sum(event.prompt_tokens for event in events)
+        encode = _as_base64 if body.encoding_format == "base64" else list
         return {"object": "list", "model": model or service.model,
-                "data": [{"object": "embedding", "index": index, "embedding": shown(event.embedding or [])}
+                "data": [{"object": "embedding", "index": index, "embedding": encode(event.embedding or [])}
                          for index, event in enumerate(events)],
-                "usage": {"prompt_tokens": read, "total_tokens": read}}
+                "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
 
-    return texts, render
+    return sequences, render
 
 
 def _inputs(value: str | list[Any]) -> list[str | list[int]]:
@@ -71,18 +71,17 @@ def _inputs(value: str | list[Any]) -> list[str | list[int]]:
     return inputs
 
 
-def embedding_texts(service: Service, inputs: list[str | list[int]], model: str, owner: str, dimensions: int | None,
+def embedding_sequences(service: Service, inputs: list[str | list[int]], model: str, owner: str, dimensions: int | None,
                     pooling: Pooling = "mean") -> list[Generate]:
-    """A sequence without new tokens for each input. Raises ApiError."""
-    width = service.about.width
+    """A sequence of 0 new tokens for each input. Raises ApiError."""
+    width = service.model_info.width
     if not 1 <= len(inputs) <= MOST_INPUTS:
         raise ApiError(400, f"input must have 1 to {MOST_INPUTS} texts; got {len(inputs)}", "input")
     if dimensions not in (None, width):
-        raise ApiError(400, f"dimensions must be {width}, the width of the model, because a part of a hidden state is no "
-                            f"embedding; got {dimensions}", "dimensions")
+        raise ApiError(400, f"dimensions must be {width}, the model's width; got {dimensions}", "dimensions")
     start = service.states.start(None, owner, model)
-    return [Generate(EngineRequest(prompt_ids(service, each, f"input[{place}]", start), stopping=StoppingCriteria(0),
-                                   pooling=pooling), model, owner, start) for place, each in enumerate(inputs)]
+    return [Generate(EngineRequest(prompt_ids(service, text, f"input[{place}]", start), stopping=StoppingCriteria(0),
+                                   pooling=pooling), model, owner, start) for place, text in enumerate(inputs)]
 
 
 def at_once(service: Service) -> int:
@@ -90,22 +89,23 @@ def at_once(service: Service) -> int:
 
 
 class EmbeddingAnswer(Answer):
-    """The embeddings of `texts`, which are submitted a few at a time. ticket: of the first ones. render: makes the content.
+    """The embeddings of `sequences`, which are submitted a few at a time. ticket: of the first ones. render: makes the content.
 
     error_form: as in ApiError.response.
     """
 
-    def __init__(self, service: Service, ticket: Any, texts: list[Generate], render: Render, error_form: Any = None) -> None:
-        spec = ResponseSpec("embedding", "", False, False, [""] * len(texts), 1, service.tokenizer)
+    def __init__(self, service: Service, ticket: Any, sequences: list[Generate], render: Render,
+                 error_form: Any = None) -> None:
+        spec = ResponseSpec("embedding", "", False, False, [""] * len(sequences), 1, service.tokenizer)
         super().__init__(service.engine, ticket, spec, False, service.config.timeout_s)
         self._service = service
-        self._left = texts[len(ticket.texts):]
+        self._unsubmitted = sequences[len(ticket.sequences):]
         self._render = render
         self._error_form = error_form
 
     def _cancel(self) -> None:
         super()._cancel()
-        self._left = []
+        self._unsubmitted = []
 
     async def _send_whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -116,22 +116,22 @@ class EmbeddingAnswer(Answer):
         await self._send(response, scope, receive, send)
 
     async def _events(self) -> list[Event]:
-        """The last event of each text. Raises ApiError where a text was not read."""
-        done: list[Event] = []
+        """The last event of each sequence. Raises ApiError if an input was not read."""
+        last_events: list[Event] = []
         while True:
             events = {number: event async for number, event in self._ticket if event.finish_reason is not None}
-            done += [events[number] for number in sorted(events)]
-            if any(event.embedding is None for event in done):
-                raise ApiError(503, "the input was not read in time: the server's timeout_s= ended it", code="timeout")
-            if not self._left:
-                return done
-            group = self._left[:at_once(self._service)]
-            self._left = self._left[len(group):]
+            last_events += [events[number] for number in sorted(events)]
+            if any(event.embedding is None for event in last_events):
+                raise ApiError(503, "the input was not read within the server's timeout_s=", code="timeout")
+            if not self._unsubmitted:
+                return last_events
+            group = self._unsubmitted[:at_once(self._service)]
+            self._unsubmitted = self._unsubmitted[len(group):]
             self._ticket = await submit(self._service, group)
 
 
 def _as_base64(vector: list[float]) -> str:
-    """The numbers as float32, the lowest byte first."""
+    """The numbers as little-endian float32."""
     numbers = array("f", vector)
     if sys.byteorder == "big":
         numbers.byteswap()

@@ -8,25 +8,25 @@ from starlette.responses import Response
 
 from rwkv.serving.errors import json_response
 from rwkv.serving.openapi import Endpoint
-from rwkv.serving.service import Service, adapter_of, default_max_tokens
+from rwkv.serving.service import Service, default_max_tokens, resolve_adapter
 
 
 async def models(service: Service, request: Request) -> Response:
-    shown = [_shown_model(service, name) for name in (service.model, *service.engine.adapters)]
-    return json_response({"object": "list", "data": shown, "has_more": False, "first_id": shown[0]["id"],
-                          "last_id": shown[-1]["id"]})
+    data = [_model_object(service, name) for name in (service.model, *service.engine.adapters)]
+    return json_response({"object": "list", "data": data, "has_more": False, "first_id": data[0]["id"],
+                          "last_id": data[-1]["id"]})
 
 
 async def one_model(service: Service, request: Request) -> Response:
-    return json_response(_shown_model(service, adapter_of(service, request.path_params["id"]) or service.model))
+    return json_response(_model_object(service, resolve_adapter(service, request.path_params["id"]) or service.model))
 
 
-def _shown_model(service: Service, name: str) -> dict[str, Any]:
-    """The object for a model, with vLLM's max_model_len; meta has facts and defaults, and state_bytes is None where there
-    is no room for a state."""
+def _model_object(service: Service, name: str) -> dict[str, Any]:
+    """The object for a model, with vLLM's max_model_len; meta has facts and defaults; its state_bytes is None if
+    there is no room for a state."""
     states = service.states
     usual = service.defaults[False, False]
-    meta = {**vars(service.about), "template": service.template.name,
+    meta = {**vars(service.model_info), "template": service.template.name,
             "state_bytes": states.state_bytes if states.has_room else None,
             "defaults": {**vars(usual.sampling), "max_tokens": default_max_tokens(service, usual)}}
     return {"id": name, "object": "model", "created": service.created, "owned_by": "timemix",

@@ -16,13 +16,13 @@ from starlette.responses import Response
 
 from rwkv.serving.answers import Answer, ResponseSpec
 from rwkv.serving.bodies import from_body
-from rwkv.serving.endpoints.chat import chat_texts
-from rwkv.serving.endpoints.completions import completion_texts
+from rwkv.serving.endpoints.chat import chat_sequences
+from rwkv.serving.endpoints.completions import completion_sequences
 from rwkv.serving.errors import ApiError, json_response, renaming
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, JSON, LINES, Endpoint
 from rwkv.serving.schema import CompletionRequest, TokenId, TranslatedChat, converted, read
-from rwkv.serving.service import Service, adapter_of, owner
+from rwkv.serving.service import Service, owner, resolve_adapter
 from rwkv.serving.submission import prompt_ids, submit
 
 LATEST = ":latest"
@@ -30,14 +30,14 @@ GENERATED: dict[str, Any] = {**GENERATION, "answers": (JSON, LINES), "error": "O
 OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "temperature": "temperature", "top_k": "top_k",
            "top_p": "top_p", "min_p": "min_p", "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
            "seed": "seed", "stop": "stop"}
-OFF = {"mirostat": 0, "tfs_z": 1, "typical_p": 1}        # samplers that this server lacks, and their values that change nothing
+OFF = {"mirostat": 0, "tfs_z": 1, "typical_p": 1}        # samplers that this server lacks, and the values that turn them off
 NAMES = {**{here: f"options.{option}" for option, here in OPTIONS.items()}, "reasoning_content": "thinking",
          "enable_thinking": "think", "reasoning_effort": "think", "response_format": "format"}
 
 
 class Model(msgspec.Struct, kw_only=True):
     model: str | None = None
-    name: str | None = None              # its older name
+    name: str | None = None              # the older name
 
 
 class OllamaRequest(Model, kw_only=True):
@@ -72,7 +72,7 @@ def error_body(error: ApiError) -> dict[str, Any]:
 
 
 def _renamed(field: str) -> str:
-    """A field of a ChatRequest or a CompletionRequest, as it is named here."""
+    """The name here of a field of a ChatRequest or a CompletionRequest."""
     first, _, rest = field.partition(".")
     if first == "messages" or first.startswith("messages["):
         return field.replace(".reasoning_content", ".thinking")
@@ -84,32 +84,32 @@ def _renamed(field: str) -> str:
 def model_id(service: Service, body: Model) -> str:
     """The id of the model that a request names, perhaps with ":latest". Raises ApiError for an unknown name."""
     name = body.model or body.name or service.model
-    known = (service.model, *service.engine.adapters)
-    plain = name if name in known else name.removesuffix(LATEST)
-    return adapter_of(service, plain) or service.model
+    models = (service.model, *service.engine.adapters)
+    plain = name if name in models else name.removesuffix(LATEST)
+    return resolve_adapter(service, plain) or service.model
 
 
 async def chat(service: Service, request: Request) -> Any:
-    return await _answered(service, request, partial(_chat, owner=owner(request)))
+    return await _respond(service, request, partial(_chat, owner=owner(request)))
 
 
 async def generate(service: Service, request: Request) -> Any:
-    return await _answered(service, request, partial(_generate, owner=owner(request)))
+    return await _respond(service, request, partial(_generate, owner=owner(request)))
 
 
 Translated = tuple[list[Generate], ResponseSpec, OllamaRequest]
 
 
-async def _answered(service: Service, request: Request, translate: Callable[[Service, bytes], Translated]) -> Any:
-    texts, spec, body = await from_body(service, request, translate)
+async def _respond(service: Service, request: Request, translate: Callable[[Service, bytes], Translated]) -> Any:
+    sequences, spec, body = await from_body(service, request, translate)
     stream = body.stream is not False
     is_chat = isinstance(body, OllamaChat)
-    if not texts:                        # a request without a prompt: Ollama loads the model, or with keep_alive=0 unloads it
+    if not sequences:                    # a request without a prompt: Ollama loads the model, or with keep_alive=0 unloads it
         reason = "unload" if body.keep_alive in (0, "0", "0s", "0m") else "load"
         line = _line(spec.model, {"content": ""}, is_chat) | {"done": True, "done_reason": reason}
         return Response(msgspec.json.encode(line) + b"\n", media_type=LINES if stream else "application/json")
     with renaming(_renamed):
-        ticket = await submit(service, texts)
+        ticket = await submit(service, sequences)
     return OllamaAnswer(service, ticket, spec, stream, is_chat)
 
 
@@ -117,12 +117,12 @@ def _chat(service: Service, sent: bytes, owner: str) -> Translated:
     body = read(sent, OllamaChat)
     name = model_id(service, body)
     if not body.messages:
-        return [], _nothing(service, name), body
+        return [], _empty_spec(service, name), body
     fields = _fields(body, name)
     fields["messages"] = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
     fields["tools"] = [{"type": "function", **tool} for tool in body.tools or ()] or None
     with renaming(_renamed):
-        return *chat_texts(service, converted(fields, TranslatedChat), owner), body
+        return *chat_sequences(service, converted(fields, TranslatedChat), owner), body
 
 
 def _generate(service: Service, sent: bytes, owner: str) -> Translated:
@@ -135,24 +135,24 @@ def _generate(service: Service, sent: bytes, owner: str) -> Translated:
                        "template")
     _refuse_images(body.images, "images")
     if not body.prompt and not (body.raw and body.context):
-        return [], _nothing(service, name), body
+        return [], _empty_spec(service, name), body
     if body.context:
         prompt_ids(service, body.context, "context")             # ids of this vocabulary
     fields = _fields(body, name)
     prompt = body.prompt or ""
     with renaming(_renamed):
         if body.raw:
-            return *completion_texts(service, _raw(service, body, prompt, fields), owner), body
-        # With a context the conversation has begun, and its system prompt has been read
+            return *completion_sequences(service, _raw(service, body, prompt, fields), owner), body
+        # A context already includes the conversation's system prompt
         system = [{"role": "system", "content": body.system}] if body.system and not body.context else []
         fields["messages"] = [*system, {"role": "user", "content": prompt}]
-        return *chat_texts(service, converted(fields, TranslatedChat), owner, body.context or ()), body
+        return *chat_sequences(service, converted(fields, TranslatedChat), owner, body.context or ()), body
 
 
 def _raw(service: Service, body: OllamaGenerate, prompt: str, fields: dict[str, Any]) -> CompletionRequest:
     """A completion of the prompt as it is."""
     if body.think or body.system:
-        raise ApiError(400, f"{'think' if body.think else 'system'} needs the chat template: leave raw out", "raw")
+        raise ApiError(400, f"{'think' if body.think else 'system'} conflicts with raw, which skips the chat template", "raw")
     for name in ("enable_thinking", "reasoning_effort"):
         fields.pop(name)
     logprobs = fields.pop("logprobs")
@@ -165,7 +165,7 @@ def _raw(service: Service, body: OllamaGenerate, prompt: str, fields: dict[str, 
 
 
 def _fields(body: OllamaRequest, model: str) -> dict[str, Any]:
-    """The fields of a ChatRequest for those that chat and generate share."""
+    """The fields of a ChatRequest that chat and generate share."""
     options = {name: value for name, value in (body.options or {}).items() if value is not None}
     for name, off in OFF.items():
         if options.get(name, off) != off:
@@ -176,7 +176,7 @@ def _fields(body: OllamaRequest, model: str) -> dict[str, Any]:
         fields["max_tokens"] = None
     if options.get("repeat_last_n") == 0:
         fields["repetition_penalty"] = 1.0
-    for name, value in fields.items():   # clients in languages without whole numbers
+    for name, value in fields.items():   # for clients in languages without integers
         if isinstance(value, float) and value.is_integer() and name in ("max_tokens", "top_k", "seed"):
             fields[name] = int(value)
     form: dict[str, Any] | None = None
@@ -205,15 +205,15 @@ def _message(message: dict[str, Any], where: str) -> dict[str, Any]:
 
 def _refuse_images(images: Any, where: str) -> None:
     if images:
-        raise ApiError(400, f"{where}: this model reads text alone", where)
+        raise ApiError(400, f"{where} must be empty: this model reads only text", where)
 
 
-def _nothing(service: Service, model: str) -> ResponseSpec:
+def _empty_spec(service: Service, model: str) -> ResponseSpec:
     return ResponseSpec("chatcmpl", model, False, False, [], 1, service.tokenizer)
 
 
 def _line(model: str, delta: dict[str, Any], is_chat: bool) -> dict[str, Any]:
-    """A JSON line for a delta, or a message, of OpenAI's form."""
+    """A JSON line for a delta or a message in OpenAI's form."""
     text = delta.get("content") or ""
     thinking = delta.get("reasoning_content")
     calls = [{"id": call["id"], "function": {"name": call["function"]["name"],
@@ -232,9 +232,9 @@ class OllamaAnswer(Answer):
     def __init__(self, service: Service, ticket: Any, spec: ResponseSpec, stream: bool, is_chat: bool) -> None:
         super().__init__(service.engine, ticket, spec, stream, service.config.timeout_s)
         self._is_chat = is_chat
-        self._begun = time.monotonic_ns()
-        self._first = 0                  # when the first event came
-        self._written = ""
+        self._start = time.monotonic_ns()
+        self._first = 0                  # time of the first event
+        self._text = ""
 
     def _take(self, number: int, event: Event) -> None:
         self._note(event)
@@ -242,47 +242,47 @@ class OllamaAnswer(Answer):
 
     def _note(self, event: Event) -> None:
         self._first = self._first or time.monotonic_ns()
-        self._written += event.text
+        self._text += event.text
 
     def _error_response(self, error: ApiError) -> Response:
         return error.response(error_body)
 
     def _whole(self) -> Response:
-        choice = self._texts[0].whole()
-        return json_response({**self._of(choice), **self._end(choice["finish_reason"])})
+        choice = self._choices[0].whole()
+        return json_response({**self._choice_line(choice), **self._end(choice["finish_reason"])})
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         reason = None
         try:
             async for _, event in self._ticket:
                 self._note(event)
-                for choice in self._texts[0].pieces(event):
-                    reason = choice["finish_reason"]
+                for piece in self._choices[0].pieces(event):
+                    reason = piece["finish_reason"]
                     if reason is None:
-                        yield msgspec.json.encode(self._of(choice)) + b"\n"
+                        yield msgspec.json.encode(self._choice_line(piece)) + b"\n"
         except ApiError as error:
             yield msgspec.json.encode(error_body(error)) + b"\n"
         else:
             self._complete = True
             yield msgspec.json.encode(_line(self._spec.model, {}, self._is_chat) | self._end(reason)) + b"\n"
 
-    def _of(self, choice: dict[str, Any]) -> dict[str, Any]:
+    def _choice_line(self, choice: dict[str, Any]) -> dict[str, Any]:
         """The line for a choice of a chat or of a completion."""
         delta = choice.get("delta") or choice.get("message") or {"content": choice.get("text")}
         line = _line(self._spec.model, delta, self._is_chat)
         return line | {"logprobs": _entries(choice["logprobs"])} if choice["logprobs"] else line
 
     def _end(self, reason: str | None) -> dict[str, Any]:
-        """The fields of the last line. Durations are in nanoseconds, from the request on."""
+        """The fields of the last line. Durations are in nanoseconds, from the request's start."""
         usage = self._usage()
         now = time.monotonic_ns()
         first = self._first or now
-        end = {"done": True, "done_reason": "length" if reason == "length" else "stop", "total_duration": now - self._begun,
-               "load_duration": 0, "prompt_eval_count": usage["prompt_tokens"], "prompt_eval_duration": first - self._begun,
+        end = {"done": True, "done_reason": "length" if reason == "length" else "stop", "total_duration": now - self._start,
+               "load_duration": 0, "prompt_eval_count": usage["prompt_tokens"], "prompt_eval_duration": first - self._start,
                "eval_count": usage["completion_tokens"], "eval_duration": now - first}
         if not self._is_chat:
-            ids = self._ticket.texts[0].request.prompt_ids
-            end["context"] = [*ids, *self._spec.tokenizer.encode_after(self._written, ids)]
+            ids = self._ticket.sequences[0].request.prompt_ids
+            end["context"] = [*ids, *self._spec.tokenizer.encode_after(self._text, ids)]
         return end
 
 
@@ -292,9 +292,9 @@ def _entries(logprobs: dict[str, Any]) -> list[dict[str, Any]]:
         entries: list[dict[str, Any]] = logprobs["content"]
         return entries
     lists = zip(logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True)
-    return [{"token": token, "logprob": own,
-             "top_logprobs": [{"token": other, "logprob": value} for other, value in (top or {}).items()]}
-            for token, own, top in lists]
+    return [{"token": token, "logprob": logprob,
+             "top_logprobs": [{"token": name, "logprob": value} for name, value in (top or {}).items()]}
+            for token, logprob, top in lists]
 
 
 ENDPOINTS = (

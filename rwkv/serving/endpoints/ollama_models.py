@@ -12,44 +12,45 @@ from starlette.responses import Response
 
 from rwkv.config import BITS
 from rwkv.serving.bodies import from_body
-from rwkv.serving.endpoints.embeddings import EmbeddingAnswer, Render, at_once, embedding_texts
+from rwkv.serving.endpoints.embeddings import EmbeddingAnswer, Render, at_once, embedding_sequences
 from rwkv.serving.endpoints.ollama import GENERATED, LATEST, OPTIONS, Model, error_body, model_id
 from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import LINES, Endpoint
 from rwkv.serving.schema import read
-from rwkv.serving.service import Service, adapter_of, owner
+from rwkv.serving.service import Service, owner, resolve_adapter
 from rwkv.serving.submission import encoded, submit
 
-VERSION = "0.12.6"                       # of the interface: clients ask for it, and refuse older ones
+VERSION = "0.12.6"                       # of the interface: clients refuse older ones
 FAR = "2318-01-01T00:00:00Z"             # when the model leaves memory: Ollama's value for keep_alive=-1
 
 
-def _described(service: Service, name: str) -> dict[str, Any]:
-    about = service.about
-    facts = f"{name} {about.generation} {about.parameters} {about.dtype}"
-    size = about.parameters * BITS[about.dtype] // 8
+def _model_entry(service: Service, name: str) -> dict[str, Any]:
+    info = service.model_info
+    facts = f"{name} {info.generation} {info.parameters} {info.dtype}"
+    size = info.parameters * BITS[info.dtype] // 8
     return {"name": name if ":" in name else name + LATEST, "model": name if ":" in name else name + LATEST,
             "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat(), "size": size,
             "digest": hashlib.sha256(facts.encode()).hexdigest(), "details": _details(service)}       # not of the weights
 
 
 def _details(service: Service) -> dict[str, Any]:
-    n = service.about.parameters
+    info = service.model_info
+    n = info.parameters
     size = f"{n / 1e9:.1f}B" if n >= 10**9 else f"{n / 1e6:.1f}M" if n >= 10**6 else f"{n / 1e3:.1f}K"
-    return {"parent_model": "", "format": "timemix", "family": service.about.generation,
-            "families": [service.about.generation], "parameter_size": size, "quantization_level": service.about.dtype.upper()}
+    return {"parent_model": "", "format": "timemix", "family": info.generation, "families": [info.generation],
+            "parameter_size": size, "quantization_level": info.dtype.upper()}
 
 
 async def tags(service: Service, request: Request) -> Response:
-    return json_response({"models": [_described(service, name) for name in (service.model, *service.engine.adapters)]})
+    return json_response({"models": [_model_entry(service, name) for name in (service.model, *service.engine.adapters)]})
 
 
 async def running(service: Service, request: Request) -> Response:
-    """All models: they are in memory as long as the server runs."""
-    models = [_described(service, name) for name in (service.model, *service.engine.adapters)]
+    """All models, because they stay in memory while the server runs."""
+    models = [_model_entry(service, name) for name in (service.model, *service.engine.adapters)]
     for model in models:
-        model |= {"expires_at": FAR, "size_vram": model["size"] if service.about.device == "cuda" else 0,
+        model |= {"expires_at": FAR, "size_vram": model["size"] if service.model_info.device == "cuda" else 0,
                   "context_length": service.config.max_prompt_tokens}
     return json_response({"models": models})
 
@@ -60,7 +61,7 @@ async def show(service: Service, request: Request) -> Response:
 
 def _shown(service: Service, sent: bytes) -> Response:
     name = model_id(service, read(sent, Model))
-    about = service.about
+    info = service.model_info
     template = service.template
     capabilities = ["completion", *(["tools"] if template.supports_tools else []), *(["thinking"] if template.thinks else [])]
     sampling = service.defaults[False, False].sampling
@@ -70,10 +71,10 @@ def _shown(service: Service, sent: bytes) -> Response:
         "parameters": "\n".join(f"{option:30} {value}" for option, value in parameters.items()),
         "details": _details(service), "modified_at": datetime.fromtimestamp(service.created, UTC).isoformat(),
         "capabilities": capabilities,
-        "model_info": {"general.architecture": about.generation, "general.basename": name,
-                       "general.parameter_count": about.parameters,
-                       f"{about.generation}.context_length": service.config.max_prompt_tokens,
-                       f"{about.generation}.embedding_length": about.width}})
+        "model_info": {"general.architecture": info.generation, "general.basename": name,
+                       "general.parameter_count": info.parameters,
+                       f"{info.generation}.context_length": service.config.max_prompt_tokens,
+                       f"{info.generation}.embedding_length": info.width}})
 
 
 async def version(service: Service, request: Request) -> Response:
@@ -81,16 +82,16 @@ async def version(service: Service, request: Request) -> Response:
 
 
 async def pull(service: Service, request: Request) -> Response:
-    """A model that is served is there. Raises ApiError for any other."""
-    def served(service: Service, sent: bytes) -> Response:
+    """Succeeds for the server's models. Raises ApiError for any other."""
+    def respond(service: Service, sent: bytes) -> Response:
         model_id(service, read(sent, Model))
         return Response(b'{"status":"success"}\n', media_type=LINES)
 
-    return await from_body(service, request, served)
+    return await from_body(service, request, respond)
 
 
 async def unsupported(service: Service, request: Request) -> Response:
-    raise ApiError(400, f"{request.url.path} is not supported: this server has the models that it was started with")
+    raise ApiError(400, f"{request.url.path} is not supported: the models are fixed when the server starts")
 
 
 # Embeddings
@@ -103,58 +104,59 @@ class EmbedRequest(Model, kw_only=True):
 
 
 class EmbeddingsRequest(Model, kw_only=True):
-    """Of the older /api/embeddings."""
+    """Body of the older /api/embeddings."""
 
     prompt: str | None = None
 
 
 async def embed(service: Service, request: Request) -> Any:
-    return await _embedded(service, request, partial(_embed, owner=owner(request)))
+    return await _respond(service, request, partial(_embed, owner=owner(request)))
 
 
 async def embeddings(service: Service, request: Request) -> Any:
-    return await _embedded(service, request, partial(_embedding_of_prompt, owner=owner(request)))
+    return await _respond(service, request, partial(_embed_prompt, owner=owner(request)))
 
 
 Translated = tuple[list[Generate], Render]
 
 
-async def _embedded(service: Service, request: Request, translate: Callable[[Service, bytes], Translated]) -> Any:
-    texts, render = await from_body(service, request, translate)
-    if not texts:                        # as an empty prompt of /api/generate
+async def _respond(service: Service, request: Request, translate: Callable[[Service, bytes], Translated]) -> Any:
+    sequences, render = await from_body(service, request, translate)
+    if not sequences:                    # as an empty prompt of /api/generate
         return json_response(render([]))
-    return EmbeddingAnswer(service, await submit(service, texts[:at_once(service)]), texts, render, error_body)
+    return EmbeddingAnswer(service, await submit(service, sequences[:at_once(service)]), sequences, render, error_body)
 
 
 def _embed(service: Service, sent: bytes, owner: str) -> Translated:
     body = read(sent, EmbedRequest)
     name = model_id(service, body)
-    begun = time.monotonic_ns()
+    start = time.monotonic_ns()
 
     def render(events: list[Event]) -> dict[str, Any]:
         return {"model": name, "embeddings": [event.embedding for event in events], "load_duration": 0,
-                "total_duration": time.monotonic_ns() - begun,
+                "total_duration": time.monotonic_ns() - start,
                 "prompt_eval_count": sum(event.prompt_tokens for event in events)}
 
     inputs = [body.input] if isinstance(body.input, str) and body.input else body.input or []
-    return _texts(service, inputs, name, owner, body.truncate is not False, body.dimensions), render
+    return _input_sequences(service, inputs, name, owner, body.truncate is not False, body.dimensions), render
 
 
-def _embedding_of_prompt(service: Service, sent: bytes, owner: str) -> Translated:
+def _embed_prompt(service: Service, sent: bytes, owner: str) -> Translated:
     body = read(sent, EmbeddingsRequest)
     name = model_id(service, body)
-    texts = _texts(service, [body.prompt] if body.prompt else [], name, owner, True, None)
-    return texts, lambda events: {"embedding": events[0].embedding if events else []}
+    sequences = _input_sequences(service, [body.prompt] if body.prompt else [], name, owner, True, None)
+    return sequences, lambda events: {"embedding": events[0].embedding if events else []}
 
 
-def _texts(service: Service, inputs: Sequence[str], name: str, owner: str, truncate: bool,
-           dimensions: int | None) -> list[Generate]:
-    """truncate: read the beginning of a text that is too long."""
+def _input_sequences(service: Service, inputs: Sequence[str], name: str, owner: str, truncate: bool,
+                     dimensions: int | None) -> list[Generate]:
+    """truncate: read only the beginning of an input that is too long."""
     if not inputs:
         return []
     ids = [encoded(service.tokenizer.encode, text, f"input[{place}]") for place, text in enumerate(inputs)]
-    cut = [each[:service.config.max_prompt_tokens] if truncate else each for each in ids]
-    return embedding_texts(service, list(cut), adapter_of(service, name), owner, dimensions)
+    if truncate:
+        ids = [tokens[:service.config.max_prompt_tokens] for tokens in ids]
+    return embedding_sequences(service, list(ids), resolve_adapter(service, name), owner, dimensions)
 
 
 ENDPOINTS = (

@@ -8,44 +8,44 @@ from starlette.responses import Response
 from rwkv.serving import responses
 from rwkv.serving.answers import Answer, ResponseSpec
 from rwkv.serving.bodies import from_body
-from rwkv.serving.endpoints.chat import chat_texts, tools_and_call
+from rwkv.serving.endpoints.chat import chat_sequences, tools_and_call
 from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.responses import ResponseAnswer
 from rwkv.serving.schema import ResponseRequest, read
-from rwkv.serving.service import Service, adapter_of, owner
+from rwkv.serving.service import Service, owner, resolve_adapter
 from rwkv.serving.submission import submit
 
 
 async def make_response(service: Service, request: Request) -> Answer:
-    texts, spec, asked = await from_body(service, request, partial(_response_texts, owner=owner(request)))
+    sequences, spec, prepared = await from_body(service, request, partial(_prepare, owner=owner(request)))
     try:
-        ticket = await submit(service, texts)
+        ticket = await submit(service, sequences)
     except ApiError as error:
         raise responses.renamed(error) from None
-    return ResponseAnswer(service.engine, ticket, spec, service.config.timeout_s, asked, service.responses)
+    return ResponseAnswer(service.engine, ticket, spec, service.config.timeout_s, prepared, service.responses)
 
 
-def _response_texts(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, responses.Asked]:
-    asked = read(sent, ResponseRequest)
-    return responses.ask(asked, owner, adapter_of(service, asked.model), service.responses, service.states,
-                         lambda body: tools_and_call(service, body)[0], lambda body: chat_texts(service, body, owner))
+def _prepare(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, responses.Prepared]:
+    body = read(sent, ResponseRequest)
+    return responses.prepare(body, owner, resolve_adapter(service, body.model), service.responses, service.states,
+                         lambda body: tools_and_call(service, body)[0], lambda body: chat_sequences(service, body, owner))
 
 
 async def count_tokens(service: Service, request: Request) -> Response:
     """The tokens of a request's input, with those of the response or the state that it continues."""
     try:
-        (text, *_), *_ = await from_body(service, request, partial(_response_texts, owner=owner(request)))
+        (sequence, *_), *_ = await from_body(service, request, partial(_prepare, owner=owner(request)))
     except ApiError as error:
         raise responses.renamed(error) from None
-    count = len(text.request.prompt_ids) + ((text.start and text.start.tokens) or 0)
+    count = len(sequence.request.prompt_ids) + ((sequence.start and sequence.start.tokens) or 0)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
 
 async def one_response(service: Service, request: Request) -> Response:
     if request.query_params.get("stream") == "true":
-        raise ApiError(400, "stream is for a new response: this one has ended", "stream")
+        raise ApiError(400, "stream requires a new response: this one is finished", "stream")
     return json_response(_stored(service, request).response)
 
 
@@ -57,7 +57,7 @@ async def delete_response(service: Service, request: Request) -> Response:
 
 async def cancel_response(service: Service, request: Request) -> Response:
     _stored(service, request)
-    raise ApiError(400, "this response has ended: a running one is cancelled by closing its connection, and this server runs "
+    raise ApiError(400, "this response is finished: cancel a running one by closing its connection; this server runs "
                         "none in the background")
 
 

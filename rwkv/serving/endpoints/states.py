@@ -16,18 +16,18 @@ from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.messages import Generate, SavedState
 from rwkv.serving.openapi import FILE, GENERATION, Endpoint
 from rwkv.serving.schema import StateRequest, read
-from rwkv.serving.service import Service, adapter_of, owner
+from rwkv.serving.service import Service, owner, resolve_adapter
 from rwkv.serving.states import FORMS, shown
 from rwkv.serving.submission import message_ids, prompt_ids, submit
 
 
 class StateAnswer(Answer):
-    """The state at the end of the ticket's only text."""
+    """The final state of the ticket's only sequence."""
 
     def _whole(self) -> Response:
-        state = self._texts[0].last.state
+        state = self._choices[0].last.state
         if state is None:
-            return ApiError(503, "the prompt was not read in time: the server's timeout_s= ended it", code="timeout").response()
+            return ApiError(503, "the prompt was not read within the server's timeout_s=", code="timeout").response()
         return json_response({**shown(state, self._spec.model), "usage": self._usage()})
 
 
@@ -39,23 +39,22 @@ async def make_state(service: Service, request: Request) -> Any:
         if layout not in (None, *STATE_LAYOUTS):
             raise ApiError(400, f"state_layout must be {' or '.join(STATE_LAYOUTS)}; got {layout[:40]!r}", "state_layout")
         return _state(service, await service.engine.upload(service.states.new(owner(request)), content, layout))
-    text = await from_body(service, request, partial(_state_text, owner=owner(request)))
+    sequence = await from_body(service, request, partial(_state_sequence, owner=owner(request)))
     spec = ResponseSpec("state", service.model, False, False, [""], 1, service.tokenizer, saves=True)
-    return StateAnswer(service.engine, await submit(service, [text]), spec, False, service.config.timeout_s)
+    return StateAnswer(service.engine, await submit(service, [sequence]), spec, False, service.config.timeout_s)
 
 
-def _state_text(service: Service, sent: bytes, owner: str) -> Generate:
-    """A text of 0 new tokens, whose end is saved as the state."""
+def _state_sequence(service: Service, sent: bytes, owner: str) -> Generate:
+    """A sequence of 0 new tokens, whose final state is saved."""
     body = read(sent, StateRequest)
-    model = adapter_of(service, body.model)
+    model = resolve_adapter(service, body.model)
     if (body.prompt is None) == (body.messages is None):
-        raise ApiError(400, "a state is made of a prompt or of messages: send one of them, or a file with the content type "
-                            f"{FORMS[0]}", "prompt")
+        raise ApiError(400, "send a prompt, messages, or a file with the content type {FORMS[0]}", "prompt")
     start = service.states.start(body.state, owner, model)
     turn = None
     if body.messages is None:
         if body.tools:
-            raise ApiError(400, "tools are shown in messages, and not in a prompt", "tools")
+            raise ApiError(400, "tools requires messages, and conflicts with prompt", "tools")
         ids = prompt_ids(service, body.prompt or "", start=start)
     else:
         tools = shown_tools(service, body.tools)
@@ -67,7 +66,7 @@ def _state_text(service: Service, sent: bytes, owner: str) -> Generate:
 
 
 async def list_states(service: Service, request: Request) -> Response:
-    states = [shown(state, service.model) for state in service.states.of(owner(request))]
+    states = [shown(state, service.model) for state in service.states.owned_by(owner(request))]
     return json_response({"object": "list", "data": states, "has_more": False})
 
 

@@ -9,7 +9,7 @@ from rwkv.serving.bodies import from_body
 from rwkv.serving.errors import ApiError, json_response
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import DetokenizeRequest, TokenizeRequest, read
-from rwkv.serving.service import Service, adapter_of
+from rwkv.serving.service import Service, resolve_adapter
 from rwkv.serving.submission import encoded
 from rwkv.tokenizer.decoders import LAST_IDS
 
@@ -29,7 +29,7 @@ async def tokenize(service: Service, request: Request) -> Response:
 
 def _tokenized(service: Service, sent: bytes) -> Response:
     body = read(sent, TokenizeRequest)
-    adapter_of(service, body.model)
+    resolve_adapter(service, body.model)
     ids = encoded(service.tokenizer.encode, body.prompt, "prompt")
     content = {"tokens": ids, "count": len(ids), "max_model_len": service.config.max_prompt_tokens}
     if body.return_token_strs:
@@ -45,7 +45,7 @@ async def detokenize(service: Service, request: Request) -> Response:
 
 def _detokenized(service: Service, sent: bytes) -> Response:
     body = read(sent, DetokenizeRequest)
-    adapter_of(service, body.model)
+    resolve_adapter(service, body.model)
     try:
         return json_response({"prompt": service.tokenizer.decode(body.tokens)})
     except UserError as error:
