@@ -15,7 +15,7 @@ from rwkv.data.prepare import Corpus
 from rwkv.data.windows import Windows
 
 ROUNDING = 1e-9                          # rounding error of epochs times steps, which may be fractions
-CHAT_EPOCHS = 2.0                        # of a new run on conversations that is given no length
+CHAT_EPOCHS = 2.0                        # of a new run on conversations that is user_keys no length
 MANY = 4                                 # epochs of conversations after which answers are learnt by heart
 
 
@@ -43,11 +43,11 @@ def with_steps_of_epochs(config: TrainConfig, data: Corpus) -> TrainConfig:
     return replace(config, trainer=replace(config.trainer, max_steps=steps))
 
 
-def with_max_steps(config: TrainConfig, given: Collection[str]) -> TrainConfig:
+def with_max_steps(config: TrainConfig, user_keys: Collection[str]) -> TrainConfig:
     """The configuration with one length, and with max_steps computed if the length is trainer.max_tokens. A given length
     replaces that of an experiment or of a resumed run.
     """
-    own = given_length(config, given)
+    own = given_length(config, user_keys)
     trainer = config.trainer
     if own:
         trainer = replace(trainer, max_tokens=trainer.max_tokens if own == "trainer.max_tokens" else None,

@@ -20,7 +20,7 @@ from rwkv.distributed import all_gather, rank, world_size
 from rwkv.model.base import Model, State
 
 
-def hidden_of_segments(model: Model, x: Tensor, opens: Tensor, state: State, by_block: bool = False) -> tuple[Tensor, State]:
+def forward_segments(model: Model, x: Tensor, opens: Tensor, state: State, by_block: bool = False) -> tuple[Tensor, State]:
     """(x (B,K,T), the state before x) -> (the head's input (B,K*T,C), the state after x). opens (B,K): where it is reset.
 
     by_block: the model's blocks keep only their inputs, and segments are not computed again.

@@ -453,7 +453,7 @@ def test_a_debug_run_validates_a_part_and_says_so(run: Run) -> None:
                            "trainer.val_every=1", "out_dir=run")
     assert status == 0, error
     (planned,) = [line for line in error.splitlines() if line.startswith("validation ") and " times " in line]
-    (told,) = [line for line in error.splitlines() if line.startswith("validation was of")]
+    (told,) = [line for line in error.splitlines() if line.startswith("validation used")]
     assert "the first 512 of " in planned
     assert "the first 512 of " in told
     assert "512 tokens" in Path("run/report.html").read_text()

@@ -35,7 +35,7 @@ from rwkv.report.reading import TUNED
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.progress_bar import bar
 from rwkv.training.task import LanguageModel
-from rwkv.training.tuning.guard import sha256_of, text_of
+from rwkv.training.tuning.guard import guard_path, sha256_of
 from rwkv.training.tuning.held_out import continuations, prompts, readable
 
 Measured = dict[str, float]              # by the name of the metric, and "step"
@@ -52,7 +52,7 @@ class BeforeAfter(Callback):
         self.config = config
         self.tokenizer = data.tokenizer
         self.path = out_dir / TUNED
-        self.guard = text_of(config)
+        self.guard = guard_path(config)
         self.sha256 = sha256_of(self.guard)
         self.before: Measured | None = None
         self.after: Measured | None = None
