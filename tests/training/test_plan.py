@@ -403,7 +403,7 @@ def test_tuning_that_ends_in_its_warm_up_is_said(init_from: str | None, steps: i
     config = configured(1, 8, 4, 10)
     config = replace(config, init_from=init_from, optim=replace(config.optim, warmup_steps=10),
                      trainer=replace(config.trainer, max_steps=steps))
-    assert bool(list(plan._wrong_length(config, 1.0, False))) == said
+    assert bool(list(plan._length_warnings(config, 1.0, False))) == said
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(0.001, "1 s"), (0.9, "54 s"), (1.5, "1.5 minutes"), (60, "60.0 minutes"),

@@ -97,14 +97,14 @@ def create(run: Run, resolved: dict[str, Any]) -> None:
     run.lock.hold(run.out_dir)
     if not run.exists:
         require_unused(run.out_dir)      # again: another process may have begun and ended a run since open_run
-    apart = folder_apart(run)
+    apart = backup_folder(run)
     if apart is not None:
-        _set_apart(run.out_dir, apart)
+        _back_up(run.out_dir, apart)
     write_file(run.out_dir / CONFIG_FILE, lambda file: yaml.safe_dump(resolved, file, encoding="utf-8", sort_keys=False))
     _point_latest(run.out_dir)
 
 
-def folder_apart(run: Run) -> Path | None:
+def backup_folder(run: Run) -> Path | None:
     """out_dir/unsaved-1, or the next free number: the folder for the earlier output of a run that begins again because it had
     saved no checkpoint. None if there is nothing to keep.
     """
@@ -116,7 +116,7 @@ def folder_apart(run: Run) -> Path | None:
     return next(folder for number in itertools.count(1) if not (folder := run.out_dir / f"unsaved-{number}").exists())
 
 
-def _set_apart(out_dir: Path, folder: Path) -> None:
+def _back_up(out_dir: Path, folder: Path) -> None:
     """Moves a run's output into `folder`, with a copy of its configuration."""
     folder.mkdir()
     shutil.copy(out_dir / CONFIG_FILE, folder)
