@@ -259,10 +259,10 @@ def n_checkpoints(keep_last: int) -> int:
 
 def checkpoint_bytes(config: TrainConfig, vocab_size: int) -> int:
     """The peak disk use of a run's checkpoints."""
-    return n_checkpoints(config.trainer.keep_last) * bytes_of_a_checkpoint(config, vocab_size)
+    return n_checkpoints(config.trainer.keep_last) * one_checkpoint_bytes(config, vocab_size)
 
 
-def bytes_of_a_checkpoint(config: TrainConfig, vocab_size: int) -> int:
+def one_checkpoint_bytes(config: TrainConfig, vocab_size: int) -> int:
     """Trained parameters and their moments."""
     trained = FLOAT * n_trained(config, vocab_size)
     if config.optim.name == EIGHT_BITS:
