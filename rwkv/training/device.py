@@ -35,10 +35,10 @@ def process_count(options: TrainerConfig, batch_size: int) -> int:
     if options.strategy == "single":
         return 1
     if (tasks := tasks_of_srun()) > 1:
-        raise UserError(f"srun has started {tasks} tasks of this program, and each would train the whole run: start one task "
-                        "on each machine, srun --ntasks-per-node=1 torchrun ... train.py ..., as in docs/scale.md")
+        raise UserError(f"srun started {tasks} tasks, and each would train the whole run: start one task "
+                        "per machine, srun --ntasks-per-node=1 torchrun ... train.py ..., as in docs/scale.md")
     if options.num_nodes > 1:
-        raise UserError("several machines need torchrun, with the same command on each: torchrun --nnodes=N "
+        raise UserError("several machines require torchrun, with the same command on each: torchrun --nnodes=N "
                         "--nproc-per-node=M --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py trainer.num_nodes=N ...")
     gpus = torch.cuda.device_count() if device_for(options.accelerator).type == "cuda" else 0
     count = options.devices or gpus

@@ -171,10 +171,10 @@ class SubmititJobs(Launcher):
             with tempfile.TemporaryDirectory() as scratch:       # submitit creates its folder at once
                 self._executor_in(Path(scratch))
         except RuntimeError as error:    # no srun
-            raise UserError(f"sweep.launcher=submitit finds no SLURM here ({error}); without one use sweep.jobs=K, or "
+            raise UserError(f"sweep.launcher=submitit finds no SLURM here ({error}); without it use sweep.jobs=K, or "
                             "sweep.arguments=cluster=local") from None
         except Exception as error:       # AssertionError, NameError and others
-            raise UserError(f"submitit refuses sweep.arguments: {str(error).partition(chr(10))[0]}") from None
+            raise UserError(f"submitit rejected sweep.arguments: {str(error).partition(chr(10))[0]}") from None
         self._folder = folder / "%j"
         self._jobs: dict[str, Any] = {}
         self._stopped: float | None = None               # time of the cancellation

@@ -51,7 +51,7 @@ def require(config: LoggerConfig) -> None:
         names = _Names.of(config, None, "run")
         wandb.Settings(project=names.project, run_group=names.group, run_name=names.name, run_id=_user_setting("run_id"))
     except (wandb.errors.UsageError, ValueError) as error:       # pydantic's ValidationError is a ValueError
-        raise UserError("W&B refuses logger.project, logger.group, logger.run_name or one of its own settings, such as a "
+        raise UserError("W&B rejected logger.project, logger.group, logger.run_name or one of its own settings, such as a "
                         f"WANDB_ variable: {' '.join(str(error).split())}") from None
 
 

@@ -146,7 +146,7 @@ def _require_disk(config: TrainConfig, out_dir: Path, vocab_size: int) -> None:
     need, free = checkpoint_bytes(config, vocab_size), free_disk(out_dir) + reusable
     if need > free:
         raise UserError(f"{n_checkpoints(config.trainer.keep_last)} checkpoints need {readable(need)} of disk, and "
-                        f"{readable(free)} is free at {out_dir}: make room, name another disk with out_dir=, or take "
+                        f"{readable(free)} is free at {out_dir}: free some, set out_dir= on another disk, or use "
                         "trainer.keep_last=1")
 
 

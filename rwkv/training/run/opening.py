@@ -60,7 +60,7 @@ def require_own_options(config: TrainConfig) -> None:
             get = attrgetter(key)
             if key not in supported and get(config) != get(default):
                 raise UserError(f"{key} is an option of {name}, and the model is {config.model.generation}: leave it out, or "
-                                "take another model=")
+                                "use another model=")
 
 
 def _own_options(model: ModelConfig) -> list[str]:

@@ -41,7 +41,7 @@ def check_new_run(config: TrainConfig, user_keys: Collection[str]) -> None:
 
 def require_one_beginning(config: TrainConfig) -> None:
     if config.resume is not None and config.init_from is not None:
-        raise UserError("resume= continues a run, and init_from= begins one with the weights of another: give one of them")
+        raise UserError("resume= conflicts with init_from=: one continues a run, the other starts a new one from its weights")
 
 
 def resumed_path(config: TrainConfig) -> Path | None:
@@ -65,9 +65,8 @@ def nothing_at(config: TrainConfig) -> UserError:
 def _require_new_weights(config: TrainConfig, user_keys: Collection[str]) -> None:
     """Raises UserError for options that require init_from=."""
     if "tune.guard" in user_keys:
-        raise UserError("tune.guard is measured where a run tunes the weights of another: name them with init_from=")
+        raise UserError("tune.guard requires a base model: init_from=FILE")
     if config.tune.method != "full":
         raise UserError(f"tune={config.tune.method} requires a base model: init_from=FILE")
     if config.tune.prefers:
-        raise UserError(f"tune.objective={config.tune.objective} changes which answers a trained model prefers: name that "
-                        "model with init_from=")
+        raise UserError(f"tune.objective={config.tune.objective} requires a base model: init_from=FILE")

@@ -105,7 +105,7 @@ def require_unfinished(run: Run) -> None:
     finished = is_finished(run.out_dir) and all(path.exists() for path in tuned_files(run.config, run.out_dir))
     if step > trainer.max_steps or finished:
         more = "max_steps" if trainer.epochs is None else "epochs"
-        raise UserError(f"the run in {run.out_dir} is finished at step {step}: to train on, give trainer.{more}=MORE")
+        raise UserError(f"the run in {run.out_dir} is finished at step {step}: to train longer, set trainer.{more}=MORE")
 
 
 def _restart(request: Request, out_dir: Path) -> Run:
@@ -167,7 +167,7 @@ def _migrated(saved: dict[str, Any], out_dir: Path) -> dict[str, Any]:
         value = current[group].pop(name, default)
         if value != default:
             raise UserError(f"the run in {out_dir} has {option}={value}, and this version has no such option: continue it "
-                            "with the version that began it, or begin a new run with its weights, init_from=")
+                            "with the version that started it, or start a new run with its weights, init_from=")
     return current
 
 
@@ -193,7 +193,7 @@ def _from_plain(plain: dict[str, Any]) -> TrainConfig:
             [f"{name}.{option}" for option in value if option not in default.__dict__] if is_dataclass(default) else [])
         if unknown:
             raise UserError(f"the run has the option {unknown[0]}, which this version does not know: continue it with the "
-                            "version that began it, or begin a new run with its weights, init_from=")
+                            "version that started it, or start a new run with its weights, init_from=")
         if is_dataclass(default):
             group: Any = type(default)
             value = group(**{option: tuple(item) if isinstance(item, list) else item for option, item in value.items()})

@@ -48,15 +48,15 @@ def open_init_checkpoint(config: TrainConfig, user_keys: Collection[str]) -> tup
 def require_tunable(config: TrainConfig, checkpoint: Checkpoint) -> None:
     """Raises UserError if tune= cannot train on top of these weights."""
     if checkpoint.time_states and config.tune.method != "state":
-        raise UserError(f"{checkpoint.path} has a tuned state beside its weights: tune=state trains it on; for "
-                        f"tune={config.tune.method} name the weights that it was trained with")
+        raise UserError(f"{checkpoint.path} has a tuned state beside its weights: use tune=state to train it further; for "
+                        f"tune={config.tune.method} use its base weights")
     if checkpoint.time_states and config.tune.prefers:
-        raise UserError(f"tune.objective={config.tune.objective} compares with the weights alone, and this state begins as a "
-                        "tuned one: leave the objective out, or begin without the state")
+        raise UserError(f"tune.objective={config.tune.objective} conflicts with a tuned state: its reference is the weights "
+                        "alone; leave out the objective or the state")
     if config.tune.method == "lora":
         chosen(config.model, config.tune.modules)
     if config.tune.method == "state" and not generation(config.model).LEARNS_STATE:
-        raise UserError(f"tune=state learns the state of RWKV-7, and {checkpoint.path} is {generation(config.model).NAME}: use "
+        raise UserError(f"tune=state requires RWKV-7, and {checkpoint.path} is {generation(config.model).NAME}: use "
                         "tune=lora")
 
 
@@ -76,7 +76,7 @@ def _tokenizer(data: DataConfig, user_keys: Collection[str], checkpoint: Checkpo
             log(f"tokenizer  {assumed} (guessed from the vocabulary size of {checkpoint.path}, {checkpoint.vocab_size:,})")
         return tokenizer_of(checkpoint, None, data.end_of_text, "data.tokenizer")
     if data.tokenizer in MADE_FROM_DATA:
-        remedy = "leave data.tokenizer out" if checkpoint.tokenizer else "name theirs: data.tokenizer=FILE.json, or world"
+        remedy = "leave out data.tokenizer" if checkpoint.tokenizer else "use theirs: data.tokenizer=FILE.json or world"
         raise CheckpointError(f"data.tokenizer={data.tokenizer} makes a tokenizer from the data, and the weights in "
                               f"{checkpoint.path} ({checkpoint.vocab_size} tokens) were trained with another: {remedy}")
     return tokenizer_of(checkpoint, data.tokenizer, data.end_of_text, "data.tokenizer")
