@@ -235,7 +235,7 @@ def _tuning(run: Run, trained: int) -> Iterator[tuple[str, str]]:
                      f"{run.config.init_from}")
     if (left := surviving(base, tune.base)) < 1:
         yield "WARNING", (f"tune.base={tune.base} rounds the adapters of {run.config.init_from} too: {left:.0%} of what they "
-                          "have learnt survives; tune.base=float32 keeps all of it")
+                          "have learnt is left; tune.base=float32 keeps all of it")
 
 
 def _objective(tune: TuneConfig) -> str:
@@ -263,7 +263,7 @@ def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs
     """The memory of one process. programs: bytes in use by its program and libraries; 0 on a GPU."""
     need = estimate(config, vocab_size, world_size())
     checkpointing = config.trainer.activation_checkpointing
-    other = estimate(with_options(config, activation_checkpointing=not checkpointing), vocab_size, world_size())
+    alternative = estimate(with_options(config, activation_checkpointing=not checkpointing), vocab_size, world_size())
     already = f", {readable(programs)} of it already in use" if programs else ""
     yield "memory", (f"about {readable(programs + need.total)} for each process{already}; {readable(free_memory(device))} "
                      "is free")
@@ -271,7 +271,7 @@ def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs
                + f"weights {readable(need.weights)}, gradients {readable(need.gradients)}, "
                + f"optimiser {readable(need.optimiser)}, loss {readable(need.loss)}"
                + (f", data workers {readable(need.workers)}" if need.workers else ""))
-    yield "", (f"activations {readable(need.activations)}; {readable(other.activations)} with "
+    yield "", (f"activations {readable(need.activations)}; {readable(alternative.activations)} with "
                f"trainer.activation_checkpointing={str(not checkpointing).lower()}")
     free = free_memory(device)
     if free is not None and need.total > free:

@@ -251,7 +251,7 @@ def test_the_plan_counts_what_is_trained(folder: Path, run: Run) -> None:
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert status == 0
     assert f"lora: {count:,} trained values beside frozen weights in float32" in error
-    assert "twice: tune=lora freezes weights" in error
+    assert "recomputes activations, because tune=lora freezes the weights" in error
 
 
 @pytest.mark.programs
