@@ -16,7 +16,7 @@ from rwkv.data.windows import Windows
 
 ROUNDING = 1e-9                          # of epochs times steps, which may be fractions
 CHAT_EPOCHS = 2.0                        # default length of a new run on conversations
-MANY = 4                                 # epochs beyond which answers are memorised
+MAX_EPOCHS = 4                           # beyond which text is memorised
 
 
 def steps_per_epoch(config: TrainConfig, data: Corpus) -> float:

@@ -32,7 +32,7 @@ from rwkv.model import fused_form
 from rwkv.model.base import generation, n_parameters
 from rwkv.training import graphs
 from rwkv.training.device import dtype_for, why_precision
-from rwkv.training.length import MANY, steps_per_epoch
+from rwkv.training.length import MAX_EPOCHS, steps_per_epoch
 from rwkv.training.memory import (
     checkpoint_bytes,
     estimate,
@@ -53,7 +53,7 @@ from rwkv.training.tuning.same_data import warn_of_split
 TIMED_STEPS = 2                          # after one warm-up step
 LONG_STEP = 5                            # seconds; a longer first pass prints a line, as a sign of life
 EXCESS = 0.1                             # warn if the validation fraction exceeds data.val_fraction by this
-MUCH = 1 / 3                             # validation above this fraction of the time is printed
+LONG_VALIDATION = 1 / 3                  # validation above this fraction of the time is printed
 PATIENCE = 20                            # seconds allowed for timed steps
 OVERHEAD = 2                             # time of a step over that of its matrix products
 FORWARD = 1 / 3                          # forward pass as a fraction of a training step
@@ -109,6 +109,16 @@ def _needs(run: Run, kernel: str, kernel_error: str | None, device: torch.device
     config = run.config
     V = run.init_checkpoint.vocab_size if run.init_checkpoint else data.tokenizer.vocab_size
     programs = resident_memory() if device.type == "cpu" else 0       # before pages of the data are read below
+    yield from _data(run, data)
+    yield from _model(run, V)
+    yield from _computation(config, kernel, kernel_error, device, bool(data.conversations))
+    yield from _memory(config, V, device, programs)
+    checkpoints = counted(n_checkpoints(config.trainer.keep_last), "checkpoint")
+    yield "disk", f"{readable(checkpoint_bytes(config, V))} for {checkpoints}; {readable(free_disk(run.out_dir))} is free"
+
+
+def _data(run: Run, data: Corpus) -> Iterator[tuple[str, str]]:
+    config = run.config
     yield "data", data.describe()
     lost = data.describe_lost()
     if lost:
@@ -131,6 +141,11 @@ def _needs(run: Run, kernel: str, kernel_error: str | None, device: torch.device
         yield "rows", rows_of(data.conversations[0], config.model.ctx_len).describe()
     if data.conversations:
         yield "chat", f"template {_template(run)}"
+
+
+def _model(run: Run, V: int) -> Iterator[tuple[str, str]]:
+    """The model, where its weights come from, and how they are trained."""
+    config = run.config
     yield "model", (f"{generation(config.model).NAME}, {counted(config.model.n_layer, 'layer')}, {config.model.n_embd} wide, "
                     f"{n_parameters(config.model, V):,} parameters, vocabulary {V}")
     if run.init_checkpoint is not None and run.resume_from is None:
@@ -147,7 +162,11 @@ def _needs(run: Run, kernel: str, kernel_error: str | None, device: torch.device
         yield "guard", guard.describe(config)
     for line in run.saved_memory:
         yield "memory", line
-    yield "blocks", _blocks(config.trainer.compile, config.tune.method, bool(data.conversations), device.type)
+
+
+def _computation(config: TrainConfig, kernel: str, kernel_error: str | None, device: torch.device,
+                 conversations: bool) -> Iterator[tuple[str, str]]:
+    yield "blocks", _blocks(config.trainer.compile, config.tune.method, conversations, device.type)
     if graphs_line := graphs.describe(config, device, kernel.partition(" ")[0]):
         yield "graphs", graphs_line
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
@@ -164,9 +183,6 @@ def _needs(run: Run, kernel: str, kernel_error: str | None, device: torch.device
         dtype = matrix_dtype(device)
         why = "" if dtype == torch.bfloat16 else ": this CPU has no bfloat16 instructions"
         yield "optimiser", f"{config.optim.name}, orthogonalised in {str(dtype).removeprefix('torch.')}{why}"
-    yield from _memory(config, V, device, programs)
-    checkpoints = counted(n_checkpoints(config.trainer.keep_last), "checkpoint")
-    yield "disk", f"{readable(checkpoint_bytes(config, V))} for {checkpoints}; {readable(free_disk(run.out_dir))} is free"
 
 
 def _sources(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
@@ -181,9 +197,9 @@ def _sources(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
         passes = f", {'' if stream is None else 'about '}{counted(float(f'{epochs:.3g}'), 'epoch')}" if tokens else ""
         yield "source", (f"{part.name}: {part.corpus.source}; {split}{part.corpus.sizes.val_tokens:,} validation tokens; "
                          f"{100 * part.share:.3g} % of the training tokens{passes}")
-        if epochs > MANY:
-            yield "WARNING", (f"{part.name} is used for {epochs:,.1f} epochs, and beyond {MANY} little is learnt: give it a "
-                              "smaller weight or more text")
+        if epochs > MAX_EPOCHS:
+            yield "WARNING", (f"{part.name} is used for {epochs:,.1f} epochs, and beyond {MAX_EPOCHS} little is learnt: give "
+                              "it a smaller weight or more text")
 
 
 def _documents(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
@@ -335,8 +351,8 @@ def _length_warnings(config: TrainConfig, epochs: float, conversations: bool) ->
     """Warnings if answers are repeated until memorised, and if the run ends during warm-up."""
     steps = config.trainer.max_steps
     warmup = config.optim.warmup_steps
-    if conversations and epochs > MANY and not config.trainer.overfit_batches:
-        yield "WARNING", (f"training runs for {epochs:,.1f} epochs, and beyond {MANY} a model memorises answers: use "
+    if conversations and epochs > MAX_EPOCHS and not config.trainer.overfit_batches:
+        yield "WARNING", (f"training runs for {epochs:,.1f} epochs, and beyond {MAX_EPOCHS} a model memorises answers: use "
                           "trainer.epochs=2 or more conversations")
     if config.init_from is not None and steps <= warmup:
         yield "WARNING", (f"little is learnt: the run's {steps:,} steps are all within optim.warmup_steps={warmup}; use more "
@@ -367,12 +383,12 @@ def validated_part(val_tokens: int | None, whole: int) -> str | None:
 
 
 def _validation(val_tokens: int | None, whole: int, times: int, time_share: float) -> Iterator[tuple[str, str]]:
-    """A line if validation uses a part, or takes more than MUCH of the time."""
+    """A line if validation uses a part, or takes more than LONG_VALIDATION of the time."""
     part = validated_part(val_tokens, whole)
-    if part is None and time_share <= MUCH:
+    if part is None and time_share <= LONG_VALIDATION:
         return
     line = f"{'once' if times == 1 else f'{times:,} times'} {part or 'all ' + counted(whole, 'token')}"
-    if time_share > MUCH:
+    if time_share > LONG_VALIDATION:
         line += f", {100 * time_share:.0f} % of the time; less with a lower trainer.val_tokens or a higher trainer.val_every"
     yield "validation", line
 

@@ -30,7 +30,7 @@ class Divergence(Callback):
     log_every: int
     _lr: float = 0.0
     _loss: Any = 0.0                     # of the current step, summed over accumulated batches
-    _unchecked: list[tuple[int, float, Tensor]] = field(default_factory=list)       # step, learning rate and loss
+    _unchecked: list[tuple[int, float, Tensor]] = field(default_factory=list)    # step, learning rate and loss
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._lr = trainer.optimizers[0].param_groups[0]["lr"]

@@ -36,7 +36,7 @@ class Metrics(Callback):
     latest: Mapping[str, Any] = field(default_factory=dict)
     _interval_start: float = 0.0         # an interval starts after a logged step or a validation
     _interval_tokens: int = 0            # tokens of this interval, with padding
-    _interval_unpadded: int = 0           # without padding
+    _interval_unpadded: int = 0          # without padding
     _tokens_per_step: int = 0
     _ms_per_token: list[float] = field(default_factory=list)
     _lr: float = 0.0
