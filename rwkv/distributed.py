@@ -46,7 +46,7 @@ def launched() -> bool:
     return distributed.is_available() and distributed.is_torchelastic_launched()
 
 
-def tasks_of_srun() -> int:
+def srun_tasks() -> int:
     """The number of processes that srun started without torch's launcher; 1 outside SLURM."""
     return 1 if launched() else int(os.environ.get(TASKS) or 1)
 

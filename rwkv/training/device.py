@@ -12,7 +12,7 @@ import torch
 
 from kernels.machine.cpu import multiplies
 from rwkv.config import GPUS, TrainConfig, TrainerConfig
-from rwkv.distributed import launched, tasks_of_srun, world_size
+from rwkv.distributed import launched, srun_tasks, world_size
 from rwkv.errors import UserError
 
 AUTO = "auto"
@@ -34,7 +34,7 @@ def process_count(options: TrainerConfig, batch_size: int) -> int:
     """The number of processes to start on this machine. Raises UserError if it is impossible."""
     if options.strategy == "single":
         return 1
-    if (tasks := tasks_of_srun()) > 1:
+    if (tasks := srun_tasks()) > 1:
         raise UserError(f"srun started {tasks} tasks, and each would train the whole run: start one task "
                         "per machine, srun --ntasks-per-node=1 torchrun ... train.py ..., as in docs/scale.md")
     if options.num_nodes > 1:

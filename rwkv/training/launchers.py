@@ -102,7 +102,7 @@ class Processes(Launcher):
         merged = _same_output()
         output = None if merged or self.places == 1 else tempfile.TemporaryFile("w+", encoding="utf-8")       # noqa: SIM115
         process = subprocess.Popen(
-            [*task.program, *share, *sweep_child.options_of(task.folder, task.arguments)],
+            [*task.program, *share, *sweep_child.run_options(task.folder, task.arguments)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE if merged else output,
             stderr=subprocess.STDOUT if merged else subprocess.PIPE, encoding="utf-8", errors="replace", start_new_session=True)
         thread = threading.Thread(target=self._follow, args=(task, process, output, gpu), daemon=True)

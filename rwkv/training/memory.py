@@ -106,7 +106,7 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1, gpu_memor
 
     moments = MOMENTS * trained
     if config.optim.name == EIGHT_BITS:
-        moments = moments_in_8_bits(config, vocab_size) + FLOAT * adamw8bit.WORK * min(adamw8bit.CHUNK, trained // FLOAT)
+        moments = moment_bytes_8bit(config, vocab_size) + FLOAT * adamw8bit.WORK * min(adamw8bit.CHUNK, trained // FLOAT)
     gradients = trained * shares if trainer.accumulate > 1 else trained
     if trainer.optim_in_backward and not tuned:
         gradients = FLOAT * _largest_block(config, vocab_size)
@@ -162,11 +162,11 @@ def _fsdp_bytes(config: TrainConfig, vocab_size: int) -> int:
     products the current and the prefetched block, and gradients, which are summed in float32.
     """
     itemsize = FLOAT if dtype_for(config.trainer.precision) == torch.float32 else NARROW
-    return (FLOAT * outside_of_blocks(config, vocab_size)
+    return (FLOAT * n_outside_blocks(config, vocab_size)
             + (3 * itemsize + FLOAT) * _largest_block(config, vocab_size))
 
 
-def outside_of_blocks(config: TrainConfig, vocab_size: int) -> int:
+def n_outside_blocks(config: TrainConfig, vocab_size: int) -> int:
     """The number of parameters of the embedding and the head."""
     return 2 * vocab_size * config.model.n_embd
 
@@ -224,7 +224,7 @@ def _trained_sizes(config: TrainConfig, vocab_size: int) -> list[int]:
     return [tune.rank * size for shape in _adapted_shapes(config, vocab_size) for size in shape]
 
 
-def moments_in_8_bits(config: TrainConfig, vocab_size: int) -> int:
+def moment_bytes_8bit(config: TrainConfig, vocab_size: int) -> int:
     return round(sum(map(adamw8bit.moment_bytes, _trained_sizes(config, vocab_size))))
 
 
@@ -266,7 +266,7 @@ def one_checkpoint_bytes(config: TrainConfig, vocab_size: int) -> int:
     """Trained parameters and their moments."""
     trained = FLOAT * n_trained(config, vocab_size)
     if config.optim.name == EIGHT_BITS:
-        return trained + moments_in_8_bits(config, vocab_size)
+        return trained + moment_bytes_8bit(config, vocab_size)
     return (1 + MOMENTS) * trained
 
 

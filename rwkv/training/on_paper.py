@@ -35,9 +35,9 @@ from rwkv.training.memory import (
     FLOAT,
     estimate,
     n_checkpoints,
+    n_outside_blocks,
     n_trained,
     one_checkpoint_bytes,
-    outside_of_blocks,
     readable,
     with_options,
 )
@@ -138,7 +138,7 @@ def exchanged_bytes(config: TrainConfig, vocab_size: int, n: int) -> float:
     """The bytes that each of n devices sends in a step."""
     if config.trainer.strategy != "fsdp":
         return 2 * (n - 1) / n * FLOAT * n_trained(config, vocab_size)
-    P, outside = n_parameters(config.model, vocab_size), outside_of_blocks(config, vocab_size)
+    P, outside = n_parameters(config.model, vocab_size), n_outside_blocks(config, vocab_size)
     passes = config.trainer.accumulate * max(1, config.trainer.tbptt)
     gathered = 2 * dtype_for(config.trainer.precision).itemsize * (P - outside) + FLOAT * outside
     return (n - 1) / n * (passes * gathered + FLOAT * n_trained(config, vocab_size))

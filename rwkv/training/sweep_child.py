@@ -56,7 +56,7 @@ def _one_line(text: str) -> str:
     return text.strip().partition("\n")[0]
 
 
-def options_of(folder: Path, arguments: list[str]) -> list[str]:
+def run_options(folder: Path, arguments: list[str]) -> list[str]:
     """The options of train.py that start the run in `folder`, or resume it if it has started."""
     started = (folder / CONFIG_FILE).is_file()
     options = [argument for argument in arguments if not (started and argument.startswith("init_from="))]
@@ -97,7 +97,7 @@ class Submitted:
     def __call__(self) -> int:
         self._status = None
         with self.log_file.open(self._log_mode, encoding="utf-8") as log, subprocess.Popen(
-                [*self.program, *options_of(self.folder, self.arguments)], stdin=subprocess.PIPE, stderr=log,
+                [*self.program, *run_options(self.folder, self.arguments)], stdin=subprocess.PIPE, stderr=log,
                 start_new_session=True) as self._process:
             threading.Thread(target=self._wait, daemon=True).start()
             try:
