@@ -234,7 +234,7 @@ def _lines(config: TrainConfig, vocab_size: int, gpu: Gpu, why: str, result: Est
     source = "trainer.link_gbps" if trainer.link_gbps else "assumed; set trainer.link_gbps to change it"
     if result.devices > 1:
         yield "exchange", (f"{readable(round(result.exchanged))} sent by each device in a step: {result.exchange_s:.3g} s at "
-                           f"{result.link_gbps:g} Gbit/s ({source}), beside {result.compute_s:.3g} s of computation")
+                           f"{result.link_gbps:g} Gbit/s ({source}); {result.compute_s:.3g} s of computation")
     yield "speed", _speed(config, vocab_size, gpu, result)
     size = one_checkpoint_bytes(config, vocab_size)
     writers = trainer.num_nodes if trainer.strategy == "fsdp" else 1
@@ -268,7 +268,7 @@ def _speed(config: TrainConfig, vocab_size: int, gpu: Gpu, result: Estimate) -> 
         scaled += ", a third longer with activation checkpointing"
     if gpu.teraflops != measured_on.teraflops:
         scaled += f", times {gpu.teraflops:g} / {measured_on.teraflops:g}, the vendor's peak rates (assumed)"
-    return (f"{span} tokens/s{', the exchange after or beside the computation' if result.devices > 1 else ''}; at most "
+    return (f"{span} tokens/s{', without or with overlapping exchange' if result.devices > 1 else ''}; at most "
             f"{100 * used:.2g} % of the peak of the {gpu.name}; from a measured step on one H200, "
             f"{row.generation} {row.n_layer} x {row.n_embd}, {row.precision}, {row.B} x {row.T}: "
             f"{row.tokens_per_second:,.0f} tokens/s{scaled}")

@@ -96,7 +96,7 @@ def _why_from_the_start(run: Run) -> str:
     if not run.exists:
         return "resume=auto: no run to continue, starting a new one"
     backup = backup_folder(run)
-    return (f"WARNING    the run in {run.out_dir} ended before its first checkpoint: it begins again at step 0"
+    return (f"WARNING    the run in {run.out_dir} ended before its first checkpoint: it restarts at step 0"
             + (f"; its earlier output moves to {backup}" if backup else ""))
 
 
@@ -243,7 +243,7 @@ def _template(run: Run) -> str:
 def _tuning(run: Run, trained: int) -> Iterator[tuple[str, str]]:
     """What is trained, and how the weights behind the losses differ from those that programs load."""
     tune, base = run.config.tune, run.init_checkpoint
-    line = f"{tune.method}: {trained:,} trained values beside frozen weights in {tune.base}"
+    line = f"{tune.method}: {trained:,} trained values with frozen weights in {tune.base}"
     if base is None or tune.base == "float32" or is_exact(base, tune.base):
         yield "tuning", line
         return
@@ -272,7 +272,7 @@ def _blocks(compiled: bool, method: str, conversations: bool, device: str) -> st
     elif conversations:
         why = "conversations are packed into rows"
     recomputed = f"; recomputes activations, because {why}" if why else ""
-    return f"fused {fused_form.describe(device)}, with gradients of their own{recomputed}"
+    return f"fused {fused_form.describe(device)}, with a custom backward pass{recomputed}"
 
 
 def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs: int) -> Iterator[tuple[str, str]]:

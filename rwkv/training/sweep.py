@@ -1,4 +1,4 @@
-"""A sweep: `python train.py -m kernel=conv1d,taichi_v3 seed=0,1`, each run in a process of its own, sweep.jobs at a time.
+"""A sweep: `python train.py -m kernel=conv1d,taichi_v3 seed=0,1`, each run in its own process, sweep.jobs at a time.
 
     DIR/sweep.json            all runs, with the status of each; rewritten after each run
     DIR/NAME/                 the directory of a run, named by the options in which the runs differ: kernel=conv1d,seed=0

@@ -1,4 +1,4 @@
-"""One run of a sweep in a process of its own: `python rwkv/training/sweep_child.py REASON_FILE OPTION ...`.
+"""One run of a sweep in its own process: `python rwkv/training/sweep_child.py REASON_FILE OPTION ...`.
 
 Runs train.py with the options. --share=THREADS,GPU before them is the process's share of the machine; either may be empty.
 If an error ends the run, writes it in one line to REASON_FILE, for the sweep's report; of several processes, the first that
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAM = ROOT / "train.py"              # in a clone; an installed package has rwkv.programs.train
 USER_ERROR = 2                           # exit status of a program that has shown the error as a sentence
 SHARE = "--share="
-CONFIG_FILE = "config.yaml"              # in the directory of a run that has begun
+CONFIG_FILE = "config.yaml"              # in the directory of a started run
 POLL_SECONDS = 0.2
 
 

@@ -154,7 +154,7 @@ class Wrapped:
 
 
 class Probe(Callback):
-    """Writes out_dir/kernel.json in rank 0 when training begins, and again when it ends or fails.
+    """Writes out_dir/kernel.json in rank 0 when training starts, and again when it ends or fails.
 
     exclude(seconds) is called with the duration of each error measurement. kernel_error: the message of kernel_check.check.
     """

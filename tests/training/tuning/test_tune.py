@@ -250,7 +250,7 @@ def test_the_plan_counts_what_is_trained(folder: Path, run: Run) -> None:
     add_adapters(model, (), 2, 2.0)
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert status == 0
-    assert f"lora: {count:,} trained values beside frozen weights in float32" in error
+    assert f"lora: {count:,} trained values with frozen weights in float32" in error
     assert "recomputes activations, because tune=lora freezes the weights" in error
 
 
