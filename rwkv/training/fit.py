@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 from itertools import islice
 from shlex import quote
+from typing import Any
 
 import lightning
 import torch
@@ -146,19 +147,8 @@ def train(run: Run) -> None:
         sys.exit(0)
     window = len(data.val) if config.trainer.tbptt else config.model.ctx_len
     validated = with_part(data, config.trainer.val_tokens, window)
-    lightning.seed_everything(config.seed, verbose=False)
-    model = prepare_blocks(new_model(config.model, run.init_checkpoint, data.tokenizer, wkv, config.tune),
-                           config.trainer)
-    model.gives_back = gives_back(config, model.vocab_size)
-    if use_graphs:
-        model.replay = graphs.Replay(model)
-    task = LanguageModel(model, config.optim, config.trainer.max_steps, validated.val_bytes_per_token, validated.val_lost)
-    task.sources = [part.name for part in validated.parts]
-    task.optim_in_backward = config.trainer.optim_in_backward
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
-    task.entry = describe(resolved, model.vocab_size, data.tokenizer) | {"data_sha256": data.sha256}
-    if config.tune.method != "full" and run.init_checkpoint is not None:
-        task.entry["base"] = identity(run.init_checkpoint)
+    task = _build_task(run, wkv, use_graphs, data, validated, resolved)
     announce_training(run, device, data, task if timed else None)
     if config.only_plans:
         sys.exit(0)
@@ -173,6 +163,23 @@ def train(run: Run) -> None:
     _fit_or_exit(trainer, task, loaders, run)
     give_back_free_blocks()
     _write_results(trainer, task, run, data, validated)
+
+
+def _build_task(run: Run, wkv: Any, use_graphs: bool, data: Corpus, validated: Corpus,
+                resolved: dict[str, Any]) -> LanguageModel:
+    config = run.config
+    lightning.seed_everything(config.seed, verbose=False)
+    model = prepare_blocks(new_model(config.model, run.init_checkpoint, data.tokenizer, wkv, config.tune), config.trainer)
+    model.gives_back = gives_back(config, model.vocab_size)
+    if use_graphs:
+        model.replay = graphs.Replay(model)
+    task = LanguageModel(model, config.optim, config.trainer.max_steps, validated.val_bytes_per_token, validated.val_lost)
+    task.sources = [part.name for part in validated.parts]
+    task.optim_in_backward = config.trainer.optim_in_backward
+    task.entry = describe(resolved, model.vocab_size, data.tokenizer) | {"data_sha256": data.sha256}
+    if config.tune.method != "full" and run.init_checkpoint is not None:
+        task.entry["base"] = identity(run.init_checkpoint)
+    return task
 
 
 def _fit_or_exit(trainer: lightning.Trainer, task: LanguageModel, loaders: DataModule, run: Run) -> None:
