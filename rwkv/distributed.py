@@ -1,10 +1,9 @@
-"""Training in several processes: starting them, collective operations, and work that rank 0 does for all.
+"""Training in several processes: launching them, collective operations, and work of rank 0 for all.
 
-    python train.py trainer=ddp trainer.devices=2            starts two, and waits for them
-    torchrun --nproc-per-node=2 train.py trainer=ddp         torch's own launcher starts them; also on several machines
+    python train.py trainer=ddp trainer.devices=2            starts two processes and waits for them
+    torchrun --nproc-per-node=2 train.py trainer=ddp         torch's launcher starts them, also on several machines
 
-Either way torch's launcher numbers the processes (their rank, from 0), gives each the whole command line, and ends all of
-them when one fails.
+Either way torch's launcher assigns ranks from 0, passes the command line to each process, and ends all of them when one fails.
 """
 
 import logging
@@ -27,15 +26,15 @@ from rwkv.errors import UserError
 
 T = TypeVar("T")
 RANK0_TIMEOUT = timedelta(days=30)       # rank 0 may tokenise a large corpus while the others wait
-POLL_SECONDS = 0.5                       # between two checks that the launcher is alive
-SAVE_SECONDS = 30.0                      # time to save for a process whose launcher has died
-LOOPBACK = "127.0.0.1"                   # a machine may be unable to resolve its own name, or localhost
-CONNECT_TIMEOUT = timedelta(minutes=1)   # torchrun starts the processes when all machines are there
+POLL_SECONDS = 0.5                       # between checks that the launcher is alive
+SAVE_SECONDS = 30.0                      # time to save after the launcher has died
+LOOPBACK = "127.0.0.1"                   # some machines cannot resolve their own name, or localhost
+CONNECT_TIMEOUT = timedelta(minutes=1)   # torchrun starts the processes when all machines are up
 STORE_TIMEOUT = timedelta(minutes=30)    # torch's default
-GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"    # variables: of gloo, and of the launcher for the processes that it starts
+GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"    # environment variables of gloo and of the launcher
 ADDRESS = "MASTER_ADDR"
 RESTARTS = "TORCHELASTIC_RESTART_COUNT"
-TASKS = "SLURM_STEP_NUM_TASKS"           # variable of srun
+TASKS = "SLURM_STEP_NUM_TASKS"           # environment variable of srun
 FAILED = 1                               # exit status of a process that ends because another process failed
 STOPPED = 130                            # exit status after a signal
 
@@ -47,16 +46,16 @@ def launched() -> bool:
     return distributed.is_available() and distributed.is_torchelastic_launched()
 
 
-def tasks_of_srun() -> int:
-    """The number of processes of this program that srun has started, without torch's launcher; 1 outside SLURM."""
+def srun_tasks() -> int:
+    """The number of processes that srun started without torch's launcher; 1 outside SLURM."""
     return 1 if launched() else int(os.environ.get(TASKS) or 1)
 
 
 def launch(count: int, signals: Iterable[int]) -> int:
-    """Runs this program's command line in `count` processes on this machine. Returns 0, or the first failure's exit status.
+    """Runs this program's command line in `count` local processes. Returns 0, or the first failure's exit status.
 
-    signals: these are passed on to the processes, which then have half a minute to save. The status is STOPPED then. Raises
-    UserError where the processes cannot be connected.
+    signals: passed on to the processes, which then have half a minute to save; the status is then STOPPED. Raises UserError if
+    the processes cannot connect.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -83,13 +82,13 @@ def launch(count: int, signals: Iterable[int]) -> int:
 
 
 def _use_loopback() -> None:
-    """Has gloo connect the processes by the loopback interface, unless the user names another one.
+    """Makes gloo use the loopback interface, unless the user names another one.
 
-    The machine's own name, gloo's default, may have no address, or one that a firewall closes. Raises UserError where there is
-    no such interface.
+    The address of the hostname, gloo's default, may be missing or blocked by a firewall. Raises UserError if the interface does
+    not exist.
     """
     names = {name for _, name in socket.if_nameindex()} if hasattr(socket, "if_nameindex") else set()
-    for name in names & {"lo", "lo0"}:               # of Linux, of macOS
+    for name in names & {"lo", "lo0"}:               # Linux, macOS
         os.environ.setdefault(GLOO_INTERFACE, name)
     try:
         for name in filter(None, os.environ.get(GLOO_INTERFACE, "").split(",")):
@@ -101,12 +100,12 @@ def _use_loopback() -> None:
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Connects the processes that were launched together, for the `with` block, and divides a machine's cores among them.
+    """Connects the launched processes for the `with` block, and divides a machine's cores among them.
 
-    Raises UserError in this process when another one of the run has ended, and where the processes cannot be connected.
+    Raises UserError if the processes cannot connect, and when another process of the run has ended.
     """
-    threading.Thread(target=_exit_with, args=(os.getppid(),), daemon=True).start()
-    with _ending_at_a_signal():
+    threading.Thread(target=_exit_with_parent, args=(os.getppid(),), daemon=True).start()
+    with _exiting_on_signal():
         _connect()
         processes_here = all_gather(socket.gethostname()).count(socket.gethostname())
     torch.set_num_threads(max(1, min(torch.get_num_threads(), (os.cpu_count() or 1) // processes_here)))
@@ -120,13 +119,13 @@ def connected() -> Iterator[None]:
 
 
 def _connect() -> None:
-    """Makes torch's group of all processes, by the variables of the launcher, and the one for work of rank 0."""
+    """Creates torch's default group, from the launcher's environment variables, and the group for work of rank 0."""
     global _waiting_group
     try:
         _require_address(os.environ.get(ADDRESS, ""))
         store, number, count = next(distributed.rendezvous("env://", timeout=CONNECT_TIMEOUT))
         store.set_timeout(STORE_TIMEOUT)
-        # torchrun gives restarted processes the store of those that have ended, with their addresses
+        # torchrun reuses the store of ended processes, with their addresses, after a restart
         store = distributed.PrefixStore(f"attempt {os.environ.get(RESTARTS, '0')}", store)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
         distributed.init_process_group(backend, store=store, rank=number, world_size=count)
@@ -134,25 +133,23 @@ def _connect() -> None:
     except ValueError as error:          # such as "environment variable RANK expected, but not set"
         if isinstance(error, UserError):
             raise
-        raise UserError(f"TORCHELASTIC_RUN_ID is set, but not torchrun's other variables ({error}): start the processes with "
+        raise UserError(f"TORCHELASTIC_RUN_ID requires torchrun's other variables ({error}): start the processes with "
                         "torchrun, or unset it") from None
     except RuntimeError as error:
         raise UserError(f"cannot connect this process with the others of the run: {_reason(error)}") from None
 
 
 def _require_address(host: str) -> None:
-    """Waits until the name of the machine with rank 0 has an address, as in a cluster that is starting. Raises UserError after
-    CONNECT_TIMEOUT.
-    """
+    """Waits until the host of rank 0 resolves, as in a cluster that is starting. Raises UserError after CONNECT_TIMEOUT."""
     start = time.monotonic()
-    told = False
+    announced = False
     while host:
         try:
             socket.getaddrinfo(host, None)
             return
         except OSError as error:
-            if not told:
-                told = True
+            if not announced:
+                announced = True
                 print(f"waiting    for an address of {ADDRESS}={host}", file=sys.stderr, flush=True)
             if time.monotonic() > start + CONNECT_TIMEOUT.total_seconds():
                 raise UserError(f"{ADDRESS}={host}, the machine with rank 0, has no address here ({error.strerror}): give "
@@ -161,8 +158,8 @@ def _require_address(host: str) -> None:
 
 
 @contextmanager
-def _ending_at_a_signal() -> Iterator[None]:
-    """Inside, a signal ends the process also while torch's own code waits for other processes and runs no handler of Python."""
+def _exiting_on_signal() -> Iterator[None]:
+    """Makes signals end the process even while torch waits for other processes in C++ and runs no Python handler."""
     reader, writer = socket.socketpair()
     writer.setblocking(False)
     handled = threading.Event()
@@ -174,18 +171,18 @@ def _ending_at_a_signal() -> Iterator[None]:
             print(f"interrupted by {signal.Signals(number[0]).name}", file=sys.stderr, flush=True)
             os._exit(STOPPED)
 
-    before = signal.set_wakeup_fd(writer.fileno())
+    previous = signal.set_wakeup_fd(writer.fileno())
     threading.Thread(target=watch, daemon=True).start()
     try:
         yield
     finally:
         handled.set()
-        signal.set_wakeup_fd(before)
+        signal.set_wakeup_fd(previous)
         writer.close()                   # ends the thread
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error, without the place and the condition in torch's code."""
+    """The first line of an error, without the location and condition in torch's code."""
     return str(error).strip().splitlines()[0].rpartition("] ")[2].removeprefix("ifa != nullptr. ").rstrip(". ")
 
 
@@ -199,9 +196,9 @@ def world_size() -> int:
 
 
 def broadcast_from_rank0(decide: Callable[[], T]) -> T:
-    """Calls decide() in rank 0 alone and returns its result in all processes.
+    """Calls decide() only in rank 0 and returns its result in all processes.
 
-    If it raises, rank 0 raises the error and the other processes exit silently, so that it is printed once.
+    If it raises, rank 0 raises the error and the others exit silently, so that it is printed once.
     """
     if not _connected():
         return decide()
@@ -209,21 +206,21 @@ def broadcast_from_rank0(decide: Callable[[], T]) -> T:
     if rank() == 0:
         try:
             outcome = [(decide(), None)]
-        except Exception as problem:
-            outcome = [(None, problem)]
+        except Exception as failure:
+            outcome = [(None, failure)]
     distributed.broadcast_object_list(outcome, group=_waiting_group)
     value, error = outcome[0]
     if error is None:
         return value
     if rank() == 0:
         raise error
-    with suppress(RuntimeError):         # until rank 0 has ended: the launcher would end it before it has printed the error
+    with suppress(RuntimeError):         # let rank 0 print the error before the launcher ends it
         distributed.barrier(_waiting_group)
     sys.exit(FAILED)
 
 
 def fail_together(error: Exception) -> NoReturn:
-    """For an error that has happened in all processes: rank 0 raises it, and the others exit silently."""
+    """Raises an error that occurred in all processes: rank 0 raises it, the others exit silently."""
     def fail() -> NoReturn:
         raise error
 
@@ -231,14 +228,14 @@ def fail_together(error: Exception) -> NoReturn:
 
 
 def rank0_first(load: Callable[[], T]) -> T:
-    """Calls load() in rank 0 first, and then in the other processes, for which rank 0 has written files."""
+    """Calls load() in rank 0 first, then in the other processes, which use the files that rank 0 wrote."""
     loaded: list[T] = []
     broadcast_from_rank0(lambda: loaded.append(load()))
     return loaded[0] if loaded else load()
 
 
 def all_gather(value: T) -> list[T]:
-    """In every process, the values of all processes in the order of their ranks."""
+    """The values of all processes, by rank, in every process."""
     values: list[Any] = [value] * world_size()
     if _connected():
         distributed.all_gather_object(values, value)
@@ -257,9 +254,9 @@ def _connected() -> bool:
     return distributed.is_available() and distributed.is_initialized()
 
 
-def _exit_with(parent: int) -> None:
-    """Stops this process by a SIGTERM when its launcher has died; torchrun dies of SIGUSR1. Otherwise the process would go on
-    beside the run that continues it.
+def _exit_with_parent(parent: int) -> None:
+    """Sends this process SIGTERM when its launcher has died, as torchrun does of SIGUSR1. Otherwise it would keep running
+    beside the resumed run.
     """
     while os.getppid() == parent:
         time.sleep(POLL_SECONDS)
@@ -269,6 +266,6 @@ def _exit_with(parent: int) -> None:
 
 
 def log(text: str) -> None:
-    """Prints `text` to standard error, in rank 0 alone."""
+    """Prints `text` to standard error in rank 0."""
     if rank() == 0:
         print(text, file=sys.stderr, flush=True)

@@ -1,13 +1,13 @@
-"""Evaluation: the loss of a model on a text with the state carried along, or on the answers of conversations, and its
-accuracy on the last words of many texts.
+"""Evaluation: a model's loss on a text with the state carried along, or on the answers of conversations, and its accuracy on
+last words.
 
-A text is one sequence after the end-of-text token: each of its tokens is predicted once, from all tokens before it, so bits per
-byte count every byte of the file. Neither the file nor its tokens are in memory as a whole (Tokenizer.encode_stream).
-Where the tokenizer loses too much of the text (rwkv/tokenizer/lost.py), no number per byte or per word is given.
+A text is one sequence after the end-of-text token: each token is predicted once, from all tokens before it, so bits per byte
+count every byte of the file. The file and its tokens are streamed (Tokenizer.encode_stream). If the tokenizer loses too much of
+the text (rwkv/tokenizer/lost.py), metrics per byte or per word are omitted.
 
 A last word is the text after the last space. It is right if each of its tokens is the most likely one after the context and
-the word's tokens before it, and if the tokens encode the whole word; the perplexity over words is exp of the mean negative
-log-likelihood of a word. Sources: LAMBADA, Paperno et al. 2016 (arXiv:1606.06031); EleutherAI/lm-evaluation-harness,
+the word's previous tokens, and if the tokens encode the whole word; word perplexity is exp of the mean negative log-likelihood
+of a word. Sources: LAMBADA, Paperno et al. 2016 (arXiv:1606.06031); EleutherAI/lm-evaluation-harness,
 lm_eval/tasks/lambada (split, accuracy, perplexity); BlinkDL/ChatRWKV, v2/benchmark.py (the word is encoded apart from its
 context; each text begins with a newline: start="\\n").
 
@@ -35,9 +35,8 @@ MAX_LOGITS = 1 << 22                     # computed at a time: 16 MiB in float32
 
 @dataclass(frozen=True)
 class TextScore:
-    """A text of `tokens` predicted tokens and `bytes` of UTF-8. nats: the sum of the tokens' negative log-likelihoods.
-
-    lost: the part of the text that the tokenizer loses.
+    """The score of a text of `tokens` predicted tokens and `bytes` of UTF-8. nats: the sum of the tokens' negative
+    log-likelihoods. lost: the part of the text that the tokenizer loses.
     """
 
     tokens: int
@@ -56,8 +55,8 @@ class TextScore:
 class Score:
     """Sums over `texts` last words or conversations, with `tokens` predicted tokens.
 
-    right: texts whose predicted tokens are all right. nats: the sum of the tokens' negative log-likelihoods. lost: the part of
-    the predicted text that the tokenizer loses.
+    right: how many have only right predictions. nats: the sum of the tokens' negative log-likelihoods. lost: the part of the
+    predicted text that the tokenizer loses.
     """
 
     texts: int = 0
@@ -85,7 +84,7 @@ def _counts(lost: Lost) -> dict[str, int]:
 
 
 class Scored(NamedTuple):
-    """The ids of a text, and whether each is to be predicted; the first is not. lost: the lost part of the predicted text."""
+    """The ids of a sequence, and whether each is predicted; the first is not. lost: the lost part of the predicted text."""
 
     ids: list[int]
     counts: list[bool]
@@ -93,14 +92,14 @@ class Scored(NamedTuple):
 
     @classmethod
     def ending(cls, context: list[int], ending: list[int], lost: Lost = NOTHING) -> "Scored":
-        """An ending that is predicted after a context of at least one id."""
+        """A predicted ending after a context of at least one id."""
         return cls([*context, *ending], [False] * len(context) + [True] * len(ending), lost)
 
 
 def count_tokens(tokenizer: Tokenizer, path: Path, option: str = "data.path") -> tuple[int, Lost]:
-    """The number of tokens that score_text will predict, at least 1, and the part of the text that the tokenizer loses.
+    """The number of tokens that score_text predicts, at least 1, and the part of the text that the tokenizer loses.
 
-    option: the name of the option that gives the path, for errors.
+    option: the option that names the path, for errors.
     """
     require_file(path, option)
     counter = LossCounter(tokenizer)
@@ -117,24 +116,23 @@ def count_tokens(tokenizer: Tokenizer, path: Path, option: str = "data.path") ->
 
 def score_text(model: Model, tokenizer: Tokenizer, path: Path, start: Sequence[int],
                chunk_len: int) -> Iterator[tuple[int, float]]:
-    """Yields the number of predictions in each pass, at most chunk_len, and the sum of their nats.
+    """Yields the number of predictions in each chunk, at most chunk_len, and the sum of their nats.
 
     start: the ids before the first predicted token, at least one.
     """
     state = None
-    before = list(start)
+    previous = list(start)
     for ids in _regrouped(tokenizer.encode_stream(chunks(path)), chunk_len):
-        tokens = torch.tensor([before + ids], device=model.emb.weight.device)        # (1,T+1)
+        tokens = torch.tensor([previous + ids], device=model.emb.weight.device)        # (1,T+1)
         with torch.no_grad():
             hidden, state = model.hidden(tokens[:, :-1], state)                      # (1,T,C)
-            nats, _ = score_targets(model, hidden[0, len(before) - 1:], tokens[0, len(before):])
+            nats, _ = score_targets(model, hidden[0, len(previous) - 1:], tokens[0, len(previous):])
         yield len(ids), nats.sum().item()
-        before = ids[-1:]
+        previous = ids[-1:]
 
 
 def score_texts(model: Model, texts: Sequence[Scored], batch_size: int, chunk_len: int) -> Iterator[Score]:
-    """Yields the score of each batch of texts of similar length. A text that the tokenizer cannot hold whole counts
-    as wrong."""
+    """Yields the score of each batch of sequences of similar length. Those that lose text count as wrong."""
     ordered = sorted(texts, key=lambda text: len(text.ids))
     for first in range(0, len(ordered), batch_size):
         batch = ordered[first:first + batch_size]
@@ -147,42 +145,41 @@ def score_texts(model: Model, texts: Sequence[Scored], batch_size: int, chunk_le
 def score_targets(model: Model, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """For targets (N,) after hidden (N,C): their nats (N,), float64, and whether each is the most likely token (N,), bool.
 
-    The logits are computed for a part of the rows at a time.
+    The logits are computed in chunks of rows.
     """
     nats = []
     right = []
     rows = max(1, MAX_LOGITS // model.vocab_size)
-    for some_hidden, some_targets in zip(hidden.split(rows), targets.split(rows), strict=True):
-        logits = model.head(some_hidden).float()                                     # (rows,V)
-        nats.append(torch.nn.functional.cross_entropy(logits, some_targets, reduction="none").double())
-        right.append(logits.argmax(-1) == some_targets)
+    for hidden_chunk, target_chunk in zip(hidden.split(rows), targets.split(rows), strict=True):
+        logits = model.head(hidden_chunk).float()                                    # (rows,V)
+        nats.append(torch.nn.functional.cross_entropy(logits, target_chunk, reduction="none").double())
+        right.append(logits.argmax(-1) == target_chunk)
     return torch.cat(nats), torch.cat(right)
 
 
 @torch.no_grad()
 def score_together(model: Model, context: Sequence[int], endings: Sequence[Sequence[int]], chunk_len: int,
                    batch_size: int) -> tuple[Tensor, Tensor]:
-    """The nats (N,) of each ending after the same context, and whether all its tokens are right (N,). Reads the context once.
-    """
-    before = None
+    """The nats (N,) of each ending after a context, prefilled once, and whether all its tokens are right (N,)."""
+    context_state = None
     for first in range(0, len(context) - 1, chunk_len):
-        part = torch.tensor([context[first:min(first + chunk_len, len(context) - 1)]], device=model.emb.weight.device)
-        _, before = model.hidden(part, before)
-    found = []
+        chunk = torch.tensor([context[first:min(first + chunk_len, len(context) - 1)]], device=model.emb.weight.device)
+        _, context_state = model.hidden(chunk, context_state)
+    scores = []
     for first in range(0, len(endings), batch_size):
         texts = [Scored.ending([context[-1]], [*ending]) for ending in endings[first:first + batch_size]]
-        state = None if before is None else before.rows([0] * len(texts))
-        found.append(score_batch(model, texts, chunk_len, state))
-    nats, right = zip(*found, strict=True)
+        state = None if context_state is None else context_state.rows([0] * len(texts))
+        scores.append(score_batch(model, texts, chunk_len, state))
+    nats, right = zip(*scores, strict=True)
     return torch.cat(nats), torch.cat(right)
 
 
 @torch.no_grad()
 def score_batch(model: Model, texts: Sequence[Scored], chunk_len: int, state: State | None = None) -> tuple[Tensor, Tensor]:
-    """The nats of the predicted tokens of each text (B,), and whether all are right (B,).
+    """The nats of the predicted tokens of each sequence (B,), and whether all are right (B,).
 
-    chunk_len: the most tokens of a row that a pass reads. state: the state of each row before its text; None for empty ones.
-    Rows are padded on the right, which changes no earlier position: the model is causal.
+    chunk_len: the maximum tokens per row and pass. state: the initial state of each row; None for empty ones. Rows are padded
+    on the right, which changes no earlier position: the model is causal.
     """
     device = model.emb.weight.device
     tokens, counts = _padded(texts)
@@ -190,18 +187,18 @@ def score_batch(model: Model, texts: Sequence[Scored], chunk_len: int, state: St
     nats = torch.zeros(targets.shape, dtype=torch.float64)
     right = torch.ones(targets.shape, dtype=torch.bool)
     for first in range(0, targets.shape[1], chunk_len):
-        part = slice(first, min(first + chunk_len, targets.shape[1]))
-        hidden, state = model.hidden(tokens[:, part].to(device), state)
-        mask = counts[:, part]
+        chunk = slice(first, min(first + chunk_len, targets.shape[1]))
+        hidden, state = model.hidden(tokens[:, chunk].to(device), state)
+        mask = counts[:, chunk]
         if mask.any():
-            word_nats, word_right = score_targets(model, hidden[mask.to(device)], targets[:, part][mask].to(device))
-            nats[:, part][mask] = word_nats.cpu()
-            right[:, part][mask] = word_right.cpu()
+            word_nats, word_right = score_targets(model, hidden[mask.to(device)], targets[:, chunk][mask].to(device))
+            nats[:, chunk][mask] = word_nats.cpu()
+            right[:, chunk][mask] = word_right.cpu()
     return nats.sum(1), right.all(1)
 
 
 def _padded(texts: Sequence[Scored]) -> tuple[Tensor, Tensor]:
-    """Tokens (B,T+1), and whether the token that follows each of the first T counts, (B,T) bool."""
+    """Tokens (B,T+1), and whether each token but the first is predicted, (B,T) bool."""
     longest = max(len(text.ids) for text in texts)
     tokens = torch.zeros(len(texts), longest, dtype=torch.long)
     counts = torch.zeros(len(texts), longest - 1, dtype=torch.bool)
@@ -211,11 +208,11 @@ def _padded(texts: Sequence[Scored]) -> tuple[Tensor, Tensor]:
     return tokens, counts
 
 
-def _regrouped(parts: Iterable[list[int]], size: int) -> Iterator[list[int]]:
+def _regrouped(lists: Iterable[list[int]], size: int) -> Iterator[list[int]]:
     """The same ids in lists of `size`; the last list may be shorter."""
     rest: list[int] = []
-    for part in parts:
-        rest += part
+    for ids in lists:
+        rest += ids
         whole = len(rest) - len(rest) % size
         for first in range(0, whole, size):
             yield rest[first:first + size]

@@ -392,7 +392,7 @@ def test_an_answer_needs_no_heavy_import(program: str, argument: str, status: in
 def test_a_directory_that_exists_is_not_overwritten(run: Run) -> None:
     Path("mine").mkdir()
     Path("mine", "thesis.txt").write_text("years of work")
-    one_sentence(run("train", "out_dir=mine"), "out_dir mine holds other files")
+    one_sentence(run("train", "out_dir=mine"), "out_dir mine contains files")
     Path("mine", "config.yaml").write_text("seed: 0")
     one_sentence(run("train", "out_dir=mine"), "out_dir mine exists already", "resume=auto")
     one_sentence(run("train", "out_dir=mine/thesis.txt"), "out_dir mine/thesis.txt is a file")
@@ -407,7 +407,7 @@ def test_a_new_run_may_find_logs_and_what_a_system_puts_on_a_disk(tmp_path: Path
     for name in ("metrics.csv", "notes.md", "checkpoints", ".git", "photos.out"):
         path = tmp_path / name
         path.write_text("") if "." in name[1:] and name != "photos.out" else path.mkdir()
-        with pytest.raises(UserError, match="holds other files"):
+        with pytest.raises(UserError, match="contains files"):
             require_unused(tmp_path)
         path.unlink() if path.is_file() else path.rmdir()
     require_unused(tmp_path)

@@ -1,13 +1,13 @@
 """AdamW with both moments in 8 bits, a quarter of their memory. The update itself is torch's AdamW in float32.
 
-A moment is stored in blocks of BLOCK numbers: each is a code of 8 bits, which names one of 256 levels, times the largest
-magnitude of its block. The levels are dense near 0: each decade from 1 down to 1e-7 is divided into equal parts, twice as many
+A moment is quantised in blocks of BLOCK numbers: each number is an 8-bit code for one of 256 levels, times the largest
+magnitude of its block. The levels are dense near 0: each decade from 1 down to 1e-7 is divided into equal steps, twice as many
 as the decade below it. Source: Dettmers et al., "8-bit Optimizers via Block-wise Quantization" (arXiv 2110.02861), section 2. A
 second moment above 0 never becomes 0, where the next small gradient would make a large step: Li et al., "Memory Efficient
-Optimizers with 4-bit States" (arXiv 2309.01507), section 4. Parameters of fewer than LEAST numbers, the vectors of a block
-among them, have float32 moments, as do those whose size is no multiple of BLOCK.
+Optimizers with 4-bit States" (arXiv 2309.01507), section 4. Parameters of fewer than LEAST numbers, such as a block's vectors,
+have float32 moments, as do those whose size is not a multiple of BLOCK.
 
-The state is made of plain tensors, so that a checkpoint needs no other library to be read.
+The state consists of plain tensors, so that checkpoints can be read without another library.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-BLOCK = 256                              # numbers with one scale
-LEAST = 4096                             # numbers of a parameter whose moments are in 8 bits
-CHUNK = 2 ** 23                          # numbers that are updated at a time, a multiple of BLOCK: a bound for float32 copies
-WORK = 5                                 # float32 copies of a chunk: its two moments, and what their rounding needs
+BLOCK = 256                              # numbers that share a scale
+LEAST = 4096                             # minimum size of a parameter with 8-bit moments
+CHUNK = 2 ** 23                          # numbers updated at a time, a multiple of BLOCK; bounds float32 copies
+WORK = 5                                 # float32 copies of a chunk: two moments and temporaries of rounding
 SMALLEST_SCALE = torch.finfo(torch.float32).tiny         # of a block, against division by 0
 DECADES = 7                              # from 1 down to 1e-7
 MOMENTS = {"exp_avg": True, "exp_avg_sq": False}         # torch's names, and whether the moment has a sign
@@ -48,7 +48,7 @@ class AdamW8bit(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """torch's own would convert the codes to the parameters' dtype."""
+        """torch's would convert the codes to the parameters' dtype."""
         super().load_state_dict(state_dict | {"state": {}})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         for number, state in state_dict["state"].items():
@@ -62,14 +62,14 @@ class AdamW8bit(torch.optim.Optimizer):
         weights, gradients = parameter.view(-1), parameter.grad.reshape(-1)      # type: ignore[union-attr]
         for moments, chunk in _moments_in_chunks(state, parameter.numel()):
             adamw([weights[chunk]], [gradients[chunk]], [moments["exp_avg"]], [moments["exp_avg_sq"]], [],
-                  [state["step"].clone()],       # torch counts it on in each call
+                  [state["step"].clone()],       # torch increments it in each call
                   fused=group["fused"], amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1], lr=group["lr"],
                   weight_decay=group["weight_decay"], eps=group["eps"], maximize=False)
         state["step"] += 1
 
 
 def is_in_8_bits(numbers: int) -> bool:
-    """Whether a parameter of so many numbers has moments in 8 bits."""
+    """Whether a parameter of this size has 8-bit moments."""
     return numbers >= LEAST and numbers % BLOCK == 0
 
 
@@ -92,7 +92,7 @@ def _initial_state(parameter: Tensor) -> dict[str, Tensor]:
 
 
 def _moments_in_chunks(state: dict[str, Tensor], numbers: int) -> Iterator[tuple[dict[str, Tensor], slice]]:
-    """The moments of each chunk as float32, to be changed in place, and the chunk. They are stored before the next chunk."""
+    """Yields each chunk's moments in float32, to be updated in place, and its slice. Stores them before the next chunk."""
     if not is_in_8_bits(numbers):
         yield {name: state[name] for name in MOMENTS}, slice(0, numbers)
         return
@@ -114,14 +114,14 @@ def quantized(numbers: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
 
 def dequantized(codes: Tensor, scales: Tensor, signed: bool) -> Tensor:
-    """The numbers (n,) float32 that the codes and scales stand for."""
+    """The numbers (n,) float32 of codes and scales."""
     levels = _levels(signed, codes.device)
     return (levels[codes.int()].view(-1, BLOCK) * scales.unsqueeze(1)).view(-1)
 
 
 @cache
 def _levels(signed: bool, device: torch.device) -> Tensor:
-    """The 256 levels in rising order: 0, 1 and the middles of the parts."""
+    """The 256 levels in ascending order: 0, 1 and the midpoints of the steps."""
     levels = [torch.tensor([0.0, 1.0])]
     for decade in range(DECADES):
         edges = torch.linspace(0.1, 1, 2 ** (DECADES - signed - decade) + 1)
@@ -132,9 +132,7 @@ def _levels(signed: bool, device: torch.device) -> Tensor:
 
 @cache
 def _limits(signed: bool, device: torch.device) -> Tensor:
-    """The largest number (255,) of each level but the last: the middle between it and the next. Only 0 itself is rounded to an
-    unsigned 0.
-    """
+    """The upper limits (255,) of all levels but the last: midpoints to the next. Only 0 itself is rounded to an unsigned 0."""
     levels = _levels(signed, device)
     limits = (levels[1:] + levels[:-1]) / 2
     if not signed:

@@ -1,8 +1,8 @@
-"""Where a run trains: its device, the number of its processes, and its precision.
+"""A run's device, number of processes and precision.
 
-Without trainer.precision a run has bf16-mixed on a GPU that multiplies bfloat16, and 32-true elsewhere: a GPU multiplies
-bfloat16 up to 19 times as fast as float32. trainer.precision=auto is bf16-mixed on a CPU too, where a few milliseconds of
-matrix products show that it is clearly faster.
+trainer.precision defaults to bf16-mixed on a GPU with bfloat16, where products are up to 19 times as fast as in float32, and to
+32-true elsewhere. trainer.precision=auto is bf16-mixed also on a CPU, if a few milliseconds of matrix products show that it is
+clearly faster.
 """
 
 import os
@@ -12,48 +12,48 @@ import torch
 
 from kernels.machine.cpu import multiplies
 from rwkv.config import GPUS, TrainConfig, TrainerConfig
-from rwkv.distributed import launched, tasks_of_srun, world_size
+from rwkv.distributed import launched, srun_tasks, world_size
 from rwkv.errors import UserError
 
 AUTO = "auto"
 TF32 = "tf32"
-TF32_CAPABILITY = 8                      # the first generation of GPUs with TF32
-N = 512                                  # rows of the square matrices whose product is timed
+TF32_CAPABILITY = 8                      # first compute capability with TF32
+N = 512                                  # size of the square matrices in timed products
 CALLS = 5                                # timed products
-FASTER = 1.3                             # the speed-up that pays for converting to bfloat16 and back
+FASTER = 1.3                             # speed-up that outweighs converting to bfloat16 and back
 
 
 def device_for(accelerator: str) -> torch.device:
     """The device of trainer.accelerator=auto|cpu|gpu on this machine. Raises UserError for gpu if torch finds no GPU."""
     if accelerator == "gpu" and not torch.cuda.is_available():
-        raise UserError("trainer=gpu needs a CUDA device, and torch finds none: use trainer=cpu")
+        raise UserError("trainer=gpu requires a CUDA device, and torch finds none: use trainer=cpu")
     return torch.device("cuda" if accelerator != "cpu" and torch.cuda.is_available() else "cpu")
 
 
 def process_count(options: TrainerConfig, batch_size: int) -> int:
-    """The number of processes to start on this machine. Raises UserError if there cannot be so many."""
+    """The number of processes to start on this machine. Raises UserError if it is impossible."""
     if options.strategy == "single":
         return 1
-    if (tasks := tasks_of_srun()) > 1:
-        raise UserError(f"srun has started {tasks} tasks of this program, and each would train the whole run: start one task "
-                        "on each machine, srun --ntasks-per-node=1 torchrun ... train.py ..., as in docs/scale.md")
+    if (tasks := srun_tasks()) > 1:
+        raise UserError(f"srun started {tasks} tasks, and each would train the whole run: start one task "
+                        "per machine, srun --ntasks-per-node=1 torchrun ... train.py ..., as in docs/scale.md")
     if options.num_nodes > 1:
-        raise UserError("several machines need torchrun, with the same command on each: torchrun --nnodes=N "
+        raise UserError("several machines require torchrun, with the same command on each: torchrun --nnodes=N "
                         "--nproc-per-node=M --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train.py trainer.num_nodes=N ...")
     gpus = torch.cuda.device_count() if device_for(options.accelerator).type == "cuda" else 0
     count = options.devices or gpus
     if count == 0:
-        raise UserError(f"trainer={options.strategy} on a CPU needs the number of processes: trainer.devices=2")
+        raise UserError(f"trainer={options.strategy} on a CPU requires the number of processes: trainer.devices=2")
     if gpus and count > gpus:
-        raise UserError(f"trainer.devices={count} is more than the {gpus} CUDA devices that torch finds")
+        raise UserError(f"trainer.devices must be at most {gpus}, the number of CUDA devices; got {count}")
     _require_multiple(batch_size, count)
     return count
 
 
 def is_planned_elsewhere(config: TrainConfig) -> bool:
-    """Whether plan= is for GPUs that this machine lacks: of a kind that it names, or more of them than are here.
+    """Whether plan= is for GPUs that this machine lacks: a GPU that it names, or more devices than here.
 
-    Processes on CPUs are started for their plan, as many as this machine has cores.
+    CPU processes are started for their plan, up to the number of cores.
     """
     trainer = config.trainer
     if config.plan in GPUS:
@@ -64,24 +64,24 @@ def is_planned_elsewhere(config: TrainConfig) -> bool:
 
 
 def share(batch_size: int, strategy: str, num_nodes: int) -> int:
-    """This process's number of the batch_size rows that all processes read. Raises UserError if it is not a whole number."""
+    """This process's share of the batch_size rows of all processes. Raises UserError if it is not a whole number."""
     count = world_size()
     if count > 1 and strategy == "single":
-        raise UserError("torchrun started several processes, and trainer=single trains in one: use trainer=ddp or trainer=fsdp")
+        raise UserError("trainer=single conflicts with several processes of torchrun: use trainer=ddp or trainer=fsdp")
     if count % num_nodes:
-        raise UserError(f"{count} processes cannot be divided equally among trainer.num_nodes={num_nodes} machines")
+        raise UserError(f"the number of processes must be a multiple of trainer.num_nodes={num_nodes}; got {count}")
     _require_multiple(batch_size, count)
     return batch_size // count
 
 
 def _require_multiple(batch_size: int, count: int) -> None:
     if batch_size % count:
-        raise UserError(f"data.batch_size={batch_size} are the rows of all processes together: give a multiple of {count}")
+        raise UserError(f"data.batch_size must be a multiple of the {count} processes, which share its rows; got {batch_size}")
 
 
 def resolved_precision(precision: str | None, accelerator: str) -> str:
-    """The precision, with None and auto resolved for the accelerator. Raises UserError as device_for does, and for tf32 where
-    the device has no TF32."""
+    """The precision, with None and auto resolved for the accelerator. Raises UserError as device_for does, and for tf32 on a
+    device without it."""
     device = device_for(accelerator) if precision in (None, AUTO, TF32) else None
     if device is None:
         return str(precision)
@@ -101,7 +101,7 @@ def _require_tf32(device: torch.device) -> None:
 
 
 def why_precision(precision: str, device: torch.device) -> str | None:
-    """A GPU's precision in words: what it means, and the other choices. None on a CPU."""
+    """A GPU's precision explained, with the alternatives. None on a CPU."""
     if device.type != "cuda":
         return None
     if precision == "32-true":
@@ -113,7 +113,7 @@ def why_precision(precision: str, device: torch.device) -> str | None:
 
 
 def set_product_precision(precision: str, device: torch.device) -> None:
-    """Lets a GPU's products of float32 round to TF32, or not, for the whole process."""
+    """Enables or disables TF32 in a GPU's float32 products, for the whole process."""
     if device.type == "cuda":
         torch.set_float32_matmul_precision("high" if precision == TF32 else "highest")
 
@@ -125,7 +125,7 @@ def bfloat16_is_faster(device: torch.device) -> bool:
 
 
 def _seconds(dtype: torch.dtype) -> float:
-    """The shortest of CALLS times of a matrix product on the CPU, after one product that warms up."""
+    """The shortest of CALLS timings of a matrix product on the CPU, after one warm-up."""
     x = torch.ones(N, N, dtype=dtype)
     times = []
     for _ in range(1 + CALLS):
@@ -136,5 +136,5 @@ def _seconds(dtype: torch.dtype) -> float:
 
 
 def dtype_for(precision: str | None) -> torch.dtype:
-    """The dtype of the model's matrix products, and so of the operator's inputs."""
+    """The dtype of the model's matrix products and of the operator's inputs."""
     return {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}.get(precision or "", torch.float32)

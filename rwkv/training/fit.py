@@ -4,6 +4,7 @@ import sys
 from dataclasses import replace
 from itertools import islice
 from shlex import quote
+from typing import Any
 
 import lightning
 import torch
@@ -39,15 +40,15 @@ from rwkv.training.run.resume import require_unfinished
 from rwkv.training.setup import data_for, kernel_for, new_model, require_capacity
 from rwkv.training.sharding import whole
 from rwkv.training.task import LanguageModel
-from rwkv.training.trainer import build_trainer, compared, leave_report, prepare_blocks, say_result, show_sample, trained_model
+from rwkv.training.trainer import build_trainer, compared, log_losses, prepare_blocks, show_sample, trained_model, write_report
 from rwkv.training.tuning.preferences import REFERENCE, Preferences, read_reference, write_reference
 from rwkv.training.tuning.tuned import write_tuned
 
 
 def show_conversations(data: Corpus) -> None:
-    """Prints two training conversations as the model reads them, with learnt text in [[ ]], and ends the program."""
+    """Prints two training conversations as the model sees them, with trained text in [[ ]], and exits."""
     if data.conversations is None:
-        raise UserError("data.preview shows conversations, which are the data of data=chat")
+        raise UserError("data.preview requires data=chat: it shows conversations")
     if distributed.rank() == 0:
         print(harmless("\n\n".join(islice(marked(data.conversations[0], data.tokenizer), 2)), sys.stdout))
     sys.exit(0)
@@ -64,7 +65,7 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
         if not elsewhere:
             count = process_count(run.config.trainer, run.config.data.batch_size)
         if count > 1 or (run.config.trainer.strategy == "fsdp" and not elsewhere):
-            run.lock.release()           # the first of the processes takes it
+            run.lock.release()           # rank 0 takes it
             sys.exit(distributed.launch(count, caught_signals()))
         train(run)
 
@@ -72,29 +73,38 @@ def main(config: TrainConfig, line: cli.CommandLine) -> None:
 def fit(trainer: lightning.Trainer, task: LanguageModel, loaders: DataModule, run: Run) -> None:
     """Lightning's fit. Ctrl-C raises KeyboardInterrupt; Lightning would exit with status 1.
 
-    Raises UserError where a process that loads batches was killed, or has met a user's mistake.
+    Raises UserError if a data worker was killed or met a user's mistake.
     """
     try:
         trainer.fit(task, loaders, ckpt_path=run.resume_from, weights_only=True)
-    except SystemExit as ended:
-        if isinstance(ended.__context__, KeyboardInterrupt):
-            raise ended.__context__ from None
+    except SystemExit as error:
+        if isinstance(error.__context__, KeyboardInterrupt):
+            raise error.__context__ from None
         raise
     except (RuntimeError, UserError) as error:
         raise (worker_error(error) or error) from None
 
 
-def preferences_of(run: Run, task: LanguageModel, data: Corpus, device: torch.device) -> Preferences:
-    """The objective of pairs. With tune=full, rank 0 writes the reference before the first step, and all processes read it."""
+def build_preferences(run: Run, task: LanguageModel, data: Corpus, device: torch.device) -> Preferences:
+    """The preference objective. With tune=full, rank 0 writes the reference before the first step and all processes load it."""
     config = run.config
     path = run.out_dir / REFERENCE
     if config.tune.method != "full":
         return Preferences(config.tune)
     if run.resume_from is None:
-        log(f"computing the log-probabilities of the answers under the model of init_from=, for {path}")
+        log(f"computing reference log-probabilities of the answers for {path}")
         distributed.broadcast_from_rank0(lambda: write_reference(
             path, task.model, data, config.data.batch_size, config.model.ctx_len, device, dtype_for(config.trainer.precision)))
     return Preferences(config.tune, read_reference(path, data))
+
+
+def _set_allocator(config: TrainConfig) -> None:
+    """Called before the model is built and timed. With fsdp, retaining gathered weights would take the memory that it saves."""
+    trainer = config.trainer
+    if trainer.malloc == "small" or (trainer.malloc == "tuned" and trainer.strategy == "fsdp"):
+        return_large_blocks()
+    elif trainer.malloc == "tuned":
+        keep_large_blocks()
 
 
 def train(run: Run) -> None:
@@ -103,18 +113,13 @@ def train(run: Run) -> None:
         on_paper.announce(run)
         sys.exit(0)
     device = device_for(config.trainer.accelerator)
-    # Lightning would take the rank from a batch system's variables, which this process may only have inherited
+    # Lightning would take the rank from a batch system's variables, which this process may have inherited
     rank_zero_only.rank = distributed.rank()     # type: ignore[attr-defined]
-    # Before the model is built and timed. Gathered weights that the process kept would take the memory that shares save
-    if config.trainer.malloc == "small" or (config.trainer.malloc == "tuned" and config.trainer.strategy == "fsdp"):
-        return_large_blocks()
-    elif config.trainer.malloc == "tuned":
-        keep_large_blocks()
+    _set_allocator(config)
     if config.trainer.offload and device.type == "cpu":
-        distributed.fail_together(UserError("trainer.offload=true keeps weights in host memory instead of a GPU's, and this "
-                                            "run is on a CPU: leave it out"))
+        distributed.fail_together(UserError("trainer.offload=true requires a GPU, and this run is on a CPU: leave it out"))
     set_product_precision(str(config.trainer.precision), device)
-    # Before the data are read: this raises UserError if the processes cannot share the rows
+    # Before the data are read: raises UserError if the rows cannot be divided among the processes
     rows = share(config.data.batch_size, config.trainer.strategy, config.trainer.num_nodes)
     wkv, kernel = kernel_for(config.model, config.kernel.name, device, config.trainer.precision, rows)
     distributed.broadcast_from_rank0(lambda: require(config.logger))
@@ -126,46 +131,59 @@ def train(run: Run) -> None:
     run = replace(run, config=config)
     distributed.broadcast_from_rank0(lambda: require_unfinished(run))
     data.tokenizer.drop_library()
-    give_back_free_blocks()              # memory that the data's preparation took
-    wrong = None
-    if config.kernel.name != AUTO and run.resume_from is None:       # a run that is continued has the name that auto chose
-        wrong = distributed.broadcast_from_rank0(lambda: kernel_check.check(
+    give_back_free_blocks()              # left by data preparation
+    kernel_error = None
+    if config.kernel.name != AUTO and run.resume_from is None:       # a resumed run has the name that auto chose
+        kernel_error = distributed.broadcast_from_rank0(lambda: kernel_check.check(
             wkv, generation(config.model).OPERATOR, device, dtype_for(config.trainer.precision)))
-    replayed = graphs.chosen(config, device, wkv.name)
+    use_graphs = graphs.chosen(config, device, wkv.name)
     V = run.init_checkpoint.vocab_size if run.init_checkpoint else data.tokenizer.vocab_size
-    measured = is_timed(config, V, device)
-    announce_needs(run, kernel, wrong, device, data, measured)
-    if config.only_plans and not measured:
+    timed = is_timed(config, V, device)
+    announce_needs(run, kernel, kernel_error, device, data, timed)
+    if config.only_plans and not timed:
         announce_training(run, device, data)
     distributed.broadcast_from_rank0(lambda: require_capacity(config, run.out_dir, device, V))
-    if config.only_plans and not measured:
+    if config.only_plans and not timed:
         sys.exit(0)
-    reach = len(data.val) if config.trainer.tbptt else config.model.ctx_len
-    validated = with_part(data, config.trainer.val_tokens, reach)
-    lightning.seed_everything(config.seed, verbose=False)
-    model = prepare_blocks(new_model(config.model, run.init_checkpoint, data.tokenizer, wkv, config.tune),
-                           config.trainer)
-    model.gives_back = gives_back(config, model.vocab_size)
-    if replayed:
-        model.replay = graphs.Replay(model)
-    task = LanguageModel(model, config.optim, config.trainer.max_steps, validated.val_bytes_per_token, validated.val_lost)
-    task.sources = [part.name for part in validated.parts]
-    task.optim_in_backward = config.trainer.optim_in_backward
+    window = len(data.val) if config.trainer.tbptt else config.model.ctx_len
+    validated = with_part(data, config.trainer.val_tokens, window)
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
-    task.entry = describe(resolved, model.vocab_size, data.tokenizer) | {"data_sha256": data.sha256}
-    if config.tune.method != "full" and run.init_checkpoint is not None:
-        task.entry["base"] = identity(run.init_checkpoint)
-    announce_training(run, device, data, task if measured else None)
+    task = _build_task(run, wkv, use_graphs, data, validated, resolved)
+    announce_training(run, device, data, task if timed else None)
     if config.only_plans:
         sys.exit(0)
 
     distributed.broadcast_from_rank0(lambda: create(run, resolved))
     if config.tune.prefers:
-        task.preferences = preferences_of(run, task, validated, device)
+        task.preferences = build_preferences(run, task, validated, device)
     logs = loggers(config.logger, run.out_dir, resolved, run.resume_step)
-    trainer = build_trainer(run, device, logs, validated, wrong)
+    trainer = build_trainer(run, device, logs, validated, kernel_error)
     batches = replace(config.data, batch_size=rows)
     loaders = DataModule(validated, batches, config.model.ctx_len, config.seed, config.trainer.tbptt)
+    _fit_or_exit(trainer, task, loaders, run)
+    give_back_free_blocks()
+    _write_results(trainer, task, run, data, validated)
+
+
+def _build_task(run: Run, wkv: Any, use_graphs: bool, data: Corpus, validated: Corpus,
+                resolved: dict[str, Any]) -> LanguageModel:
+    config = run.config
+    lightning.seed_everything(config.seed, verbose=False)
+    model = prepare_blocks(new_model(config.model, run.init_checkpoint, data.tokenizer, wkv, config.tune), config.trainer)
+    model.gives_back = gives_back(config, model.vocab_size)
+    if use_graphs:
+        model.replay = graphs.Replay(model)
+    task = LanguageModel(model, config.optim, config.trainer.max_steps, validated.val_bytes_per_token, validated.val_lost)
+    task.sources = [part.name for part in validated.parts]
+    task.optim_in_backward = config.trainer.optim_in_backward
+    task.entry = describe(resolved, model.vocab_size, data.tokenizer) | {"data_sha256": data.sha256}
+    if config.tune.method != "full" and run.init_checkpoint is not None:
+        task.entry["base"] = identity(run.init_checkpoint)
+    return task
+
+
+def _fit_or_exit(trainer: lightning.Trainer, task: LanguageModel, loaders: DataModule, run: Run) -> None:
+    """Calls fit; if it stops early, prints or raises why, with the command that continues the run."""
     continue_with = f"continue with: {cli.command('train')} resume=auto {quote(f'out_dir={run.out_dir}')}"
     try:
         fit(trainer, task, loaders, run)
@@ -173,24 +191,28 @@ def train(run: Run) -> None:
         log(f"\nstopped at step {trainer.global_step}; {continue_with}")
         sys.exit(cli.INTERRUPTED)
     except KeyboardInterrupt:
-        log(f"\nended at once, without a checkpoint of step {trainer.global_step}; {continue_with}")
+        log(f"\nstopped at step {trainer.global_step} without a checkpoint of it; {continue_with}")
         raise
-    except OSError as error:             # a full disk, a folder that is gone
+    except OSError as error:             # a full disk, a deleted folder
         where = error.filename or run.out_dir
-        raise UserError(f"training stopped at step {trainer.global_step}: {where}: {error.strerror or error}; once that is put "
-                        f"right, {continue_with}") from None
+        raise UserError(f"training stopped at step {trainer.global_step}: {where}: {error.strerror or error}; once that is "
+                        f"fixed, {continue_with}") from None
     except Diverged as error:
-        leave_report(run.out_dir)
+        write_report(run.out_dir)
         distributed.fail_together(error)
-    give_back_free_blocks()
+
+
+def _write_results(trainer: lightning.Trainer, task: LanguageModel, run: Run, data: Corpus, validated: Corpus) -> None:
+    """Writes the tuned files, the card and the report, and prints the losses and a sample."""
+    config = run.config
     trained = {name: whole(weight.detach()) for name, weight in task.model.named_parameters() if weight.requires_grad and
                config.tune.method != "full"}
     if distributed.rank() == 0:
         model = task.model if config.tune.method != "state" else trained_model(task, config.trainer.strategy, run.out_dir)
         for path in write_tuned(model, trained, data.tokenizer, config, run.out_dir):
             log(f"tuned: {path}")
-    say_result(trainer, validated, validated_part(config.trainer.val_tokens, data.sizes.val_tokens))
+    log_losses(trainer, validated, validated_part(config.trainer.val_tokens, data.sizes.val_tokens))
     if distributed.rank() == 0:
         write_card(run, data, trainer.callback_metrics, compared(trainer))
-    leave_report(run.out_dir)
+    write_report(run.out_dir)
     show_sample(task, data.tokenizer, config, run.out_dir)

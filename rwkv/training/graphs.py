@@ -1,7 +1,7 @@
 """Training steps of small models as CUDA graphs: all blocks forward, and all blocks backward, in one launch each.
 
-In a small model's step a GPU waits for the host, which needs some 26 us to launch each of a layer's 80 operations. A graph
-replays them from fixed addresses: the block's input is copied in, and each replay overwrites the results of the one before.
+In a small model's step a GPU waits for the host, which takes some 26 us to launch each of a layer's 80 operations. A graph
+replays them from fixed addresses: the input is copied in, and each replay overwrites the results of the previous one.
 """
 
 from collections.abc import Callable
@@ -15,14 +15,14 @@ from rwkv.distributed import log, world_size
 from rwkv.errors import UserError
 from rwkv.model.base import Model, through_blocks
 
-CAPTURED = ("cuda_", "triton_")          # kernels that a graph can capture: others wait for the device
-# Tokens of a batch times n_embd^2 up to which the host takes longer to launch a layer (80 operations of 26 us) than a GPU to
-# multiply its matrices, 72 n_embd^2 operations a token at 300 TFLOP/s
+CAPTURED = ("cuda_", "triton_")          # kernels that a graph can capture; others synchronise
+# Tokens of a batch times n_embd^2 up to which launching a layer (80 operations of 26 us) takes longer than its products on a
+# GPU, 72 n_embd^2 operations per token at 300 TFLOP/s
 HOST_BOUND = 2 ** 33
 
 
 def chosen(config: TrainConfig, device: torch.device, kernel: str) -> bool:
-    """Whether the blocks are replayed. Raises UserError where trainer.graphs=true cannot be. kernel: the operator's name."""
+    """Whether to use graphs. Raises UserError if trainer.graphs=true is impossible. kernel: the operator's name."""
     reason = why_not(config, device, kernel)
     if config.trainer.graphs and reason:
         raise UserError(f"trainer.graphs=true is impossible: {reason}; leave it out")
@@ -30,14 +30,14 @@ def chosen(config: TrainConfig, device: torch.device, kernel: str) -> bool:
 
 
 def why_not(config: TrainConfig, device: torch.device, kernel: str) -> str | None:
-    """The reason why this run's blocks cannot be captured, or None."""
+    """Why this run's blocks cannot be captured, or None."""
     trainer = config.trainer
     reasons = {
         "the run is on a CPU": device.type != "cuda",
         "trainer=ddp and trainer=fsdp exchange gradients and weights between blocks":
             trainer.strategy == "fsdp" or world_size() > 1,
         "trainer.tbptt carries states from segment to segment": trainer.tbptt > 0,
-        "rows of conversations differ in their texts": config.data.name == "chat",
+        "packed rows of conversations differ in their sequences": config.data.name == "chat",
         f"tune={config.tune.method} freezes weights": config.tune.method != "full",
         "a model with DeepEmbed reads the tokens in each block": bool(config.model.deep_embed_dim),
         "trainer.accumulate adds to gradients, and a replay overwrites them": trainer.accumulate > 1,
@@ -62,11 +62,11 @@ def describe(config: TrainConfig, device: torch.device, kernel: str) -> str | No
         return None
     reason = why_not(config, device, kernel)
     if chosen(config, device, kernel):
-        return "all blocks are replayed as one, which spares the host their launches; trainer.graphs=false launches each"
+        return "all blocks are replayed in one launch; trainer.graphs=false launches each operation"
     if reason:
         return f"none: {reason}"
-    off = "trainer.graphs=false" if config.trainer.graphs is False else "the GPU is busy longer than the host that launches"
-    return f"none: {off}"
+    why_off = "trainer.graphs=false" if config.trainer.graphs is False else "the GPU, not the host, is the bottleneck"
+    return f"none: {why_off}"
 
 
 class _Blocks(nn.Module):
@@ -81,10 +81,10 @@ class _Blocks(nn.Module):
 
 
 class Replay:
-    """A model's blocks, captured at the first call with gradients and replayed where a call has the same shape.
+    """A model's blocks, captured at the first call with gradients and replayed for calls of the same shape.
 
-    A call is computed as usual without gradients, in another shape, and while the result of a replay waits for its backward
-    pass: another replay would overwrite what that pass reads.
+    Calls run eagerly without gradients, in another shape, and while a replay waits for its backward pass, since another replay
+    would overwrite its saved activations.
     """
 
     def __init__(self, model: Model, capture: Callable[..., Any] = torch.cuda.make_graphed_callables) -> None:
@@ -98,12 +98,12 @@ class Replay:
         if not (torch.is_grad_enabled() and x.requires_grad) or self._waiting:
             return through_blocks(self._model.blocks, x)
         if self._expected is None:
-            self._graph = self._captured(x)
-            self._expected = _kind(x)
-        if self._graph is None or self._expected != _kind(x):
+            self._graph = self._capture_graph(x)
+            self._expected = _call_key(x)
+        if self._graph is None or self._expected != _call_key(x):
             return through_blocks(self._model.blocks, x)
         if self._model.weight_cache is not None:
-            self._model.weight_cache.update()            # a replay reads the copies of the weights, and converts none
+            self._model.weight_cache.update()            # a replay reads the cached copies and converts none
         out: Tensor = self._graph(x)
         self._waiting = True
         out.register_hook(self._read)
@@ -112,21 +112,21 @@ class Replay:
     def _read(self, grad: Tensor) -> None:
         self._waiting = False
 
-    def _captured(self, x: Tensor) -> Any:
-        """The graph, or None, with a line that says why, where the capture fails."""
+    def _capture_graph(self, x: Tensor) -> Any:
+        """The graph; None, with a printed reason, if the capture fails."""
         kind = x.device.type
-        sample = x.detach().clone().requires_grad_()     # not random: a run that is continued captures once more
+        sample = x.detach().clone().requires_grad_()     # not random: a resumed run captures again
         stream = torch.cuda.current_stream() if kind == "cuda" else None
         try:
             with torch.autocast(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind), cache_enabled=False):
                 return self._capture(_Blocks(self._model), (sample,), allow_unused_input=True)
         except RuntimeError as error:
             if stream is not None:
-                torch.cuda.set_stream(stream)            # a capture that fails may leave its own
+                torch.cuda.set_stream(stream)            # a failed capture may leave its own
             log(f"no CUDA graphs: {str(error).splitlines()[0]}")
             return None
 
 
-def _kind(x: Tensor) -> tuple[Any, ...]:
+def _call_key(x: Tensor) -> tuple[Any, ...]:
     kind = x.device.type
     return x.shape, x.dtype, torch.is_autocast_enabled(kind) and torch.get_autocast_dtype(kind)

@@ -1,7 +1,7 @@
-"""What trains the runs of a sweep: processes of this machine, or jobs of a batch system, through submitit.
+"""Launchers of a sweep's runs: local processes, or jobs of a batch system through submitit.
 
-Both start rwkv/training/sweep_child.py in a session of its own: a terminal's Ctrl-C reaches the sweep alone, which passes it
-on. The run's standard error goes to its log file; that of a process is shown too.
+Both start rwkv/training/sweep_child.py in a new session: a terminal's Ctrl-C reaches only the sweep, which passes it on. The
+standard error of a run goes to its log file; that of local processes is also shown.
 """
 
 import importlib
@@ -30,15 +30,15 @@ from rwkv.io.signals import POLL_SECONDS
 from rwkv.io.unread import abandon
 from rwkv.training import sweep_child
 
-DAY = 24 * 60                            # minutes: the time of a job, unless sweep.arguments has another
-CANCEL_SECONDS = 60                      # after which a cancelled job counts as ended, as where SLURM has no accounting
+DAY = 24 * 60                            # minutes: the time limit of a job, unless set by sweep.arguments
+CANCEL_SECONDS = 60                      # until a cancelled job counts as ended, e.g. without SLURM accounting
 CLUSTERS = {"slurm": "SlurmJob", "local": "LocalJob"}    # the classes of submitit's jobs
 
 
 @dataclass(frozen=True)
 class Task:
-    """What a launcher starts. program: the command line of sweep_child.py. arguments: those of train.py after it. folder: the
-    run's. number: of the run in the order of starts, which stands before its output.
+    """A run to start. program: the command line of sweep_child.py. arguments: those of train.py after it. folder: the run's
+    directory. number: its position in the order of starts, printed before its output.
     """
 
     name: str
@@ -51,7 +51,7 @@ class Task:
 
 @dataclass(frozen=True)
 class End:
-    """How a run has ended. status: its exit status, negative for a signal. reason: why there is no status that says so."""
+    """The end of a run. status: exit status, negative for a signal. reason: the error of a job without an exit status."""
 
     name: str
     status: int
@@ -59,21 +59,21 @@ class End:
 
 
 class Launcher(ABC):
-    """Starts runs and waits for them. places: how many at a time."""
+    """Starts runs and waits for them. places: the number of concurrent runs."""
 
     places: int
 
     @abstractmethod
     def start(self, task: Task, earlier_job: str | None) -> str | None:
-        """Starts a run; or waits for the job that an earlier process has started, if that goes on. Returns the job's id."""
+        """Starts a run, or attaches to the job of an earlier process if it still runs. Returns the job's id."""
 
     @abstractmethod
     def ends(self) -> list[End]:
-        """The runs that have ended since the last call. Waits for one, for POLL_SECONDS at most."""
+        """The runs that ended since the last call. Waits up to POLL_SECONDS for one."""
 
     @abstractmethod
     def stop(self, number: int) -> None:
-        """Passes the signal on to all runs. Signal handlers call it."""
+        """Passes the signal on to all runs. Called by signal handlers."""
 
     @abstractmethod
     def close(self) -> None:
@@ -81,31 +81,31 @@ class Launcher(ABC):
 
 
 class Processes(Launcher):
-    """Processes of this machine. Of several at a time each has its share of the threads, and a GPU of its own.
+    """Local processes. Concurrent ones divide the threads, and each has its own GPU.
 
-    threads: those that all runs use together. gpus: their number, of which each run needs one; 0 if none needs one.
+    threads: the total of all runs. gpus: the number of GPUs, one for each run; 0 if runs need none.
     """
 
     def __init__(self, jobs: int, threads: int, gpus: int) -> None:
         if gpus and jobs > gpus:
-            raise UserError(f"sweep.jobs must be at most {gpus}, the number of GPUs, of which each run needs one; got {jobs}")
+            raise UserError(f"sweep.jobs must be at most {gpus}, the number of GPUs, one for each run; got {jobs}")
         self.places = jobs
         self.threads = max(1, threads // jobs)
-        self._gpus = [*range(gpus)]      # those that are free
+        self._free_gpus = [*range(gpus)]
         self._running: dict[str, tuple[subprocess.Popen[str], threading.Thread]] = {}
         self._ended: queue.SimpleQueue[tuple[End, int | None]] = queue.SimpleQueue()
         self._printing = threading.Lock()
 
     def start(self, task: Task, earlier_job: str | None) -> str | None:
-        gpu = self._gpus.pop(0) if self._gpus else None
+        gpu = self._free_gpus.pop(0) if self._free_gpus else None
         share = [f"{sweep_child.SHARE}{self.threads},{'' if gpu is None else gpu}"] if self.places > 1 else []
-        both = _one_output()
-        own = None if both or self.places == 1 else tempfile.TemporaryFile("w+", encoding="utf-8")       # noqa: SIM115
+        merged = _same_output()
+        output = None if merged or self.places == 1 else tempfile.TemporaryFile("w+", encoding="utf-8")       # noqa: SIM115
         process = subprocess.Popen(
-            [*task.program, *share, *sweep_child.options_of(task.folder, task.arguments)],
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE if both else own,
-            stderr=subprocess.STDOUT if both else subprocess.PIPE, encoding="utf-8", errors="replace", start_new_session=True)
-        thread = threading.Thread(target=self._follow, args=(task, process, own, gpu), daemon=True)
+            [*task.program, *share, *sweep_child.run_options(task.folder, task.arguments)],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE if merged else output,
+            stderr=subprocess.STDOUT if merged else subprocess.PIPE, encoding="utf-8", errors="replace", start_new_session=True)
+        thread = threading.Thread(target=self._follow, args=(task, process, output, gpu), daemon=True)
         self._running[task.name] = (process, thread)
         thread.start()
         return None
@@ -117,7 +117,7 @@ class Processes(Launcher):
             return []
         self._running.pop(end.name)[1].join()
         if gpu is not None:
-            self._gpus.append(gpu)
+            self._free_gpus.append(gpu)
         return [end]
 
     def stop(self, number: int) -> None:
@@ -130,37 +130,37 @@ class Processes(Launcher):
             process.terminate()
             thread.join()
 
-    def _follow(self, task: Task, process: subprocess.Popen[str], own: IO[str] | None, gpu: int | None) -> None:
-        """Shows and logs the output of a run until its end."""
-        before = f"[{task.number}] " if self.places > 1 else ""
+    def _follow(self, task: Task, process: subprocess.Popen[str], output: IO[str] | None, gpu: int | None) -> None:
+        """Prints and logs the output of a run until it ends."""
+        prefix = f"[{task.number}] " if self.places > 1 else ""
         with process:
             for line in _logged(process.stdout or process.stderr or (), task.log_file):
-                if not before or line.strip():
-                    self._print(before + broken(line.rstrip("\n"), sys.stderr), sys.stderr)
+                if not prefix or line.strip():
+                    self._print(prefix + broken(line.rstrip("\n"), sys.stderr), sys.stderr)
             status = process.wait()      # before its standard input is closed, which would stop it
-        if own is not None:
-            own.seek(0)
-            self._print(own.read().rstrip("\n"), sys.stdout)
-            own.close()
+        if output is not None:
+            output.seek(0)
+            self._print(output.read().rstrip("\n"), sys.stdout)
+            output.close()
         self._ended.put((End(task.name, status), gpu))
 
     def _print(self, text: str, stream: TextIO) -> None:
         with self._printing:
             try:
                 print(text, file=stream, flush=True)
-            except BrokenPipeError:      # nobody reads the samples any more
+            except BrokenPipeError:      # the reader has closed the pipe
                 abandon(stream)
 
 
 class SubmititJobs(Launcher):
-    """Jobs of SLURM, or with cluster=local of submitit's own processes. They go on when this process is killed."""
+    """SLURM jobs, or with cluster=local submitit's local processes. They survive this process."""
 
     def __init__(self, jobs: int, arguments: Iterable[str], folder: Path) -> None:
         try:
             self._submitit = importlib.import_module("submitit")
             importlib.import_module("cloudpickle").register_pickle_by_value(sweep_child)
         except ImportError as error:
-            raise UserError(f"sweep.launcher=submitit needs the package submitit ({error}): pip install "
+            raise UserError(f"sweep.launcher=submitit requires the package submitit ({error}): pip install "
                             "'timemix[slurm]'") from None
         self.places = jobs
         self._arguments = _values(arguments)
@@ -168,16 +168,16 @@ class SubmititJobs(Launcher):
         if self.cluster not in CLUSTERS:
             raise UserError(f"sweep.arguments=cluster=NAME must be one of {', '.join(CLUSTERS)}; got {self.cluster}")
         try:
-            with tempfile.TemporaryDirectory() as elsewhere:     # submitit makes its folder at once
-                self._executor_in(Path(elsewhere))
-        except RuntimeError as error:    # there is no srun
-            raise UserError(f"sweep.launcher=submitit finds no SLURM here ({error}); without one use sweep.jobs=K, or "
+            with tempfile.TemporaryDirectory() as scratch:       # submitit creates its folder at once
+                self._executor_in(Path(scratch))
+        except RuntimeError as error:    # no srun
+            raise UserError(f"sweep.launcher=submitit finds no SLURM here ({error}); without it use sweep.jobs=K, or "
                             "sweep.arguments=cluster=local") from None
         except Exception as error:       # AssertionError, NameError and others
-            raise UserError(f"submitit refuses sweep.arguments: {str(error).partition(chr(10))[0]}") from None
+            raise UserError(f"submitit rejected sweep.arguments: {str(error).partition(chr(10))[0]}") from None
         self._folder = folder / "%j"
         self._jobs: dict[str, Any] = {}
-        self._stopped: float | None = None               # when the jobs were cancelled
+        self._stopped: float | None = None               # time of the cancellation
 
     def _executor_in(self, folder: Path) -> Any:
         executor = self._submitit.AutoExecutor(folder, cluster=self.cluster)
@@ -193,17 +193,17 @@ class SubmititJobs(Launcher):
         return str(job.job_id)
 
     def ends(self) -> list[End]:
-        over = {name: job for name, job in self._jobs.items() if self._is_over(job)}
-        if not over:
+        ended = {name: job for name, job in self._jobs.items() if self._has_ended(job)}
+        if not ended:
             time.sleep(POLL_SECONDS)
         if self._stopped is not None and time.monotonic() - self._stopped > CANCEL_SECONDS:
-            self.stop(signal.SIGTERM)    # again: a job that was being queued again has not heard it
+            self.stop(signal.SIGTERM)    # again: a job may have missed it while being requeued
             ends = [End(name, cli.INTERRUPTED) for name in self._jobs]
             self._jobs.clear()
             return ends
-        for name in over:
+        for name in ended:
             del self._jobs[name]
-        return [self._end(name, job) for name, job in over.items()]
+        return [self._end(name, job) for name, job in ended.items()]
 
     def stop(self, number: int) -> None:
         self._stopped = self._stopped or time.monotonic()
@@ -216,10 +216,10 @@ class SubmititJobs(Launcher):
     def _earlier(self, job_id: str) -> Any:
         """The job of that id; None if it has ended."""
         job = getattr(self._submitit, CLUSTERS[self.cluster])(self._folder, job_id)
-        return None if self._is_over(job) else job
+        return None if self._has_ended(job) else job
 
-    def _is_over(self, job: Any) -> bool:
-        if self.cluster == "local" and job._process is None:     # of an earlier process: submitit asks only for the result
+    def _has_ended(self, job: Any) -> bool:
+        if self.cluster == "local" and job._process is None:     # of an earlier process, where submitit checks only the result
             return job.paths.result_pickle.exists() or not _is_running(int(job.job_id))
         return bool(job.done())
 
@@ -233,7 +233,7 @@ class SubmititJobs(Launcher):
 
 def launcher_for(config: SweepConfig, runs: int, folder: Path, gpus: int) -> Launcher:
     """The launcher that the options choose. runs: the number of runs to do. folder: for submitit's files. gpus: the number of
-    GPUs here, if the runs use them. Raises UserError for options that cannot be had here.
+    local GPUs, if the runs use them. Raises UserError for options that are unavailable here.
     """
     if config.launcher == "submitit":
         return SubmititJobs(config.jobs or max(1, runs), config.arguments, folder)
@@ -243,7 +243,7 @@ def launcher_for(config: SweepConfig, runs: int, folder: Path, gpus: int) -> Lau
 
 
 def _values(arguments: Iterable[str]) -> dict[str, Any]:
-    """NAME=VALUE, by name, with values as in YAML. Raises UserError for another form."""
+    """Parses NAME=VALUE arguments with YAML values. Raises UserError for another form."""
     values = {}
     for text in arguments:
         name, equals, value = text.partition("=")
@@ -257,7 +257,7 @@ def _values(arguments: Iterable[str]) -> dict[str, Any]:
 
 
 def _logged(lines: Iterable[str], path: Path) -> Iterable[str]:
-    """The lines, which it writes to a file too. A full disk costs lines of the file, and not the run."""
+    """Yields the lines and also writes them to a file. A full disk costs lines of the file, not the run."""
     file: IO[str] | None = None
     with suppress(OSError):
         file = path.open("w", encoding="utf-8", buffering=1)
@@ -271,11 +271,11 @@ def _logged(lines: Iterable[str], path: Path) -> Iterable[str]:
             file.close()
 
 
-def _one_output() -> bool:
-    """Whether standard output and standard error go to the same terminal, file or pipe."""
+def _same_output() -> bool:
+    """Whether standard output and standard error are the same terminal, file or pipe."""
     try:
         return os.path.sameopenfile(sys.stdout.fileno(), sys.stderr.fileno())
-    except OSError:                      # one of them is closed, or is no file
+    except OSError:                      # one of them is closed or not a file
         return False
 
 

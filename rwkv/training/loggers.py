@@ -1,6 +1,6 @@
-"""Loggers of metrics: metrics.csv in the run's directory, and W&B or the logger of Lightning that logger._target_ names. W&B
-runs online if the user is logged in, otherwise offline. The user's own W&B settings, such as WANDB_PROJECT, win over our
-defaults, and an option given to the program wins over both.
+"""Metric loggers: metrics.csv in the run's directory, and W&B or the Lightning logger of logger._target_. W&B is online if the
+user is logged in, otherwise offline. The user's W&B settings, such as WANDB_PROJECT, override our defaults; options override
+both.
 """
 
 import csv
@@ -28,7 +28,7 @@ from rwkv.training.trackers import Filed
 
 COLUMNS = ("train/loss", "val/loss", "val/bpb", "val/lost", "lr", "grad_norm", "tok_per_sec", "peak_mem")
 PROJECT = "timemix"                      # in W&B
-RECORD = Path("wandb", "timemix.json")   # in a run's directory: the id of its W&B run, and the directory's path
+RECORD = Path("wandb", "timemix.json")   # in a run's directory: its W&B run id and the directory's path
 Mode = Literal["online", "offline", "disabled"]
 GUARD_COLUMNS = ("guard/loss", "guard/bpb")           # of runs with tune.guard
 SAMPLE_COLUMNS = ("step", "prompt", "text")
@@ -36,22 +36,22 @@ SAMPLES_SHOWN = 100                      # the latest samples: W&B uploads the w
 
 
 def require(config: LoggerConfig) -> None:
-    """Raises UserError if the logger's package cannot be imported or refuses a name. Called before long work."""
+    """Raises UserError early if the logger's package cannot be imported or rejects a name."""
     if config._target_ is not None:
-        _named(config, Filed(config.project, PROJECT, config.group, "run", Path(), continued=False))
+        _custom_logger(config, Filed(config.project, PROJECT, config.group, "run", Path(), continued=False))
         return
     if config.name != "wandb":
         return
     try:
         wandb = importlib.import_module("wandb")
     except Exception as error:           # a broken installation can raise any exception
-        raise UserError(f"logger=wandb needs the package wandb, which cannot be imported ({error!r}): install it again (pip "
+        raise UserError(f"logger=wandb requires the package wandb, which cannot be imported ({error!r}): install it again (pip "
                         "install --force-reinstall wandb), or use logger=csv") from error
     try:
         names = _Names.of(config, None, "run")
-        wandb.Settings(project=names.project, run_group=names.group, run_name=names.name, run_id=_users_own("run_id"))
+        wandb.Settings(project=names.project, run_group=names.group, run_name=names.name, run_id=_user_setting("run_id"))
     except (wandb.errors.UsageError, ValueError) as error:       # pydantic's ValidationError is a ValueError
-        raise UserError("W&B refuses logger.project, logger.group, logger.run_name or one of its own settings, such as a "
+        raise UserError("W&B rejected logger.project, logger.group, logger.run_name or one of its own settings, such as a "
                         f"WANDB_ variable: {' '.join(str(error).split())}") from None
 
 
@@ -59,7 +59,7 @@ def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at
     """The loggers that the options choose; none in processes other than rank 0.
 
     run: the resolved configuration, which W&B shows and filters by. resumed_at: the step of the checkpoint that the run
-    continues from.
+    resumes from.
     """
     if config.name == "none" or rank() > 0:
         return []
@@ -70,7 +70,7 @@ def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at
     file = MetricsFile(out_dir / METRICS, run["kernel"]["name"], (*sources, *guard, *rewards, *norms), resumed_at)
     if config._target_ is not None:
         group = out_dir.parent.name if _in_sweep(out_dir) else None
-        logger = _named(config, Filed(config.project, PROJECT, config.group or group,
+        logger = _custom_logger(config, Filed(config.project, PROJECT, config.group or group,
                                       config.run_name or _default_name(out_dir, run), out_dir, resumed_at is not None))
         logger.log_hyperparams(run)
         return [file, logger]
@@ -84,30 +84,30 @@ def loggers(config: LoggerConfig, out_dir: Path, run: dict[str, Any], resumed_at
     return [file, _wandb(config, out_dir, run, mode)]
 
 
-def _named(config: LoggerConfig, filed: Filed) -> Logger:
-    """The logger that logger._target_ names; those of trackers.py get `filed`. Raises UserError where it cannot be made."""
+def _custom_logger(config: LoggerConfig, filed: Filed) -> Logger:
+    """The logger of logger._target_; those of trackers.py get `filed`. Raises UserError if its constructor fails."""
     module, _, name = str(config._target_).rpartition(".")
     try:
         arguments = {key: yaml.safe_load(value) for key, _, value in (text.partition("=") for text in config.arguments)}
         if module == Filed.__module__:
             arguments["filed"] = filed
         logger = getattr(importlib.import_module(module), name)(**arguments)
-    except Exception as error:           # whatever another package raises
-        raise UserError(f"logger={config.name} cannot make {config._target_} ({error!r}): install its package, change "
+    except Exception as error:           # another package may raise anything
+        raise UserError(f"logger={config.name} cannot create {config._target_} ({error!r}): install its package, change "
                         "logger.arguments, or use logger=csv") from error
     if not isinstance(logger, Logger):
-        raise UserError(f"logger._target_={config._target_} is no logger of Lightning: name a class such as "
+        raise UserError(f"logger._target_ must be a Lightning logger; got {config._target_}: use a class such as "
                         "lightning.pytorch.loggers.MLFlowLogger")
     return logger
 
 
 def norm_names(n_layer: int) -> tuple[str, ...]:
-    """The metrics of trainer.grad_norms=true: the norm of the gradients of each part of the model."""
+    """The metrics of trainer.grad_norms=true: the gradient norm of each part of the model."""
     return tuple(f"grad_norm/{part}" for part in ("emb", *(f"blocks.{layer}" for layer in range(n_layer)), "ln_out", "head"))
 
 
 def log_samples(loggers: Iterable[Logger], rows: Sequence[Mapping[str, Any]], step: int) -> None:
-    """Logs samples as a table in the loggers that have tables. rows: step, prompt and text of each."""
+    """Logs samples as a table in loggers with tables. rows: step, prompt and text of each."""
     table = [[row[name] for name in SAMPLE_COLUMNS] for row in rows[-SAMPLES_SHOWN:]]
     for logger in loggers:
         if hasattr(logger, "log_table"):
@@ -126,7 +126,7 @@ def log_report(config: LoggerConfig, sweep: Path, rows: Sequence[Mapping[str, An
     names = _Names.of(config, sweep.name, "")
     columns: list[str | int] = [*dict.fromkeys(name for row in rows for name in row)]
     with wandb.init(project=names.project, group=names.group, name=f"{names.group}-report", job_type="report",
-                    dir=_users_own("root_dir") or sweep,
+                    dir=_user_setting("root_dir") or sweep,
                     settings=wandb.Settings(silent=_silent(), mode=mode)) as run:
         table = [[row.get(str(name)) if row.get(str(name)) != "" else None for name in columns] for row in rows]
         artifact = wandb.Artifact(f"report-{re.sub('[^A-Za-z0-9_.-]', '_', str(names.group))}", "report")
@@ -136,25 +136,25 @@ def log_report(config: LoggerConfig, sweep: Path, rows: Sequence[Mapping[str, An
         run.log({"report": wandb.Html((sweep / "report.html").read_text(encoding="utf-8"), inject=False),
                  "summary": wandb.Table(columns, table)})
     if mode == "offline":
-        print(f"W&B: offline; {_how_to_upload_all(sweep)}", file=sys.stderr)
+        print(f"W&B: offline; {_upload_hint(sweep)}", file=sys.stderr)
 
 
 class MetricsFile(Logger):
     """metrics.csv: one row for each step with metrics.
 
-    A resumed run drops the rows of the steps after its checkpoint; it keeps the columns, and adds new ones after them. Every
-    row names the kernel, since a resumed run may use another. more: columns that only some runs have.
+    A resumed run drops rows after its checkpoint; it keeps the columns and appends new ones. Every row names the kernel, since
+    a resumed run may use another. more: columns that only some runs have.
     """
 
     def __init__(self, path: Path, kernel: str, more: Sequence[str] = (), resumed_at: int | None = None) -> None:
         super().__init__()
         self.path = path
         self.kernel = kernel
-        kept = []                        # rows up to the checkpoint, without a last row that a kill cut short
+        earlier = []                     # rows up to the checkpoint, without a truncated last row
         if resumed_at is not None:
-            kept = [row for row in read_metrics(path) if None not in row.values() and int(row["step"]) <= resumed_at]
-        self.columns = list(dict.fromkeys([*(kept[0] if kept else ()), "step", *COLUMNS, "kernel", *more]))
-        write_file(path, lambda file: file.write(self._text(kept, header=True)))
+            earlier = [row for row in read_metrics(path) if None not in row.values() and int(row["step"]) <= resumed_at]
+        self.columns = list(dict.fromkeys([*(earlier[0] if earlier else ()), "step", *COLUMNS, "kernel", *more]))
+        write_file(path, lambda file: file.write(self._text(earlier, header=True)))
 
     @property
     def name(self) -> str:
@@ -168,9 +168,9 @@ class MetricsFile(Logger):
         """The configuration is in config.yaml."""
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
-        known = {name: metrics[name] for name in self.columns if name in metrics and name != "step"}
-        if known:
-            append(self.path, self._text([{"step": step or 0, **known, "kernel": self.kernel}]))
+        values = {name: metrics[name] for name in self.columns if name in metrics and name != "step"}
+        if values:
+            append(self.path, self._text([{"step": step or 0, **values, "kernel": self.kernel}]))
 
     def _text(self, rows: Iterable[Mapping[str, Any]], header: bool = False) -> bytes:
         text = io.StringIO(newline="")
@@ -182,7 +182,7 @@ class MetricsFile(Logger):
 
 
 class _Names(NamedTuple):
-    """What a W&B run is filed under."""
+    """The project, group and name of a W&B run."""
 
     project: str
     group: str | None
@@ -190,33 +190,33 @@ class _Names(NamedTuple):
 
     @classmethod
     def of(cls, config: LoggerConfig, group: str | None, name: str) -> "_Names":
-        """The options, or else the user's W&B settings, or else our defaults. group, name: the defaults."""
-        return cls(config.project or _users_own("project") or PROJECT, config.group or _users_own("run_group") or group,
-                   config.run_name or _users_own("run_name") or name)
+        """From the options, else the user's W&B settings, else our defaults. group, name: the defaults."""
+        return cls(config.project or _user_setting("project") or PROJECT, config.group or _user_setting("run_group") or group,
+                   config.run_name or _user_setting("run_name") or name)
 
 
 def _wandb(config: LoggerConfig, out_dir: Path, run: dict[str, Any], mode: Mode) -> WandbLogger:
     import wandb
 
-    if wandb.run is not None:            # of an earlier training in the same process
+    if wandb.run is not None:            # of an earlier run in this process
         wandb.finish()
     earlier_id = _earlier_id(out_dir)
     names = _Names.of(config, out_dir.parent.name if _in_sweep(out_dir) else None, _default_name(out_dir, run))
     logger = WandbLogger(
-        id=_users_own("run_id") or earlier_id, resume=_users_own("resume") or ("allow" if earlier_id else None),
-        project=names.project, group=names.group, name=names.name, save_dir=_users_own("root_dir") or out_dir, config=run,
+        id=_user_setting("run_id") or earlier_id, resume=_user_setting("resume") or ("allow" if earlier_id else None),
+        project=names.project, group=names.group, name=names.name, save_dir=_user_setting("root_dir") or out_dir, config=run,
         settings=wandb.Settings(silent=_silent(), mode=mode))
     experiment = logger.experiment
     record = {"id": experiment.id, "out_dir": str(out_dir.resolve())}
     (out_dir / RECORD).parent.mkdir(exist_ok=True)
     write_file(out_dir / RECORD, lambda file: file.write(json.dumps(record).encode()))
     folder = Path(experiment.dir).parent
-    if mode == "offline" and not _in_sweep(out_dir):     # a sweep prints this once, at its end
-        how = f"`wandb sync {quote(str(folder))}` uploads this run"
+    if mode == "offline" and not _in_sweep(out_dir):     # a sweep prints this once
+        hint = f"`wandb sync {quote(str(folder))}` uploads this run"
         if experiment.id == earlier_id:
-            how = (f"each part of a continued run is a folder of its own; `wandb sync --id {earlier_id} "
-                   f"{quote(str(folder.parent))}/*run-*-{earlier_id}` uploads them into one run")
-        print(f"W&B: offline; {how}", file=sys.stderr)
+            hint = (f"each part of a resumed run has its own folder; `wandb sync --id {earlier_id} "
+                    f"{quote(str(folder.parent))}/*run-*-{earlier_id}` uploads them into one run")
+        print(f"W&B: offline; {hint}", file=sys.stderr)
     return logger
 
 
@@ -225,15 +225,15 @@ def _in_sweep(out_dir: Path) -> bool:
 
 
 def _default_name(out_dir: Path, run: dict[str, Any]) -> str:
-    """KERNEL-FOLDER; in a sweep, whose folders are called after what is swept, KERNEL-seedSEED and the other swept options."""
+    """KERNEL-FOLDER; in a sweep, whose folders are named by the swept options, KERNEL-seedSEED and the other options."""
     if not _in_sweep(out_dir):
         return f"{run['kernel']['name']}-{out_dir.name}"
     others = [part for part in out_dir.name.split(",") if not part.startswith(("kernel=", "seed="))]
     return "-".join([run["kernel"]["name"], f"seed{run['seed']}", *others])
 
 
-def _users_own(setting: str) -> Any:
-    """A value that a WANDB_* variable or a settings file of W&B sets; None for none."""
+def _user_setting(setting: str) -> Any:
+    """A setting from a WANDB_* variable or a W&B settings file; None if unset."""
     import wandb
 
     settings = wandb.setup().settings
@@ -241,12 +241,12 @@ def _users_own(setting: str) -> Any:
 
 
 def _silent() -> bool:
-    stated = _users_own("silent")
-    return True if stated is None else bool(stated)
+    silent = _user_setting("silent")
+    return True if silent is None else bool(silent)
 
 
 def _mode() -> Mode:
-    """The mode of the user's own W&B settings; offline if nobody is logged in."""
+    """The mode of the user's W&B settings; offline if not logged in."""
     import wandb
 
     settings = wandb.setup(wandb.Settings(silent=_silent())).settings
@@ -256,9 +256,9 @@ def _mode() -> Mode:
 
 
 def _earlier_id(out_dir: Path) -> str | None:
-    """The id under which a continued run goes on; None for a new run, and for a copy of a run that is still there."""
+    """The W&B id that a resumed run continues; None for a new run, and for a copy of a run that still exists."""
     record = _record_in(out_dir)
-    if record is None:                   # runs of earlier versions have none
+    if record is None:                   # a run of an earlier version
         return _id_of(out_dir)
     original = Path(record["out_dir"])
     if original != out_dir.resolve() and _record_in(original) == record:
@@ -268,7 +268,7 @@ def _earlier_id(out_dir: Path) -> str | None:
 
 
 def _record_in(out_dir: Path) -> dict[str, str] | None:
-    """RECORD; None where it is missing or damaged."""
+    """RECORD; None if it is missing or damaged."""
     try:
         record = json.loads((out_dir / RECORD).read_bytes())
         return {"id": str(record["id"]), "out_dir": str(record["out_dir"])}
@@ -277,14 +277,14 @@ def _record_in(out_dir: Path) -> dict[str, str] | None:
 
 
 def _id_of(out_dir: Path) -> str | None:
-    """The id of the last W&B run in a run's directory, from the name of its file, run-ID.wandb; None for none."""
+    """The id of the last W&B run in a run's directory, from its file name, run-ID.wandb; None without one."""
     files = sorted((out_dir / "wandb").glob("*run-*-*/run-*.wandb"))
     return files[-1].stem.removeprefix("run-") if files else None
 
 
-def _how_to_upload_all(sweep: Path) -> str:
-    """One command for the report and all runs of a sweep, and one for each run that was continued."""
-    if root := _users_own("root_dir"):   # where other runs may be too
+def _upload_hint(sweep: Path) -> str:
+    """A command for the report and all runs of a sweep, and one for each resumed run."""
+    if root := _user_setting("root_dir"):   # where other runs may be too
         return f"its runs and its report are in {Path(root, 'wandb')}; `wandb sync FOLDER` uploads one of them"
     parts = {folder: sorted(folder.glob("*run-*")) for folder in sorted(sweep.glob("*/wandb"))}
     continued = [folder for folder, several in parts.items() if len(several) > 1]
@@ -303,6 +303,6 @@ def _logged_in() -> bool:
     try:
         return bool(wandb.login(prompt=False))
     except wandb.errors.AuthenticationError as error:
-        raise UserError(f"W&B refuses the API key ({error}): log in again with `wandb login`, or use logger=csv") from error
-    except wandb.errors.UsageError:      # there is no key, and no terminal to prompt for one
+        raise UserError(f"W&B rejected the API key ({error}): log in again with `wandb login`, or use logger=csv") from error
+    except wandb.errors.UsageError:      # no key, and no terminal to prompt for one
         return False

@@ -1,35 +1,33 @@
-"""The memory and disk that a run needs, from its configuration alone, and what the machine has free of both.
+"""Estimates the memory and disk that a run needs, from its configuration alone, and measures what the machine has free.
 
     estimate             the bytes that one process needs to train
-    free_memory, free_disk     what this machine has, the limit of its container included
+    free_memory, free_disk     what this machine has free, within the limit of its container
 
 The estimate, in floats of 4 bytes. N = tokens of one batch of one process, C = n_embd, V vocabulary, L layers. The generation
-gives P, the number of parameters (the sum of its shapes); K, the numbers that a block keeps for each token (saved_activations);
-W, the numbers that its operator works with for each token (operator_work); S, the numbers of a state for each row:
+gives P, the number of parameters (the sum of its shapes); K, a block's saved activations per token (saved_activations); W, its
+operator's working values per token (operator_work); S, the values of a state per row:
 
-    weights, gradients, and Adam's two moments         4 P; with fsdp each process has its share of them, but all of
-                                                       the gradients that are accumulated; with tune=lora or state the
-                                                       last three only of what is trained, and a value of a frozen
-                                                       matrix takes BITS of tune.base, one of the embedding 2 bytes
-      with trainer.optim_in_backward                   the gradients are those of a block; the embedding's takes the place of
-                                                       the head's, which is part of the loss
-      with optim=adamw8bit                             the moments are bytes, and a chunk of them is float32 during an update
-    activations kept for the backward pass             N L K; K is saved_when_recomputing with frozen weights, and in rows of
-                                                       conversations
-      in half precision                                with another K, and a copy of the weights in P / 2; with
-                                                       optim_in_backward that of a block at a time, unless K is
-                                                       saved_when_recomputing
-      with fsdp                                        the embedding and the head, two blocks and the gradients of one
-      with activation checkpointing                    N L C, and one block's activations while it is recomputed
-      with tbptt=k                                     those of one segment, N/k tokens; k states of S for each row; the
-                                                       head's input and its gradient, 2 N C
+    weights, gradients, Adam's two moments             4 P; with fsdp each process has its share, but whole gradients when
+                                                       accumulating; with tune=lora or state the last three only for
+                                                       trained parameters; frozen matrices take BITS of tune.base per
+                                                       value, the embedding 2 bytes
+      with trainer.optim_in_backward                   gradients of one block; the embedding's replaces the head's, which is
+                                                       part of the loss
+      with optim=adamw8bit                             moments in bytes, plus one chunk in float32 during an update
+    saved activations                                  N L K; a smaller K if blocks recompute (_recomputes)
+      in half precision                                another K, and a weight cache of P / 2; with optim_in_backward one
+                                                       block's at a time, unless blocks recompute
+      with fsdp                                        the embedding and the head, two blocks, one block's gradients
+      with activation checkpointing                    N L C, and one block's activations during its recomputation
+      with tbptt=k                                     one segment's, N/k tokens; k states of S for each row; the head's input
+                                                       and its gradient, 2 N C
     the loss                                           one chunk of logits (on a GPU mostly all of them, in the dtype of the
                                                        product), and the head's gradient
-    the first layer to run backward                    N W, and the head's gradient; the loss is free again by then, and if a
-                                                       step is one pass there are no other gradients yet
+    the first layer to run backward                    N W, and the head's gradient; the loss is freed by then, and without
+                                                       accumulation there are no other gradients yet
 
-The counts per token are those of the tensors that rwkv/model/ keeps; a test compares the total with the measured peak. The
-gradients of a step live until the backward pass of the next one begins (Lightning's order).
+The per-token counts match the tensors that rwkv/model/ saves; a test compares the total with the measured peak. A step's
+gradients live until the next step's backward pass (Lightning's order).
 """
 
 import math
@@ -51,16 +49,16 @@ from rwkv.training import adamw8bit
 from rwkv.training.device import device_for, dtype_for
 
 FLOAT = 4                                # bytes
-NARROW = 2                               # bytes of a value of a frozen embedding and head, as in released files
+NARROW = 2                               # bytes per value of a frozen embedding and head, as in released files
 MOMENTS = 2                              # Adam's
-BETWEEN = 40                             # times n_embd: values per token in the backward pass of a block with frozen weights,
-                                         # while it computes again what is between the products
-HOLES = 1.25                             # factor on activations and loss if memory goes back after each block: some free memory
-                                         # lies between kept blocks
-LITTLE = 5 * 10 ** 8                     # bytes beside the program: runs that need no more do not save memory by taking longer
-DATA_WORKER = 100 * 2 ** 20              # bytes of a process that loads data, without those that it shares with this one
-ENOUGH = 0.75                            # a run is refused only if this fraction of activations and loss does not fit
-BEST, BEING_WRITTEN = 1, 1               # checkpoints on the disk beside the trainer.keep_last newest ones
+RECOMPUTED = 40                          # times n_embd: values per token in backward, in a block that recomputes what
+                                         # is between its matrix products
+HOLES = 1.25                             # factor for heap fragmentation on activations and loss if memory is returned after
+                                         # each block
+SMALL_RUN = 5 * 10 ** 8                  # bytes beside the program: smaller runs do not trade speed for memory
+DATA_WORKER = 100 * 2 ** 20              # unshared bytes of a data-loader process
+MIN_FRACTION = 0.75                      # a run is refused only if this fraction of activations and loss does not fit
+BEST, BEING_WRITTEN = 1, 1               # checkpoints on disk in addition to the trainer.keep_last newest
 
 
 @dataclass(frozen=True)
@@ -76,7 +74,7 @@ class Memory:
 
     @property
     def fixed(self) -> int:
-        """The part that no option reduces, trainer=fsdp aside."""
+        """Memory that only trainer=fsdp can reduce."""
         return self.weights + self.gradients + self.optimiser
 
     @property
@@ -85,14 +83,14 @@ class Memory:
 
     @property
     def least(self) -> int:
-        """A run is refused if less than this is free; only a part of activations and loss counts, since these are estimates."""
-        return self.fixed + round(ENOUGH * (self.total - self.fixed))
+        """The limit below which a run is refused. Activations and loss are estimates, so only MIN_FRACTION of them counts."""
+        return self.fixed + round(MIN_FRACTION * (self.total - self.fixed))
 
 
 def estimate(config: TrainConfig, vocab_size: int, processes: int = 1, gpu_memory: int | None = None) -> Memory:
     """The memory of each of the `processes` that share data.batch_size.
 
-    gpu_memory: the bytes of the GPU of each process on other machines; None for the device of this one.
+    gpu_memory: the bytes of each process's GPU in a plan for other machines; None for this machine's device.
     """
     trainer = config.trainer
     model = generation(config.model)
@@ -108,26 +106,26 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1, gpu_memor
 
     moments = MOMENTS * trained
     if config.optim.name == EIGHT_BITS:
-        moments = moments_in_8_bits(config, vocab_size) + FLOAT * adamw8bit.WORK * min(adamw8bit.CHUNK, trained // FLOAT)
+        moments = moment_bytes_8bit(config, vocab_size) + FLOAT * adamw8bit.WORK * min(adamw8bit.CHUNK, trained // FLOAT)
     gradients = trained * shares if trainer.accumulate > 1 else trained
     if trainer.optim_in_backward and not tuned:
         gradients = FLOAT * _largest_block(config, vocab_size)
-    head = 0 if tuned else FLOAT * vocab_size * C        # its gradient
-    loss = _loss(config, vocab_size, N, head, gpu_memory)
+    head = 0 if tuned else FLOAT * vocab_size * C        # gradient
+    loss = _loss_bytes(config, vocab_size, N, head, gpu_memory)
 
     n = N // max(1, trainer.tbptt)       # the tokens of one segment
-    block = int(FLOAT * n * _kept(config))
-    backward = FLOAT * n * (BETWEEN * C if _is_frugal(config) else model.operator_work(config.model)) + head
+    block = int(FLOAT * n * _saved_per_token(config))
+    backward = FLOAT * n * (RECOMPUTED * C if _recomputes(config) else model.operator_work(config.model)) + head
     if trainer.activation_checkpointing:
-        kept = L * FLOAT * n * C
+        saved = L * FLOAT * n * C
         backward += block
     else:
-        kept = L * block
-    activations = kept + max(0, backward - loss - (0 if tuned or trainer.accumulate > 1 else gradients))
+        saved = L * block
+    activations = saved + max(0, backward - loss - (0 if tuned or trainer.accumulate > 1 else gradients))
     if trainer.strategy == "fsdp":
-        activations += _gathered(config, vocab_size)
+        activations += _fsdp_bytes(config, vocab_size)
     elif half and config.tune.base != "bfloat16":
-        activations += FLOAT * vocab_size * C // 2 if rounded else _copied(config, vocab_size, weights)
+        activations += FLOAT * vocab_size * C // 2 if rounded else _weight_cache_bytes(config, vocab_size, weights)
     if trainer.tbptt:
         activations += N // config.model.ctx_len * state_nbytes(config.model) + FLOAT * 2 * N * C
     if gpu_memory is None and _has_holes(config):
@@ -136,10 +134,9 @@ def estimate(config: TrainConfig, vocab_size: int, processes: int = 1, gpu_memor
     return Memory(weights, gradients, moments, round(activations), loss, config.data.num_workers * DATA_WORKER)
 
 
-def _loss(config: TrainConfig, vocab_size: int, N: int, head: int, gpu_memory: int | None) -> int:
-    """The bytes of the loss of N tokens. head: those of the head's gradient, of which a second one is added to the first where
-    several chunks are multiplied in half precision. A GPU has a chunk once, in the dtype of its product; a CPU has two in half
-    precision."""
+def _loss_bytes(config: TrainConfig, vocab_size: int, N: int, head: int, gpu_memory: int | None) -> int:
+    """The bytes of the loss of N tokens. head: bytes of the head's gradient; several chunks in half precision accumulate into a
+    second one. A GPU has one copy of a chunk, in the dtype of the product; a CPU has two in half precision."""
     half = dtype_for(config.trainer.precision) != torch.float32
     device = torch.device("cuda") if gpu_memory else device_for(config.trainer.accelerator)
     itemsize = NARROW if half and device.type == "cuda" else FLOAT
@@ -152,30 +149,30 @@ def _loss(config: TrainConfig, vocab_size: int, N: int, head: int, gpu_memory: i
     return copies * itemsize * vocab_size * rows + summands * head
 
 
-def _copied(config: TrainConfig, vocab_size: int, weights: int) -> int:
-    """The bytes of the copies of the weights in half precision (rwkv/model/weight_cache.py). weights: those of a process."""
+def _weight_cache_bytes(config: TrainConfig, vocab_size: int, weights: int) -> int:
+    """The bytes of the half-precision weight cache (rwkv/model/weight_cache.py). weights: bytes of a process's weights."""
     if not config.trainer.optim_in_backward:
         return weights // 2
-    whole = FLOAT * n_parameters(config.model, vocab_size) // 2
-    return whole if _is_frugal(config) else whole // config.model.n_layer
+    total = FLOAT * n_parameters(config.model, vocab_size) // 2
+    return total if _recomputes(config) else total // config.model.n_layer
 
 
-def _gathered(config: TrainConfig, vocab_size: int) -> int:
-    """The bytes that a process of trainer=fsdp has beside its shares: the embedding and the head in float32; of blocks in the
-    dtype of the products the one that is computed, the one that is fetched ahead, and gradients, which are added up in float32.
+def _fsdp_bytes(config: TrainConfig, vocab_size: int) -> int:
+    """A process's bytes under trainer=fsdp beside its shares: the embedding and the head in float32; in the dtype of the
+    products the current and the prefetched block, and gradients, which are summed in float32.
     """
     itemsize = FLOAT if dtype_for(config.trainer.precision) == torch.float32 else NARROW
-    return (FLOAT * outside_of_blocks(config, vocab_size)
+    return (FLOAT * n_outside_blocks(config, vocab_size)
             + (3 * itemsize + FLOAT) * _largest_block(config, vocab_size))
 
 
-def outside_of_blocks(config: TrainConfig, vocab_size: int) -> int:
+def n_outside_blocks(config: TrainConfig, vocab_size: int) -> int:
     """The number of parameters of the embedding and the head."""
     return 2 * vocab_size * config.model.n_embd
 
 
 def _largest_block(config: TrainConfig, vocab_size: int) -> int:
-    """The number of parameters of the block that has the most."""
+    """The number of parameters of the largest block."""
     sizes = dict.fromkeys(range(config.model.n_layer), 0)
     for name, shape in generation(config.model).shapes(config.model, vocab_size).items():
         if name.startswith("blocks."):
@@ -184,29 +181,29 @@ def _largest_block(config: TrainConfig, vocab_size: int) -> int:
 
 
 def gives_back(config: TrainConfig, vocab_size: int) -> bool:
-    """Whether a run returns memory to the system after each block: a large run on a CPU, where holes would take much of it."""
-    return _has_holes(config) and estimate(config, vocab_size, world_size()).total > LITTLE
+    """Whether a run returns memory to the system after each block: a large run on a CPU, where the heap would fragment."""
+    return _has_holes(config) and estimate(config, vocab_size, world_size()).total > SMALL_RUN
 
 
 def _has_holes(config: TrainConfig) -> bool:
     on_cpu = device_for(config.trainer.accelerator).type == "cpu"
-    keeps = config.trainer.malloc == "tuned" and config.trainer.strategy != "fsdp"
-    return on_cpu and sys.platform == "linux" and keeps and _is_frugal(config)
+    tuned_malloc = config.trainer.malloc == "tuned" and config.trainer.strategy != "fsdp"
+    return on_cpu and sys.platform == "linux" and tuned_malloc and _recomputes(config)
 
 
-def _is_frugal(config: TrainConfig) -> bool:
-    """Whether blocks keep only the results of large products, and compute again what is between them."""
+def _recomputes(config: TrainConfig) -> bool:
+    """Whether blocks save only the outputs of large matrix products and recompute the rest in backward."""
     packed = config.data.name == "chat" and not config.trainer.tbptt
     return (config.tune.method != "full" or packed) and not config.trainer.compile
 
 
-def _kept(config: TrainConfig) -> float:
-    """How many float32 values per token a block keeps. Products in int8 give float32 in half precision too."""
+def _saved_per_token(config: TrainConfig) -> float:
+    """A block's saved activations per token, in float32 values. int8 products return float32 in half precision too."""
     model = generation(config.model)
     half = dtype_for(config.trainer.precision) != torch.float32 and config.tune.base != "int8"
-    if not _is_frugal(config):
-        kept: float = model.saved_activations(config.model, half)
-        return kept
+    if not _recomputes(config):
+        saved: float = model.saved_activations(config.model, half)
+        return saved
     tune = config.tune
     layers = {"full": adaptable, "lora": lambda sizes: chosen(sizes, tune.modules), "state": lambda sizes: []}[tune.method]
     return model.saved_when_recomputing(config.model, half, layers(config.model), tune.method == "full")
@@ -217,42 +214,42 @@ def n_trained(config: TrainConfig, vocab_size: int) -> int:
 
 
 def _trained_sizes(config: TrainConfig, vocab_size: int) -> list[int]:
-    """The number of values in each trained parameter."""
+    """The size of each trained parameter."""
     tune = config.tune
     if tune.method == "full":
         return [math.prod(shape) for shape in generation(config.model).shapes(config.model, vocab_size).values()]
     if tune.method == "state":
         state = generation(config.model).empty_state(config.model, 1, "meta")
         return [int(state.wkv.numel()) // config.model.n_layer] * config.model.n_layer
-    return [tune.rank * size for shape in _adapted(config, vocab_size) for size in shape]
+    return [tune.rank * size for shape in _adapted_shapes(config, vocab_size) for size in shape]
 
 
-def moments_in_8_bits(config: TrainConfig, vocab_size: int) -> int:
+def moment_bytes_8bit(config: TrainConfig, vocab_size: int) -> int:
     return round(sum(map(adamw8bit.moment_bytes, _trained_sizes(config, vocab_size))))
 
 
 def frozen_bytes(config: TrainConfig, vocab_size: int) -> int:
-    """The memory of the frozen weights. From a file in float32 the embedding and the head take twice as much."""
+    """The memory of the frozen weights. In a float32 file the embedding and the head take twice as much."""
     base = config.tune.base
     shapes = generation(config.model).shapes(config.model, vocab_size)
-    sizes: dict[str, float] = dict.fromkeys(_matrices(config, vocab_size), BITS[base] / 8)
+    sizes: dict[str, float] = dict.fromkeys(_linear_shapes(config, vocab_size), BITS[base] / 8)
     sizes |= {name: NARROW for name in shapes if name.endswith("emb.weight") or name == "head.weight"}
     return round(sum(sizes.get(name, FLOAT) * math.prod(shape) for name, shape in shapes.items()))
 
 
-def _matrices(config: TrainConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+def _linear_shapes(config: TrainConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
     """The names and shapes of the linear layers of all blocks."""
     model = generation(config.model)
     return {name: shape for name, shape in model.shapes(config.model, vocab_size).items()
             if name.startswith("blocks.") and is_linear_weight(name, model.group(name))}
 
 
-def _adapted(config: TrainConfig, vocab_size: int) -> list[tuple[int, ...]]:
+def _adapted_shapes(config: TrainConfig, vocab_size: int) -> list[tuple[int, ...]]:
     """The shapes of the matrices that get an adapter."""
     if config.tune.method != "lora":
         return []
     layers = chosen(config.model, config.tune.modules)
-    return [shape for name, shape in _matrices(config, vocab_size).items()
+    return [shape for name, shape in _linear_shapes(config, vocab_size).items()
             if name.split(".", 2)[2].removesuffix(".weight") in layers]
 
 
@@ -261,25 +258,25 @@ def n_checkpoints(keep_last: int) -> int:
 
 
 def checkpoint_bytes(config: TrainConfig, vocab_size: int) -> int:
-    """The most that a run's checkpoints take on the disk."""
-    return n_checkpoints(config.trainer.keep_last) * bytes_of_a_checkpoint(config, vocab_size)
+    """The peak disk use of a run's checkpoints."""
+    return n_checkpoints(config.trainer.keep_last) * one_checkpoint_bytes(config, vocab_size)
 
 
-def bytes_of_a_checkpoint(config: TrainConfig, vocab_size: int) -> int:
-    """What is trained, and its moments."""
+def one_checkpoint_bytes(config: TrainConfig, vocab_size: int) -> int:
+    """Trained parameters and their moments."""
     trained = FLOAT * n_trained(config, vocab_size)
     if config.optim.name == EIGHT_BITS:
-        return trained + moments_in_8_bits(config, vocab_size)
+        return trained + moment_bytes_8bit(config, vocab_size)
     return (1 + MOMENTS) * trained
 
 
 def with_options(config: TrainConfig, **options: Any) -> TrainConfig:
-    """The configuration with other values of these options of trainer."""
+    """The configuration with these options of trainer replaced."""
     return replace(config, trainer=replace(config.trainer, **options))
 
 
 def readable(size: int | None) -> str:
-    """A number of bytes for people: 1.2 GB."""
+    """A human-readable size: 1.2 GB."""
     if size is None:
         return "an unknown amount"
     unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB")
@@ -287,8 +284,7 @@ def readable(size: int | None) -> str:
 
 
 def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:
-    """Bytes that programs can still allocate on `device`; None if the system does not tell. root: the folder of proc and sys.
-    """
+    """Bytes that can still be allocated on `device`; None if unknown. root: the folder of proc and sys."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory(root)
 
 

@@ -1,18 +1,18 @@
-"""The plan of a run on GPUs that this machine lacks: plan=h100 names their kind, trainer.devices and trainer.num_nodes their
+"""The plan of a run on GPUs that this machine lacks: plan=h100 names the GPU, trainer.devices and trainer.num_nodes the
 number. Nothing is trained and no model is built.
 
-    memory      by the formulas of memory.py, and CONTEXT for each process
+    memory      the formulas of memory.py, and CONTEXT per process
     exchange    bytes that a device sends in a step, n devices, P parameters:
-                  ddp     2 (n - 1) / n 4 P             the sum of the gradients in float32, by a ring
-                  fsdp    (n - 1) / n (2 b (P - E) + 4 E) a      for each of the a batches of a step the weights of blocks, of b
-                                                        bytes in the dtype of the products, for its forward and its
-                                                        backward pass, and the E numbers of embedding and head, once
-                          (n - 1) / n 4 P               the gradients in float32, once in a step
-    speed       a pass takes the GPU the operations of its products, 6 for each parameter and token and 2 more where
-                activations are recomputed, at the rate of a MEASURED run; and it takes the host as long as there for each layer
-    checkpoint  weights and moments; with fsdp each machine writes its part
+                  ddp     2 (n - 1) / n 4 P             ring all-reduce of the gradients in float32
+                  fsdp    (n - 1) / n (2 b (P - E) + 4 E) a      all-gather for each of a step's a batches: block weights, b
+                                                        bytes each in the dtype of the products, for forward and backward;
+                                                        the E parameters of embedding and head once
+                          (n - 1) / n 4 P               reduce-scatter of the gradients in float32, once in a step
+    speed       the GPU takes 6 operations per parameter and token, and 2 more with activation checkpointing, at the rate of a
+                MEASURED run; the host takes as long per layer as in that run
+    checkpoint  weights and moments; with fsdp each machine writes its share
 
-The exchange and the computation overlap between fully and not at all, so the speed is a range. What is assumed is called so.
+The exchange overlaps with the computation fully or not at all, so the speed is a range. Assumptions are marked as assumed.
 """
 
 import math
@@ -33,11 +33,11 @@ from rwkv.training.device import dtype_for
 from rwkv.training.length import with_steps_of_epochs
 from rwkv.training.memory import (
     FLOAT,
-    bytes_of_a_checkpoint,
     estimate,
     n_checkpoints,
+    n_outside_blocks,
     n_trained,
-    outside_of_blocks,
+    one_checkpoint_bytes,
     readable,
     with_options,
 )
@@ -47,17 +47,17 @@ from rwkv.training.run.directory import Run
 from rwkv.training.setup import data_for
 
 GIB = 2 ** 30
-CONTEXT = 6 * 10 ** 8                    # bytes of CUDA's context and of the libraries' buffers in each process
-DISK = 10 ** 9                           # bytes a second that a machine writes
-RECOMPUTED = 4 / 3                       # a step whose forward pass runs twice, over one where it runs once
+CONTEXT = 6 * 10 ** 8                    # bytes of the CUDA context and library buffers per process
+DISK = 10 ** 9                           # write speed of a machine, bytes/s
+RECOMPUTED = 4 / 3                       # time of a step with activation checkpointing over one without
 BITS_OF_A_BYTE = 8
 NVLINK = "NVLink"
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """gib: usable memory. teraflops: the highest rate of dense products in bfloat16 that its maker states. Links in Gbit/s, in
-    one direction: to other GPUs of its machine, and its share of the network between machines, as such machines usually have.
+    """gib: usable memory. teraflops: peak dense bfloat16 as stated by the vendor. inside, between: Gbit/s per direction to
+    other GPUs of its machine, and its share of the typical network between machines.
     """
 
     name: str
@@ -74,7 +74,7 @@ MEASURED_ON = "h200"
 
 
 class Measured(NamedTuple):
-    """A training step on one H200, of B rows of T tokens: a row of benchmarks/results/training-h200.json, kernel=auto."""
+    """A training step on one H200, B rows of T tokens: a row of benchmarks/results/training-h200.json, kernel=auto."""
 
     generation: str
     precision: str
@@ -105,7 +105,7 @@ MEASURED = (
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a step on paper takes. Bytes and seconds of one device; tokens of all."""
+    """The estimate of a step. Bytes and seconds per device; tokens of all devices."""
 
     devices: int
     memory: int
@@ -118,12 +118,12 @@ class Estimate:
 
     @property
     def tokens_per_second(self) -> tuple[float, float]:
-        """If the exchange comes after the computation, and if they fully overlap."""
+        """Without overlap of exchange and computation, and with full overlap."""
         return (self.tokens / (self.compute_s + self.exchange_s), self.tokens / max(self.compute_s, self.exchange_s))
 
 
 def on_paper(config: TrainConfig, vocab_size: int, gpu: Gpu) -> Estimate:
-    """config: its rows must be a multiple of the devices."""
+    """config: data.batch_size must be a multiple of the number of devices."""
     trainer = config.trainer
     n = trainer.devices * trainer.num_nodes
     sent = exchanged_bytes(config, vocab_size, n)
@@ -135,46 +135,45 @@ def on_paper(config: TrainConfig, vocab_size: int, gpu: Gpu) -> Estimate:
 
 
 def exchanged_bytes(config: TrainConfig, vocab_size: int, n: int) -> float:
-    """The bytes that one of n devices sends in a step."""
+    """The bytes that each of n devices sends in a step."""
     if config.trainer.strategy != "fsdp":
         return 2 * (n - 1) / n * FLOAT * n_trained(config, vocab_size)
-    P, outside = n_parameters(config.model, vocab_size), outside_of_blocks(config, vocab_size)
+    P, outside = n_parameters(config.model, vocab_size), n_outside_blocks(config, vocab_size)
     passes = config.trainer.accumulate * max(1, config.trainer.tbptt)
     gathered = 2 * dtype_for(config.trainer.precision).itemsize * (P - outside) + FLOAT * outside
     return (n - 1) / n * (passes * gathered + FLOAT * n_trained(config, vocab_size))
 
 
 def nearest(config: TrainConfig) -> Measured:
-    """The measured run of the same generation and precision with the nearest width. Products in float16 take bfloat16's time.
-    """
+    """The measured run of the same generation and precision with the nearest width. float16 counts as bfloat16."""
     model, precision = config.model, str(config.trainer.precision).replace("fp16", "bf16")
-    alike = [row for row in MEASURED if (row.generation, row.precision) == (model.generation, precision)]
-    return min(alike, key=lambda row: abs(math.log(row.n_embd / model.n_embd)))
+    candidates = [row for row in MEASURED if (row.generation, row.precision) == (model.generation, precision)]
+    return min(candidates, key=lambda row: abs(math.log(row.n_embd / model.n_embd)))
 
 
 def _compute_seconds(config: TrainConfig, vocab_size: int, n: int, gpu: Gpu, row: Measured) -> float:
     """The longer of the GPU's and the host's time for the passes of a step."""
-    measured = replace(config.model, n_layer=row.n_layer, n_embd=row.n_embd, **_default_widths(config))
-    rate = row.tokens_per_second * _products(measured, row.vocab_size) * gpu.teraflops / GPUS[MEASURED_ON].teraflops
-    on_gpu = config.tokens_per_step / n * _products(config.model, vocab_size) / rate
+    measured = replace(config.model, n_layer=row.n_layer, n_embd=row.n_embd, **_unset_widths(config))
+    rate = row.tokens_per_second * _product_parameters(measured, row.vocab_size) * gpu.teraflops / GPUS[MEASURED_ON].teraflops
+    on_gpu = config.tokens_per_step / n * _product_parameters(config.model, vocab_size) / rate
     passes = config.trainer.accumulate * max(1, config.trainer.tbptt)
     on_host = passes * row.host_ms / 1000 * config.model.n_layer / row.n_layer
     return max(on_gpu, on_host) * (RECOMPUTED if config.trainer.activation_checkpointing else 1)
 
 
-def _default_widths(config: TrainConfig) -> dict[str, Any]:
-    """The widths that follow n_embd by default, so that they follow that of a measured run."""
+def _unset_widths(config: TrainConfig) -> dict[str, Any]:
+    """None for each width that follows n_embd by default, so that it follows the n_embd of a measured run."""
     return dict.fromkeys((*(name for name in vars(config.model) if name.endswith("_low_rank_dim")), "n_att", "n_ffn",
                           "deep_embed_dim"))
 
 
-def _products(model: object, vocab_size: int) -> int:
-    """The parameters that tokens are multiplied with: all but the embedding."""
+def _product_parameters(model: object, vocab_size: int) -> int:
+    """The number of parameters in matrix products: all but the embedding."""
     return n_parameters(model, vocab_size) - vocab_size * model.n_embd       # type: ignore[arg-type, attr-defined]
 
 
 def announce(run: Run) -> None:
-    """Prints the plan on standard error. Raises UserError if the run does not fit into the memory of a device."""
+    """Prints the plan on standard error. Raises UserError if the run does not fit into a device's memory."""
     data = data_for(run, torch.device("cpu"))
     config = with_steps_of_epochs(_with_devices(run.config), data)
     vocab_size = run.init_checkpoint.vocab_size if run.init_checkpoint else data.tokenizer.vocab_size
@@ -185,44 +184,44 @@ def announce(run: Run) -> None:
              *_lines(config, vocab_size, gpu, why, result), *_length(config, result, data)]
     for subject, text in lines:
         log(labelled(subject, text, sys.stderr))
-    room = round(gpu.gib * GIB)
-    if result.memory > room:
+    capacity = round(gpu.gib * GIB)
+    if result.memory > capacity:
         remedy = next((text for _, text in _fitting(config, vocab_size, result.devices, gpu)), None)
         fail_together(UserError(
-            f"training needs {readable(result.memory)} of memory on each GPU and the {gpu.name} has {readable(room)}: "
+            f"training needs {readable(result.memory)} of memory on each GPU and the {gpu.name} has {readable(capacity)}: "
             + (f"it would be {remedy}" if remedy else "take a smaller model= or model.ctx_len")))
 
 
 def _with_devices(config: TrainConfig) -> TrainConfig:
-    """The configuration with the number of GPUs of each machine. Raises UserError where it is not known."""
+    """The configuration with the number of GPUs per machine. Raises UserError if it is unknown."""
     if config.trainer.devices:
         return config
     if not torch.cuda.is_available():
-        raise UserError("a plan for GPUs needs their number on each machine, such as trainer.devices=8")
+        raise UserError("a plan for GPUs requires their number per machine, such as trainer.devices=8")
     return with_options(config, devices=torch.cuda.device_count())
 
 
 def chosen_gpu(plan: str) -> tuple[Gpu, str]:
-    """The GPU that plan= names, or this machine's, or the one that was measured; and the reason in words."""
+    """The GPU that plan= names, or this machine's, or the measured one; and the reason."""
     if plan in GPUS:
         return GPUS[plan], f"plan={plan}"
     if torch.cuda.is_available():
-        here = torch.cuda.get_device_properties(0)
-        known = next((gpu for gpu in GPUS.values() if gpu.name.split()[-1] in here.name), GPUS[MEASURED_ON])
-        return replace(known, name=here.name, gib=here.total_memory / GIB), "as on this machine"
+        device = torch.cuda.get_device_properties(0)
+        model = next((gpu for gpu in GPUS.values() if gpu.name.split()[-1] in device.name), GPUS[MEASURED_ON])
+        return replace(model, name=device.name, gib=device.total_memory / GIB), "as on this machine"
     return GPUS[MEASURED_ON], f"assumed; plan={', '.join(GPUS)} for others"
 
 
 def with_whole_rows(config: TrainConfig) -> tuple[TrainConfig, str | None]:
-    """The configuration with a multiple of the devices as its rows, and a warning where it had another number."""
+    """The configuration with data.batch_size rounded up to a multiple of the devices, and a warning if that changed it."""
     n = config.trainer.devices * config.trainer.num_nodes
     rows = config.data.batch_size
     if rows % n == 0:
         return config, None
-    more = -(-rows // n) * n
-    return (replace(config, data=replace(config.data, batch_size=more)),
-            f"data.batch_size={rows} are the rows of all {n:,} processes together, and must be a multiple of {n:,}: this plan "
-            f"is for data.batch_size={more}")
+    rounded = -(-rows // n) * n
+    return (replace(config, data=replace(config.data, batch_size=rounded)),
+            f"data.batch_size must be a multiple of the {n:,} processes, which share its rows; got {rows}: this plan is for "
+            f"data.batch_size={rounded}")
 
 
 def _lines(config: TrainConfig, vocab_size: int, gpu: Gpu, why: str, result: Estimate) -> Iterator[tuple[str, str]]:
@@ -232,12 +231,12 @@ def _lines(config: TrainConfig, vocab_size: int, gpu: Gpu, why: str, result: Est
     machines = f": {trainer.devices} on each of {counted(trainer.num_nodes, 'machine')}" if trainer.num_nodes > 1 else ""
     yield "devices", f"{result.devices:,} x {gpu.name} ({why}){machines}, trainer={trainer.strategy}, {trainer.precision}"
     yield from _memory(config, vocab_size, gpu, result)
-    given = "trainer.link_gbps" if trainer.link_gbps else "assumed; trainer.link_gbps gives another"
+    source = "trainer.link_gbps" if trainer.link_gbps else "assumed; set trainer.link_gbps to change it"
     if result.devices > 1:
         yield "exchange", (f"{readable(round(result.exchanged))} sent by each device in a step: {result.exchange_s:.3g} s at "
-                           f"{result.link_gbps:g} Gbit/s ({given}), beside {result.compute_s:.3g} s of computation")
+                           f"{result.link_gbps:g} Gbit/s ({source}); {result.compute_s:.3g} s of computation")
     yield "speed", _speed(config, vocab_size, gpu, result)
-    size = bytes_of_a_checkpoint(config, vocab_size)
+    size = one_checkpoint_bytes(config, vocab_size)
     writers = trainer.num_nodes if trainer.strategy == "fsdp" else 1
     yield "checkpoint", (f"{readable(size)}, written in {in_words(size / writers / DISK)} at {readable(DISK)}/s "
                          f"{'by each machine' if writers > 1 else 'by one process'} (assumed); "
@@ -245,33 +244,32 @@ def _lines(config: TrainConfig, vocab_size: int, gpu: Gpu, why: str, result: Est
 
 
 def _memory(config: TrainConfig, vocab_size: int, gpu: Gpu, result: Estimate) -> Iterator[tuple[str, str]]:
-    room = round(gpu.gib * GIB)
-    need = estimate(config, vocab_size, result.devices, room)
-    yield "memory", f"about {readable(result.memory)} of the {readable(room)} of each device, by formula"
+    capacity = round(gpu.gib * GIB)
+    need = estimate(config, vocab_size, result.devices, capacity)
+    yield "memory", f"about {readable(result.memory)} of the {readable(capacity)} of each device, by formula"
     yield "", (f"weights {readable(need.weights)}, gradients {readable(need.gradients)}, optimiser {readable(need.optimiser)}, "
                f"activations {readable(need.activations)}, loss {readable(need.loss)}, CUDA {readable(CONTEXT)} (assumed)")
-    if result.memory > room:
+    if result.memory > capacity:
         yield from _fitting(config, vocab_size, result.devices, gpu)
 
 
 def _fitting(config: TrainConfig, vocab_size: int, n: int, gpu: Gpu) -> list[tuple[str, str]]:
-    room = round(gpu.gib * GIB)
-    return list(would_fit(remedies(config, vocab_size, n, "cuda", room), room - CONTEXT, CONTEXT))
+    capacity = round(gpu.gib * GIB)
+    return list(would_fit(remedies(config, vocab_size, n, "cuda", capacity), capacity - CONTEXT, CONTEXT))
 
 
 def _speed(config: TrainConfig, vocab_size: int, gpu: Gpu, result: Estimate) -> str:
     low, high = result.tokens_per_second
     row, measured_on = result.measured, GPUS[MEASURED_ON]
     span = f"{low:,.0f}" if round(low) == round(high) else f"{low:,.0f} to {high:,.0f}"
-    used = high / result.devices * 6 * _products(config.model, vocab_size) / gpu.teraflops / 1e12
+    used = high / result.devices * 6 * _product_parameters(config.model, vocab_size) / gpu.teraflops / 1e12
     scaled = ""
     if config.trainer.activation_checkpointing:
-        scaled += ", a third longer with recomputed activations"
+        scaled += ", a third longer with activation checkpointing"
     if gpu.teraflops != measured_on.teraflops:
-        scaled += (f", times {gpu.teraflops:g} / {measured_on.teraflops:g}, the rates of products that the maker states "
-                   "(assumed)")
-    return (f"{span} tokens/s{', the exchange after or beside the computation' if result.devices > 1 else ''}; at most "
-            f"{100 * used:.2g} % of the products that the {gpu.name} could do; from a measured step on one H200, "
+        scaled += f", times {gpu.teraflops:g} / {measured_on.teraflops:g}, the vendor's peak rates (assumed)"
+    return (f"{span} tokens/s{', without or with overlapping exchange' if result.devices > 1 else ''}; at most "
+            f"{100 * used:.2g} % of the peak of the {gpu.name}; from a measured step on one H200, "
             f"{row.generation} {row.n_layer} x {row.n_embd}, {row.precision}, {row.B} x {row.T}: "
             f"{row.tokens_per_second:,.0f} tokens/s{scaled}")
 

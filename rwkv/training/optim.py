@@ -5,16 +5,16 @@ Muon and NorMuon are one optimiser: orthogonalised updates for matrices, AdamW f
     momentum <- mu momentum + (1 - mu) grad;  G = (1 - mu) grad + mu momentum;  W <- W - lr sqrt(max(1, rows / columns)) U V^T
 
 with G = U S V^T. U V^T comes from a few Newton-Schulz iterations, X <- a X + (b A + c A^2) X with A = X X^T, which bring most
-singular values near 1. bfloat16 has digits enough for them. A CPU without instructions for products of bfloat16 computes them
-in float32, which takes it a thirtieth of the time. Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in
+singular values near 1. bfloat16 is precise enough for them. A CPU without bfloat16 instructions computes them in float32, 30
+times as fast there. Source: Keller Jordan et al., "Muon: An optimizer for hidden layers in
 neural networks" (kellerjordan.github.io/posts/muon, 2024). The coefficients of each iteration are optimal for the singular
-values after the iteration before: Amsel et al., "The Polar Express" (arXiv 2505.16932), algorithm 1. They need a largest
-singular value of at most 1, and close to 1. The root of the norm of A bounds it about twice as closely as the norm of X, and
-the first iteration computes A anyway. torch.optim.Muon has five iterations with equal coefficients, scales by the norm of X,
-and takes one matrix after the other; here each product is of all matrices of one shape together.
+values after the iteration before: Amsel et al., "The Polar Express" (arXiv 2505.16932), algorithm 1. They require
+a largest singular value of at most 1, and close to 1. The root of the norm of A bounds it about twice as tightly as the norm of
+X, and the first iteration computes A anyway. torch.optim.Muon has five iterations with equal coefficients, scales by the norm
+of X, and loops over matrices; here products are batched over all matrices of one shape.
 
 NorMuon then divides each row by the root of a running mean of its squares, so that all neurons move by similar amounts, and
-keeps the norm of the whole step. Source: Li et al., "NorMuon" (arXiv 2510.05491).
+preserves the norm of the whole step. Source: Li et al., "NorMuon" (arXiv 2510.05491).
 """
 
 import math
@@ -33,16 +33,16 @@ from rwkv.errors import UserError
 from rwkv.model.base import MATRICES, Model
 from rwkv.training.adamw8bit import AdamW8bit
 
-# Coefficients a, b, c of each iteration: singular values above 1/100 of the bound come within 0.28 of 1, and smaller ones
-# grow 77 times.
+# Coefficients a, b, c of each iteration: singular values above 1/100 of the bound end within 0.28 of 1; smaller ones grow 77
+# times.
 POLAR_EXPRESS = ((8.0132, -22.9258, 16.5994), (3.607, -2.6486, 0.5119), (2.6802, -1.998, 0.4572))
-MARGIN = 1.02                            # factor on the bound, against bfloat16's rounding: just above 1 polynomials are steep
-SMALLEST_NORM = 1e-14                    # a lower bound of the norm of A, against division by 0
-SMALLEST_SQUARE = 1e-16                  # the same for the mean squares of rows
+MARGIN = 1.02                            # factor on the bound, for bfloat16's rounding: the polynomials are steep above 1
+SMALLEST_NORM = 1e-14                    # lower bound on the norm of A, against division by 0
+SMALLEST_SQUARE = 1e-16                  # the same for mean squares of rows
 
 
 def parameter_groups(model: Model, optim: OptimConfig) -> list[dict[str, Any]]:
-    """The optimiser's groups, each of one learning rate and one weight decay. Vectors and low-rank matrices do not decay.
+    """The optimiser's groups, each with one learning rate and weight decay. Vectors and low-rank matrices do not decay.
 
     muon and normuon update the blocks' matrices except the gates, which learn as well with AdamW at a lower cost.
     """
@@ -85,10 +85,10 @@ def lr_factor(optim: OptimConfig, max_steps: int) -> Callable[[int], float]:
 
 
 def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
-    """From now on each backward pass updates a parameter as soon as its gradient is complete, and then frees the gradient.
+    """Makes each backward pass update a parameter as soon as its gradient is complete, and then free the gradient.
 
-    The optimiser's own step finds no gradients and changes nothing. Its options, its state and so its checkpoints stay those
-    of an optimiser that steps after the backward pass. Its update of a parameter must not depend on other gradients.
+    The optimiser's own step then has no gradients and changes nothing. Its options, state and checkpoints are the same as
+    without this. Its update of a parameter must not depend on other gradients.
     """
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
@@ -96,7 +96,7 @@ def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _update_alone(optimizer: torch.optim.Optimizer, number: int, parameter: Tensor) -> None:
-    """Updates a parameter of the group with this number. load_state_dict replaces the groups, so they are looked up here."""
+    """Updates a parameter of the group with this number. Looks the groups up, since load_state_dict replaces them."""
     groups = optimizer.param_groups
     optimizer.param_groups = [groups[number] | {"params": [parameter]}]
     try:
@@ -107,7 +107,7 @@ def _update_alone(optimizer: torch.optim.Optimizer, number: int, parameter: Tens
 
 
 class Muon(torch.optim.Optimizer):
-    """groups: as for torch's optimisers; those with "orthogonal": True hold matrices, and AdamW updates the other groups.
+    """groups: as for torch's optimisers; those with "orthogonal": True have matrices, and AdamW updates the others.
 
     row_beta: decay of the running mean of a row's squares; 0 for Muon, above 0 for NorMuon. orthogonalize: a function of
     matrices (N,O,I).
@@ -119,8 +119,8 @@ class Muon(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "weight_decay": 0.0, "orthogonal": False, "momentum": momentum})
         self.row_beta = row_beta
         self.orthogonalize = orthogonalize or orthogonal
-        self._adamw = torch.optim.AdamW(self._others(), lr=lr, betas=betas, eps=eps, fused=fused)
-        self._share()
+        self._adamw = torch.optim.AdamW(self._adamw_groups(), lr=lr, betas=betas, eps=eps, fused=fused)
+        self._share_state()
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
@@ -132,40 +132,40 @@ class Muon(torch.optim.Optimizer):
         return loss
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises UserError if the state has groups of other sizes: it belongs to another recipe or version."""
-        saved = [len(group["params"]) for group in state_dict["param_groups"]]
-        own = [len(group["params"]) for group in self.param_groups]
-        if saved != own:
-            raise UserError(f"the checkpoint's optimiser has groups of {saved} parameters, and this run's has {own}: it is of "
-                            "another recipe or version of this program; begin a new run with its weights, init_from=")
+        """Raises UserError if the state has groups of other sizes, as from another recipe or version."""
+        saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
+        sizes = [len(group["params"]) for group in self.param_groups]
+        if saved_sizes != sizes:
+            raise UserError(f"the checkpoint's optimiser has groups of {saved_sizes} parameters, and this run's {sizes}: it "
+                            "is from another recipe or version; start a new run with its weights, init_from=")
         super().load_state_dict(state_dict)
-        self._share()
+        self._share_state()
 
-    def _share(self) -> None:
-        """The inner AdamW shares this optimiser's param_groups and state: schedules and checkpoints see one optimiser."""
-        self._adamw.param_groups = self._others()
+    def _share_state(self) -> None:
+        """Gives the inner AdamW this optimiser's param_groups and state, so schedules and checkpoints see one optimiser."""
+        self._adamw.param_groups = self._adamw_groups()
         self._adamw.state = self.state
-        self._stacks: dict[tuple[str, torch.Size], tuple[Tensor, tuple[Tensor, ...]]] = {}       # stacked state, and its views
+        self._stacks: dict[tuple[str, torch.Size], tuple[Tensor, tuple[Tensor, ...]]] = {}       # stacked state and its views
 
-    def _others(self) -> list[dict[str, Any]]:
+    def _adamw_groups(self) -> list[dict[str, Any]]:
         return [group for group in self.param_groups if not group["orthogonal"]]
 
     def _step_matrices(self, matrices: list[Tensor], group: dict[str, Any]) -> None:
-        """Updates matrices that all have the shape (O,I) and a gradient."""
+        """Updates matrices of the same shape (O,I) with gradients."""
         mu = group["momentum"]
         gradients = torch.stack([matrix.grad for matrix in matrices if matrix.grad is not None])
         momenta = self._stacked_state(matrices, "momentum", torch.zeros_like)
         momenta.lerp_(gradients, 1 - mu)
-        steps = _of_whole_matrices(self.orthogonalize, gradients.lerp_(momenta, mu))
+        steps = _apply_to_whole(self.orthogonalize, gradients.lerp_(momenta, mu))
         means = None
         if self.row_beta:
             means = self._stacked_state(matrices, "rows", lambda matrix: matrix.new_zeros(len(matrix), 1))
         _update(matrices, steps, means, self.row_beta, group["lr"], group["weight_decay"])
 
     def _stacked_state(self, matrices: list[Tensor], name: str, initial: Callable[[Tensor], Tensor]) -> Tensor:
-        """The state `name` of all matrices in one tensor; each matrix's own state is a view of it.
+        """The state `name` of all matrices in one tensor, of which each matrix's state is a view.
 
-        The stack is made anew if other matrices have a gradient, or if load_state_dict has replaced the state.
+        The stack is rebuilt if other matrices have gradients, or if load_state_dict has replaced the state.
         """
         key = name, matrices[0].shape
         states = [self.state[matrix].get(name) for matrix in matrices]
@@ -181,7 +181,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def _update(matrices: list[Tensor], steps: Tensor, means: Tensor | None, beta: float, lr: float, decay: float) -> None:
-    """Moves N matrices (O,I) by steps (N,O,I). If there are means (N,O,1), the rows of steps are scaled as in NorMuon."""
+    """Updates N matrices (O,I) by steps (N,O,I); with means (N,O,1), the rows of steps are scaled as in NorMuon."""
     factors = matrices[0].new_ones(len(matrices), 1, 1) if means is None else _normuon_scale(steps, means, beta)
     rows, columns = matrices[0].shape
     factors *= -lr * math.sqrt(max(1, rows / columns))
@@ -191,16 +191,16 @@ def _update(matrices: list[Tensor], steps: Tensor, means: Tensor | None, beta: f
         matrix.addcmul_(step, factor)
 
 
-def _of_whole_matrices(function: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
-    """function(matrices). With trainer=fsdp each process holds some rows of all matrices (N,O,I); for the function, each gets
-    N / processes whole matrices, and afterwards its rows of the result.
+def _apply_to_whole(function: Callable[[Tensor], Tensor], matrices: Tensor) -> Tensor:
+    """function(matrices). With trainer=fsdp each process holds some rows of all matrices (N,O,I); they are redistributed so
+    that each applies the function to N / processes whole matrices, and then gets its rows of the result.
     """
     if not isinstance(matrices, DTensor):
         return function(matrices)
     mesh, by_matrix = matrices.device_mesh, [Shard(0)]
     result = function(matrices.redistribute(placements=by_matrix).to_local())
-    spread = DTensor.from_local(result, mesh, by_matrix, run_check=False, shape=matrices.shape, stride=matrices.stride())
-    return spread.redistribute(placements=matrices.placements)
+    sharded = DTensor.from_local(result, mesh, by_matrix, run_check=False, shape=matrices.shape, stride=matrices.stride())
+    return sharded.redistribute(placements=matrices.placements)
 
 
 def orthogonal(matrices: Tensor) -> Tensor:
@@ -225,7 +225,7 @@ def _scaled(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _gram(x: Tensor) -> Tensor:
-    """A of each of x (N,O,I): x x^T or x^T x, the smaller one."""
+    """The Gram matrices A of x (N,O,I): x x^T or x^T x, the smaller."""
     return x @ x.mT if _wide(x) else x.mT @ x
 
 
@@ -240,12 +240,12 @@ def _normuon_scale(steps: Tensor, means: Tensor, beta: float) -> Tensor:
     squares = torch.linalg.vector_norm(steps, dim=2, keepdim=True, dtype=means.dtype).square_() / steps.shape[2]
     means.lerp_(squares, 1 - beta)
     factors = (means + SMALLEST_SQUARE).rsqrt_()
-    kept = squares.sum(1, keepdim=True) / (squares * factors.square()).sum(1, keepdim=True).clamp(min=SMALLEST_SQUARE)
-    return factors.mul_(kept.sqrt())     # not in place: of matrices in shards, kept is a sum that is still to be added up
+    ratio = squares.sum(1, keepdim=True) / (squares * factors.square()).sum(1, keepdim=True).clamp(min=SMALLEST_SQUARE)
+    return factors.mul_(ratio.sqrt())    # not in place: with sharded matrices, ratio is a partial sum
 
 
 def _by_shape(matrices: list[Tensor]) -> Iterator[list[Tensor]]:
-    """The matrices with a gradient, in lists of equal shape."""
+    """The matrices with gradients, grouped by shape."""
     shapes: dict[torch.Size, list[Tensor]] = {}
     for matrix in matrices:
         if matrix.grad is not None:

@@ -1,8 +1,8 @@
-"""The plan of a run, printed before it begins: what it does, and the memory, disk and time that it needs. plan=true ends there.
+"""The plan of a run, printed before it starts: its settings, and the memory, disk and time it needs. plan=true stops there.
 
-Sizes come from formulas (rwkv/training/memory.py) and are printed before the model is built, and before a run that does not fit
-is refused. The duration comes from two timed training steps of the model, which change nothing. If these would take longer than
-PATIENCE, and plan=timed does not ask for them, it is reckoned from the speed of a matrix product.
+Sizes come from formulas (rwkv/training/memory.py) and are printed before the model is built and before a run that does not fit
+is refused. The duration comes from two timed training steps, which change nothing. If these would take longer than PATIENCE, it
+is estimated from the speed of a matrix product, unless plan=timed.
 """
 
 import math
@@ -32,7 +32,7 @@ from rwkv.model import fused_form
 from rwkv.model.base import generation, n_parameters
 from rwkv.training import graphs
 from rwkv.training.device import dtype_for, why_precision
-from rwkv.training.length import MANY, steps_per_epoch
+from rwkv.training.length import MAX_EPOCHS, steps_per_epoch
 from rwkv.training.memory import (
     checkpoint_bytes,
     estimate,
@@ -45,60 +45,59 @@ from rwkv.training.memory import (
 )
 from rwkv.training.remedies import Remedy, remedies
 from rwkv.training.run import rates
-from rwkv.training.run.directory import Run, folder_apart
+from rwkv.training.run.directory import Run, backup_folder
 from rwkv.training.task import LanguageModel
 from rwkv.training.tuning import guard
 from rwkv.training.tuning.same_data import warn_of_split
 
-TIMED_STEPS = 2                          # after one that warms up
-LONG_STEP = 5                            # seconds; a longer first pass gets a line, so that nobody waits without a sign of life
-EXCESS = 0.1                             # warn if validation has more of the text than data.val_fraction plus this
-MUCH = 1 / 3                             # the time of validation is printed if it is more than this fraction of all time
-PATIENCE = 20                            # seconds that the timed steps may take
-OVERHEAD = 2                             # the time of a step, over that of its matrix products alone
+TIMED_STEPS = 2                          # after one warm-up step
+LONG_STEP = 5                            # seconds; a longer first pass prints a line, as a sign of life
+EXCESS = 0.1                             # warn if the validation fraction exceeds data.val_fraction by this
+LONG_VALIDATION = 1 / 3                  # validation above this fraction of the time is printed
+PATIENCE = 20                            # seconds allowed for timed steps
+OVERHEAD = 2                             # time of a step over that of its matrix products
 FORWARD = 1 / 3                          # forward pass as a fraction of a training step
-UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # a duration is given in the first unit of which it has two
+UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # durations use the first unit of which they have two
 
 
-def announce_needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data: Corpus, measured: bool) -> None:
-    """Prints on standard error what the run does, and the memory and disk that it needs, before its model is built.
+def announce_needs(run: Run, kernel: str, kernel_error: str | None, device: torch.device, data: Corpus, timed: bool) -> None:
+    """Prints the run's settings, and the memory and disk it needs, on standard error, before the model is built.
 
-    kernel: its name, with the reason if auto has chosen it. wrong: what kernel_check.check says of it. measured: is_timed's
-    result.
+    kernel: its name, with the reason if auto chose it. kernel_error: the message of kernel_check.check. timed: is_timed(...).
     """
     if rank() > 0:
         return
     if run.config.resume is not None and run.resume_from is None:
         log(_why_from_the_start(run))
-    _show(_needs(run, kernel, wrong, device, data))
-    if measured or not run.config.only_plans:
-        _show([("building", f"the model{', and timing its first steps' if measured else ''}")])
+    _show(_needs(run, kernel, kernel_error, device, data))
+    if timed or not run.config.only_plans:
+        _show([("building", f"the model{', and timing its first steps' if timed else ''}")])
 
 
 def announce_training(run: Run, device: torch.device, data: Corpus, task: LanguageModel | None = None) -> None:
-    """Prints how long the run will take. task: of which steps are timed; with None the duration is reckoned."""
+    """Prints how long the run will take. task: its steps are timed; None estimates the duration."""
     if rank() == 0:
         _show(_training(run, device, task, data))
 
 
 def is_timed(config: TrainConfig, vocab_size: int, device: torch.device) -> bool:
-    """Whether training steps are timed: if plan=timed asks for it, or if they take few seconds. All processes agree."""
-    if config.trainer.strategy == "fsdp":                # one process may have no room for a whole model
+    """Whether training steps are timed: with plan=timed, or if they take few seconds. The same in all processes."""
+    if config.trainer.strategy == "fsdp":                # a whole model may not fit into one process
         return False
     if config.plan == "timed":
         return True
     if config.only_plans and config.trainer.compile:     # its first step compiles for minutes
         return False
-    timed = distributed.broadcast_from_rank0(lambda: (1 + TIMED_STEPS) * _reckoned_seconds(config, vocab_size, device))
-    return timed / config.trainer.accumulate / max(1, config.trainer.tbptt) <= PATIENCE
+    seconds = distributed.broadcast_from_rank0(lambda: (1 + TIMED_STEPS) * _estimated_seconds(config, vocab_size, device))
+    return seconds / config.trainer.accumulate / max(1, config.trainer.tbptt) <= PATIENCE
 
 
 def _why_from_the_start(run: Run) -> str:
     if not run.exists:
         return "resume=auto: no run to continue, starting a new one"
-    apart = folder_apart(run)
-    return (f"WARNING    the run in {run.out_dir} ended before it saved a checkpoint: it begins again at step 0"
-            + (f", and what it had written goes to {apart}" if apart else ""))
+    backup = backup_folder(run)
+    return (f"WARNING    the run in {run.out_dir} ended before its first checkpoint: it restarts at step 0"
+            + (f"; its earlier output moves to {backup}" if backup else ""))
 
 
 def _show(lines: Iterable[tuple[str, str]]) -> None:
@@ -106,23 +105,33 @@ def _show(lines: Iterable[tuple[str, str]]) -> None:
         log(labelled(subject, text, sys.stderr))
 
 
-def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data: Corpus) -> Iterator[tuple[str, str]]:
+def _needs(run: Run, kernel: str, kernel_error: str | None, device: torch.device, data: Corpus) -> Iterator[tuple[str, str]]:
     config = run.config
     V = run.init_checkpoint.vocab_size if run.init_checkpoint else data.tokenizer.vocab_size
-    programs = resident_memory() if device.type == "cpu" else 0       # measured before pages of the data are read below
+    programs = resident_memory() if device.type == "cpu" else 0       # before pages of the data are read below
+    yield from _data(run, data)
+    yield from _model(run, V)
+    yield from _computation(config, kernel, kernel_error, device, bool(data.conversations))
+    yield from _memory(config, V, device, programs)
+    checkpoints = counted(n_checkpoints(config.trainer.keep_last), "checkpoint")
+    yield "disk", f"{readable(checkpoint_bytes(config, V))} for {checkpoints}; {readable(free_disk(run.out_dir))} is free"
+
+
+def _data(run: Run, data: Corpus) -> Iterator[tuple[str, str]]:
+    config = run.config
     yield "data", data.describe()
     lost = data.describe_lost()
     if lost:
         yield "WARNING", lost
     yield from _sources(config, data)
     yield from _documents(config, data)
-    if run.resume_from is None and (seen := warn_of_split(config.data, data.sha256, run.init_checkpoint)):
-        yield "WARNING", seen
+    if run.resume_from is None and (overlap := warn_of_split(config.data, data.sha256, run.init_checkpoint)):
+        yield "WARNING", overlap
     if data.val_share > config.data.val_fraction + EXCESS:
-        whole = "whole documents, with all their copies," if data.copies else "whole documents"
-        yield "WARNING", (f"validation has {100 * data.val_share:.3g} % of the text, and data.val_fraction asks for "
-                          f"{100 * config.data.val_fraction:g} %: {whole} are chosen, whatever their length; split "
-                          "the longest ones, or change their order or names")
+        unit = "whole documents, with all their copies" if data.copies else "whole documents"
+        yield "WARNING", (f"validation has {100 * data.val_share:.3g} % of the text instead of data.val_fraction, "
+                          f"{100 * config.data.val_fraction:g} %: the split is by {unit}; split the longest ones, or "
+                          "change their order or names")
     if end := data.tokenizer.end_line():
         yield "texts", f"end with {end}"
     if config.trainer.tbptt:
@@ -132,12 +141,17 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
         yield "rows", rows_of(data.conversations[0], config.model.ctx_len).describe()
     if data.conversations:
         yield "chat", f"template {_template(run)}"
+
+
+def _model(run: Run, V: int) -> Iterator[tuple[str, str]]:
+    """The model, where its weights come from, and how they are trained."""
+    config = run.config
     yield "model", (f"{generation(config.model).NAME}, {counted(config.model.n_layer, 'layer')}, {config.model.n_embd} wide, "
                     f"{n_parameters(config.model, V):,} parameters, vocabulary {V}")
     if run.init_checkpoint is not None and run.resume_from is None:
-        yield "weights", f"from {run.init_checkpoint.path}, which gives the sizes and the tokenizer; the optimiser is new"
+        yield "weights", f"from {run.init_checkpoint.path}, which gives sizes and tokenizer; the optimiser is new"
         if run.init_checkpoint.time_states:
-            yield "state", run.init_checkpoint.begins or f"begins as the tuned state of {run.init_checkpoint.path}"
+            yield "state", run.init_checkpoint.begins or f"tuned state of {run.init_checkpoint.path}"
     if config.tune.method != "full":
         yield from _tuning(run, n_trained(config, V))
     if config.tune.prefers:
@@ -148,66 +162,67 @@ def _needs(run: Run, kernel: str, wrong: str | None, device: torch.device, data:
         yield "guard", guard.describe(config)
     for line in run.saved_memory:
         yield "memory", line
-    yield "blocks", _blocks(config.trainer.compile, config.tune.method, bool(data.conversations), device.type)
-    if graphed := graphs.describe(config, device, kernel.partition(" ")[0]):
-        yield "graphs", graphed
+
+
+def _computation(config: TrainConfig, kernel: str, kernel_error: str | None, device: torch.device,
+                 conversations: bool) -> Iterator[tuple[str, str]]:
+    yield "blocks", _blocks(config.trainer.compile, config.tune.method, conversations, device.type)
+    if graphs_line := graphs.describe(config, device, kernel.partition(" ")[0]):
+        yield "graphs", graphs_line
     yield "kernel", (f"{kernel} on {device.type}, precision {config.trainer.precision}, processes {world_size()}, "
                      f"{', '.join([f'threads per process {torch.get_num_threads()}', *threads.settings()])}")
-    if wrong:
-        yield "WARNING", wrong
-    if device.type == "cpu" and world_size() == 1 and (crowded := _crowded()):
-        yield "hint", crowded
+    if kernel_error:
+        yield "WARNING", kernel_error
+    if device.type == "cpu" and world_size() == 1 and (hint := _thread_hint()):
+        yield "hint", hint
     if slow := why_slow(dtype_for(config.trainer.precision), device):
         yield "WARNING", f"trainer.precision={config.trainer.precision}: {slow}; leave it out, or take auto"
     if why := why_precision(str(config.trainer.precision), device):
         yield "precision", f"{config.trainer.precision}: {why}"
     if config.optim.name in ORTHOGONAL:
-        computed = matrix_dtype(device)
-        why = "" if computed == torch.bfloat16 else ": this CPU has no instructions for products of bfloat16"
-        yield "optimiser", f"{config.optim.name}, with directions computed in {str(computed).removeprefix('torch.')}{why}"
-    yield from _memory(config, V, device, programs)
-    kept = counted(n_checkpoints(config.trainer.keep_last), "checkpoint")
-    yield "disk", f"{readable(checkpoint_bytes(config, V))} for {kept}; {readable(free_disk(run.out_dir))} is free"
+        dtype = matrix_dtype(device)
+        why = "" if dtype == torch.bfloat16 else ": this CPU has no bfloat16 instructions"
+        yield "optimiser", f"{config.optim.name}, orthogonalised in {str(dtype).removeprefix('torch.')}{why}"
 
 
 def _sources(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
-    """A line on each source of data=mix, with its epochs in the whole run, and a warning for one that is read too often."""
-    read = config.trainer.max_steps * config.tokens_per_step
+    """A line on each source of data=mix, with its epochs in the whole run, and a warning for too many epochs."""
+    total = config.trainer.max_steps * config.tokens_per_step
     for part in data.parts:
         stream = part.corpus.stream
         tokens = part.corpus.sizes.train_tokens if stream is None else stream.tokens
-        epochs = read * part.share / tokens if tokens else 0
+        epochs = total * part.share / tokens if tokens else 0
         documents = counted(len(part.corpus.train.starts) + len(part.corpus.val.starts), "document")
-        of_split = f"{documents}, {tokens:,} training and " if stream is None else ""
+        split = f"{documents}, {tokens:,} training and " if stream is None else ""
         passes = f", {'' if stream is None else 'about '}{counted(float(f'{epochs:.3g}'), 'epoch')}" if tokens else ""
-        yield "source", (f"{part.name}: {part.corpus.source}; {of_split}{part.corpus.sizes.val_tokens:,} validation tokens; "
-                         f"{100 * part.share:.3g} % of what is read{passes}")
-        if epochs > MANY:
-            yield "WARNING", (f"{part.name} is read {epochs:,.1f} times, and beyond {MANY} times little is learnt: give it a "
-                              "smaller weight, or more text")
+        yield "source", (f"{part.name}: {part.corpus.source}; {split}{part.corpus.sizes.val_tokens:,} validation tokens; "
+                         f"{100 * part.share:.3g} % of the training tokens{passes}")
+        if epochs > MAX_EPOCHS:
+            yield "WARNING", (f"{part.name} is used for {epochs:,.1f} epochs, and beyond {MAX_EPOCHS} little is learnt: give "
+                              "it a smaller weight or more text")
 
 
 def _documents(config: TrainConfig, data: Corpus) -> Iterator[tuple[str, str]]:
-    """Lines on what the documents show of a wrong split: copies, and marks between documents."""
+    """Lines on signs of a bad split: copies, and separators inside documents."""
     if data.copies:
         kind = "document"
         if data.conversations:
             kind = "pair" if data.conversations[0].paired else "conversation"
         number = (len(data.train.starts) + len(data.val.starts)) // (2 if kind == "pair" else 1)
         if data.copies == number - 1:
-            yield "WARNING", f"all {kind}s have the same text, so that val/loss measures what is learnt by heart"
+            yield "WARNING", f"all {kind}s have the same text, so val/loss measures memorisation"
         else:
             yield "copies", f"{counted(data.copies, kind)} repeat others; all copies of a {kind} are in the same split"
     if data.repeated > EXCESS:
         yield "WARNING", (f"{100 * data.repeated:.0f} % of the validation text, line by line, is in the training text too, so "
-                          "that val/loss measures what is learnt by heart: remove the copies"
-                          + ("" if config.data.separator else ", or give the text between documents, data.separator="))
+                          "val/loss measures memorisation: remove the copies"
+                          + ("" if config.data.separator else ", or set data.separator= to the text between documents"))
     if data.marks:
         yield "WARNING", separators.describe(data.marks, config.data.name in ("text", "jsonl", "hf"))
 
 
-def _crowded() -> str | None:
-    """A sentence where the run and other programs have more threads than there are cores."""
+def _thread_hint() -> str | None:
+    """A hint if the run and other programs have more threads than cores."""
     others = threads.competing()
     cores = os.cpu_count() or 1
     free = max(1, cores - others)
@@ -217,54 +232,54 @@ def _crowded() -> str | None:
 
 
 def _template(run: Run) -> str:
-    """The chat template of the conversations, and the reason for it."""
-    given = run.config.data.template
+    """The chat template and where it comes from."""
+    option = run.config.data.template
     choice = Choice("world", "the default of a new model")
     if run.init_checkpoint is not None:
         choice = choose_template(None, str(run.config.init_from), run.init_checkpoint.run)
-    return f"{choice.template} ({choice.why})" if given in (None, choice.template) else str(given)
+    return f"{choice.template} ({choice.why})" if option in (None, choice.template) else str(option)
 
 
 def _tuning(run: Run, trained: int) -> Iterator[tuple[str, str]]:
-    """What is trained, and how far the weights that losses are measured with differ from those that the programs read."""
+    """What is trained, and how the weights behind the losses differ from those that programs load."""
     tune, base = run.config.tune, run.init_checkpoint
-    line = f"{tune.method}: {trained:,} trained values beside frozen weights in {tune.base}"
+    line = f"{tune.method}: {trained:,} trained values with frozen weights in {tune.base}"
     if base is None or tune.base == "float32" or is_exact(base, tune.base):
         yield "tuning", line
         return
-    yield "tuning", (f"{line}; the losses are those of the rounded weights, and the programs read them as they are in "
+    yield "tuning", (f"{line}; losses are measured with the rounded weights, and programs load the originals from "
                      f"{run.config.init_from}")
     if (left := surviving(base, tune.base)) < 1:
         yield "WARNING", (f"tune.base={tune.base} rounds the adapters of {run.config.init_from} too: {left:.0%} of what they "
-                          "have learnt is left while this run trains; tune.base=float32 keeps all of it")
+                          "have learnt is left; tune.base=float32 keeps all of it")
 
 
 def _objective(tune: TuneConfig) -> str:
     smoothed = f", tune.label_smoothing={tune.label_smoothing:g}" if tune.objective == "dpo" else ""
     reference = ("computed once before the first step" if tune.method == "full" else
-                 f"from a pass of its own in each step, without what tune={tune.method} trains")
-    return (f"{tune.objective}, tune.beta={tune.beta:g}{smoothed}, tune.sft_weight={tune.sft_weight:g}; the log-probabilities "
-            f"of the model of init_from= are {reference}")
+                 f"from an extra forward pass in each step, without what tune={tune.method} trains")
+    return (f"{tune.objective}, tune.beta={tune.beta:g}{smoothed}, tune.sft_weight={tune.sft_weight:g}; reference "
+            f"log-probabilities {reference}")
 
 
 def _blocks(compiled: bool, method: str, conversations: bool, device: str) -> str:
-    """How blocks are computed in training; fused.can_fuse and fused_form choose it. method: tune.method."""
+    """The form of blocks in training, which fused.can_fuse and fused_form choose. method: tune.method."""
     if compiled:
         return "plain formulas: trainer.compile=true fuses them"
     why = ""
     if method != "full":
         why = f"tune={method} freezes the weights"
     elif conversations:
-        why = "the sequences of a row of conversations are read one by one"
+        why = "conversations are packed into rows"
     recomputed = f"; recomputes activations, because {why}" if why else ""
-    return f"fused {fused_form.describe(device)}, with gradients of their own{recomputed}"
+    return f"fused {fused_form.describe(device)}, with a custom backward pass{recomputed}"
 
 
 def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs: int) -> Iterator[tuple[str, str]]:
-    """The memory of one process. programs: the bytes that its program and libraries use already; 0 on a GPU."""
+    """The memory of one process. programs: bytes in use by its program and libraries; 0 on a GPU."""
     need = estimate(config, vocab_size, world_size())
     checkpointing = config.trainer.activation_checkpointing
-    other = estimate(with_options(config, activation_checkpointing=not checkpointing), vocab_size, world_size())
+    alternative = estimate(with_options(config, activation_checkpointing=not checkpointing), vocab_size, world_size())
     already = f", {readable(programs)} of it already in use" if programs else ""
     yield "memory", (f"about {readable(programs + need.total)} for each process{already}; {readable(free_memory(device))} "
                      "is free")
@@ -272,19 +287,19 @@ def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs
                + f"weights {readable(need.weights)}, gradients {readable(need.gradients)}, "
                + f"optimiser {readable(need.optimiser)}, loss {readable(need.loss)}"
                + (f", data workers {readable(need.workers)}" if need.workers else ""))
-    yield "", (f"activations {readable(need.activations)}; {readable(other.activations)} with "
+    yield "", (f"activations {readable(need.activations)}; {readable(alternative.activations)} with "
                f"trainer.activation_checkpointing={str(not checkpointing).lower()}")
     free = free_memory(device)
     if free is not None and need.total > free:
         yield from would_fit(remedies(config, vocab_size, world_size(), device.type), free, programs)
 
 
-def would_fit(found: Iterable[Remedy], free: int, programs: int) -> Iterator[tuple[str, str]]:
-    """A line for each remedy that fits into `free` bytes, with its memory, programs included. Of those that differ in numbers
-    alone it is the first.
+def would_fit(candidates: Iterable[Remedy], free: int, programs: int) -> Iterator[tuple[str, str]]:
+    """A line for each remedy that fits into `free` bytes, with its memory, programs included. Of remedies that differ only in
+    numbers, the first.
     """
     subject, kinds = "would fit", set()
-    for options, need in found:
+    for options, need in candidates:
         kind = re.sub(r" data.batch_size=.*|\d+", "", options)
         if need <= free and kind not in kinds:
             yield subject, f"{readable(programs + need)} with {options}"
@@ -298,50 +313,50 @@ def _training(run: Run, device: torch.device, task: LanguageModel | None, data: 
     first_step = run.resume_step or 0
     steps = trainer.max_steps - first_step
     per_epoch = steps_per_epoch(config, data)
-    read = min(data.sizes.val_tokens, trainer.val_tokens or data.sizes.val_tokens)
+    val_tokens = min(data.sizes.val_tokens, trainer.val_tokens or data.sizes.val_tokens)
     validations = -(-steps // trainer.val_every) + (guard.is_compared(config) and not first_step)    # one before training
-    training, validation = equivalent_steps(config, steps, read * validations)
+    training, validation = equivalent_steps(config, steps, val_tokens * validations)
     if task is not None:
         duration = in_words((training + validation) * _seconds_per_step(task, config, device, data.conversations))
     elif trainer.strategy == "fsdp":
         duration = "duration unknown (not timed under fsdp)"
     else:
         V = run.init_checkpoint.vocab_size if run.init_checkpoint else data.tokenizer.vocab_size
-        reckoned = in_words((training + validation) * _reckoned_seconds(config, V, device)).removeprefix("about ")
-        duration = f"very roughly {reckoned} (from the speed of a matrix product; plan=timed measures steps)"
+        estimated = in_words((training + validation) * _estimated_seconds(config, V, device)).removeprefix("about ")
+        duration = f"very roughly {estimated} (from the speed of a matrix product; plan=timed measures steps)"
 
     passes = steps / per_epoch
     about = "about " if data.streams else ""
     part = counted(float(f"{passes:.1f}"), "epoch") if passes >= 1 else f"{about}{100 * passes:.2g} % of the training data"
     if per_epoch == math.inf:
-        part = "of a stream whose length is not known"
+        part = "of a stream of unknown length"
     yield "training", (f"{_length(trainer, steps)} of {counted(config.tokens_per_step, 'token')}: "
                        f"{counted(steps * config.tokens_per_step, 'token')}, {duration}"
                        + ("" if trainer.epochs else f"; {part}"))
-    yield from _wrong_length(config, trainer.max_steps / per_epoch, bool(data.conversations))
+    yield from _length_warnings(config, trainer.max_steps / per_epoch, bool(data.conversations))
     time_share = validation / max(training + validation, 1e-9)
     yield from _validation(trainer.val_tokens, data.sizes.val_tokens, validations, time_share)
     yield "run", f"{run.out_dir}" + (f", continued from {run.resume_from}" if run.resume_from else "")
 
 
 def _length(trainer: TrainerConfig, steps: int) -> str:
-    """The remaining steps, and the epochs from which they are computed."""
+    """The remaining steps, and the epochs that they come from."""
     if not trainer.epochs:
         return counted(steps, "step")
-    whole = f"{counted(trainer.epochs, 'epoch')}, {counted(trainer.max_steps, 'step')}"
-    return whole if steps == trainer.max_steps else f"{whole}, of which {steps:,} are left,"
+    total = f"{counted(trainer.epochs, 'epoch')}, {counted(trainer.max_steps, 'step')}"
+    return total if steps == trainer.max_steps else f"{total}, of which {steps:,} are left,"
 
 
-def _wrong_length(config: TrainConfig, epochs: float, conversations: bool) -> Iterator[tuple[str, str]]:
-    """Warnings if answers are read so often that they are learnt by heart, and if the learning rate still rises at the end."""
+def _length_warnings(config: TrainConfig, epochs: float, conversations: bool) -> Iterator[tuple[str, str]]:
+    """Warnings if answers are repeated until memorised, and if the run ends during warm-up."""
     steps = config.trainer.max_steps
-    rising = config.optim.warmup_steps
-    if conversations and epochs > MANY and not config.trainer.overfit_batches:
-        yield "WARNING", (f"every conversation is read {epochs:,.1f} times, and beyond {MANY} times a model learns answers by "
-                          "heart: take trainer.epochs=2, or more conversations")
-    if config.init_from is not None and steps <= rising:
-        yield "WARNING", (f"little is learnt: the learning rate rises over optim.warmup_steps={rising} steps, and the run has "
-                          f"{steps:,}; take more data, a smaller data.batch_size, or a lower optim.warmup_steps")
+    warmup = config.optim.warmup_steps
+    if conversations and epochs > MAX_EPOCHS and not config.trainer.overfit_batches:
+        yield "WARNING", (f"training runs for {epochs:,.1f} epochs, and beyond {MAX_EPOCHS} a model memorises answers: use "
+                          "trainer.epochs=2 or more conversations")
+    if config.init_from is not None and steps <= warmup:
+        yield "WARNING", (f"little is learnt: the run's {steps:,} steps are all within optim.warmup_steps={warmup}; use more "
+                          "data, a smaller data.batch_size or a lower optim.warmup_steps")
 
 
 def in_words(seconds: float) -> str:
@@ -353,35 +368,35 @@ def in_words(seconds: float) -> str:
 
 
 def equivalent_steps(config: TrainConfig, steps: int, validated_tokens: int) -> tuple[float, float]:
-    """The times of training and of all validations, in training steps of one pass."""
-    recomputed = 1 - 1 / max(1, config.trainer.tbptt)        # the fraction of segments whose forward pass runs twice
+    """The times of training and of all validations, in units of a plain training step."""
+    recomputed = 1 - 1 / max(1, config.trainer.tbptt)        # fraction of segments whose forward pass runs twice
     reference = config.tune.prefers and config.tune.method != "full"             # one more forward pass
     validation = FORWARD * (1 + reference) * validated_tokens / config.tokens_per_step
     return steps * (1 + FORWARD * recomputed + FORWARD * reference), validation
 
 
 def validated_part(val_tokens: int | None, whole: int) -> str | None:
-    """The part of the validation split's tokens that trainer.val_tokens chooses, in words; None for all of them."""
+    """The part of the validation split that trainer.val_tokens selects, in words; None for all of it."""
     if val_tokens is None or val_tokens >= whole:
         return None
     return f"the first {val_tokens:,} of {counted(whole, 'token')} (trainer.val_tokens)"
 
 
 def _validation(val_tokens: int | None, whole: int, times: int, time_share: float) -> Iterator[tuple[str, str]]:
-    """A line if validation reads a part, or takes more than MUCH of the time."""
+    """A line if validation uses a part, or takes more than LONG_VALIDATION of the time."""
     part = validated_part(val_tokens, whole)
-    if part is None and time_share <= MUCH:
+    if part is None and time_share <= LONG_VALIDATION:
         return
     line = f"{'once' if times == 1 else f'{times:,} times'} {part or 'all ' + counted(whole, 'token')}"
-    if time_share > MUCH:
+    if time_share > LONG_VALIDATION:
         line += f", {100 * time_share:.0f} % of the time; less with a lower trainer.val_tokens or a higher trainer.val_every"
     yield "validation", line
 
 
-def _reckoned_seconds(config: TrainConfig, vocab_size: int, device: torch.device) -> float:
-    """An optimiser step's time, to a factor of two or three, from the measured speed of one matrix product.
+def _estimated_seconds(config: TrainConfig, vocab_size: int, device: torch.device) -> float:
+    """An optimiser step's time, within a factor of two or three, from the measured speed of one matrix product.
 
-    A token takes 2 operations for each parameter forward and 4 backward. The embedding is no product.
+    A token takes 2 operations per parameter forward and 4 backward. The embedding is not a product.
     """
     products = n_parameters(config.model, vocab_size) - vocab_size * config.model.n_embd
     operations = 6.0 * products * config.tokens_per_step
@@ -400,9 +415,9 @@ def _reckoned_seconds(config: TrainConfig, vocab_size: int, device: torch.device
 
 def _seconds_per_step(task: LanguageModel, config: TrainConfig, device: torch.device,
                       conversations: tuple[Tokenised, Tokenised] | None) -> float:
-    """The measured time of an optimiser step's forward and backward passes. It compiles the kernels and changes nothing.
+    """The measured time of an optimiser step's forward and backward passes. Compiles the kernels and changes nothing.
 
-    For conversations it reads their first rows, in which only the answers are targets.
+    With conversations it uses their first rows, where only answers are targets.
     """
     rows = config.data.batch_size // world_size()
     x = torch.zeros(rows, config.model.ctx_len, dtype=torch.long, device=device)

@@ -1,7 +1,6 @@
-"""Options with which a run that does not fit into memory would fit.
+"""Options that would make a run fit into memory.
 
-They come in the order of what they cost: first those with the same steps, then other optimisers, fewer rows in a step, training
-of adapters alone, and last more devices.
+In order of cost: first those with identical steps, then other optimisers, fewer rows per step, LoRA, and last more devices.
 """
 
 from collections.abc import Iterator, Mapping
@@ -13,12 +12,12 @@ from rwkv.config import EIGHT_BITS, ORTHOGONAL, TrainConfig
 from rwkv.errors import UserError
 from rwkv.training.memory import estimate
 
-MOST_DEVICES = 1024                      # that are tried
+MAX_DEVICES = 1024                       # largest number tried
 RECOMPUTED = {"trainer.activation_checkpointing": True}
 IN_BACKWARD = {"trainer.optim_in_backward": True, "optim.grad_clip": 0.0}
 ROUNDED = {"optim.name": EIGHT_BITS}
-GROUPS = {"optim.name": "optim", "tune.method": "tune", "trainer.strategy": "trainer"}       # options that a group's file sets
-Options = Mapping[str, Any]              # values by dotted key
+GROUPS = {"optim.name": "optim", "tune.method": "tune", "trainer.strategy": "trainer"}       # options set by a group file
+Options = Mapping[str, Any]              # dotted key -> value
 
 
 class Remedy(NamedTuple):
@@ -30,18 +29,17 @@ class Remedy(NamedTuple):
 
 def remedies(config: TrainConfig, vocab_size: int, processes: int, device: str,
              gpu_memory: int | None = None) -> Iterator[Remedy]:
-    """The remedies that go with the other options, whether the run then fits or not.
+    """The remedies that are compatible with the other options, whether or not the run then fits.
 
-    processes: those that share data.batch_size. device: cpu or cuda; only more GPUs have more memory. gpu_memory: as for
-    memory.estimate.
+    processes: those that share data.batch_size. device: cpu or cuda; only GPUs add memory. gpu_memory: as for memory.estimate.
     """
-    divided = _divided(config, processes) if device == "cuda" else ()
-    for options in (*_same_steps(config, processes), *_other_steps(config, processes), *divided):
+    sharded = _sharded(config, processes) if device == "cuda" else ()
+    for options in (*_same_steps(config, processes), *_other_steps(config, processes), *sharded):
         new = {key: value for key, value in options.items() if attrgetter(key)(config) != value}
         try:
             changed = with_keys(config, new)
             changed.require_separate_updates()
-        except UserError:                # these options do not go together
+        except UserError:                # conflicting options
             continue
         if new:
             count = options.get("trainer.devices", processes)
@@ -49,7 +47,7 @@ def remedies(config: TrainConfig, vocab_size: int, processes: int, device: str,
 
 
 def with_keys(config: TrainConfig, options: Options) -> TrainConfig:
-    """The configuration with other values of these options. Raises UserError as the dataclasses do."""
+    """The configuration with these options replaced. Raises UserError for invalid values."""
     groups: dict[str, dict[str, Any]] = {}
     for key, value in options.items():
         group, _, name = key.partition(".")
@@ -58,13 +56,13 @@ def with_keys(config: TrainConfig, options: Options) -> TrainConfig:
 
 
 def as_typed(options: Options) -> str:
-    shown = {key: str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
+    texts = {key: str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else value
              for key, value in options.items()}
-    return " ".join(f"{GROUPS.get(key, key)}={value}" for key, value in shown.items())
+    return " ".join(f"{GROUPS.get(key, key)}={value}" for key, value in texts.items())
 
 
 def _same_steps(config: TrainConfig, processes: int) -> Iterator[Options]:
-    """The same steps, up to rounding."""
+    """Identical steps, up to rounding."""
     yield RECOMPUTED
     if config.trainer.precision == "32-true":
         yield RECOMPUTED | {"trainer.precision": "bf16-mixed"}
@@ -75,7 +73,7 @@ def _same_steps(config: TrainConfig, processes: int) -> Iterator[Options]:
 
 
 def _other_steps(config: TrainConfig, processes: int) -> Iterator[Options]:
-    """Steps without clipping, with rounded moments, of fewer rows, or of adapters alone."""
+    """Steps without clipping, with 8-bit moments, with fewer rows, or with LoRA."""
     rounded = {} if config.optim.name in ORTHOGONAL else ROUNDED
     yield RECOMPUTED | IN_BACKWARD
     yield RECOMPUTED | rounded
@@ -88,10 +86,10 @@ def _other_steps(config: TrainConfig, processes: int) -> Iterator[Options]:
         yield RECOMPUTED | {"tune.method": "lora", "tune.base": "bfloat16"}
 
 
-def _divided(config: TrainConfig, processes: int) -> Iterator[Options]:
-    """Weights, gradients and moments divided among more and more GPUs, with a row for each at least."""
+def _sharded(config: TrainConfig, processes: int) -> Iterator[Options]:
+    """Weights, gradients and moments sharded over more and more GPUs, with at least one row each."""
     count = 2 * processes if config.trainer.strategy == "fsdp" else 2
-    while count <= MOST_DEVICES:
+    while count <= MAX_DEVICES:
         rows = max(config.data.batch_size, count)
         yield RECOMPUTED | {"trainer.strategy": "fsdp", "trainer.devices": count, "trainer.num_nodes": 1,
                             "data.batch_size": rows}

@@ -43,7 +43,7 @@ from rwkv.training.run.directory import Run
 
 def kernel_for(model: ModelConfig, kernel: str, device: torch.device, precision: str | None,
                rows: int = 1) -> tuple[Any, str]:
-    """The operator for batches of `rows`, and its name; for kernel=auto the name includes the reason for the choice."""
+    """The operator for batches of `rows`, and its name; with kernel=auto also the reason for the choice."""
     dtype = dtype_for(precision)
     size = size_for(model, rows, model.ctx_len)
     wkv = operator_for(model, kernel, device, dtype, size)
@@ -51,10 +51,10 @@ def kernel_for(model: ModelConfig, kernel: str, device: torch.device, precision:
 
 
 def data_for(run: Run, device: torch.device) -> Corpus:
-    """The run's data, which the first process tokenises for all.
+    """The run's data, tokenised by rank 0.
 
-    Raises UserError if the model or its checkpoints do not fit even with the smallest vocabulary: one that is made from the
-    data has no known size before. A run that only plans prepares the data all the same: its plan comes before the refusal.
+    Raises UserError if the model or its checkpoints do not fit even with the smallest vocabulary; the size of one made from the
+    data is not known yet. With plan= the data are prepared regardless, since the plan is printed before the refusal.
     """
     config = run.config
     smallest = run.tokenizer.vocab_size if run.tokenizer else 1
@@ -65,12 +65,12 @@ def data_for(run: Run, device: torch.device) -> Corpus:
 
 def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: Any,
               tune: TuneConfig | None = None) -> Model:
-    """A model to train. config: the sizes, as in init_checkpoint except for ctx_len. tune: None trains all weights."""
+    """A model to train. config: sizes, as in init_checkpoint except for ctx_len. tune: None trains all weights."""
     if init_checkpoint is None:
         return Model(config, tokenizer.vocab_size, wkv).init_weights()
     if tune is None or tune.method == "full":
         return Model.with_weights(config, wkv, init_checkpoint.tensors("float32"))
-    model = _frozen(config, wkv, init_checkpoint, tune.base)
+    model = _frozen_model(config, wkv, init_checkpoint, tune.base)
     if tune.method == "lora":
         add_adapters(model, tune.modules, tune.rank, tune.alpha, tune.dropout)
     else:
@@ -79,11 +79,11 @@ def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer
     return model
 
 
-def _frozen(config: ModelConfig, wkv: Any, checkpoint: Checkpoint, base: str) -> Model:
-    """The frozen model with its blocks' matrices in `base`. Each conversion frees its memory before the next one begins.
+def _frozen_model(config: ModelConfig, wkv: Any, checkpoint: Checkpoint, base: str) -> Model:
+    """The frozen model with its blocks' matrices in `base`. Each conversion frees memory before the next.
 
-    The embedding and the head stay in the file's dtype: bfloat16 is exact, and products convert a part of such a head at a
-    time. But bases other than float32 round the embedding to bfloat16, and base bfloat16 also rounds the head.
+    The embedding and the head stay in the file's dtype: bfloat16 is exact, and products convert such a head in chunks. But
+    bases other than float32 round the embedding to bfloat16, and base bfloat16 also rounds the head.
     """
     group = generation(config).group
     as_in_file = {name for name in checkpoint.weights.stored if group(name) in MATRICES}
@@ -97,7 +97,7 @@ def _frozen(config: ModelConfig, wkv: Any, checkpoint: Checkpoint, base: str) ->
         give_back_free_blocks()
 
     model = Model.with_weights(config, wkv, {name: tensor.get() for name, tensor in stored.items()}).requires_grad_(False)
-    stored["emb.weight"].drop_pages()    # the check has read all pages; training reads few of them again
+    stored["emb.weight"].drop_pages()    # verification has read all pages; training reads few
     if base == "bfloat16":
         return to_bfloat16(model)
     if model.head.weight.dtype == torch.bfloat16:
@@ -112,12 +112,12 @@ def _frozen(config: ModelConfig, wkv: Any, checkpoint: Checkpoint, base: str) ->
 
 
 def require_capacity(config: TrainConfig, out_dir: Path, device: torch.device, vocab_size: int) -> None:
-    """Raises UserError if this machine's memory or the disk of out_dir cannot hold what the run needs at least."""
-    here = world_size() // config.trainer.num_nodes
-    sharing = here                       # the processes that share the memory of `device`
-    if device.type == "cuda":            # each process builds the whole model in host memory, before it moves to its own GPU
+    """Raises UserError if the run's minimum exceeds this machine's memory or the disk of out_dir."""
+    processes = world_size() // config.trainer.num_nodes
+    sharing = processes                  # processes that share the memory of `device`
+    if device.type == "cuda":            # each process builds the whole model in host memory before it moves to its GPU
         weights = FLOAT * n_parameters(config.model, vocab_size)
-        _require_memory(here * weights, torch.device("cpu"), here, "take a smaller model=")
+        _require_memory(processes * weights, torch.device("cpu"), processes, "take a smaller model=")
         sharing = 1
     need = sharing * estimate(config, vocab_size, world_size()).least
     _require_memory(need, device, sharing, _remedy(config, vocab_size, device, sharing))
@@ -125,42 +125,42 @@ def require_capacity(config: TrainConfig, out_dir: Path, device: torch.device, v
 
 
 def _require_memory(need: int, device: torch.device, processes: int, remedy: str) -> None:
-    """need: the bytes that all `processes` on the device need in addition to those that they use already."""
+    """need: the bytes that all `processes` on the device need beyond what they use already."""
     free = free_memory(device)
     if free is not None and need > free:
         where = "the GPU" if device.type == "cuda" else "this machine"
-        used = _used(device, processes)
+        used = _used_already(device, processes)
         already = f", {readable(used)} of it already in use," if used else ""
         raise UserError(f"training needs at least {readable(need + used)} of memory{already} and {where} has "
                         f"{readable(free)} free: {remedy}")
 
 
-def _used(device: torch.device, processes: int) -> int:
-    """The bytes that the processes use already; 0 on a GPU, where they have built nothing yet."""
+def _used_already(device: torch.device, processes: int) -> int:
+    """The bytes in use by the processes; 0 on a GPU, where nothing is built yet."""
     return processes * resident_memory() if device.type == "cpu" else 0
 
 
 def _require_disk(config: TrainConfig, out_dir: Path, vocab_size: int) -> None:
-    """The run's earlier checkpoints are replaced, so their space counts as free."""
-    replaced = sum(map(size_on_disk, (out_dir / FOLDER).glob("*.ckpt")))
-    need, free = checkpoint_bytes(config, vocab_size), free_disk(out_dir) + replaced
+    """Earlier checkpoints of the run will be replaced, so their space counts as free."""
+    reusable = sum(map(size_on_disk, (out_dir / FOLDER).glob("*.ckpt")))
+    need, free = checkpoint_bytes(config, vocab_size), free_disk(out_dir) + reusable
     if need > free:
         raise UserError(f"{n_checkpoints(config.trainer.keep_last)} checkpoints need {readable(need)} of disk, and "
-                        f"{readable(free)} is free at {out_dir}: make room, name another disk with out_dir=, or take "
+                        f"{readable(free)} is free at {out_dir}: free some, set out_dir= on another disk, or use "
                         "trainer.keep_last=1")
 
 
 def _remedy(config: TrainConfig, vocab_size: int, device: torch.device, sharing: int) -> str:
-    """The first of the remedies that fits, as an advice."""
+    """The first remedy that fits, as advice."""
     free = free_memory(device)
     for options, need in remedies(config, vocab_size, world_size(), device.type):
         if free is not None and sharing * need <= free:
-            return f"with {options} it would be {readable(sharing * need + _used(device, sharing))}"
-    return f"take {_what_to_lessen(config, vocab_size, free, sharing)}"
+            return f"with {options} it would be {readable(sharing * need + _used_already(device, sharing))}"
+    return f"take {_largest_option(config, vocab_size, free, sharing)}"
 
 
-def _what_to_lessen(config: TrainConfig, vocab_size: int, free: int | None, sharing: int) -> str:
-    """The options on which the largest part of the memory depends."""
+def _largest_option(config: TrainConfig, vocab_size: int, free: int | None, sharing: int) -> str:
+    """The options that the largest part of the memory depends on."""
     need = estimate(config, vocab_size, world_size())
     if 2 * need.workers > need.total:
         return "fewer data.num_workers"

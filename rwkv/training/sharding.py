@@ -1,11 +1,11 @@
-"""trainer=fsdp: torch's FSDP2. Each process holds a share of every weight, of its gradient and of the optimiser's state.
+"""trainer=fsdp: torch's FSDP2. Each process holds a shard of every weight, its gradient and the optimiser's state.
 
-The matrices of a block are gathered, in the dtype of the products, while the block is computed; after its backward pass the
-processes add up their gradients, and each keeps its share. Everything else (the embedding, the head, vectors, adapters, learnt
-states) is gathered in float32 for a whole step: it is read outside of blocks, or rounding would change what it means.
+A block's matrices are gathered, in the dtype of the products, while it is computed; after its backward pass the gradients are
+reduce-scattered. Everything else (the embedding, the head, vectors, adapters, trained states) is gathered in float32 for a
+whole step: it is used outside of blocks, or rounding would change its meaning.
 
-Lightning's ModelParallelStrategy makes the mesh of processes and sets up the model. Checkpoints and gradient accumulation are
-ours: Lightning writes a checkpoint in place, while training waits, and has the processes add up gradients after every batch.
+Lightning's ModelParallelStrategy creates the device mesh and sets up the model. Checkpoints and gradient accumulation are ours:
+Lightning writes checkpoints in place, blocking training, and reduces gradients after every batch.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -49,10 +49,10 @@ class Sharded(ModelParallelStrategy):
 
     def setup_environment(self) -> None:
         super().setup_environment()
-        self._group = distributed.new_group(backend="gloo", timeout=RANK0_TIMEOUT)       # of the threads that save
+        self._group = distributed.new_group(backend="gloo", timeout=RANK0_TIMEOUT)       # for the threads that save
 
     def shard(self, task: nn.Module, model: Model) -> None:
-        """Divides the weights of task.model among the processes."""
+        """Shards the weights of task.model."""
         mesh = self.device_mesh["data_parallel"]
         dtype = dtype_for(self.options.precision)
         products = MixedPrecisionPolicy(None if dtype == torch.float32 else dtype, torch.float32, cast_forward_inputs=False)
@@ -74,7 +74,7 @@ class Sharded(ModelParallelStrategy):
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
-        """For the batches of a step but the last: their gradients stay whole, and are added up with the last one's."""
+        """Disables gradient reduction for all batches of a step but the last."""
         assert isinstance(self.model, FSDPModule)
         self.model.set_requires_gradient_sync(False)
         try:
@@ -83,7 +83,7 @@ class Sharded(ModelParallelStrategy):
             self.model.set_requires_gradient_sync(True)
 
     def reshard(self) -> None:
-        """Frees what is gathered: parameters() are shares then. Validation leaves the weights outside of blocks gathered."""
+        """Frees gathered weights, so that parameters() are shards. Validation leaves weights outside of blocks gathered."""
         assert isinstance(self.model, nn.Module)
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -99,12 +99,12 @@ class Sharded(ModelParallelStrategy):
         return (optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Returns while the checkpoint is being written, after the one before it is complete. Raises UserError as finish()."""
+        """Starts writing, after the previous checkpoint is complete, and returns. Raises UserError as finish()."""
         self.finish()
         self._saving = Saving(checkpoint, Path(filepath), self._group, self.after_save)
 
     def finish(self) -> None:
-        """Waits until no checkpoint is being written. All processes must call it. Raises UserError if it cannot be written."""
+        """Waits for a checkpoint that is being written. A collective operation. Raises UserError if it cannot be written."""
         saving, self._saving = self._saving, None
         if saving is not None:
             saving.wait()
@@ -118,18 +118,18 @@ class Sharded(ModelParallelStrategy):
         return True
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
-        """The dictionary of a checkpoint with this process's shares, whatever number of processes has written it."""
+        """A checkpoint's dictionary with this process's shards, whatever number of processes wrote it."""
         path = Path(checkpoint_path)
         if path.is_dir():
-            return _shards.read(path, lambda place, shape, dtype: _empty_share(self._parameter(place), shape, dtype))
+            return _shards.read(path, lambda place, shape, dtype: _empty_shard(self._parameter(place), shape, dtype))
         content = _torch_file.load(path)
         assert self.lightning_module is not None
         weights = [(WEIGHTS, name) for name, _ in self.lightning_module.named_parameters() if name in content[WEIGHTS]]
-        states = [(STATES, number, "state", of, name) for number, state in enumerate(content[STATES])
-                  for of, values in state["state"].items() for name, value in values.items() if value.dim()]
+        states = [(STATES, number, "state", index, name) for number, state in enumerate(content[STATES])
+                  for index, values in state["state"].items() for name, value in values.items() if value.dim()]
         for place in (*weights, *states):
-            whole = _shards.value_at(content, place)
-            _shards.insert(content, place, _share(self._parameter(place), whole))
+            value = _shards.value_at(content, place)
+            _shards.insert(content, place, _shard_of(self._parameter(place), value))
         return content
 
     def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
@@ -141,52 +141,52 @@ class Sharded(ModelParallelStrategy):
             optimizer.load_state_dict(state)
 
     def _parameter(self, place: _shards.Place) -> DTensor:
-        """The parameter at a place in a checkpoint, or the one whose optimiser state is there."""
+        """The parameter that a place in a checkpoint belongs to, as weight or optimiser state."""
         if place[0] == WEIGHTS:
             assert self.lightning_module is not None
-            found: Any = self.lightning_module.get_parameter(str(place[1]))
+            parameter: Any = self.lightning_module.get_parameter(str(place[1]))
         else:
             _, optimizer, _, number, _ = place
             groups = self.optimizers[int(optimizer)].param_groups
-            found = [parameter for group in groups for parameter in group["params"]][int(number)]
-        assert isinstance(found, DTensor)
-        return found
+            parameter = [weight for group in groups for weight in group["params"]][int(number)]
+        assert isinstance(parameter, DTensor)
+        return parameter
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """The whole of a tensor of which each process has a share, in all of them, which must call it; another tensor as it is."""
+    """The full tensor of a sharded one, in all processes (a collective operation); other tensors unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def total_norm(tensors: Iterable[Tensor]) -> Tensor:
-    """The 2-norm of all tensors together, whole or in shares."""
+    """The 2-norm of all tensors together, sharded or not."""
     return whole(torch.nn.utils.get_total_norm(tensors))
 
 
 def _matrices(model: Model, block: nn.Module) -> list[nn.Parameter]:
-    """The weights that are gathered for one block at a time."""
+    """The weights that are gathered per block."""
     group = model.generation.group
     return [weight for name, weight in block.named_parameters()
             if weight.dim() == 2 and group(f"blocks.0.{name}".replace(".base.", ".")) != "vector"]
 
 
 def _placement(weight: Tensor, processes: int) -> Shard | None:
-    """The axis that is divided: the first one, or of (1,1,C) the last one where torch can divide it."""
-    flat = weight.dim() > 1 and weight.shape[0] == 1 and weight.shape[-1] % processes == 0
-    return Shard(weight.dim() - 1) if flat else None
+    """The sharded axis: the first one, or for (1,1,C) the last one if torch can shard it."""
+    use_last = weight.dim() > 1 and weight.shape[0] == 1 and weight.shape[-1] % processes == 0
+    return Shard(weight.dim() - 1) if use_last else None
 
 
-def _share(parameter: DTensor, value: Tensor) -> DTensor:
-    """This process's share of a whole tensor, divided as the parameter is."""
-    share = _empty_share(parameter, tuple(value.shape), value.dtype)
+def _shard_of(parameter: DTensor, value: Tensor) -> DTensor:
+    """This process's shard of a full tensor, placed like the parameter."""
+    share = _empty_shard(parameter, tuple(value.shape), value.dtype)
     sizes, offsets = compute_local_shape_and_global_offset(share.shape, share.device_mesh, share.placements)
     slices = tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
     share.to_local().copy_(value[slices])
     return share
 
 
-def _empty_share(parameter: DTensor, shape: tuple[int, ...], dtype: torch.dtype) -> DTensor:
-    """A tensor of this shape where the parameter is, and divided as it is. An axis that is not divided may be shorter."""
+def _empty_shard(parameter: DTensor, shape: tuple[int, ...], dtype: torch.dtype) -> DTensor:
+    """An empty tensor with the parameter's device and placement. Axes that are not sharded may be shorter."""
     part = parameter.detach()[tuple(slice(None if size == whole else size)
                                     for size, whole in zip(shape, parameter.shape, strict=True))]
     share = torch.empty_like(part, dtype=dtype)

@@ -1,7 +1,7 @@
-"""Writes a checkpoint of trainer=fsdp (rwkv/checkpoint/formats/_shards.py) while training goes on.
+"""Writes a checkpoint of trainer=fsdp (rwkv/checkpoint/formats/_shards.py) while training continues.
 
-Each process writes its own file, in a folder with a temporary name. When all have, rank 0 marks the folder as complete and
-renames it: a kill at any moment leaves the checkpoint before it, and this one if it was complete.
+Each process writes its own file, in a folder with a temporary name. Then rank 0 marks the folder as complete and renames it: a
+kill at any moment leaves the previous checkpoint, and this one if it was complete.
 """
 
 import io
@@ -32,15 +32,15 @@ class Saving:
 
     def __init__(self, content: dict[str, Any], path: Path, group: distributed.ProcessGroup,
                  completed: Callable[[], None]) -> None:
-        """Copies the content, a dictionary with DTensors and, the same in all processes, everything else; begins to write it.
+        """Copies the content, a dictionary with DTensors and values that are equal in all processes, and starts writing.
 
-        group: all processes, for the threads that write. completed: called in rank 0, in such a thread, after the renaming.
+        group: all processes, for the writer threads. completed: called in rank 0, in such a thread, after the renaming.
         """
         self.path = path
         tensors: dict[Place, DTensor] = {}
         rest = _without_shards(content, tensors)
         folder = path.with_name(f".{path.name}.{content['global_step']}")
-        buffer = io.BytesIO()            # filled now: training goes on and changes what it is made of
+        buffer = io.BytesIO()            # filled now, since training changes the content
         if rank() == 0:
             torch.save(rest | {SHARDED: list(tensors)}, buffer)
 
@@ -55,22 +55,22 @@ class Saving:
             copies, storage_writer=_Writer(folder, complete), async_stager=_Copied(), process_group=group)
 
     def wait_alone(self) -> None:
-        """Returns when the checkpoint is complete or has failed, for a process that is about to end because of an error."""
+        """Waits until the checkpoint is complete or has failed, in a process that is about to exit with an error."""
         self._future.exception()
 
     def wait(self) -> None:
-        """Returns when the checkpoint is complete. All processes must call it. Raises UserError if it cannot be written."""
+        """Waits until the checkpoint is complete. A collective operation. Raises UserError if it cannot be written."""
         try:
             self._future.result()
         except CheckpointException as error:
             problem = next(iter(error.failures.values()))[0]
-            if "peer" in str(problem):   # gloo's, about a process that has ended
+            if "peer" in str(problem):   # gloo: another process has ended
                 raise RuntimeError(str(problem)) from None
             fail_together(unwritable(self.path, problem))
 
 
 def _copy(tensor: DTensor) -> DTensor:
-    """A copy in host memory. torch's own copies all of the storage that Muon's momenta are views of, once for each."""
+    """A copy in host memory. torch's copies would include the whole storage that Muon's momenta are views of, once for each."""
     on_cpu = tensor.to_local().device.type == "cpu"
     copied = tensor.detach().clone() if on_cpu else tensor.detach().cpu()
     assert isinstance(copied, DTensor)
@@ -78,7 +78,7 @@ def _copy(tensor: DTensor) -> DTensor:
 
 
 class _Copied(AsyncStager):
-    """torch's interface for copying the tensors to save, where they are copies already."""
+    """A stager for tensors that are copies already."""
 
     _synchronize_after_execute = False
 
@@ -91,7 +91,7 @@ class _Copied(AsyncStager):
 
 
 class _Writer(HuggingFaceStorageWriter):
-    """complete(sums): called in rank 0 once all processes have written, with sum_of their files."""
+    """complete(sums): called in rank 0 after all processes have written, with sum_of their files."""
 
     def __init__(self, folder: Path, complete: Callable[[dict[str, tuple[int, int]]], None]) -> None:
         super().__init__(str(folder), save_distributed=True)
@@ -111,7 +111,7 @@ class _Writer(HuggingFaceStorageWriter):
 
 
 def _without_shards(content: Any, tensors: dict[Place, DTensor], place: Place = ()) -> Any:
-    """Nested dictionaries and lists without their DTensors, which are added to `tensors`."""
+    """Nested dictionaries and lists without their DTensors, which are moved to `tensors`."""
     if isinstance(content, dict):
         return {key: _without_shards(value, tensors, (*place, key)) for key, value in _split(content, tensors, place)}
     if isinstance(content, list):
@@ -130,7 +130,7 @@ def _split(content: dict[Any, Any], tensors: dict[Place, DTensor], place: Place)
 def unwritable(path: Path, error: BaseException) -> UserError:
     """The error for a checkpoint that cannot be written."""
     reason = getattr(_cause(error), "strerror", None) or str(error).splitlines()[0]
-    return UserError(f"cannot write the checkpoint {path.parent / LAST.name}: {reason}; the ones before it are intact: "
+    return UserError(f"cannot write the checkpoint {path.parent / LAST.name}: {reason}; earlier ones are intact: "
                      f"make room, and continue with resume=auto {quote(f'out_dir={path.parent.parent}')}")
 
 

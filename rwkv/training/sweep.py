@@ -1,4 +1,4 @@
-"""A sweep: `python train.py -m kernel=conv1d,taichi_v3 seed=0,1`, each run in a process of its own, sweep.jobs at a time.
+"""A sweep: `python train.py -m kernel=conv1d,taichi_v3 seed=0,1`, each run in its own process, sweep.jobs at a time.
 
     DIR/sweep.json            all runs, with the status of each; rewritten after each run
     DIR/NAME/                 the directory of a run, named by the options in which the runs differ: kernel=conv1d,seed=0
@@ -7,10 +7,10 @@
     DIR/logs/JOB/             files of submitit's, with sweep.launcher=submitit
     DIR/report.html           the report on all runs, and report.csv (rwkv/report/)
 
-The runs are started in an order shuffled with ORDER_SEED, so that a slow hour of the machine does not hit only one kernel. The
-report names kernels that cannot run here and runs that failed; the other runs are trained nevertheless. Ctrl-C is passed on to
-the current runs, which save. `python train.py -m resume=auto out_dir=DIR` keeps the finished runs and continues each of the
-others from its last checkpoint; more options add runs. launchers.py starts the processes.
+The order is shuffled with ORDER_SEED, so that a slow hour of the machine does not hit only one kernel. The report names kernels
+that cannot run here and runs that failed; the other runs are trained regardless. Ctrl-C is passed on to the current runs, which
+save. `python train.py -m resume=auto out_dir=DIR` keeps finished runs and resumes the others from their last checkpoints; more
+options add runs. launchers.py starts the processes.
 """
 
 import json
@@ -49,8 +49,8 @@ UNAVAILABLE = "unavailable"
 STOPPED = "stopped"
 WAITING = "waiting"
 RESUME = "-m resume=auto"
-SWEEP_OPTIONS = ("out_dir", "resume")    # options of the sweep; each run gets its own values
-SETTINGS = "sweep."                      # the prefix of options that no run gets
+SWEEP_OPTIONS = ("out_dir", "resume")    # options of the sweep; each run has its own values
+SETTINGS = "sweep."                      # prefix of options that are not passed to runs
 UNSUPPORTED = ("hydra/launcher", "hydra.launcher", "hydra/sweeper")
 SOME_FAILED = 1                          # exit statuses
 NONE_RAN = 2
@@ -58,8 +58,8 @@ NONE_RAN = 2
 
 @dataclass
 class Entry:
-    """A run of a sweep. swept: the options in which runs differ. order: its place in the shuffled order, from 1. job: the id of
-    the job of submitit that trains it.
+    """A run of a sweep. swept: the options in which runs differ. order: its position in the shuffled order, from 1. job: the id
+    of its submitit job.
     """
 
     name: str
@@ -76,14 +76,14 @@ class Entry:
 
 @dataclass
 class Sweep:
-    """The content of sweep.json: its entries, in the order of the command line; and each run's configuration by name.
+    """The entries of sweep.json, in the order of the command line, and each run's configuration by name.
 
-    settings: how this process starts runs. given: those options as they stand on the command line.
+    settings: how this process starts runs. setting_overrides: the same options as typed on the command line.
     """
 
     folder: Path
     settings: SweepConfig = field(default_factory=SweepConfig)
-    given: list[str] = field(default_factory=list)
+    setting_overrides: list[str] = field(default_factory=list)
     entries: list[Entry] = field(default_factory=list)
     configs: dict[str, TrainConfig] = field(default_factory=dict)
 
@@ -96,7 +96,7 @@ class Sweep:
 
 
 def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
-    """Trains all unfinished runs and writes the report. Exit status: 0, 1 if a run failed, 2 if no kernel can run here, 130
+    """Trains all unfinished runs and writes the report. Exit status: 0; 1 if a run failed; 2 if no kernel can run here; 130
     after Ctrl-C.
     """
     sweep = opened(line, jobs_of)
@@ -105,7 +105,7 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
     sweep.folder.mkdir(parents=True, exist_ok=True)
     lock.hold(sweep.folder)
     if "resume" not in line.verbatim:
-        require_unused(sweep.folder, RESUME)     # again: another process may have used the folder before the lock was held
+        require_unused(sweep.folder, RESUME)     # again: another process may have used the folder before the lock
     sweep.save()
     try:
         stopped = train_all(sweep, launcher)
@@ -118,33 +118,33 @@ def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
 def train_all(sweep: Sweep, launcher: Launcher) -> bool:
     """Trains the unfinished runs, launcher.places at a time. Returns whether a signal stopped it."""
     to_do = _to_do(sweep)
-    log(labelled("sweep", f"{sweep.folder}: {counted(len(sweep.entries), 'run')}, {len(to_do)} to do, in an order shuffled "
-                 f"with seed {ORDER_SEED}{_together(launcher)}", sys.stderr))
+    log(labelled("sweep", f"{sweep.folder}: {counted(len(sweep.entries), 'run')}, {len(to_do)} to do, in random order "
+                 f"(seed {ORDER_SEED}){_concurrency(launcher)}", sys.stderr))
     waiting = deque(enumerate(to_do, start=1))
-    begun: dict[str, tuple[Entry, float]] = {}           # the runs that are trained now, and when they were started
+    running: dict[str, tuple[Entry, float]] = {}         # current runs and their start times
     with StopRequest(on_signal=launcher.stop, every_signal=True) as stop:
         try:
-            while begun or (waiting and not stop.requested):
-                while waiting and len(begun) < launcher.places and not stop.requested:
+            while running or (waiting and not stop.requested):
+                while waiting and len(running) < launcher.places and not stop.requested:
                     number, entry = waiting.popleft()
                     log(f"\n[{number}/{len(to_do)}] {entry.name}")
-                    if _can_run(sweep, entry):
-                        begun[entry.name] = (entry, time.monotonic())
+                    if _is_available(sweep, entry):
+                        running[entry.name] = (entry, time.monotonic())
                         entry.job = launcher.start(_task(sweep, entry, number), entry.job)
                         if entry.job is not None:
                             log(f"job {entry.job}")
                     sweep.save()
-                    if stop.requested:   # perhaps before the launcher knew this run
+                    if stop.requested:   # perhaps before the launcher had this run
                         launcher.stop(signal.SIGINT)
-                for end in launcher.ends() if begun else ():
-                    entry, start = begun.pop(end.name)
+                for end in launcher.ends() if running else ():
+                    entry, start = running.pop(end.name)
                     entry.seconds = time.monotonic() - start
                     _store(sweep, entry, end, stop.requested)
                     sweep.save()
                     if entry.status == STOPPED:
                         waiting.clear()
         finally:
-            if begun:                    # an error of the sweep itself, as a full disk
+            if running:                  # an error of the sweep itself, such as a full disk
                 launcher.close()
     return stop.requested
 
@@ -153,8 +153,8 @@ def _to_do(sweep: Sweep) -> list[Entry]:
     return sorted((entry for entry in sweep.entries if entry.status != FINISHED), key=lambda entry: entry.order)
 
 
-def _together(launcher: Launcher) -> str:
-    """How many runs are trained at a time, for the plan; empty for one."""
+def _concurrency(launcher: Launcher) -> str:
+    """The number of concurrent runs, for the plan; empty for one."""
     if launcher.places == 1:
         return ""
     threads = f" with {counted(launcher.threads, 'thread')} each" if isinstance(launcher, Processes) else ""
@@ -162,7 +162,7 @@ def _together(launcher: Launcher) -> str:
 
 
 def open_launcher(sweep: Sweep) -> Launcher:
-    """The launcher that the settings choose. Raises UserError for settings that do not fit the runs or this machine."""
+    """The launcher that the settings choose. Raises UserError for settings that conflict with the runs or this machine."""
     to_do = [sweep.configs[entry.name] for entry in _to_do(sweep)]
     gpus = 0
     if sweep.settings.launcher == "local" and (sweep.settings.jobs or 1) > 1:
@@ -173,8 +173,8 @@ def open_launcher(sweep: Sweep) -> Launcher:
         on_gpu = [config for config in to_do if device_for(config.trainer.accelerator).type == "cuda"]
         gpus = torch.cuda.device_count() if on_gpu else 0
         if any(config.trainer.strategy != "single" for config in on_gpu):
-            raise UserError("sweep.jobs gives each run one GPU, and trainer=ddp and trainer=fsdp use several: leave one of "
-                            "them out")
+            raise UserError("sweep.jobs gives each run one GPU, and conflicts with trainer=ddp and trainer=fsdp, which use "
+                            "several: leave one of them out")
     return launcher_for(sweep.settings, len(to_do), sweep.folder / LOGS, gpus)
 
 
@@ -182,19 +182,19 @@ def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
     """A new sweep, or the one that `resume` continues, with the runs that the command line adds."""
     unsupported = [key for key in line.keys if key.startswith(UNSUPPORTED)]
     if unsupported:
-        raise UserError(f"{unsupported[0]} has no effect here: leave it out; sweep.jobs and sweep.launcher say how runs are "
-                        "started")
-    own = {key: value for key, value in line.verbatim.items() if key in SWEEP_OPTIONS}
-    rest = cli.CommandLine(line.overrides, {key: value for key, value in line.verbatim.items() if key not in own}, [])
-    jobs_here = jobs_of(rest)
-    settings, stated = _settings(jobs_here, rest)
+        raise UserError(f"{unsupported[0]} has no effect here: leave it out; sweep.jobs and sweep.launcher choose how runs "
+                        "are started")
+    options = {key: value for key, value in line.verbatim.items() if key in SWEEP_OPTIONS}
+    rest = cli.CommandLine(line.overrides, {key: value for key, value in line.verbatim.items() if key not in options}, [])
+    new_jobs = jobs_of(rest)
+    settings, setting_overrides = _settings(new_jobs, rest)
     adds_runs = any(not key.startswith(SETTINGS) for key in rest.keys)
-    folder = Path(str(own.get("out_dir") or new_folder("sweep_")))
+    folder = Path(str(options.get("out_dir") or new_folder("sweep_")))
     entries: list[Entry] = []
-    if "resume" not in own:
+    if "resume" not in options:
         require_unused(folder, RESUME)
-    elif own["resume"] != "auto" or "out_dir" not in own:
-        raise UserError("a sweep is continued with resume=auto out_dir=DIR, where DIR is the directory of the sweep")
+    elif options["resume"] != "auto" or "out_dir" not in options:
+        raise UserError("to continue a sweep, use resume=auto out_dir=DIR with the directory of the sweep")
     else:
         entries = read(folder)
         if not entries and not adds_runs:
@@ -202,23 +202,24 @@ def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
         if not entries:
             require_unused(folder, RESUME)
     jobs = [job for entry in entries for job in jobs_of(cli.split(entry.arguments, TrainConfig))]
-    sweep = Sweep(folder, settings, stated, entries, {entry.name: job.config for entry, job in zip(entries, jobs, strict=True)})
+    configs = {entry.name: job.config for entry, job in zip(entries, jobs, strict=True)}
+    sweep = Sweep(folder, settings, setting_overrides, entries, configs)
     if adds_runs or not entries:
-        _add(sweep, jobs_here)
+        _add(sweep, new_jobs)
     return sweep
 
 
 def _settings(jobs: list[cli.Job], line: cli.CommandLine) -> tuple[SweepConfig, list[str]]:
-    """The options sweep.*, and those of the command line as they stand there. Raises UserError for several values of one."""
+    """The options sweep.*, parsed and as typed on the command line. Raises UserError if one has several values."""
     for key in (key for job in jobs for key in job.swept if key.startswith(SETTINGS)):
-        raise UserError(f"{key} takes one value: it says how the runs of a sweep are started")
+        raise UserError(f"{key} must be one value: it is a setting of the sweep, not of its runs")
     require_effect(jobs[0].config, [key for key in line.keys if key.startswith(SETTINGS)])
     arguments = [f"sweep.arguments={value}" for value in line.verbatim.get("sweep.arguments", [])]
     return jobs[0].config.sweep, [text for text in line.overrides if text.startswith(SETTINGS)] + arguments
 
 
 def read(folder: Path) -> list[Entry]:
-    """The entries of DIR/sweep.json; none without that file. A run may have finished after the file was written."""
+    """The entries of DIR/sweep.json; none without the file. Runs may have finished after it was written."""
     if not (folder / reading.SWEEP).is_file():
         return []
     entries = [Entry(**entry) for entry in json.loads((folder / reading.SWEEP).read_text(encoding="utf-8"))["runs"]]
@@ -231,23 +232,23 @@ def read(folder: Path) -> list[Entry]:
 
 def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
     """Adds the jobs that the sweep does not have yet. Raises UserError for one that it has with other options."""
-    known = {entry.name: entry for entry in sweep.entries}
+    entries = {entry.name: entry for entry in sweep.entries}
     added = []
     for job in jobs:
         if job.config.only_plans:
-            raise UserError("plan=true trains nothing, and a sweep trains each of its runs: leave out -m to see the plan of "
-                            "one run, or plan=true to train")
+            raise UserError("plan=true conflicts with a sweep, which trains: leave out -m for the plan of one run, or "
+                            "plan=true to train")
         arguments = [argument for argument in job.arguments if not argument.startswith(SETTINGS)]
         entry = Entry(name_of(job), job.swept, arguments, job.config.kernel.name, job.config.seed)
-        if entry.name not in known:
+        if entry.name not in entries:
             try:
                 check_new_run(job.config, cli.split(arguments, TrainConfig).keys)
             except UserError as error:
                 raise UserError(f"{entry.name}: {error}") from None
-            known[entry.name] = entry
+            entries[entry.name] = entry
             added.append(entry)
             sweep.configs[entry.name] = job.config
-        elif sorted(known[entry.name].arguments) != sorted(entry.arguments):
+        elif sorted(entries[entry.name].arguments) != sorted(entry.arguments):
             raise UserError(f"the sweep in {sweep.folder} has {entry.name} with other options: give the same options, or "
                             "another out_dir")
     _require_possible([sweep.configs[entry.name] for entry in added])
@@ -258,8 +259,8 @@ def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
 
 
 def _require_possible(configs: list[TrainConfig]) -> None:
-    """Raises UserError or UnknownKernel for a run with a kernel or an option of another generation. A kernel that only this
-    machine cannot run is accepted; its run's turn reports it.
+    """Raises UserError or UnknownKernel for a run with a kernel or an option of another generation. Kernels that this machine
+    cannot run are accepted here and reported when their run starts.
     """
     if not configs:
         return
@@ -274,7 +275,7 @@ def _require_possible(configs: list[TrainConfig]) -> None:
 
 
 def _require_kernel(config: TrainConfig) -> None:
-    """Raises the errors of kernel_for and, for the file of init_from, which gives the generation, those of read_checkpoint."""
+    """Raises the errors of kernel_for and, for the file of init_from=, which determines the generation, of read_checkpoint."""
     from rwkv.checkpoint.files import read_checkpoint
     from rwkv.training.device import device_for, resolved_precision
     from rwkv.training.setup import kernel_for
@@ -291,12 +292,12 @@ def name_of(job: cli.Job) -> str:
     return re.sub(r"[^\w.,=+-]", "_", text) or f"kernel={job.config.kernel.name}"
 
 
-def _can_run(sweep: Sweep, entry: Entry) -> bool:
-    """Whether this machine has the run's kernel. Stores in the entry why it has not."""
+def _is_available(sweep: Sweep, entry: Entry) -> bool:
+    """Whether this machine can run the kernel. If not, stores the reason in the entry."""
     if sweep.settings.launcher == "submitit":
-        return True                      # the job's machine says so
+        return True                      # checked on the job's machine
     try:
-        with suppress(CheckpointError):  # a begun run no longer needs the file; a new run reports the error itself
+        with suppress(CheckpointError):  # a resumed run needs no file; a new run reports the error itself
             _require_kernel(sweep.configs[entry.name])
     except (KernelUnavailable, UnknownKernel) as error:
         entry.status = UNAVAILABLE
@@ -316,13 +317,13 @@ def _task(sweep: Sweep, entry: Entry, number: int) -> Task:
 
 
 def _files(sweep: Sweep, entry: Entry) -> tuple[Path, Path]:
-    """The files of a run's standard error, and of the error that ended it."""
+    """The files for a run's standard error and for the error that ended it."""
     logs = sweep.folder / LOGS
     return logs / f"{entry.name}.txt", logs / f"{entry.name}.reason.txt"
 
 
 def _store(sweep: Sweep, entry: Entry, end: End, stop_requested: bool) -> None:
-    """Stores in the entry how its run has ended."""
+    """Stores the result of a run in its entry."""
     entry.reason = entry.job = None
     if end.status == 0:
         entry.status = FINISHED
@@ -346,18 +347,18 @@ def reason_of(status: int, reason_file: Path, log_file: Path) -> str:
 
 
 def conclude(sweep: Sweep) -> None:
-    """Writes the report, into the directory and to the logger, and prints how to continue an unfinished sweep."""
-    written = report.write(sweep.folder)
+    """Writes the report to the directory and the logger, and prints how to continue an unfinished sweep."""
+    result = report.write(sweep.folder)
     counts = [f"{sweep.count(status)} {word}" for status, word in (
         (FINISHED, "finished"), (FAILED, "failed"), (UNAVAILABLE, "cannot run here"), (STOPPED, "stopped"), (WAITING, "to do"))
         if sweep.count(status)]
     log("\n" + labelled("sweep", ", ".join(counts), sys.stderr))
-    for sentence in written.sentences:
+    for sentence in result.sentences:
         log(labelled("", sentence, sys.stderr))
-    _say_best(sweep.folder, written.best)
-    log(labelled("report", str(written.page), sys.stderr))
+    _log_best(sweep.folder, result.best)
+    log(labelled("report", str(result.page), sys.stderr))
     if sweep.count(STOPPED) + sweep.count(WAITING) + sweep.count(FAILED):
-        options = ["resume=auto", quote(f"out_dir={sweep.folder}"), *map(quote, sweep.given)]
+        options = ["resume=auto", quote(f"out_dir={sweep.folder}"), *map(quote, sweep.setting_overrides)]
         log(f"continue with: {cli.command('train')} -m {' '.join(options)}")
     if sweep.count(FINISHED):
         from rwkv.training.loggers import log_report
@@ -365,15 +366,15 @@ def conclude(sweep: Sweep) -> None:
         log_report(next(iter(sweep.configs.values())).logger, sweep.folder, *report.table(sweep.folder))
 
 
-def _say_best(folder: Path, best: tuple[str, float] | None) -> None:
-    """The run with the lowest validation loss, and which run runs/latest is: the one that was trained last."""
+def _log_best(folder: Path, best: tuple[str, float] | None) -> None:
+    """Prints the run with the lowest validation loss, and which run runs/latest is."""
     if best is not None:
         name, loss = best
         more = f"{cli.command('generate')} {quote(f'checkpoint={folder / name}')} prompt=..."
         log(labelled("best", f"{name} has the lowest val/loss, {loss:.4f}: {more}", sys.stderr))
     latest = follow(LATEST).resolve()
     if latest.parent == folder.resolve():
-        log(labelled("latest", f"{LATEST} is the run that was trained last, {latest.name}", sys.stderr))
+        log(labelled("latest", f"{LATEST} is the run trained last, {latest.name}", sys.stderr))
 
 
 def status_of(sweep: Sweep, stopped: bool) -> int:

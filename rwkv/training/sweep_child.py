@@ -1,10 +1,10 @@
-"""One run of a sweep in a process of its own: `python rwkv/training/sweep_child.py REASON_FILE OPTION ...`.
+"""One run of a sweep in its own process: `python rwkv/training/sweep_child.py REASON_FILE OPTION ...`.
 
 Runs train.py with the options. --share=THREADS,GPU before them is the process's share of the machine; either may be empty.
-When an error ends the run, this program writes the error in one line to REASON_FILE, for the sweep's report; of several
-processes, the first that fails writes it. When standard input ends, a pipe from the sweep, the run saves and stops: it ends
-with a sweep that is killed. This file does not import torch, since train.py must first set variables that torch reads at its
-import, and nothing of ours outside functions, since submitit takes the class `Submitted` to other machines as it stands.
+If an error ends the run, writes it in one line to REASON_FILE, for the sweep's report; of several processes, the first that
+fails writes it. When standard input, a pipe from the sweep, is closed, the run saves and stops: it ends with a killed sweep.
+This file does not import torch, since train.py must first set variables that torch reads at import, and nothing of ours outside
+functions, since submitit pickles the class `Submitted` by value for other machines.
 """
 
 import _thread
@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 PROGRAM = ROOT / "train.py"              # in a clone; an installed package has rwkv.programs.train
 USER_ERROR = 2                           # exit status of a program that has shown the error as a sentence
 SHARE = "--share="
-CONFIG_FILE = "config.yaml"              # in the directory of a run that has begun
+CONFIG_FILE = "config.yaml"              # in the directory of a started run
 POLL_SECONDS = 0.2
 
 
@@ -43,7 +43,7 @@ def run(reason_file: Path) -> None:
 
 
 def reason_of(error: BaseException) -> str | None:
-    """The error in one line; None for an exit without one. A program exits while it handles an error: SystemExit's context."""
+    """The error in one line; None for an exit without one. For SystemExit, the error is its context."""
     if not isinstance(error, SystemExit):
         return _one_line(f"{type(error).__name__}: {error}")
     cause = error.__context__
@@ -56,17 +56,17 @@ def _one_line(text: str) -> str:
     return text.strip().partition("\n")[0]
 
 
-def options_of(folder: Path, arguments: list[str]) -> list[str]:
-    """The options of train.py that begin the run in `folder`, or continue it if the run has begun."""
-    begun = (folder / CONFIG_FILE).is_file()
-    own = [argument for argument in arguments if not (begun and argument.startswith("init_from="))]
-    stated = {argument.partition("=")[0] for argument in own}
-    ours = {"out_dir": str(folder), "trainer.probe": "true"} | ({"resume": "auto"} if begun else {})
-    return [*own, *(f"{key}={value}" for key, value in ours.items() if key not in stated)]
+def run_options(folder: Path, arguments: list[str]) -> list[str]:
+    """The options of train.py that start the run in `folder`, or resume it if it has started."""
+    started = (folder / CONFIG_FILE).is_file()
+    options = [argument for argument in arguments if not (started and argument.startswith("init_from="))]
+    keys = {argument.partition("=")[0] for argument in options}
+    defaults = {"out_dir": str(folder), "trainer.probe": "true"} | ({"resume": "auto"} if started else {})
+    return [*options, *(f"{key}={value}" for key, value in defaults.items() if key not in keys)]
 
 
 def stop_with_parent() -> None:
-    """From now on this process is asked to stop, as by SIGTERM, when its standard input ends."""
+    """Sends this process SIGTERM when its standard input is closed."""
     def watch() -> None:
         while os.read(0, 1):
             pass
@@ -79,9 +79,9 @@ def stop_with_parent() -> None:
 
 
 class Submitted:
-    """One run as a job of submitit's: train in a process, and return its exit status.
+    """A run as a submitit job: trains in a process and returns its exit status.
 
-    When the job's time is nearly over, submitit calls checkpoint(), which lets the run save and stop, and queues the job again.
+    Shortly before the job's time limit, submitit calls checkpoint(), which stops the run cleanly and requeues the job.
     """
 
     def __init__(self, program: list[str], folder: Path, arguments: list[str], log_file: Path) -> None:
@@ -97,7 +97,7 @@ class Submitted:
     def __call__(self) -> int:
         self._status = None
         with self.log_file.open(self._log_mode, encoding="utf-8") as log, subprocess.Popen(
-                [*self.program, *options_of(self.folder, self.arguments)], stdin=subprocess.PIPE, stderr=log,
+                [*self.program, *run_options(self.folder, self.arguments)], stdin=subprocess.PIPE, stderr=log,
                 start_new_session=True) as self._process:
             threading.Thread(target=self._wait, daemon=True).start()
             try:
@@ -119,9 +119,9 @@ class Submitted:
         self._status = self._process.wait()
 
     def _stop(self) -> None:
-        """Lets the run save and stop. This may interrupt __call__ anywhere: it takes no lock that __call__ takes."""
+        """Makes the run save and stop. May interrupt __call__ anywhere, so it takes no lock of __call__."""
         if self._status is None:
-            with suppress(ProcessLookupError):           # it has just ended
+            with suppress(ProcessLookupError):           # already ended
                 os.kill(self._process.pid, signal.SIGTERM)
         while self._status is None:
             time.sleep(POLL_SECONDS)

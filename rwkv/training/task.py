@@ -1,10 +1,10 @@
-"""The LightningModule: training and validation steps, metrics, optimiser, gradient clipping, and its part of a checkpoint.
+"""The LightningModule: training and validation steps, metrics, optimiser, gradient clipping and checkpoint entries.
 
-Metrics: train/loss and val/loss in nats per token; val/loss/NAME of each source of data=mix; val/bpb, bits per byte of the
-validation text, unless the tokenizer loses too much of it (rwkv/tokenizer/lost.py); val/lost, the share that it loses, if it
-loses any. Validation reads the whole split or its first trainer.val_tokens tokens: as windows, each from the empty state, or as
-conversations, which are whole or packed into rows. With tune.objective=dpo and ipo the losses are means over pairs of answers,
-and rewards are logged (tuning/preferences.py).
+Metrics: train/loss and val/loss in nats per token; val/loss/NAME per source of data=mix; val/bpb, bits per byte of the
+validation text, unless the tokenizer loses too much of it (rwkv/tokenizer/lost.py); val/lost, the lost fraction, if above 0.
+Validation covers the whole split or its first trainer.val_tokens tokens, as windows, each from the empty state, or as
+conversations, whole or packed into rows. With tune.objective=dpo and ipo the losses are means over pairs, with rewards
+(tuning/preferences.py).
 """
 
 import math
@@ -32,16 +32,16 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.loss_scale import LossScale
 from rwkv.training.optim import OPTIMISERS, lr_factor, parameter_groups, update_in_backward
 from rwkv.training.sharding import Sharded, total_norm
-from rwkv.training.tbptt import Carried, hidden_of_segments
+from rwkv.training.tbptt import Carried, forward_segments
 
 ValidationBatch = tuple[Tensor, Tensor] | Packed | Whole | Pairs | OfSource
-CARRIED = "carried"                      # key in a checkpoint of the states of trainer.tbptt's document streams
+CARRIED = "carried"                      # checkpoint key: states of trainer.tbptt's document streams
 
 
 class LanguageModel(lightning.LightningModule):
-    """Batches are (x, y), both (B,T) int64: y holds the token after each of x, or -100 for a target that does not count.
+    """Batches are (x, y), both (B,T) int64: y is the token after each of x, or -100 for an ignored target.
 
-    With trainer.tbptt, training batches are Segments, and each row's state carries over from the step before. Batches of
+    With trainer.tbptt, training batches are Segments, and each row's state carries over from the previous step. Batches of
     conversations are Packed.
     """
 
@@ -53,17 +53,17 @@ class LanguageModel(lightning.LightningModule):
         self.max_steps = max_steps
         self.val_bytes_per_token = val_bytes_per_token
         self.val_lost = val_lost
-        self.entry: dict[str, Any] = {}  # what every checkpoint has under ENTRY: the run and the tokenizer
+        self.entry: dict[str, Any] = {}  # under ENTRY in every checkpoint: run and tokenizer
         self.carried = Carried()
         self.loss_scale: LossScale | None = None         # with fp16-mixed
         self.tuned = not all(parameter.requires_grad for parameter in model.parameters())
-        self.strict_loading = not self.tuned     # a checkpoint lacks the frozen weights
+        self.strict_loading = not self.tuned     # checkpoints lack frozen weights
         self.sharded = False             # with trainer=fsdp
-        self.grad_norm: Tensor | None = None     # of the last step, before clipping; None if gradients are not clipped
-        self.sources: Sequence[str] = ()         # the names of data=mix's sources
+        self.grad_norm: Tensor | None = None     # of the last step, before clipping; None without clipping
+        self.sources: Sequence[str] = ()         # names of data=mix's sources
         self.optim_in_backward = False
-        self.preferences: Any = None     # Preferences, for an objective of pairs
-        self.rewards = torch.zeros(len(REWARDS))         # weighted means over this process's batches of the current step
+        self.preferences: Any = None     # Preferences, with a preference objective
+        self.rewards = torch.zeros(len(REWARDS))         # weighted means over this process's batches of the step
         self.on_validation_epoch_start()
 
     def configure_model(self) -> None:
@@ -74,30 +74,30 @@ class LanguageModel(lightning.LightningModule):
     def training_step(self, batch: tuple[Tensor, Tensor] | Packed | Segments | Pairs, batch_idx: int) -> Tensor:
         if isinstance(batch, Pairs):
             loss, rewards = self.preferences.loss(self.model, batch, "train")
-            parts = self.trainer.accumulate_grad_batches
-            before = self.rewards if batch_idx % parts else torch.zeros_like(rewards)
-            self.rewards = before + rewards * (batch.weight / parts)
+            batches = self.trainer.accumulate_grad_batches
+            previous = self.rewards if batch_idx % batches else torch.zeros_like(rewards)
+            self.rewards = previous + rewards * (batch.weight / batches)
             return batch.weight * loss
         if isinstance(batch, Segments):
-            return self.loss_of_segments(batch)
+            return self.segments_loss(batch)
         if isinstance(batch, Packed):
             return batch.weight * self.loss(*batch[:3])
         return self.loss(*batch)
 
     def loss(self, x: Tensor, y: Tensor, starts: Tensor | None = None) -> Tensor:
-        """starts (B,T) bool: where texts begin, for rows with several texts; None for windows."""
+        """starts (B,T) bool: where sequences start in packed rows; None for windows."""
         return self._head_loss(self.model.forward_features(x, starts), y)
 
-    def loss_of_segments(self, batch: Segments) -> Tensor:
-        """The batch's loss times its weight. Its mean over a step's processes and batches is the mean over all targets."""
-        hidden, state = hidden_of_segments(self.model, batch.x, batch.starts_document,
+    def segments_loss(self, batch: Segments) -> Tensor:
+        """The weighted loss of a batch; its mean over a step's processes and batches is the mean over all targets."""
+        hidden, state = forward_segments(self.model, batch.x, batch.starts_document,
                                            self.carried.before(batch.part, self.model, len(batch.x)),
                                            by_block=self.sharded)
         self.carried.after(batch.part, state)
         return batch.weight * self._head_loss(hidden, batch.y)
 
-    def loss_of_whole(self, batch: Whole) -> Tensor:
-        """The mean loss of whole conversations, each read from the empty state. It takes the memory of one slice of batch.T."""
+    def conversation_loss(self, batch: Whole) -> Tensor:
+        """The mean loss of whole conversations, each from the empty state, in chunks of batch.T tokens."""
         state = self.model.empty_state(len(batch.x))
         nats = torch.zeros((), device=batch.x.device)
         for x, y in zip(batch.x.split(batch.T, 1), batch.y.split(batch.T, 1), strict=True):
@@ -106,46 +106,46 @@ class LanguageModel(lightning.LightningModule):
         return nats / (batch.y != IGNORED).sum().clamp(min=1)
 
     def _head_loss(self, hidden: Tensor, y: Tensor) -> Tensor:
-        """l2_wrap and confidence_penalty change the gradient and not the value."""
+        """l2_wrap and confidence_penalty change the gradient, not the value."""
         optim = self.optim
         return head_loss(hidden.flatten(0, 1), self.model.head.weight, y.flatten(), optim.l2_wrap, optim.confidence_penalty)
 
     def on_validation_epoch_start(self) -> None:
-        self._nats = 0.0                 # sums of a validation
+        self._nats = 0.0                 # sums over the validation
         self._tokens = 0
         self._rewards = torch.zeros(len(REWARDS))
-        self._of_source = [[0.0, 0.0] for _ in self.sources]         # nats and tokens
-        self._own: ValidationBatch | None = None         # this process's batch of the next round
+        self._source_sums = [[0.0, 0.0] for _ in self.sources]       # nats and tokens
+        self._next_batch: ValidationBatch | None = None  # this process's batch of the next round
 
     def validation_step(self, batch: ValidationBatch, batch_idx: int) -> None:
-        """Each of n processes computes every n-th batch, all at the same time, and the sums are added up at the end.
+        """Rounds of n batches, one for each of n processes, computed at the same time; sums are reduced at the end.
 
         With trainer=fsdp each forward pass gathers the weights from all processes. So if the last round has fewer batches
-        than processes, the processes without one compute the last batch too, and do not count it.
+        than processes, the processes without one compute the last batch too, without counting it.
         """
-        turn = batch_idx % world_size()
-        if turn == rank():
-            self._own = batch
-        if turn + 1 < world_size() and batch_idx + 1 < self.trainer.num_val_batches[0]:
+        owner = batch_idx % world_size()
+        if owner == rank():
+            self._next_batch = batch
+        if owner + 1 < world_size() and batch_idx + 1 < self.trainer.num_val_batches[0]:
             return
-        read = self._own or batch
+        current = self._next_batch or batch
         rewards = torch.zeros(len(REWARDS))
-        if isinstance(read, Pairs):
-            loss, rewards = self.preferences.loss(self.model, read, "val")
-            count = len(read.numbers)
+        if isinstance(current, Pairs):
+            loss, rewards = self.preferences.loss(self.model, current, "val")
+            count = len(current.numbers)
         else:
-            inputs = read[:2] if isinstance(read, OfSource) else read[:3]
-            loss = self.loss_of_whole(read) if isinstance(read, Whole) else self.loss(*inputs)
-            count = int((read[1] != IGNORED).sum())
-        if self._own is not None:
+            inputs = current[:2] if isinstance(current, OfSource) else current[:3]
+            loss = self.conversation_loss(current) if isinstance(current, Whole) else self.loss(*inputs)
+            count = int((current[1] != IGNORED).sum())
+        if self._next_batch is not None:
             self._nats += loss.item() * count
             self._tokens += count
             self._rewards += rewards.cpu() * count
-            if isinstance(read, OfSource):
-                sums = self._of_source[read.source]
+            if isinstance(current, OfSource):
+                sums = self._source_sums[current.source]
                 sums[0] += loss.item() * count
                 sums[1] += count
-        self._own = None
+        self._next_batch = None
 
     def on_validation_epoch_end(self) -> None:
         self.log("step", float(self.trainer.global_step))
@@ -157,9 +157,9 @@ class LanguageModel(lightning.LightningModule):
         nats, tokens = all_sum(self._nats, self._tokens)
         loss = nats / max(tokens, 1)
         metrics = {"val/loss": loss}
-        for name, sums in zip(self.sources, self._of_source, strict=True):
-            of_source, count = all_sum(*sums)
-            metrics[source_metric(name)] = of_source / max(count, 1)
+        for name, sums in zip(self.sources, self._source_sums, strict=True):
+            source_nats, count = all_sum(*sums)
+            metrics[source_metric(name)] = source_nats / max(count, 1)
         if self.preferences is not None:
             sums = all_sum(*self._rewards.tolist())
             metrics |= {f"val/{name}": total / max(tokens, 1) for name, total in zip(REWARDS, sums, strict=True)}
@@ -181,7 +181,7 @@ class LanguageModel(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
     def on_train_start(self) -> None:
-        """Replaces the optimiser options that Lightning has loaded from the checkpoint by those of this run."""
+        """Replaces the optimiser options from the checkpoint by this run's."""
         optimizer = self.trainer.optimizers[0]
         schedule = self.trainer.lr_scheduler_configs[0].scheduler
         assert isinstance(schedule, torch.optim.lr_scheduler.LambdaLR)
@@ -203,23 +203,23 @@ class LanguageModel(lightning.LightningModule):
         take() if self.loss_scale is None else self.loss_scale.step(take, optimizer)
 
     def on_after_backward(self) -> None:
-        if self.model.gives_back:        # what the first block's backward pass leaves free
+        if self.model.gives_back:        # freed by the first block's backward pass
             give_back_free_blocks()
 
     def configure_gradient_clipping(self, optimizer: Any, gradient_clip_val: float | None = None,
                                     gradient_clip_algorithm: str | None = None) -> None:
-        """Clips by the total norm. Lightning's own clipping refuses fused optimisers in mixed precision, because of a loss
-        scaling that bf16 does not have. With fp16 the optimiser is not fused, and gradients are already unscaled here.
+        """Clips by the total norm. Lightning's clipping refuses fused optimisers in mixed precision because of loss scaling,
+        which bf16 does not have. With fp16 the optimiser is not fused, and gradients are already unscaled here.
         """
         if gradient_clip_val:
             gradients = [parameter.grad for parameter in self.parameters() if parameter.grad is not None]
             self.grad_norm = norm = total_norm(gradients)
-            if self.device.type != "cpu" or not norm <= gradient_clip_val:       # on a GPU, comparing would wait for the device
+            if self.device.type != "cpu" or not norm <= gradient_clip_val:       # a GPU comparison would synchronise
                 torch.nn.utils.clip_grads_with_norm_(self.parameters(), gradient_clip_val, norm)
 
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         checkpoint[ENTRY] = self.entry
-        if self.tuned:                   # the frozen weights are in the file of init_from=
+        if self.tuned:                   # frozen weights are in init_from=
             checkpoint["state_dict"] = {name: parameter.detach() for name, parameter in self.named_parameters()
                                         if parameter.requires_grad}
         carried = self.carried.state_dict()
@@ -228,13 +228,12 @@ class LanguageModel(lightning.LightningModule):
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         """Raises UserError if the checkpoint's tokenizer differs, so that its ids mean other text."""
-        before = checkpoint.get(ENTRY, {}).get("tokenizer")
-        if self.entry and before and before != self.entry["tokenizer"]:
-            was, now = (Tokenizer.from_dict(description) for description in (before, self.entry["tokenizer"]))
-            if was.hash == now.hash:
-                raise UserError(f"the run was trained with texts that end at {was.end_line()}, and now they would end at "
-                                f"{now.end_line()}: leave data.end_of_text out to resume")
-            hashes = [was.hash[:12], now.hash[:12]]
-            raise UserError(f"the run was trained with a tokenizer of hash {hashes[0]}, and data.tokenizer gives one of hash "
-                            f"{hashes[1]} now: the text or the file that it is made from has changed; put it back to resume")
+        saved_tokenizer = checkpoint.get(ENTRY, {}).get("tokenizer")
+        if self.entry and saved_tokenizer and saved_tokenizer != self.entry["tokenizer"]:
+            saved, current = (Tokenizer.from_dict(description) for description in (saved_tokenizer, self.entry["tokenizer"]))
+            if saved.hash == current.hash:
+                raise UserError(f"the run was trained with documents ending at {saved.end_line()}, and now they would end at "
+                                f"{current.end_line()}: leave out data.end_of_text to resume")
+            raise UserError(f"the run was trained with a tokenizer of hash {saved.hash[:12]}, and data.tokenizer now has hash "
+                            f"{current.hash[:12]}: its text or file has changed; restore it to resume")
         self.carried.load_state_dict(checkpoint.get(CARRIED, {}))

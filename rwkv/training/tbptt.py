@@ -1,13 +1,13 @@
 """Truncated back-propagation through time: K segments in sequence, with exact gradients through the states between them.
 
 The state carries over from segment to segment and, without gradients, from step to step. It is reset where a row's segment is
-the first of a document or of a part of one. The K states and outputs are kept, but the activations of only one segment at a
-time: the backward pass computes all segments but the last again. Source: gradient checkpointing over time, arXiv 1606.03401,
-with K equal segments. With trainer=fsdp the blocks compute themselves again instead (prepare_blocks in trainer.py), and their
-inputs are kept for all segments: FSDP gathers weights for a pass through a block, and not inside of another backward pass.
+the first of a document or of a chunk of one. The K states and outputs are saved, but the activations of only one segment at a
+time: the backward pass recomputes all segments but the last. Source: gradient checkpointing over time, arXiv 1606.03401, with K
+equal segments. With trainer=fsdp activation checkpointing is per block instead (prepare_blocks in trainer.py), with the blocks'
+inputs saved for all segments: FSDP gathers weights for a pass through a block, not inside another backward pass.
 
-In half precision each segment converts the weights anew. With autocast's one cached copy, the gradients of K segments would
-accumulate in half precision, and the errors in the matrices would be 1.2 times as large for 16 segments and 1.5 times for 64.
+In half precision each segment converts the weights again. With autocast's cached copy, the gradients of K segments would
+accumulate in half precision, and errors in the matrices would be 1.2 times as large for 16 segments and 1.5 times for 64.
 """
 
 from typing import Any
@@ -20,18 +20,18 @@ from rwkv.distributed import all_gather, rank, world_size
 from rwkv.model.base import Model, State
 
 
-def hidden_of_segments(model: Model, x: Tensor, opens: Tensor, state: State, by_block: bool = False) -> tuple[Tensor, State]:
+def forward_segments(model: Model, x: Tensor, opens: Tensor, state: State, by_block: bool = False) -> tuple[Tensor, State]:
     """(x (B,K,T), the state before x) -> (the head's input (B,K*T,C), the state after x). opens (B,K): where it is reset.
 
-    by_block: the model's blocks keep only their inputs, and segments are not computed again.
+    by_block: checkpoint activations per block instead of per segment.
     """
     K = x.shape[1]
     empty = model.empty_state(len(x))
     outputs = []
     device = x.device.type
-    without_cached_casts = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device),
-                                          cache_enabled=False)
-    with without_cached_casts:
+    uncached_autocast = torch.autocast(device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device),
+                                       cache_enabled=False)
+    with uncached_autocast:
         for k in range(K):
             state = state.where(opens[:, k], empty)
             if by_block or k == K - 1:
@@ -43,9 +43,9 @@ def hidden_of_segments(model: Model, x: Tensor, opens: Tensor, state: State, by_
 
 
 class Carried:
-    """The states of this process's document streams between two steps: a State for each batch that a step accumulates.
+    """The states of this process's document streams between two steps: a State for each accumulated batch of a step.
 
-    A checkpoint holds the states of all processes as plain tensors (L,streams,...) on the CPU, in the order of the streams.
+    A checkpoint holds the states of all processes as plain tensors (L,streams,...) on the CPU, in stream order.
     """
 
     def __init__(self) -> None:
@@ -55,9 +55,9 @@ class Carried:
     def before(self, part: int, model: Model, B: int) -> State:
         """The state of this process's B rows before batch `part` of a step."""
         if part not in self._parts and self._loaded:
-            common = B * world_size()    # the rows of all processes' batches
-            own = slice(part * common + rank(), (part + 1) * common, world_size())
-            state: State = model.generation.State(**self._loaded).rows(own)
+            total = B * world_size()     # the rows of all processes' batches
+            rows = slice(part * total + rank(), (part + 1) * total, world_size())
+            state: State = model.generation.State(**self._loaded).rows(rows)
             return state.to(model.emb.weight.device)
         return self._parts.get(part) or model.empty_state(B)
 
@@ -65,20 +65,20 @@ class Carried:
         self._parts[part] = state.detach()
 
     def states(self) -> dict[int, State]:
-        """The states as they are now, by batch of a step."""
+        """A snapshot of the states, by batch of a step."""
         return dict(self._parts)
 
     def restore(self, states: dict[int, State]) -> None:
         self._parts = dict(states)
 
     def state_dict(self) -> dict[str, Tensor]:
-        """The same in every process. All processes must call it, since it gathers their states."""
+        """A collective operation: gathers the states of all processes. The result is the same in each."""
         ranks = all_gather([[tensor.cpu() for tensor in self._parts[part]] for part in sorted(self._parts)])
         if not self._parts:
             return {}
         kind = type(next(iter(self._parts.values())))
-        parts = [kind(*(torch.stack(tensors, 2).flatten(1, 2) for tensors in zip(*of_ranks, strict=True)))
-                 for of_ranks in zip(*ranks, strict=True)]       # row i of process r is stream i * world_size + r
+        parts = [kind(*(torch.stack(tensors, 2).flatten(1, 2) for tensors in zip(*part_states, strict=True)))
+                 for part_states in zip(*ranks, strict=True)]       # row i of process r is stream i * world_size + r
         return kind.cat(parts).named()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
-"""Trackers of experiments for configs/logger/: TensorBoard, MLflow and Trackio, filed under the names that W&B's runs have.
+"""Experiment trackers for configs/logger/: TensorBoard, MLflow and Trackio, with the same run names as W&B.
 
-Where a tracker stores runs is the user's own setting, such as MLFLOW_TRACKING_URI or TRACKIO_DIR. A continued run goes on in
-the tracker's run that it began, unless its directory is a copy.
+Where a tracker stores runs is the user's setting, such as MLFLOW_TRACKING_URI or TRACKIO_DIR. A resumed run continues its
+tracker run, unless its directory is a copy.
 """
 
 import json
@@ -15,11 +15,11 @@ from lightning.pytorch.loggers import Logger, MLFlowLogger, TensorBoardLogger
 
 from rwkv.io.atomic import write_file
 
-RECORD = "mlflow.json"                   # in a run's directory: the id of its MLflow run, and the directory's path
+RECORD = "mlflow.json"                   # in a run's directory: its MLflow run id and the directory's path
 
 
 class Filed(NamedTuple):
-    """What a run is filed under. project: None for the tracker's own setting, or else `timemix`. continued: it is resumed."""
+    """The names of a tracker run. project: None for the tracker's setting or default_project. continued: it is resumed."""
 
     project: str | None
     default_project: str
@@ -46,13 +46,13 @@ class MLflow(MLFlowLogger):
 
         self._record = filed.out_dir / RECORD
         self._continues = _earlier_id(self._record) if filed.continued else None
-        own = {"experiment_name": filed.project or MLFLOW_EXPERIMENT_NAME.get() or filed.default_project,
-               "run_name": filed.name, "tracking_uri": mlflow.get_tracking_uri(), "run_id": self._continues,
-               "tags": {"group": filed.group} if filed.group else None}
-        super().__init__(**own | arguments)
+        settings = {"experiment_name": filed.project or MLFLOW_EXPERIMENT_NAME.get() or filed.default_project,
+                    "run_name": filed.name, "tracking_uri": mlflow.get_tracking_uri(), "run_id": self._continues,
+                    "tags": {"group": filed.group} if filed.group else None}
+        super().__init__(**settings | arguments)
 
     def log_hyperparams(self, params: Any, *more: Any, **named: Any) -> None:
-        """Logs them once: MLflow refuses other values later."""
+        """Logs them once: MLflow rejects changes."""
         if self._continues is not None:
             self.experiment.set_terminated(self.run_id, "RUNNING")
             return
@@ -83,7 +83,7 @@ class Trackio(Logger):
         return str(self._arguments["name"])
 
     def log_hyperparams(self, params: Any, *more: Any, **named: Any) -> None:
-        with redirect_stdout(sys.stderr):                # where it says what it does
+        with redirect_stdout(sys.stderr):                # it prints status messages
             self._run = self._trackio.init(config=params, **self._arguments)
 
     def log_metrics(self, metrics: Mapping[str, float], step: int | None = None) -> None:
@@ -97,7 +97,7 @@ class Trackio(Logger):
 
 
 def _earlier_id(path: Path) -> str | None:
-    """The id in a record; None without one, and in a copy of a run's directory."""
+    """The id in a record; None without a record, and in a copy of a run's directory."""
     try:
         record = json.loads(path.read_bytes())
         return str(record["id"]) if Path(record["out_dir"]) == path.parent.resolve() else None

@@ -54,15 +54,15 @@ from rwkv.training.tuning.guard import is_compared
 UNHELPFUL = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not have many workers", ".*sync_dist=True",
              "The .grad attribute of a Tensor that is not a leaf", ".*should not be instantiated",
              ".*srun. command is available",
-             "FSDP2-wrapped module")     # warnings of libraries that users cannot act on
+             "FSDP2-wrapped module")     # library warnings that users cannot act on
 
 
 def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: Corpus,
-                  wrong_kernel: str | None) -> lightning.Trainer:
+                  kernel_error: str | None) -> lightning.Trainer:
     """A Trainer that counts optimiser steps, validates every val_every steps and after the last one, and stops cleanly.
 
-    data: for samples, and for a tuned run's losses before and after training. wrong_kernel: what kernel_check.check says.
-    Raises UserError if the prompt of samples cannot be encoded.
+    data: for samples, and for a tuned run's losses before and after training. kernel_error: the message of kernel_check.check.
+    Raises UserError if the samples' prompt cannot be encoded.
     """
     silence_libraries()
     config = run.config
@@ -70,9 +70,9 @@ def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: C
     options = config.trainer
     precision = precision_for(options, device)
     divergence = Divergence(out_dir, options.log_every)
-    saved = Checkpoints(out_dir, options.checkpoint_every, options.val_every, options.keep_last, divergence)
+    checkpoints = Checkpoints(out_dir, options.checkpoint_every, options.val_every, options.keep_last, divergence)
     metrics = Metrics(options.log_every, options.grad_norms)
-    probe = Probe(out_dir, options, metrics.exclude, wrong_kernel)
+    probe = Probe(out_dir, options, metrics.exclude, kernel_error)
     samples = [Samples(config, data.tokenizer, out_dir, run.resume_step, metrics.exclude)] if sample_every(options) else []
     compared = [BeforeAfter(config, data, out_dir, metrics.exclude)] if is_compared(config) else []
     trainer = lightning.Trainer(
@@ -83,7 +83,7 @@ def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: C
         limit_train_batches=options.overfit_batches or None, gradient_clip_val=config.optim.grad_clip or None, logger=loggers,
         log_every_n_steps=1,
         callbacks=[probe, metrics, ProgressBar(metrics), divergence, *samples,
-                   *compared, saved, StopCleanly(saved), RandomState(config.seed)],
+                   *compared, checkpoints, StopCleanly(checkpoints), RandomState(config.seed)],
         default_root_dir=out_dir / FOLDER, enable_checkpointing=False, enable_model_summary=False, enable_progress_bar=False)
     if run.resume_step == options.max_steps:
         trainer.fit_loop.run = partial(_validate_alone, trainer)  # type: ignore[method-assign]
@@ -91,7 +91,7 @@ def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: C
 
 
 def _validate_alone(trainer: lightning.Trainer) -> None:
-    """The last validation of a run that was stopped during it. Lightning's own loop would skip it, since no step is left."""
+    """The last validation of a run that was stopped during it. Lightning's loop would skip it, since no steps are left."""
     loop = trainer.fit_loop
     loop.setup_data()
     loop.reset()
@@ -110,7 +110,7 @@ def silence_libraries() -> None:
 
 
 def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, out_dir: Path) -> None:
-    """Prints a sample on standard output, and on standard error the command for more, or why there is no sample."""
+    """Prints a sample on standard output, and the command for more, or an error, on standard error."""
     if rank() > 0:
         return
     model = trained_model(task, config.trainer.strategy, out_dir).eval()
@@ -124,14 +124,14 @@ def show_sample(task: LanguageModel, tokenizer: Tokenizer, config: TrainConfig, 
         except Exception as error:
             log(f"no sample: {error}")
         print(flush=True)
-    from_it = quote(f"checkpoint={out_dir}")
+    checkpoint_option = quote(f"checkpoint={out_dir}")
     chat = config.data.name == "chat"
-    more = f"{cli.command('chat')} {from_it}" if chat else f"{cli.command('generate')} {from_it} prompt=..."
+    more = f"{cli.command('chat')} {checkpoint_option}" if chat else f"{cli.command('generate')} {checkpoint_option} prompt=..."
     log(f"\nmore: {more}")
 
 
 def trained_model(task: LanguageModel, strategy: str, out_dir: Path) -> Model:
-    """The model in memory; with trainer=fsdp, which divides the weights among processes, the model of the last checkpoint."""
+    """The model in memory; with trainer=fsdp, which shards the weights, the model of the last checkpoint."""
     if strategy != "fsdp":
         return task.model
     checkpoint = read_checkpoint(out_dir / LAST)
@@ -142,27 +142,27 @@ def trained_model(task: LanguageModel, strategy: str, out_dir: Path) -> Model:
     return model
 
 
-def leave_report(out_dir: Path) -> None:
-    """Writes the run's report, and prints what it says is wrong. A failure is printed and does not end the run."""
+def write_report(out_dir: Path) -> None:
+    """Writes the run's report and prints its warnings. A failure is printed and does not end the run."""
     if rank() > 0:
         return
     try:
-        written = report.write(out_dir)
-        log(f"report: {written.page}")
-        for sentence in written.sentences:
+        result = report.write(out_dir)
+        log(f"report: {result.page}")
+        for sentence in result.sentences:
             log(labelled("WARNING", sentence, sys.stderr))
     except Exception as error:
         log(f"no report: {error!r}")
 
 
-def say_result(trainer: lightning.Trainer, data: Corpus, part: str | None = None) -> None:
-    """Prints the losses. part: the tokens of the validation split that were read, in words; None for all."""
+def log_losses(trainer: lightning.Trainer, data: Corpus, part: str | None = None) -> None:
+    """Prints the losses. part: the part of the validation split that was used, in words; None for all."""
     metrics = trainer.callback_metrics
     if part is not None:
-        log(f"validation was of {part}")
-    of_pairs = data.conversations is not None and data.conversations[1].paired
-    loss = f"val/loss {metrics['val/loss']:.4f} {'per pair' if of_pairs else 'nats per token'}"
-    if of_pairs:
+        log(f"validation used {part}")
+    paired = data.conversations is not None and data.conversations[1].paired
+    loss = f"val/loss {metrics['val/loss']:.4f} {'per pair' if paired else 'nats per token'}"
+    if paired:
         loss += "".join(f", val/{name} {metrics[f'val/{name}']:.4f}" for name in REWARDS)
     if "val/bpb" in metrics:
         loss += f", val/bpb {metrics['val/bpb']:.4f} bits per byte (gzip -9 of the same text: {data.sizes.gzip_bpb:.4f})"
@@ -170,13 +170,13 @@ def say_result(trainer: lightning.Trainer, data: Corpus, part: str | None = None
     log(wrapped(f"{loss}; {lost}" if lost else loss, sys.stderr))
     if data.parts:
         losses = (f"{part.name} {metrics[source_metric(part.name)]:.4f}" for part in data.parts)
-        log(wrapped(f"of each source: {', '.join(losses)}", sys.stderr))
+        log(wrapped(f"val/loss by source: {', '.join(losses)}", sys.stderr))
     for line in compared(trainer):
         log(wrapped(line, sys.stderr))
 
 
 def compared(trainer: lightning.Trainer) -> list[str]:
-    """A line about the losses before and after tuning; none in other runs."""
+    """Lines on the losses before and after tuning; none in other runs."""
     return [callback.describe() for callback in trainer.callbacks          # type: ignore[attr-defined]
             if isinstance(callback, BeforeAfter) and callback.after is not None]
 
@@ -185,13 +185,13 @@ def strategy_for(config: TrainerConfig) -> dict[str, Any]:
     """Lightning's arguments for the processes and their strategy."""
     shared = {"devices": world_size() // config.num_nodes, "num_nodes": config.num_nodes, "use_distributed_sampler": False}
     if config.strategy == "fsdp":
-        return shared | {"strategy": Sharded(config), "inference_mode": False}       # its tensors cannot be trained afterwards
+        return shared | {"strategy": Sharded(config), "inference_mode": False}       # inference tensors cannot be trained later
     return shared | ({"strategy": DDPStrategy()} if config.strategy == "ddp" and launched() else {})
 
 
 def environment() -> ClusterEnvironment:
-    """How the processes were started. Lightning would guess it from environment variables: in a batch job it takes a single
-    process for one of SLURM's tasks, and at SIGUSR1 it writes a checkpoint of its own.
+    """How the processes were launched. Lightning would guess from environment variables: in a batch job it takes a single
+    process for a SLURM task, and at SIGUSR1 it writes its own checkpoint.
     """
     return TorchElasticEnvironment() if launched() else LightningEnvironment()
 
@@ -205,14 +205,14 @@ def precision_for(config: TrainerConfig, device: torch.device) -> dict[str, Any]
 
 
 def prepare_blocks(model: Model, config: TrainerConfig) -> Model:
-    """Applies trainer.activation_checkpointing and trainer.compile to each block; names and values of the weights stay. In half
-    precision the weights get a cache of their rounded copies.
+    """Applies trainer.activation_checkpointing and trainer.compile to each block, keeping names and values of the weights. In
+    half precision adds a weight cache.
 
-    Raises UserError if there is no compiler for trainer.compile.
+    Raises UserError if trainer.compile has no compiler.
     """
     if config.compile and (compiler := missing_compiler()):
-        raise UserError(f"trainer.compile=true needs a C++ compiler, and there is no {compiler} on the PATH: install it, or "
-                        "leave trainer.compile out")
+        raise UserError(f"trainer.compile=true requires a C++ compiler, and {compiler} is not on the PATH: install it, or "
+                        "leave out trainer.compile")
     if dtype_for(config.precision) != torch.float32 and caches_weights(config):
         model.weight_cache = WeightCache(parameter for parameter in model.parameters() if parameter.requires_grad)
     for block in model.blocks:
@@ -224,13 +224,13 @@ def prepare_blocks(model: Model, config: TrainerConfig) -> Model:
 
 
 def caches_weights(config: TrainerConfig) -> bool:
-    """Whether a run in half precision has rounded copies of its weights. Where a backward pass updates weights one by one, each
-    update would renew all copies.
+    """Whether a half-precision run has a weight cache. With optim_in_backward each parameter's update would invalidate all of
+    it.
     """
     return config.strategy != "fsdp" and not config.compile and not config.optim_in_backward
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """A function that calls the compiled `forward` only with gradients: without, torch 2.13 cannot trace autograd.Function."""
+    """Calls the compiled `forward` only with gradients: without, torch 2.13 cannot trace autograd.Function."""
     compiled = torch.compile(forward)
     return lambda *inputs: (compiled if torch.is_grad_enabled() else forward)(*inputs)

@@ -402,7 +402,7 @@ def test_with_tbptt_validation_reads_conversations_whole(tmp_path: Path, generat
     for batch in DataModule(talks, DataConfig(batch_size=2), 16, 0, tbptt=2).val_dataloader():
         assert isinstance(batch, Whole)
         own = int((batch.y != IGNORED).sum())
-        nats, count = nats + task.loss_of_whole(batch).item() * own, count + own
+        nats, count = nats + task.conversation_loss(batch).item() * own, count + own
         for x, y in zip(batch.x, batch.y, strict=True):
             alone += task.loss(x[None], y[None]).item() * int((y != IGNORED).sum())
     assert count == int(talks.conversations[1].learnt[:].sum())

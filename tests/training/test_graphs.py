@@ -32,7 +32,7 @@ def test_a_small_run_on_a_gpu_has_graphs_and_a_large_one_only_if_asked() -> None
     assert graphs.chosen(SMALL, GPU, "cuda_v3")
     assert not graphs.chosen(large, GPU, "cuda_v3")
     assert graphs.chosen(asked, GPU, "triton_scan")
-    assert "busy longer" in str(graphs.describe(large, GPU, "cuda_v3"))
+    assert "bottleneck" in str(graphs.describe(large, GPU, "cuda_v3"))
     assert "trainer.graphs=false" in str(graphs.describe(SMALL, GPU, "cuda_v3"))
 
 

@@ -84,7 +84,7 @@ def test_the_users_settings_win_over_defaults_and_options_over_both(tmp_path: Pa
 def test_a_setting_that_wandb_refuses_is_a_sentence_before_the_data_are_read(name: str, value: str,
                                                                              monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(name, value)
-    with pytest.raises(UserError, match="W&B refuses"):
+    with pytest.raises(UserError, match="W&B rejected"):
         loggers.require(CONFIG)
 
 

@@ -16,7 +16,7 @@ from rwkv.config import DataConfig, ModelConfig, TrainConfig, TrainerConfig
 from rwkv.errors import UserError
 from rwkv.model.base import n_parameters
 from rwkv.training.device import is_planned_elsewhere
-from rwkv.training.memory import bytes_of_a_checkpoint, estimate
+from rwkv.training.memory import estimate, one_checkpoint_bytes
 from rwkv.training.on_paper import GIB, GPUS, MEASURED, Measured, exchanged_bytes, nearest, on_paper, with_whole_rows
 from rwkv.training.run.options import check_new_run
 
@@ -115,7 +115,7 @@ def test_the_table_of_the_documentation_is_that_of_the_plan() -> None:
                           "trainer.activation_checkpointing=true", "plan=h100")
         result = on_paper(config, 65536, GPUS["h100"])
         fixed = estimate(config, 65536, result.devices, round(GPUS["h100"].gib * GIB)).fixed
-        size = bytes_of_a_checkpoint(config, 65536) / 1e9
+        size = one_checkpoint_bytes(config, 65536) / 1e9
         low, high = result.tokens_per_second
         assert rows[""][column] == model
         for row, expected in {

@@ -403,7 +403,7 @@ def test_tuning_that_ends_in_its_warm_up_is_said(init_from: str | None, steps: i
     config = configured(1, 8, 4, 10)
     config = replace(config, init_from=init_from, optim=replace(config.optim, warmup_steps=10),
                      trainer=replace(config.trainer, max_steps=steps))
-    assert bool(list(plan._wrong_length(config, 1.0, False))) == said
+    assert bool(list(plan._length_warnings(config, 1.0, False))) == said
 
 
 @pytest.mark.parametrize(("seconds", "said"), [(0.001, "1 s"), (0.9, "54 s"), (1.5, "1.5 minutes"), (60, "60.0 minutes"),
@@ -453,7 +453,7 @@ def test_a_debug_run_validates_a_part_and_says_so(run: Run) -> None:
                            "trainer.val_every=1", "out_dir=run")
     assert status == 0, error
     (planned,) = [line for line in error.splitlines() if line.startswith("validation ") and " times " in line]
-    (told,) = [line for line in error.splitlines() if line.startswith("validation was of")]
+    (told,) = [line for line in error.splitlines() if line.startswith("validation used")]
     assert "the first 512 of " in planned
     assert "the first 512 of " in told
     assert "512 tokens" in Path("run/report.html").read_text()

@@ -98,7 +98,7 @@ def bf16_errors(seed: int) -> tuple[float, float]:
     x, y = read.x.flatten(1), read.y.flatten(1)
     exact = flat(gradients(task, task.loss(x, y)))
     with torch.autocast("cpu", torch.bfloat16):
-        tbptt = flat(gradients(task, task.loss_of_segments(read)))
+        tbptt = flat(gradients(task, task.segments_loss(read)))
     with torch.autocast("cpu", torch.bfloat16):
         whole = flat(gradients(task, task.loss(x, y)))
     return tuple(float((found - exact).norm() / exact.norm()) for found in (tbptt, whole))

@@ -1,1 +1,1 @@
-"""What happens around training steps: one Lightning callback, or several of one purpose, in each file."""
+"""Lightning callbacks: one file per purpose."""

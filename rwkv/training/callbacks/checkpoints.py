@@ -1,13 +1,13 @@
 """A run's checkpoints. A run resumes from them bit-exactly; each is written atomically, read back and verified.
 
     checkpoints/last.ckpt      every trainer.checkpoint_every steps, after the last step, and when training is interrupted
-    checkpoints/last-1.ckpt    the one before it, and so on: trainer.keep_last of them in all
+    checkpoints/last-1.ckpt    the previous one, and so on: trainer.keep_last in all
     checkpoints/best.ckpt      the one with the lowest val/loss
 
-With trainer=fsdp each is a folder, which is written while training goes on (rwkv/training/shards.py).
+With trainer=fsdp each is a folder, written while training continues (rwkv/training/shards.py).
 
-Beside what Lightning saves (weights, optimiser, schedule, gradient scaler, position in the data), each holds the states of
-all random number generators. Checkpoints are saved in hooks of fit only: after fit, the loaders have lost their position.
+In addition to what Lightning saves (weights, optimiser, schedule, gradient scaler, data position), each holds the states of
+all random number generators. Checkpoints are saved only in hooks of fit: after fit, the loaders have lost their position.
 """
 
 import itertools
@@ -45,17 +45,17 @@ VALIDATION = "epoch_loop.val_loop.batch_progress"
 
 
 class VerifiedFiles(TorchCheckpointIO):
-    """Lightning's reader and writer of checkpoints, with atomic writes that are verified."""
+    """Lightning's checkpoint I/O with atomic, verified writes."""
 
     def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        """Raises UserError when the disk is full or the written file cannot be read back."""
+        """Raises UserError if the disk is full or the written file cannot be read back."""
         path = Path(path)
-        folder = path.is_dir()           # of the run's earlier processes, with trainer=fsdp
+        is_folder = path.is_dir()        # from earlier processes with trainer=fsdp
         try:
-            if folder:
+            if is_folder:
                 path.rename(replaced_by(path))
             write_file(path, lambda file: _write_and_verify(checkpoint, file))
-            if folder:
+            if is_folder:
                 remove(replaced_by(path))
         except (OSError, RuntimeError, CheckpointError) as error:        # torch turns a full disk into a RuntimeError
             raise worker_error(error) or unwritable(path, error) from None
@@ -69,9 +69,9 @@ class VerifiedFiles(TorchCheckpointIO):
 
 @dataclass(eq=False)
 class Checkpoints(Callback):
-    """Saves the last and the best checkpoints. A step includes its validation: a step that has one is saved after it.
+    """Saves the last and the best checkpoints. A step with a validation is saved after it.
 
-    every, val_every: in steps. keep: the number of last checkpoints that stay.
+    every, val_every: in steps. keep: the number of last checkpoints to keep.
     """
 
     out_dir: Path
@@ -81,7 +81,7 @@ class Checkpoints(Callback):
     divergence: Divergence
     best: float = math.inf
     _validating: bool = False
-    _saved: tuple[int, bool] = (0, True)         # the step of last.ckpt, and whether that step's validation had ended
+    _saved: tuple[int, bool] = (0, True)         # the step of last.ckpt, and whether its validation had ended
 
     def state_dict(self) -> dict[str, Any]:
         return {"best": self.best}
@@ -94,7 +94,7 @@ class Checkpoints(Callback):
             trainer.strategy.after_save = partial(settle, self.out_dir, self.keep)
 
     def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        self._saved = (trainer.global_step, False)       # this step is saved again only after a repeated validation
+        self._saved = (trainer.global_step, False)       # saved again only after a repeated validation
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         step = trainer.global_step
@@ -123,15 +123,15 @@ class Checkpoints(Callback):
             self.save_last(trainer)
 
     def on_save_checkpoint(self, trainer: lightning.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Makes an unfinished validation start again from its first batch; Lightning would continue in the middle of it."""
+        """Makes an unfinished validation restart from its first batch; Lightning would continue in the middle."""
         started = int(self._validating)
         progress = {"ready": started, "started": started, "processed": 0, "completed": 0}
         checkpoint["loops"]["fit_loop"][VALIDATION] = {"total": progress, "current": dict(progress), "is_last_batch": False}
 
     def on_load_checkpoint(self, trainer: lightning.Trainer, pl_module: Any, checkpoint: dict[str, Any]) -> None:
-        """Sets whether the last batch that was read ends Lightning's epoch, the whole run, by the run's present length.
+        """Recomputes from the run's current length whether the last batch ends Lightning's epoch, which is the whole run.
 
-        A run that had ended may be longer now. Lightning would then begin an epoch and read the data from the start.
+        A finished run may have been extended. Lightning would then start another epoch from the beginning of the data.
         """
         batches = trainer.max_steps * trainer.accumulate_grad_batches
         if isinstance(trainer.limit_train_batches, int):         # set by trainer.overfit_batches
@@ -146,29 +146,28 @@ class Checkpoints(Callback):
         """Saves last.ckpt unless it is up to date.
 
         If last.ckpt is of the same step, from before its validation ended, it is replaced. Otherwise the new one is written as
-        next.ckpt, and `settle` renames it and the older ones; after a kill in between, the resumed run does so.
+        next.ckpt, and `settle` renames it and the older ones; after a kill in between, the resumed run renames them.
         """
-        now = (trainer.global_step, not self._validating)
-        if now == self._saved:
+        current = (trainer.global_step, not self._validating)
+        if current == self._saved:
             return
         self.divergence.require_finite(trainer)
         same_step = trainer.global_step == self._saved[0]
         trainer.save_checkpoint(self.out_dir / FOLDER / (LAST.name if same_step else NEXT))
-        self._saved = now
+        self._saved = current
         if rank() == 0 and not isinstance(trainer.strategy, Sharded):
             settle(self.out_dir, self.keep)
 
     def finish(self, trainer: lightning.Trainer) -> None:
-        """Waits until no checkpoint is being written. Raises UserError if it cannot be written."""
+        """Waits for a checkpoint that is being written. Raises UserError if it cannot be written."""
         if isinstance(trainer.strategy, Sharded):
             trainer.strategy.finish()
 
 
 class RandomState(Callback):
-    """Saves and restores the states of torch's, Python's and NumPy's random number generators, for each process.
+    """Saves and restores the random number generators of torch, Python and NumPy, for each process.
 
-    Every process but the first seeds its own before a new run, and where it joins a resumed one: dropout draws another mask for
-    each process's rows.
+    Processes other than rank 0 reseed in a new run, and when they join a resumed one, so that dropout masks differ by process.
     """
 
     def __init__(self, seed: int) -> None:
@@ -182,16 +181,16 @@ class RandomState(Callback):
         self._loaded = state_dict["ranks"]
 
     def on_train_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        if rank() < len(self._loaded):   # restored only now, since setting up the run draws random numbers
+        if rank() < len(self._loaded):   # only now: the setup draws random numbers
             _set_random_state(self._loaded[rank()])
         elif rank():
             _seed(int(np.random.SeedSequence((self.seed, rank(), trainer.global_step)).generate_state(1)[0]))
 
 
 def settle(out_dir: Path, keep: int | None = None) -> None:
-    """Renames next.ckpt to last.ckpt and the older ones to last-1.ckpt ..., and removes what is left of an interrupted write.
+    """Renames next.ckpt to last.ckpt and the older ones to last-1.ckpt ..., and removes remains of interrupted writes.
 
-    keep: the number of last checkpoints that stay; None keeps all.
+    keep: the number of last checkpoints to keep; None for all.
     """
     folder = out_dir / FOLDER
     for temporary in sorted(folder.glob(".*.ckpt.*"), key=lambda path: path.suffix == ".old"):
@@ -205,7 +204,7 @@ def settle(out_dir: Path, keep: int | None = None) -> None:
 
 
 def _recover(temporary: Path, path: Path) -> None:
-    """Finishes the replacement of `path`, if a kill has interrupted it after the new checkpoint was complete."""
+    """Finishes a replacement of `path` that was killed after the new checkpoint was complete."""
     if temporary.suffix == ".old" and is_checkpoint(temporary) and not is_checkpoint(path):
         temporary.rename(path)
     elif is_sharded(temporary) and temporary.suffix[1:].isdigit():
@@ -215,29 +214,29 @@ def _recover(temporary: Path, path: Path) -> None:
 
 
 def newest_sound(out_dir: Path) -> Checkpoint | None:
-    """The newest sound checkpoint; None if there is none. Newer, damaged ones are renamed, with a warning. best.ckpt counts if
-    it is the only one: the run ended after a validation and before its first last.ckpt.
+    """The newest sound checkpoint; None if there is none. Newer, damaged ones are renamed, with a warning. best.ckpt is used if
+    it is the only one: the run ended between a validation and its first last.ckpt.
 
     Raises UserError if all checkpoints are damaged; they keep their names, so that the next call raises it too. Raises
-    UnreadableError for a checkpoint that cannot be read for another reason.
+    UnreadableError if a checkpoint cannot be read for another reason.
     """
     damaged: list[tuple[Path, CheckpointError]] = []
     for path in _by_age(out_dir).values():
         try:
-            sound = read_checkpoint(path)
+            checkpoint = read_checkpoint(path)
         except UnreadableError:
             raise
         except CheckpointError as error:
             damaged.append((path, error))
         else:
-            for wrong, problem in damaged:
-                remove(wrong.with_name(DAMAGED))
-                wrong.replace(wrong.with_name(DAMAGED))
-                print(f"{wrong} is damaged and now called {DAMAGED}; continuing from the one before it ({problem})",
+            for bad_path, problem in damaged:
+                remove(bad_path.with_name(DAMAGED))
+                bad_path.replace(bad_path.with_name(DAMAGED))
+                print(f"{bad_path} is damaged and now called {DAMAGED}; continuing from the one before it ({problem})",
                       file=sys.stderr)
-            return sound
+            return checkpoint
     if damaged or (out_dir / FOLDER / DAMAGED).exists():
-        raise UserError(f"every checkpoint in {out_dir / FOLDER} is damaged, so the run cannot be continued: begin a new one, "
+        raise UserError(f"every checkpoint in {out_dir / FOLDER} is damaged, so the run cannot be resumed: start a new one, "
                         f"with init_from={out_dir / BEST} if that file is sound")
     return read_checkpoint(out_dir / BEST) if is_checkpoint(out_dir / BEST) else None
 
@@ -250,13 +249,13 @@ def _shift(folder: Path) -> None:
 
 
 def _by_age(out_dir: Path) -> dict[int, Path]:
-    """The paths by age, the newest first: 0 for last.ckpt, 1 for last-1.ckpt and so on."""
-    found = {}
+    """The paths by age, newest first: 0 for last.ckpt, 1 for last-1.ckpt and so on."""
+    paths = {}
     for path in (out_dir / FOLDER).glob("last*.ckpt"):
         name = re.fullmatch(r"last(?:-(\d+))?\.ckpt", path.name)
         if name:
-            found[int(name[1] or 0)] = path
-    return dict(sorted(found.items()))
+            paths[int(name[1] or 0)] = path
+    return dict(sorted(paths.items()))
 
 
 def _name(age: int) -> str:
@@ -271,14 +270,14 @@ def _write_and_verify(checkpoint: dict[str, Any], file: Any) -> None:
 
 
 def _random_state() -> dict[str, Any]:
-    """The generators' states in plain containers, so that weights_only=True loads them."""
+    """The generators' states in plain containers, loadable with weights_only=True."""
     kind, keys, *rest = np.random.get_state(legacy=True)
     state = {"torch": torch.get_rng_state(), "python": random.getstate(), "numpy": (kind, np.asarray(keys).tolist(), *rest)}
     return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
 def _seed(seed: int) -> None:
-    torch.manual_seed(seed)              # the GPU's generators too
+    torch.manual_seed(seed)              # also of GPUs
     random.seed(seed)
     np.random.seed(seed)
 

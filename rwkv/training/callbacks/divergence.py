@@ -1,4 +1,4 @@
-"""Ends a run in all its processes before a loss or a weight that is not finite reaches a checkpoint."""
+"""Stops a run in all processes before a non-finite loss or weight reaches a checkpoint."""
 
 import math
 from dataclasses import dataclass, field
@@ -21,16 +21,16 @@ class Diverged(UserError):
 
 @dataclass(eq=False)
 class Divergence(Callback):
-    """Raises Diverged for a loss or a weight that is not finite.
+    """Raises Diverged for a non-finite loss or weight.
 
-    Losses are read every log_every steps, before a validation and before a checkpoint: reading each would wait for the GPU.
+    Losses are checked every log_every steps, before a validation and before a checkpoint: checking each would synchronise.
     """
 
     out_dir: Path
     log_every: int
     _lr: float = 0.0
-    _loss: Any = 0.0                     # of the current step; every accumulated batch adds its share
-    _unread: list[tuple[int, float, Tensor]] = field(default_factory=list)       # step, learning rate and loss
+    _loss: Any = 0.0                     # of the current step, summed over accumulated batches
+    _unchecked: list[tuple[int, float, Tensor]] = field(default_factory=list)    # step, learning rate and loss
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
         self._lr = trainer.optimizers[0].param_groups[0]["lr"]
@@ -39,17 +39,17 @@ class Divergence(Callback):
         self._loss = self._loss + outputs["loss"].detach()
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
-        self._unread.append((trainer.global_step, self._lr, self._loss))
+        self._unchecked.append((trainer.global_step, self._lr, self._loss))
         self._loss = 0.0
         if trainer.global_step % self.log_every == 0:
-            self._read_losses(trainer)
+            self._check_losses(trainer)
 
     def on_validation_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        self._read_losses(trainer)
+        self._check_losses(trainer)
 
     def require_finite(self, trainer: lightning.Trainer, val_loss: float = 0.0) -> None:
         """Raises Diverged unless losses and weights are finite. Called before a checkpoint is written, in all processes."""
-        self._read_losses(trainer)
+        self._check_losses(trainer)
         if not math.isfinite(val_loss):
             raise self._diverged("val/loss", trainer.global_step, self._lr)
         if isinstance(trainer.strategy, Sharded):
@@ -58,15 +58,15 @@ class Divergence(Callback):
         if all_sum(not norm.isfinite())[0]:
             raise self._diverged("a weight", trainer.global_step, self._lr)
 
-    def _read_losses(self, trainer: lightning.Trainer) -> None:
-        if not self._unread:
+    def _check_losses(self, trainer: lightning.Trainer) -> None:
+        if not self._unchecked:
             return
-        losses = torch.stack([loss for _, _, loss in self._unread]).tolist()
-        processes = all_sum(*(not math.isfinite(loss) for loss in losses))       # in how many each loss is not finite
-        for (step, lr, _), diverged in zip(self._unread, processes, strict=True):
-            if diverged:
+        losses = torch.stack([loss for _, _, loss in self._unchecked]).tolist()
+        counts = all_sum(*(not math.isfinite(loss) for loss in losses))          # processes where each loss is not finite
+        for (step, lr, _), count in zip(self._unchecked, counts, strict=True):
+            if count:
                 raise self._diverged("train/loss", step, lr)
-        self._unread.clear()
+        self._unchecked.clear()
 
     def _diverged(self, quantity: str, step: int, lr: float) -> Diverged:
         return Diverged(f"training diverged: {quantity} is not finite at step {step}, where the learning rate is {lr:.3g}; try "

@@ -1,4 +1,4 @@
-"""A clean stop: Ctrl-C, SIGTERM and the other signals of rwkv/io/signals.py end a run between two steps, with a checkpoint."""
+"""A clean stop: Ctrl-C, SIGTERM and the other signals of rwkv/io/signals.py stop a run between two steps, with a checkpoint."""
 
 import signal
 from contextlib import suppress
@@ -17,10 +17,9 @@ class Interrupted(Exception):
 
 
 class StopCleanly(Callback):
-    """The first signal ends training after the current step, with a checkpoint; Ctrl-C after it ends training at once.
+    """The first signal stops training after the current step, with a checkpoint; Ctrl-C after it stops training at once.
 
-    A signal during validation ends training there, with a checkpoint from before the validation, so that the continued run
-    repeats it.
+    A signal during validation stops it there, with a checkpoint from before the validation, which the resumed run repeats.
     """
 
     def __init__(self, checkpoints: Checkpoints) -> None:
@@ -53,5 +52,5 @@ class StopCleanly(Callback):
 
 
 def _announce_stop(number: int) -> None:
-    with suppress(RuntimeError):         # the signal may come while standard error is being written
+    with suppress(RuntimeError):         # the signal may interrupt a write to standard error
         log(f"\n{signal.Signals(number).name}: stopping after this step; Ctrl-C now stops at once ...")

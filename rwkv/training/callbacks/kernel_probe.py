@@ -1,15 +1,15 @@
-"""The cost and the error of a run's kernel on the run's own data: out_dir/kernel.json.
+"""The speed and the error of a run's kernel on the run's own data: out_dir/kernel.json.
 
-The machine is always recorded, and as `wrong` what kernel_check.py has said of the kernel. trainer.probe=true adds:
-- times of about SAMPLES steps after the warm-up: of the step, and of the operator's forward and backward passes in it. A clock
-  measures them on a CPU, CUDA events on a GPU; the events are read after training;
+The machine is always recorded, and the message of kernel_check.py as `wrong`. trainer.probe=true adds:
+- times of about SAMPLES steps after the warm-up: the step, and the operator's forward and backward passes in it, measured by a
+  clock on a CPU and by CUDA events on a GPU, which are read after training;
 - errors of the operator's output and gradients in each layer, against the reference in float64. They are measured on the inputs
   and the upstream gradient of two batches: one at the start, and the last one after the last step. The start is the third step:
-  a model begins with matrices of zero, so that before it all gradients that reach the operator are zero. If no weight before
+  a model is initialised with zero matrices, so before it all gradients that reach the operator are zero. If no weight before
   the operator is trained, as in the first layers of some tuned models, only the output is measured.
 
 The probe changes no bit of training. Errors are measured in an extra pass over half of a batch, which takes less memory than a
-step; its gradients are dropped, and the random generators are restored after it (tune.dropout draws from them).
+step; its gradients are dropped, and the random generators, which tune.dropout uses, are restored after it.
 """
 
 import inspect
@@ -38,13 +38,13 @@ from rwkv.report.reading import KERNEL, read_mapping
 from rwkv.training.kernel_check import sentence
 
 START = 2                                # the step, from 0, at which errors are measured first
-WARM_UP = 20                             # steps before the first timed one; a fifth of a short run
+WARM_UP = 20                             # steps before the first timed one, at most a fifth of the run
 SAMPLES = 100                            # timed steps, roughly
 Operator = Callable[..., tuple[Tensor, Any]]     # operator(inputs ..., state) -> (y, state)
 
 
 def mark(device: str) -> Any:
-    """The present moment: on a CPU a time; on a GPU an event of the current stream, recorded without waiting for the GPU."""
+    """A timestamp: on a CPU a time; on a GPU an event of the current stream, recorded without synchronising."""
     if device != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -53,7 +53,7 @@ def mark(device: str) -> Any:
 
 
 def milliseconds(begin: Any, end: Any) -> float:
-    """The time between two moments. On a GPU it waits for the second, so it is called after training."""
+    """The time between two timestamps. On a GPU it synchronises, so it is called after training."""
     if isinstance(begin, float):
         return 1000 * (end - begin)
     end.synchronize()
@@ -87,9 +87,9 @@ class Sample:
 
 
 class Record:
-    """What one layer's operator reads and gives in one pass: inputs by name, state, output y, and the gradients of all.
+    """Records one layer's operator in one pass: inputs by name, state, output y, and all gradients.
 
-    grads: the inputs' gradients; empty if there are none.
+    grads: the inputs' gradients; empty without any.
     """
 
     def __init__(self, operator: Operator) -> None:
@@ -125,8 +125,8 @@ class Record:
         if self.grads:
             names += [f"grad {name}" for name in leaves]
             expected += torch.autograd.grad(y, list(leaves.values()), self.grad_y.double())
-        return {name: {"err_ratio": err_ratio(actual, right), "max": float((actual - right).abs().max())}
-                for name, actual, right in zip(names, (self.y, *self.grads), expected, strict=True)}
+        return {name: {"err_ratio": err_ratio(actual, exact), "max": float((actual - exact).abs().max())}
+                for name, actual, exact in zip(names, (self.y, *self.grads), expected, strict=True)}
 
     def ranges(self) -> dict[str, list[float]]:
         return {name: [float(tensor.min()), float(tensor.max())] for name, tensor in self.inputs.items()}
@@ -154,19 +154,20 @@ class Wrapped:
 
 
 class Probe(Callback):
-    """Writes out_dir/kernel.json in rank 0 when training begins, and again when it ends or fails.
+    """Writes out_dir/kernel.json in rank 0 when training starts, and again when it ends or fails.
 
-    exclude(seconds) is called with the time that each measurement of errors took. wrong: what kernel_check.check says.
+    exclude(seconds) is called with the duration of each error measurement. kernel_error: the message of kernel_check.check.
     """
 
-    def __init__(self, out_dir: Path, options: TrainerConfig, exclude: Callable[[float], None], wrong: str | None) -> None:
+    def __init__(self, out_dir: Path, options: TrainerConfig, exclude: Callable[[float], None],
+                 kernel_error: str | None) -> None:
         self.path = out_dir / KERNEL
         self.options = options
         self.measured: dict[str, Any] = {}       # the content of kernel.json
         self._exclude = exclude
-        self._wrong = wrong
-        self._disabled = _why_disabled(options)  # the reason; None if the probe is on
-        self._first_step = 0             # of this part of the run
+        self._kernel_error = kernel_error
+        self._disabled = _why_disabled(options)  # why; None if the probe is on
+        self._first_step = 0             # since this start or resume
         self._max_steps = 0
         self._samples: list[Sample] = []
         self._sample: Sample | None = None       # of the current step
@@ -179,7 +180,7 @@ class Probe(Callback):
         earlier = read_mapping(self.path, json.loads, []) if self._first_step else {}
         self.measured = {
             "kernel": _time_mixers(pl_module)[0].wkv.name, "device": pl_module.device.type, "precision": self.options.precision,
-            "machine": describe(pl_module.device.type), "wrong": earlier.get("wrong", self._wrong),
+            "machine": describe(pl_module.device.type), "wrong": earlier.get("wrong", self._kernel_error),
             "probe": self._disabled or "on", "warm_up": self._warm_up(),
             "steps": [row for row in earlier.get("steps", []) if row["step"] < self._first_step],
             "errors": {when: errors for when, errors in earlier.get("errors", {}).items() if when == "start"},
@@ -229,9 +230,9 @@ class Probe(Callback):
             for name, error in layer["errors"].items():
                 largest[name] = max(largest.get(name, 0.0), error["err_ratio"])
         where = f"on the run's data at step {measured['step']}"
-        wrong = sentence(self.measured["kernel"], misses(largest, measured["allowed"]), where)
-        if wrong:
-            tqdm.write(labelled("WARNING", wrong, sys.stderr), file=sys.stderr)
+        message = sentence(self.measured["kernel"], misses(largest, measured["allowed"]), where)
+        if message:
+            tqdm.write(labelled("WARNING", message, sys.stderr), file=sys.stderr)
 
     def _finish(self) -> None:
         if self.measured:
@@ -275,14 +276,14 @@ def measure_errors(trainer: lightning.Trainer, pl_module: lightning.LightningMod
 
 
 def _half(batch: Any) -> tuple[Tensor, Tensor]:
-    """The first half of a batch's rows; of segments (B,K,T), the first segment of these rows."""
+    """The first half of a batch's rows; with segments (B,K,T), their first segments."""
     x, y = (batch.x[:, 0], batch.y[:, 0]) if isinstance(batch, Segments) else batch[:2]
     rows = max(1, len(x) // 2)
     return x[:rows], y[:rows]
 
 
 def _time_mixers(pl_module: lightning.LightningModule) -> list[Any]:
-    """The modules that hold the operator, one for each layer."""
+    """The modules that call the operator, one per layer."""
     return [block.att for block in cast(Any, pl_module).model.blocks]
 
 

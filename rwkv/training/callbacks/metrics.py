@@ -24,30 +24,29 @@ from rwkv.training.sharding import total_norm
 class Metrics(Callback):
     """Logs train/loss, lr, tok_per_sec, grad_norm (before clipping) and peak_mem (MiB, of rank 0) every `log_every` steps.
 
-    train/loss is the mean of the steps since the row before, as are train/rewards_* of pairs of answers; the other numbers are
-    the last step's. Checkpoints hold the sums of the steps after the last row, so that a continued run logs the same means.
+    train/loss and, for pairs of answers, train/rewards_* are means over the steps since the previous row; the other values are
+    the last step's. Checkpoints hold the sums since the last row, so that a resumed run logs the same means.
 
-    tok_per_sec excludes the time of validation and sampling, and the padding of trainer.tbptt's segments. With grad_norms, the
-    gradient norm of each part of the model is logged too. After training, the median milliseconds of the logged steps are
-    printed.
+    tok_per_sec excludes validation, sampling and the padding of trainer.tbptt's segments. With grad_norms, the gradient norm of
+    each part of the model is logged too. After training, prints the median milliseconds of the logged steps.
     """
 
     log_every: int
     grad_norms: bool = False
     latest: Mapping[str, Any] = field(default_factory=dict)
-    _interval_start: float = 0.0         # an interval begins after a logged step, a validation or a sample
-    _interval_tokens: int = 0            # tokens read in this interval
-    _interval_counted: int = 0           # the same without padding
+    _interval_start: float = 0.0         # an interval starts after a logged step or a validation
+    _interval_tokens: int = 0            # tokens of this interval, with padding
+    _interval_unpadded: int = 0          # without padding
     _tokens_per_step: int = 0
     _ms_per_token: list[float] = field(default_factory=list)
     _lr: float = 0.0
     _part_norms: dict[str, float] = field(default_factory=dict)
     _steps: int = 0                      # steps since the last row
-    _loss: Any = 0.0                     # sum of their losses, on the device; every accumulated batch adds its share
+    _loss: Any = 0.0                     # sum of their losses, on the device, over accumulated batches
     _rewards: Any = 0.0                  # sum of their REWARDS (4,), for pairs of answers
 
     def state_dict(self) -> dict[str, Any]:
-        """All processes must call it, since it gathers their sums."""
+        """A collective operation: gathers the sums of all processes."""
         sums = [float(self._loss), *torch.as_tensor(self._rewards).expand(len(REWARDS)).tolist()]
         return {"steps": self._steps, "ranks": all_gather(sums)}
 
@@ -73,7 +72,7 @@ class Metrics(Callback):
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         tokens = batch[0].numel() * world_size()
         self._interval_tokens += tokens
-        self._interval_counted += getattr(batch, "tokens", tokens)
+        self._interval_unpadded += getattr(batch, "tokens", tokens)
         self._loss = self._loss + outputs["loss"].detach()
         if (batch_idx + 1) % trainer.accumulate_grad_batches:
             return
@@ -87,7 +86,7 @@ class Metrics(Callback):
             self._steps, self._loss, self._rewards = 0, 0.0, 0.0
 
     def exclude(self, seconds: float) -> None:
-        """Excludes `seconds`, spent on other work than training, from the current interval."""
+        """Excludes `seconds` of other work from the current interval."""
         self._interval_start += seconds
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
@@ -96,16 +95,16 @@ class Metrics(Callback):
             log(f"median {ms_per_step:.1f} ms a step of {counted(self._tokens_per_step, 'token')}")
 
     def _log(self, trainer: lightning.Trainer, task: Any) -> None:
-        summed = self._steps * world_size()
-        loss = all_sum(self._loss.item())[0] / summed
+        count = self._steps * world_size()
+        loss = all_sum(self._loss.item())[0] / count
         seconds = time.perf_counter() - self._interval_start
         self._ms_per_token.append(1000 * (seconds / self._interval_tokens))
-        metrics = {"train/loss": loss, "lr": self._lr, "tok_per_sec": self._interval_counted / seconds}
+        metrics = {"train/loss": loss, "lr": self._lr, "tok_per_sec": self._interval_unpadded / seconds}
         if task.grad_norm is not None:
             metrics["grad_norm"] = float(task.grad_norm)
         metrics |= self._part_norms
         if task.preferences is not None:
-            means = [total / summed for total in all_sum(*self._rewards.tolist())]
+            means = [total / count for total in all_sum(*self._rewards.tolist())]
             metrics |= {f"train/{name}": mean for name, mean in zip(REWARDS, means, strict=True)}
         metrics["peak_mem"] = peak_memory_mib(task.device)
         self.latest = metrics
@@ -115,25 +114,25 @@ class Metrics(Callback):
     def _start_interval(self) -> None:
         self._interval_start = time.perf_counter()
         self._interval_tokens = 0
-        self._interval_counted = 0
+        self._interval_unpadded = 0
 
 
 def peak_memory_mib(device: torch.device, root: Path = Path("/")) -> float:
-    """The peak memory so far in MiB: on a GPU, of allocations; on a CPU, of this process's resident set; NaN on Windows.
+    """The peak memory in MiB: on a GPU, of allocations; on a CPU, of this process's resident set; NaN on Windows.
 
     root: the folder of proc.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2 ** 20
     if sys.platform == "win32":
-        return float("nan")              # the standard library has no measure of it there
+        return float("nan")              # not in the standard library there
     import resource
 
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     if sys.platform != "linux":
         return peak / 2 ** 20            # bytes on macOS, KiB on Linux
-    own = _peak_kib(root / "proc/self/status")       # getrusage includes the parent's peak from before exec
-    return (peak if own is None else own) / 2 ** 10
+    exact_peak = _peak_kib(root / "proc/self/status")    # getrusage includes the parent's peak from before exec
+    return (peak if exact_peak is None else exact_peak) / 2 ** 10
 
 
 def _peak_kib(status: Path) -> int | None:

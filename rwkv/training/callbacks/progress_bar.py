@@ -14,18 +14,18 @@ from tqdm import tqdm
 from rwkv.distributed import rank
 from rwkv.training.callbacks.metrics import Metrics
 
-FIRST_LINE = 3.0                         # seconds between two lines in a file at first,
-LAST_LINE = 30.0                         # and later
-UNKNOWN_SIZE = {"ncols": 80, "nrows": 24}           # of a terminal that does not say it
-# The bar, and the metrics beside it in words that fit into a terminal of 80 columns
+FIRST_LINE = 3.0                         # initial seconds between lines in a file,
+LAST_LINE = 30.0                         # and the final ones
+UNKNOWN_SIZE = {"ncols": 80, "nrows": 24}           # of a terminal that does not report it
+# The bar and the metrics beside it fit into 80 columns
 FORMAT = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}<{remaining}{postfix}]"
-SHOWN = {"train/loss": "train {}", "val/loss": "val {}", "tok_per_sec": "{} tokens/s"}
+POSTFIX = {"train/loss": "train {}", "val/loss": "val {}", "tok_per_sec": "{} tokens/s"}
 
 
 @dataclass(eq=False)
 class ProgressBar(Callback):
-    """Progress bars on standard error, over optimiser steps and over the batches of a validation. Outside a terminal they are
-    lines, at first after a few seconds and later every half minute.
+    """Progress bars on standard error, over optimiser steps and validation batches. Outside a terminal, lines every few seconds
+    and later every half minute.
     """
 
     metrics: Metrics
@@ -33,7 +33,7 @@ class ProgressBar(Callback):
     _validation: tqdm | None = None
 
     def on_train_batch_start(self, trainer: lightning.Trainer, *_: Any) -> None:
-        """The bar's clock begins with the first step, after what is measured before it."""
+        """Created here so that its clock starts with the first step."""
         if rank() == 0 and self._bar is None:
             self._bar = bar(total=trainer.max_steps, initial=trainer.global_step, bar_format=FORMAT)
 
@@ -64,7 +64,7 @@ class ProgressBar(Callback):
     def on_train_end(self, trainer: lightning.Trainer, *_: Any) -> None:
         if self._bar is not None:
             self._show(trainer)
-        self._close()                    # the next output begins on a line of its own
+        self._close()                    # the next output starts on its own line
 
     def teardown(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule, stage: str) -> None:
         self._close()
@@ -72,8 +72,8 @@ class ProgressBar(Callback):
     def _show(self, trainer: lightning.Trainer) -> None:
         assert self._bar is not None
         metrics = {**trainer.callback_metrics, **self.metrics.latest}
-        shown = [words.format(_number(float(metrics[name]))) for name, words in SHOWN.items() if name in metrics]
-        self._bar.set_postfix_str(", ".join(shown), refresh=False)
+        parts = [text.format(_number(float(metrics[name]))) for name, text in POSTFIX.items() if name in metrics]
+        self._bar.set_postfix_str(", ".join(parts), refresh=False)
 
     def _close(self) -> None:
         self.on_validation_end()
@@ -83,7 +83,7 @@ class ProgressBar(Callback):
 
 
 def _number(value: float) -> str:
-    """Four significant digits, or all those before the point: 4.144, 12,345."""
+    """Four significant digits, or all digits before the point: 4.144, 12,345."""
     return f"{value:,.0f}" if abs(value) >= 999.95 else f"{value:.4g}"
 
 
@@ -91,13 +91,13 @@ def bar(**options: Any) -> tqdm:
     """A progress bar on standard error; outside a terminal, lines."""
     terminal = sys.stderr.isatty()
     interval = 0.2 if terminal else FIRST_LINE
-    known = not terminal or os.get_terminal_size(sys.stderr.fileno()).columns > 0
-    size = {"dynamic_ncols": True} if known else UNKNOWN_SIZE
+    has_size = not terminal or os.get_terminal_size(sys.stderr.fileno()).columns > 0
+    size = {"dynamic_ncols": True} if has_size else UNKNOWN_SIZE
     return tqdm(mininterval=interval, maxinterval=2 * interval, miniters=1, file=sys.stderr, position=None if terminal else 0,
                 **size, **options)
 
 
 def _advance(bar: tqdm, steps: float) -> None:
-    """As bar.update. Outside a terminal each line doubles the time to the next one, up to LAST_LINE."""
+    """bar.update; outside a terminal each line doubles the interval, up to LAST_LINE."""
     if bar.update(steps) and bar.mininterval >= FIRST_LINE:
         bar.mininterval = min(LAST_LINE, 2 * bar.mininterval)

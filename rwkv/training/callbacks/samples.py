@@ -1,7 +1,7 @@
 """Samples of the model during training: one line of samples.jsonl each, and a table in W&B.
 
-All samples continue the same prompt with the same random numbers, so only the weights differ. These numbers come from a
-generator of their own (rwkv/generation/engine.py): training draws the same numbers with samples and without.
+All samples continue the same prompt with the same seed, so only the weights differ. Sampling has its own random generator
+(rwkv/generation/engine.py): training draws the same numbers with and without samples.
 """
 
 import json
@@ -23,15 +23,14 @@ from rwkv.report.reading import SAMPLES, read_samples
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.loggers import log_samples
 
-Row = dict[str, Any]                     # step, prompt, and text, which continues the prompt
+Row = dict[str, Any]                     # step, prompt, and text, its continuation
 
 
 class Samples(Callback):
     """Draws a sample in rank 0 every sample_every(...) steps and after the last, before that step's checkpoint is written.
 
-    resumed_at: the step of the checkpoint that the run continues from; samples of later steps are dropped, since the run
-    repeats these steps. exclude(seconds) is called with the time that each sample took. Raises UserError if the prompt cannot
-    be encoded.
+    resumed_at: the step of the checkpoint that the run resumes from; later samples are dropped, since the run repeats these
+    steps. exclude(seconds) is called with each sample's duration. Raises UserError if the prompt cannot be encoded.
     """
 
     def __init__(self, config: TrainConfig, tokenizer: Tokenizer, out_dir: Path, resumed_at: int | None,
@@ -46,7 +45,7 @@ class Samples(Callback):
         self._rows: list[Row] = []
         if resumed_at is not None:
             self._rows = [row for row in read_samples(self.path) if row["step"] <= resumed_at]
-        tokenizer.encode(self.prompt)    # so that an error comes before the first step
+        tokenizer.encode(self.prompt)    # fails before the first step
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
         if rank() == 0:
@@ -58,7 +57,7 @@ class Samples(Callback):
             return
         if rank() == 0 and (step % self.every == 0 or step >= trainer.max_steps):
             if pl_module.device.type == "cuda":
-                torch.cuda.synchronize(pl_module.device)         # the steps in flight are training time
+                torch.cuda.synchronize(pl_module.device)         # steps in flight count as training time
             start = time.perf_counter()
             text = self._text(pl_module.model, step)
             if text is not None:
@@ -68,7 +67,7 @@ class Samples(Callback):
             self._exclude(time.perf_counter() - start)
 
     def _text(self, model: Any, step: int) -> str | None:
-        """A sample; None, with the reason on standard error, if it cannot be drawn. Training continues."""
+        """A sample; None, with the error on standard error, if generation fails. Training continues."""
         model.eval()
         try:
             return "".join(generate(model, self.tokenizer, self.prompt, max_new_tokens=self.length, seed=self.seed))
@@ -80,7 +79,7 @@ class Samples(Callback):
 
 
 def sample_every(config: TrainerConfig) -> int:
-    """The interval in steps; 0 for never. With fsdp it is 0, since each process has only a part of the weights."""
+    """The interval in steps; 0 for never, as with fsdp, where no process has all weights."""
     if config.strategy == "fsdp":
         return 0
     return config.val_every if config.sample_every is None else config.sample_every

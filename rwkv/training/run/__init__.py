@@ -1,1 +1,1 @@
-"""A run's directory: made, opened, locked and resumed."""
+"""A run's directory: creating, opening, locking and resuming it."""

@@ -20,9 +20,9 @@ def command() -> str:
 
 
 def write_card(run: Run, data: Corpus, metrics: Mapping[str, Any], compared: Sequence[str]) -> None:
-    """Writes the cards at the end of a run, whose earlier card has the commands so far.
+    """Writes the cards at the end of a run; an earlier card of the run has the commands so far.
 
-    metrics: of the last validation. compared: lines about losses before and after.
+    metrics: of the last validation. compared: lines on losses before and after.
     """
     config, file = run.config, run.out_dir / card.FILE
     method = config.tune.method
@@ -35,21 +35,21 @@ def write_card(run: Run, data: Corpus, metrics: Mapping[str, Any], compared: Seq
     if method == "state":
         loads.insert(0, f"timemix generate checkpoint={config.init_from} state={name}/state.safetensors prompt=...")
     base = config.init_from
-    known = [] if base is None else [hub.local(base) if hub.parse(base) else Path(base)]
+    base_path = None if base is None else hub.local(base) if hub.parse(base) else Path(base)
     commands = card.commands_in(file)
-    made = card.Card(name, base, card.licence_of(known[0]) if known else None,
-                     [f"{data.source}; SHA-256 {data.sha256}"], losses,
-                     commands if command() in commands else [*commands, command()], loads,
-                     ("rwkv", generation(config.model).NAME.lower().replace("-", ""), *([method] if method != "full" else [])))
-    _write(file, str(made))
+    tags = ("rwkv", generation(config.model).NAME.lower().replace("-", ""), *([method] if method != "full" else []))
+    content = card.Card(name, base, None if base_path is None else card.licence_of(base_path),
+                        [f"{data.source}; SHA-256 {data.sha256}"], losses,
+                        commands if command() in commands else [*commands, command()], loads, tags)
+    _write(file, str(content))
     adapter = run.out_dir / "adapter"
     if adapter.is_dir():
         loads = [f"timemix generate checkpoint={base} lora={name}/adapter prompt=...",
                  f'PeftModel.from_pretrained(model, "{name}/adapter")        # from peft import PeftModel; names as in a .pth']
-        _write(adapter / card.FILE, str(replace(made, title=f"{name}: adapter", loads=loads)))
+        _write(adapter / card.FILE, str(replace(content, title=f"{name}: adapter", loads=loads)))
 
 
 def _write(file: Path, text: str) -> None:
-    """A card that someone has written by hand stays."""
+    """Keeps a card that was written by hand."""
     if not file.exists() or card.is_ours(file):
         write_file(file, lambda opened: opened.write(text.encode()))

@@ -1,4 +1,4 @@
-"""A run's directory, with config.yaml, checkpoints/, metrics.csv and so on. runs/latest points to the newest run."""
+"""A run's directory: config.yaml, checkpoints/, metrics.csv and so on. runs/latest points to the newest run."""
 
 import itertools
 import json
@@ -26,17 +26,17 @@ if TYPE_CHECKING:                        # it brings PyTorch
 
 RUNS = LATEST.parent
 CONFIG_FILE = "config.yaml"
-LOGS = (".log", ".out", ".err", "log", "out", "err", "stdout", "stderr")       # names and endings of a program's output
+LOGS = (".log", ".out", ".err", "log", "out", "err", "stdout", "stderr")       # names and suffixes of program output
 
 
 @dataclass(frozen=True)
 class Run:
     """A run's directory and its configuration, and the checkpoint and step that it resumes from (None for a new run).
 
-    init_checkpoint, tokenizer: with init_from=, the file that gives the weights, and the tokenizer for the data.
-    default_rates: in a new run, the options of optim that rwkv/training/run/rates.py has set.
-    saved_memory: in a new run with init_from=, lines for people from rwkv/training/tuning/passes.py.
-    exists: the directory belongs to this run already. lock: a resumed run holds it, and a new one once `create` has run.
+    init_checkpoint, tokenizer: with init_from=, the source of the weights and the tokenizer for the data.
+    default_rates: in a new run, the options of optim set by rwkv/training/run/rates.py.
+    saved_memory: in a new run with init_from=, notes of rwkv/training/tuning/passes.py for the plan.
+    exists: the directory belongs to this run already. lock: held by a resumed run, and by a new one after `create`.
     """
 
     out_dir: Path
@@ -57,15 +57,15 @@ def new_folder(kind: str = "") -> Path:
 
 
 def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
-    """Raises UserError if the directory holds anything but a lock, logs and what systems put there, or cannot be written.
+    """Raises UserError if the directory is not writable, or has files other than a lock, logs and system files.
 
     resume: the option that continues it.
     """
     if out_dir.exists() and not out_dir.is_dir():
         raise UserError(f"out_dir {out_dir} is a file: choose another")
-    if out_dir.exists() and not all(map(_may_stay, out_dir.iterdir())):
+    if out_dir.exists() and not all(map(_is_ignored, out_dir.iterdir())):
         if not any((out_dir / name).is_file() for name in (CONFIG_FILE, SWEEP)):
-            raise UserError(f"out_dir {out_dir} holds other files than a run's: choose another")
+            raise UserError(f"out_dir {out_dir} contains files that are not a run's: choose another")
         raise UserError(f"out_dir {out_dir} exists already: choose another, or continue it with {resume} "
                         f"{quote(f'out_dir={out_dir}')}")
     existing = next(folder for folder in (out_dir, *out_dir.absolute().parents) if folder.exists())
@@ -73,40 +73,40 @@ def require_unused(out_dir: Path, resume: str = "resume=auto") -> None:
         raise UserError(f"cannot write into out_dir {out_dir}: {existing} is not writable for this user; choose another")
 
 
-def _may_stay(path: Path) -> bool:
-    """Whether a new run's directory may hold this: a hidden file, a disk's lost+found, or a log, as in: > out_dir/log."""
+def _is_ignored(path: Path) -> bool:
+    """Whether a new run's directory may contain this: a hidden file, lost+found, or a log, as in: > out_dir/log."""
     if (path.name.startswith(".") and path.name != ".git") or path.name == "lost+found":
         return True
     return path.is_file() and (path.suffix in LOGS or path.name in LOGS or _is_own_output(path))
 
 
 def _is_own_output(path: Path) -> bool:
-    """Whether this process writes its standard output or error into the file."""
+    """Whether this process's standard output or error is redirected to the file."""
     try:
-        return any(os.path.samestat(path.stat(), os.fstat(number)) for number in (1, 2))
+        return any(os.path.samestat(path.stat(), os.fstat(descriptor)) for descriptor in (1, 2))
     except OSError:                      # one of them is closed
         return False
 
 
 def create(run: Run, resolved: dict[str, Any]) -> None:
-    """Makes the directory, writes the resolved configuration into it and points runs/latest to it."""
+    """Creates the directory, writes the resolved configuration and points runs/latest to it."""
     try:
         run.out_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"cannot make out_dir {run.out_dir}: {error.strerror}") from None
+        raise UserError(f"cannot create out_dir {run.out_dir}: {error.strerror}") from None
     run.lock.hold(run.out_dir)
     if not run.exists:
-        require_unused(run.out_dir)      # again: another process may have begun and ended a run since open_run
-    apart = folder_apart(run)
-    if apart is not None:
-        _set_apart(run.out_dir, apart)
+        require_unused(run.out_dir)      # again: another process may have used it since open_run
+    backup = backup_folder(run)
+    if backup is not None:
+        _back_up(run.out_dir, backup)
     write_file(run.out_dir / CONFIG_FILE, lambda file: yaml.safe_dump(resolved, file, encoding="utf-8", sort_keys=False))
     _point_latest(run.out_dir)
 
 
-def folder_apart(run: Run) -> Path | None:
-    """out_dir/unsaved-1, or the next free number: the folder for the earlier output of a run that begins again because it had
-    saved no checkpoint. None if there is nothing to keep.
+def backup_folder(run: Run) -> Path | None:
+    """out_dir/unsaved-1, or the next free number: the folder for the earlier output of a run that restarts because it has no
+    checkpoint. None if there is no output.
     """
     if not run.exists or run.resume_from is not None:
         return None
@@ -116,7 +116,7 @@ def folder_apart(run: Run) -> Path | None:
     return next(folder for number in itertools.count(1) if not (folder := run.out_dir / f"unsaved-{number}").exists())
 
 
-def _set_apart(out_dir: Path, folder: Path) -> None:
+def _back_up(out_dir: Path, folder: Path) -> None:
     """Moves a run's output into `folder`, with a copy of its configuration."""
     folder.mkdir()
     shutil.copy(out_dir / CONFIG_FILE, folder)
@@ -126,7 +126,7 @@ def _set_apart(out_dir: Path, folder: Path) -> None:
 
 
 def _point_latest(out_dir: Path) -> None:
-    """Makes runs/latest a symlink to out_dir, or a one-line file if links need rights. A failure is only reported."""
+    """Makes runs/latest a symlink to out_dir, or a one-line file where symlinks need privileges. A failure is only printed."""
     target = out_dir.resolve()
     if target.is_relative_to(RUNS.resolve()):
         target = target.relative_to(RUNS.resolve())
@@ -136,7 +136,7 @@ def _point_latest(out_dir: Path) -> None:
             _replace_link(LATEST, target)
         except OSError:
             if LATEST.is_symlink():
-                LATEST.unlink()          # Windows does not replace a link to a directory
+                LATEST.unlink()          # Windows cannot replace a link to a directory
             write_file(LATEST, lambda file: file.write(f"{target}\n".encode()))
     except OSError as error:
         print(f"{LATEST} does not point to this run ({error.strerror}): name it with {quote(f'out_dir={out_dir}')}",
@@ -154,6 +154,6 @@ def _replace_link(link: Path, target: Path) -> None:
 
 
 def as_plain(config: TrainConfig) -> dict[str, Any]:
-    """The configuration in dictionaries and lists, for YAML, checkpoints and W&B."""
+    """The configuration as dictionaries and lists, for YAML, checkpoints and W&B."""
     plain: dict[str, Any] = json.loads(json.dumps(asdict(config)))         # tuples as lists
     return plain

@@ -1,4 +1,4 @@
-"""A lock on a run's directory, so that one process trains it at a time. The system releases it when the process ends."""
+"""A lock on a run's directory: one process trains it at a time. The system releases it when the process ends."""
 
 import sys
 from pathlib import Path
@@ -9,7 +9,7 @@ from filelock import FileLock
 from rwkv.io.locked import NAME as NAME
 from rwkv.io.locked import lock_folder
 
-PATIENCE = 6.0                           # seconds to wait: the data workers of a killed run end within 5
+PATIENCE = 6.0                           # seconds to wait: data workers of a killed run end within 5
 
 
 class RunLock:
@@ -38,5 +38,5 @@ class RunLock:
 
 
 def _warn_unprotected(out_dir: Path, reason: str) -> None:
-    print(f"files cannot be locked in {out_dir} ({reason}): make sure yourself that no second process trains this run",
+    print(f"files cannot be locked in {out_dir} ({reason}): make sure that no other process trains this run",
           file=sys.stderr)

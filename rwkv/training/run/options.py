@@ -12,42 +12,42 @@ from rwkv.training.run.directory import CONFIG_FILE, new_folder, require_unused
 from rwkv.training.tuning import guard
 
 
-def check_run(config: TrainConfig, given: Collection[str]) -> None:
-    """Raises UserError for the first mistake. given: the keys that the user set on the command line.
+def check_run(config: TrainConfig, user_keys: Collection[str]) -> None:
+    """Raises UserError for the first mistake. user_keys: the keys that the user set on the command line.
 
-    The options of a run that is resumed are checked when it is opened, beside those that it began with.
+    The options of a resumed run are checked when it is opened, with those it was started with.
     """
     require_one_beginning(config)
     if config.resume is None or resumed_path(config) is None:
         require_unused(Path(config.out_dir) if config.out_dir else new_folder())
-        check_new_run(config, given)
+        check_new_run(config, user_keys)
 
 
-def check_new_run(config: TrainConfig, given: Collection[str]) -> None:
-    """Raises UserError for an option without effect, for options that do not fit together, and for a missing file."""
-    require_effect(config, given)
-    given_length(config, given)
+def check_new_run(config: TrainConfig, user_keys: Collection[str]) -> None:
+    """Raises UserError for options without effect, options that conflict and missing files."""
+    require_effect(config, user_keys)
+    given_length(config, user_keys)
     config.require_separate_updates()
-    check_data(config.data, config.init_from is None or "data.tokenizer" in given,
+    check_data(config.data, config.init_from is None or "data.tokenizer" in user_keys,
                config.init_from is None or config.data.template is not None)
     if config.init_from is None:
-        _require_new_weights(config, given)
+        _require_new_weights(config, user_keys)
         return
     locate(config.init_from)
-    general_text = guard.text_of(config)
-    if general_text is not None and guard.is_asked_for(config, given):
+    general_text = guard.guard_path(config)
+    if general_text is not None and guard.wants_guard(config, user_keys):
         require_file(general_text, "tune.guard")
 
 
 def require_one_beginning(config: TrainConfig) -> None:
     if config.resume is not None and config.init_from is not None:
-        raise UserError("resume= continues a run, and init_from= begins one with the weights of another: give one of them")
+        raise UserError("resume= conflicts with init_from=: one continues a run, the other starts a new one from its weights")
 
 
 def resumed_path(config: TrainConfig) -> Path | None:
     """The run's directory, or the checkpoint in one, that `resume` names; None if resume=auto finds no run.
 
-    Raises UserError where there is none at the path of resume=PATH.
+    Raises UserError if resume=PATH names neither.
     """
     auto = config.resume == "auto"
     path = Path(config.out_dir) if auto and config.out_dir else follow(LATEST if auto else Path(str(config.resume)))
@@ -62,12 +62,11 @@ def nothing_at(config: TrainConfig) -> UserError:
     return UserError(f"nothing to resume from at {config.resume!r}: expected a run's directory or a checkpoint in one")
 
 
-def _require_new_weights(config: TrainConfig, given: Collection[str]) -> None:
-    """Raises UserError for the options that need the weights of init_from=."""
-    if "tune.guard" in given:
-        raise UserError("tune.guard is measured where a run tunes the weights of another: name them with init_from=")
+def _require_new_weights(config: TrainConfig, user_keys: Collection[str]) -> None:
+    """Raises UserError for options that require init_from=."""
+    if "tune.guard" in user_keys:
+        raise UserError("tune.guard requires a base model: init_from=FILE")
     if config.tune.method != "full":
         raise UserError(f"tune={config.tune.method} requires a base model: init_from=FILE")
     if config.tune.prefers:
-        raise UserError(f"tune.objective={config.tune.objective} changes which answers a trained model prefers: name that "
-                        "model with init_from=")
+        raise UserError(f"tune.objective={config.tune.objective} requires a base model: init_from=FILE")

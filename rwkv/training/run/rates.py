@@ -1,6 +1,6 @@
-"""Learning rates of a new run for which none is set: by the model's width, or with init_from= by tune=.
+"""Default learning rates of a new run: by the model's width, or with init_from= by tune=.
 
-Options that the user, an experiment or a debug run sets are kept.
+Options set by the user, an experiment or a debug run take precedence.
 """
 
 from collections.abc import Collection
@@ -9,19 +9,19 @@ from typing import Any
 
 from rwkv.config import ORTHOGONAL, OptimConfig, TrainConfig
 
-WIDEST = 384                             # channels; wider models take less than optim.lr's default, in inverse proportion
-OF_TUNING: dict[str, dict[str, Any]] = {             # options of optim, by tune.method; docs/tune.md has the sources
+WIDEST = 384                             # channels; above it the default of optim.lr falls in inverse proportion
+TUNING_DEFAULTS: dict[str, dict[str, Any]] = {             # options of optim, by tune.method; docs/tune.md has the sources
     "full": {"lr": 1e-5, "schedule": "constant", "warmup_steps": 10},
     "lora": {"lr": 2e-4, "schedule": "constant", "warmup_steps": 10},
     "state": {"lr": 0.1, "min_lr": 0.01, "schedule": "cosine", "warmup_steps": 10},
 }
-SLOWER = 0.1                             # factor on these rates, for objectives that learn from pairs of answers
+SLOWER = 0.1                             # factor on these rates for preference objectives (dpo, ipo)
 
 
 def with_default_rates(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig, tuple[str, ...]]:
-    """The configuration with the options of optim that have another default in this run, and their names.
+    """The configuration with this run's defaults for options of optim, and the names of these options.
 
-    chosen: the options that are set.
+    chosen: options that are set already.
     """
     if config.init_from is None:
         return _by_width(config, chosen)
@@ -29,7 +29,7 @@ def with_default_rates(config: TrainConfig, chosen: Collection[str]) -> tuple[Tr
 
 
 def _by_width(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig, tuple[str, ...]]:
-    """muon and normuon scale the updates of matrices by themselves, and optim.lr is the rate of vectors and embeddings."""
+    """muon and normuon scale matrix updates themselves; their optim.lr is for vectors and embeddings."""
     if config.model.n_embd <= WIDEST or config.optim.name in ORTHOGONAL or "optim.lr" in chosen:
         return config, ()
     lr = float(f"{OptimConfig.lr * WIDEST / config.model.n_embd:.2g}")
@@ -38,13 +38,13 @@ def _by_width(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig
 
 def _by_tuning(config: TrainConfig, chosen: Collection[str]) -> tuple[TrainConfig, tuple[str, ...]]:
     """If lr is chosen, min_lr has no default either."""
-    own = {name for name in OF_TUNING[config.tune.method] if f"optim.{name}" in chosen}
-    if "lr" in own:
-        own.add("min_lr")
-    values = {name: value for name, value in OF_TUNING[config.tune.method].items() if name not in own}
+    overrides = {name for name in TUNING_DEFAULTS[config.tune.method] if f"optim.{name}" in chosen}
+    if "lr" in overrides:
+        overrides.add("min_lr")
+    values = {name: value for name, value in TUNING_DEFAULTS[config.tune.method].items() if name not in overrides}
     if config.tune.prefers:
         values |= {name: float(f"{SLOWER * values[name]:.6g}") for name in ("lr", "min_lr") if name in values}
-        values["l2_wrap"] = 0.0          # this and the confidence penalty are for the likelihood of tokens
+        values["l2_wrap"] = 0.0          # l2_wrap and confidence_penalty regularise the token likelihood
         config = replace(config, optim=replace(config.optim, confidence_penalty=0.0))
     return replace(config, optim=replace(config.optim, **values)), tuple(values)
 

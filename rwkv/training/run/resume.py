@@ -1,5 +1,5 @@
-"""Resumes a run with its own configuration. Options given on the command line replace its values, except that options which
-would make it another run (FIXED) are refused.
+"""Resumes a run with its saved configuration. Options on the command line override it, except those that would make it
+another run (FIXED), which are refused.
 """
 
 from collections.abc import Collection
@@ -26,22 +26,22 @@ from rwkv.training.tuning.init_from import NOT_A_SIZE, open_init_checkpoint
 from rwkv.training.tuning.passes import same_step
 from rwkv.training.tuning.tuned import tuned_files
 
-FIXED = ("model", "data", "tune", "seed",    # options and groups that may not change when a run is resumed
-         "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # they form the groups
-         "trainer.accumulate",           # the position in the data is counted in batches
-         "trainer.val_tokens")           # the losses are compared, for best.ckpt
+FIXED = ("model", "data", "tune", "seed",    # options and groups that must not change on resume
+         "optim.name", "optim.weight_decay", *(f"optim.{name}_lr_scale" for name in SCALED),      # parameter groups
+         "trainer.accumulate",           # the data position is counted in batches
+         "trainer.val_tokens")           # best.ckpt compares losses
 NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview",      # exceptions
-             "data.path", "data.sources")        # the data may have moved: the loader refuses others
-DELETED = {"optim.matrix_every": 1, "optim.matrix_iterations": 3}        # options of earlier versions, and their defaults
-# Options that earlier versions lacked, and values with which runs act as they did then
+             "data.path", "data.sources")        # data may have moved; the loader refuses other data
+DELETED = {"optim.matrix_every": 1, "optim.matrix_iterations": 3}        # removed options and their defaults
+# New options, with values that keep the behaviour of older runs
 ADDED = {"tune.guard": None, "trainer.graphs": False}
 
 
 class Request(NamedTuple):
-    """A command line: its configuration, the keys given on it, and the options that the groups among these keys set."""
+    """A command line: its configuration, the keys on it, and the options set by groups among these keys."""
 
     config: TrainConfig
-    given: Collection[str]
+    user_keys: Collection[str]
     chosen: Collection[str]
 
 
@@ -56,21 +56,21 @@ def resumed_run(request: Request) -> Run | None:
     if (out_dir / CONFIG_FILE).is_file() or (out_dir / FOLDER).is_dir():
         lock.hold(out_dir)
     try:
-        run = _found(request, path)
+        run = _open_run(request, path)
     except ValueError:
-        lock.release()                   # otherwise the traceback would keep it held
+        lock.release()                   # otherwise the traceback would keep the lock
         raise
     return run and replace(run, exists=True, lock=lock)
 
 
-def _found(request: Request, path: Path) -> Run | None:
+def _open_run(request: Request, path: Path) -> Run | None:
     if is_checkpoint(path):
         return _continue(request, path.resolve().parent.parent, read_checkpoint(path))
     if (path / FOLDER).is_dir():
         settle(path)
-        found = newest_sound(path)
-        if found is not None:
-            return _continue(request, path.resolve(), found)
+        checkpoint = newest_sound(path)
+        if checkpoint is not None:
+            return _continue(request, path.resolve(), checkpoint)
     if (path / CONFIG_FILE).is_file():
         return _restart(request, path.resolve())
     if request.config.resume == "auto":
@@ -82,22 +82,22 @@ def _continue(request: Request, out_dir: Path, checkpoint: Checkpoint) -> Run:
     saved = checkpoint.run or {}
     if "trainer" not in saved or checkpoint.path.parent.name != FOLDER:
         raise UserError(f"nothing to resume from at {checkpoint.path}: it is not a checkpoint in the directory of a run")
-    merged = _merged(request, out_dir, saved)
+    merged = _merge(request, out_dir, saved)
     resumed = Run(out_dir, merged, checkpoint.path, checkpoint.step)
     if merged.trainer.epochs is None:
         require_unfinished(resumed)
     if merged.init_from is None:
         if not merged.data.tokenizer.endswith(".json"):
             return resumed
-        return replace(resumed, tokenizer=Tokenizer.named(         # with the end of text that the run began with
+        return replace(resumed, tokenizer=Tokenizer.named(         # with the end of text the run was started with
             merged.data.tokenizer, "data.tokenizer", end_of_text=merged.data.end_of_text, like=checkpoint.tokenizer))
-    # with tune=lora and state, read_checkpoint has merged the trained values into the weights of `checkpoint`
+    # with tune=lora and tune=state, read_checkpoint has merged the trained values into the weights
     weights = checkpoint if merged.tune.method == "full" else read_checkpoint(merged.init_from)
     return replace(resumed, init_checkpoint=weights, tokenizer=Tokenizer.from_dict(checkpoint.tokenizer or {}))
 
 
 def require_unfinished(run: Run) -> None:
-    """Raises UserError for a resumed run that has no step left."""
+    """Raises UserError if a resumed run has no steps left."""
     trainer = run.config.trainer
     step = run.resume_step
     if step is None or step < trainer.max_steps:
@@ -105,49 +105,49 @@ def require_unfinished(run: Run) -> None:
     finished = is_finished(run.out_dir) and all(path.exists() for path in tuned_files(run.config, run.out_dir))
     if step > trainer.max_steps or finished:
         more = "max_steps" if trainer.epochs is None else "epochs"
-        raise UserError(f"the run in {run.out_dir} is finished at step {step}: to train on, give trainer.{more}=MORE")
+        raise UserError(f"the run in {run.out_dir} is finished at step {step}: to train longer, set trainer.{more}=MORE")
 
 
 def _restart(request: Request, out_dir: Path) -> Run:
-    """A run that ended before its first checkpoint: it begins again at step 0, with its own configuration."""
+    """A run without a checkpoint restarts at step 0, with its saved configuration."""
     saved = yaml.safe_load((out_dir / CONFIG_FILE).read_text(encoding="utf-8"))
-    merged = _merged(request, out_dir, saved)
+    merged = _merge(request, out_dir, saved)
     if merged.init_from is None:
         return Run(out_dir, merged)
-    sized, checkpoint, tokenizer = open_init_checkpoint(merged, request.given)
+    sized, checkpoint, tokenizer = open_init_checkpoint(merged, request.user_keys)
     return Run(out_dir, sized, init_checkpoint=checkpoint, tokenizer=tokenizer)
 
 
-def _merged(request: Request, out_dir: Path, saved: dict[str, Any]) -> TrainConfig:
-    """The run's own configuration with the given options in place of its own. Raises UserError if a FIXED one differs, and for
-    options that do not fit together.
+def _merge(request: Request, out_dir: Path, saved: dict[str, Any]) -> TrainConfig:
+    """The run's saved configuration, overridden by the command line. Raises UserError if a FIXED option differs, and if options
+    conflict.
     """
-    config, given, chosen = request
-    merged = _from_plain(_of_this_version(saved, out_dir))
-    replacing = [*given, *_not_overruled(chosen, given, merged.init_from)]
-    for key in replacing:
+    config, user_keys, chosen = request
+    merged = _from_plain(_migrated(saved, out_dir))
+    overrides = [*user_keys, *_group_options(chosen, user_keys, merged.init_from)]
+    for key in overrides:
         if key.startswith(("resume", "out_dir", "experiment", "debug", "hydra")) or is_dataclass(attrgetter(key)(config)):
-            continue                     # these replace no option of the run
+            continue                     # not options of the saved run
         old = attrgetter(key)(merged)
         new = attrgetter(key)(config)
         if key == "data.batch_size" and same_step(config, merged):
-            continue                     # the run reads these rows in several passes
+            continue                     # the run splits these rows into several passes
         if old != new and key not in NOT_FIXED and not {key, key.split(".")[0]}.isdisjoint(FIXED):
-            own = "null" if old is None else old
-            raise UserError(f"the run in {out_dir} has {key}={own}, which stays: to resume, leave {key}= out, or the group "
-                            "that sets it; or start a new run")
+            saved_value = "null" if old is None else old
+            raise UserError(f"the run in {out_dir} has {key}={saved_value}, which is fixed: to resume, leave out {key}= or the "
+                            "group that sets it; or start a new run")
         if key == "trainer.precision" and new in (None, AUTO):
-            continue                     # the run keeps the precision that it began with
+            continue                     # the run keeps its saved precision
         group, _, name = key.rpartition(".")
         setattr(attrgetter(group)(merged) if group else merged, name, new)
     checked = _from_plain(as_plain(merged))
     checked.require_separate_updates()
-    return resolved(replace(checked, resume=config.resume, out_dir=str(out_dir)), replacing)
+    return resolved(replace(checked, resume=config.resume, out_dir=str(out_dir)), overrides)
 
 
-def resolved(config: TrainConfig, given: Collection[str]) -> TrainConfig:
-    """The configuration with one length, its max_steps if they are known, and trainer.precision resolved."""
-    config = with_max_steps(config, given)
+def resolved(config: TrainConfig, user_keys: Collection[str]) -> TrainConfig:
+    """The configuration with one length, max_steps if known, and trainer.precision resolved."""
+    config = with_max_steps(config, user_keys)
     precision = config.trainer.precision
     if not is_planned_elsewhere(config):
         precision = resolved_precision(precision, config.trainer.accelerator)
@@ -156,8 +156,8 @@ def resolved(config: TrainConfig, given: Collection[str]) -> TrainConfig:
     return replace(config, trainer=replace(config.trainer, precision=precision))
 
 
-def _of_this_version(saved: dict[str, Any], out_dir: Path) -> dict[str, Any]:
-    """The configuration with the ADDED options and without the DELETED ones. Raises UserError if a DELETED one has been set."""
+def _migrated(saved: dict[str, Any], out_dir: Path) -> dict[str, Any]:
+    """The configuration with ADDED options and without DELETED ones. Raises UserError if a DELETED option was set."""
     current = {name: dict(value) if isinstance(value, dict) else value for name, value in saved.items()}
     for option, before in ADDED.items():
         group, name = option.split(".")
@@ -167,24 +167,24 @@ def _of_this_version(saved: dict[str, Any], out_dir: Path) -> dict[str, Any]:
         value = current[group].pop(name, default)
         if value != default:
             raise UserError(f"the run in {out_dir} has {option}={value}, and this version has no such option: continue it "
-                            "with the version that began it, or begin a new run with its weights, init_from=")
+                            "with the version that started it, or start a new run with its weights, init_from=")
     return current
 
 
-def _not_overruled(chosen: Collection[str], given: Collection[str], init_from: str | None) -> list[str]:
-    """The options that groups set, without the length if the user gives another one, without the sizes if init_from's file gave
-    them, and without val_tokens, since debug= of earlier versions did not set it.
+def _group_options(chosen: Collection[str], user_keys: Collection[str], init_from: str | None) -> list[str]:
+    """The options set by groups, except: the length if the user sets one, the sizes if they come from init_from's file, and
+    val_tokens, which debug= of earlier versions did not set.
     """
-    lengthened = not set(LENGTHS).isdisjoint(given)
-    kept = [option for option in chosen
-            if not (option in LENGTHS and lengthened) and option != "trainer.val_tokens"]
-    if init_from is None or "model" in given:
-        return kept
-    return [option for option in kept if not option.startswith("model.") or option == f"model.{NOT_A_SIZE}"]
+    user_length = not set(LENGTHS).isdisjoint(user_keys)
+    options = [option for option in chosen
+               if not (option in LENGTHS and user_length) and option != "trainer.val_tokens"]
+    if init_from is None or "model" in user_keys:
+        return options
+    return [option for option in options if not option.startswith("model.") or option == f"model.{NOT_A_SIZE}"]
 
 
 def _from_plain(plain: dict[str, Any]) -> TrainConfig:
-    """The inverse of as_plain. Raises UserError as the dataclasses do, which check their values."""
+    """The inverse of as_plain. Raises UserError for unknown options and invalid values."""
     defaults = TrainConfig()
     values: dict[str, Any] = {}
     for name, value in plain.items():
@@ -193,7 +193,7 @@ def _from_plain(plain: dict[str, Any]) -> TrainConfig:
             [f"{name}.{option}" for option in value if option not in default.__dict__] if is_dataclass(default) else [])
         if unknown:
             raise UserError(f"the run has the option {unknown[0]}, which this version does not know: continue it with the "
-                            "version that began it, or begin a new run with its weights, init_from=")
+                            "version that started it, or start a new run with its weights, init_from=")
         if is_dataclass(default):
             group: Any = type(default)
             value = group(**{option: tuple(item) if isinstance(item, list) else item for option, item in value.items()})

@@ -1,1 +1,1 @@
-"""What belongs to runs that tune the weights of another, init_from=: tune=full|lora|state."""
+"""Runs that tune the weights of init_from=: tune=full|lora|state."""

@@ -1,12 +1,11 @@
-"""What tuning gains and breaks: a tuned run's losses and answers before its first step and after its last one.
+"""What tuning gains and breaks: a tuned run's losses and answers before the first step and after the last.
 
-It measures the loss of the validation split, as every validation does; the loss of the text of tune.guard, as one sequence with
-the state carried along (rwkv/evaluation.py); and the likeliest continuations of prompts from the validation split. The losses
-are metrics of step 0 and of the last step: val/loss, val/bpb, guard/loss and guard/bpb. All results are in out_dir/tuned.json,
-for the report.
+Measures the loss of the validation split; the loss of the text of tune.guard, as one sequence with the state carried along
+(rwkv/evaluation.py); and greedy continuations of prompts from the validation split. The losses are metrics of step 0 and of the
+last step: val/loss, val/bpb, guard/loss and guard/bpb. All results are in out_dir/tuned.json, for the report.
 
-The results from before training are in every checkpoint, so that a continued run does not measure them again. The random
-generators are restored: training is the same with and without these measurements.
+Checkpoints hold the results from before training, so a resumed run does not repeat the measurement. The random generators are
+restored: training is identical with and without these measurements.
 """
 
 import json
@@ -35,53 +34,52 @@ from rwkv.report.reading import TUNED
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.progress_bar import bar
 from rwkv.training.task import LanguageModel
-from rwkv.training.tuning.guard import sha256_of, text_of
+from rwkv.training.tuning.guard import guard_path, sha256_of
 from rwkv.training.tuning.held_out import continuations, prompts, readable
 
-Measured = dict[str, float]              # by the name of the metric, and "step"
+Measured = dict[str, float]              # metric name -> value, and "step"
 
 
 class BeforeAfter(Callback):
-    """Must stand before the callback that saves checkpoints, so that the last checkpoint has all results.
+    """Must precede the callback that saves checkpoints, so that the last checkpoint has all results.
 
-    exclude(seconds) is called with the time that the measurement took. With several processes, rank 0 measures the text and
-    the continuations.
+    exclude(seconds) is called with the measurement's duration. Rank 0 measures the guard text and the continuations.
     """
 
     def __init__(self, config: TrainConfig, data: Corpus, out_dir: Path, exclude: Callable[[float], None]) -> None:
         self.config = config
         self.tokenizer = data.tokenizer
         self.path = out_dir / TUNED
-        self.guard = text_of(config)
-        self.sha256 = sha256_of(self.guard)
+        self.guard = guard_path(config)
+        self.guard_sha256 = sha256_of(self.guard)
         self.before: Measured | None = None
         self.after: Measured | None = None
-        wanted = config.trainer.sample_tokens > 0 and config.trainer.strategy != "fsdp"
-        self.prompts = prompts(data, config.model.ctx_len, config.trainer.sample_tokens) if wanted else []
-        self.answers: dict[str, list[str]] = {}          # "before" and "after", to each of the prompts
+        can_sample = config.trainer.sample_tokens > 0 and config.trainer.strategy != "fsdp"
+        self.prompts = prompts(data, config.model.ctx_len, config.trainer.sample_tokens) if can_sample else []
+        self.answers: dict[str, list[str]] = {}          # "before" and "after", one per prompt
         self._exclude = exclude
 
     def state_dict(self) -> dict[str, Any]:
-        return {"guard": self.sha256, "before": self.before, "after": self.after, "answers": self.answers}
+        return {"guard": self.guard_sha256, "before": self.before, "after": self.after, "answers": self.answers}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises UserError if the text of tune.guard is not the one from before training."""
-        if state_dict["guard"] != self.sha256:
-            raise UserError(f"the text of tune.guard={self.config.tune.guard} has changed since the run began, and its losses "
-                            "before and after could not be compared: put it back to resume")
+        """Raises UserError if the text of tune.guard has changed since the run started."""
+        if state_dict["guard"] != self.guard_sha256:
+            raise UserError(f"the text of tune.guard={self.config.tune.guard} has changed since the run started, so its losses "
+                            "before and after cannot be compared: restore it to resume")
         self.before, self.after, self.answers = state_dict["before"], state_dict["after"], state_dict["answers"]
 
     def on_train_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        if trainer.global_step < trainer.max_steps:      # a finished run may train on
+        if trainer.global_step < trainer.max_steps:      # a finished run may be extended
             self.after = None
             self.answers.pop("after", None)
         if self.before is not None:
             self._write(cast(LanguageModel, pl_module))
         elif trainer.global_step:
-            log("guard      before and after are not compared, since nothing was measured before the run's first step")
+            log("guard      no comparison of before and after: nothing was measured before the first step")
 
     def on_train_epoch_start(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        """Not in on_train_start, where signals are not yet handled: another callback installs its handlers there."""
+        """Not in on_train_start, where another callback installs its signal handlers."""
         if trainer.global_step or self.before is not None:
             return
         start = time.perf_counter()
@@ -96,25 +94,25 @@ class BeforeAfter(Callback):
         self._exclude(time.perf_counter() - start)
 
     def on_validation_end(self, trainer: lightning.Trainer, pl_module: lightning.LightningModule) -> None:
-        found = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
-        if self.before is None or trainer.global_step < trainer.max_steps or not math.isfinite(found["val/loss"]):
+        metrics = {name: float(value) for name, value in trainer.callback_metrics.items() if name.startswith("val/")}
+        if self.before is None or trainer.global_step < trainer.max_steps or not math.isfinite(metrics["val/loss"]):
             return
         self._announce("after")
         task = cast(LanguageModel, pl_module)
         gpus = [task.device] if task.device.type == "cuda" else []
         with torch.random.fork_rng(gpus):
-            self.after = self._measure(trainer, task, "after", found)
+            self.after = self._measure(trainer, task, "after", metrics)
         self._write(task)
 
     def describe(self) -> str:
-        """One line for people, once the run is finished."""
+        """A line for the end of the run."""
         assert self.before is not None
         assert self.after is not None
         names = {"val/loss": "the validation split", "guard/loss": f"tune.guard={self.config.tune.guard}"}
         changes = [f"{subject} {self.before[name]:.4f} before, {self.after[name]:.4f} after"
                    for name, subject in names.items() if name in self.before and name in self.after]
-        of_pairs = "; the loss of the validation split is the objective, per pair" if self.config.tune.prefers else ""
-        return f"nats per token: {'; '.join(changes)}{of_pairs}"
+        objective_note = "; the loss of the validation split is the objective, per pair" if self.config.tune.prefers else ""
+        return f"nats per token: {'; '.join(changes)}{objective_note}"
 
     def _announce(self, when: str) -> None:
         """A line above the progress bar."""
@@ -135,13 +133,13 @@ class BeforeAfter(Callback):
         return {"step": step} | validation | guard
 
     def _answer(self, model: Model, when: str) -> None:
-        """If no text can be drawn, training goes on, and the reason is printed on standard error."""
+        """If generation fails, training continues, and the reason is printed on standard error."""
         if not self.prompts:
             return
         try:
             self.answers[when] = continuations(model, self.tokenizer, self.config, self.prompts)
         except Exception as error:
-            print(f"no texts {when} training: {error}", file=sys.stderr)
+            print(f"no answers {when} training: {error}", file=sys.stderr)
 
     def _write(self, task: LanguageModel) -> None:
         if rank() > 0:
@@ -151,11 +149,11 @@ class BeforeAfter(Callback):
                    for number, prompt in enumerate(self.prompts)] if self.answers else []
         measured = {"before": self.before, "after": self.after}
         content = {"tuned": self._tuned(task.model), "guard": self.config.tune.guard if self.guard else None,
-                   **{when: found for when, found in measured.items() if found}, "samples": samples}
+                   **{when: losses for when, losses in measured.items() if losses}, "samples": samples}
         write_file(self.path, lambda file: file.write(json.dumps(content, ensure_ascii=False).encode()))
 
     def _tuned(self, model: Model) -> dict[str, Any]:
-        """The method of tuning, the model that was tuned, and the number of trained values."""
+        """The tuning method, the base model, and the number of trained values."""
         tune = self.config.tune
         trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
         lora = {"rank": tune.rank, "alpha": tune.alpha, "modules": chosen(model.config, tune.modules)}
@@ -167,20 +165,20 @@ def score_guard(model: Model, tokenizer: Tokenizer, path: Path, chunk_len: int) 
     """guard/loss in nats per token and, unless the tokenizer loses too much of the text, guard/bpb."""
     tokens, lost = count_tokens(tokenizer, path, "tune.guard")
     nats = 0.0
-    with bar(total=tokens, desc="guard", unit="token", leave=False) as shown:
-        for read, more in score_text(model, tokenizer, path, [tokenizer.end_of_text], chunk_len):
-            nats += more
-            shown.update(read)
+    with bar(total=tokens, desc="guard", unit="token", leave=False) as progress:
+        for chunk_tokens, chunk_nats in score_text(model, tokenizer, path, [tokenizer.end_of_text], chunk_len):
+            nats += chunk_nats
+            progress.update(chunk_tokens)
     score = TextScore(tokens, lost.of, nats, lost).as_dict()
-    found = {"guard/loss": score["loss"], "guard/bpb": score["bits_per_byte"]}
-    return {name: float(value) for name, value in found.items() if value is not None}
+    metrics = {"guard/loss": score["loss"], "guard/bpb": score["bits_per_byte"]}
+    return {name: float(value) for name, value in metrics.items() if value is not None}
 
 
 def _validation(trainer: lightning.Trainer, task: LanguageModel) -> Measured:
     """The metrics of a validation, as Lightning's own loop would compute them."""
     task.on_validation_epoch_start()
-    shown = bar(iterable=trainer.val_dataloaders or (), desc="validating", unit="batch", leave=False, disable=rank() > 0)
-    for number, batch in enumerate(shown):
-        moved = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
-        trainer.strategy.validation_step(moved, number)
+    batches = bar(iterable=trainer.val_dataloaders or (), desc="validating", unit="batch", leave=False, disable=rank() > 0)
+    for number, batch in enumerate(batches):
+        on_device = trainer.strategy.batch_to_device(trainer.precision_plugin.convert_input(batch))
+        trainer.strategy.validation_step(on_device, number)
     return task.validation_metrics()

@@ -1,6 +1,6 @@
-"""The general text of tune.guard=, on which a run that tunes the weights of another is measured before and after.
+"""The general text of tune.guard=, whose loss a run with init_from= measures before and after tuning.
 
-The text has nothing to do with the task. If its loss rises, tuning has broken something.
+The text is unrelated to the task: if its loss rises, tuning has broken something.
 """
 
 import hashlib
@@ -15,36 +15,36 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def is_compared(config: TrainConfig) -> bool:
-    """Whether a run is measured before and after."""
+    """Whether a run measures losses before and after training."""
     tuned = config.data.name == "chat" or config.tune.method != "full" or bool(config.tune.guard)
     return config.init_from is not None and tuned
 
 
-def is_asked_for(config: TrainConfig, given: Collection[str]) -> bool:
-    """Whether a new run measures the text: data=chat, tune= and tune.guard= ask for it, and training on does not."""
-    return config.data.name == "chat" or config.tune.method != "full" or not {"tune", "tune.guard"}.isdisjoint(given)
+def wants_guard(config: TrainConfig, user_keys: Collection[str]) -> bool:
+    """Whether a new run measures the text: with data=chat, tune= or tune.guard=, not in continued pretraining."""
+    return config.data.name == "chat" or config.tune.method != "full" or not {"tune", "tune.guard"}.isdisjoint(user_keys)
 
 
-def text_of(config: TrainConfig) -> Path | None:
-    """The general text; None if there is none, and with fsdp, where each process has only a part of the weights."""
+def guard_path(config: TrainConfig) -> Path | None:
+    """The file of the general text; None without one, and with fsdp, where no process has all weights."""
     guard = config.tune.guard
     if not guard or config.trainer.strategy == "fsdp":
         return None
     return Path(__file__).with_name("english.txt") if guard == ENGLISH else Path(guard)
 
 
-def with_guard(config: TrainConfig, tokenizer: Tokenizer, given: Collection[str]) -> TrainConfig:
-    """A new run's configuration. tune.guard becomes null if no text is asked for, or if the tokenizer cannot encode ENGLISH.
+def with_guard(config: TrainConfig, tokenizer: Tokenizer, user_keys: Collection[str]) -> TrainConfig:
+    """A new run's configuration. tune.guard becomes null if unwanted, or if the tokenizer cannot encode ENGLISH.
 
-    Raises UserError if the file that tune.guard names cannot be read, is empty or cannot be encoded.
+    Raises UserError if the file of tune.guard is unreadable or empty, or cannot be encoded.
     """
     from rwkv.distributed import log
     from rwkv.evaluation import count_tokens
 
     without = replace(config, tune=replace(config.tune, guard=None))
-    if not is_asked_for(config, given):
+    if not wants_guard(config, user_keys):
         return without
-    path = text_of(config)
+    path = guard_path(config)
     if path is None:
         return config if config.tune.guard else without
     try:
@@ -53,14 +53,14 @@ def with_guard(config: TrainConfig, tokenizer: Tokenizer, given: Collection[str]
         if config.tune.guard == ENGLISH:
             log(f"guard      none: the tokenizer cannot encode the text of tune.guard={ENGLISH} ({error})")
             return without
-        named = f"tune.guard={path}"
-        raise UserError(str(error) if named in str(error) else f"{named} cannot be encoded: {error}") from None
+        option = f"tune.guard={path}"
+        raise UserError(str(error) if option in str(error) else f"{option} cannot be encoded: {error}") from None
     return config
 
 
 def describe(config: TrainConfig) -> str:
     """One line for people."""
-    if text_of(config) is not None:
+    if guard_path(config) is not None:
         return f"before and after, the losses of the validation split and of the text of tune.guard={config.tune.guard}"
     why = " (trainer=fsdp divides the weights)" if config.tune.guard else ""
     return f"before and after, the loss of the validation split; of no general text{why}"

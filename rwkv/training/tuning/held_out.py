@@ -1,6 +1,6 @@
-"""Prompts from a run's validation split, and how its model continues them: a tuned run shows this before and after training.
+"""Prompts from a run's validation split and the model's continuations, which a tuned run shows before and after training.
 
-Of a conversation, the prompt is all that stands before the first learnt answer; of a document, it is the beginning.
+The prompt of a conversation is everything before the first trained answer; that of a document is its beginning.
 """
 
 from collections.abc import Iterator
@@ -21,40 +21,40 @@ from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-SHOWN = 3
-SEARCHED = 1000                          # texts among which SHOWN are chosen
-OPENING = 32                             # tokens of a document that are its prompt, but at most half of them
+N_PROMPTS = 3
+SEARCHED = 1000                          # documents or conversations searched for N_PROMPTS
+DOCUMENT_PROMPT = 32                     # tokens of a document's prompt, at most half of the document
 
 
 class Prompt(NamedTuple):
-    """The ids of a prompt, and of what follows it in the data."""
+    """The ids of a prompt and of its reference continuation in the data."""
 
     ids: list[int]
     reference: list[int]
 
 
 def prompts(data: Corpus, longest: int, length: int) -> list[Prompt]:
-    """SHOWN prompts of the validation split: the first ones of at most `longest` tokens, then the first longer ones.
+    """N_PROMPTS prompts of the validation split: the first ones of at most `longest` tokens, then the first longer ones.
 
-    length: the number of tokens of a document's reference; the reference to a conversation's prompt is the whole answer.
+    length: tokens of a document's reference; a conversation's reference is the whole answer.
     """
-    found = _of_conversations(data.conversations[1]) if data.conversations else _of_documents(data.val, length)
-    searched = islice((prompt for prompt in found if prompt.ids and prompt.reference), SEARCHED)
+    all_prompts = _conversation_prompts(data.conversations[1]) if data.conversations else _document_prompts(data.val, length)
+    candidates = islice((prompt for prompt in all_prompts if prompt.ids and prompt.reference), SEARCHED)
     fitting: list[Prompt] = []
-    others: list[Prompt] = []
-    for prompt in searched:
-        (fitting if len(prompt.ids) <= longest else others).append(prompt)
-        if len(fitting) == SHOWN:
+    longer: list[Prompt] = []
+    for prompt in candidates:
+        (fitting if len(prompt.ids) <= longest else longer).append(prompt)
+        if len(fitting) == N_PROMPTS:
             break
-    return [*fitting, *others][:SHOWN]
+    return [*fitting, *longer][:N_PROMPTS]
 
 
-def continuations(model: Model, tokenizer: Tokenizer, config: TrainConfig, found: list[Prompt]) -> list[str]:
-    """The likeliest text after each prompt, at most trainer.sample_tokens long. Raises ValueError as Engine does."""
+def continuations(model: Model, tokenizer: Tokenizer, config: TrainConfig, held_out: list[Prompt]) -> list[str]:
+    """The greedy continuation of each prompt, at most trainer.sample_tokens long. Raises ValueError as Engine does."""
     stop = template_of(config.data).stop if config.data.name == "chat" else ()
     engine = Engine(model, tokenizer)
     stopping = StoppingCriteria(config.trainer.sample_tokens, stop)
-    rows = engine.add_all([Request(prompt.ids, config.seed, stopping, Sampling(temperature=0.0)) for prompt in found])
+    rows = engine.add_all([Request(prompt.ids, config.seed, stopping, Sampling(temperature=0.0)) for prompt in held_out])
     engine.run()
     return [row.sample.text for row in rows]
 
@@ -64,24 +64,24 @@ def readable(tokenizer: Tokenizer, ids: list[int]) -> str:
     return shown(tokenizer, [token for token in ids if token != tokenizer.end_of_text])
 
 
-def _of_conversations(split: Tokenised) -> Iterator[Prompt]:
-    """Of pairs of answers only the chosen ones are read."""
-    for begin, end in islice(_texts(split.tokens), 0, None, 2 if split.paired else 1):
-        learnt = split.learnt[begin:end].astype(bool)
-        first = int(learnt.argmax())
-        after = np.flatnonzero(~learnt[first:])
-        last = first + int(after[0]) if len(after) else end - begin
+def _conversation_prompts(split: Tokenised) -> Iterator[Prompt]:
+    """Of pairs of answers, only the chosen ones."""
+    for begin, end in islice(_spans(split.tokens), 0, None, 2 if split.paired else 1):
+        is_target = split.learnt[begin:end].astype(bool)
+        answer = int(is_target.argmax())
+        rest = np.flatnonzero(~is_target[answer:])
+        answer_end = answer + int(rest[0]) if len(rest) else end - begin
         ids = split.tokens[begin:end].tolist()
-        yield Prompt(ids[:first], ids[first:last])
+        yield Prompt(ids[:answer], ids[answer:answer_end])
 
 
-def _of_documents(tokens: TokenArray, length: int) -> Iterator[Prompt]:
-    for begin, end in _texts(tokens):
-        cut = begin + min(OPENING, (end - begin) // 2)
+def _document_prompts(tokens: TokenArray, length: int) -> Iterator[Prompt]:
+    for begin, end in _spans(tokens):
+        cut = begin + min(DOCUMENT_PROMPT, (end - begin) // 2)
         yield Prompt(tokens[begin:cut].tolist(), tokens[cut:min(end, cut + length)].tolist())
 
 
-def _texts(tokens: TokenArray) -> Iterator[tuple[int, int]]:
-    """Where each of the first texts begins and ends; an array without starts is one text."""
+def _spans(tokens: TokenArray) -> Iterator[tuple[int, int]]:
+    """The spans of the first documents or conversations; an array without starts is one span."""
     starts = tokens.starts[:SEARCHED + 1].tolist() or [0]
     return pairwise(starts if len(starts) > SEARCHED else [*starts, len(tokens)])

@@ -1,7 +1,7 @@
-"""tune.objective=dpo and ipo: the chosen answer of a pair is to become more probable than the rejected one.
+"""tune.objective=dpo and ipo: make the chosen answer of a pair more probable than the rejected one.
 
-log p(y) is the sum of the logarithms of the probabilities of an answer's tokens under the trained model, and
-log p_reference(y) the same under the reference, the model of init_from=:
+log p(y) is the sum of the log-probabilities of an answer's tokens under the trained model, and log p_reference(y) the same
+under the reference, the model of init_from=:
 
     r(y) = beta (log p(y) - log p_reference(y))          the reward of an answer, chosen c or rejected d
     dpo  = -(1 - e) log sigmoid(r(c) - r(d)) - e log sigmoid(r(d) - r(c))           e = tune.label_smoothing
@@ -11,8 +11,8 @@ and tune.sft_weight times -log p(c) / |c|. Sources: Rafailov et al., "Direct Pre
 label smoothing: Mitchell, "A note on DPO with noisy preferences"; Azar et al. (arXiv 2310.12036), (17), per token as in TRL;
 the chosen answer's loss: Pang et al. (arXiv 2404.19733), (1).
 
-With tune=lora and state a pass of its own computes the reference: through the same model, with what is tuned switched off. With
-tune=full it is computed once, before the first step, into the file REFERENCE of the run.
+With tune=lora and state an extra forward pass computes the reference, with the tuned parameters disabled. With tune=full it is
+computed once, before the first step, into the run's file REFERENCE.
 """
 
 from collections.abc import Iterator, Mapping
@@ -35,11 +35,11 @@ from rwkv.io.atomic import write_file
 from rwkv.model.base import TIME_STATE, Model
 from rwkv.model.loss import IGNORED, log_probabilities
 
-REFERENCE = "reference.safetensors"      # train and val, (pairs,2) each: log p_reference of the chosen and the rejected answers
+REFERENCE = "reference.safetensors"      # train and val, (pairs,2) each: log p_reference of chosen and rejected
 
 
 class Answers(NamedTuple):
-    """Of P pairs, the chosen answer first: log_p (P,2) float32; lengths (P,2), tokens."""
+    """P pairs, the chosen answer first: log_p (P,2) float32; lengths (P,2) in tokens."""
 
     log_p: Tensor
     lengths: Tensor
@@ -49,16 +49,16 @@ def answers(model: Model, batch: Pairs) -> Answers:
     """The log-probabilities of a batch's answers."""
     hidden = model.forward_features(batch.x, batch.starts).flatten(0, 1)
     targets = batch.y.flatten()
-    learnt = (targets != IGNORED).nonzero()[:, 0]
-    of_tokens = log_probabilities(hidden.index_select(0, learnt), model.head.weight, targets[learnt])
-    each = torch.arange(2 * len(batch.numbers), device=targets.device)
-    own = batch.answers.flatten()[learnt] == each.unsqueeze(1)           # sums in this form have one order on every device
-    log_p = torch.where(own, of_tokens, 0).sum(1)
-    return Answers(log_p.view(-1, 2), own.sum(1).view(-1, 2))
+    positions = (targets != IGNORED).nonzero()[:, 0]
+    token_log_p = log_probabilities(hidden.index_select(0, positions), model.head.weight, targets[positions])
+    answer = torch.arange(2 * len(batch.numbers), device=targets.device)
+    mask = batch.answers.flatten()[positions] == answer.unsqueeze(1)     # masked sums have one order on every device
+    log_p = torch.where(mask, token_log_p, 0).sum(1)
+    return Answers(log_p.view(-1, 2), mask.sum(1).view(-1, 2))
 
 
 def losses(log_p: Tensor, reference: Tensor, lengths: Tensor, tune: TuneConfig) -> Tensor:
-    """The loss (P,) of each pair. log_p, reference, lengths (P,2): the chosen answer's and the rejected one's."""
+    """The loss (P,) of each pair. log_p, reference, lengths: (P,2), chosen and rejected."""
     ratios = log_p - reference
     if tune.objective == "ipo":
         per_token = ratios / lengths
@@ -72,22 +72,22 @@ def losses(log_p: Tensor, reference: Tensor, lengths: Tensor, tune: TuneConfig) 
 
 
 def rewards(log_p: Tensor, reference: Tensor, tune: TuneConfig) -> Tensor:
-    """The means over the pairs of what report.numbers.REWARDS names: (4,)."""
+    """The means over the pairs of report.numbers.REWARDS: (4,)."""
     chosen, rejected = (tune.beta * (log_p.detach() - reference)).unbind(1)
     return torch.stack([chosen - rejected, (chosen > rejected).float(), chosen, rejected]).mean(1)
 
 
 class Preferences:
-    """The objective of a run.
+    """The preference objective of a run.
 
-    stored: the reference's log-probabilities by split; None: a pass without what is tuned computes them.
+    stored: the reference's log-probabilities by split; None computes them with the tuned parameters disabled.
     """
 
     def __init__(self, tune: TuneConfig, stored: Mapping[str, Tensor] | None = None) -> None:
         self.tune, self.stored = tune, stored
 
     def loss(self, model: Model, batch: Pairs, split: str) -> tuple[Tensor, Tensor]:
-        """The mean loss of a batch of the split train or val, and the means of REWARDS (4,)."""
+        """The mean loss of a batch of the split (train or val), and the means of REWARDS (4,)."""
         reference = self._reference(model, batch, split)
         log_p, lengths = answers(model, batch)
         return losses(log_p, reference, lengths, self.tune).mean(), rewards(log_p, reference, self.tune)
@@ -101,46 +101,46 @@ class Preferences:
 
 @contextmanager
 def without_tuning(model: Model) -> Iterator[None]:
-    """The frozen model alone: its adapters add nothing, and its state before the first token is empty."""
-    added = [parameter for name, parameter in model.named_parameters() if ".lora_B." in name or name.endswith(TIME_STATE)]
-    tuned = [parameter.data for parameter in added]
+    """The frozen model alone, without adapters and with an empty initial state."""
+    tuned = [parameter for name, parameter in model.named_parameters() if ".lora_B." in name or name.endswith(TIME_STATE)]
+    saved = [parameter.data for parameter in tuned]
     try:
-        for parameter in added:
+        for parameter in tuned:
             parameter.data = torch.zeros_like(parameter)
         yield
     finally:
-        for parameter, values in zip(added, tuned, strict=True):
+        for parameter, values in zip(tuned, saved, strict=True):
             parameter.data = values
 
 
 @torch.no_grad()
 def write_reference(path: Path, model: Model, data: Corpus, batch_size: int, ctx_len: int, device: torch.device,
                     dtype: torch.dtype) -> None:
-    """Writes the log-probabilities of all pairs; NaN for pairs that are left out. dtype: float32, or autocast's dtype."""
+    """Writes the log-probabilities of all pairs; NaN for pairs that are left out. dtype: float32 or autocast's dtype."""
     assert data.conversations is not None
     model.to(device)
-    found = {}
+    log_p = {}
     for name, split in zip(SPLITS, data.conversations, strict=True):
         rows = PairRows(split.tokens, split.learnt, ctx_len)
-        found[name] = torch.full((rows.n_pairs, 2), torch.nan)
+        log_p[name] = torch.full((rows.n_pairs, 2), torch.nan)
         for first in range(0, len(rows), batch_size):
             batch = rows.__getitems__([*range(first, min(first + batch_size, len(rows)))])
             on_device = batch._replace(x=batch.x.to(device), y=batch.y.to(device), starts=batch.starts.to(device),
                                        answers=batch.answers.to(device))
             with torch.autocast(device.type, dtype, enabled=dtype != torch.float32):
-                found[name][batch.numbers] = answers(model, on_device).log_p.cpu()
-    write_file(path, lambda file: file.write(save(found)))
+                log_p[name][batch.numbers] = answers(model, on_device).log_p.cpu()
+    write_file(path, lambda file: file.write(save(log_p)))
 
 
 def read_reference(path: Path, data: Corpus) -> dict[str, Tensor]:
-    """The tensors of the file. Raises UserError if it is missing, damaged, or of other pairs."""
+    """The file's tensors. Raises UserError if it is missing, damaged, or of other pairs."""
     assert data.conversations is not None
     try:
-        found = load_file(path)
+        log_p = load_file(path)
     except (OSError, SafetensorError) as error:
-        raise UserError(f"the run needs {path}, the log-probabilities that the model had before it was tuned, and it cannot be "
-                        f"read ({error}): restore it, or begin a new run with init_from=") from None
+        raise UserError(f"the run requires {path}, the reference log-probabilities, which cannot be read ({error}): restore it "
+                        "or start a new run with init_from=") from None
     sizes = {name: (len(split.tokens.starts) // 2, 2) for name, split in zip(SPLITS, data.conversations, strict=True)}
-    if {name: tuple(tensor.shape) for name, tensor in found.items()} != sizes:
-        raise UserError(f"{path} is of other pairs than those of data.path: restore it, or begin a new run with init_from=")
-    return found
+    if {name: tuple(tensor.shape) for name, tensor in log_p.items()} != sizes:
+        raise UserError(f"{path} does not match the pairs of data.path: restore it, or start a new run with init_from=")
+    return log_p

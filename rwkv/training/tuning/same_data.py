@@ -1,4 +1,4 @@
-"""With init_from= the weights of a run of our own, validation may have text that those weights were trained on."""
+"""With init_from= a run of our own, the validation split may have text that its weights were trained on."""
 
 from pathlib import Path
 from typing import Any
@@ -6,29 +6,29 @@ from typing import Any
 from rwkv.checkpoint.files import Checkpoint
 from rwkv.config import DataConfig
 
-LAST_PART = ("binidx", "datatrove", "stdlib", "text")     # a smaller data.val_fraction chooses a part of what a larger one does
+LAST_PART = ("binidx", "datatrove", "stdlib", "text")     # a smaller data.val_fraction selects a subset of a larger one
 
 
-def warn_of_split(data: DataConfig, sha256: str, before: Checkpoint | None) -> str | None:
-    """A sentence if the run that made the weights `before` divided the same data otherwise; None if not.
+def warn_of_split(data: DataConfig, sha256: str, base: Checkpoint | None) -> str | None:
+    """A warning if the run that trained the base weights split the same data differently; None if not.
 
     sha256: of this run's data. Data are the same if their SHA-256 or their path is.
     """
-    own = (before.run or {}).get("data") if before is not None else None
-    if before is None or not isinstance(own, dict):
+    base_data = (base.run or {}).get("data") if base is not None else None
+    if base is None or not isinstance(base_data, dict):
         return None
-    if before.data_sha256 != sha256 and _read(own) != _read(vars(data)):
+    if base.data_sha256 != sha256 and _source_key(base_data) != _source_key(vars(data)):
         return None
-    fraction = own.get("val_fraction", data.val_fraction)
+    fraction = base_data.get("val_fraction", data.val_fraction)
     inside = data.name in LAST_PART and data.separator is None and data.val_fraction < fraction
     if data.val_fraction == fraction or inside:
         return None
-    return (f"the weights of {before.path} were trained on a part of the validation text: their run divided these data with "
-            f"data.val_fraction={fraction:g}, and this one has {data.val_fraction:g}; take data.val_fraction={fraction:g} to "
-            "validate on text that they have not read")
+    return (f"the weights of {base.path} were trained on a part of the validation text: their run had "
+            f"data.val_fraction={fraction:g}, and this one has {data.val_fraction:g}; use data.val_fraction={fraction:g} to "
+            "validate on unseen text")
 
 
-def _read(data: dict[str, Any]) -> tuple[Any, ...]:
+def _source_key(data: dict[str, Any]) -> tuple[Any, ...]:
     path = data.get("path")
     names = ("name", "field", "split", "separator") if data.get("name") != "chat" else ("name",)
     sources = [sorted(source.items()) for source in data.get("sources") or ()]

@@ -1,4 +1,4 @@
-"""Writes what tune=lora and tune=state have trained into files beside the run's checkpoints, for this and other programs.
+"""Writes the results of tune=lora and tune=state beside the run's checkpoints, for this and other programs.
 
     adapter/adapter_model.safetensors, adapter_config.json     LoRA in the layout of the PEFT library
     state.safetensors                                          a state for generate.py's state=, with the frozen weights' file
@@ -26,7 +26,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 
 def tuned_files(config: TrainConfig, out_dir: Path) -> list[Path]:
-    """The files that a run writes at its end, beside its checkpoints."""
+    """The files that a run writes at its end."""
     names = {"lora": ["adapter/adapter_model.safetensors", "adapter/adapter_config.json"],
              "state": ["state.safetensors", "time_state.pth"]}
     return [out_dir / name for name in names.get(config.tune.method, [])]
@@ -45,17 +45,17 @@ def _write_adapter(model: Model, trained: Mapping[str, Tensor], config: TrainCon
     tune = config.tune
     tensors = {f"base_model.model.{name}": tensor.detach().cpu().contiguous()
                for name, tensor in adapter_of(trained).items()}
-    described = {"peft_type": "LORA", "r": tune.rank, "lora_alpha": tune.alpha, "lora_dropout": tune.dropout, "bias": "none",
-                 "target_modules": chosen(model.config, tune.modules), "fan_in_fan_out": False, "inference_mode": True,
-                 "base_model_name_or_path": config.init_from}
+    settings = {"peft_type": "LORA", "r": tune.rank, "lora_alpha": tune.alpha, "lora_dropout": tune.dropout, "bias": "none",
+                "target_modules": chosen(model.config, tune.modules), "fan_in_fan_out": False, "inference_mode": True,
+                "base_model_name_or_path": config.init_from}
     write_file(weights, lambda file: file.write(save(tensors, {"format": "pt"})))
-    write_file(description, lambda file: file.write(json.dumps(described, indent=2).encode() + b"\n"))
+    write_file(description, lambda file: file.write(json.dumps(settings, indent=2).encode() + b"\n"))
     return weights.parent
 
 
 @torch.no_grad()
 def _write_state(model: Model, tokenizer: Tokenizer, as_state: Path, as_pth: Path) -> list[Path]:
-    """The state file has the logits after end_of_text, since a text without a prompt begins with it."""
+    """The state file has the logits after end_of_text, for generation without a prompt."""
     first = torch.tensor([[tokenizer.end_of_text]], device=model.emb.weight.device)
     save_context(as_state, PrefillResult(model.prefill(first)[0], model.empty_state(1)), model, tokenizer)
     tensors = {f"blocks.{layer}.{TIME_STATE}": Stored.of(TIME_STATE, str(as_pth), state.detach().cpu())

@@ -116,7 +116,7 @@ def test_a_run_that_saved_nothing_begins_again_beside_what_it_had_written(folder
     (run / "hpc_ckpt_1.ckpt").write_bytes(b"not even a checkpoint")
     written = {name: (run / name).read_bytes() for name in ("metrics.csv", "samples.jsonl", "config.yaml", "report.html")}
     planned = done_here(folder, "train", "resume=auto", f"out_dir={run}", "plan=true")
-    assert "begins again at step 0" in planned.error
+    assert "restarts at step 0" in planned.error
     assert not (run / "unsaved-1").exists()
     done = done_here(folder, "train", "resume=auto", f"out_dir={run}")
     assert done.status == 0, done.error

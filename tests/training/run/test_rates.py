@@ -11,7 +11,7 @@ from rwkv import cli
 from rwkv.config import ModelConfig, OptimConfig, TrainConfig, TuneConfig
 from rwkv.training.run.directory import as_plain
 from rwkv.training.run.opening import open_run
-from rwkv.training.run.rates import OF_TUNING, WIDEST, with_default_rates
+from rwkv.training.run.rates import TUNING_DEFAULTS, WIDEST, with_default_rates
 
 
 @pytest.fixture
@@ -20,11 +20,11 @@ def base(tmp_path: Path) -> str:
     return str(tmp_path / "base.safetensors")
 
 
-@pytest.mark.parametrize("method", OF_TUNING)
+@pytest.mark.parametrize("method", TUNING_DEFAULTS)
 def test_a_new_run_takes_the_rates_of_its_method(base: str, tmp_path: Path, method: str) -> None:
     config = TrainConfig(tune=TuneConfig(method=method), init_from=base, out_dir=str(tmp_path / "run"))
     run = open_run(config, ["tune", "init_from"], ["tune.method"])
-    assert {name: getattr(run.config.optim, name) for name in run.default_rates} == OF_TUNING[method]
+    assert {name: getattr(run.config.optim, name) for name in run.default_rates} == TUNING_DEFAULTS[method]
 
 
 @pytest.mark.parametrize(("width", "share"), [(64, 1), (WIDEST, 1), (2 * WIDEST, 1 / 2), (4096, WIDEST / 4096)])
@@ -40,12 +40,12 @@ def test_a_wide_model_keeps_what_is_chosen(optim: OptimConfig, chosen: str) -> N
     assert with_default_rates(config, [chosen]) == (config, ())
 
 
-@pytest.mark.parametrize("method", OF_TUNING)
+@pytest.mark.parametrize("method", TUNING_DEFAULTS)
 def test_what_is_chosen_stays_and_a_chosen_rate_has_its_own_last_rate(method: str) -> None:
     asked = TrainConfig(tune=TuneConfig(method=method), init_from="FILE", optim=OptimConfig(lr=7e-3, warmup_steps=0))
     optim = with_default_rates(asked, {"optim.lr", "optim.warmup_steps"})[0].optim
     assert (optim.lr, optim.warmup_steps, optim.min_lr) == (7e-3, 0, None)
-    assert optim.schedule == OF_TUNING[method]["schedule"]
+    assert optim.schedule == TUNING_DEFAULTS[method]["schedule"]
 
 
 def test_an_experiments_and_a_debug_runs_options_stay() -> None:
@@ -54,7 +54,7 @@ def test_an_experiments_and_a_debug_runs_options_stay() -> None:
     assert with_default_rates(config, {*line.keys, *line.chosen}) == (config, ())
 
 
-@pytest.mark.parametrize("method", OF_TUNING)
+@pytest.mark.parametrize("method", TUNING_DEFAULTS)
 def test_a_run_begun_before_keeps_its_rate_and_length(base: str, tmp_path: Path, method: str) -> None:
     """Its config.yaml has no epochs, and training's learning rate; the same command line continues it."""
     before = as_plain(TrainConfig(tune=TuneConfig(method=method), init_from=base))

@@ -24,7 +24,7 @@ from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools.convert import convert
 from rwkv.training.memory import estimate
-from rwkv.training.tuning.passes import with_less_memory, with_passes
+from rwkv.training.tuning.passes import fit_memory, with_passes
 
 OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.batch_size=2", "data.cache_dir=cache", "trainer=cpu", "logger=csv",
            "model.ctx_len=64", "optim.lr=1e-2", "optim.warmup_steps=0", "trainer.sample_tokens=4", "trainer.log_every=1",
@@ -250,7 +250,7 @@ def test_the_plan_counts_what_is_trained(folder: Path, run: Run) -> None:
     add_adapters(model, (), 2, 2.0)
     count = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     assert status == 0
-    assert f"lora: {count:,} trained values beside frozen weights in float32" in error
+    assert f"lora: {count:,} trained values with frozen weights in float32" in error
     assert "recomputes activations, because tune=lora freezes the weights" in error
 
 
@@ -319,7 +319,7 @@ def test_a_run_that_is_short_of_memory_computes_activations_again() -> None:
     returned = estimate(replace(config, trainer=replace(config.trainer, malloc="small")), 65536).total
     assert returned < need
     for free, malloc, checkpointing in ((need, "tuned", False), (returned, "small", False), (returned - 1, "small", True)):
-        found, line = with_less_memory(config, 65536, (), free)
+        found, line = fit_memory(config, 65536, (), free)
         assert (found.trainer.malloc, found.trainer.activation_checkpointing) == (malloc, checkpointing)
         assert (line is None) == (malloc == "tuned")
 
