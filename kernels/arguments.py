@@ -27,13 +27,13 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, unknown = self.parse_known_args(args, namespace)
+        arguments, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name, _, value = unknown[0].lstrip("-").partition("=")
-            near = difflib.get_close_matches(f"--{name.replace('_', '-')}", self._option_string_actions, n=1)
-            hint = f"did you mean {' '.join([*near, value]).rstrip()}?" if near else "see --help"
+            matches = difflib.get_close_matches(f"--{name.replace('_', '-')}", self._option_string_actions, n=1)
+            hint = f"did you mean {' '.join([*matches, value]).rstrip()}?" if matches else "see --help"
             self.error(f"unknown argument {unknown[0]}: {hint}")
-        return found
+        return arguments
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -77,10 +77,10 @@ def any_sizes(text: str) -> tuple[int, ...]:
 def sizes_of(axes: str) -> Callable[[str], tuple[int, ...]]:
     """One size for each of the axes, as in "L,C,V"."""
     def named(text: str) -> tuple[int, ...]:
-        found = any_sizes(text)
-        if len(found) != len(axes.split(",")):
+        sizes = any_sizes(text)
+        if len(sizes) != len(axes.split(",")):
             raise ArgumentTypeError(f"expected the sizes {axes}, got {text}")
-        return found
+        return sizes
 
     return named
 
@@ -88,22 +88,22 @@ def sizes_of(axes: str) -> Callable[[str], tuple[int, ...]]:
 def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
     """Names with commas between them."""
     def names(text: str) -> list[str]:
-        found = text.split(",")
-        for name in found:
+        requested = text.split(",")
+        for name in requested:
             if name not in known:
                 raise ArgumentTypeError(f"unknown name {name!r}; there are: {', '.join(known)}")
-        return found
+        return requested
 
     return names
 
 
-def _existing(kind: str, is_one: Callable[[Path], bool]) -> Callable[[str], Path]:
-    def of_kind(text: str) -> Path:
-        if not is_one(path_of(text)):
+def _existing(kind: str, exists: Callable[[Path], bool]) -> Callable[[str], Path]:
+    def existing_path(text: str) -> Path:
+        if not exists(path_of(text)):
             raise ArgumentTypeError(f"there is no {kind} {text}: name one that exists")
         return path_of(text)
 
-    return of_kind
+    return existing_path
 
 
 existing = _existing("file or folder", Path.exists)
@@ -113,7 +113,7 @@ existing_folder = _existing("folder", Path.is_dir)
 
 def program(text: str) -> Path:
     """A program's path, or its name where the shell finds it."""
-    found = shutil.which(from_home(text))
-    if found is None:
+    path = shutil.which(from_home(text))
+    if path is None:
         raise ArgumentTypeError(f"there is no program {text}: name one that exists and can be run")
-    return Path(found)
+    return Path(path)

@@ -42,10 +42,10 @@ def errors(actual: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> dic
     return {name: (rms if name == LOG_SIZE else err_ratio)(actual[name], reference[name]) for name in reference}
 
 
-def misses(found: Mapping[str, float], tolerance: Mapping[str, float]) -> dict[str, str]:
+def misses(errors: Mapping[str, float], tolerance: Mapping[str, float]) -> dict[str, str]:
     """The results that are off by more than their tolerance, each with both numbers; empty where all is well."""
     return {name: f"{error:.1e}, allowed are {tolerance[name]:.1e}"
-            for name, error in found.items() if not error <= tolerance[name]}
+            for name, error in errors.items() if not error <= tolerance[name]}
 
 
 def tolerance(operator: Any, dtype: torch.dtype) -> dict[str, float]:

@@ -122,8 +122,8 @@ class Operator:
 
     def _empty_outputs(self, *inputs: Any) -> list[Tensor]:
         """The outputs for a size of 0; for any size also torch's fake outputs: the right shapes, dtypes and strides."""
-        given = dict(zip(self._names, inputs, strict=False))
-        return [_copy(given[name]) if name in given else given[like].new_empty(given[like].shape)
+        by_name = dict(zip(self._names, inputs, strict=False))
+        return [_copy(by_name[name]) if name in by_name else by_name[like].new_empty(by_name[like].shape)
                 for name, like in self.outputs]
 
     def _empty_gradients(self, *saved_and_gradients: Tensor) -> list[Tensor]:
@@ -201,10 +201,10 @@ class Function:
         forward.register_fake(lambda *inputs: _one_or_all([*operator._empty_outputs(*inputs), *operator.keep(*inputs)]))
         if not operator.gradients:
             return forward
-        taken = [*operator.saved, *kept, *(f"grad_{output}" for output in operator.differentiable)]
+        arguments = [*operator.saved, *kept, *(f"grad_{output}" for output in operator.differentiable)]
         backward = torch.library.custom_op(
             f"{name}_backward", lambda *tensors: operator.backward(*tensors), mutates_args=(),
-            schema=f"({', '.join(f'Tensor {tensor}' for tensor in taken)}) -> {_tensors(len(operator.gradients))}")
+            schema=f"({', '.join(f'Tensor {argument}' for argument in arguments)}) -> {_tensors(len(operator.gradients))}")
         backward.register_fake(lambda *tensors: _one_or_all(operator._empty_gradients(*tensors)))
         forward.register_autograd(
             lambda ctx, *grads: _tuple(backward(*ctx.saved_tensors, *grads[:self.n_gradients])) + self.without_gradient,
@@ -257,19 +257,19 @@ class _Direct(_ReverseOnly):
     def forward(ctx: Any, function: Function, *inputs: Any) -> Tensors:
         if not any(ctx.needs_input_grad):
             return _tuple(function.operator.forward(*inputs))
-        found = function.outputs_and_kept(*inputs)
+        results = function.outputs_and_kept(*inputs)
         ctx.function = function
-        function.save(ctx, inputs, found)
-        return found[:function.n_outputs]
+        function.save(ctx, inputs, results)
+        return results[:function.n_outputs]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        taken = (*ctx.saved_tensors, *grads[:ctx.function.n_gradients])
+        tensors = (*ctx.saved_tensors, *grads[:ctx.function.n_gradients])
         if torch.is_grad_enabled():                      # create_graph=True
-            found = _Backward.apply(ctx.function, *taken)
+            gradients = _Backward.apply(ctx.function, *tensors)
         else:
-            found = _tuple(ctx.function.operator.backward(*taken))
-        return None, *found, *ctx.function.without_gradient
+            gradients = _tuple(ctx.function.operator.backward(*tensors))
+        return None, *gradients, *ctx.function.without_gradient
 
 
 class _Transformed(_Direct):
@@ -287,8 +287,8 @@ class _Transformed(_Direct):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """By _Backward without grad mode too: torch.func.vjp may call it there."""
-        found = _Backward.apply(ctx.function, *ctx.saved_tensors, *grads[:ctx.function.n_gradients])
-        return None, *found, *ctx.function.without_gradient
+        gradients = _Backward.apply(ctx.function, *ctx.saved_tensors, *grads[:ctx.function.n_gradients])
+        return None, *gradients, *ctx.function.without_gradient
 
 
 class _Backward(_ReverseOnly):

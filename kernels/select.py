@@ -143,11 +143,11 @@ def rule(operator: str, device: str, dtype: Dtype, size: Size | None = None) -> 
     if name == "float16":
         name = "float32" if operator == "wkv7" else "bfloat16"
     key = operator, "cuda" if device == "cuda" else "cpu", name
-    found = RULES[key]
+    base = RULES[key]
     if size is None or key not in BY_SIZE:
-        return found
+        return base
     nearest = min(BY_SIZE[key], key=size.distance)
-    return Rule(BY_SIZE[key][nearest], found.measured, f"{found.source}, with {nearest.heads} heads and {nearest.steps} steps")
+    return Rule(BY_SIZE[key][nearest], base.measured, f"{base.source}, with {nearest.heads} heads and {nearest.steps} steps")
 
 
 def _why_not(operator: str, name: str, device: str, size: Size | None) -> str | None:

@@ -77,14 +77,14 @@ class Source:
     def texts(self) -> Iterator[tuple[str, str]]:
         """(name, text) of the file and of every file that it includes, directly or not, each once."""
         waiting = [self.path]
-        seen = {self.path}
+        visited = {self.path}
         while waiting:
             path = waiting.pop()
             text = path.read_text(encoding="utf-8")
             yield path.name, text
-            included = {path.parent / name for name in INCLUDE.findall(text)} - seen
+            included = {path.parent / name for name in INCLUDE.findall(text)} - visited
             waiting += sorted(included)
-            seen |= included
+            visited |= included
 
     def __repr__(self) -> str:
         return f"Source({self.path.name}{''.join(f', {name}={value}' for name, value in self.macros.items())})"

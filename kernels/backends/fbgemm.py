@@ -23,8 +23,8 @@ def ordered(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
     with warnings.catch_warnings():      # torch 2.13 deprecates its quantized tensors, and packs weights from nothing else
         warnings.simplefilter("ignore", UserWarning)
         quantized = torch._make_per_channel_quantized_tensor(weight, scale.double(), zeros, 0)
-    found: torch.ScriptObject = torch.ops.quantized.linear_prepack(quantized, None)
-    return found
+    packed: torch.ScriptObject = torch.ops.quantized.linear_prepack(quantized, None)
+    return packed
 
 
 def unordered(weight: torch.ScriptObject) -> tuple[Tensor, Tensor]:

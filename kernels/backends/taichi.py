@@ -151,7 +151,7 @@ def _brief_positions() -> Iterator[None]:
     of the lines takes half of the time in which Taichi reads a kernel.
     """
     context = ti.lang.ast.ast_transformer_utils.ASTTransformerContext
-    whole = context.get_pos_info
+    get_pos_info = context.get_pos_info
 
     def brief(self: Any, node: Any) -> str:
         return f'File "{self.file}", line {node.lineno + self.lineno_offset}, in {self.func.func.__name__}:\n'
@@ -160,7 +160,7 @@ def _brief_positions() -> Iterator[None]:
     try:
         yield
     finally:
-        context.get_pos_info = whole
+        context.get_pos_info = get_pos_info
 
 
 @dataclass(frozen=True)
@@ -241,15 +241,15 @@ def _ensure(device: torch.device) -> None:
     global _started_in, _ensured
     if _ensured == (ti.lang.impl.get_runtime().prog, device):
         return
-    wanted = ti.cuda if device.type == "cuda" else ti.cpu
+    arch = ti.cuda if device.type == "cuda" else ti.cpu
     if device.index:
         raise KernelUnavailable(f"Taichi runs on the first GPU only, not on {device}: move the tensors to cuda:0, "
                                 "or set CUDA_VISIBLE_DEVICES")
     if ti.lang.impl.get_runtime().prog is None:
-        _start(wanted)
-    if ti.cfg.arch != wanted:
+        _start(arch)
+    if ti.cfg.arch != arch:
         raise KernelUnavailable(f"Taichi has one arch per process and runs on {_name(ti.cfg.arch)} here, not on "
-                                f"{_name(wanted)}: use another process, or another kernel")
+                                f"{_name(arch)}: use another process, or another kernel")
     if ti.lang.impl.get_runtime().default_ip != ti.i32:
         raise KernelUnavailable("Taichi was started with a default_ip other than ti.i32, which these kernels need: call "
                                 "ti.init without default_ip, or use another kernel")
@@ -294,9 +294,9 @@ def _cache() -> dict[str, Any]:
     even with the cache off; where a file of the cache cannot be opened, it aborts, or waits for ever. Where the folder or such
     a file cannot be written, the cache is off and its folder is one that always exists.
     """
-    wanted = os.environ.get("TI_OFFLINE_CACHE_FILE_PATH") or ti.lang.impl.default_cfg().offline_cache_file_path
-    if os.environ.get("TI_OFFLINE_CACHE") != "0" and _can_write(Path(wanted).absolute()):
-        return {"offline_cache": True, "offline_cache_file_path": str(Path(wanted).absolute())}
+    folder = os.environ.get("TI_OFFLINE_CACHE_FILE_PATH") or ti.lang.impl.default_cfg().offline_cache_file_path
+    if os.environ.get("TI_OFFLINE_CACHE") != "0" and _can_write(Path(folder).absolute()):
+        return {"offline_cache": True, "offline_cache_file_path": str(Path(folder).absolute())}
     return {"offline_cache": False, "offline_cache_file_path": os.sep}
 
 

@@ -153,7 +153,7 @@ def _grouped(skipped: dict[str, str]) -> list[str]:
     names: dict[str, list[str]] = {}
     for name, reason in skipped.items():
         names.setdefault(reason.removeprefix(name), []).append(name)
-    return [", ".join(alike) + (":" if alike[1:] else "") + reason for reason, alike in names.items()]
+    return [", ".join(group) + (":" if group[1:] else "") + reason for reason, group in names.items()]
 
 
 def _why_not(case: BenchCase, name: str, named: bool, at: str) -> str | None:
@@ -182,7 +182,7 @@ def _verify(case: BenchCase, names: list[str], at: str) -> tuple[dict[str, float
     for name in names:
         _say(f"{at}: comparing {name} with float64")
         try:
-            found, misses = case.errors(name)
+            worst, misses = case.errors(name)
             reason = ", ".join(f"{result} is off by {miss}" for result, miss in misses.items())
         except Exception as error:       # such as a kernel that does not compile: it counts as wrong, the others go on
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -190,7 +190,7 @@ def _verify(case: BenchCase, names: list[str], at: str) -> tuple[dict[str, float
             wrong[name] = reason
             _say(f"WRONG, not timed: {name}: {reason}")
         else:
-            errors[name] = max(found.values())
+            errors[name] = max(worst.values())
     return errors, wrong
 
 
@@ -203,16 +203,16 @@ def _times(case: BenchCase, passes: dict[tuple[str, str], Pass], device: str,
            budget_s: float) -> tuple[dict[tuple[str, str], list[float]], dict[str, float]]:
     """Seconds of every pass, and the machine's limits measured in turns with them."""
     matmul, flop = hardware.matmul(device)
-    copy, copied = hardware.copy(device)
-    read, was_read = hardware.read(device)
+    copy, copied_bytes = hardware.copy(device)
+    read, read_bytes = hardware.read(device)
     source = case.sequence
     target = source.clone()
     limits = {"matmul": matmul, "copy": copy, "read": read, "copy_one": lambda: target.copy_(source)}
     work = {(LIMIT, name): run for name, run in limits.items()} | {key: one.run for key, one in passes.items()}
     samples = interleaved(work, device, budget_s)
     seconds = {name: median(samples[LIMIT, name]) for name in limits}
-    return samples, {"matmul_gflops": flop / seconds["matmul"] / 1e9, "copy_gbs": copied / seconds["copy"] / 1e9,
-                     "read_gbs": was_read / seconds["read"] / 1e9, "copy_one_ms": seconds["copy_one"] * 1e3}
+    return samples, {"matmul_gflops": flop / seconds["matmul"] / 1e9, "copy_gbs": copied_bytes / seconds["copy"] / 1e9,
+                     "read_gbs": read_bytes / seconds["read"] / 1e9, "copy_one_ms": seconds["copy_one"] * 1e3}
 
 
 def _result(key: tuple[str, str], part: Pass, samples: dict[tuple[str, str], list[float]], limits: dict[str, float],

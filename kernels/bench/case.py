@@ -115,8 +115,8 @@ def errors_of_repeated(results: Mapping[str, Tensor], reference: Mapping[str, Te
 
     Compared one result after the other, because a float64 reference at the full shape is large.
     """
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for name, exact in reference.items():
         actual = results[name]
-        found |= compare.errors({name: actual}, {name: repeated(exact, actual.shape[dim], dim)})
-    return found
+        errors |= compare.errors({name: actual}, {name: repeated(exact, actual.shape[dim], dim)})
+    return errors

@@ -45,8 +45,8 @@ class Case(BenchCase):
         return costs(partial(MatVec(name), self.x, self.packed), self.device)
 
     def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
-        found = compare.errors({"y": MatVec(name)(self.x, self.packed)}, {"y": self.reference})
-        return found, compare.misses(found, cases.tolerance(name, self.form))
+        result = compare.errors({"y": MatVec(name)(self.x, self.packed)}, {"y": self.reference})
+        return result, compare.misses(result, cases.tolerance(name, self.form))
 
     def passes(self, name: str) -> list[Pass]:
         """The product as a decoder calls it, with what can be prepared done. The least traffic is one read of the weights."""

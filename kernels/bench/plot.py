@@ -70,12 +70,12 @@ def time_against_size(report: dict[str, Any]) -> Any | None:
     measured = _same_width(report)
     if len(measured) < 2:
         return None
-    *others, axis = measured[0]["shape"]
-    width = " ".join(f"{other}={measured[0]['shape'][other]}" for other in others)
+    *width_axes, axis = measured[0]["shape"]
+    width = " ".join(f"{other}={measured[0]['shape'][other]}" for other in width_axes)
     passes = [part for part in PASSES if any(part == result["pass"] for result in measured[0]["results"])]
     title = f"{report['op']}: time against {axis}, {width}, {report['dtype']}"
     figure, panels = _figure(title, caption(report), len(passes))
-    sizes = [_size(one) for one in measured]
+    sizes = [_size(shape) for shape in measured]
     curves = {part: _curves(measured, part) for part in passes}
     for panel, part in zip(panels, passes, strict=True):
         for (name, points), style in zip(_floors(report["op"], measured, part).items(), ("-.", "--"), strict=False):
@@ -110,27 +110,27 @@ def _figure(title: str, foot: str, n: int) -> tuple[Any, Sequence[Any]]:
 
 
 def _curves(measured: list[dict[str, Any]], part: str) -> dict[str, Points]:
-    found: dict[str, Points] = {}
-    for one in measured:
-        for result in one["results"]:
+    curves: dict[str, Points] = {}
+    for shape in measured:
+        for result in shape["results"]:
             if result["pass"] == part:
-                found.setdefault(result["name"], {})[_size(one)] = result["ms"]
-    return found
+                curves.setdefault(result["name"], {})[_size(shape)] = result["ms"]
+    return curves
 
 
 def _floors(op: str, measured: list[dict[str, Any]], part: str) -> dict[str, Points]:
     """The least time that each size can take, at the highest rates that the machine reached in this run, if measured."""
-    if not all(one["limits"] for one in measured):
+    if not all(shape["limits"] for shape in measured):
         return {}
-    gbs = max(one["limits"]["copy_gbs"] for one in measured)
-    gflops = max(one["limits"]["matmul_gflops"] for one in measured)
-    some = {_size(one): next(result for result in one["results"] if result["pass"] == part) for one in measured}
-    floors = {"memory floor": {size: result["ms"] * result["gbs"] / gbs for size, result in some.items()}}
+    gbs = max(shape["limits"]["copy_gbs"] for shape in measured)
+    gflops = max(shape["limits"]["matmul_gflops"] for shape in measured)
+    results = {_size(shape): next(result for result in shape["results"] if result["pass"] == part) for shape in measured}
+    floors = {"memory floor": {size: result["ms"] * result["gbs"] / gbs for size, result in results.items()}}
     if op == "wkv4":
         floors["FMA floor of convolving all of T"] = {
-            _size(one): CONVOLUTIONS[part] * timex_cases.flop(*one["shape"].values()) / gflops / 1e6 for one in measured}
-    elif all(result["gflops"] for result in some.values()):
-        floors["FMA floor"] = {size: result["ms"] * result["gflops"] / gflops for size, result in some.items()}
+            _size(shape): CONVOLUTIONS[part] * timex_cases.flop(*shape["shape"].values()) / gflops / 1e6 for shape in measured}
+    elif all(result["gflops"] for result in results.values()):
+        floors["FMA floor"] = {size: result["ms"] * result["gflops"] / gflops for size, result in results.items()}
     return floors
 
 
@@ -163,16 +163,16 @@ def _bottom(group: list[float], gap: float) -> float:
 
 def _same_width(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Everything measured at the first shape's sizes but the last (B and C), sorted by the last (T)."""
-    def others(one: dict[str, Any]) -> list[int]:
-        return list(one["shape"].values())[:-1]
+    def others(shape: dict[str, Any]) -> list[int]:
+        return list(shape["shape"].values())[:-1]
 
     measured = report["shapes"] + report["sweep"]
-    return sorted((one for one in measured if others(one) == others(measured[0])), key=_size)
+    return sorted((shape for shape in measured if others(shape) == others(measured[0])), key=_size)
 
 
-def _size(one: dict[str, Any]) -> int:
+def _size(shape: dict[str, Any]) -> int:
     """The last axis' size, the x axis of the curves."""
-    return list(one["shape"].values())[-1]
+    return list(shape["shape"].values())[-1]
 
 
 def _colour(name: str) -> str:

@@ -43,27 +43,27 @@ def _peak_cpu(run: Callable[[], Any]) -> tuple[int, Any]:
     with quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = run()
     live: dict[int, int] = {}                # size by address
-    held = peak = 0
+    live_bytes = peak = 0
     for address, size in _allocations(recorded.profiler.kineto_results.experimental_event_tree()):
         if size > 0:
             live[address] = size
-            held += size
-            peak = max(peak, held)
+            live_bytes += size
+            peak = max(peak, live_bytes)
         else:
-            held -= live.pop(address, 0)
+            live_bytes -= live.pop(address, 0)
     return peak, result
 
 
 def _allocations(tree: list[Any]) -> list[tuple[int, int]]:
     """(address, bytes) of each allocation, and of each release with negative bytes, in the order of time."""
-    found = []
+    allocations = []
     nodes = list(tree)
     while nodes:
         node = nodes.pop()
         nodes += node.children
         if node.name == "[memory]":
-            found.append((node.start_time_ns, node.extra_fields.alloc_size, node.extra_fields.ptr))
-    return [(address, size) for _, size, address in sorted(found)]
+            allocations.append((node.start_time_ns, node.extra_fields.alloc_size, node.extra_fields.ptr))
+    return [(address, size) for _, size, address in sorted(allocations)]
 
 
 def _size(result: Any) -> int:

@@ -42,8 +42,8 @@ class Case(BenchCase):
         return costs(lambda: softmax.backward(softmax.forward(few), few), self.device).times(self.rows / len(few))
 
     def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
-        found = errors_of_repeated(cases.results(Softmax(name), self.x), self.reference, dim=0)
-        return found, compare.misses(found, cases.tolerance(self.dtype, self.x.shape[1]))
+        result = errors_of_repeated(cases.results(Softmax(name), self.x), self.reference, dim=0)
+        return result, compare.misses(result, cases.tolerance(self.dtype, self.x.shape[1]))
 
     def passes(self, name: str) -> list[Pass]:
         """forward, and backward alone, on a graph that is kept."""

@@ -55,13 +55,13 @@ class Case(BenchCase):
                   for sequence in self.inputs[:6]]
         wkv = select("wkv7", name, self.device)
         grad_y = torch.ones_like(leaves[3])
-        few = costs(lambda: torch.autograd.grad(wkv(*leaves)[0], leaves, grad_y), self.device)
-        return few.times(self.T / steps)
+        sample = costs(lambda: torch.autograd.grad(wkv(*leaves)[0], leaves, grad_y), self.device)
+        return sample.times(self.T / steps)
 
     def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
         wkv = select("wkv7", name, self.device)
-        found = errors_of_repeated(_by_head(cases.results(wkv, self.inputs)), self.reference, dim=0)
-        return found, compare.misses(found, compare.tolerance(wkv, self.dtype))
+        result = errors_of_repeated(_by_head(cases.results(wkv, self.inputs)), self.reference, dim=0)
+        return result, compare.misses(result, compare.tolerance(wkv, self.dtype))
 
     def passes(self, name: str) -> list[Pass]:
         """forward, and backward alone, on a graph that is kept."""

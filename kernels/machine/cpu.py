@@ -14,8 +14,8 @@ def multiplies(dtype: torch.dtype) -> bool:
     library that uses them.
     """
     has_library = dtype == torch.int8 or torch.backends.mkldnn.is_available()          # FBGEMM, or oneDNN
-    found = torch.cpu.get_capabilities()
-    return has_library and any(found.get(name) for name in CAPABILITIES.get(dtype, ()))
+    capabilities = torch.cpu.get_capabilities()
+    return has_library and any(capabilities.get(name) for name in CAPABILITIES.get(dtype, ()))
 
 
 def matrix_dtype(device: torch.device) -> torch.dtype:

@@ -67,8 +67,8 @@ class TimeX(Operator):
         self.check_device(k.device)
 
     def _compute_dtype(self, w: Tensor, k: Tensor) -> torch.dtype:
-        wanted = torch.promote_types(w.dtype, k.dtype)
-        return wanted if wanted in self.requires.dtypes else torch.float32
+        dtype = torch.promote_types(w.dtype, k.dtype)
+        return dtype if dtype in self.requires.dtypes else torch.float32
 
     def _pad(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Zeros on the left of T are exact, because the last column of w is lag 0."""

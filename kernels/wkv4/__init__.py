@@ -85,8 +85,8 @@ class WKV4(Operator):
         """Contiguous inputs: k, v, y and grad_y (B,T,C) in their own dtype if the file has it; all else float32 or float64."""
         k, v = inputs[2:4]
         dtype = _compute_dtype(k)
-        of_sequences = k.dtype if k.dtype == v.dtype and k.dtype in self.requires.dtypes else dtype
-        return [contiguous(tensor.detach(), of_sequences if tensor.dim() == 3 else dtype) for tensor in inputs]
+        sequence_dtype = k.dtype if k.dtype == v.dtype and k.dtype in self.requires.dtypes else dtype
+        return [contiguous(tensor.detach(), sequence_dtype if tensor.dim() == 3 else dtype) for tensor in inputs]
 
     def _check(self, time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, state: WKVState | None) -> None:
         if k.dim() != 3 or k.shape != v.shape or not time_decay.shape == time_first.shape == k.shape[2:]:

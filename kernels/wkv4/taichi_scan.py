@@ -72,8 +72,8 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
     _launch(kernels, BACKWARD, k.shape, (time_decay, time_first, a, b, p, grad_a, grad_b),
             k, v, grad_y, grad_k, grad_v, grads, states, floats(CHUNK * SAVED * at_once))
     grad_decay, grad_first, grad_a, grad_b = grads
-    found = grad_decay.sum(0), grad_first.sum(0), grad_k, grad_v, grad_a.clone(), grad_b.clone()
-    return tuple(cut(grad, C) for grad in found)
+    gradients = grad_decay.sum(0), grad_first.sum(0), grad_k, grad_v, grad_a.clone(), grad_b.clone()
+    return tuple(cut(grad, C) for grad in gradients)
 
 
 def _rows(tensor: Tensor, lanes: int) -> Tensor:

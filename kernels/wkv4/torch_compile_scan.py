@@ -49,8 +49,8 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
         rows = (tensor[:, span] for tensor in (k, v, y, grad_y))
         grad_k[:, span], grad_v[:, span], *grads = _run(_backward, weights, [*state, *grads], *rows)
     grad_a, grad_b, grad_w, grad_u = grads
-    found = grad_w.sum(0) * decay_exponent(time_decay), grad_u.sum(0), grad_k, grad_v, grad_a, grad_b
-    return tuple(grad.to(k.dtype) for grad in found)
+    gradients = grad_w.sum(0) * decay_exponent(time_decay), grad_u.sum(0), grad_k, grad_v, grad_a, grad_b
+    return tuple(grad.to(k.dtype) for grad in gradients)
 
 
 def _weights(time_decay: Tensor, time_first: Tensor) -> list[Tensor]:

@@ -295,9 +295,9 @@ def _own_sums(ms, ns, vs, w, S: tl.constexpr):
 def _join(a_0, b_0, P_0, a_1, b_1, P_1):
     """The sum of two states."""
     P = tl.maximum(P_0, P_1)
-    of_0 = _pow2(tl.maximum(P_0 - P, -127))
-    of_1 = _pow2(tl.maximum(P_1 - P, -127))
-    return of_0 * a_0 + of_1 * a_1, of_0 * b_0 + of_1 * b_1, P
+    scale_0 = _pow2(tl.maximum(P_0 - P, -127))
+    scale_1 = _pow2(tl.maximum(P_1 - P, -127))
+    return scale_0 * a_0 + scale_1 * a_1, scale_0 * b_0 + scale_1 * b_1, P
 
 
 @triton.jit

@@ -90,15 +90,15 @@ class WKV7(Operator):
         shape = tensors[0].shape
         _, T, _, N = self._padded(shape)
         wide = _compute_dtype(tensors[0])
-        of_sequences = {tensor.dtype for i, tensor in enumerate(tensors[:SEQUENCES]) if i != LOG_W}
-        narrow = of_sequences.pop() if len(of_sequences) == 1 else wide
+        sequence_dtypes = {tensor.dtype for i, tensor in enumerate(tensors[:SEQUENCES]) if i != LOG_W}
+        narrow = sequence_dtypes.pop() if len(sequence_dtypes) == 1 else wide
         narrow = narrow if narrow in self.requires.dtypes else wide
-        found = []
+        prepared = []
         for i, tensor in enumerate(tensors):
-            of_state = i == SEQUENCES or i == SEQUENCES + 2          # state, and grad_state behind grad_y
-            tensor = contiguous(tensor.detach(), wide if of_state or i == LOG_W else narrow)
-            found.append(_pad(tensor, (N, N) if of_state else (T, shape[2], N)))
-        return found
+            is_state = i == SEQUENCES or i == SEQUENCES + 2          # state, and grad_state behind grad_y
+            tensor = contiguous(tensor.detach(), wide if is_state or i == LOG_W else narrow)
+            prepared.append(_pad(tensor, (N, N) if is_state else (T, shape[2], N)))
+        return prepared
 
     def _check(self, sequences: tuple[Tensor, ...], state: Tensor | None) -> None:
         names = self._names[:SEQUENCES]
@@ -142,7 +142,7 @@ def _compute_dtype(tensor: Tensor) -> torch.dtype:
 
 def _pad(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """The tensor with zeros after the ends of its last axes, which then have these sizes."""
-    missing = [after for size, wanted in zip(tensor.shape[::-1], sizes[::-1]) for after in (0, wanted - size)]  # noqa: B905
+    missing = [after for size, padded in zip(tensor.shape[::-1], sizes[::-1]) for after in (0, padded - size)]  # noqa: B905
     return pad(tensor, missing) if any(missing) else tensor
 
 

@@ -148,8 +148,8 @@ def _backward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
             first, end = share(step, B * H, n)
             chunks = (T + CHUNK - 1) // CHUNK
             matrix = step // BLOCK * ((1 + chunks) * M * LANES + (1 + CHUNK) * LANES + 12 * CHUNK + 1 + T) * M
-            kept = matrix + M * M * LANES
-            G = kept + chunks * M * M * LANES
+            states = matrix + M * M * LANES
+            G = states + chunks * M * M * LANES
             history = G + M * LANES
             columns = history + CHUNK * M * LANES
             rows = columns + 6 * CHUNK * M
@@ -164,7 +164,7 @@ def _backward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
                     c = chunks - 1 - from_last
                     t_0 = c * CHUNK
                     steps = ti.min(CHUNK, T - t_0)
-                    turn(flat, (kept + c * M * M * LANES) * LANES, matrix * LANES, M)
+                    turn(flat, (states + c * M * M * LANES) * LANES, matrix * LANES, M)
                     stage(read, scratch, columns, r, log_w, k, a, b, at, t_0, steps, T, H, M)
                     for x in range(M):
                         strip = matrix + x * M * LANES
@@ -211,7 +211,7 @@ def _backward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
                                 grad_a[i + H * M] = write(scratch[o + 4] * ga_next if ti.static(outside) else ga_next)
                         w_last = scratch[columns + ((steps - 1) * M + x) * 6 + 4]
                         for i in range(M * LANES):
-                            G_i = scratch[kept + (c * M + x) * M * LANES + i]
+                            G_i = scratch[states + (c * M + x) * M * LANES + i]
                             scratch[G + i] = G_i * w_last if ti.static(outside) else G_i
                         for s_from_last in range(steps):
                             s = steps - 1 - s_from_last

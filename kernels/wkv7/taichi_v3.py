@@ -34,9 +34,9 @@ REQUIRES = Requires(packages=("taichi",), devices=("cpu",), dtypes=(torch.float3
 def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vectors, M, p, q, w,
           order: ti.template(), along_j: ti.template(), beside: ti.template()):
     """The step that _passes.py describes, without w."""
-    of_u = 0.0 * p
-    of_v = 0.0 * p
-    of_other = 0.0 * p
+    dot_u = 0.0 * p
+    dot_v = 0.0 * p
+    dot_other = 0.0 * p
     for block in range(M):
         for group in range(LANES // GROUP):
             o = (vectors * LANES + block * 6 * LANES + group * GROUP) & INDEX
@@ -44,16 +44,16 @@ def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vec
             new = [scratch[m + g] + p * flat[o + (g + order[0] * LANES)] + q * flat[o + (g + order[1] * LANES)]
                    for g in ti.static(range(GROUP))]
             for g in ti.static(range(GROUP)):
-                of_u += new[g] * flat[o + (g + order[2] * LANES)]
-                of_v += new[g] * flat[o + (g + order[3] * LANES)]
+                dot_u += new[g] * flat[o + (g + order[2] * LANES)]
+                dot_v += new[g] * flat[o + (g + order[3] * LANES)]
             if ti.static(beside):
                 beside_m = (other + block * LANES + group * GROUP) & INDEX
                 for g in ti.static(range(GROUP)):
-                    of_other += new[g] * scratch[beside_m + g]
+                    dot_other += new[g] * scratch[beside_m + g]
             to = (after + block * LANES + group * GROUP) & INDEX
             for g in ti.static(range(GROUP)):
                 scratch[to + g] = new[g]
-    return of_u, of_v, of_other
+    return dot_u, dot_v, dot_other
 
 
 @ti.func

@@ -72,8 +72,8 @@ def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tenso
     gradients = tuple(torch.empty_like(v) for _ in range(6))
     grad_state = grad_state.flatten(0, 1)
     for (steps, c), before in reversed([*zip(_segments(*v.shape), kept, strict=True)]):
-        given = _by_chunk((r, log_w, k, v, a, b, grad_y), steps, c)
-        grad_state = _backward_segment(given[:6], given[6], before, grad_state, _by_chunk(gradients, steps, c))
+        chunk = _by_chunk((r, log_w, k, v, a, b, grad_y), steps, c)
+        grad_state = _backward_segment(chunk[:6], chunk[6], before, grad_state, _by_chunk(gradients, steps, c))
     return *gradients, grad_state.view(state.shape)
 
 
@@ -85,9 +85,9 @@ def _forward(sequences: Sequences, state: Tensor, kept: Tensor | None = None) ->
             kept[i] = after
         chunks = _chunks(_by_chunk(sequences, steps, c))
         before, after = _states(chunks, after)
-        found = torch.bmm(chunks.queries[:, c:], before.mT).baddbmm_(chunks.products[:, c:], chunks.values)
+        y_chunk = torch.bmm(chunks.queries[:, c:], before.mT).baddbmm_(chunks.products[:, c:], chunks.values)
         target, = _by_chunk((y,), steps, c)
-        target.copy_(found.view(target.shape))
+        target.copy_(y_chunk.view(target.shape))
     return y, after.view(state.shape)
 
 
@@ -132,9 +132,9 @@ def _chunks(sequences: Sequences) -> Chunks:
 def _too_late(c: int, device: torch.device) -> Tensor:
     """Where products are 0: the key's step is that of a or after it, or after that of r. (2c,2c), bool."""
     step = torch.arange(c, device=device)
-    of_a = step[:, None] <= step
-    of_r = step[:, None] < step
-    return torch.cat((of_a, of_r)).repeat(1, 2)
+    late_for_a = step[:, None] <= step
+    late_for_r = step[:, None] < step
+    return torch.cat((late_for_a, late_for_r)).repeat(1, 2)
 
 
 def _inverse(aa: Tensor) -> Tensor:
@@ -196,61 +196,61 @@ def _grad_states(chunks: Chunks, grads: Tensor, grad_state: Tensor) -> tuple[Ten
     return grad_sums, grad_state
 
 
-def _at_the_ends(of_queries: Tensor, of_keys: Tensor) -> Tensor:
+def _at_the_ends(query_terms: Tensor, key_terms: Tensor) -> Tensor:
     """(n*B*H,c,N): of each step t the sum of the keys' rows before it, and of the queries' rows that read a state after it.
 
     That is the part of gl with the state before the chunk, or with the gradient after it.
     """
-    c = of_keys.shape[1] // 2
-    after, before = _windows(c, of_keys)
-    after_of_a = F.pad(after[:, :-1], (1, 0))            # a reads the state after the step before
-    return (torch.cat((after_of_a, after), 1) @ of_queries).add_(torch.cat((before, before), 1) @ of_keys)
+    c = key_terms.shape[1] // 2
+    after, before = _windows(c, key_terms)
+    after_a = F.pad(after[:, :-1], (1, 0))            # a reads the state after the step before
+    return (torch.cat((after_a, after), 1) @ query_terms).add_(torch.cat((before, before), 1) @ key_terms)
 
 
 def _within(grad_products: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """What steps s and u of the same chunk, s < t <= u, give to the gradient of log_w at t: (n*B*H,c,N)."""
     c = keys.shape[1] // 2
-    of_k = grad_products[:, :, c:]
-    of_b = grad_products[:, :, :c]
-    columns = _by_step(of_b.mT, of_k.mT).mT              # the two of each step side by side
+    products_k = grad_products[:, :, c:]
+    products_b = grad_products[:, :, :c]
+    columns = _by_step(products_b.mT, products_k.mT).mT              # the two of each step side by side
     products = _by_step(columns[:, 1:c], columns[:, c:])
     queries = _by_step(queries[:, 1:c], queries[:, c:])
     keys = _by_step(keys[:, :c], keys[:, c:])
-    found = keys.new_zeros(len(keys), CHUNK, keys.shape[2])
-    _add_within_blocks(products, queries, keys, found)
+    grad_log_w = keys.new_zeros(len(keys), CHUNK, keys.shape[2])
+    _add_within_blocks(products, queries, keys, grad_log_w)
     half = BLOCK
     while half < c:
-        after, before = (window.repeat_interleave(2, 1) for window in _windows(half, found))
+        after, before = (window.repeat_interleave(2, 1) for window in _windows(half, grad_log_w))
         for middle in range(half, c, 2 * half):
             s = slice(2 * (middle - half), 2 * middle)
             u = slice(2 * middle, 2 * (middle + half))
-            found[:, middle:middle + half] += after @ torch.bmm(products[:, u, s], keys[:, s]).mul_(queries[:, u])
-            found[:, middle - half:middle] += before @ torch.bmm(products[:, u, s].mT, queries[:, u]).mul_(keys[:, s])
+            grad_log_w[:, middle:middle + half] += after @ torch.bmm(products[:, u, s], keys[:, s]).mul_(queries[:, u])
+            grad_log_w[:, middle - half:middle] += before @ torch.bmm(products[:, u, s].mT, queries[:, u]).mul_(keys[:, s])
         half *= 2
-    return found[:, :c]
+    return grad_log_w[:, :c]
 
 
 def _add_within_blocks(products: Tensor, queries: Tensor, keys: Tensor, grad_log_w: Tensor) -> None:
     """The same for s and u within a block of BLOCK steps, one pair after the other, in all blocks at once."""
     blocks = CHUNK // BLOCK
-    of_blocks = products.unflatten(1, (blocks, -1)).unflatten(3, (blocks, -1)).diagonal(dim1=1, dim2=3).unsqueeze(-1)
+    diagonal = products.unflatten(1, (blocks, -1)).unflatten(3, (blocks, -1)).diagonal(dim1=1, dim2=3).unsqueeze(-1)
     queries, keys = (rows.unflatten(1, (blocks, -1)) for rows in (queries, keys))
-    found = grad_log_w.unflatten(1, (blocks, -1))
+    grad_blocks = grad_log_w.unflatten(1, (blocks, -1))
     for u in range(1, BLOCK):
         for row in (2 * u, 2 * u + 1):
-            of_keys = torch.zeros_like(keys[:, :, 0])
+            key_sum = torch.zeros_like(keys[:, :, 0])
             for s in range(u):
                 for column in (2 * s, 2 * s + 1):
-                    of_keys.addcmul_(of_blocks[:, row, column], keys[:, :, column])
-                found[:, :, s + 1].addcmul_(of_keys, queries[:, :, row])
+                    key_sum.addcmul_(diagonal[:, row, column], keys[:, :, column])
+                grad_blocks[:, :, s + 1].addcmul_(key_sum, queries[:, :, row])
 
 
 def _by_step(first: Tensor, second: Tensor) -> Tensor:
     """Two rows for each of CHUNK steps, one of `first` and one of `second`, 0 where there are none: (n*B*H,2*CHUNK,N)."""
     rows = second.new_empty(len(second), CHUNK, 2, second.shape[2])
-    for i, given in enumerate((first, second)):
-        rows[:, :given.shape[1], i] = given
-        rows[:, given.shape[1]:, i] = 0
+    for i, tensor in enumerate((first, second)):
+        rows[:, :tensor.shape[1], i] = tensor
+        rows[:, tensor.shape[1]:, i] = 0
     return rows.flatten(1, 2)
 
 

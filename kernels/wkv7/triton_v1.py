@@ -245,9 +245,9 @@ def _prepare(r, log_w, k, v, a, b, grad_y, reads, offset, q, y0, writes_sa, writ
     RBX = _dot(tl.where(s <= t, RB, 0.0), X, P)
     XAK = _dot(X, AK, P)
     Y = _dot(RBX, AK, P) + tl.where(s <= t, RK, 0.0)
-    of_head = tl.sum(bad, 1)
-    of_step = tl.cumsum(of_head, 0) + tl.sum(bad_r, 1)
-    of_state = tl.sum(of_head, 0)
+    nan_head = tl.sum(bad, 1)
+    nan_step = tl.cumsum(nan_head, 0) + tl.sum(bad_r, 1)
+    nan_state = tl.sum(nan_head, 0)
     for first in range(0, N, COLUMNS):
         j = first + tl.arange(0, COLUMNS)
         here = at + t * (H * N) + j[None, :]
@@ -265,7 +265,7 @@ def _prepare(r, log_w, k, v, a, b, grad_y, reads, offset, q, y0, writes_sa, writ
         _store(offset + to, _dot(XAK, _finite(v_t), P), P)
         _store(writes_sa + to, DKb, P)
         _store(writes_v + to, DKk, P)
-        _store(decay + index * N + j, D + of_state, P)
+        _store(decay + index * N + j, D + nan_state, P)
         if BACKWARD:
             gy = _finite(tl.load(grad_y + here).to(tl.float32))
             _store(reverse_reads + to, _dot(tl.trans(X), DKb, P), P)
@@ -275,7 +275,7 @@ def _prepare(r, log_w, k, v, a, b, grad_y, reads, offset, q, y0, writes_sa, writ
             _store(qa + to, Qa, P)
             _store(q + to, Qr, P)
         else:
-            poison = tl.cumsum(v_t * 0.0, 0) + of_step[:, None]
+            poison = tl.cumsum(v_t * 0.0, 0) + nan_step[:, None]
             _store(q + to, Qr + _dot(RBX, Qa, P), P)
             _store(y0 + to, _dot(Y, _finite(v_t), P) + poison, P)
 
@@ -305,8 +305,8 @@ def _scan(reads, offset, out_reads, out_offset, writes_sa, writes_v, decay, v, b
         if KEEP:
             _store(sas + at + part, sa, P)
         if OUTPUT:
-            of_state = _dot(S, tl.trans(tl.load(out_reads + at + whole).to(tl.float32)), P)
-            _store(y + rows, of_state + tl.load(out_offset + at + part).to(tl.float32), P)
+            y_state = _dot(S, tl.trans(tl.load(out_reads + at + whole).to(tl.float32)), P)
+            _store(y + rows, y_state + tl.load(out_offset + at + part).to(tl.float32), P)
         by_sa = tl.load(writes_sa + at + whole).to(tl.float32)
         by_v = tl.load(writes_v + at + whole).to(tl.float32)
         # S is added to outside of the tensor cores, which truncate
@@ -387,12 +387,12 @@ def _gradients(r, log_w, k, v, a, b, grad_y, sas, gzs, states, Gs, grad_r, grad_
         zv_half = tl.where(across, zv, 0.0)
         ya_half = tl.where(across, ya, 0.0)
         yv_half = tl.where(across, yv, 0.0)
-        of_a = _dot(Kb, tl.trans(za_half), P) + _dot(Kk, tl.trans(zv_half), P)
-        of_r = _dot(Kb, tl.trans(ya_half), P) + _dot(Kk, tl.trans(yv_half), P)
-        of_b = _dot(Qa, za_half, P) + _dot(Qr, ya_half, P)
-        of_k = _dot(Qa, zv_half, P) + _dot(Qr, yv_half, P)
+        sum_a = _dot(Kb, tl.trans(za_half), P) + _dot(Kk, tl.trans(zv_half), P)
+        sum_r = _dot(Kb, tl.trans(ya_half), P) + _dot(Kk, tl.trans(yv_half), P)
+        sum_b = _dot(Qa, za_half, P) + _dot(Qr, ya_half, P)
+        sum_k = _dot(Qa, zv_half, P) + _dot(Qr, yv_half, P)
         in_half = (t ^ s) < half
         second = (s & half) != 0
-        glw += _dot(Qa * of_a + Qr * of_r, tl.where(in_half & second, from_on, 0.0), P)
-        glw += _dot(Kb * of_b + Kk * of_k, tl.where(in_half & ~second, before, 0.0), P)
+        glw += _dot(Qa * sum_a + Qr * sum_r, tl.where(in_half & second, from_on, 0.0), P)
+        glw += _dot(Kb * sum_b + Kk * sum_k, tl.where(in_half & ~second, before, 0.0), P)
     _store(grad_log_w + here, glw, P)
