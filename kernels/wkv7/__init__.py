@@ -10,12 +10,12 @@ Where an input is NaN at a step, y and the state of that head are NaN from that 
 in r only y of that step. y before that step is the same to the bit.
 Source: the RWKV-7 paper (arXiv 2503.14456), section 4; RWKV-LM, RWKV-v7/rwkv_v7_demo.py.
 
-A file beside this one holds REQUIRES, forward(r, log_w, k, v, a, b, state, *kept) -> (y, state) and
-backward(r, log_w, k, v, a, b, state, *kept, grad_y, grad_state) -> the gradients of the first seven. The tensors in kept are
-empty, and forward fills them for backward. There are none where no gradient is wanted; otherwise there is one for each shape
-that the file's function kept(B, T, H, N) returns, if it has one: float32, or float64 where the inputs are. All come contiguous.
-Where REQUIRES has bfloat16, r, k, v, a, b, y and grad_y may come in it, and the gradients of r, k, v, a, b go back in it; all
-else is float32. The single step is here, the same for all.
+A file beside this one holds REQUIRES, forward(r, log_w, k, v, a, b, state, *activations) -> (y, state) and
+backward(r, log_w, k, v, a, b, state, *activations, grad_y, grad_state) -> the gradients of the first seven. The
+activations are empty, and forward fills them for backward. There are none if no gradient is required; otherwise one per shape
+that the file's optional function activation_shapes(B, T, H, N) returns: float32, or float64 if the inputs are. All tensors are
+contiguous. If REQUIRES has bfloat16, r, k, v, a, b, y and grad_y may be bfloat16, and so are then the gradients of r, k, v, a,
+b; all else is float32. The single step is in this file, shared by all.
 """
 
 from typing import Any
@@ -54,17 +54,17 @@ class WKV7(Operator):
         y, state = self._function(r, log_w, k, v, a, b, state)
         return y, state
 
-    def keep(self, *inputs: Tensor) -> Tensors:
+    def empty_activations(self, *inputs: Tensor) -> Tensors:
         B, T, H, N = self._padded(inputs[0].shape)
         dtype = _compute_dtype(inputs[0])
-        return tuple(inputs[0].new_empty(shape, dtype=dtype) for shape in self._kept_shapes(B, T, H, N))
+        return tuple(inputs[0].new_empty(shape, dtype=dtype) for shape in self._activation_shapes(B, T, H, N))
 
     @property
-    def n_kept(self) -> int:
-        return len(self._kept_shapes(1, 1, 1, 1))
+    def n_activations(self) -> int:
+        return len(self._activation_shapes(1, 1, 1, 1))
 
-    def _kept_shapes(self, B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
-        shapes: Any = getattr(self._implementation, "kept", None)
+    def _activation_shapes(self, B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+        shapes: Any = getattr(self._implementation, "activation_shapes", None)
         return shapes(B, T, H, N) if shapes else ()
 
     def _forward(self, *inputs: Tensor) -> Tensors:

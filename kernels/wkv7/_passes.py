@@ -54,21 +54,21 @@ class Rung(NamedTuple):
     outside: bool = False
 
 
-def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
     """sa."""
     return ((B, T, H, N),)
 
 
 def forward(rung: Rung, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
-            *kept: Tensor) -> tuple[Tensor, Tensor]:
+            *activations: Tensor) -> tuple[Tensor, Tensor]:
     B, T, H, N = v.shape
     n = shares(B * H)
     y = torch.empty_like(v)
     after = torch.empty_like(state)
-    (sa,) = kept or (state.new_empty(LANES),)
+    (sa,) = activations or (state.new_empty(LANES),)
     scratch = state.new_empty(n * (N * N + (6 * CHUNK + 1) * N))
     launch(_forward_kernel(v.dtype, rung), *aligned(r, log_w, k, v, a, b), state.view(-1), y, after.view(-1), sa, scratch,
-           scratch, B, T, H, N // LANES, n, len(kept))
+           scratch, B, T, H, N // LANES, n, len(activations))
     return y, after
 
 

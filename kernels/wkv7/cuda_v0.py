@@ -13,7 +13,7 @@ THREADS = 128
 SOURCE = Source(__file__, "csrc/v0.cu", CHUNK=CHUNK, BFLOAT16=0)
 
 
-def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
     return ((B, H, -(-T // CHUNK), N, N),)
 
 

@@ -13,7 +13,7 @@ N_MAX = 1024                         # a block has a thread for each row
 SOURCE = Source(__file__, "csrc/v1.cu", N=64, CHUNK=CHUNK, BFLOAT16=0)
 
 
-def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
     return (B, T, H, N), (B, H, -(-T // CHUNK), N, N)
 
 

@@ -21,7 +21,7 @@ N_MAX = 512                          # a block has 2 N threads
 SOURCE = Source(__file__, "csrc/v3.cu", N=64, CHUNK=CHUNK, GROUP=GROUP, LANES=LANES, BFLOAT16=0)
 
 
-def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
     return (B, T, H, N), (B, H, -(-T // CHUNK), N, N)
 
 

@@ -26,17 +26,17 @@ CHUNK = 32  # steps between saved states
 Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
 
 
-def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
     """sa, and the state before each chunk."""
     return (B, T, H, N), ((T + CHUNK - 1) // CHUNK, B, H, N, N)
 
 
 def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
-            *kept: Tensor) -> tuple[Tensor, Tensor]:
+            *activations: Tensor) -> tuple[Tensor, Tensor]:
     y = torch.empty_like(v)
     after = state.clone()
-    sa, states = kept or (state.new_empty(1), state.new_empty(1))
-    _launch(_forward, v.shape, r, log_w, k, v, a, b, y, after, sa, states, len(kept))
+    sa, states = activations or (state.new_empty(1), state.new_empty(1))
+    _launch(_forward, v.shape, r, log_w, k, v, a, b, y, after, sa, states, len(activations))
     return y, after
 
 

@@ -42,6 +42,6 @@ def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vec
     return dot_u, dot_v, dot_other
 
 
-kept = _passes.kept
+activation_shapes = _passes.activation_shapes
 forward = partial(_passes.forward, _passes.Rung(_pass))
 backward = partial(_passes.backward, _passes.Rung(_pass))

@@ -80,7 +80,7 @@ def _stage(read: ti.template(), scratch: ti.template(), columns, r: ti.template(
             scratch[o + 5] = over
 
 
-kept = _passes.kept
+activation_shapes = _passes.activation_shapes
 _rung = _passes.Rung(_pass, _stage, outside=True)
 forward = partial(_passes.forward, _rung)
 backward = partial(_passes.backward, _rung)

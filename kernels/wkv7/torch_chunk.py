@@ -52,37 +52,37 @@ class Chunks(NamedTuple):
     inverse: Tensor      # (n*B*H, c, c)
 
 
-def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
     """The state before each segment."""
     return ((len(_segments(B, T, H, N)), B * H, N, N),)
 
 
 def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
-            *kept: Tensor) -> tuple[Tensor, Tensor]:
+            *activations: Tensor) -> tuple[Tensor, Tensor]:
     sequences = r, log_w, k, v, a, b
-    y, after = _forward(sequences, state, *kept)
+    y, after = _forward(sequences, state, *activations)
     if not y.sum().isfinite():
         y, after = _forward(tuple(sequence.nan_to_num(0.0, 0.0, 0.0) for sequence in sequences), state)
         _poison(sequences, y, after)
     return y, after
 
 
-def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor, kept: Tensor,
+def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor, activations: Tensor,
              grad_y: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
     gradients = tuple(torch.empty_like(v) for _ in range(6))
     grad_state = grad_state.flatten(0, 1)
-    for (steps, c), before in reversed([*zip(_segments(*v.shape), kept, strict=True)]):
+    for (steps, c), before in reversed([*zip(_segments(*v.shape), activations, strict=True)]):
         chunk = _by_chunk((r, log_w, k, v, a, b, grad_y), steps, c)
         grad_state = _backward_segment(chunk[:6], chunk[6], before, grad_state, _by_chunk(gradients, steps, c))
     return *gradients, grad_state.view(state.shape)
 
 
-def _forward(sequences: Sequences, state: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _forward(sequences: Sequences, state: Tensor, activations: Tensor | None = None) -> tuple[Tensor, Tensor]:
     y = torch.empty_like(sequences[3])
     after = state.flatten(0, 1)
     for i, (steps, c) in enumerate(_segments(*y.shape)):
-        if kept is not None:
-            kept[i] = after
+        if activations is not None:
+            activations[i] = after
         chunks = _chunks(_by_chunk(sequences, steps, c))
         before, after = _states(chunks, after)
         y_chunk = torch.bmm(chunks.queries[:, c:], before.mT).baddbmm_(chunks.products[:, c:], chunks.values)

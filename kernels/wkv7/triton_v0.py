@@ -25,7 +25,7 @@ SHARE = 16                           # rows or columns of a program, a power of 
 WARPS, KEYS_WARPS = 2, 4              # with 2, keys would need more than 255 registers
 
 
-def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
     return (B, T, H, N), (B, H, -(-T // CHUNK), N, N)
 
 
