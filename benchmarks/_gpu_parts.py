@@ -200,9 +200,9 @@ def right(check: Check) -> None:
                     about = {"operator": op, "kernel": name, "shape": list(shape), "dtype": str(dtype)}
                     with check.measuring(**about):
                         start = time.perf_counter()
-                        found = errors(cases.results(select(op, name, check.device), inputs), expected)
-                        check.add(**about, worst=max(found.values()), errors=found, wrong=misses(found, cases.tolerance(dtype)),
-                                  first_call_s=time.perf_counter() - start)
+                        ratios = errors(cases.results(select(op, name, check.device), inputs), expected)
+                        check.add(**about, worst=max(ratios.values()), errors=ratios,
+                                  wrong=misses(ratios, cases.tolerance(dtype)), first_call_s=time.perf_counter() - start)
     for name in ("rwkv7", "rwkv4"):
         for precision, allowed in (("32-true", 2e-3), ("bf16-mixed", 0.1)):
             with check.measuring(fused=name, precision=precision):
@@ -212,8 +212,8 @@ def right(check: Check) -> None:
 def _whole_model(check: Check, name: str, precision: str, allowed: float) -> None:
     """The gradients of a model by the fused forms and the fused loss beside those by PyTorch's operations in float32."""
     shape = Shape(name, 2, 128, 257, 2, 33)
-    found = [_gradients(check, shape, way) for way in (Way("", "32-true", fused=False), Way("", precision))]
-    worst = {key: float((found[1][key] - exact).norm() / exact.norm().clamp(min=1e-9)) for key, exact in found[0].items()}
+    expected, actual = (_gradients(check, shape, way) for way in (Way("", "32-true", fused=False), Way("", precision)))
+    worst = {key: float((actual[key] - exact).norm() / exact.norm().clamp(min=1e-9)) for key, exact in expected.items()}
     off = {key: error for key, error in worst.items() if not error <= allowed}
     check.add(fused=name, precision=precision, worst=max(worst.values()), median=median(worst.values()), wrong=off)
 
@@ -513,17 +513,17 @@ def resume(check: Check) -> None:
         steps = ["trainer.max_steps=6", "trainer.checkpoint_every=3", "trainer.val_every=6", "optim.warmup_steps=2"]
         if not run_program(check, f"train {model}", *training(check, model, model, *steps)):
             continue
-        whole, part = check.scratch / model, check.scratch / f"{model}-continued"
-        shutil.copytree(whole, part)
-        for checkpoint in (part / "checkpoints").glob("*.ckpt"):
+        original, continued = check.scratch / model, check.scratch / f"{model}-continued"
+        shutil.copytree(original, continued)
+        for checkpoint in (continued / "checkpoints").glob("*.ckpt"):
             if checkpoint.name != "last-1.ckpt":
                 checkpoint.unlink()
-        (part / "checkpoints" / "last-1.ckpt").rename(part / "checkpoints" / "last.ckpt")
-        if run_program(check, f"continue {model}", "train.py", "resume=auto", f"out_dir={part}"):
+        (continued / "checkpoints" / "last-1.ckpt").rename(continued / "checkpoints" / "last.ckpt")
+        if run_program(check, f"continue {model}", "train.py", "resume=auto", f"out_dir={continued}"):
             with check.measuring(resumed=model):
-                ours, theirs = (read_checkpoint(folder).tensors("float32") for folder in (part, whole))
-                off = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
-                check.add(resumed=model, wrong=off[:5], tensors=len(theirs))
+                resumed, uninterrupted = (read_checkpoint(folder).tensors("float32") for folder in (continued, original))
+                off = [name for name in uninterrupted if not torch.equal(resumed[name], uninterrupted[name])]
+                check.add(resumed=model, wrong=off[:5], tensors=len(uninterrupted))
 
 
 def programs(check: Check) -> None:

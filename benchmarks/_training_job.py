@@ -62,8 +62,8 @@ def head(loss: str) -> None:
     gradients = [parameter.grad.clone() for parameter in task.parameters()]
     task.zero_grad(set_to_none=True)
     next(other for name, other in losses.items() if name != loss)().backward()
-    difference = max(float((one - other.grad).abs().max() / other.grad.abs().max())
-                     for one, other in zip(gradients, task.parameters(), strict=True) if other.grad.any())
+    difference = max(float((gradient - other.grad).abs().max() / other.grad.abs().max())
+                     for gradient, other in zip(gradients, task.parameters(), strict=True) if other.grad.any())
     print(json.dumps({"peak_mb": (peak() - before) / 1e6, "ms": 1000 * seconds, "difference": difference}))
 
 
@@ -99,14 +99,14 @@ def training_step(task: LanguageModel, optimizer: Any, x: Tensor, dtype: torch.d
 @contextmanager
 def _watched() -> Iterator[Callable[[], int]]:
     """Yields a function that returns the largest resident set so far, in bytes, sampled every millisecond."""
-    seen = [resident_memory()]
-    done = threading.Event()
-    watcher = threading.Thread(target=lambda: [seen.append(resident_memory()) for _ in iter(lambda: done.wait(0.001), True)])
+    samples = [resident_memory()]
+    stop = threading.Event()
+    watcher = threading.Thread(target=lambda: [samples.append(resident_memory()) for _ in iter(lambda: stop.wait(0.001), True)])
     watcher.start()
     try:
-        yield lambda: max(seen)
+        yield lambda: max(samples)
     finally:
-        done.set()
+        stop.set()
         watcher.join()
 
 

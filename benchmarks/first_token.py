@@ -59,7 +59,7 @@ def _measure(folder: Path, repeats: int) -> dict[str, float]:
     write_checkpoint(checkpoint, file, "bfloat16")
     write_checkpoint(checkpoint, packed, "int4")
     read = [sys.executable, "-c", READ, str(file), str(file.stat().st_size)]
-    found = defaultdict(list)
+    seconds = defaultdict(list)
     for turn in range(repeats + 1):      # the first fills Taichi's cache, and the system's of files
         times = {"import torch, read": _first_output(read, folder)}
         times |= {dtype: _first_output(_generate(file, dtype), folder) for dtype in DTYPES}
@@ -67,8 +67,8 @@ def _measure(folder: Path, repeats: int) -> dict[str, float]:
         times["float32, cold"] = _first_output(_generate(file, "float32"), folder / f"cold{turn}")
         if turn:
             for name, s in times.items():
-                found[name].append(s)
-    return {name: median(times) for name, times in found.items()}
+                seconds[name].append(s)
+    return {name: median(times) for name, times in seconds.items()}
 
 
 def _generate(file: Path, dtype: str) -> list[str]:

@@ -77,9 +77,9 @@ def main(argv: list[str] | None = None) -> int:
         widths = {width: dtype for dtype, width in WIDTHS.items() if dtype in args.dtype}
         rows = []
         for width, dtype in widths.items():
-            found = compare(_programs(args, Path(folder), width, dtype))
-            print(table({"rows": found}), file=sys.stderr, flush=True)
-            rows += found
+            measured = compare(_programs(args, Path(folder), width, dtype))
+            print(table({"rows": measured}), file=sys.stderr, flush=True)
+            rows += measured
     report = {"generation": args.generation, "shape": dict(zip("LCV", shape, strict=True)), "prompt": args.prompt,
               "rows": rows, "machine": hardware.describe("cpu")}
     print(table(report))
@@ -92,29 +92,29 @@ def compare(programs: dict[tuple[str, str], list[str]]) -> list[Row]:
     with ExitStack() as running:
         workers = {key: running.enter_context(worker(command)) for key, command in programs.items()}
         seconds: dict[tuple[str, str], dict[str, list[float]]] = {
-            key: {work: [] for work in found.works} for key, found in workers.items()}
+            key: {work: [] for work in process.works} for key, process in workers.items()}
         for _ in range(ROUNDS):
-            for key, found in workers.items():
+            for key, process in workers.items():
                 for work, samples in seconds[key].items():
-                    samples.append(found.seconds(work))
+                    samples.append(process.seconds(work))
     rows = []
-    for (of, form), found in workers.items():
+    for (of, form), process in workers.items():
         middle = {work: median(samples) for work, samples in seconds[of, form].items()}
-        rows += [{"of": of, "dtype": form, "what": work} | _limits(found, middle, work)
-                 | {key: found.header[key] for key in ("load_s", "first_token_s", "peak_mib")}
+        rows += [{"of": of, "dtype": form, "what": work} | _limits(process, middle, work)
+                 | {key: process.header[key] for key in ("load_s", "first_token_s", "peak_mib")}
                  for work in middle if work != READ and not work.startswith(LIMIT)]
     return rows
 
 
-def _limits(found: "Worker", seconds: dict[str, float], work: str) -> Row:
+def _limits(worker: "Worker", seconds: dict[str, float], work: str) -> Row:
     """Tokens per second of a work, of its matrix products, and those that the bandwidth allows, as far as they are known."""
-    tokens = found.works[work]
+    tokens = worker.works[work]
     row = {"tokens_per_s": tokens / seconds[work]}
     if READ in seconds:
-        bandwidth = found.header["read_bytes"] / seconds[READ]
+        bandwidth = worker.header["read_bytes"] / seconds[READ]
         row |= {"products": tokens / seconds[LIMIT + work], "read_gb_s": bandwidth / 1e9}
-        if work in found.header["step_bytes"]:
-            row["read"] = tokens * bandwidth / found.header["step_bytes"][work]
+        if work in worker.header["step_bytes"]:
+            row["read"] = tokens * bandwidth / worker.header["step_bytes"][work]
     return row
 
 
@@ -136,9 +136,9 @@ class Worker:
         self._process.send_signal(signal.SIGCONT)
         self._process.stdin.write(f"{TURN_S} {work}\n")
         self._process.stdin.flush()
-        found = float(self._line())
+        seconds = float(self._line())
         self._process.send_signal(signal.SIGSTOP)
-        return found
+        return seconds
 
     def _line(self, start: str = "") -> str:
         """The next line that begins with `start`: libraries print others. Exits where the process has ended."""
@@ -210,8 +210,8 @@ def decode_name(B: int) -> str:
 def step_bytes(model: RWKV, dtype: str, B: int) -> float:
     """What a step for B rows must read: all weights but the embedding, of which it reads B rows, and the state."""
     kind = generation(model.config)
-    of_matrices = BITS["bfloat16" if step_of(model).reads_copies else dtype]
-    bits = {name: of_matrices if kind.group(name) in MATRICES else 32 for name in kind.shapes(model.config, model.vocab_size)}
+    matrix_bits = BITS["bfloat16" if step_of(model).reads_copies else dtype]
+    bits = {name: matrix_bits if kind.group(name) in MATRICES else 32 for name in kind.shapes(model.config, model.vocab_size)}
     sizes = {name: math.prod(shape) for name, shape in kind.shapes(model.config, model.vocab_size).items()}
     return sum(sizes[name] * bits[name] / 8 for name in sizes if name != "emb.weight") + model.empty_state(B).nbytes()
 

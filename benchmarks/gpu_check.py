@@ -77,9 +77,9 @@ class Rows:
         self.path = folder / RESULTS
 
     def add(self, **row: Any) -> None:
-        whole = not self.path.exists() or self.path.read_bytes()[-1:] in (b"", b"\n")
+        complete = not self.path.exists() or self.path.read_bytes()[-1:] in (b"", b"\n")
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(("" if whole else "\n") + json.dumps(row) + "\n")     # after a line that was cut off a new one begins
+            file.write(("" if complete else "\n") + json.dumps(row) + "\n")     # after a line that was cut off a new one begins
             file.flush()
             os.fsync(file.fileno())
 
@@ -155,16 +155,16 @@ def ended(command: list[str], limit_s: float, log: BinaryIO) -> str:
 
 def report(rows: Rows) -> int:
     """Prints the last status of each part and what is wrong or slow to see. Returns the exit status."""
-    found = rows.read()
-    statuses = {row["part"]: row for row in found if "status" in row and "program" not in row}
-    wrong = [row for row in found if row.get("wrong") or "error" in row]
+    all_rows = rows.read()
+    statuses = {row["part"]: row for row in all_rows if "status" in row and "program" not in row}
+    wrong = [row for row in all_rows if row.get("wrong") or "error" in row]
     table = [["part", "status", "s", "results"]]
     for name, row in statuses.items():
-        results = sum(other.get("part") == name and "status" not in other for other in found)
+        results = sum(other.get("part") == name and "status" not in other for other in all_rows)
         table.append([name, row["status"], f"{row.get('seconds', 0):.0f}", str(results)])
     print(f"\n{aligned(table, left=2)}\n")
     steps = [[row["model"], row["way"], f"{row['ktok_s']:.1f}", f"{row['ms']:.1f}", str(row.get("launches", "")),
-              f"{row['peak_mb']:,.0f}"] for row in found if row.get("part") == "train" and "ktok_s" in row]
+              f"{row['peak_mb']:,.0f}"] for row in all_rows if row.get("part") == "train" and "ktok_s" in row]
     if steps:
         print(aligned([["training", "", "thousand tokens/s", "ms", "launches", "peak MB"], *steps], left=2) + "\n")
     for row in wrong:

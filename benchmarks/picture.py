@@ -41,7 +41,7 @@ def main() -> None:
 def times(kernels: list[str]) -> list[tuple[str, list[tuple[str, float]]]]:
     """Milliseconds of each kernel's passes, forward and backward. Raises UnusableFile where one was not measured."""
     report = read_json(FOLDER / "wkv4-cpu.json")
-    results = next(one["results"] for one in report["shapes"] if one["shape"] == SHAPE)
+    results = next(shape["results"] for shape in report["shapes"] if shape["shape"] == SHAPE)
     return [(name, [(part, _ms(results, name, part)) for part in ("forward", "backward")]) for name in kernels]
 
 

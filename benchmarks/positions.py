@@ -55,15 +55,15 @@ def measured(out: Path, generation: str, C: int, T: int, tokens: int, options: l
     folder = out / f"{generation}-{C}-{T}-{tokens}"
     losses = folder / LOSSES
     if losses.exists():
-        known: dict[str, Any] = json.loads(losses.read_text(encoding="utf-8"))
-        if known["options"] != options:
-            raise UserError(f"{folder} is a run with {known['options']}, and {options} is asked for: name another --out")
-        return known
+        saved: dict[str, Any] = json.loads(losses.read_text(encoding="utf-8"))
+        if saved["options"] != options:
+            raise UserError(f"{folder} has results for the options {saved['options']}; got {options}: name another --out")
+        return saved
     train(folder, f"model.generation={generation}", f"model.n_embd={C}", f"model.ctx_len={T}",
           f"data.batch_size={max(1, STEP_TOKENS // T)}", f"trainer.max_tokens={tokens}", "trainer.val_every=1000000", *options)
-    found = losses_by_position(folder, T)
+    nats = losses_by_position(folder, T)
     run = {"generation": generation, "width": C, "context": T, "tokens": tokens, "options": options,
-           "nats": {"mean": mean(found), **by_octave(found)}}
+           "nats": {"mean": mean(nats), **by_octave(nats)}}
     losses.write_text(json.dumps(run) + "\n", encoding="utf-8")
     return run
 
@@ -87,13 +87,13 @@ def losses_by_position(folder: Path, T: int) -> list[float]:
 
 def by_octave(losses: list[float]) -> dict[str, float]:
     """The means of positions 0, 1, 2 to 3, 4 to 7, and so on."""
-    found = {}
+    means = {}
     first = 0
     while first < len(losses):
         end = min(max(1, 2 * first), len(losses))
-        found[str(first) if end == first + 1 else f"{first}-{end - 1}"] = mean(losses[first:end])
+        means[str(first) if end == first + 1 else f"{first}-{end - 1}"] = mean(losses[first:end])
         first = end
-    return found
+    return means
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:

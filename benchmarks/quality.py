@@ -48,9 +48,9 @@ def main(argv: list[str] | None = None) -> None:
 def _rows(checkpoint: Checkpoint, tokenizer: Tokenizer, text: Path) -> list[dict[str, Any]]:
     config = checkpoint.config
     parameters = n_parameters(config, checkpoint.vocab_size)
-    found = {dtype: _bits_per_byte(checkpoint, dtype, tokenizer, text) for dtype in DTYPES}
+    by_dtype = {dtype: _bits_per_byte(checkpoint, dtype, tokenizer, text) for dtype in DTYPES}
     return [{"generation": config.generation, "parameters": parameters, "dtype": dtype, "bits_per_byte": bits,
-             "more": bits / found["float32"] - 1} for dtype, bits in found.items()]
+             "more": bits / by_dtype["float32"] - 1} for dtype, bits in by_dtype.items()]
 
 
 def _bits_per_byte(checkpoint: Checkpoint, dtype: str, tokenizer: Tokenizer, text: Path) -> float:

@@ -102,10 +102,10 @@ class Server:
 
     def connect(self, body: dict[str, Any]) -> socket.socket:
         content = json.dumps(body).encode()
-        made = socket.create_connection(("127.0.0.1", self.port))
-        made.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-                     % len(content) + content)
-        return made
+        client = socket.create_connection(("127.0.0.1", self.port))
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+                       % len(content) + content)
+        return client
 
 
 class LlamaServer(Server):
@@ -126,9 +126,9 @@ class LlamaServer(Server):
 
     def _ready(self) -> bool:
         try:
-            with socket.create_connection(("127.0.0.1", self.port)) as made:
-                made.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-                return made.recv(4096).startswith(b"HTTP/1.1 200")
+            with socket.create_connection(("127.0.0.1", self.port)) as connection:
+                connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+                return connection.recv(4096).startswith(b"HTTP/1.1 200")
         except OSError:
             return False
 
@@ -180,8 +180,8 @@ def read_for(selector: selectors.BaseSelector, seconds: float) -> list[Client]:
     """Reads from all clients for some time; returns those that are over, whose sockets are closed."""
     over = []
     until = time.perf_counter() + seconds
-    while (left := until - time.perf_counter()) > 0 and selector.get_map():
-        for key, _ in selector.select(left):
+    while (remaining := until - time.perf_counter()) > 0 and selector.get_map():
+        for key, _ in selector.select(remaining):
             if not key.data.read():
                 selector.unregister(key.fileobj)
                 key.data.socket.close()
@@ -202,9 +202,9 @@ def share(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
                 rate, client = rate_over_http(server, texts, args.seconds / args.turns, turn)
                 rates["http"].append(rate)
                 busy.append(client)
-                for name, found in alone([texts, args.seconds / args.turns]).items():
-                    rates[name] += found
-            row = {"dtype": dtype, "texts": texts, **{name: median(found) for name, found in rates.items()},
+                for name, measured in alone([texts, args.seconds / args.turns]).items():
+                    rates[name] += measured
+            row = {"dtype": dtype, "texts": texts, **{name: median(samples) for name, samples in rates.items()},
                    "client_cpu": median(busy)}
             print(f"{dtype:9}{texts:3} texts: HTTP {row['http']:.0f} tokens/s, engine alone {row['engine']:.0f}, decoder "
                   f"{row['decoder']:.0f}; HTTP/engine {row['http'] / row['engine']:.0%}, engine/decoder "
@@ -257,8 +257,8 @@ def peers(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
                     rates[key]["busy"].append(rate_over_http(server, texts, args.seconds / args.turns, turn)[0])
                     company.send_signal(signal.SIGSTOP)
                     server.signal(signal.SIGSTOP)
-            for (of, form), found in rates.items():
-                row = {"of": of, "dtype": form, "texts": texts, **{name: median(each) for name, each in found.items()}}
+            for (of, form), measured in rates.items():
+                row = {"of": of, "dtype": form, "texts": texts, **{name: median(samples) for name, samples in measured.items()}}
                 print(f"{of:10}{form:9}{texts:3} texts: {row['quiet']:.0f} tokens/s, beside a busy process {row['busy']:.0f} "
                       f"({row['busy'] / row['quiet']:.0%})", flush=True)
                 yield row

@@ -92,27 +92,27 @@ class Texts:
 def first(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     texts = Texts(_vocabulary(checkpoint))
     lengths = sorted({0, *args.tokens})
-    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)
     options = (f"states_dir={checkpoint.with_name(f'states-{dtype}')}", f"max_prompt_tokens={max(lengths) + QUESTION}")
-    kept: dict[int, list[str]] = {}
+    states: dict[int, list[str]] = {}
     with serving(checkpoint, dtype, *options) as server:
         first_token(server, texts(QUESTION))
         read = {n: texts(n) for n in lengths if n}
         for n, prompt in read.items():
             ask(server, "/v1/completions", {"prompt": prompt, "max_tokens": 1})
-            kept[n] = [ask(server, "/v1/states", {"prompt": prompt})["id"] for _ in range(args.turns)]
+            states[n] = [ask(server, "/v1/states", {"prompt": prompt})["id"] for _ in range(args.turns)]
         for turn in range(args.turns):
             for n in lengths:
-                found["read anew", n].append(first_token(server, texts(n + QUESTION)))
+                times["read anew", n].append(first_token(server, texts(n + QUESTION)))
                 if n:
-                    found["prefix cache", n].append(first_token(server, read[n] + texts(QUESTION)))
-                    found["state", n].append(first_token(server, texts(QUESTION), state=kept[n][turn]))
+                    times["prefix cache", n].append(first_token(server, read[n] + texts(QUESTION)))
+                    times["state", n].append(first_token(server, texts(QUESTION), state=states[n][turn]))
     with serving(checkpoint, dtype, *options) as server:
         first_token(server, texts(QUESTION))
         for turn in range(args.turns):           # each is read from its file once
-            for n, states in kept.items():
-                found["state after a restart", n].append(first_token(server, texts(QUESTION), state=states[turn]))
-    yield from _table("timemix", dtype, lengths, found)
+            for n, ids in states.items():
+                times["state after a restart", n].append(first_token(server, texts(QUESTION), state=ids[turn]))
+    yield from _table("timemix", dtype, lengths, times)
     for name in LLAMA_FORMATS[dtype] if args.llama_server else ():
         yield from _first_of_llama(args.llama_server, gguf_of(checkpoint, name), name, lengths, args.turns, texts)
 
@@ -120,7 +120,7 @@ def first(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
 def _first_of_llama(program: Path, weights: Path, name: str, lengths: list[int], turns: int,
                     texts: Texts) -> Iterator[dict[str, Any]]:
     """A state of llama.cpp is a slot in a file: it is restored, and its text is sent once more, which the slot has read."""
-    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)
     folder = weights.with_name(f"slots-{name}")
     folder.mkdir()
     read = {n: texts(n) for n in lengths if n}
@@ -141,27 +141,27 @@ def _first_of_llama(program: Path, weights: Path, name: str, lengths: list[int],
             ask(server, "/slots/0?action=save", {"filename": f"{n}.bin"})
         for _ in range(turns):
             for n in lengths:
-                found["read anew", n].append(first_token(server, texts(n + QUESTION), cache_prompt=False))
+                times["read anew", n].append(first_token(server, texts(n + QUESTION), cache_prompt=False))
                 if n:
                     ask(server, "/completion", {"prompt": read[n], "n_predict": 1, "id_slot": 0, "cache_prompt": True})
-                    found["prefix cache", n].append(
+                    times["prefix cache", n].append(
                         first_token(server, read[n] + texts(QUESTION), id_slot=0, cache_prompt=True))
-                    found["state", n].append(restored(server, n))
+                    times["state", n].append(restored(server, n))
     with ended(started()) as server:
         first_token(server, texts(QUESTION))
         for _ in range(turns):
             for n in read:
-                found["state after a restart", n].append(restored(server, n))
-    yield from _table("llama.cpp", name, lengths, found)
+                times["state after a restart", n].append(restored(server, n))
+    yield from _table("llama.cpp", name, lengths, times)
 
 
-def _table(of: str, dtype: str, lengths: list[int], found: dict[tuple[str, int], list[float]]) -> Iterator[dict[str, Any]]:
+def _table(of: str, dtype: str, lengths: list[int], seconds: dict[tuple[str, int], list[float]]) -> Iterator[dict[str, Any]]:
     """Prints milliseconds, and in brackets the ratio to the first token after nothing."""
-    empty = median(found["read anew", 0])
+    empty = median(seconds["read anew", 0])
     print(f"\n{of}, {dtype}: milliseconds to the first token, and as a multiple of that after 0 tokens")
     print(f"{'tokens before':24}" + "".join(f"{n:>18,}" for n in lengths))
     for way in WAYS:
-        times = {n: median(found[way, n]) for n in lengths if found[way, n]}
+        times = {n: median(seconds[way, n]) for n in lengths if seconds[way, n]}
         print(f"{way:24}" + "".join(f"{1000 * times[n]:10.1f} ({times[n] / empty:5.2f})" if n in times else " " * 18
                                     for n in lengths), flush=True)
         yield from ({"of": of, "dtype": dtype, "way": way, "tokens": n, "seconds": s, "of_empty": s / empty}
@@ -176,28 +176,28 @@ def load(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dic
         _run_load(server, args.clients, min(5.0, args.seconds), chance, states)      # memory and threads are as they will be
         memory = {"start": server.resident() / MIB}
         counted: dict[bool, list[float]] = {True: [], False: []}
-        over: dict[bool, list[Client]] = {True: [], False: []}
+        ended_clients: dict[bool, list[Client]] = {True: [], False: []}
         for turn in range(args.turns):
             for mixed in (True, False):
                 rate, clients = _run_load(server, args.clients, args.seconds / args.turns, chance, states if mixed else [])
                 counted[mixed].append(rate)
-                over[mixed] += clients
+                ended_clients[mixed] += clients
             if turn == args.turns // 2:
                 memory["middle"] = server.resident() / MIB
         memory["end"] = server.resident() / MIB
-    for mixed, clients in over.items():
+    for mixed, clients in ended_clients.items():
         wrong = [client for client in clients if client.status != b"200"
                  or (client.hang_up_after is None and not client.finished)]
         # from the request on: where the client is slow, all events of a text may be read at once
-        whole = [client for client in clients if client.finished and client.n >= 32]
-        rates = [len(client.times) / (client.times[-1] - client.began) for client in whole]
+        finished = [client for client in clients if client.finished and client.n >= 32]
+        rates = [len(client.times) / (client.times[-1] - client.began) for client in finished]
         row = {"dtype": dtype, "load": "states, schemas, streams, hang-ups" if mixed else "streams, hang-ups",
                "texts": len(clients), "errors": len(wrong), "tokens_per_second": median(counted[mixed]),
                "jain": jain(rates) if rates else None, "memory_mib": memory}
         yield row
         print(f"{dtype}, {row['load']}: {row['texts']} texts, {row['errors']} errors, {row['tokens_per_second']:.0f} tokens/s, "
               f"Jain {row['jain'] or 0:.3f}", flush=True)
-    ratio = median(one / other for one, other in zip(counted[True], counted[False], strict=True))
+    ratio = median(mixed_rate / plain_rate for mixed_rate, plain_rate in zip(counted[True], counted[False], strict=True))
     shown = ", ".join(f"{size:.0f} MiB at the {name}" for name, size in memory.items())
     print(f"{dtype}: {ratio:.1%} of the tokens/s without states and schemas; memory {shown}", flush=True)
     yield {"dtype": dtype, "ratio": ratio}
@@ -215,17 +215,17 @@ def _run_load(server: Server, n_clients: int, seconds: float, chance: random.Ran
     states: those that half of the clients continue; without any there are no schemas either.
     """
     over: list[Client] = []
-    made: list[Client] = []
+    clients: list[Client] = []
     with selectors.DefaultSelector() as selector:
         began = time.perf_counter()
         until = began + seconds
         while time.perf_counter() < until or selector.get_map():
             while len(selector.get_map()) < n_clients and time.perf_counter() < until:
-                client = _client(server, len(made), chance, states)
+                client = _client(server, len(clients), chance, states)
                 selector.register(client.socket, selectors.EVENT_READ, client)
-                made.append(client)
+                clients.append(client)
             over += read_for(selector, 0.05)
-    events = sum(began <= at < until for client in made for at in client.times)
+    events = sum(began <= at < until for client in clients for at in client.times)
     return events / seconds, over
 
 

@@ -61,14 +61,14 @@ Times = dict[str, Counter[str]]          # by part, microseconds of each operati
 
 def main(argv: list[str] | None = None) -> None:
     args = _arguments(argv)
-    found = []
+    measured = []
     for precision in _precisions(args):
         for generation in args.generation:
             for optim in args.optim:
-                found.append(measure(generation, optim, precision, args.shape, args.steps))
-                print(as_text(found[-1]), flush=True)
+                measured.append(measure(generation, optim, precision, args.shape, args.steps))
+                print(as_text(measured[-1]), flush=True)
     shape = dict(zip("LCBTV", args.shape, strict=True))
-    publish({"machine": hardware.describe("cpu"), "shape": shape, "steps": found}, args.json)
+    publish({"machine": hardware.describe("cpu"), "shape": shape, "steps": measured}, args.json)
 
 
 def _precisions(args: argparse.Namespace) -> list[str]:
@@ -109,17 +109,17 @@ def measure(generation: str, optim: str, precision: str, shape: tuple[int, ...],
 
 def clocked(run: Step, steps: int) -> dict[str, float]:
     """The median milliseconds of each part."""
-    found: dict[str, list[float]] = {part: [] for part in PARTS}
+    times: dict[str, list[float]] = {part: [] for part in PARTS}
 
     @contextmanager
     def part(name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        found[name].append(1000 * (time.perf_counter() - start))
+        times[name].append(1000 * (time.perf_counter() - start))
 
     for _ in range(WARM_UP + steps):
         run(part)
-    return {name: median(times[WARM_UP:]) for name, times in found.items()}
+    return {name: median(samples[WARM_UP:]) for name, samples in times.items()}
 
 
 def profiled(run: Step) -> Times:

@@ -61,9 +61,9 @@ def training(report: Report) -> str:
     table = [["6 layers, 384 wide, V 8192, 4 x 512 tokens", "tokens/s", "of the matrix products", "ms a step", "around a step"]]
     for part, name in STEPS.items():
         if part in report:
-            one = report[part]
-            table.append([name, f"{one['tok_per_sec']:,.0f}", f"{one['of_matmuls']:.0%}", f"{one['ms']['step']:.0f}",
-                          f"{one['around_a_step']:.1%}"])
+            result = report[part]
+            table.append([name, f"{result['tok_per_sec']:,.0f}", f"{result['of_matmuls']:.0%}", f"{result['ms']['step']:.0f}",
+                          f"{result['around_a_step']:.1%}"])
     parts = (markdown(table), AROUND, _losses(report), _head(report), _earlier(report))
     return "\n\n".join(filter(None, parts))
 
@@ -81,9 +81,9 @@ def _earlier(report: Report) -> str:
 
 
 def _losses(report: Report) -> str:
-    found = [f"{name} {report[part]['float32']:.4f} nats in float32 and {report[part]['bfloat16']:.4f} in bf16-mixed"
+    losses = [f"{name} {report[part]['float32']:.4f} nats in float32 and {report[part]['bfloat16']:.4f} in bf16-mixed"
              for part, name in (("losses", "RWKV-4"), ("rwkv7_losses", "RWKV-7")) if part in report]
-    return f"The loss after 500 of these steps: {'; '.join(found)}." if found else ""
+    return f"The loss after 500 of these steps: {'; '.join(losses)}." if losses else ""
 
 
 def _head(report: Report) -> str:
@@ -110,9 +110,9 @@ def generations(report: Report, table: Callable[..., str] = markdown) -> str:
     """The loss and bits per byte of each model, as means over the seeds; all have trained for the same time."""
     rows = [["mean of the seeds", "", "ms a step", "steps", "val/loss, nats", "val/bpb"]]
     for part, name in PARTS.items():
-        found = report.get(part, {"mean": {}})
-        for trained, mean in found["mean"].items():
-            rows.append([name, TRAINED[trained], f"{found['ms'][trained]:.0f}", f"{found['steps'][trained]}",
+        results = report.get(part, {"mean": {}})
+        for trained, mean in results["mean"].items():
+            rows.append([name, TRAINED[trained], f"{results['ms'][trained]:.0f}", f"{results['steps'][trained]}",
                          f"{mean['val_loss']:.4f}", f"{mean['val_bpb']:.4f}"])
     return "\n\n".join(filter(None, [table(rows, left=2), _earlier(report)]))
 
