@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gpu-check has no part {unknown[0]!r}; there are: {', '.join(part.name for part in PARTS)}")
         return 2
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("gpu-check needs a CUDA device, and torch sees none: run it where there is one, or try it with --device cpu")
+        print("gpu-check requires a CUDA device, and torch finds none: run it on a GPU machine, or try it with --device cpu")
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
     rows = Rows(args.out)

@@ -1,4 +1,4 @@
-"""The command lines of programs: a parser that shows a mistake as one sentence, and the types of options.
+"""Command-line parsing: a parser that reports a usage error as one sentence, and the types of options.
 
 A type raises argparse.ArgumentTypeError; its message follows the option's name.
 """
@@ -15,9 +15,9 @@ from typing import Any, ClassVar, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """The arguments of python -m MODULE. A mistake is one line on standard error, without the usage, and exit status 2.
+    """The arguments of python -m MODULE. A usage error is one line on standard error, without the usage, and exit status 2.
 
-    shown: turns a text into what the user sees; a program that runs others under names of its own sets it.
+    shown: maps a text to what the user sees; set by a program that runs others under its own names.
     """
 
     shown: ClassVar[Callable[[str], str]] = str
@@ -51,7 +51,7 @@ def path_of(text: str) -> Path:
 def at_least(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
+            raise ArgumentTypeError(f"must be a whole number of at least {least}; got {text!r}")
         return int(text)
 
     return number
@@ -63,7 +63,7 @@ def above_zero(text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise ArgumentTypeError(f"expected a number above 0, got {text!r}")
+        raise ArgumentTypeError(f"must be a positive number; got {text!r}")
     return number
 
 
@@ -71,22 +71,22 @@ def any_sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(at_least(1)(size) for size in text.split(","))
     except ArgumentTypeError:
-        raise ArgumentTypeError(f"sizes are whole numbers of at least 1, as 8,768,1024, got {text!r}") from None
+        raise ArgumentTypeError(f"sizes must be whole numbers of at least 1, as 8,768,1024; got {text!r}") from None
 
 
 def sizes_of(axes: str) -> Callable[[str], tuple[int, ...]]:
-    """One size for each of the axes, as in "L,C,V"."""
+    """One size per axis, as in "L,C,V"."""
     def named(text: str) -> tuple[int, ...]:
         sizes = any_sizes(text)
         if len(sizes) != len(axes.split(",")):
-            raise ArgumentTypeError(f"expected the sizes {axes}, got {text}")
+            raise ArgumentTypeError(f"must be the sizes {axes}; got {text}")
         return sizes
 
     return named
 
 
 def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Names with commas between them."""
+    """Comma-separated names."""
     def names(text: str) -> list[str]:
         requested = text.split(",")
         for name in requested:

@@ -11,8 +11,8 @@ times it. A wrong implementation is not timed, and the exit status is 1.
     --plot FOLDER         draw the result with matplotlib, and a sweep because a curve needs more than one point
 
 Verified: output (and state) and every gradient, all elements, at the very shape that is timed, against the float64 reference
-(case.py says how that is affordable). Timed: the operator as a user calls it, autograd included; backward alone, on a graph
-that is kept. The implementations, the machine's limits, and the copy of one such tensor take turns; medians are reported.
+(case.py says how that is affordable). Timed: the operator as a user calls it, autograd included; backward alone, on a
+retained graph. The implementations, the machine's limits, and the copy of one such tensor take turns; medians are reported.
 An implementation whose estimated time or memory is too large is skipped with a note, unless --only names it.
 GFLOP/s count B*C*T*(T+1) operations in a pass of timex, and for each step and number of the state 10 in wkv7's forward pass
 and 32 in its backward; `x limit` is the time relative to that of so many operations in a matrix product. GB/s count the least
@@ -292,15 +292,15 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 def _check(args: argparse.Namespace, case: type[BenchCase]) -> None:
     """Raises ValueError, before anything is measured, for an option that the machine or the operator does not support."""
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda needs a CUDA device, and torch sees none")
+        raise ValueError("--device cuda requires a CUDA device, and torch finds none")
     if args.dtype not in case.DTYPES:
-        raise ValueError(f"--dtype of {args.op} is {' or '.join(case.DTYPES)}, got {args.dtype}")
+        raise ValueError(f"--dtype of {args.op} must be {' or '.join(case.DTYPES)}; got {args.dtype}")
     for name in args.only:
         if name not in case.names():
             raise ValueError(f"--only: unknown {args.op} implementation {name!r}; there are: {', '.join(case.names())}")
     for shape in args.shape:
         if len(shape) != len(case.AXES):
-            raise ValueError(f"--shape of {args.op} is {','.join(case.AXES)}, got {','.join(map(str, shape))}")
+            raise ValueError(f"--shape of {args.op} must be {','.join(case.AXES)}; got {','.join(map(str, shape))}")
     if args.plot:
         plot.check(args.plot)
 

@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 def check(folder: Path) -> None:
     """Raises UnusableFile where no figure can be written into `folder`; makes the folder."""
     if not available():
-        raise UnusableFile("figures need the package matplotlib, which is not installed (pip install matplotlib)")
+        raise UnusableFile("figures require the package matplotlib, which is not installed (pip install matplotlib)")
     check_folder(folder)
 
 

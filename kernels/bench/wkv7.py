@@ -64,7 +64,7 @@ class Case(BenchCase):
         return result, compare.misses(result, compare.tolerance(wkv, self.dtype))
 
     def passes(self, name: str) -> list[Pass]:
-        """forward, and backward alone, on a graph that is kept."""
+        """forward, and backward alone, on a retained graph."""
         wkv = select("wkv7", name, self.device)
         sequences = self.inputs[:6]
         y, state = wkv(*sequences)

@@ -5,7 +5,7 @@ Per row and head, S is N x N, its rows i are of the value and its columns j of t
     sa_i = sum_j S_ij a_j        S_ij <- S_ij w_j + sa_i b_j + v_i k_j        y_i = sum_j S_ij r_j         (y reads the new S)
 
 r, log_w, k, v, a, b, y (B,T,H,N); state (B,H,N,N), zero at first. In RWKV-7 -0.6066 <= log_w <= 0, a = -kk and b = kk * rate,
-kk being normalised; an implementation may count on -1 <= log_w <= 0. T and N may be anything.
+kk being normalised; an implementation may assume -1 <= log_w <= 0. T and N may be anything.
 Where an input is NaN at a step, y and the state of that head are NaN from that step on; a NaN in v affects only its row i, one
 in r only y of that step. y before that step is the same to the bit.
 Source: the RWKV-7 paper (arXiv 2503.14456), section 4; RWKV-LM, RWKV-v7/rwkv_v7_demo.py.
@@ -105,14 +105,14 @@ class WKV7(Operator):
         v = sequences[3]
         if v.dim() != 4 or any(tensor.shape != v.shape for tensor in sequences):
             shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip(names, sequences, strict=True))
-            raise ValueError(f"WKV7 expects r, log_w, k, v, a and b of one shape (B,T,H,N), got {shapes}")
+            raise ValueError(f"WKV7: r, log_w, k, v, a and b must have one shape (B,T,H,N); got {shapes}")
         if not all(tensor.is_floating_point() for tensor in sequences):
-            raise ValueError(f"WKV7 expects floating-point tensors, got {', '.join(str(tensor.dtype) for tensor in sequences)}")
+            raise ValueError(f"WKV7: tensors must be floating-point; got {', '.join(str(each.dtype) for each in sequences)}")
         B, _, H, N = v.shape
         if state is not None and state.shape != (B, H, N, N):
-            raise ValueError(f"WKV7 expects a state (B,H,N,N) = {(B, H, N, N)}, got {tuple(state.shape)}")
+            raise ValueError(f"WKV7: the state must be (B,H,N,N) = {(B, H, N, N)}; got {tuple(state.shape)}")
         if any(tensor.device != v.device for tensor in (*sequences, *([] if state is None else [state]))):
-            raise ValueError(f"WKV7 expects all tensors and the state on one device, that of v, which is {v.device}: move the "
+            raise ValueError(f"WKV7: all tensors and the state must be on one device, that of v, {v.device}: move the "
                              "others there")
         dtypes = [tensor.dtype for tensor in sequences]
         self.check_dtype(*dtypes)
