@@ -257,7 +257,7 @@ def _keep_top_p(numbers, ids, n, bound, top, scale, lowest, FILTERS_FIRST: tl.co
 @triton.jit
 def _draw_by_logit(numbers, ids, n, target, least, top, scale, last_scale, min_p, FILTERS_FIRST: tl.constexpr,
                    LISTED: tl.constexpr):
-    """The token of the list at which the cumulative weight exceeds `wanted`, the largest logits first. least: the key of the
+    """The token of the list at which the cumulative weight exceeds `target`, the largest logits first. least: the key of the
     last token that can be drawn, which is taken if rounding leads beyond it."""
     key, above, ties, weight = _search(numbers, ids, n, least, target, top, scale, last_scale, min_p, "draw", FILTERS_FIRST,
                                        LISTED)
@@ -313,7 +313,7 @@ def _draw_listed(numbers, ids, n, uniform, top, scale, last_scale, min_p, IN_ORD
 
 @triton.jit
 def _draw_unfiltered(row, V, target, top, scale, BLOCK: tl.constexpr):
-    """The token of the vocabulary at which the cumulative weight exceeds `wanted`: its block is found first."""
+    """The token of the vocabulary at which the cumulative weight exceeds `target`: its block is found first."""
     lane = tl.arange(0, BLOCK)
     before = tl.zeros([], tl.float64)
     start = tl.zeros([], tl.int32)       # of the block, and the sum before that block

@@ -88,13 +88,13 @@ def _backward(w: Tensor, u: Tensor, a: Tensor, b: Tensor, p: Tensor, grad_a: Ten
     grads = []
     for (k_t, v_t, y_t, grad_t), (a, b, p) in zip(reversed(rows), reversed(states), strict=True):
         past, now, _ = _shares(p, u + k_t)
-        kept, new, _ = _shares(p + w, k_t)
+        old, new, _ = _shares(p + w, k_t)
         grad_num = grad_t / (past * b + now)
         grad_here = now * grad_num * (v_t - y_t)
         grads.append((grad_here + new * (grad_a * v_t + grad_b), grad_num * now + grad_a * new))
         grad_u = grad_u + grad_here
-        grad_w = grad_w + kept * (grad_a * a + grad_b * b)
-        grad_a, grad_b = kept * grad_a + past * grad_num, kept * grad_b - past * grad_num * y_t
+        grad_w = grad_w + old * (grad_a * a + grad_b * b)
+        grad_a, grad_b = old * grad_a + past * grad_num, old * grad_b - past * grad_num * y_t
     grad_k, grad_v = (torch.stack([row.to(k.dtype) for row in reversed(part)], 1) for part in zip(*grads, strict=True))
     return grad_k, grad_v, grad_a, grad_b, grad_w, grad_u
 
@@ -104,8 +104,8 @@ def _steps(rows: Tensor) -> list[Tensor]:
 
 
 def _advance(w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    kept, new, p = _shares(p + w, k)
-    return kept * a + new * v, kept * b + new, p
+    old, new, p = _shares(p + w, k)
+    return old * a + new * v, old * b + new, p
 
 
 def _shares(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -61,7 +61,7 @@ class Step(NamedTuple):
     a: Tensor            # the state before the step
     b: Tensor
     v: Tensor
-    kept: Tensor         # factors of the old state and of v in the new state
+    old: Tensor          # factors of the old state and of v in the new state
     new: Tensor
     grad_num: Tensor     # gradient of y's numerator, and the negative gradient of its denominator
     grad_den: Tensor
@@ -169,8 +169,8 @@ def _states(weights: Weights, chunks: Chunks, state: State) -> tuple[State, Stat
     before = []
     for a, b, P in zip(*(part.unbind(1) for part in _own_sums(weights, chunks)), strict=True):
         before.append(state)
-        kept, new, P = _shares(weights.over_chunk, state.P, 1.0, P)
-        state = _normal(State(kept * state.a + new * a, kept * state.b + new * b, P))
+        old, new, P = _shares(weights.over_chunk, state.P, 1.0, P)
+        state = _normal(State(old * state.a + new * a, old * state.b + new * b, P))
     return State(*(torch.stack(part, dim=1) for part in zip(*before, strict=True))), state
 
 
@@ -202,8 +202,8 @@ def _shares(decay: tuple[Tensor, Tensor], P: Tensor, m: Tensor | float, n: Tenso
 
 
 def _advance(shares: tuple[Tensor, Tensor, Tensor], state: State, v: Tensor) -> State:
-    kept, new, P = shares
-    return State((kept * state.a).addcmul_(new, v), (kept * state.b).add_(new), P)
+    old, new, P = shares
+    return State((old * state.a).addcmul_(new, v), (old * state.b).add_(new), P)
 
 
 def _share_now(first: tuple[Tensor, Tensor], P: Tensor, m: Tensor, n: Tensor) -> Tensor:
@@ -239,12 +239,12 @@ def _gradients_of_states(steps: list[Step], rescaled: Tensor, grad_a: Tensor, gr
     """The gradients of the state after each chunk and before the first, from that of the state after the last chunk."""
     own_a = torch.zeros_like(rescaled)
     own_b = torch.zeros_like(rescaled)
-    kept = torch.ones_like(rescaled)
+    old = torch.ones_like(rescaled)
     for step in reversed(steps):
-        own_a, own_b = torch.addcmul(step.grad_num, own_a, step.kept), torch.addcmul(-step.grad_den, own_b, step.kept)
-        kept = kept * step.kept
+        own_a, own_b = torch.addcmul(step.grad_num, own_a, step.old), torch.addcmul(-step.grad_den, own_b, step.old)
+        old = old * step.old
     after = []
-    for a, b, k, scale in reversed([*zip(*(part.unbind(1) for part in (own_a, own_b, kept, rescaled)), strict=True)]):
+    for a, b, k, scale in reversed([*zip(*(part.unbind(1) for part in (own_a, own_b, old, rescaled)), strict=True)]):
         after.append((grad_a * scale, grad_b * scale))
         grad_a = a + k * after[-1][0]
         grad_b = b + k * after[-1][1]
@@ -260,6 +260,6 @@ def _gradients_of_steps(steps: list[Step], grad_ks: tuple[Tensor, ...], grad_vs:
         torch.addcmul(grad_here, step.new, torch.addcmul(grad_b, grad_a, step.v), out=grad_k)
         torch.addcmul(step.grad_now, step.new, grad_a, out=grad_v)
         grad_u += grad_here
-        grad_w += torch.addcmul(grad_a * step.a, grad_b, step.b).mul_(step.kept)
-        grad_a, grad_b = torch.addcmul(step.grad_num, grad_a, step.kept), torch.addcmul(-step.grad_den, grad_b, step.kept)
+        grad_w += torch.addcmul(grad_a * step.a, grad_b, step.b).mul_(step.old)
+        grad_a, grad_b = torch.addcmul(step.grad_num, grad_a, step.old), torch.addcmul(-step.grad_den, grad_b, step.old)
     return grad_w.sum((0, 1)), grad_u.sum((0, 1))
