@@ -85,13 +85,13 @@ def sizes_of(axes: str) -> Callable[[str], tuple[int, ...]]:
     return named
 
 
-def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
+def some_of(choices: Iterable[str]) -> Callable[[str], list[str]]:
     """Comma-separated names."""
     def names(text: str) -> list[str]:
         requested = text.split(",")
         for name in requested:
-            if name not in known:
-                raise ArgumentTypeError(f"unknown name {name!r}; there are: {', '.join(known)}")
+            if name not in choices:
+                raise ArgumentTypeError(f"unknown name {name!r}; there are: {', '.join(choices)}")
         return requested
 
     return names

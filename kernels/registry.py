@@ -114,7 +114,7 @@ def load(op: str, name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         raise KernelUnavailable(_package_missing(name, error.name or "?")) from error
     except Exception as error:           # a mistake of the file's author
-        raise KernelUnavailable(f"kernels/{op}/{name}.py cannot be imported: {_told(error, f'{name}.py')}") from error
+        raise KernelUnavailable(f"kernels/{op}/{name}.py cannot be imported: {_error_line(error, f'{name}.py')}") from error
     operator = getattr(sys.modules[f"kernels.{op}"], "OPERATOR", None)
     ways: tuple[tuple[str, ...], ...] = operator.parts if operator else ((op,),)         # draw is not a torch operator
     missing = min(([part for part in ("REQUIRES", *way) if not hasattr(module, part)] for way in ways), key=len)
@@ -123,7 +123,7 @@ def load(op: str, name: str) -> ModuleType:
     return module
 
 
-def _told(error: Exception, file: str) -> str:
+def _error_line(error: Exception, file: str) -> str:
     """The error in one line, with the line of the file that raised it."""
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: {error.msg}"
@@ -143,8 +143,8 @@ def why_not(op: str, name: str, device: str = "cpu") -> str | None:
     packages = (*requires.packages, *(["triton"] if requires.compiled and device == "cuda" else []))
     missing = [package for package in packages if not _installed(package)]
     reason = reason or (_package_missing(name, missing[0]) if missing else _compiler_missing(name, requires))
-    lack = _lack(requires, packages, device) if reason is None else None
-    return f"{name} cannot run: {lack}" if lack else reason
+    missing_requirement = _missing_requirement(requires, packages, device) if reason is None else None
+    return f"{name} cannot run: {missing_requirement}" if missing_requirement else reason
 
 
 def check(op: str, name: str, device: "torch.device") -> None:
@@ -167,7 +167,7 @@ def runnable(op: str, device: str = "cpu") -> list[str]:
     return [name for name in names(op) if why_not(op, name, device) is None]
 
 
-def _lack(requires: Requires, packages: tuple[str, ...], device: str) -> str | None:
+def _missing_requirement(requires: Requires, packages: tuple[str, ...], device: str) -> str | None:
     """What the machine lacks according to Triton or the file itself; None if nothing."""
     if "triton" in packages and device == "cuda":
         from kernels.backends import triton  # it imports torch

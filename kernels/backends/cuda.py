@@ -179,9 +179,9 @@ def _error_name(error: int) -> str:
     return name.value.decode() if name.value else f"CUDA error {error}"
 
 
-def _checked(error: int, what: str) -> None:
+def _check(error: int, action: str) -> None:
     if error:
-        raise KernelUnavailable(f"{what}: {_error_name(error)}")
+        raise KernelUnavailable(f"{action}: {_error_name(error)}")
 
 
 def _function(source: Source, name: str, device: int, shared: int) -> ctypes.c_void_p:
@@ -190,7 +190,7 @@ def _function(source: Source, name: str, device: int, shared: int) -> ctypes.c_v
     driver = _driver()
     driver.cuCtxGetCurrent(ctypes.byref(context))
     if not context.value:
-        _checked(driver.cuCtxSetCurrent(_context(device)), f"cuda:{device} has no context")
+        _check(driver.cuCtxSetCurrent(_context(device)), f"cuda:{device} has no context")
     return _kernel(source, name, device, shared)
 
 
@@ -198,7 +198,7 @@ def _function(source: Source, name: str, device: int, shared: int) -> ctypes.c_v
 def _context(device: int) -> ctypes.c_void_p:
     """The device's primary context, which torch also uses."""
     context = ctypes.c_void_p()
-    _checked(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"cuda:{device} has no context")
+    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"cuda:{device} has no context")
     return context
 
 
@@ -209,10 +209,10 @@ def _kernel(source: Source, name: str, device: int, shared: int) -> ctypes.c_voi
     kernel = ctypes.c_void_p()
     function = ctypes.c_void_p()
     failed = f"cuda:{device} does not load {name} of {source.path.name}"
-    _checked(driver.cuLibraryGetKernel(ctypes.byref(kernel), _library(source, device), name.encode()), failed)
+    _check(driver.cuLibraryGetKernel(ctypes.byref(kernel), _library(source, device), name.encode()), failed)
     if shared > SHARED_DEFAULT:
         _allow_shared(kernel, device, shared)
-    _checked(driver.cuKernelGetFunction(ctypes.byref(function), kernel), failed)
+    _check(driver.cuKernelGetFunction(ctypes.byref(function), kernel), failed)
     return function
 
 
@@ -222,7 +222,7 @@ def _library(source: Source, device: int) -> ctypes.c_void_p:
     major, minor = torch.cuda.get_device_capability(device)
     library = ctypes.c_void_p()
     cubin = _cubin(source, f"sm_{major}{minor}")
-    _checked(_driver().cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0),
+    _check(_driver().cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0),
              f"cuda:{device} does not load {source.path.name}")
     return library
 

@@ -31,7 +31,7 @@ def stored(dtype: torch.dtype, lanes: int) -> Stored:
     """dtype: float32 or bfloat16."""
     if dtype == torch.bfloat16:
         return Stored(ti.types.ndarray(dtype=ti.types.vector(lanes, ti.i16), ndim=1), from_bfloat16, to_bfloat16)
-    return Stored(ti.types.ndarray(dtype=ti.types.vector(lanes, ti.f32), ndim=1), as_it_is, as_it_is)
+    return Stored(ti.types.ndarray(dtype=ti.types.vector(lanes, ti.f32), ndim=1), identity, identity)
 
 
 def cut(tensor: Tensor, C: int) -> Tensor:
@@ -40,7 +40,7 @@ def cut(tensor: Tensor, C: int) -> Tensor:
 
 
 @ti.func
-def as_it_is(x):
+def identity(x):
     return x
 
 

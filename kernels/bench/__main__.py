@@ -61,13 +61,13 @@ COLUMNS = {                              # of a result: heading and format
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
-    busy = _others_on_the_machine()
-    if busy:
-        print(busy, flush=True)
+    warning = _load_warning()
+    if warning:
+        print(warning, flush=True)
     malloc = "tuned" if keep_large_blocks() else "default"
     report: dict[str, Any] = {"op": args.op, "device": args.device, "dtype": args.dtype, "malloc": malloc,
                               "machine": hardware.describe(args.device), "shapes": [], "sweep": []}
-    _say(_plan(args))
+    _progress(_plan(args))
     for kind, shapes in (("shapes", args.shape), ("sweep", args.sweep)):
         for shape in shapes:
             measured = measure(args.op, shape, args.device, args.dtype, args.only, args.seconds)
@@ -95,7 +95,7 @@ def _plan(args: argparse.Namespace) -> str:
             f"each is compared with float64; then timing takes up to {duration}, --seconds {args.seconds:g} for each pass")
 
 
-def _others_on_the_machine() -> str | None:
+def _load_warning() -> str | None:
     """A sentence where programs kept half of the cores busy in the last minute; they may have been the user's own."""
     if not hasattr(os, "getloadavg"):    # Windows
         return None
@@ -115,7 +115,7 @@ def measure(op: str, shape: Shape, device: str, dtype: str, only: list[str], bud
     at = f"{op} {_sizes(sizes)}"
     skipped = {name: reason for name in names if (reason := _why_not(case, name, name in only, at))}
     errors, wrong = _verify(case, [name for name in names if name not in skipped], at)
-    _say(f"{at}: timing {', '.join(errors)}")
+    _progress(f"{at}: timing {', '.join(errors)}")
     passes = {(name, part.name): part for name in errors for part in case.passes(name)}
     peak_extra = {key: extra_bytes(part.run, device) for key, part in passes.items()}
     counts = {key: launches(part.run, device) if case.LAUNCHES else None for key, part in passes.items()}
@@ -139,7 +139,7 @@ def table(report: dict[str, Any], measured: dict[str, Any]) -> str:
     rows += [[result["name"], result["pass"], *(_cell(result, column, measured) for column in shown)]
              for result in measured["results"]]
     notes = _unsteady(measured)
-    notes += [f"not measured: {reason}" for reason in _grouped(measured["skipped"])]
+    notes += [f"not measured: {reason}" for reason in _group_reasons(measured["skipped"])]
     notes += [f"WRONG, not timed: {name}: {reason}" for name, reason in measured["wrong"].items()]
     return "\n".join((head, aligned(rows, left=2), *notes))
 
@@ -148,7 +148,7 @@ def _sizes(shape: dict[str, int]) -> str:
     return " ".join(f"{axis}={size}" for axis, size in shape.items())
 
 
-def _grouped(skipped: dict[str, str]) -> list[str]:
+def _group_reasons(skipped: dict[str, str]) -> list[str]:
     """The reasons, those that differ only in the implementation's name as one: "a, b: is slow"."""
     names: dict[str, list[str]] = {}
     for name, reason in skipped.items():
@@ -161,7 +161,7 @@ def _why_not(case: BenchCase, name: str, named: bool, at: str) -> str | None:
     reason = case.why_not(name)
     if reason or named:
         return reason
-    _say(f"{at}: estimating the time of {name}")
+    _progress(f"{at}: estimating the time of {name}")
     try:
         costs = case.estimate(name)
     except Exception:                    # verification raises it again and reports it
@@ -180,7 +180,7 @@ def _verify(case: BenchCase, names: list[str], at: str) -> tuple[dict[str, float
     errors: dict[str, float] = {}
     wrong: dict[str, str] = {}
     for name in names:
-        _say(f"{at}: comparing {name} with float64")
+        _progress(f"{at}: comparing {name} with float64")
         try:
             worst, misses = case.errors(name)
             reason = ", ".join(f"{result} is off by {miss}" for result, miss in misses.items())
@@ -188,13 +188,13 @@ def _verify(case: BenchCase, names: list[str], at: str) -> tuple[dict[str, float
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if reason:
             wrong[name] = reason
-            _say(f"WRONG, not timed: {name}: {reason}")
+            _progress(f"WRONG, not timed: {name}: {reason}")
         else:
             errors[name] = max(worst.values())
     return errors, wrong
 
 
-def _say(line: str) -> None:
+def _progress(line: str) -> None:
     """Progress, apart from the results on standard output: a slow implementation takes minutes."""
     print(line, file=sys.stderr, flush=True)
 

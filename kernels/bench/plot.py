@@ -90,7 +90,7 @@ def time_against_size(report: dict[str, Any]) -> Any | None:
         panel.minorticks_off()
     panels[0].margins(y=0.1)
     for panel, part in zip(panels, passes, strict=True):     # after all curves: they determine the shared axes
-        _name_the_curves(panel, curves[part])
+        _label_curves(panel, curves[part])
     return figure
 
 
@@ -134,7 +134,7 @@ def _floors(op: str, measured: list[dict[str, Any]], part: str) -> dict[str, Poi
     return floors
 
 
-def _name_the_curves(panel: Any, curves: dict[str, Points]) -> None:
+def _label_curves(panel: Any, curves: dict[str, Points]) -> None:
     """Writes each name in its curve's colour in a column on the right, near the curve's end, without overlaps."""
     panel.autoscale_view()
     to_axes = (panel.transScale + panel.transLimits).transform

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.backends.lanes import as_it_is, by_lane, cut, stored
+from kernels.backends.lanes import by_lane, cut, identity, stored
 from kernels.backends.taichi import BLOCK, launch, share, shares, ti
 from kernels.registry import Requires
 
@@ -120,7 +120,7 @@ def _forward_kernels(dtype: torch.dtype) -> tuple[Any, Any]:
 @ti.kernel
 def _forward_cuda(small: Flat, k: Flat, v: Flat, y: Flat, state: Flat, B: int, T: int, C: int):
     for row in range(B * C):
-        _forward_row(row, as_it_is, as_it_is, small, k, v, y, state, B * C, T, C)
+        _forward_row(row, identity, identity, small, k, v, y, state, B * C, T, C)
 
 
 @cache
@@ -151,7 +151,7 @@ def _backward_kernels(dtype: torch.dtype) -> tuple[Any, Any]:
 def _backward_cuda(small: Flat, k: Flat, v: Flat, grad_y: Flat, grad_k: Flat, grad_v: Flat,
                    grads: Flat, states: Flat, scratch: Flat, B: int, T: int, C: int):
     for row in range(B * C):
-        _backward_row(row, as_it_is, as_it_is, small, k, v, grad_y, grad_k, grad_v, grads, states, scratch, row, B * C,
+        _backward_row(row, identity, identity, small, k, v, grad_y, grad_k, grad_v, grads, states, scratch, row, B * C,
                       B * C, T, C)
 
 
