@@ -1,7 +1,7 @@
 """The one place that uses private names of torch. Each is looked up at its first use.
 
-Where a later torch has lost one, the function here gives the answer that costs time but never a wrong result: the registered
-operator and the plain formulas are then always used. Only function transforms fail, with torch's own error about setup_context.
+If a later torch lacks one, the function here returns the answer that costs time but is never wrong: the registered operator
+and the plain formulas are then always used. Only function transforms fail, with torch's own error about setup_context.
 """
 
 import importlib
@@ -31,8 +31,8 @@ def module_hooks_active() -> bool:
 
 @cache
 def _lookup(module: str, name: str, default: bool) -> Callable[[], Any]:
-    """The function `name` of `module`, or one that returns `otherwise` where this torch has no such function."""
+    """The function `name` of `module`, or one that returns `default` if this torch has no such function."""
     parent, _, last = module.rpartition(".")
-    owner = getattr(importlib.import_module(parent), last, None)         # torch._C._autograd is an attribute, no module file
+    owner = getattr(importlib.import_module(parent), last, None)         # torch._C._autograd is an attribute, not a module file
     function: Callable[[], Any] = getattr(owner, name, lambda: default)
     return function
