@@ -6,21 +6,20 @@ times it. A wrong implementation is not timed, and the exit status is 1.
                           N,h,w,offset,pad_x,pad_y for pad
     --sweep [SIZE,...]    the first shape with other last sizes as well, for a curve (over T)
     --only NAME,...       these implementations and the baseline; python -m kernels lists them
-    --seconds S           for each pass of each implementation
+    --seconds S           per pass of each implementation
     --json FILE           write the result, which python -m kernels.bench.tables and python -m kernels.bench.plot read
     --plot FOLDER         draw the result with matplotlib, and a sweep because a curve needs more than one point
 
-Verified: output (and state) and every gradient, all elements, at the very shape that is timed, against the float64 reference
-(case.py says how that is affordable). Timed: the operator as a user calls it, autograd included; backward alone, on a
+Verified: output (and state) and every gradient, all elements, at the timed shape, against the float64 reference (case.py
+explains how that is affordable). Timed: the operator as a user calls it, autograd included; backward alone, on a
 retained graph. The implementations, the machine's limits, and the copy of one such tensor take turns; medians are reported.
 An implementation whose estimated time or memory is too large is skipped with a note, unless --only names it.
-GFLOP/s count B*C*T*(T+1) operations in a pass of timex, and for each step and number of the state 10 in wkv7's forward pass
-and 32 in its backward; `x limit` is the time relative to that of so many operations in a matrix product. GB/s count the least
-traffic. `of copy` and `of read` are their shares of the rates of a copy and of reading by all threads, which is the limit of
-matvec: they show how much is left to gain.
+GFLOP/s count B*C*T*(T+1) operations in a pass of timex, and per step and element of the state 10 in wkv7's forward pass and
+32 in its backward; `x limit` is the time relative to a matrix product of as many operations. GB/s count the least traffic.
+`of copy` and `of read` are their shares of the rates of a copy and of reading by all threads, the limit of matvec.
 `extra MB` is the peak memory beyond inputs and outputs, `launches` the number of kernels or torch operators in a pass
-(profiler.py). `spread` is the distance between the quartiles of the runs as a share of their median. Where the spread of one of
-two times is over a quarter, the machine was busy, and their ratio is left out of the table.
+(profiler.py). `spread` is the distance between the quartiles of the runs as a share of their median. If the spread of one of
+two times exceeds a quarter, the machine was busy, and their ratio is left out of the table.
 """
 
 import argparse
@@ -81,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _plan(args: argparse.Namespace) -> str:
-    """What will be timed, and how long that takes: each timed call follows an untimed one."""
+    """The plan: what will be timed, and for how long; each timed call follows an untimed one."""
     case = case_of(args.op)
     names = [name for name in case.names() if not args.only or name in args.only or name == case.baseline]
     files = {name: name.split()[0] for name in names}            # "conv1d in one block" is conv1d's
@@ -96,7 +95,7 @@ def _plan(args: argparse.Namespace) -> str:
 
 
 def _load_warning() -> str | None:
-    """A sentence where programs kept half of the cores busy in the last minute; they may have been the user's own."""
+    """A warning if programs, perhaps the user's own, kept half of the cores busy in the last minute."""
     if not hasattr(os, "getloadavg"):    # Windows
         return None
     load = os.getloadavg()[0]
@@ -149,7 +148,7 @@ def _sizes(shape: dict[str, int]) -> str:
 
 
 def _group_reasons(skipped: dict[str, str]) -> list[str]:
-    """The reasons, those that differ only in the implementation's name as one: "a, b: is slow"."""
+    """The reasons; those that differ only in the implementation's name are merged: "a, b: is slow"."""
     names: dict[str, list[str]] = {}
     for name, reason in skipped.items():
         names.setdefault(reason.removeprefix(name), []).append(name)
@@ -184,7 +183,7 @@ def _verify(case: BenchCase, names: list[str], at: str) -> tuple[dict[str, float
         try:
             worst, misses = case.errors(name)
             reason = ", ".join(f"{result} is off by {miss}" for result, miss in misses.items())
-        except Exception as error:       # such as a kernel that does not compile: it counts as wrong, the others go on
+        except Exception as error:       # such as a kernel that does not compile: it counts as wrong, the others continue
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if reason:
             wrong[name] = reason

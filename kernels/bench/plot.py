@@ -1,7 +1,7 @@
 """python -m kernels.bench.plot FOLDER [FILE ...]: draws the benchmark's JSON files (default: benchmarks/results/*.json).
 
 OP-DEVICE-time.png has the time of every implementation against T (or the operator's last axis), and the machine's limits. A
-file with fewer than two sizes gives no figure but a sentence on standard error. The colour shows the back end (Okabe and Ito's
+file with fewer than two sizes gives only a sentence on standard error. The colour shows the back end (Okabe and Ito's
 palette, safe for colour-blind readers), the shade the rung of a ladder.
 """
 
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
 
 
 def check(folder: Path) -> None:
-    """Raises UnusableFile where no figure can be written into `folder`; makes the folder."""
+    """Raises UnusableFile if no figure can be written into `folder`; creates the folder."""
     if not available():
         raise UnusableFile("figures require the package matplotlib, which is not installed (pip install matplotlib)")
     check_folder(folder)
@@ -66,12 +66,12 @@ def draw(folder: Path, reports: Iterable[dict[str, Any]]) -> list[Path]:
 
 
 def time_against_size(report: dict[str, Any]) -> Any | None:
-    """A logarithmic panel for each pass; None where fewer than two sizes were measured."""
+    """A logarithmic panel per pass; None if fewer than two sizes were measured."""
     measured = _same_width(report)
     if len(measured) < 2:
         return None
     *width_axes, axis = measured[0]["shape"]
-    width = " ".join(f"{other}={measured[0]['shape'][other]}" for other in width_axes)
+    width = " ".join(f"{name}={measured[0]['shape'][name]}" for name in width_axes)
     passes = [part for part in PASSES if any(part == result["pass"] for result in measured[0]["results"])]
     title = f"{report['op']}: time against {axis}, {width}, {report['dtype']}"
     figure, panels = _figure(title, caption(report), len(passes))
@@ -95,7 +95,7 @@ def time_against_size(report: dict[str, Any]) -> Any | None:
 
 
 def _figure(title: str, foot: str, n: int) -> tuple[Any, Sequence[Any]]:
-    """An empty figure and its n panels. Without pyplot, which would keep the figure for the rest of the process."""
+    """An empty figure and its n panels. Without pyplot, which would retain the figure for the rest of the process."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6.2), layout="constrained")
@@ -119,7 +119,7 @@ def _curves(measured: list[dict[str, Any]], part: str) -> dict[str, Points]:
 
 
 def _floors(op: str, measured: list[dict[str, Any]], part: str) -> dict[str, Points]:
-    """The least time that each size can take, at the highest rates that the machine reached in this run, if measured."""
+    """The lower bound of each size's time, at the highest rates of the machine in this run, if measured."""
     if not all(shape["limits"] for shape in measured):
         return {}
     gbs = max(shape["limits"]["copy_gbs"] for shape in measured)
@@ -163,11 +163,11 @@ def _bottom(group: list[float], gap: float) -> float:
 
 def _same_width(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Everything measured at the first shape's sizes but the last (B and C), sorted by the last (T)."""
-    def others(shape: dict[str, Any]) -> list[int]:
+    def width_of(shape: dict[str, Any]) -> list[int]:
         return list(shape["shape"].values())[:-1]
 
     measured = report["shapes"] + report["sweep"]
-    return sorted((shape for shape in measured if others(shape) == others(measured[0])), key=_size)
+    return sorted((shape for shape in measured if width_of(shape) == width_of(measured[0])), key=_size)
 
 
 def _size(shape: dict[str, Any]) -> int:

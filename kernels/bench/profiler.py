@@ -1,4 +1,4 @@
-"""What PyTorch's profiler says of a function: its peak memory beyond inputs and outputs, and the number of its launches."""
+"""A function's peak memory beyond inputs and outputs, and its number of launches, by PyTorch's profiler."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ NO_WORK = {f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", 
 
 
 def extra_bytes(run: Callable[[], Any], device: str) -> int:
-    """Peak bytes that torch's allocator hands out during run(), less the tensors that run() returns.
+    """Peak bytes that torch allocates during run(), less the tensors that run() returns.
 
     Tensors that a forward pass saves for its backward pass count, unless they are inputs or outputs.
     """
@@ -37,8 +37,7 @@ def _peak_cuda(run: Callable[[], Any]) -> tuple[int, Any]:
 def _peak_cpu(run: Callable[[], Any]) -> tuple[int, Any]:
     """torch has no peak counter on a CPU: the maximum of the running sum of the profiler's allocations and releases.
 
-    The profiler also reports the release of tensors that were allocated during an earlier profile. They are not run()'s, and
-    do not count.
+    The profiler also reports the release of tensors allocated during an earlier profile; these do not count.
     """
     with quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = run()
@@ -75,8 +74,8 @@ def _size(result: Any) -> int:
 def launches(run: Callable[[], Any], device: str) -> int:
     """Kernels, copies and fills that the GPU executes during run(); on a CPU the operators that compute.
 
-    An operator that calls other operators counts as those; one that calls none counts as 1, whatever its back end does
-    inside. Views and allocations count as 0.
+    An operator that calls others counts as those; one that calls none counts as 1, whatever its back end does. Views and
+    allocations count as 0.
     """
     run()                                # compilation and first-use work are not counted
     if device == "cuda":

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
 
 
 def rewritten(text: str, reports: Iterable[dict[str, Any]]) -> str:
-    """`text` with the section of every operator that it has markers for and that is among the reports."""
+    """`text` with the section of every reported operator for which it has markers."""
     reports = list(reports)
     for op in dict.fromkeys(report["op"] for report in reports):
         text = filled(text, op, "\n\n".join(section(report) for report in reports if report["op"] == op))
@@ -75,7 +75,7 @@ def scan_table(measured: dict[str, Any]) -> str:
 
 
 def pass_table(measured: dict[str, Any], bound_by_memory: bool) -> str:
-    """For each pass the time, its share of the copy's or the matrix product's rate, and the speed relative to the baseline."""
+    """Per pass: the time, its share of the copy's or the matrix product's rate, and the speed relative to the baseline."""
     passes = list(dict.fromkeys(result["pass"] for result in measured["results"]))
     counted = any(result["launches"] is not None for result in measured["results"])
     rows = [["", *passes, *(["launches"] if counted else []), *(["extra MB"] if bound_by_memory else [])]]

@@ -1,9 +1,9 @@
 """A program for each row, which sorts nothing: top_k, top_p and the draw are each a search for a logit.
 
 The tokens that the filters can keep are first copied to a list, in the order of the vocabulary. In the order of logits, the
-weight of all tokens before one is S(logit) + rank * weight, where S sums the weights of all larger logits and rank counts equal
-logits that come first in the vocabulary. S falls as the logit rises, so the bits of the logit at which it passes a bound are
-found one by one: 32 sums over the list, mostly of a few hundred tokens, in float64.
+weight of all tokens before one is S(logit) + rank * weight, where S sums the weights of all larger logits and rank counts the
+equal logits earlier in the vocabulary. S falls as the logit rises, so a search finds the logit at which S passes a bound bit
+by bit: 32 sums over the list, mostly of a few hundred tokens, in float64.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -51,12 +51,12 @@ def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias) -> Tenso
 
 
 def _float32(value: float) -> float:
-    """The value in float32, as C reads it, and as a GPU receives a kernel's float; the interpreter keeps 64 bits."""
+    """The value in float32, as C reads it, and as a GPU receives a kernel's float; the interpreter would keep 64 bits."""
     return ctypes.c_float(value).value
 
 
 def _biased(logits: Tensor, bias: Bias) -> Tensor:
-    """The logits, which stay as they are, with the bias added. What depends on its values is decided on the host."""
+    """A copy of the logits with the bias added. Whatever depends on its values is computed on the host."""
     banned = bias.values == -torch.inf
     values = to_device(torch.where(banned, 0.0, bias.values), logits.device)
     logits = logits.float().clone()
@@ -73,14 +73,14 @@ def _weights(x, top, scale):
 
 @triton.jit
 def _key(x):
-    """An integer that is in the order of the floats."""
+    """An integer in the order of the floats."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
 def _logits(row, first, V, BLOCK: tl.constexpr):
-    """BLOCK logits of a row from `first` on; -inf behind the last one."""
+    """BLOCK logits of a row from `first` on; -inf after the last one."""
     c = first + tl.arange(0, BLOCK)
     return tl.load(row + c, mask=c < V, other=-float("inf")).to(tl.float32)
 
@@ -158,7 +158,7 @@ def _keep(numbers, ids, n, key, ties, LISTED: tl.constexpr):
         tie = (inside & (keys == key)).to(tl.int32)
         stays = inside & ((keys > key) | ((tie > 0) & (seen + tl.cumsum(tie, 0) <= ties)))
         place = n_kept + tl.cumsum(stays.to(tl.int32), 0) - 1
-        tl.debug_barrier()               # all of this part has been loaded, and it may be overwritten
+        tl.debug_barrier()               # the whole part has been loaded, and may be overwritten
         tl.store(numbers + place, x, mask=stays)
         tl.store(ids + place, token, mask=stays)
         n_kept += tl.sum(stays.to(tl.int32), 0)
@@ -169,7 +169,7 @@ def _keep(numbers, ids, n, key, ties, LISTED: tl.constexpr):
 
 @triton.jit
 def _logit_of_likeliest(row, numbers, V, k, BLOCK: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr):
-    """A logit that k tokens have at least: the k-th largest of the largest of parts of the vocabulary."""
+    """A lower bound of the k-th largest logit: the k-th largest maximum over parts of the vocabulary."""
     for first in range(0, V, BLOCK):
         x = _logits(row, first, V, BLOCK)
         part = first // PART + tl.arange(0, BLOCK // PART)
@@ -179,7 +179,7 @@ def _logit_of_likeliest(row, numbers, V, k, BLOCK: tl.constexpr, PARTS: tl.const
     part = tl.arange(0, PARTS)
     in_parts = part * PART < V
     keys = _key(tl.load(numbers + part, mask=in_parts, other=-float("inf"))).to(tl.int64)
-    tl.debug_barrier()                   # the list will lie in the same memory
+    tl.debug_barrier()                   # the list will use the same memory
     low = tl.full([], -2147483648, tl.int64)
     high = tl.full([], 2147483647, tl.int64)
     while low < high:                    # the largest key that k parts reach

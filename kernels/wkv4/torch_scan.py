@@ -9,7 +9,7 @@ As in taichi_scan, e^k = m * 2^n with an integer n, and the state (a, b) is at t
 exponent: nothing is lost however far apart the k are. (|k|, |p| and |time_first| are clamped to 1.1e7, e^(u+k) relative to the
 state to 2^64.)
 
-The backward keeps m and n, two tensors of the size of k, and for the reverse recurrence recomputes eight of the size of a
+The backward stores m and n, two tensors of the size of k, and for the reverse recurrence recomputes eight of the size of a
 segment. That recurrence is linear and takes the same two passes.
 """
 

@@ -1,4 +1,4 @@
-"""Rung 3: the decay taken out of the state, which leaves 4 multiply-adds for each of its elements and steps instead of 5.
+"""Rung 3: the decay factored out of the state, which leaves 4 multiply-adds per element and step instead of 5.
 
 Within a chunk of steps let W_t be the product of w from the chunk's first step to t, S = S' diag(W_t), G = G' / diag(W_t) for
 G = dL/dS. With b' = b / W, k' = k / W, r' = r W and a'_t = a_t W_{t-1} the recurrence and its reverse have no decay left:
@@ -8,9 +8,9 @@ G = dL/dS. With b' = b / W, k' = k / W, r' = r W and a'_t = a_t W_{t-1} the recu
     states    lanes j   S' as in forward                        gr_t = W_t (S'^T gy_t)     ga_{t+1} = W_t (S'^T gsa_{t+1})
     keys      lanes j   G' as in rows                           gk_t = (G'^T v_t) / W_t    gb_t = (G'^T sa_t) / W_t
 
-Rows and keys go from the last step to the first. After a chunk the matrix is multiplied by W once. 1/W is at most e^16 where
-log_w >= -1. Each of the four is one pass over a matrix: two outer products are added, and it is multiplied by two vectors. The
-lanes are where no sum is.
+Rows and keys go from the last step to the first. After a chunk the matrix is multiplied by W once. 1/W is at most e^16 for
+log_w >= -1. Each of the four is one pass over a matrix: it adds two outer products and multiplies by two vectors. Lanes run
+along the axis without a sum.
 
 log_w's gradient is gl_t = sum_i (S_{t-1} w_t)_ij (G_t)_ij = sum_i (S'_{t-1})_ij (G'_t)_ij. All else is as in _passes.py.
 """

@@ -1,26 +1,26 @@
-"""The recurrence in chunks of 16 steps, in plain torch: within a chunk matrix products, from chunk to chunk the state.
+"""The recurrence in chunks of 16 steps, in plain torch: matrix products within a chunk, the state from chunk to chunk.
 
-W_t is the product of w over the steps of a chunk up to t, S the state before the chunk. With a row for each of c steps, let
+W_t is the product of w over the steps of a chunk up to t, S the state before the chunk. With one row per step, c steps, let
 queries be the 2c rows a_t W_{t-1} and r_t W_t, keys the rows b_t / W_t and k_t / W_t, values the rows sa_t and v_t. Then
 
     products = queries keys^T where key's step is before a's, or not after r's, else 0       (2c,2c), its blocks aa ak; ra rk
     sa = (I - aa)^-1 (a W S^T + ak v)        y = r W S^T + (ra rk) values        S <- (S + values^T keys) diag(W_c)
 
-The forward keeps the state before each segment of chunks. The backward takes the segments from last to first: it computes each
-again, then the gradient of the state before each of its chunks and the rows grads, (I - aa)^-T grad_sa and grad_y; all other
+The forward saves the state before each segment of chunks. The backward takes the segments from last to first: it recomputes
+each, then the gradient of the state before each of its chunks and the rows grads, (I - aa)^-T grad_sa and grad_y; all other
 gradients but log_w's are products of these with queries, keys and values.
 
 With S' = S / W and G' = W dL/dS the gradient of log_w is gl_t = sum_i (S'_{t-1})_ij (G'_t)_ij. Within a chunk S'_{t-1} is S and
 the products values_s keys_s^T of the steps s before t; G'_t is the gradient of S + values^T keys, and the products grads_u
 queries_u^T of what reads the state after a step u, not before t. Hence gl_t is a sum over s < t <= u. A running sum over r, a,
-b, k and their gradients would give it too, but as a difference of two large sums: inexact where gl is small beside that of
-another step, and not 0 where gl is 0. So the pairs of a step s in the chunk's first half and u in the second are summed over
+b, k and their gradients would give it too, but as a difference of two large sums: inexact if gl is small compared with that
+of another step, and not 0 if gl is 0. So the pairs of a step s in the chunk's first half and u in the second are summed over
 all u for each s, then over s < t for each t of the first half; and the other way round for the second. Then come the pairs
 within each half, and within blocks of 4 steps one pair after the other: nothing is ever subtracted.
 
 W is the running product of w, which is more exact than exp of a running sum. 1 / W is at most e^16 for log_w >= -1, and what
-is larger than a result is replaced by 0 before it is used. (I - aa)^-1 is found by substitution, because the powers of aa, of
-which it is the sum, can be 1e3 times larger. Where an input is NaN or infinite, the forward pass is run a second time with 0
+is larger than any result is replaced by 0 before use. (I - aa)^-1 is found by substitution, because the powers of aa, of
+which it is the sum, can be 1e3 times larger. If an input is NaN or infinite, the forward pass runs a second time with 0
 in its place, since 0 * NaN would reach earlier steps of its chunk.
 Source: the WY form of DeltaNet (arXiv 2406.06484, section 3), here with the decays of RWKV-7 (arXiv 2503.14456).
 """
@@ -92,7 +92,7 @@ def _forward(sequences: Sequences, state: Tensor, activations: Tensor | None = N
 
 
 def _poison(sequences: Sequences, y: Tensor, state: Tensor) -> None:
-    """Makes NaN of what depends on an input that is not finite: r reaches y of its step, v its row, the others their head."""
+    """Sets to NaN what depends on a nonfinite input: r affects y of its step, v its row, the others their head."""
     r, log_w, k, v, a, b = (0 * sequence for sequence in sequences)
     since = (v + (log_w + k + a + b).sum(-1, keepdim=True)).cumsum(1)
     y += since + r.sum(-1, keepdim=True)
@@ -100,7 +100,7 @@ def _poison(sequences: Sequences, y: Tensor, state: Tensor) -> None:
 
 
 def _segments(B: int, T: int, H: int, N: int) -> list[Segment]:
-    """Whole chunks, as many at a time as stay in a cache; then one shorter chunk."""
+    """Whole chunks, as many at a time as fit into the cache; then one shorter chunk."""
     whole = T - T % CHUNK
     length = CHUNK * max(1, IN_CACHE // max(1, B * H * N * CHUNK))
     segments = [(slice(start, min(start + length, whole)), CHUNK) for start in range(0, whole, length)]
@@ -113,7 +113,7 @@ def _by_chunk(sequences: Sequences, steps: slice, c: int) -> Sequences:
 
 
 def _chunks(sequences: Sequences) -> Chunks:
-    """All of the chunks but sa."""
+    """The chunks, except for sa."""
     r, log_w, k, v, a, b = sequences
     *batch, c, N = v.shape
     W = torch.exp(log_w, out=v.new_empty(v.shape)).cumprod(-2)
@@ -208,11 +208,11 @@ def _at_the_ends(query_terms: Tensor, key_terms: Tensor) -> Tensor:
 
 
 def _within(grad_products: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """What steps s and u of the same chunk, s < t <= u, give to the gradient of log_w at t: (n*B*H,c,N)."""
+    """The contribution of steps s and u of the same chunk, s < t <= u, to the gradient of log_w at t: (n*B*H,c,N)."""
     c = keys.shape[1] // 2
     products_k = grad_products[:, :, c:]
     products_b = grad_products[:, :, :c]
-    columns = _by_step(products_b.mT, products_k.mT).mT              # the two of each step side by side
+    columns = _by_step(products_b.mT, products_k.mT).mT              # the two columns of a step side by side
     products = _by_step(columns[:, 1:c], columns[:, c:])
     queries = _by_step(queries[:, 1:c], queries[:, c:])
     keys = _by_step(keys[:, :c], keys[:, c:])
@@ -246,7 +246,7 @@ def _add_within_blocks(products: Tensor, queries: Tensor, keys: Tensor, grad_log
 
 
 def _by_step(first: Tensor, second: Tensor) -> Tensor:
-    """Two rows for each of CHUNK steps, one of `first` and one of `second`, 0 where there are none: (n*B*H,2*CHUNK,N)."""
+    """Two rows per step of CHUNK steps, one of `first` and one of `second`, 0 past their ends: (n*B*H,2*CHUNK,N)."""
     rows = second.new_empty(len(second), CHUNK, 2, second.shape[2])
     for i, tensor in enumerate((first, second)):
         rows[:, :tensor.shape[1], i] = tensor

@@ -1,10 +1,10 @@
-"""Chunks of 16 steps as matrix products on tensor cores; nothing but the state goes from chunk to chunk.
+"""Chunks of 16 steps as matrix products on tensor cores; only the state passes from chunk to chunk.
 
 With W_t = w_1 ... w_t inside a chunk, D = W_16 and a row for each step: Qr = r W, Qa = a W_{t-1}, Kb = b / W, Kk = k / W, and
 
     AB, AK = tril(Qa Kb^T, -1), tril(Qa Kk^T, -1)      RB, RK = tril(Qr Kb^T), tril(Qr Kk^T)      X = (I - AB)^-1
 
-the chunk is linear in the state S before it, and so is its reverse in G = dL/dS after it:
+the chunk is linear in the state S before it, and its reverse is linear in G = dL/dS after it:
 
     sa = S (X Qa)^T + X AK v             y  = S (Qr + RB X Qa)^T + (RB X AK + RK) v             S <- S D + sa^T D Kb + v^T D Kk
     gz = G (X^T D Kb)^T + (RB X)^T gy    gv = G (D Kk + (X AK)^T D Kb)^T + (RB X AK + RK)^T gy  G <- G D + gz^T Qa + gy^T Qr
@@ -13,7 +13,7 @@ the chunk is linear in the state S before it, and so is its reverse in G = dL/dS
     _scan       a program for each head and 16 rows of S: sa, y and S from chunk to chunk; or gz, gv and G, backwards
     _gradients  all chunks and 32 columns at once: the gradients of r, log_w, k, a and b from S, G, sa and gz
 
-log_w's gradient at t sums over everything that is written before t and read from t on. The pairs of steps s < t <= u of one
+log_w's gradient at t sums over everything written before t and read from t on. The pairs of steps s < t <= u of one
 chunk are summed by halves of 2, 4, 8 and 16 steps, with s in the first half and u in the second: for each t of the second half,
 P K times Q, summed over u >= t; for each t of the first half, P^T Q times K, summed over s < t. These are matrix products, and
 nothing is ever subtracted.
@@ -22,7 +22,7 @@ The exact form, for float32 and float16 inputs: three TF32 products for each pro
 form, for bfloat16 inputs: bfloat16 products with float32 sums, bfloat16 between the kernels, including the states that the
 backward reads; the state itself stays in float32 registers. cases.py has a tolerance for each.
 
-forward saves nothing but its inputs. backward computes the states again; this takes 12 + N / 8 tensors of the size of v.
+forward saves only its inputs. backward recomputes the states, with 12 + N / 8 tensors of the size of v.
 Source: the WY form of DeltaNet (arXiv 2406.06484, section 3), here with the decays of RWKV-7 (arXiv 2503.14456).
 """
 
