@@ -1,4 +1,4 @@
-"""One measurement in a process of its own, for benchmarks/training.py: steps GENERATION PRECISION | head chunked|whole.
+"""One measurement in its own process, for benchmarks/training.py: steps GENERATION PRECISION | head chunked|whole.
 
 steps: ms of a bare training step (loss, gradients, clipping, AdamW) and of its matrix products alone, in turns, until killed.
 head: ms and peak resident memory (MB beyond that before the step) of a step with the loss in chunks or with all logits at
@@ -82,7 +82,7 @@ def new_task(config: ModelConfig, vocab_size: int, dtype: torch.dtype, optim: Op
 
 def training_step(task: LanguageModel, optimizer: Any, x: Tensor, dtype: torch.dtype,
                   part: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
-    """A bare step. part(name) is the context in which the part of that name runs: forward, loss, backward or optimiser."""
+    """A bare step. part(name) is the context of the part of that name: forward, loss, backward or optimiser."""
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         with part("forward"):
             hidden = task.model.forward_features(x)
