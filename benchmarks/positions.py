@@ -1,11 +1,11 @@
 """python -m benchmarks.positions [--contexts T,...] [--widths C,...] [--tokens N,...] [--out FOLDER] [OPTION=VALUE ...]
 
-Loss by position in the context, RWKV-4 beside RWKV-7: train.py with each generation, width, context length and number of
-tokens, by the same recipe, 8,192 tokens in each step. OPTION=VALUE: further options of train.py for all runs, as data=text
+Loss by position in the context, RWKV-4 and RWKV-7: train.py with each generation, width, context length and number of
+tokens, by the same recipe, 8,192 tokens per step. OPTION=VALUE: further options of train.py for all runs, as data=text
 data.path=FILE. Each run is a folder of --out; a run whose folder has results is not trained again, so that the runs can be
-made a few at a time.
+trained a few at a time.
 
-A row for each run in --out: the mean nats per token of the validation split's windows, and those at the positions 0, 1, 2 to 3,
+One row per run in --out: the mean nats per token of the validation split's windows, and those at the positions 0, 1, 2 to 3,
 4 to 7, and so on. The last line of standard output is the result as JSON.
 """
 
@@ -51,7 +51,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measured(out: Path, generation: str, C: int, T: int, tokens: int, options: list[str]) -> dict[str, Any]:
-    """The run's options and its mean nats per token by position; it is trained first where its folder has no losses."""
+    """The run's options and its mean nats per token by position; trains it first if its folder has no losses."""
     folder = out / f"{generation}-{C}-{T}-{tokens}"
     losses = folder / LOSSES
     if losses.exists():
@@ -70,7 +70,7 @@ def measured(out: Path, generation: str, C: int, T: int, tokens: int, options: l
 
 @torch.no_grad()
 def losses_by_position(folder: Path, T: int) -> list[float]:
-    """The mean nats of the T positions of the validation split's windows, each of which is read from the empty state."""
+    """The mean nats of the T positions of the validation split's windows, each from the empty state."""
     checkpoint = read_checkpoint(folder)
     assert checkpoint.run is not None
     model = RWKV.from_pretrained(folder)
