@@ -167,14 +167,14 @@ def _leave(P: Tensor) -> tuple[Tensor, Tensor]:
 def _states(weights: Weights, chunks: Chunks, state: State) -> tuple[State, State]:
     """The state before each chunk, and the one after the last."""
     before = []
-    for a, b, P in zip(*(part.unbind(1) for part in _own_sums(weights, chunks)), strict=True):
+    for a, b, P in zip(*(part.unbind(1) for part in _chunk_sums(weights, chunks)), strict=True):
         before.append(state)
         old, new, P = _shares(weights.over_chunk, state.P, 1.0, P)
         state = _normal(State(old * state.a + new * a, old * state.b + new * b, P))
     return State(*(torch.stack(part, dim=1) for part in zip(*before, strict=True))), state
 
 
-def _own_sums(weights: Weights, chunks: Chunks) -> State:
+def _chunk_sums(weights: Weights, chunks: Chunks) -> State:
     """What each chunk adds to the state after it. The decays are known, so its largest exponent is found first."""
     P = chunks.n[0] + weights.lags[0][1]
     for n, (_, shift) in zip(chunks.n[1:], weights.lags[1:], strict=True):

@@ -246,7 +246,7 @@ def _leave(P, w, T, TILE: tl.constexpr):
 @triton.jit
 def _states(ms, ns, vs, a, b, P, w, spans, j, seen, S: tl.constexpr, CHUNKS: tl.constexpr):
     """The state before each chunk, P after each chunk, and the state after the tile. (a, b, P): the state before the tile."""
-    a_own, b_own, P_own = _own_sums(ms, ns, vs, w, S)
+    a_own, b_own, P_own = _chunk_sums(ms, ns, vs, w, S)
     m_tile, n_tile, drift = spans[0]
     m_before, n_before, _drift = spans[1]
     m_after, n_after, _drift = spans[2]
@@ -278,7 +278,7 @@ def _accumulate(a_0, b_0, P_0, a_0x, b_0x, P_0x, a_1, b_1, P_1, a_1x, b_1x, P_1x
 
 
 @triton.jit
-def _own_sums(ms, ns, vs, w, S: tl.constexpr):
+def _chunk_sums(ms, ns, vs, w, S: tl.constexpr):
     """What each chunk adds to the state after it. The decays are known, so its largest exponent is found first."""
     P = ns[0] + (S - 1) * w[2]
     for s in tl.static_range(1, S):

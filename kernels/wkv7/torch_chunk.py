@@ -125,12 +125,12 @@ def _chunks(sequences: Sequences) -> Chunks:
     torch.div(k, W, out=keys[..., c:, :])
     values[..., c:, :] = v
     W, queries, keys, values = (stack.flatten(0, 2) for stack in (W, queries, keys, values))
-    products = torch.bmm(queries, keys.mT).masked_fill_(_too_late(c, v.device), 0)
+    products = torch.bmm(queries, keys.mT).masked_fill_(_mask(c, v.device), 0)
     return Chunks(W, queries, keys, values, products, _inverse(products[:, :c, :c]))
 
 
-def _too_late(c: int, device: torch.device) -> Tensor:
-    """Where products are 0: the key's step is that of a or after it, or after that of r. (2c,2c), bool."""
+def _mask(c: int, device: torch.device) -> Tensor:
+    """True where products must be 0: the key's step is not before that of a, or after that of r. (2c,2c)."""
     step = torch.arange(c, device=device)
     late_for_a = step[:, None] <= step
     late_for_r = step[:, None] < step
@@ -170,9 +170,9 @@ def _backward_segment(sequences: Sequences, grad_y: Tensor, before: Tensor, grad
     W, queries, keys, values, products, _ = chunks
     grad_queries = torch.bmm(grads, states)
     grad_keys = torch.bmm(values, grad_sums)
-    grad_products = torch.bmm(grads, values.mT).masked_fill_(_too_late(c, grads.device), 0)
-    grad_log_w = _at_the_ends(queries * grad_queries, keys * grad_keys).add_((states * grad_sums).sum(-2, keepdim=True))
-    grad_log_w += _within(grad_products, queries, keys)
+    grad_products = torch.bmm(grads, values.mT).masked_fill_(_mask(c, grads.device), 0)
+    grad_log_w = _boundary_terms(queries * grad_queries, keys * grad_keys).add_((states * grad_sums).sum(-2, keepdim=True))
+    grad_log_w += _inner_terms(grad_products, queries, keys)
     grad_queries.baddbmm_(grad_products, keys)
     grad_keys.baddbmm_(grad_products.mT, queries)
     grad_v = torch.bmm(products[:, :, c:].mT, grads).baddbmm_(keys[:, c:], grad_sums.mT)
@@ -196,7 +196,7 @@ def _grad_states(chunks: Chunks, grads: Tensor, grad_state: Tensor) -> tuple[Ten
     return grad_sums, grad_state
 
 
-def _at_the_ends(query_terms: Tensor, key_terms: Tensor) -> Tensor:
+def _boundary_terms(query_terms: Tensor, key_terms: Tensor) -> Tensor:
     """(n*B*H,c,N): of each step t the sum of the keys' rows before it, and of the queries' rows that read a state after it.
 
     That is the part of gl with the state before the chunk, or with the gradient after it.
@@ -207,17 +207,17 @@ def _at_the_ends(query_terms: Tensor, key_terms: Tensor) -> Tensor:
     return (torch.cat((after_a, after), 1) @ query_terms).add_(torch.cat((before, before), 1) @ key_terms)
 
 
-def _within(grad_products: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+def _inner_terms(grad_products: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """The contribution of steps s and u of the same chunk, s < t <= u, to the gradient of log_w at t: (n*B*H,c,N)."""
     c = keys.shape[1] // 2
     products_k = grad_products[:, :, c:]
     products_b = grad_products[:, :, :c]
-    columns = _by_step(products_b.mT, products_k.mT).mT              # the two columns of a step side by side
-    products = _by_step(columns[:, 1:c], columns[:, c:])
-    queries = _by_step(queries[:, 1:c], queries[:, c:])
-    keys = _by_step(keys[:, :c], keys[:, c:])
+    columns = _interleave(products_b.mT, products_k.mT).mT              # the two columns of a step side by side
+    products = _interleave(columns[:, 1:c], columns[:, c:])
+    queries = _interleave(queries[:, 1:c], queries[:, c:])
+    keys = _interleave(keys[:, :c], keys[:, c:])
     grad_log_w = keys.new_zeros(len(keys), CHUNK, keys.shape[2])
-    _add_within_blocks(products, queries, keys, grad_log_w)
+    _add_block_terms(products, queries, keys, grad_log_w)
     half = BLOCK
     while half < c:
         after, before = (window.repeat_interleave(2, 1) for window in _windows(half, grad_log_w))
@@ -230,7 +230,7 @@ def _within(grad_products: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     return grad_log_w[:, :c]
 
 
-def _add_within_blocks(products: Tensor, queries: Tensor, keys: Tensor, grad_log_w: Tensor) -> None:
+def _add_block_terms(products: Tensor, queries: Tensor, keys: Tensor, grad_log_w: Tensor) -> None:
     """The same for s and u within a block of BLOCK steps, one pair after the other, in all blocks at once."""
     blocks = CHUNK // BLOCK
     diagonal = products.unflatten(1, (blocks, -1)).unflatten(3, (blocks, -1)).diagonal(dim1=1, dim2=3).unsqueeze(-1)
@@ -245,7 +245,7 @@ def _add_within_blocks(products: Tensor, queries: Tensor, keys: Tensor, grad_log
                 grad_blocks[:, :, s + 1].addcmul_(key_sum, queries[:, :, row])
 
 
-def _by_step(first: Tensor, second: Tensor) -> Tensor:
+def _interleave(first: Tensor, second: Tensor) -> Tensor:
     """Two rows per step of CHUNK steps, one of `first` and one of `second`, 0 past their ends: (n*B*H,2*CHUNK,N)."""
     rows = second.new_empty(len(second), CHUNK, 2, second.shape[2])
     for i, tensor in enumerate((first, second)):
