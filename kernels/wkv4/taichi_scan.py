@@ -167,7 +167,7 @@ def _forward_row(row, read: ti.template(), write: ti.template(), small: ti.templ
             v_t = read(v[i])
             now = bonus * m * _pow2(ti.min(ti.max(bonus_shift + n - P, -64), 64))
             y[i] = write((a + now * v_t) / (b + now))
-            old, new, P_next = _shares(decay, shift, m, n, P)
+            old, new, P_next = _factors(decay, shift, m, n, P)
             a, b, P = old * a + new * v_t, old * b + new, P_next
         a, b, P = _settled(drift, j, a, b, P)
     scale, p = _leave(P)
@@ -186,7 +186,7 @@ def _backward_row(row, read: ti.template(), write: ti.template(), small: ti.temp
         for t in range(j * CHUNK, (j + 1) * CHUNK):
             i = (row // C * T + t) * C + row % C
             m, n = _exp(read(k[i]))
-            old, new, P_next = _shares(decay, shift, m, n, P)
+            old, new, P_next = _factors(decay, shift, m, n, P)
             a, b, P = old * a + new * read(v[i]), old * b + new, P_next
         a, b, P = _settled(drift, j, a, b, P)
     _save(states, 3 * last * R + row, R, [a, b, by_lane(ti.bit_cast, P, ti.f32)])
@@ -203,7 +203,7 @@ def _backward_row(row, read: ti.template(), write: ti.template(), small: ti.temp
         for t in range(length):
             m, n = _exp(read(k[first + t * C]))
             now = bonus * m * _pow2(ti.min(ti.max(bonus_shift + n - P, -64), 64))
-            old, new, P_next = _shares(decay, shift, m, n, P)
+            old, new, P_next = _factors(decay, shift, m, n, P)
             _save(scratch, at + t * SAVED * stride, stride, [a, b, now, old, new])
             a, b, P = old * a + new * read(v[first + t * C]), old * b + new, P_next
         grad_a, grad_b, P = _settled(drift, j, grad_a, grad_b, P)
@@ -265,7 +265,7 @@ def _leave(P):
 
 
 @ti.func
-def _shares(decay, shift, m, n, P):
+def _factors(decay, shift, m, n, P):
     """The factors of the old state (e^w) and of v_t (e^k) in the new state, and the new P."""
     lead = n - (P + shift)
     up = ti.max(lead, 0)

@@ -31,7 +31,7 @@ LOST = 1e-30             # a denominator below this has no correct digits
 
 
 def requires(timex: str, block: int = BLOCK) -> Requires:
-    """What `timex` inside needs. Raises UnknownKernel if its error is too large for a quotient, ValueError for block < 1."""
+    """Requirements with `timex`. Raises UnknownKernel if its error is too large for a quotient, ValueError if block < 1."""
     inner = TimeX(timex).requires
     if not inner.wkv:
         raise UnknownKernel(f"{timex} cannot be used inside WKV: its error is relative to the largest e^k of a row, and "
@@ -66,17 +66,17 @@ class Block(NamedTuple):
 
 def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
             timex: str, block: int = BLOCK) -> tuple[Tensor, ...]:
-    """As the contract says. A k or v that is not finite would change earlier steps of its block.
+    """As the contract requires. A nonfinite k or v would change earlier steps of its block.
 
-    If the state after the last step is not finite, the steps in question are therefore left out, and all later ones set to NaN.
+    If the state after the last step is not finite, such steps are therefore left out, and all later ones set to NaN.
     """
     outputs = _forward(time_decay, time_first, k, v, a, b, p, timex, block)
     if outputs[1].isfinite().all():
         return outputs
-    spoilt = ~((k < math.inf) & v.isfinite())
-    after = spoilt.cumsum(1, dtype=torch.int32) > 0
-    k = k.masked_fill(spoilt, EMPTY)
-    v = v.masked_fill(spoilt, 0.0)
+    nonfinite = ~((k < math.inf) & v.isfinite())
+    after = nonfinite.cumsum(1, dtype=torch.int32) > 0
+    k = k.masked_fill(nonfinite, EMPTY)
+    v = v.masked_fill(nonfinite, 0.0)
     y, *state = _forward(time_decay, time_first, k, v, a, b, p, timex, block)
     return y.masked_fill(after, math.nan), *(part.masked_fill(after[:, -1], math.nan) for part in state)
 
@@ -208,7 +208,7 @@ def _backward_states(blocks: Block, local_a: Tensor, local_b: Tensor, grad_a: Te
 
 
 def _backward_decay(weights: Weights, grad_lag: Tensor, grad_in: Tensor, grad_out: Tensor, grad_old: Tensor) -> Tensor:
-    """The gradient of w. Each table but lag 0 is e^(steps * w), so its part is the sum of steps * table * gradient."""
+    """The gradient of w. Each table except lag 0 is e^(steps * w), so its term is the sum of steps * table * gradient."""
     N = len(weights.steps)
     by_lag = (grad_lag * weights.lag).flip(-1)
     grad_w = by_lag[:, 1:] @ weights.steps[:-1] + N * grad_old

@@ -169,22 +169,22 @@ def _states(weights: Weights, chunks: Chunks, state: State) -> tuple[State, Stat
     before = []
     for a, b, P in zip(*(part.unbind(1) for part in _chunk_sums(weights, chunks)), strict=True):
         before.append(state)
-        old, new, P = _shares(weights.over_chunk, state.P, 1.0, P)
+        old, new, P = _factors(weights.over_chunk, state.P, 1.0, P)
         state = _normal(State(old * state.a + new * a, old * state.b + new * b, P))
     return State(*(torch.stack(part, dim=1) for part in zip(*before, strict=True))), state
 
 
 def _chunk_sums(weights: Weights, chunks: Chunks) -> State:
-    """What each chunk adds to the state after it. The decays are known, so its largest exponent is found first."""
+    """Each chunk's contribution to the state after it. The decays are known, so its largest exponent comes first."""
     P = chunks.n[0] + weights.lags[0][1]
     for n, (_, shift) in zip(chunks.n[1:], weights.lags[1:], strict=True):
         P = torch.maximum(P, n + shift, out=P)
     a = torch.zeros_like(P)
     b = torch.zeros_like(P)
     for m, n, v, (decay, shift) in zip(*chunks, weights.lags, strict=True):
-        share = (n - P).add_(shift).exp2_().mul_(m).mul_(decay)
-        a.addcmul_(share, v)
-        b.add_(share)
+        factor = (n - P).add_(shift).exp2_().mul_(m).mul_(decay)
+        a.addcmul_(factor, v)
+        b.add_(factor)
     return State(a, b, P)
 
 
@@ -194,27 +194,27 @@ def _normal(state: State) -> State:
     return State(state.a * torch.exp2(-n.to(b.dtype)), b, state.P + n)
 
 
-def _shares(decay: tuple[Tensor, Tensor], P: Tensor, m: Tensor | float, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _factors(decay: tuple[Tensor, Tensor], P: Tensor, m: Tensor | float, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The factors of the old state (the decay) and of v_t (e^k) in the new state, and the new P."""
     decayed = P + decay[1]
     top = torch.maximum(decayed, n)
     return decayed.sub_(top).exp2_().mul_(decay[0]), (n - top).exp2_().mul_(m), top
 
 
-def _advance(shares: tuple[Tensor, Tensor, Tensor], state: State, v: Tensor) -> State:
-    old, new, P = shares
+def _advance(factors: tuple[Tensor, Tensor, Tensor], state: State, v: Tensor) -> State:
+    old, new, P = factors
     return State((old * state.a).addcmul_(new, v), (old * state.b).add_(new), P)
 
 
-def _share_now(first: tuple[Tensor, Tensor], P: Tensor, m: Tensor, n: Tensor) -> Tensor:
+def _factor_now(first: tuple[Tensor, Tensor], P: Tensor, m: Tensor, n: Tensor) -> Tensor:
     return (n - P).add_(first[1]).clamp_(-64, 64).exp2_().mul_(m).mul_(first[0])
 
 
 def _average(weights: Weights, chunks: Chunks, state: State, ys: tuple[Tensor, ...]) -> None:
     for m, n, v, y in zip(*chunks, ys, strict=True):
-        now = _share_now(weights.first, state.P, m, n)
+        now = _factor_now(weights.first, state.P, m, n)
         torch.div(torch.addcmul(state.a, now, v), state.b + now, out=y)
-        state = _advance(_shares(weights.decay, state.P, m, n), state, v)
+        state = _advance(_factors(weights.decay, state.P, m, n), state, v)
 
 
 def _backward_chunks(weights: Weights, chunks: Chunks, before: State, after: State, rows: list[tuple[Tensor, ...]],
@@ -223,13 +223,13 @@ def _backward_chunks(weights: Weights, chunks: Chunks, before: State, after: Sta
     state = before
     steps = []
     for m, n, v, y, grad_y in zip(*chunks, ys, grad_ys, strict=True):
-        now = _share_now(weights.first, state.P, m, n)
-        shares = _shares(weights.decay, state.P, m, n)
+        now = _factor_now(weights.first, state.P, m, n)
+        factors = _factors(weights.decay, state.P, m, n)
         over = 1 / (state.b + now)
         grad_num = grad_y * over
         gain = torch.addcmul(-state.a, v, state.b).mul_(over)      # v - y; exact where this step dominates y
-        steps.append(Step(state.a, state.b, v, *shares[:2], grad_num, grad_num * y, grad_num * now, gain))
-        state = _advance(shares, state, v)
+        steps.append(Step(state.a, state.b, v, *factors[:2], grad_num, grad_num * y, grad_num * now, gain))
+        state = _advance(factors, state, v)
     rescaled = torch.exp2(state.P - torch.cat((before.P[:, 1:], after.P[:, None]), dim=1))
     grad_after, grad_a, grad_b = _gradients_of_states(steps, rescaled, grad_a, grad_b)
     return *_gradients_of_steps(steps, grad_ks, grad_vs, *grad_after), grad_a, grad_b

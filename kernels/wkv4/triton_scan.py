@@ -84,7 +84,7 @@ def _forward(time_decay, time_first, k, v, a, b, p, y, a_out, b_out, p_out, T, C
         ms, ns = _exps(ks, step, T, S)
         a_s, b_s, P_s, _after, a, b, P = _states(ms, ns, vs, a, b, P, w, spans, j, step < T, S, CHUNKS)
         for s in tl.static_range(S):
-            now, old, new, P_s = _shares(ms[s], ns[s], P_s, w, bonus)
+            now, old, new, P_s = _factors(ms[s], ns[s], P_s, w, bonus)
             _store(y, start + s * C, at, (a_s + now * vs[s]) / (b_s + now), (step + s < T) & (c < C))
             a_s, b_s = old * a_s + new * vs[s], old * b_s + new
     scale, p = _leave(P, w, T, S * CHUNKS)
@@ -134,7 +134,7 @@ def _backward(time_decay, time_first, k, v, a, b, p, grad_y, grad_a, grad_b, sta
         settled = _pow2(_clip(P - P_s, -126, 126))            # in row 0: rescales from the scale before the tile to its own
         steps = ()
         for s in tl.static_range(S):
-            now, old, new, P_s = _shares(ms[s], ns[s], P_s, w, bonus)
+            now, old, new, P_s = _factors(ms[s], ns[s], P_s, w, bonus)
             over = 1.0 / (b_s + now)
             num = over * gs[s]                                   # the gradients of y's numerator and denominator
             den = -num * (over * (a_s + now * vs[s]))
@@ -279,15 +279,15 @@ def _accumulate(a_0, b_0, P_0, a_0x, b_0x, P_0x, a_1, b_1, P_1, a_1x, b_1x, P_1x
 
 @triton.jit
 def _chunk_sums(ms, ns, vs, w, S: tl.constexpr):
-    """What each chunk adds to the state after it. The decays are known, so its largest exponent is found first."""
+    """Each chunk's contribution to the state after it. The decays are known, so its largest exponent comes first."""
     P = ns[0] + (S - 1) * w[2]
     for s in tl.static_range(1, S):
         P = tl.maximum(P, ns[s] + (S - 1 - s) * w[2])
     a = tl.zeros_like(vs[0])
     b = tl.zeros_like(vs[0])
     for s in tl.static_range(S):
-        share = ms[s] * _pow2(tl.maximum(ns[s] + (S - 1 - s) * w[2] - P, -127))
-        a, b = w[1] * a + share * vs[s], w[1] * b + share
+        factor = ms[s] * _pow2(tl.maximum(ns[s] + (S - 1 - s) * w[2] - P, -127))
+        a, b = w[1] * a + factor * vs[s], w[1] * b + factor
     return a, b, P
 
 
@@ -301,7 +301,7 @@ def _join(a_0, b_0, P_0, a_1, b_1, P_1):
 
 
 @triton.jit
-def _shares(m, n, P, w, bonus):
+def _factors(m, n, P, w, bonus):
     """e^(u+k) at the scale of the old state; the factors of the old state and of v_t in the new state; the new P."""
     now = bonus[0] * m * _pow2(_clip(bonus[1] + n - P, -64, 64))
     lead = n - (P + w[2])
