@@ -1,4 +1,4 @@
-"""Softmax at one shape: what the benchmark verifies and times."""
+"""The benchmark of softmax at one shape."""
 
 import torch
 from torch import Tensor

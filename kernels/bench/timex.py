@@ -1,4 +1,4 @@
-"""TimeX at one shape: what the benchmark verifies and times."""
+"""The benchmark of TimeX at one shape."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""WKV at one shape, from an empty state: what the benchmark verifies and times."""
+"""The benchmark of WKV at one shape, from an empty state."""
 
 from typing import ClassVar
 

@@ -123,7 +123,7 @@ class WKV7(Operator):
 
     @staticmethod
     def step(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One time step, (B,H,N) each, the same torch formula whatever the implementation: decoding launches no kernel."""
+        """One time step, (B,H,N) each, the same torch formula for every implementation: decoding launches no kernel."""
         dtype = v.dtype
         r, log_w, k, v, a, b = (tensor.to(state.dtype) for tensor in (r, log_w, k, v, a, b))
         sa = (state * a.unsqueeze(-2)).sum(-1, keepdim=True)               # faster than state @ a

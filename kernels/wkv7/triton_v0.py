@@ -182,7 +182,7 @@ def _keys(r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs, starts, grad_r, gra
 
 @triton.jit
 def _state_after(S, log_w, k, v, b, sa, x, i, j, N):
-    """S after the step whose vectors begin at x; where N is 0, S as it is."""
+    """S after the step whose vectors begin at x; unchanged if N is 0."""
     in_i = i < N
     in_j = j < N
     k_j = tl.load(k + x + j, mask=in_j, other=0.0).to(tl.float32)
@@ -195,7 +195,7 @@ def _state_after(S, log_w, k, v, b, sa, x, i, j, N):
 
 @triton.jit
 def _gradients(G, S, s, steps, x, stride, i, j, N, r, log_w, v, a, sa, grad_y, gsa, grad_log_w, grad_k, grad_b):
-    """G of step s, which lies at x, from that of the next one; G of the chunk's last step as it is. S: the state before."""
+    """G of step s, at x, from that of the next step; unchanged at the chunk's last step. S: the state before."""
     N_next = tl.where(s + 1 < steps, N, 0)
     N_here = tl.where(s < steps, N, 0)
     in_i = i < N_next

@@ -155,7 +155,7 @@ def _products(form: Form) -> str:
 
 @triton.jit
 def _rounded(x):
-    """float32 rounded to bfloat16, to even; NaN as it is."""
+    """float32 rounded to bfloat16, ties to even; NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
     return tl.where(x == x, nearest, x)
@@ -189,7 +189,7 @@ def _place(T, H, N: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _finite(x):
-    """0 for what is not finite, which a product would carry to earlier steps of the chunk: NaN is added where it belongs."""
+    """0 for nonfinite values, which a product would carry to earlier steps of the chunk: NaN is added where it belongs."""
     return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
