@@ -1,6 +1,6 @@
-"""The parts of gpu_check, each in a process of its own: python -m benchmarks._gpu_parts PART OUT --device cuda --deadline 60.
+"""The parts of gpu_check, each in its own process: python -m benchmarks._gpu_parts PART OUT --device cuda --deadline 60.
 
-A failure is a row of its own, and the part goes on. After a fault of the GPU no later call of the process works: the part ends.
+A failure is a row of its own, and the part continues. After a GPU fault no later call of the process works: the part ends.
 """
 
 import argparse
@@ -51,10 +51,10 @@ from rwkv.training.graphs import Replay
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import prepare_blocks
 
-PAUSE = 4_000_000                        # cycles, 2 ms: the GPU waits while the host launches what is timed
+PAUSE = 4_000_000                        # cycles, 2 ms: the GPU waits while the host launches the timed work
 SPARE_S = 3.0                            # a program ends so long before its part's deadline
 PROBLEMS = {"wkv7": ((2, 257, 4, 64), (2, 63, 1, 64)), "wkv4": ((3, 257, 96),)}          # shapes of `right`
-PER_OPERATION = 500                      # launches that are timed: a stream holds 1,024 before the host waits
+PER_OPERATION = 500                      # timed launches: a stream holds 1,024 before the host waits
 
 
 class Shape(NamedTuple):
@@ -70,7 +70,7 @@ class Shape(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How a step is computed. fused: by the fused forms; else by PyTorch's operations."""
+    """How a step is computed. fused: with the fused forms; otherwise with PyTorch's operations."""
 
     name: str
     precision: str
@@ -91,7 +91,7 @@ WKV4_SHAPES = (8, 1024, 768), (8, 8192, 768), (32, 768, 768), (8, 4096, 4096)
 
 @dataclass
 class Check:
-    """Where a part writes, on which device it runs, and until when."""
+    """A part's output, device and deadline."""
 
     part: str
     rows: Rows
@@ -108,7 +108,7 @@ class Check:
 
     @contextlib.contextmanager
     def measuring(self, **about: Any) -> Iterator[None]:
-        """What fails inside is a row. A fault of the GPU ends the part."""
+        """Turns an exception into a row. A GPU fault ends the part."""
         try:
             yield
         except (Exception, SystemExit) as error:         # a benchmark's own programs exit with a sentence
@@ -128,7 +128,7 @@ class Check:
         torch.cuda.empty_cache()
 
     def left(self, most: float) -> float:
-        """Seconds for a program: at most so many, and none beyond the part's own end."""
+        """Seconds for a program: at most `most`, and not beyond the part's deadline."""
         return max(1.0, min(PATIENCE[self.device] * most, self.deadline - time.monotonic() - SPARE_S))
 
     def peak_mb(self) -> float:
@@ -200,9 +200,9 @@ def right(check: Check) -> None:
                     about = {"operator": op, "kernel": name, "shape": list(shape), "dtype": str(dtype)}
                     with check.measuring(**about):
                         start = time.perf_counter()
-                        found = errors(cases.results(select(op, name, check.device), inputs), expected)
-                        check.add(**about, worst=max(found.values()), errors=found, wrong=misses(found, cases.tolerance(dtype)),
-                                  first_call_s=time.perf_counter() - start)
+                        ratios = errors(cases.results(select(op, name, check.device), inputs), expected)
+                        check.add(**about, worst=max(ratios.values()), errors=ratios,
+                                  wrong=misses(ratios, cases.tolerance(dtype)), first_call_s=time.perf_counter() - start)
     for name in ("rwkv7", "rwkv4"):
         for precision, allowed in (("32-true", 2e-3), ("bf16-mixed", 0.1)):
             with check.measuring(fused=name, precision=precision):
@@ -210,10 +210,10 @@ def right(check: Check) -> None:
 
 
 def _whole_model(check: Check, name: str, precision: str, allowed: float) -> None:
-    """The gradients of a model by the fused forms and the fused loss beside those by PyTorch's operations in float32."""
+    """A model's gradients by the fused forms and the fused loss, compared with PyTorch's operations in float32."""
     shape = Shape(name, 2, 128, 257, 2, 33)
-    found = [_gradients(check, shape, way) for way in (Way("", "32-true", fused=False), Way("", precision))]
-    worst = {key: float((found[1][key] - exact).norm() / exact.norm().clamp(min=1e-9)) for key, exact in found[0].items()}
+    expected, actual = (_gradients(check, shape, way) for way in (Way("", "32-true", fused=False), Way("", precision)))
+    worst = {key: float((actual[key] - exact).norm() / exact.norm().clamp(min=1e-9)) for key, exact in expected.items()}
     off = {key: error for key, error in worst.items() if not error <= allowed}
     check.add(fused=name, precision=precision, worst=max(worst.values()), median=median(worst.values()), wrong=off)
 
@@ -249,7 +249,7 @@ def _autocast(check: Check, way: Way) -> torch.autocast:
 
 
 def new_task(check: Check, shape: Shape, way: Way) -> LanguageModel:
-    """With normal weights: a product of zeros is faster than one of numbers, and many start at zero."""
+    """With normal weights: many start at zero, and products of zeros are faster."""
     set_product_precision(way.precision, torch.device(check.device))
     torch.manual_seed(0)
     config = ModelConfig(generation=shape.generation, n_layer=shape.L, n_embd=shape.C, ctx_len=shape.T)
@@ -282,7 +282,7 @@ def _train(check: Check, ways: Sequence[Way]) -> None:
                 continue
             about = {"model": str(shape), "way": way.name}
             with check.measuring(**about), _forms(way.fused):
-                _training_steps(check, shape, way, about)        # a function of its own: its tensors go with its names
+                _training_steps(check, shape, way, about)        # a function of its own, which frees its tensors
             check._require_life()
 
 
@@ -318,7 +318,7 @@ def _training_steps(check: Check, shape: Shape, way: Way, about: dict[str, Any])
     events = sorted((event for event in events if event[2]), key=lambda event: -event[2])
     about |= {"launches": sum(count for _, count, _ in events), "gpu_ms": sum(us for *_, us in events) / 1000,
               "longest": [[key[:60], count, round(us)] for key, count, us in events[:10]]}
-    if not way.options:                  # the host's part, from a batch that fills no stream; a graph takes one shape alone
+    if not way.options:                  # the host's share, from a batch that fills no stream; a graph takes a single shape
         small = x if way.graphs else x[:1, :16]
         host = []
         for _ in range(5):
@@ -376,8 +376,8 @@ def _forward_and_backward(check: Check, name: str, shape: list[int], forward: Ca
 
 
 def decode(check: Check) -> None:
-    """In the order of what is asked for most; packed weights, which pay for large models, for the large one alone, and
-    float16, which costs what bfloat16 does, for the small one."""
+    """Most requested first; packed weights, which pay off for large models, only for the large one, and float16, which costs as
+    much as bfloat16, only for the small one."""
     tiny, small, large = ("tiny", 2, 64), ("0.1b", 12, 768), ("1.5b", 24, 2048)
     sizes = (small, large) if check.on_gpu else (tiny,)
     for form in ("bfloat16", "int8", "int4", "float16", "float32") if check.on_gpu else ("bfloat16", "float32"):
@@ -389,7 +389,7 @@ def decode(check: Check) -> None:
 
 
 def _decode(check: Check, model: RWKV, about: dict[str, Any]) -> None:
-    """What a user gets: the model's own decoder, and tokens drawn where its engine draws them."""
+    """As for a user: the model's own decoder, and tokens drawn where its engine draws them."""
     options = Sampling(temperature=1.0, top_p=0.8)
     for B in (1, 8, 64, 512) if check.on_gpu else (1, 2):
         with check.measuring(**about, rows=B):
@@ -407,7 +407,7 @@ def _decode(check: Check, model: RWKV, about: dict[str, Any]) -> None:
                    "sampling_ms": milliseconds(check, lambda f=drawn, x=logits: f(x)),
                    "token_ms": milliseconds(check, lambda f=drawn, d=decoder, t=tokens: f(d.step(t)))}
             check.add(**about, rows=B, decoder=type(decoder).__name__, tok_s=1000 * B / row["token_ms"], **row)
-            del decoder, logits          # its slots, for the next one
+            del decoder, logits          # frees its slots for the next one
     for T in (32, 512, 4096) if check.on_gpu else (16,):
         with check.measuring(**about, prefill=T):
             ids = torch.zeros(1, T, dtype=torch.long)
@@ -432,7 +432,7 @@ def _generating(check: Check, L: int, C: int, form: str) -> RWKV:
 
 
 def serve(check: Check) -> None:
-    """Many texts at once, past their prompts: of the engine alone, and of clients of serve.py over HTTP."""
+    """Many sequences at once, after their prompts: from the engine alone, and for clients of serve.py over HTTP."""
     shape, clients = ((12, 768, 65472), (1, 16, 64)) if check.on_gpu else ((2, 64, 1024), (1, 2))
     seconds = 5.0 if check.on_gpu else 0.5
     checkpoint = write_checkpoint(check.scratch, "rwkv7", shape)
@@ -508,22 +508,22 @@ def training(check: Check, out: str, model: str, *options: str) -> list[str]:
 
 
 def resume(check: Check) -> None:
-    """A run of 6 steps, and a copy of it that is continued from its checkpoint of step 3."""
+    """A run of 6 steps, and a copy of it that is resumed from its checkpoint of step 3."""
     for model in ("rwkv7_tiny", "tiny"):
         steps = ["trainer.max_steps=6", "trainer.checkpoint_every=3", "trainer.val_every=6", "optim.warmup_steps=2"]
         if not run_program(check, f"train {model}", *training(check, model, model, *steps)):
             continue
-        whole, part = check.scratch / model, check.scratch / f"{model}-continued"
-        shutil.copytree(whole, part)
-        for checkpoint in (part / "checkpoints").glob("*.ckpt"):
+        original, continued = check.scratch / model, check.scratch / f"{model}-continued"
+        shutil.copytree(original, continued)
+        for checkpoint in (continued / "checkpoints").glob("*.ckpt"):
             if checkpoint.name != "last-1.ckpt":
                 checkpoint.unlink()
-        (part / "checkpoints" / "last-1.ckpt").rename(part / "checkpoints" / "last.ckpt")
-        if run_program(check, f"continue {model}", "train.py", "resume=auto", f"out_dir={part}"):
+        (continued / "checkpoints" / "last-1.ckpt").rename(continued / "checkpoints" / "last.ckpt")
+        if run_program(check, f"continue {model}", "train.py", "resume=auto", f"out_dir={continued}"):
             with check.measuring(resumed=model):
-                ours, theirs = (read_checkpoint(folder).tensors("float32") for folder in (part, whole))
-                off = [name for name in theirs if not torch.equal(ours[name], theirs[name])]
-                check.add(resumed=model, wrong=off[:5], tensors=len(theirs))
+                resumed, uninterrupted = (read_checkpoint(folder).tensors("float32") for folder in (continued, original))
+                off = [name for name in uninterrupted if not torch.equal(resumed[name], uninterrupted[name])]
+                check.add(resumed=model, wrong=off[:5], tensors=len(uninterrupted))
 
 
 def programs(check: Check) -> None:
@@ -546,7 +546,7 @@ def programs(check: Check) -> None:
 
 
 def _serve(check: Check, saved: str, device: str) -> None:
-    """One completion from a server that is started and stopped for it."""
+    """One completion from a server started and stopped for it."""
     start = time.monotonic()
     with subprocess.Popen([sys.executable, "serve.py", saved, device, "port=0"], cwd=ROOT, stdout=subprocess.PIPE,
                           stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True) as process:

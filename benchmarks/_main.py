@@ -1,4 +1,4 @@
-"""What the programs of this folder share: how they end, read a text, measure in parts, and ask another process."""
+"""Shared by the programs of this folder: exit status, reading a text, measuring in parts, requests to another process."""
 
 import json
 import subprocess
@@ -15,20 +15,20 @@ from rwkv.io import utf8
 
 
 def run_program(main: Callable[[], int | None]) -> NoReturn:
-    """Runs a program's main and ends with its exit status; a user's mistake is one sentence and status 2."""
+    """Runs a program's main and exits with its status; a user's mistake is one sentence and status 2."""
     sys.exit(exit_status(main, UserError))
 
 
 def read_text(path: Path) -> str:
-    """The whole text of a file. Raises UserError where it cannot be read, is not UTF-8, or is empty."""
+    """The whole text of a file. Raises UserError if it cannot be read, is not UTF-8, or is empty."""
     text = utf8.read_text(path, str(path))
     if not text:
-        raise UserError(f"{path} is empty: name a file with text")
+        raise UserError(f"{path} must not be empty: name a file with text")
     return text
 
 
 def measure_parts(parts: Mapping[str, Callable[[], Report]], file: Path | None) -> None:
-    """Measures each part, and publishes them with those of `file` that are not measured now, and the commit of each."""
+    """Measures each part, and publishes them with the other parts of `file`, and the commit of each."""
     before = read_json(file) if file and file.exists() else {}
     machine = hardware.describe("cpu")
     report: Report = before | {"machine": machine, "commits": before.get("commits", {})}
@@ -36,14 +36,14 @@ def measure_parts(parts: Mapping[str, Callable[[], Report]], file: Path | None) 
         report[name] = measure()
         report["commits"][name] = machine["commit"]
         print(f"{name}: {json.dumps(report[name])}", flush=True)
-        if file:                         # after each part, so that an interrupted run keeps what it has measured
+        if file:                         # after each part, so that an interrupted run keeps its measurements
             save(report, file)
     publish(report, file)
 
 
 @contextmanager
 def answering(command: Sequence[str | Path]) -> Iterator[Callable[[Any], Any]]:
-    """A process that answers each line of JSON with one, as a function of the request; it ends with the block."""
+    """A process that answers each line of JSON with another, as a function of the request; it ends with the block."""
     with subprocess.Popen(command, cwd=hardware.ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         assert process.stdout is not None

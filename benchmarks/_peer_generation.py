@@ -6,10 +6,10 @@
     rwkv.cpp       its librwkv.so, on ggmf files: FP32, FP16, Q8_0, Q5_1, Q4_0
 
 benchmarks.generation starts it on the files in FOLDER, in an environment with the peer and without this project. model.json
-there has the generation and the path of librwkv.so. A work is a function that is timed: a prefill, or a step of decoding. The
+there has the generation and the path of librwkv.so. A work is a timed function: a prefill, or a decoding step. The
 program prints one line of JSON: the seconds of loading and of the first token, the peak memory, and the number of tokens of
-each work by its name. Then it reads lines "SECONDS NAME": it calls that work for so many seconds, and prints the mean seconds
-of a call. All use two threads, or as many as there are cores.
+each work by its name. Then it reads lines "SECONDS NAME": it calls that work for that many seconds, and prints the mean
+seconds of a call. All use two threads, or one per core if there are fewer.
 """
 
 import ctypes
@@ -26,7 +26,7 @@ QUANTISED = {"Q4_K_M": "LLAMA_FTYPE_MOSTLY_Q4_K_M", "Q8_0": "LLAMA_FTYPE_MOSTLY_
 CHUNK = 64                               # rwkv.cpp aborts on longer ones, at its limit of graph nodes
 
 
-def said(folder):
+def model_info(folder):
     return json.loads((folder / "model.json").read_text(encoding="utf-8"))
 
 
@@ -40,7 +40,7 @@ class Rwkv:
     """PyPI's rwkv, one row at a time."""
 
     def __init__(self, folder, dtype, batches, prompt):
-        generation7 = said(folder)["generation"] == "rwkv7"
+        generation7 = model_info(folder)["generation"] == "rwkv7"
         os.environ["RWKV_V7_ON"] = str(int(generation7))
         from rwkv.model import RWKV
 
@@ -155,7 +155,7 @@ class RwkvCpp:
     batches = (1,)
 
     def __init__(self, folder, name, batches, prompt):
-        library = ctypes.CDLL(said(folder)["rwkv.cpp"])
+        library = ctypes.CDLL(model_info(folder)["rwkv.cpp"])
         library.rwkv_init_from_file.restype = ctypes.c_void_p
         for function in ("rwkv_get_state_len", "rwkv_get_logits_len"):
             getattr(library, function).restype = ctypes.c_size_t

@@ -1,4 +1,4 @@
-"""PyPI's `rwkv` tokenizer for benchmarks/tokenization.py, in an environment and a process of its own.
+"""PyPI's `rwkv` tokenizer for benchmarks/tokenization.py, in its own environment and process.
 
 Run as a script, so that `rwkv` is PyPI's. It answers each line of standard input, a JSON request, with one line: {"version":
 null}, {"text": FILE} reads a text, {"work": "encode" | "decode"} encodes or decodes it once, {"ids_of": [HEX, ...]} returns the

@@ -1,5 +1,5 @@
-"""The engine without HTTP, for benchmarks/serving.py. For each line of standard input, [texts, seconds], the engine and the
-decoder without sampling take turns for so many seconds; a line with the tokens per second of both is the answer.
+"""The engine without HTTP, for benchmarks/serving.py. For each line of standard input, [sequences, seconds], the engine and
+the decoder without sampling take turns for that many seconds; the answer is a line with the tokens per second of both.
 """
 
 import json

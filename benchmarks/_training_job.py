@@ -1,4 +1,4 @@
-"""One measurement in a process of its own, for benchmarks/training.py: steps GENERATION PRECISION | head chunked|whole.
+"""One measurement in its own process, for benchmarks/training.py: steps GENERATION PRECISION | head chunked|whole.
 
 steps: ms of a bare training step (loss, gradients, clipping, AdamW) and of its matrix products alone, in turns, until killed.
 head: ms and peak resident memory (MB beyond that before the step) of a step with the loss in chunks or with all logits at
@@ -62,8 +62,8 @@ def head(loss: str) -> None:
     gradients = [parameter.grad.clone() for parameter in task.parameters()]
     task.zero_grad(set_to_none=True)
     next(other for name, other in losses.items() if name != loss)().backward()
-    difference = max(float((one - other.grad).abs().max() / other.grad.abs().max())
-                     for one, other in zip(gradients, task.parameters(), strict=True) if other.grad.any())
+    difference = max(float((gradient - other.grad).abs().max() / other.grad.abs().max())
+                     for gradient, other in zip(gradients, task.parameters(), strict=True) if other.grad.any())
     print(json.dumps({"peak_mb": (peak() - before) / 1e6, "ms": 1000 * seconds, "difference": difference}))
 
 
@@ -82,7 +82,7 @@ def new_task(config: ModelConfig, vocab_size: int, dtype: torch.dtype, optim: Op
 
 def training_step(task: LanguageModel, optimizer: Any, x: Tensor, dtype: torch.dtype,
                   part: Callable[[str], AbstractContextManager[Any]] = nullcontext) -> None:
-    """A bare step. part(name) is the context in which the part of that name runs: forward, loss, backward or optimiser."""
+    """A bare step. part(name) is the context of the part of that name: forward, loss, backward or optimiser."""
     with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
         with part("forward"):
             hidden = task.model.forward_features(x)
@@ -99,14 +99,14 @@ def training_step(task: LanguageModel, optimizer: Any, x: Tensor, dtype: torch.d
 @contextmanager
 def _watched() -> Iterator[Callable[[], int]]:
     """Yields a function that returns the largest resident set so far, in bytes, sampled every millisecond."""
-    seen = [resident_memory()]
-    done = threading.Event()
-    watcher = threading.Thread(target=lambda: [seen.append(resident_memory()) for _ in iter(lambda: done.wait(0.001), True)])
+    samples = [resident_memory()]
+    stop = threading.Event()
+    watcher = threading.Thread(target=lambda: [samples.append(resident_memory()) for _ in iter(lambda: stop.wait(0.001), True)])
     watcher.start()
     try:
-        yield lambda: max(seen)
+        yield lambda: max(samples)
     finally:
-        done.set()
+        stop.set()
         watcher.join()
 
 

@@ -1,4 +1,4 @@
-"""Runs two programs in turns, so that a machine that slows down for a minute slows down both.
+"""Runs two programs in turns, so that a machine's slow minute affects both.
 
 Not on Windows, which cannot suspend a process.
 """
@@ -69,7 +69,7 @@ def _started(command: list[str], folder: Path, out: IO[str], errors: IO[str]) ->
 
 @contextmanager
 def _guarded(process: subprocess.Popen[str]) -> Iterator[None]:
-    """Starts a process that kills `process` and its group, suspended or not, once this one has died and closed the pipe."""
+    """Starts a process that kills `process` and its group, suspended or not, when this one dies and closes the pipe."""
     command = [sys.executable, "-c", GUARD, str(process.pid)]
     with subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True) as guard:
         try:
@@ -79,7 +79,7 @@ def _guarded(process: subprocess.Popen[str]) -> Iterator[None]:
 
 
 def _ended(process: subprocess.Popen[str], seconds: float) -> bool:
-    """Waits for one turn; whether the process has ended."""
+    """Waits for one turn and returns whether the process has ended."""
     try:
         process.wait(seconds)
     except subprocess.TimeoutExpired:

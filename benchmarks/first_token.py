@@ -1,8 +1,8 @@
 """python -m benchmarks.first_token [--repeats N] [--json FILE]: seconds from the start of generate.py to its first token.
 
 Each time a new process reads a bfloat16 file in the shape of the 169M model, and a short prompt. It takes turns with a process
-that only imports torch and reads the file into memory: nothing can be faster. Shown are medians. cold: without the kernels that
-Taichi keeps compiled from one process to the next. packed: the file itself is in int4. Linux only. The last line of standard
+that only imports torch and reads the file into memory, the lower bound. Medians are shown. cold: without Taichi's cache of
+compiled kernels. packed: the file itself is in int4. Linux only. The last line of standard
 output is the result as JSON.
 """
 
@@ -59,16 +59,16 @@ def _measure(folder: Path, repeats: int) -> dict[str, float]:
     write_checkpoint(checkpoint, file, "bfloat16")
     write_checkpoint(checkpoint, packed, "int4")
     read = [sys.executable, "-c", READ, str(file), str(file.stat().st_size)]
-    found = defaultdict(list)
-    for turn in range(repeats + 1):      # the first fills Taichi's cache, and the system's of files
+    seconds = defaultdict(list)
+    for turn in range(repeats + 1):      # the first fills Taichi's cache and the page cache
         times = {"import torch, read": _first_output(read, folder)}
         times |= {dtype: _first_output(_generate(file, dtype), folder) for dtype in DTYPES}
         times["int4, packed"] = _first_output(_generate(packed, "int4"), folder)
         times["float32, cold"] = _first_output(_generate(file, "float32"), folder / f"cold{turn}")
         if turn:
             for name, s in times.items():
-                found[name].append(s)
-    return {name: median(times) for name, times in found.items()}
+                seconds[name].append(s)
+    return {name: median(times) for name, times in seconds.items()}
 
 
 def _generate(file: Path, dtype: str) -> list[str]:

@@ -1,15 +1,15 @@
 """python -m benchmarks.generation [--generation rwkv7] [--shape L,C,V] [--dtype ...] [--batch 1,8] [--prompt 512] [--json FILE]
 
-Tokens per second of prefill and decode, time to the first token, load time and peak memory for each dtype. Rates stand beside
-their limits in the same run: the bytes that a step must read over the bandwidth at which this machine reads them, and the
-model's matrix products alone, on the same weights. The weights are random, because the time does not depend on them.
+Tokens per second of prefill and decode, time to the first token, load time and peak memory for each dtype. Rates are
+compared with their limits in the same run: the bytes that a step must read over this machine's read bandwidth, and the model's
+matrix products alone, on the same weights. The weights are random, because the time does not depend on them.
 
-Beside the peers, on the same weights, two threads each:
+The peers, on the same weights, two threads each:
     --peers PYTHON       PyPI's rwkv and, for RWKV-4, transformers, in an environment that has them (make peers)
     --llama PYTHON       llama.cpp, for RWKV-7, in an environment with llama-cpp-python (make peers)
     --rwkv-cpp FOLDER    rwkv.cpp: a checkout that is built (librwkv.so)
 
-Each program and dtype is a process of its own. Those of one width, such as float32, take turns: only one runs at any moment.
+Each program and dtype is its own process. Those of one width, such as float32, take turns: only one runs at any moment.
 The last line of standard output is the result as JSON.
 """
 
@@ -53,15 +53,15 @@ PEER_FORMATS = {"32 bits": {"rwkv": ["float32"], "transformers": ["float32"], "l
                             "rwkv.cpp": ["FP16"]},
                 "8 bits": {"rwkv": ["int8"], "llama.cpp": ["Q8_0"], "rwkv.cpp": ["Q8_0"]},
                 "4 to 6 bits": {"llama.cpp": ["Q4_K_M"], "rwkv.cpp": ["Q4_0", "Q5_1"]}}
-LACKING: dict[str, list[tuple[str, str | None]]] = {             # peers that have no such models, or not in this format
+LACKING: dict[str, list[tuple[str, str | None]]] = {             # peers without such models, or without this format
     "rwkv4": [("llama.cpp", None)], "rwkv7": [("transformers", None), ("rwkv", "int8")]}
 GGUF = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q8_0": "q8_0"}
 GGMF = {"FP32": "float32", "FP16": "float16"}
 SHAPES = {"rwkv4": [12, 768, 50277], "rwkv7": [12, 768, 65536]}
-ROUNDS = 5                               # in each, every program does each of its works once
+ROUNDS = 5                               # in each, every program runs each of its works once
 THREADS = 2                              # of each program
 TURN_S = 0.6                             # seconds of a work
-LIMIT = "limit of "                      # before a work's name: its matrix products alone
+LIMIT = "limit of "                      # prefix of a work's name: its matrix products alone
 READ = "read"                            # the work that measures the bandwidth
 Row = dict[str, Any]
 
@@ -77,9 +77,9 @@ def main(argv: list[str] | None = None) -> int:
         widths = {width: dtype for dtype, width in WIDTHS.items() if dtype in args.dtype}
         rows = []
         for width, dtype in widths.items():
-            found = compare(_programs(args, Path(folder), width, dtype))
-            print(table({"rows": found}), file=sys.stderr, flush=True)
-            rows += found
+            measured = compare(_programs(args, Path(folder), width, dtype))
+            print(table({"rows": measured}), file=sys.stderr, flush=True)
+            rows += measured
     report = {"generation": args.generation, "shape": dict(zip("LCV", shape, strict=True)), "prompt": args.prompt,
               "rows": rows, "machine": hardware.describe("cpu")}
     print(table(report))
@@ -92,36 +92,36 @@ def compare(programs: dict[tuple[str, str], list[str]]) -> list[Row]:
     with ExitStack() as running:
         workers = {key: running.enter_context(worker(command)) for key, command in programs.items()}
         seconds: dict[tuple[str, str], dict[str, list[float]]] = {
-            key: {work: [] for work in found.works} for key, found in workers.items()}
+            key: {work: [] for work in process.works} for key, process in workers.items()}
         for _ in range(ROUNDS):
-            for key, found in workers.items():
+            for key, process in workers.items():
                 for work, samples in seconds[key].items():
-                    samples.append(found.seconds(work))
+                    samples.append(process.seconds(work))
     rows = []
-    for (of, form), found in workers.items():
+    for (of, form), process in workers.items():
         middle = {work: median(samples) for work, samples in seconds[of, form].items()}
-        rows += [{"of": of, "dtype": form, "what": work} | _limits(found, middle, work)
-                 | {key: found.header[key] for key in ("load_s", "first_token_s", "peak_mib")}
+        rows += [{"of": of, "dtype": form, "what": work} | _limits(process, middle, work)
+                 | {key: process.header[key] for key in ("load_s", "first_token_s", "peak_mib")}
                  for work in middle if work != READ and not work.startswith(LIMIT)]
     return rows
 
 
-def _limits(found: "Worker", seconds: dict[str, float], work: str) -> Row:
-    """Tokens per second of a work, of its matrix products, and those that the bandwidth allows, as far as they are known."""
-    tokens = found.works[work]
+def _limits(worker: "Worker", seconds: dict[str, float], work: str) -> Row:
+    """Tokens per second of a work, of its matrix products, and at the bandwidth limit, as far as known."""
+    tokens = worker.works[work]
     row = {"tokens_per_s": tokens / seconds[work]}
     if READ in seconds:
-        bandwidth = found.header["read_bytes"] / seconds[READ]
+        bandwidth = worker.header["read_bytes"] / seconds[READ]
         row |= {"products": tokens / seconds[LIMIT + work], "read_gb_s": bandwidth / 1e9}
-        if work in found.header["step_bytes"]:
-            row["read"] = tokens * bandwidth / found.header["step_bytes"][work]
+        if work in worker.header["step_bytes"]:
+            row["read"] = tokens * bandwidth / worker.header["step_bytes"][work]
     return row
 
 
 class Worker:
-    """A process that measures works when it is asked to, and is suspended in between.
+    """A process that measures works on request, and is suspended in between.
 
-    works: the number of tokens of each work, by name. header: what the process's first line, which is JSON, holds.
+    works: the number of tokens of each work, by name. header: the process's first line, as JSON.
     """
 
     def __init__(self, process: subprocess.Popen[str]) -> None:
@@ -136,12 +136,12 @@ class Worker:
         self._process.send_signal(signal.SIGCONT)
         self._process.stdin.write(f"{TURN_S} {work}\n")
         self._process.stdin.flush()
-        found = float(self._line())
+        seconds = float(self._line())
         self._process.send_signal(signal.SIGSTOP)
-        return found
+        return seconds
 
     def _line(self, start: str = "") -> str:
-        """The next line that begins with `start`: libraries print others. Exits where the process has ended."""
+        """The next line that begins with `start`: libraries print others. Exits if the process has ended."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(start):
@@ -151,7 +151,7 @@ class Worker:
 
 @contextmanager
 def worker(command: list[str]) -> Iterator[Worker]:
-    """The command as a Worker, which ends with the block. Ours waits as generate.py does: see kernels/machine/threads.py."""
+    """The command as a Worker, which ends with the block. Ours spins as generate.py does: see kernels/machine/threads.py."""
     environment = {"GOMP_SPINCOUNT": threads.SPINS} | os.environ if command[0] == sys.executable else None
     with subprocess.Popen(command, cwd=hardware.ROOT, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                           text=True) as process:
@@ -177,7 +177,7 @@ def _programs(args: argparse.Namespace, folder: Path, width: str, dtype: str) ->
 
 
 def answer(checkpoint: Path, dtype: str, batches: list[int], prompt: int) -> None:
-    """A Worker's side for this project: its header, and then mean seconds for each line "SECONDS WORK" of standard input."""
+    """Our side of a Worker: its header, then mean seconds for each line "SECONDS WORK" of standard input."""
     keep_large_blocks()
     torch.set_num_threads(min(THREADS, torch.get_num_threads()))
     began = time.perf_counter()
@@ -208,16 +208,16 @@ def decode_name(B: int) -> str:
 
 
 def step_bytes(model: RWKV, dtype: str, B: int) -> float:
-    """What a step for B rows must read: all weights but the embedding, of which it reads B rows, and the state."""
+    """The bytes that a step of B rows must read: all weights except the embedding, of which it reads B rows, and the state."""
     kind = generation(model.config)
-    of_matrices = BITS["bfloat16" if step_of(model).reads_copies else dtype]
-    bits = {name: of_matrices if kind.group(name) in MATRICES else 32 for name in kind.shapes(model.config, model.vocab_size)}
+    matrix_bits = BITS["bfloat16" if step_of(model).reads_copies else dtype]
+    bits = {name: matrix_bits if kind.group(name) in MATRICES else 32 for name in kind.shapes(model.config, model.vocab_size)}
     sizes = {name: math.prod(shape) for name, shape in kind.shapes(model.config, model.vocab_size).items()}
     return sum(sizes[name] * bits[name] / 8 for name in sizes if name != "emb.weight") + model.empty_state(B).nbytes()
 
 
 def write_files(folder: Path, args: argparse.Namespace, shape: Sequence[int]) -> None:
-    """Writes a random model, once more in the format of each peer that takes part. Raises UnusableFile for --rwkv-cpp."""
+    """Writes a random model, also in the format of each participating peer. Raises UnusableFile for --rwkv-cpp."""
     library = args.rwkv_cpp and next(args.rwkv_cpp.rglob("librwkv.so"), None)
     if args.rwkv_cpp and not library:
         raise UnusableFile(f"there is no librwkv.so in {args.rwkv_cpp}: build rwkv.cpp there")
@@ -234,7 +234,7 @@ def write_files(folder: Path, args: argparse.Namespace, shape: Sequence[int]) ->
 
 
 def write_checkpoint(folder: Path, name: str, shape: Sequence[int]) -> Path:
-    """Writes a random model of the generation as a .pth in bfloat16, as the published ones are, and returns its path."""
+    """Writes a random model of the generation as a .pth in bfloat16, like published ones, and returns its path."""
     L, C, V = shape
     torch.manual_seed(0)
     config = ModelConfig(generation=name, n_layer=L, n_embd=C)
@@ -259,14 +259,14 @@ def _cells(row: Row) -> list[str]:
 
 
 def _peak_mib() -> float:
-    """The process' peak resident memory in MiB; NaN where there is no /proc. getrusage's has that of the parent in it."""
+    """The process' peak resident memory in MiB; NaN without /proc. getrusage's would include the parent's."""
     status = Path("/proc/self/status")
     lines = status.read_text(encoding="ascii").splitlines() if status.exists() else []
     return next((int(line.split()[1]) / 2**10 for line in lines if line.startswith("VmHWM:")), math.nan)
 
 
 def _seconds(function: Callable[[], Any], least: float) -> float:
-    """Mean seconds of a call, over that many seconds of calls."""
+    """Mean seconds of a call, over at least that many seconds of calls."""
     calls = 0
     began = time.perf_counter()
     while calls == 0 or time.perf_counter() - began < least:

@@ -1,15 +1,15 @@
 """python -m benchmarks.generations [--only NAME] [--shakespeare FILE [--nanogpt FOLDER]] [--precision P] [--seeds N,...]
 
-RWKV-7 beside RWKV-4 in the same time.
+RWKV-7 and RWKV-4, trained for the same time.
 
     stdlib              train.py's default run, with model=tiny and with model=rwkv7_tiny
     --shakespeare FILE  experiment=shakespeare_char on that text, with RWKV-4 and with RWKV-7 of the same width and depth
-    --nanogpt FOLDER    beside them nanoGPT's CPU recipe, whose time both get (a clone with data/shakespeare_char prepared from
-                        the same text); --precision 32-true: RWKV in float32, as nanoGPT computes on a CPU
+    --nanogpt FOLDER    nanoGPT's CPU recipe too, whose time both get (a clone with data/shakespeare_char prepared from the
+                        same text); --precision 32-true: RWKV in float32, as nanoGPT computes on a CPU
 
-First two programs train in turns for a while, which gives the ratio of their steps' times; then each gets as many steps as fit
-the time of the first, and trains to its end with each seed. The last line of standard output is the result as JSON. --json FILE
-keeps the part that is not measured now, and the commit of each. Not on Windows.
+First two programs train in turns, which gives the ratio of their step times; then each gets as many steps as fit the time of
+the first, and trains to its end with each seed. The last line of standard output is the result as JSON. --json FILE
+keeps its other part, and the commit of each. Not on Windows.
 """
 
 import argparse
@@ -29,7 +29,7 @@ from kernels.arguments import Parser, at_least, existing_file, existing_folder
 from kernels.bench.results import output_file
 
 TURN_S, TIMED_STEPS, WARM = 4.0, 300, 6
-STEPS = {"stdlib": 1000, "shakespeare": 2000}       # RWKV-4's, or nanoGPT's where it takes part
+STEPS = {"stdlib": 1000, "shakespeare": 2000}       # RWKV-4's, or nanoGPT's if it takes part
 ENDLESS = 1_000_000
 NEVER = ["trainer.val_every=1000000", "trainer.checkpoint_every=1000000"]
 NANOGPT = ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--log_interval=1", "--block_size=64",
@@ -48,7 +48,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args(argv)
     if not args.shakespeare and (args.only == "shakespeare" or args.nanogpt):
-        parser.error("--only shakespeare and --nanogpt need --shakespeare FILE")
+        parser.error("--only shakespeare and --nanogpt require --shakespeare FILE")
     measure_parts(_parts(args), args.json)
 
 
@@ -69,7 +69,7 @@ def compare(rwkv4: Sequence[str], rwkv7: Sequence[str], steps: int, seeds: Seque
             nanogpt: Path | None = None) -> dict[str, Any]:
     """The loss and bits per byte of each model at its end, the milliseconds of its steps, and their number.
 
-    nanoGPT trains for `steps` steps, or RWKV-4 where nanoGPT does not take part; the others for as many as fit that time.
+    nanoGPT, or without it RWKV-4, trains for `steps` steps; the others for as many as fit that time.
     """
     options = {"rwkv4": rwkv4, "rwkv7": rwkv7}
     with tempfile.TemporaryDirectory() as scratch:
@@ -78,7 +78,7 @@ def compare(rwkv4: Sequence[str], rwkv7: Sequence[str], steps: int, seeds: Seque
         if nanogpt:
             ms["nanogpt"] = ms["rwkv4"] * _nanogpt_ratio(folder, rwkv4, nanogpt)
         allowed = steps * ms["nanogpt" if nanogpt else "rwkv4"]
-        lengths = {name: round(allowed / one) for name, one in ms.items()}
+        lengths = {name: round(allowed / step_ms) for name, step_ms in ms.items()}
         runs = {name: [_end(train(folder / f"{name}-{seed}", *options[name], f"seed={seed}", *_steps(lengths[name])))
                        for seed in seeds] for name in options}
         if nanogpt:
@@ -97,7 +97,7 @@ def _step_times(folder: Path, options: dict[str, Sequence[str]]) -> dict[str, fl
 
 
 def _nanogpt_ratio(folder: Path, rwkv4: Sequence[str], nanogpt: Path) -> float:
-    """The time of nanoGPT's step relative to that of RWKV-4, trained in turns."""
+    """The time of nanoGPT's step relative to RWKV-4's, trained in turns."""
     out_dir = folder / "timed-beside-nanogpt"
     printed = _turns.beside(train_command(out_dir, *rwkv4, *_steps(TIMED_STEPS), *NEVER), folder,
                             _nanogpt_command(folder, "0", ENDLESS), nanogpt, TURN_S)
@@ -105,7 +105,7 @@ def _nanogpt_ratio(folder: Path, rwkv4: Sequence[str], nanogpt: Path) -> float:
 
 
 def _nanogpt_command(folder: Path, seed: str, steps: int) -> list[str]:
-    """Its recipe with another seed, which its train.py has no option for; validated at its end, on as much text as ours."""
+    """Its recipe with another seed, for which its train.py has no option; validated at its end, on as much text as ours."""
     return [sys.executable, "-u", "-c", SEEDED, seed, *NANOGPT, f"--max_iters={steps}", f"--lr_decay_iters={steps}",
             f"--eval_interval={steps}", "--eval_iters=150", f"--out_dir={folder / 'nanogpt'}"]
 

@@ -1,25 +1,25 @@
-"""python -m benchmarks.gpu_check OUT [--budget SECONDS] [--only PART,...] [--device cpu]: every question about a GPU, at once.
+"""python -m benchmarks.gpu_check OUT [--budget SECONDS] [--only PART,...] [--device cpu]: all checks of a GPU, at once.
 
-For a machine that one has for no longer than ten minutes. The parts run in order of value, each in a process of its own with a
-time limit, and a part that does not fit into the rest of the budget is not started. Each measurement is a line of
-OUT/results.jsonl, written when it is made: a part that is stopped keeps what it has measured. OUT/log.txt has the output of all
-parts. Several calls with other --only= add up in one folder.
+For a GPU machine that is available for only ten minutes. The parts run in order of value, each in its own process with a time
+limit, and a part that does not fit into the remaining budget is not started. Each measurement is a line of OUT/results.jsonl,
+written at once: a stopped part keeps its measurements. OUT/log.txt has the output of all parts. Several calls with different
+--only= add up in one folder.
 
     machine     rates of matrix products and of a copy; the host's time for one operation
-    right       every kernel, fused form and the loss beside float64, in float32 and bfloat16
+    right       every kernel, fused form and the loss compared with float64, in float32 and bfloat16
     train       training steps: tokens/s, host time, launches, peak memory, the longest kernels; in bf16-mixed, float32 and
                 tf32, with CUDA graphs, and without the fused forms
     wkv7        forward and backward of every kernel      wkv4    the same for RWKV-4
     decode      a step for 1 to 512 rows and its tokens drawn, in bfloat16, int8, int4 and float32; prefill
     serve       1, 16 and 64 texts at once: by the engine alone, and for clients of serve.py
-    resume      a run that is continued from a checkpoint has the bits of the run that was not interrupted
+    resume      a run resumed from a checkpoint is bit-identical to the uninterrupted run
     programs    train.py, generate.py, chat.py, evaluate and serve.py, as a user calls them
     compiled    training steps with trainer.compile=true
-    shards      trainer=ddp, trainer=fsdp and recomputed blocks on one GPU
+    shards      trainer=ddp, trainer=fsdp and activation checkpointing on one GPU
     peers       flash-linear-attention, if it is installed; published rates of other programs are in PUBLISHED
     tests       the tests of kernels/
 
-Exit status: 0 all parts ended well and every result is right; 1 not so; 2 no CUDA device, or a wrong argument.
+Exit status: 0 all parts succeeded and every result is right; 1 otherwise; 2 no CUDA device, or a wrong argument.
 """
 
 import argparse
@@ -42,12 +42,12 @@ from kernels.bench.text import aligned
 from kernels.machine.hardware import ROOT, describe
 
 RESULTS, LOG = "results.jsonl", "log.txt"
-TAIL_LINES = 6                           # of the log, that are shown for a part that fails
+TAIL_LINES = 6                           # of the log, shown for a failed part
 LEAST_S = 5.0                            # a part is not started for less
 BUDGET_S = 540.0                         # within ten minutes
 PATIENCE = {"cuda": 1.0, "cpu": 4.0}     # factors on BUDGET_S and on the limits of parts
 DEADLINE = "--deadline"                  # option of a part's process: the seconds after which it will be stopped
-PUBLISHED = (                            # by the authors, for cards that are not this one
+PUBLISHED = (                            # by the authors, for other cards
     {"peer": "RWKV-LM train_temp", "shape": "rwkv7 12x768, 16 x 512", "on": "RTX 5090", "ktok_s": 99.5},
     {"peer": "RWKV-LM", "shape": "rwkv7 7.2b", "on": "32 H100", "mfu": 0.37},
     {"peer": "RWKV-LM", "kernel": "wkv7", "shape": [8, 4096, 64, 64], "on": "H100", "forward_and_backward_ms": 17},
@@ -59,7 +59,7 @@ PUBLISHED = (                            # by the authors, for cards that are no
 
 class Part(NamedTuple):
     """A part of benchmarks/_gpu_parts.py. The limits add up to more than the budget: few parts reach theirs. A trial on a CPU,
-    which other programs may slow down, has PATIENCE times as long."""
+    possibly a busy one, gets PATIENCE times as long."""
 
     name: str
     limit_s: float
@@ -77,14 +77,14 @@ class Rows:
         self.path = folder / RESULTS
 
     def add(self, **row: Any) -> None:
-        whole = not self.path.exists() or self.path.read_bytes()[-1:] in (b"", b"\n")
+        complete = not self.path.exists() or self.path.read_bytes()[-1:] in (b"", b"\n")
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(("" if whole else "\n") + json.dumps(row) + "\n")     # after a line that was cut off a new one begins
+            file.write(("" if complete else "\n") + json.dumps(row) + "\n")     # start a new line after a truncated one
             file.flush()
             os.fsync(file.fileno())
 
     def read(self) -> list[dict[str, Any]]:
-        """The rows so far, without a line that was not written to its end."""
+        """The rows so far, without a truncated line."""
         lines = self.path.read_text(encoding="utf-8").split("\n") if self.path.exists() else []
         rows = []
         for line in filter(None, lines):
@@ -100,7 +100,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"gpu-check has no part {unknown[0]!r}; there are: {', '.join(part.name for part in PARTS)}")
         return 2
     if args.device == "cuda" and not torch.cuda.is_available():
-        print("gpu-check needs a CUDA device, and torch sees none: run it where there is one, or try it with --device cpu")
+        print("gpu-check requires a CUDA device, and torch finds none: run it on a GPU machine, or try it with --device cpu")
         return 2
     args.out.mkdir(parents=True, exist_ok=True)
     rows = Rows(args.out)
@@ -116,7 +116,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_part(part: Part, command: list[str], out: Path, device: str, left_s: float) -> None:
-    """Runs one part within its limit and the seconds that are left, and adds a row with its status."""
+    """Runs one part within its limit and the remaining seconds, and adds a row with its status."""
     rows = Rows(out)
     limit = min(PATIENCE[device] * part.limit_s, left_s)
     if limit < LEAST_S:
@@ -138,8 +138,8 @@ def run_part(part: Part, command: list[str], out: Path, device: str, left_s: flo
 
 
 def ended(command: list[str], limit_s: float, log: BinaryIO) -> str:
-    """How a process ends: ok, its status, or stopped. At its limit all that it has started is stopped with it: a program that
-    went on would slow the next part down."""
+    """How a process ends: ok, its status, or stopped. At its limit its whole process group is killed: a survivor would slow
+    down the next part."""
     process = subprocess.Popen(command, cwd=ROOT, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT,
                                start_new_session=True)
     try:
@@ -154,17 +154,17 @@ def ended(command: list[str], limit_s: float, log: BinaryIO) -> str:
 
 
 def report(rows: Rows) -> int:
-    """Prints the last status of each part and what is wrong or slow to see. Returns the exit status."""
-    found = rows.read()
-    statuses = {row["part"]: row for row in found if "status" in row and "program" not in row}
-    wrong = [row for row in found if row.get("wrong") or "error" in row]
+    """Prints the last status of each part, the training steps and the wrong results. Returns the exit status."""
+    all_rows = rows.read()
+    statuses = {row["part"]: row for row in all_rows if "status" in row and "program" not in row}
+    wrong = [row for row in all_rows if row.get("wrong") or "error" in row]
     table = [["part", "status", "s", "results"]]
     for name, row in statuses.items():
-        results = sum(other.get("part") == name and "status" not in other for other in found)
+        results = sum(other.get("part") == name and "status" not in other for other in all_rows)
         table.append([name, row["status"], f"{row.get('seconds', 0):.0f}", str(results)])
     print(f"\n{aligned(table, left=2)}\n")
     steps = [[row["model"], row["way"], f"{row['ktok_s']:.1f}", f"{row['ms']:.1f}", str(row.get("launches", "")),
-              f"{row['peak_mb']:,.0f}"] for row in found if row.get("part") == "train" and "ktok_s" in row]
+              f"{row['peak_mb']:,.0f}"] for row in all_rows if row.get("part") == "train" and "ktok_s" in row]
     if steps:
         print(aligned([["training", "", "thousand tokens/s", "ms", "launches", "peak MB"], *steps], left=2) + "\n")
     for row in wrong:
@@ -175,7 +175,7 @@ def report(rows: Rows) -> int:
 
 
 def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description="Every question about a GPU, at once.")
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description="All checks of a GPU, at once.")
     parser.add_argument("out", type=path_of)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: the same with small shapes, as a trial")
     parser.add_argument("--budget", type=float,

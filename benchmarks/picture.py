@@ -1,6 +1,6 @@
-"""python -m benchmarks.picture SWEEP [FILE.svg]: the README's picture, one training curve by several kernels, and their times.
+"""python -m benchmarks.picture SWEEP [FILE.svg]: the README's picture: one training curve by several kernels, and their times.
 
-Left: the training loss of each run of a sweep; the curves lie on one another. Right: milliseconds of WKV, forward and backward,
+Left: the training loss of each run of a sweep; the curves coincide. Right: milliseconds of WKV, forward and backward,
 of the same kernels, from benchmarks/results/wkv4-cpu.json. The committed picture is of
 
     python train.py -m experiment=kernel_ablation data=text data.path=tinyshakespeare.txt seed=0 logger=csv out_dir=SWEEP \\
@@ -39,9 +39,9 @@ def main() -> None:
 
 
 def times(kernels: list[str]) -> list[tuple[str, list[tuple[str, float]]]]:
-    """Milliseconds of each kernel's passes, forward and backward. Raises UnusableFile where one was not measured."""
+    """Milliseconds of each kernel's passes, forward and backward. Raises UnusableFile if one was not measured."""
     report = read_json(FOLDER / "wkv4-cpu.json")
-    results = next(one["results"] for one in report["shapes"] if one["shape"] == SHAPE)
+    results = next(shape["results"] for shape in report["shapes"] if shape["shape"] == SHAPE)
     return [(name, [(part, _ms(results, name, part)) for part in ("forward", "backward")]) for name in kernels]
 
 

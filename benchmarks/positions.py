@@ -1,11 +1,11 @@
 """python -m benchmarks.positions [--contexts T,...] [--widths C,...] [--tokens N,...] [--out FOLDER] [OPTION=VALUE ...]
 
-Loss by position in the context, RWKV-4 beside RWKV-7: train.py with each generation, width, context length and number of
-tokens, by the same recipe, 8,192 tokens in each step. OPTION=VALUE: further options of train.py for all runs, as data=text
+Loss by position in the context, RWKV-4 and RWKV-7: train.py with each generation, width, context length and number of
+tokens, by the same recipe, 8,192 tokens per step. OPTION=VALUE: further options of train.py for all runs, as data=text
 data.path=FILE. Each run is a folder of --out; a run whose folder has results is not trained again, so that the runs can be
-made a few at a time.
+trained a few at a time.
 
-A row for each run in --out: the mean nats per token of the validation split's windows, and those at the positions 0, 1, 2 to 3,
+One row per run in --out: the mean nats per token of the validation split's windows, and those at the positions 0, 1, 2 to 3,
 4 to 7, and so on. The last line of standard output is the result as JSON.
 """
 
@@ -51,26 +51,26 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def measured(out: Path, generation: str, C: int, T: int, tokens: int, options: list[str]) -> dict[str, Any]:
-    """The run's options and its mean nats per token by position; it is trained first where its folder has no losses."""
+    """The run's options and its mean nats per token by position; trains it first if its folder has no losses."""
     folder = out / f"{generation}-{C}-{T}-{tokens}"
     losses = folder / LOSSES
     if losses.exists():
-        known: dict[str, Any] = json.loads(losses.read_text(encoding="utf-8"))
-        if known["options"] != options:
-            raise UserError(f"{folder} is a run with {known['options']}, and {options} is asked for: name another --out")
-        return known
+        saved: dict[str, Any] = json.loads(losses.read_text(encoding="utf-8"))
+        if saved["options"] != options:
+            raise UserError(f"{folder} has results for the options {saved['options']}; got {options}: name another --out")
+        return saved
     train(folder, f"model.generation={generation}", f"model.n_embd={C}", f"model.ctx_len={T}",
           f"data.batch_size={max(1, STEP_TOKENS // T)}", f"trainer.max_tokens={tokens}", "trainer.val_every=1000000", *options)
-    found = losses_by_position(folder, T)
+    nats = losses_by_position(folder, T)
     run = {"generation": generation, "width": C, "context": T, "tokens": tokens, "options": options,
-           "nats": {"mean": mean(found), **by_octave(found)}}
+           "nats": {"mean": mean(nats), **by_octave(nats)}}
     losses.write_text(json.dumps(run) + "\n", encoding="utf-8")
     return run
 
 
 @torch.no_grad()
 def losses_by_position(folder: Path, T: int) -> list[float]:
-    """The mean nats of the T positions of the validation split's windows, each of which is read from the empty state."""
+    """The mean nats of the T positions of the validation split's windows, each from the empty state."""
     checkpoint = read_checkpoint(folder)
     assert checkpoint.run is not None
     model = RWKV.from_pretrained(folder)
@@ -87,13 +87,13 @@ def losses_by_position(folder: Path, T: int) -> list[float]:
 
 def by_octave(losses: list[float]) -> dict[str, float]:
     """The means of positions 0, 1, 2 to 3, 4 to 7, and so on."""
-    found = {}
+    means = {}
     first = 0
     while first < len(losses):
         end = min(max(1, 2 * first), len(losses))
-        found[str(first) if end == first + 1 else f"{first}-{end - 1}"] = mean(losses[first:end])
+        means[str(first) if end == first + 1 else f"{first}-{end - 1}"] = mean(losses[first:end])
         first = end
-    return found
+    return means
 
 
 def _arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -1,7 +1,7 @@
-"""python -m benchmarks.quality TEXT CHECKPOINT [CHECKPOINT ...] [--tokenizer NAME] [--json FILE]: what rounded weights cost.
+"""python -m benchmarks.quality TEXT CHECKPOINT [CHECKPOINT ...] [--tokenizer NAME] [--json FILE]: the cost of quantisation.
 
-Bits per byte of the text under each checkpoint, with its weights in each dtype, and how much more that is than in float32. A
-pass reads so few tokens that it uses the products of generation, which in int4 round their inputs. The last line of standard
+Bits per byte of the text under each checkpoint, with its weights in each dtype, and the increase over float32. A chunk has so
+few tokens that it uses the products of generation, which in int4 round their inputs. The last line of standard
 output is the result as JSON.
 """
 
@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokenizer", type=from_home, metavar="NAME", help="of checkpoints that carry none")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args(argv)
-    read_text(args.text)                 # what is refused is so before anything is measured
+    read_text(args.text)                 # refused before anything is measured
     tokenizers = [tokenizer_of(read_checkpoint(path), args.tokenizer, option="--tokenizer") for path in args.checkpoints]
     for tokenizer in tokenizers:
         _, lost = count_tokens(tokenizer, args.text)
@@ -48,9 +48,9 @@ def main(argv: list[str] | None = None) -> None:
 def _rows(checkpoint: Checkpoint, tokenizer: Tokenizer, text: Path) -> list[dict[str, Any]]:
     config = checkpoint.config
     parameters = n_parameters(config, checkpoint.vocab_size)
-    found = {dtype: _bits_per_byte(checkpoint, dtype, tokenizer, text) for dtype in DTYPES}
+    by_dtype = {dtype: _bits_per_byte(checkpoint, dtype, tokenizer, text) for dtype in DTYPES}
     return [{"generation": config.generation, "parameters": parameters, "dtype": dtype, "bits_per_byte": bits,
-             "more": bits / found["float32"] - 1} for dtype, bits in found.items()]
+             "more": bits / by_dtype["float32"] - 1} for dtype, bits in by_dtype.items()]
 
 
 def _bits_per_byte(checkpoint: Checkpoint, dtype: str, tokenizer: Tokenizer, text: Path) -> float:

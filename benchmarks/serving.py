@@ -1,8 +1,8 @@
 """python -m benchmarks.serving PART [--dtype int8 ...] [--texts 8 32] [--seconds 12] [--shape L,C,V] [--json FILE]
 
-share   streams past their prompts, over HTTP and by the engine alone in turns; the decoder without sampling
-peers   RWKV-7: streams past their prompts, quiet and beside one busy process, in turns with llama.cpp's own server on the same
-        weights and requests, where --llama-server names that program (make llama-server); two threads each
+share   streams after their prompts, over HTTP and by the engine alone in turns; the decoder without sampling
+peers   RWKV-7: streams after their prompts, alone and beside one busy process, in turns with llama.cpp's own server on the same
+        weights and requests, if --llama-server names that program (make llama-server); two threads each
 
 The server is `python serve.py` with random weights in RWKV-4's 169M shape (peers: RWKV-7's 0.1b), and a vocabulary of whole
 characters, so that each token is an event (50,304 of them: a World vocabulary has a multiple of 64). The client reads with one
@@ -36,8 +36,8 @@ PROMPT = "A prompt of some words, "
 SETTLE_S = 1.0                           # seconds before counting begins
 VOCABULARY = "vocabulary.txt"
 LLAMA_FORMATS = {"float32": ["F32"], "bfloat16": ["BF16", "F16"], "int8": ["Q8_0"]}
-LLAMA_CONTEXT = 2**15                    # tokens of a slot; a recurrent model needs no memory for them
-LONGEST = LLAMA_CONTEXT - 100            # tokens of a stream that is to go on
+LLAMA_CONTEXT = 2**15                    # tokens per slot; they cost a recurrent model no memory
+LONGEST = LLAMA_CONTEXT - 100            # tokens of a stream that must not end
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -47,7 +47,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def run(parts: Mapping[str, Callable[..., Iterator[dict[str, Any]]]], args: argparse.Namespace, generation: str) -> None:
     """Measures the part args.part with a random checkpoint of the generation and publishes its rows."""
-    from benchmarks.generation import SHAPES, write_checkpoint  # with torch, which _serving_engine.py imports in its own time
+    from benchmarks.generation import SHAPES, write_checkpoint  # imports torch, which _serving_engine.py must import later
     from kernels.machine import hardware
 
     with tempfile.TemporaryDirectory() as folder:
@@ -59,7 +59,7 @@ def run(parts: Mapping[str, Callable[..., Iterator[dict[str, Any]]]], args: argp
 
 
 def write_vocabulary(path: Path, most: int) -> None:
-    """A vocabulary in the World format of the 256 bytes and as many characters of 3 or 4 bytes as there is room for."""
+    """A vocabulary in the World format: the 256 bytes, then as many characters of 3 or 4 bytes as fit."""
     singles = [bytes([value]) for value in range(256)]
     characters = (chr(code) for code in range(0x800, 0x110000) if not 0xD800 <= code < 0xE000)     # all but surrogates
     letters = list(islice(characters, most - 1 - len(singles)))
@@ -96,20 +96,20 @@ class Server:
             os.kill(pid, number)
 
     def resident(self) -> int:
-        """Bytes of both processes that are not mapped files."""
+        """Bytes of both processes, without mapped files."""
         return sum(1024 * int(line.split()[1]) for pid in self.pids
                    for line in Path(f"/proc/{pid}/status").read_text().splitlines() if line.startswith("RssAnon"))
 
     def connect(self, body: dict[str, Any]) -> socket.socket:
         content = json.dumps(body).encode()
-        made = socket.create_connection(("127.0.0.1", self.port))
-        made.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
-                     % len(content) + content)
-        return made
+        client = socket.create_connection(("127.0.0.1", self.port))
+        client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: %d\r\n\r\n"
+                       % len(content) + content)
+        return client
 
 
 class LlamaServer(Server):
-    """llama.cpp's own server, with as many slots as there are streams."""
+    """llama.cpp's own server, with one slot per stream."""
 
     def __init__(self, program: Path, weights: Path, slots: int, *options: str) -> None:
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -126,16 +126,16 @@ class LlamaServer(Server):
 
     def _ready(self) -> bool:
         try:
-            with socket.create_connection(("127.0.0.1", self.port)) as made:
-                made.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-                return made.recv(4096).startswith(b"HTTP/1.1 200")
+            with socket.create_connection(("127.0.0.1", self.port)) as connection:
+                connection.sendall(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+                return connection.recv(4096).startswith(b"HTTP/1.1 200")
         except OSError:
             return False
 
 
 @contextmanager
 def ended(server: Server) -> Iterator[Server]:
-    """The server, which is stopped at the end of the block."""
+    """The server, stopped at the end of the block."""
     try:
         yield server
     finally:
@@ -149,13 +149,13 @@ def serving(checkpoint: Path, dtype: str, *options: str) -> AbstractContextManag
 
 
 def stream_of(n: int, seed: int, prompt: str | list[int] = PROMPT) -> dict[str, Any]:
-    """A body. Token 0, which would end the text, is never drawn; llama.cpp's defaults that differ from ours are set."""
+    """A request body. Token 0, which would end the text, is banned; options whose defaults differ in llama.cpp are set."""
     return {"prompt": prompt, "max_tokens": n, "seed": seed, "stream": True, "logit_bias": {"0": -100}, "temperature": 1,
             "top_p": 1, "top_k": 0, "min_p": 0}
 
 
 class Client:
-    """One stream, and the times at which its events came. more: further fields of its request."""
+    """One stream, and the arrival times of its events. more: further fields of its request."""
 
     def __init__(self, server: Server, n: int, seed: int, hang_up_after: int | None = None, prompt: str | list[int] = PROMPT,
                  **more: Any) -> None:
@@ -168,7 +168,7 @@ class Client:
         self.finished = False
 
     def read(self) -> bool:
-        """Takes what has come. False where the stream is over, or the client hangs up."""
+        """Reads the available data. False if the stream has ended, or the client hangs up."""
         data = self.socket.recv(65536)
         self.status = self.status or data[9:12]
         self.finished = self.finished or b"[DONE]" in data
@@ -177,11 +177,11 @@ class Client:
 
 
 def read_for(selector: selectors.BaseSelector, seconds: float) -> list[Client]:
-    """Reads from all clients for some time; returns those that are over, whose sockets are closed."""
+    """Reads from all clients for some time; returns the finished ones, whose sockets it has closed."""
     over = []
     until = time.perf_counter() + seconds
-    while (left := until - time.perf_counter()) > 0 and selector.get_map():
-        for key, _ in selector.select(left):
+    while (remaining := until - time.perf_counter()) > 0 and selector.get_map():
+        for key, _ in selector.select(remaining):
             if not key.data.read():
                 selector.unregister(key.fileobj)
                 key.data.socket.close()
@@ -202,9 +202,9 @@ def share(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
                 rate, client = rate_over_http(server, texts, args.seconds / args.turns, turn)
                 rates["http"].append(rate)
                 busy.append(client)
-                for name, found in alone([texts, args.seconds / args.turns]).items():
-                    rates[name] += found
-            row = {"dtype": dtype, "texts": texts, **{name: median(found) for name, found in rates.items()},
+                for name, measured in alone([texts, args.seconds / args.turns]).items():
+                    rates[name] += measured
+            row = {"dtype": dtype, "texts": texts, **{name: median(samples) for name, samples in rates.items()},
                    "client_cpu": median(busy)}
             print(f"{dtype:9}{texts:3} texts: HTTP {row['http']:.0f} tokens/s, engine alone {row['engine']:.0f}, decoder "
                   f"{row['decoder']:.0f}; HTTP/engine {row['http'] / row['engine']:.0%}, engine/decoder "
@@ -213,7 +213,7 @@ def share(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
 
 
 def rate_over_http(server: Server, texts: int, seconds: float, turn: int) -> tuple[float, float]:
-    """Events per second of all streams past their prompts, and the client's share of a core."""
+    """Events per second of all streams after their prompts, and the client's share of a core."""
     with selectors.DefaultSelector() as selector:
         clients = [Client(server, LONGEST, 1000 * turn + seed) for seed in range(texts)]
         for client in clients:
@@ -236,7 +236,7 @@ def rate_over_http(server: Server, texts: int, seconds: float, turn: int) -> tup
 
 
 def peers(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """All servers of a width are loaded; each is suspended while another is measured. The busy process runs in its turns."""
+    """All servers of a width are loaded; each is suspended while another is measured. The busy process has turns, too."""
     with ExitStack() as running:
         servers = {("timemix", dtype): running.enter_context(serving(checkpoint, dtype, f"max_rows={max(args.texts)}"))}
         for name in LLAMA_FORMATS[dtype] if args.llama_server else ():
@@ -257,8 +257,8 @@ def peers(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[di
                     rates[key]["busy"].append(rate_over_http(server, texts, args.seconds / args.turns, turn)[0])
                     company.send_signal(signal.SIGSTOP)
                     server.signal(signal.SIGSTOP)
-            for (of, form), found in rates.items():
-                row = {"of": of, "dtype": form, "texts": texts, **{name: median(each) for name, each in found.items()}}
+            for (of, form), measured in rates.items():
+                row = {"of": of, "dtype": form, "texts": texts, **{name: median(samples) for name, samples in measured.items()}}
                 print(f"{of:10}{form:9}{texts:3} texts: {row['quiet']:.0f} tokens/s, beside a busy process {row['busy']:.0f} "
                       f"({row['busy'] / row['quiet']:.0%})", flush=True)
                 yield row
@@ -289,14 +289,14 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 
 
 def parsed(parser: Parser, argv: list[str] | None) -> argparse.Namespace:
-    """The arguments, with those that all benchmarks of the server have."""
+    """The arguments, with the common ones of the server's benchmarks."""
     parser.add_argument("--dtype", nargs="+", default=["int8"], choices=("float32", "bfloat16", "int8"))
     parser.add_argument("--shape", type=sizes_of("L,C,V"), metavar="L,C,V", help="layers, width, vocabulary")
     parser.add_argument("--llama-server", type=program, metavar="PROGRAM", help="llama.cpp's own server (make llama-server)")
     parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args(argv)
     if args.shape and (args.shape[-1] < 320 or args.shape[-1] % 64):
-        parser.error("--shape: a vocabulary of whole characters is a multiple of 64, and at least 320")
+        parser.error("--shape: a vocabulary of whole characters must be a multiple of 64, and at least 320")
     return args
 
 

@@ -1,12 +1,12 @@
 """python -m benchmarks.serving_states PART [--dtype int8 ...] [--turns 5] [--seconds 60] [--shape L,C,V] [--json FILE]
 
-first     the first token after 0, 1,000 and 20,000 tokens (--tokens) and a short question: read anew, from the prefix cache,
+first     the first token after 0, 1,000 and 20,000 tokens (--tokens) and a short question: prefilled, from the prefix cache,
           from a state's id, and from its file after a restart (states_dir=); medians of turns. With --llama-server PROGRAM also
-          llama.cpp's own server on the same weights: read anew, cached in its slot, and a saved slot that is restored, before
-          and after a restart
-load      64 clients (--clients) that come, stream and go: a third hang up in the middle, half continue states or have a
-          schema, or both; in turns with the same without states and schemas. Errors, tokens a second, fairness (Jain's index of
-          the rates of whole texts), and memory at the start, in the middle and at the end
+          llama.cpp's own server on the same weights: prefilled, cached in its slot, and from a saved slot, before and after a
+          restart
+load      64 clients (--clients) that connect, stream and leave: a third hang up in the middle, half continue states or have a
+          schema, or both; in turns with the same load without states and schemas. Errors, tokens per second, fairness (Jain's
+          index of the rates of complete streams), and memory at the start, in the middle and at the end
 
 The server is `python serve.py` with random weights in RWKV-7's 0.1b shape, each token an event, as in benchmarks/serving.py.
 The last line of standard output is the result as JSON.
@@ -41,7 +41,7 @@ from benchmarks.serving import (
 )
 from kernels.arguments import Parser, above_zero, at_least
 
-QUESTION = 8                             # tokens that follow what was read before
+QUESTION = 8                             # tokens after the context
 STATES = 8                               # that the clients of `load` continue
 HANG_UP = 0.3                            # share of clients
 MIB = 2**20
@@ -55,14 +55,14 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def ask(server: Server, path: str, body: dict[str, Any]) -> Any:
-    """The JSON that comes back. Exits with it where the status is another than 200."""
+    """The JSON response. Exits with it if the status is not 200."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=600)
     connection.request("POST", path, json.dumps(body), {"content-type": "application/json"})
     answer = connection.getresponse()
     content = answer.read()
     connection.close()
     if answer.status != 200:
-        sys.exit(f"{path} gave {answer.status}: {content[:500].decode(errors='replace')}")
+        sys.exit(f"{path} returned {answer.status}: {content[:500].decode(errors='replace')}")
     return json.loads(content)
 
 
@@ -71,7 +71,7 @@ def first_token(server: Server, prompt: list[int], **more: Any) -> float:
     client = Client(server, 2, 0, prompt=prompt, **more)
     while not client.times:
         if not client.read() and not client.times:
-            sys.exit(f"no token came, with status {client.status.decode()}")
+            sys.exit(f"no token arrived; status {client.status.decode()}")
     while client.read():
         pass
     client.socket.close()
@@ -92,35 +92,35 @@ class Texts:
 def first(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dict[str, Any]]:
     texts = Texts(_vocabulary(checkpoint))
     lengths = sorted({0, *args.tokens})
-    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)
     options = (f"states_dir={checkpoint.with_name(f'states-{dtype}')}", f"max_prompt_tokens={max(lengths) + QUESTION}")
-    kept: dict[int, list[str]] = {}
+    states: dict[int, list[str]] = {}
     with serving(checkpoint, dtype, *options) as server:
         first_token(server, texts(QUESTION))
         read = {n: texts(n) for n in lengths if n}
         for n, prompt in read.items():
             ask(server, "/v1/completions", {"prompt": prompt, "max_tokens": 1})
-            kept[n] = [ask(server, "/v1/states", {"prompt": prompt})["id"] for _ in range(args.turns)]
+            states[n] = [ask(server, "/v1/states", {"prompt": prompt})["id"] for _ in range(args.turns)]
         for turn in range(args.turns):
             for n in lengths:
-                found["read anew", n].append(first_token(server, texts(n + QUESTION)))
+                times["read anew", n].append(first_token(server, texts(n + QUESTION)))
                 if n:
-                    found["prefix cache", n].append(first_token(server, read[n] + texts(QUESTION)))
-                    found["state", n].append(first_token(server, texts(QUESTION), state=kept[n][turn]))
+                    times["prefix cache", n].append(first_token(server, read[n] + texts(QUESTION)))
+                    times["state", n].append(first_token(server, texts(QUESTION), state=states[n][turn]))
     with serving(checkpoint, dtype, *options) as server:
         first_token(server, texts(QUESTION))
         for turn in range(args.turns):           # each is read from its file once
-            for n, states in kept.items():
-                found["state after a restart", n].append(first_token(server, texts(QUESTION), state=states[turn]))
-    yield from _table("timemix", dtype, lengths, found)
+            for n, ids in states.items():
+                times["state after a restart", n].append(first_token(server, texts(QUESTION), state=ids[turn]))
+    yield from _table("timemix", dtype, lengths, times)
     for name in LLAMA_FORMATS[dtype] if args.llama_server else ():
         yield from _first_of_llama(args.llama_server, gguf_of(checkpoint, name), name, lengths, args.turns, texts)
 
 
 def _first_of_llama(program: Path, weights: Path, name: str, lengths: list[int], turns: int,
                     texts: Texts) -> Iterator[dict[str, Any]]:
-    """A state of llama.cpp is a slot in a file: it is restored, and its text is sent once more, which the slot has read."""
-    found: dict[tuple[str, int], list[float]] = defaultdict(list)
+    """llama.cpp saves a state as a slot's file: the slot is restored, and the prompt that it contains is sent again."""
+    times: dict[tuple[str, int], list[float]] = defaultdict(list)
     folder = weights.with_name(f"slots-{name}")
     folder.mkdir()
     read = {n: texts(n) for n in lengths if n}
@@ -141,27 +141,27 @@ def _first_of_llama(program: Path, weights: Path, name: str, lengths: list[int],
             ask(server, "/slots/0?action=save", {"filename": f"{n}.bin"})
         for _ in range(turns):
             for n in lengths:
-                found["read anew", n].append(first_token(server, texts(n + QUESTION), cache_prompt=False))
+                times["read anew", n].append(first_token(server, texts(n + QUESTION), cache_prompt=False))
                 if n:
                     ask(server, "/completion", {"prompt": read[n], "n_predict": 1, "id_slot": 0, "cache_prompt": True})
-                    found["prefix cache", n].append(
+                    times["prefix cache", n].append(
                         first_token(server, read[n] + texts(QUESTION), id_slot=0, cache_prompt=True))
-                    found["state", n].append(restored(server, n))
+                    times["state", n].append(restored(server, n))
     with ended(started()) as server:
         first_token(server, texts(QUESTION))
         for _ in range(turns):
             for n in read:
-                found["state after a restart", n].append(restored(server, n))
-    yield from _table("llama.cpp", name, lengths, found)
+                times["state after a restart", n].append(restored(server, n))
+    yield from _table("llama.cpp", name, lengths, times)
 
 
-def _table(of: str, dtype: str, lengths: list[int], found: dict[tuple[str, int], list[float]]) -> Iterator[dict[str, Any]]:
-    """Prints milliseconds, and in brackets the ratio to the first token after nothing."""
-    empty = median(found["read anew", 0])
+def _table(of: str, dtype: str, lengths: list[int], seconds: dict[tuple[str, int], list[float]]) -> Iterator[dict[str, Any]]:
+    """Prints milliseconds, and in brackets the ratio to the first token without a context."""
+    empty = median(seconds["read anew", 0])
     print(f"\n{of}, {dtype}: milliseconds to the first token, and as a multiple of that after 0 tokens")
     print(f"{'tokens before':24}" + "".join(f"{n:>18,}" for n in lengths))
     for way in WAYS:
-        times = {n: median(found[way, n]) for n in lengths if found[way, n]}
+        times = {n: median(seconds[way, n]) for n in lengths if seconds[way, n]}
         print(f"{way:24}" + "".join(f"{1000 * times[n]:10.1f} ({times[n] / empty:5.2f})" if n in times else " " * 18
                                     for n in lengths), flush=True)
         yield from ({"of": of, "dtype": dtype, "way": way, "tokens": n, "seconds": s, "of_empty": s / empty}
@@ -173,38 +173,38 @@ def load(checkpoint: Path, dtype: str, args: argparse.Namespace) -> Iterator[dic
     chance = random.Random(0)
     with serving(checkpoint, dtype, f"max_rows={args.clients}", "cache_mib=64", "states_mib=64") as server:
         states = [ask(server, "/v1/states", {"prompt": texts(200)})["id"] for _ in range(STATES)]
-        _run_load(server, args.clients, min(5.0, args.seconds), chance, states)      # memory and threads are as they will be
+        _run_load(server, args.clients, min(5.0, args.seconds), chance, states)      # warm-up of memory and threads
         memory = {"start": server.resident() / MIB}
         counted: dict[bool, list[float]] = {True: [], False: []}
-        over: dict[bool, list[Client]] = {True: [], False: []}
+        ended_clients: dict[bool, list[Client]] = {True: [], False: []}
         for turn in range(args.turns):
             for mixed in (True, False):
                 rate, clients = _run_load(server, args.clients, args.seconds / args.turns, chance, states if mixed else [])
                 counted[mixed].append(rate)
-                over[mixed] += clients
+                ended_clients[mixed] += clients
             if turn == args.turns // 2:
                 memory["middle"] = server.resident() / MIB
         memory["end"] = server.resident() / MIB
-    for mixed, clients in over.items():
+    for mixed, clients in ended_clients.items():
         wrong = [client for client in clients if client.status != b"200"
                  or (client.hang_up_after is None and not client.finished)]
-        # from the request on: where the client is slow, all events of a text may be read at once
-        whole = [client for client in clients if client.finished and client.n >= 32]
-        rates = [len(client.times) / (client.times[-1] - client.began) for client in whole]
+        # from the request on: a slow client may read all events of a stream at once
+        finished = [client for client in clients if client.finished and client.n >= 32]
+        rates = [len(client.times) / (client.times[-1] - client.began) for client in finished]
         row = {"dtype": dtype, "load": "states, schemas, streams, hang-ups" if mixed else "streams, hang-ups",
                "texts": len(clients), "errors": len(wrong), "tokens_per_second": median(counted[mixed]),
                "jain": jain(rates) if rates else None, "memory_mib": memory}
         yield row
         print(f"{dtype}, {row['load']}: {row['texts']} texts, {row['errors']} errors, {row['tokens_per_second']:.0f} tokens/s, "
               f"Jain {row['jain'] or 0:.3f}", flush=True)
-    ratio = median(one / other for one, other in zip(counted[True], counted[False], strict=True))
+    ratio = median(mixed_rate / plain_rate for mixed_rate, plain_rate in zip(counted[True], counted[False], strict=True))
     shown = ", ".join(f"{size:.0f} MiB at the {name}" for name, size in memory.items())
     print(f"{dtype}: {ratio:.1%} of the tokens/s without states and schemas; memory {shown}", flush=True)
     yield {"dtype": dtype, "ratio": ratio}
 
 
 def jain(rates: list[float]) -> float:
-    """Jain's index of fairness: 1 where all are equal, 1 / n where one has everything."""
+    """Jain's index of fairness: 1 if all are equal, 1 / n if one has everything."""
     return sum(rates) ** 2 / (len(rates) * sum(rate * rate for rate in rates))
 
 
@@ -215,31 +215,31 @@ def _run_load(server: Server, n_clients: int, seconds: float, chance: random.Ran
     states: those that half of the clients continue; without any there are no schemas either.
     """
     over: list[Client] = []
-    made: list[Client] = []
+    clients: list[Client] = []
     with selectors.DefaultSelector() as selector:
         began = time.perf_counter()
         until = began + seconds
         while time.perf_counter() < until or selector.get_map():
             while len(selector.get_map()) < n_clients and time.perf_counter() < until:
-                client = _client(server, len(made), chance, states)
+                client = _client(server, len(clients), chance, states)
                 selector.register(client.socket, selectors.EVENT_READ, client)
-                made.append(client)
+                clients.append(client)
             over += read_for(selector, 0.05)
-    events = sum(began <= at < until for client in made for at in client.times)
+    events = sum(began <= at < until for client in clients for at in client.times)
     return events / seconds, over
 
 
 def _client(server: Server, seed: int, chance: random.Random, states: list[str]) -> Client:
     n = chance.randint(8, 128)
     hang_up = chance.randint(1, max(1, n // 2)) if chance.random() < HANG_UP else None
-    kind = chance.random()               # drawn for both loads, which are then alike
+    kind = chance.random()               # drawn for both loads, to make them alike
     state = chance.randrange(STATES)
     more: dict[str, Any] = {}
     if states and kind < 0.35:
         more |= {"state": states[state], "save_state": kind < 0.1}
     if states and 0.25 < kind < 0.5:
         more["response_format"] = LONG
-    # every prompt is another, so that none is in the prefix cache: both loads read the same tokens
+    # all prompts differ, so that none is in the prefix cache: both loads prefill the same tokens
     return Client(server, n, seed, hang_up, f"{seed} " + "word " * chance.randint(2, 12), **more)
 
 

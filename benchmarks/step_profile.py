@@ -1,6 +1,6 @@
 """python -m benchmarks.step_profile [--generation NAME,...] [--optim NAME,...] [--precision NAME,...] [--shape L,C,B,T,V]
 
-Where the time of a training step goes, by part and by operation. Without options: both generations, adamw, muon and normuon, in
+The time of a training step, by part and by operation. Without options: both generations, adamw, muon and normuon, in
 32-true and, on a CPU with products of bfloat16, bf16-mixed, in the shape of `make train`: 4 layers, 192 wide, 8 windows of 128,
 2,048 tokens of vocabulary.
 
@@ -9,11 +9,11 @@ Where the time of a training step goes, by part and by operation. Without option
     products    the matrix products; in the optimiser those of muon and normuon
     wkv         the operator
     norm        LayerNorm; the norm of RWKV-7's heads is fused, and counts as pointwise
-    pointwise   operations that compute each number from those at the same place, and the fused C forms (mixes, gates, ReLU^2)
+    pointwise   elementwise operations, and the fused C forms (mixes, gates, ReLU^2)
     other       copies, casts, sums, the embedding, the softmax of the loss, AdamW
-    between     Python, autograd and PyTorch's dispatch: what no operation accounts for
+    between     Python, autograd and PyTorch's dispatch: time outside of operations
 
-The shares of operations are from PyTorch's profiler, which makes small operations and what is between them look longer. The
+The shares are from PyTorch's profiler, which overstates small operations and the time between them. The
 last line of standard output is the result as JSON.
 """
 
@@ -51,8 +51,8 @@ PARTS = ("forward", "loss", "backward", "optimiser")
 KINDS = ("products", "wkv", "norm", "pointwise", "other", "between")
 PRODUCTS = ("mm", "bmm", "mv", "dot", "addmm", "baddbmm", "addmv", "addbmm", "linear", "matmul", "_addmm_activation")
 WARM_UP, PROFILED = 3, 3                 # steps
-LONGEST = 6                              # operations that are listed
-PART, NATIVE = "part: ", "native::"      # the beginnings of what is recorded here
+LONGEST = 6                              # operations to list
+PART, NATIVE = "part: ", "native::"      # prefixes of recorded names
 Report = dict[str, Any]
 Part = Callable[[str], AbstractContextManager[Any]]      # the context of a part of a step, from the part's name
 Step = Callable[[Part], None]
@@ -61,24 +61,24 @@ Times = dict[str, Counter[str]]          # by part, microseconds of each operati
 
 def main(argv: list[str] | None = None) -> None:
     args = _arguments(argv)
-    found = []
+    measured = []
     for precision in _precisions(args):
         for generation in args.generation:
             for optim in args.optim:
-                found.append(measure(generation, optim, precision, args.shape, args.steps))
-                print(as_text(found[-1]), flush=True)
+                measured.append(measure(generation, optim, precision, args.shape, args.steps))
+                print(as_text(measured[-1]), flush=True)
     shape = dict(zip("LCBTV", args.shape, strict=True))
-    publish({"machine": hardware.describe("cpu"), "shape": shape, "steps": found}, args.json)
+    publish({"machine": hardware.describe("cpu"), "shape": shape, "steps": measured}, args.json)
 
 
 def _precisions(args: argparse.Namespace) -> list[str]:
-    """Those that were named, else those for which the CPU has products; says which are left out."""
+    """The named ones, else those for which the CPU has products; prints which are skipped."""
     if args.precision:
         return list(args.precision)
     slow = {precision: why_slow(dtype_for(precision), torch.device("cpu")) for precision in PRECISIONS}
     for precision, why in slow.items():
         if why:
-            print(f"without {precision}: {why}; --precision {precision} measures it all the same", flush=True)
+            print(f"without {precision}: {why}; --precision {precision} measures it anyway", flush=True)
     return [precision for precision, why in slow.items() if not why]
 
 
@@ -109,21 +109,21 @@ def measure(generation: str, optim: str, precision: str, shape: tuple[int, ...],
 
 def clocked(run: Step, steps: int) -> dict[str, float]:
     """The median milliseconds of each part."""
-    found: dict[str, list[float]] = {part: [] for part in PARTS}
+    times: dict[str, list[float]] = {part: [] for part in PARTS}
 
     @contextmanager
     def part(name: str) -> Iterator[None]:
         start = time.perf_counter()
         yield
-        found[name].append(1000 * (time.perf_counter() - start))
+        times[name].append(1000 * (time.perf_counter() - start))
 
     for _ in range(WARM_UP + steps):
         run(part)
-    return {name: median(times[WARM_UP:]) for name, times in found.items()}
+    return {name: median(samples[WARM_UP:]) for name, samples in times.items()}
 
 
 def profiled(run: Step) -> Times:
-    """The time of each operation in PROFILED steps, less that of operations that it calls. What WKV calls counts as WKV's."""
+    """The time of each operation in PROFILED steps, without operations that it calls. Operations inside WKV count as WKV."""
     def part(name: str) -> record_function:
         return record_function(PART + name)
 
@@ -140,7 +140,7 @@ def profiled(run: Step) -> Times:
 
 
 def _add(event: FunctionEvent, operator: str | None, times: Counter[str]) -> None:
-    """operator: the name of the WKV operation that the event is a part of, if any."""
+    """operator: the name of the enclosing WKV operation, if any."""
     operator = operator or (event.name if kind_of(event.name) == "wkv" else None)
     times[operator or event.name] += event.self_cpu_time_total
     for child in event.cpu_children:
@@ -149,7 +149,7 @@ def _add(event: FunctionEvent, operator: str | None, times: Counter[str]) -> Non
 
 @contextmanager
 def _native_recorded() -> Iterator[None]:
-    """Records the calls of the C library, of which PyTorch's profiler does not know."""
+    """Records the calls of the C library, which PyTorch's profiler does not see."""
     run = native.run
 
     def recorded(name: str, *arguments: Any) -> None:
@@ -180,7 +180,7 @@ def kind_of(name: str) -> str:
 
 
 def as_text(report: Report) -> str:
-    """The step as a table: a line for each part and one for all."""
+    """The step as a table: a line per part and one for all."""
     ms = report["ms"]
     shares = report["shares"]
     total = {kind: sum(shares[part][kind] for part in PARTS) for kind in KINDS}

@@ -35,7 +35,7 @@ def caption(report: Report) -> str:
 
 
 def generation(report: Report) -> str:
-    """Tokens per second for each task and width of the weights: ours, its shares of both limits, and the best of each peer."""
+    """Tokens per second per task and width of the weights: ours, its shares of both limits, and the best of each peer."""
     peers = list(dict.fromkeys(row["of"] for row in report["rows"] if row["of"] != "timemix"))
     table = [["tokens/s", "dtype", "timemix", "of the read bandwidth", "of the matrix products", *peers, "first token s",
               "peak MiB"]]
@@ -51,19 +51,19 @@ def generation(report: Report) -> str:
 
 
 def _best(rows: list[Report]) -> str:
-    """The fastest of a peer's formats of a width, with its name; empty where there is none."""
+    """The fastest of a peer's formats of a width, with its name; empty if there is none."""
     best = max(rows, key=lambda row: float(row["tokens_per_s"]), default=None)
     return f"{best['tokens_per_s']:.0f} ({best['dtype']})" if best else ""
 
 
 def training(report: Report) -> str:
-    """A step through train.py beside the same step bare and its matrix products alone, and the benchmark's other parts."""
+    """A step in train.py, the same step bare and its matrix products alone, and the benchmark's other parts."""
     table = [["6 layers, 384 wide, V 8192, 4 x 512 tokens", "tokens/s", "of the matrix products", "ms a step", "around a step"]]
     for part, name in STEPS.items():
         if part in report:
-            one = report[part]
-            table.append([name, f"{one['tok_per_sec']:,.0f}", f"{one['of_matmuls']:.0%}", f"{one['ms']['step']:.0f}",
-                          f"{one['around_a_step']:.1%}"])
+            result = report[part]
+            table.append([name, f"{result['tok_per_sec']:,.0f}", f"{result['of_matmuls']:.0%}", f"{result['ms']['step']:.0f}",
+                          f"{result['around_a_step']:.1%}"])
     parts = (markdown(table), AROUND, _losses(report), _head(report), _earlier(report))
     return "\n\n".join(filter(None, parts))
 
@@ -81,9 +81,9 @@ def _earlier(report: Report) -> str:
 
 
 def _losses(report: Report) -> str:
-    found = [f"{name} {report[part]['float32']:.4f} nats in float32 and {report[part]['bfloat16']:.4f} in bf16-mixed"
+    losses = [f"{name} {report[part]['float32']:.4f} nats in float32 and {report[part]['bfloat16']:.4f} in bf16-mixed"
              for part, name in (("losses", "RWKV-4"), ("rwkv7_losses", "RWKV-7")) if part in report]
-    return f"The loss after 500 of these steps: {'; '.join(found)}." if found else ""
+    return f"The loss after 500 of these steps: {'; '.join(losses)}." if losses else ""
 
 
 def _head(report: Report) -> str:
@@ -107,12 +107,12 @@ TRAINED = {"rwkv4": "RWKV-4", "rwkv7": "RWKV-7", "nanogpt": "nanoGPT"}
 
 
 def generations(report: Report, table: Callable[..., str] = markdown) -> str:
-    """The loss and bits per byte of each model, as means over the seeds; all have trained for the same time."""
+    """The loss and bits per byte of each model, as means over the seeds, after the same training time."""
     rows = [["mean of the seeds", "", "ms a step", "steps", "val/loss, nats", "val/bpb"]]
     for part, name in PARTS.items():
-        found = report.get(part, {"mean": {}})
-        for trained, mean in found["mean"].items():
-            rows.append([name, TRAINED[trained], f"{found['ms'][trained]:.0f}", f"{found['steps'][trained]}",
+        results = report.get(part, {"mean": {}})
+        for trained, mean in results["mean"].items():
+            rows.append([name, TRAINED[trained], f"{results['ms'][trained]:.0f}", f"{results['steps'][trained]}",
                          f"{mean['val_loss']:.4f}", f"{mean['val_bpb']:.4f}"])
     return "\n\n".join(filter(None, [table(rows, left=2), _earlier(report)]))
 
@@ -135,7 +135,7 @@ def first_token(report: Report, table: Callable[..., str] = markdown) -> str:
 
 
 def tuning(report: Report, table: Callable[..., str] = markdown) -> str:
-    """For each way of tuning the number of trained values, its time and memory, and the exact matches."""
+    """Per tuning method: the number of trained values, time, memory, and exact matches."""
     rows = [["", "trained values", "minutes", "peak MB", "exact matches", "of new words"]]
     for row in report["results"]:
         cost = [f"{row['trained']:,}", f"{row['seconds'] / 60:.1f}", f"{row['peak_mem']:.0f}"] if "trained" in row else [""] * 3

@@ -2,7 +2,7 @@
 
 Compares our tokenizers with other libraries. First the ids of N random strings are compared; then encoding and decoding of one
 text are timed in turns, and the medians shown. The exit status is 1 if any ids differ. PyPI's `rwkv` runs in the environment
-that `make peers` makes. The last line of standard output is the result as JSON.
+of `make peers`. The last line of standard output is the result as JSON.
 """
 
 import argparse
@@ -63,18 +63,18 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _ours(text: str, neox: Path | None) -> dict[str, Tokenizer]:
-    given = {"neox": Tokenizer.from_file(neox)} if neox else {}
+    optional = {"neox": Tokenizer.from_file(neox)} if neox else {}
     ours: dict[str, Tokenizer] = {"byte": ByteTokenizer(), "char": CharTokenizer(text)}
-    return ours | {"bpe": JsonTokenizer.train([text], BPE_SIZE), "world": Tokenizer.named("world")} | given
+    return ours | {"bpe": JsonTokenizer.train([text], BPE_SIZE), "world": Tokenizer.named("world")} | optional
 
 
 def _check_world(world: Any, peer: Peer | None, count: int) -> dict[str, dict[str, int]]:
     texts = list(unicode_strings(count))
     library = RWKVTokenizer()
-    mine = [world.encode(text) for text in texts]
-    checks = {"world and pyrwkv-tokenizer, Unicode": _compared(mine, [library.encode(text) for text in texts])}
+    ids = [world.encode(text) for text in texts]
+    checks = {"world and pyrwkv-tokenizer, Unicode": _compared(ids, [library.encode(text) for text in texts])}
     if peer:
-        checks["world and rwkv, Unicode"] = _compared(mine, peer({"ids_of": [text.encode().hex() for text in texts]}))
+        checks["world and rwkv, Unicode"] = _compared(ids, peer({"ids_of": [text.encode().hex() for text in texts]}))
     return checks
 
 
@@ -85,12 +85,12 @@ def _check_json(ours: dict[str, Tokenizer], libraries: dict[str, Any], count: in
             for name, library in libraries.items()}
 
 
-def _compared(mine: list[list[int]], theirs: list[list[int]]) -> dict[str, int]:
-    return {"strings": len(mine), "different": sum(a != b for a, b in zip(mine, theirs, strict=True))}
+def _compared(ids: list[list[int]], peer_ids: list[list[int]]) -> dict[str, int]:
+    return {"strings": len(ids), "different": sum(a != b for a, b in zip(ids, peer_ids, strict=True))}
 
 
 def _work(ours: dict[str, Tokenizer], libraries: dict[str, Any], peer: Peer | None, text: str) -> Work:
-    """For each program and pass a function that processes the whole text once."""
+    """Per program and pass, a function that processes the whole text once."""
     work: Work = {}
     for name, tokenizer in ours.items():
         _add(work, f"ours, {name}", tokenizer.encode, tokenizer.decode, text, tokenizer.encode(text))

@@ -1,7 +1,7 @@
 """python -m benchmarks.training [--only NAME,...] [--losses STEPS] [--json FILE]
 
-The time of a training step in train.py, beside the same step bare (no Lightning, loader, log or checkpoint) and beside its
-matrix products alone, in turns; medians.
+The time of a training step in train.py, of the same step bare (no Lightning, loader, log or checkpoint) and of its matrix
+products alone, in turns; medians.
 
     float32, bfloat16          6 layers, 384 wide, 8192 tokens of vocabulary, 4 windows of 512 (not on Windows)
     rwkv7_float32, rwkv7_bfloat16      the same of RWKV-7
@@ -9,11 +9,11 @@ matrix products alone, in turns; medians.
                                minutes
     head                       the peak memory of a step with 65,536 tokens of vocabulary, with and without the chunked loss
 
-A CPU without products of bfloat16 takes hundreds of times as long for them: there the parts in it are left out, unless --only
-names them.
+On a CPU without products of bfloat16, which would take hundreds of times as long, the bfloat16 parts are skipped unless
+--only names them.
 `around_a_step` is the time of a step between two checkpoints, plus a checkpoint's time spread over 500 steps, less the bare
-step; noise can make it negative. The last line of standard output is the result as JSON. --json FILE keeps the parts that are
-not measured now, and the commit of each part.
+step; noise can make it negative. The last line of standard output is the result as JSON. --json FILE keeps its
+other parts, and the commit of each part.
 """
 
 import argparse
@@ -41,7 +41,7 @@ SHAPE = ["model.n_layer=6", "model.n_embd=384", "model.ctx_len=512", "data.vocab
 GENERATIONS = {"": "rwkv4", "rwkv7_": "rwkv7"}            # the prefix of a part's name
 PRECISIONS = {"float32": "32-true", "bfloat16": "bf16-mixed"}
 PARTS = ("float32", "bfloat16", "rwkv7_float32", "rwkv7_bfloat16", "head", "losses", "rwkv7_losses")
-IN_BFLOAT16 = ("bfloat16", "losses")     # the ends of the names of parts that multiply in it
+IN_BFLOAT16 = ("bfloat16", "losses")     # suffixes of the parts that multiply in bfloat16
 TOKENS = 4 * 512                         # per step in that shape
 STEPS = {"32-true": 72, "bf16-mixed": 168}       # several turns
 SAVED_EVERY, WARM = 8, 6
@@ -69,19 +69,19 @@ def _parts(args: argparse.Namespace, scratch: Path) -> dict[str, Callable[[], Re
 
 
 def throughput(generation: str, precision: str, scratch: Path) -> Report:
-    """ms of a step in train.py, of the bare step and of its matrix products; tokens per second, and their ratios."""
+    """ms of a step in train.py, of the bare step and of its matrix products; tokens per second; ratios."""
     out_dir = scratch / f"{generation}-{precision}"
     command = train_command(out_dir, *SHAPE, f"model.generation={generation}", f"trainer.precision={precision}",
                              f"trainer.max_steps={STEPS[precision]}",
                              f"trainer.checkpoint_every={SAVED_EVERY}")
     printed = _turns.beside(command, scratch, _job_command("steps", generation, precision), ROOT, TURNS[precision])
     alone = [json.loads(line) for line in printed.splitlines() if line.endswith("}")][WARM:]
-    ms = _of_throughput(out_dir) | {name: median(one[name] for one in alone) for name in ("bare", "matmuls")}
+    ms = _step_times(out_dir) | {name: median(step[name] for step in alone) for name in ("bare", "matmuls")}
     return {"precision": precision, "ms": ms, "tok_per_sec": 1000 * TOKENS / ms["step"],
             "of_matmuls": ms["matmuls"] / ms["step"], "around_a_step": (ms["step"] + ms["saving"] - ms["bare"]) / ms["bare"]}
 
 
-def _of_throughput(out_dir: Path) -> Report:
+def _step_times(out_dir: Path) -> Report:
     ms = {int(row["step"]): 1000 * TOKENS / float(row["tok_per_sec"]) for row in metrics(out_dir) if row["tok_per_sec"]}
     steps = [ms[step] for step in ms if step > WARM and (step - 1) % SAVED_EVERY]    # a step includes the save before it
     saves = [ms[step] for step in ms if step > WARM and not (step - 1) % SAVED_EVERY]
@@ -90,16 +90,16 @@ def _of_throughput(out_dir: Path) -> Report:
 
 def losses(steps: int, generation: str, scratch: Path) -> Report:
     """Mean train/loss of the last tenth of the steps, by precision."""
-    found = {}
+    means = {}
     for name, precision in PRECISIONS.items():
         run = train(scratch / f"losses-{generation}-{name}", *SHAPE, f"model.generation={generation}",
                     f"trainer.precision={precision}", f"trainer.max_steps={steps}", "trainer.checkpoint_every=100000")
-        found[name] = mean([float(row["train/loss"]) for row in run if row["train/loss"]][-(steps // 10):])
-    return found
+        means[name] = mean([float(row["train/loss"]) for row in run if row["train/loss"]][-(steps // 10):])
+    return means
 
 
 def train(out_dir: Path, *options: str) -> list[dict[str, str]]:
-    """Trains a run and returns the rows of its metrics.csv. It becomes runs/latest of the folder that it is in."""
+    """Trains a run and returns the rows of its metrics.csv. It becomes runs/latest of its folder."""
     out_dir.parent.mkdir(parents=True, exist_ok=True)
     _turns.alone(train_command(out_dir, *options), out_dir.parent)
     return metrics(out_dir)
@@ -124,7 +124,7 @@ def metrics(out_dir: Path) -> list[dict[str, str]]:
 def _middle_of_three(*arguments: str) -> Any:
     """The run with the median peak of three: a process may need a fifth more memory than another."""
     runs = [json.loads(_turns.alone(_job_command(*arguments), ROOT).splitlines()[-1]) for _ in range(3)]
-    return sorted(runs, key=lambda found: float(found["peak_mb"]))[1]
+    return sorted(runs, key=lambda run: float(run["peak_mb"]))[1]
 
 
 def _job_command(*arguments: str) -> list[str]:
@@ -138,7 +138,7 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--json", type=output_file, metavar="FILE")
     args = parser.parse_args(argv)
     if not args.losses and any(name.endswith("losses") for name in args.only):
-        parser.error("--only losses and rwkv7_losses need --losses STEPS")
+        parser.error("--only losses and rwkv7_losses require --losses STEPS")
     return args
 
 

@@ -1,11 +1,11 @@
-"""Full, LoRA and state tuning of a small RWKV-7 on a rule that can be checked: python -m benchmarks.tuning --out FOLDER.
+"""Full, LoRA and state tuning of a small RWKV-7 on a verifiable rule: python -m benchmarks.tuning --out FOLDER.
 
-A question is six words of a list of 500, and the answer is the third of them in capitals. The model to tune is trained here on
-questions of one to six words: in half of them a system message names the place of the word that is the answer ("System:
-third"), in the others it is a random one. So it can do what it is told, and without being told it knows how to copy, and not
-which word. If FOLDER has one in base/ already, that one is used. Printed are, before and after each way of tuning, the exact
-matches on 100 questions of the same words, never seen, and on 50 of other words, both without a system message; and wall time,
-trained values and peak memory of the training process. The last line of standard output is the result as JSON.
+A question is six words of a list of 500, and the answer is the third of them in capitals. The base model is trained here on
+questions of one to six words: in half of them a system message gives the position of the answer ("System: third"), in the
+others it is random. So it follows the instruction, and without one it knows how to copy, but not which word. A base in
+FOLDER/base/ is reused. Printed before and after each tuning: the exact matches on 100 unseen questions with the same words and
+on 50 with other words, both without a system message; and wall time, trained values and peak memory of the training process.
+The last line of standard output is the result as JSON.
 """
 
 import json
@@ -35,21 +35,21 @@ Conversation = list[dict[str, str]]
 def words(count: int, seed: int) -> list[str]:
     """Words of two syllables, all different."""
     chance = random.Random(seed)
-    found: dict[str, None] = {}
-    while len(found) < count:
-        found["".join(chance.choice(letters) for letters in (CONSONANTS, VOWELS, CONSONANTS, VOWELS, CONSONANTS))] = None
-    return list(found)
+    result: dict[str, None] = {}
+    while len(result) < count:
+        result["".join(chance.choice(letters) for letters in (CONSONANTS, VOWELS, CONSONANTS, VOWELS, CONSONANTS))] = None
+    return list(result)
 
 
 def any_word(vocabulary: Sequence[str], count: int, chance: random.Random) -> list[Conversation]:
-    """Questions of one to six words, and a random one of them as the answer; in every second a system message says which."""
-    found = []
+    """Questions of one to six words, one of which, at random, is the answer; in half a system message gives its position."""
+    conversations = []
     for index in range(count):
         chosen = chance.sample(vocabulary, chance.randint(1, 6))
         place = chance.randrange(len(chosen))
-        told = [{"role": "system", "content": PLACES[place]}] if index % 2 else []
-        found.append([*told, *conversation(" ".join(chosen), chosen[place].upper())])
-    return found
+        system = [{"role": "system", "content": PLACES[place]}] if index % 2 else []
+        conversations.append([*system, *conversation(" ".join(chosen), chosen[place].upper())])
+    return conversations
 
 
 def conversation(question: str, answer: str) -> Conversation:
@@ -58,11 +58,11 @@ def conversation(question: str, answer: str) -> Conversation:
 
 def third_word(vocabulary: Sequence[str], count: int, chance: random.Random) -> list[Pair]:
     """Questions of six words, and the third of them as the answer."""
-    found = []
+    pairs = []
     for _ in range(count):
         chosen = chance.sample(vocabulary, 6)
-        found.append((" ".join(chosen), chosen[2].upper()))
-    return found
+        pairs.append((" ".join(chosen), chosen[2].upper()))
+    return pairs
 
 
 def write(path: Path, conversations: Iterable[Conversation]) -> None:
@@ -77,7 +77,7 @@ def train(folder: Path, name: str, *options: str) -> float:
 
 
 def matches(folder: Path, checkpoint: str, questions: Sequence[Pair]) -> float:
-    """The fraction of questions whose whole likeliest answer is right."""
+    """The fraction of questions whose greedy answer matches exactly."""
     code = (f"import json, sys; sys.path.insert(0, {str(ROOT)!r})\n"
             "from rwkv import RWKV, Tokenizer\n"
             "from rwkv.generation.engine import generate_batch\n"

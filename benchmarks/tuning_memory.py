@@ -1,12 +1,11 @@
-"""Memory of full, LoRA and state tuning, with frozen weights in four dtypes: what the plan says and what one step takes.
+"""Memory of full, LoRA and state tuning, with frozen weights in four dtypes: planned and measured.
 
     python -m benchmarks.tuning_memory --out FOLDER [--shapes 0.1b] [--ways full lora state] [--bases float32 int4]
 
 The weights are random, in bfloat16 and in the shapes of the released RWKV-7 models; the text is conversations of random words.
-Each run is train.py's, a process of its own: printed are the figure in its plan, and the peak of the memory that it had until
-its end, by the kernel's account of that process (Linux): its resident set, with the program, the libraries and what is mapped
-of the weights' file. program_gb is what the plan says of program and libraries, before the model is read. The last line of
-standard output is the result as JSON.
+Each run is a train.py process. Printed are its plan's figure, and the peak of its resident set (Linux's accounting), with the
+program, the libraries and the mapped part of the weights' file. program_gb is the plan's figure for program and libraries,
+before the model is loaded. The last line of standard output is the result as JSON.
 """
 
 import itertools
@@ -30,7 +29,7 @@ OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.tokenizer=world", "data.c
            "trainer=cpu", "trainer.precision=32-true", "trainer.max_steps=2", "trainer.log_every=1", "trainer.sample_every=0",
            "trainer.sample_tokens=0", "data.val_fraction=0.01", "trainer.keep_last=1", "logger=csv",
            "trainer.val_tokens=100")
-# In a process of its own: what has been in this one's memory would count as the peak of its children.
+# In its own process: this one's peak memory would count as its children's.
 RANDOM_WEIGHTS = """
 import sys, torch, yaml
 from rwkv.config import ModelConfig
@@ -48,24 +47,24 @@ def write_weights(shape: str, path: Path) -> None:
 
 
 def run(folder: Path, *options: str) -> tuple[float, float, float, float]:
-    """The plan's figure, its part of program and libraries, and the peak, in GB; and the seconds of the processors."""
+    """The plan's figure, its share of program and libraries, and the peak, in GB; and processor seconds."""
     process = subprocess.Popen([sys.executable, str(ROOT / "train.py"), *OPTIONS, *options], cwd=folder, text=True,
                                stderr=subprocess.PIPE)
     assert process.stderr is not None
-    said = process.stderr.read()
+    output = process.stderr.read()
     _, status, used = os.wait4(process.pid, 0)
     if status:
-        raise SystemExit(said)
-    planned = gigabytes("about {} for each process", said)
-    program = gigabytes("program and libraries {},", said)
+        raise SystemExit(output)
+    planned = gigabytes("about {} for each process", output)
+    program = gigabytes("program and libraries {},", output)
     return planned, program, 1024 * used.ru_maxrss / 1e9, used.ru_utime + used.ru_stime
 
 
-def gigabytes(line: str, said: str) -> float:
-    """The number in the place of {} of a line of the plan."""
-    found = re.search(line.format(r"([\d.,]+) (GB|MB)"), said)
-    assert found, said
-    return float(found[1].replace(",", "")) * (1 if found[2] == "GB" else 1e-3)
+def gigabytes(line: str, output: str) -> float:
+    """The number at {} in a line of the plan."""
+    match = re.search(line.format(r"([\d.,]+) (GB|MB)"), output)
+    assert match, output
+    return float(match[1].replace(",", "")) * (1 if match[2] == "GB" else 1e-3)
 
 
 def main() -> None:

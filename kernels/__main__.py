@@ -1,4 +1,4 @@
-"""python -m kernels: every implementation of every operator, its idea, where it runs, and where it cannot run here, why."""
+"""python -m kernels: every implementation of every operator: its idea, its devices, and why it cannot run here, if so."""
 
 import ast
 import os
@@ -21,7 +21,7 @@ def main(argv: Sequence[str] = ()) -> None:
     try:
         show()
         sys.stdout.flush()
-    except BrokenPipeError:              # whoever read it has seen enough, as in: python -m kernels | head
+    except BrokenPipeError:              # the reader has closed the pipe, as in: python -m kernels | head
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -40,7 +40,7 @@ def show() -> None:
 
 
 def runs_on(op: str, name: str) -> str:
-    """The devices that the file declares; a file whose package is missing cannot be asked."""
+    """The devices that the file declares; unknown if the file's package is missing."""
     try:
         return " ".join(load(op, name).REQUIRES.devices)
     except KernelUnavailable:
@@ -59,7 +59,7 @@ def describe(op: str, name: str, devices: Sequence[str]) -> str:
 
 
 def not_built(op: str, name: str) -> str | None:
-    """Why a C kernel cannot run that the library does not have yet."""
+    """Why a C kernel cannot run that the library does not contain yet."""
     missing = native.not_built(Path(__file__).parent / op / f"{name}.py") if name.startswith("c_") else None
     return f"not built: the library has no {missing} (make native)" if missing else None
 

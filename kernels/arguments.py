@@ -1,4 +1,4 @@
-"""The command lines of programs: a parser that shows a mistake as one sentence, and the types of options.
+"""Command-line parsing: a parser that reports a usage error as one sentence, and the types of options.
 
 A type raises argparse.ArgumentTypeError; its message follows the option's name.
 """
@@ -15,9 +15,9 @@ from typing import Any, ClassVar, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """The arguments of python -m MODULE. A mistake is one line on standard error, without the usage, and exit status 2.
+    """The arguments of python -m MODULE. A usage error is one line on standard error, without the usage, and exit status 2.
 
-    shown: turns a text into what the user sees; a program that runs others under names of its own sets it.
+    shown: maps a text to what the user sees; set by a program that runs others under its own names.
     """
 
     shown: ClassVar[Callable[[str], str]] = str
@@ -27,13 +27,13 @@ class Parser(argparse.ArgumentParser):
                          formatter_class=argparse.RawDescriptionHelpFormatter)
 
     def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        found, unknown = self.parse_known_args(args, namespace)
+        arguments, unknown = self.parse_known_args(args, namespace)
         if unknown:
             name, _, value = unknown[0].lstrip("-").partition("=")
-            near = difflib.get_close_matches(f"--{name.replace('_', '-')}", self._option_string_actions, n=1)
-            hint = f"did you mean {' '.join([*near, value]).rstrip()}?" if near else "see --help"
+            matches = difflib.get_close_matches(f"--{name.replace('_', '-')}", self._option_string_actions, n=1)
+            hint = f"did you mean {' '.join([*matches, value]).rstrip()}?" if matches else "see --help"
             self.error(f"unknown argument {unknown[0]}: {hint}")
-        return found
+        return arguments
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: {message}\n")
@@ -51,7 +51,7 @@ def path_of(text: str) -> Path:
 def at_least(least: int) -> Callable[[str], int]:
     def number(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
-            raise ArgumentTypeError(f"expected a whole number of at least {least}, got {text!r}")
+            raise ArgumentTypeError(f"must be a whole number of at least {least}; got {text!r}")
         return int(text)
 
     return number
@@ -63,7 +63,7 @@ def above_zero(text: str) -> float:
     except ValueError:
         number = math.nan
     if not 0 < number < math.inf:
-        raise ArgumentTypeError(f"expected a number above 0, got {text!r}")
+        raise ArgumentTypeError(f"must be a positive number; got {text!r}")
     return number
 
 
@@ -71,39 +71,39 @@ def any_sizes(text: str) -> tuple[int, ...]:
     try:
         return tuple(at_least(1)(size) for size in text.split(","))
     except ArgumentTypeError:
-        raise ArgumentTypeError(f"sizes are whole numbers of at least 1, as 8,768,1024, got {text!r}") from None
+        raise ArgumentTypeError(f"sizes must be whole numbers of at least 1, as 8,768,1024; got {text!r}") from None
 
 
 def sizes_of(axes: str) -> Callable[[str], tuple[int, ...]]:
-    """One size for each of the axes, as in "L,C,V"."""
+    """One size per axis, as in "L,C,V"."""
     def named(text: str) -> tuple[int, ...]:
-        found = any_sizes(text)
-        if len(found) != len(axes.split(",")):
-            raise ArgumentTypeError(f"expected the sizes {axes}, got {text}")
-        return found
+        sizes = any_sizes(text)
+        if len(sizes) != len(axes.split(",")):
+            raise ArgumentTypeError(f"must be the sizes {axes}; got {text}")
+        return sizes
 
     return named
 
 
-def some_of(known: Iterable[str]) -> Callable[[str], list[str]]:
-    """Names with commas between them."""
+def some_of(choices: Iterable[str]) -> Callable[[str], list[str]]:
+    """Comma-separated names."""
     def names(text: str) -> list[str]:
-        found = text.split(",")
-        for name in found:
-            if name not in known:
-                raise ArgumentTypeError(f"unknown name {name!r}; there are: {', '.join(known)}")
-        return found
+        requested = text.split(",")
+        for name in requested:
+            if name not in choices:
+                raise ArgumentTypeError(f"unknown name {name!r}; there are: {', '.join(choices)}")
+        return requested
 
     return names
 
 
-def _existing(kind: str, is_one: Callable[[Path], bool]) -> Callable[[str], Path]:
-    def of_kind(text: str) -> Path:
-        if not is_one(path_of(text)):
+def _existing(kind: str, exists: Callable[[Path], bool]) -> Callable[[str], Path]:
+    def existing_path(text: str) -> Path:
+        if not exists(path_of(text)):
             raise ArgumentTypeError(f"there is no {kind} {text}: name one that exists")
         return path_of(text)
 
-    return of_kind
+    return existing_path
 
 
 existing = _existing("file or folder", Path.exists)
@@ -113,7 +113,7 @@ existing_folder = _existing("folder", Path.is_dir)
 
 def program(text: str) -> Path:
     """A program's path, or its name where the shell finds it."""
-    found = shutil.which(from_home(text))
-    if found is None:
+    path = shutil.which(from_home(text))
+    if path is None:
         raise ArgumentTypeError(f"there is no program {text}: name one that exists and can be run")
-    return Path(found)
+    return Path(path)

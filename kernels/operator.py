@@ -26,21 +26,21 @@ Tensors = tuple[Tensor, ...]
 
 
 class Operator:
-    """Base class of TimeX, WKV, Softmax and BrickPadding: a subclass describes its operator in these attributes.
+    """Base class of TimeX, WKV, Softmax and BrickPadding. A subclass describes its operator in these attributes:
 
     folder: the folder of its implementations.
-    inputs: its parameters in torch's schema language, those that have a gradient first.
-    outputs: each output, and the input that has its shape and dtype. An output that is named like an input is a state: a size
-        of 0 leaves it as it is.
-    gradients: the inputs that have a gradient, in the order of inputs. None: the operator has no derivative.
-    differentiable: the outputs whose gradients backward takes, in the order of outputs, which begin with them.
+    inputs: its parameters in torch's schema language, those with a gradient first.
+    outputs: each output, and the input with its shape and dtype. An output named like an input is a state: a size of 0 leaves
+        it unchanged.
+    gradients: the inputs with a gradient, in the order of inputs. Empty: the operator has no derivative.
+    differentiable: the outputs whose gradients backward takes; outputs begins with them.
     saved: the inputs and outputs that backward takes before those gradients.
-    parts: what an implementation has beside REQUIRES, in each way to write one.
+    parts: the functions that an implementation defines beside REQUIRES, one tuple per alternative.
 
     Its __call__ checks the inputs and returns self._function(*inputs), a tuple of outputs. For sizes other than 0 it implements
-    _forward(*inputs, *kept) -> outputs and _backward(*saved, *kept, *gradients) -> gradients: a tuple, or a tensor where there
-    is one. kept are the n_kept empty tensors that keep(*inputs) makes: forward fills them for backward. Where no gradient is
-    wanted, there are none.
+    _forward(*inputs, *activations) -> outputs and _backward(*saved, *activations, *gradients) -> gradients: a tuple, or one
+    tensor. activations are the n_activations tensors of empty_activations(*inputs), which forward fills for backward; none if
+    no gradient is required.
     """
 
     folder: ClassVar[str]
@@ -74,7 +74,7 @@ class Operator:
         return partial(type(self), name, **self._options), ()
 
     def forward(self, *inputs: Any) -> Any:
-        """The outputs, without checks and without autograd: for operators built on this one. inputs: with or without kept."""
+        """The outputs, without checks and autograd: for operators built on this one. inputs: with or without activations."""
         sized = inputs[self._names.index(self.outputs[0][1])]
         if sized.numel() == 0:
             return _one_or_all(self._empty_outputs(*inputs))
@@ -82,11 +82,11 @@ class Operator:
             return self._forward(*inputs)
 
     @property
-    def n_kept(self) -> int:
-        """The number of tensors that keep makes."""
+    def n_activations(self) -> int:
+        """The number of tensors of empty_activations."""
         return 0
 
-    def keep(self, *inputs: Any) -> Tensors:
+    def empty_activations(self, *inputs: Any) -> Tensors:
         """Empty tensors that forward fills for backward."""
         return ()
 
@@ -122,19 +122,20 @@ class Operator:
 
     def _empty_outputs(self, *inputs: Any) -> list[Tensor]:
         """The outputs for a size of 0; for any size also torch's fake outputs: the right shapes, dtypes and strides."""
-        given = dict(zip(self._names, inputs, strict=False))
-        return [_copy(given[name]) if name in given else given[like].new_empty(given[like].shape)
+        by_name = dict(zip(self._names, inputs, strict=False))
+        return [_copy(by_name[name]) if name in by_name else by_name[like].new_empty(by_name[like].shape)
                 for name, like in self.outputs]
 
     def _empty_gradients(self, *saved_and_gradients: Tensor) -> list[Tensor]:
-        """The gradients for a size of 0, and torch's fake ones: zeros, or for a state the gradient that came."""
+        """The gradients for a size of 0, and torch's fake ones: zeros, or for a state its incoming gradient."""
         saved = self._by_input(saved_and_gradients)
-        came = dict(zip(self.differentiable, saved_and_gradients[-len(self.differentiable):], strict=True))
-        return [_copy(came[name]) if name in came else saved[name].new_zeros(saved[name].shape) for name in self.gradients]
+        incoming = dict(zip(self.differentiable, saved_and_gradients[-len(self.differentiable):], strict=True))
+        return [_copy(incoming[name]) if name in incoming else saved[name].new_zeros(saved[name].shape)
+                for name in self.gradients]
 
 
 def contiguous(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """`tensor` if it is contiguous and in dtype, else a copy that is. The test costs less than calls that change nothing."""
+    """`tensor` if it is contiguous and in dtype, else a copy that is. The test is cheaper than calls without effect."""
     return tensor if tensor.dtype == dtype and tensor.is_contiguous() else tensor.to(dtype).contiguous()
 
 
@@ -144,7 +145,7 @@ def contiguous_like(outputs: Tensors, like: Tensors) -> Tensors:
 
 
 def _no_autocast(tensor: Tensor) -> AbstractContextManager[Any]:
-    """Autocast would reach into an implementation's own operations."""
+    """Autocast off: it would change an implementation's own operations."""
     kind = tensor.device.type
     return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
 
@@ -184,27 +185,29 @@ class Function:
     def registered(self, *inputs: Any) -> Tensors:
         return _tuple(self._registered(*inputs))[:self.n_outputs]
 
-    def outputs_and_kept(self, *inputs: Any) -> Tensors:
-        kept = self.operator.keep(*inputs)
-        return *_tuple(self.operator.forward(*inputs, *kept)), *kept
+    def outputs_and_activations(self, *inputs: Any) -> Tensors:
+        activations = self.operator.empty_activations(*inputs)
+        return *_tuple(self.operator.forward(*inputs, *activations)), *activations
 
-    def save(self, ctx: Any, inputs: tuple[Any, ...], outputs_and_kept: Tensors) -> None:
-        outputs = zip(dict(self.operator.outputs), outputs_and_kept, strict=False)
+    def save(self, ctx: Any, inputs: tuple[Any, ...], outputs_and_activations: Tensors) -> None:
+        outputs = zip(dict(self.operator.outputs), outputs_and_activations, strict=False)
         named = dict(outputs) | dict(zip(self.operator._names, inputs, strict=True))       # a state's name is the input's
-        ctx.save_for_backward(*(named[name] for name in self.operator.saved), *outputs_and_kept[self.n_outputs:])
+        ctx.save_for_backward(*(named[name] for name in self.operator.saved), *outputs_and_activations[self.n_outputs:])
 
     def _register(self, name: str) -> Any:
         operator = self.operator
-        kept = [f"kept_{i}" for i in range(operator.n_kept)]
-        forward = torch.library.custom_op(name, lambda *inputs: _one_or_all(self.outputs_and_kept(*inputs)), mutates_args=(),
-                                          schema=f"({operator.inputs}) -> {_tensors(self.n_outputs + len(kept))}")
-        forward.register_fake(lambda *inputs: _one_or_all([*operator._empty_outputs(*inputs), *operator.keep(*inputs)]))
+        activations = [f"activation_{i}" for i in range(operator.n_activations)]
+        forward = torch.library.custom_op(name, lambda *inputs: _one_or_all(self.outputs_and_activations(*inputs)),
+                                          mutates_args=(),
+                                          schema=f"({operator.inputs}) -> {_tensors(self.n_outputs + len(activations))}")
+        forward.register_fake(
+            lambda *inputs: _one_or_all([*operator._empty_outputs(*inputs), *operator.empty_activations(*inputs)]))
         if not operator.gradients:
             return forward
-        taken = [*operator.saved, *kept, *(f"grad_{output}" for output in operator.differentiable)]
+        arguments = [*operator.saved, *activations, *(f"grad_{output}" for output in operator.differentiable)]
         backward = torch.library.custom_op(
             f"{name}_backward", lambda *tensors: operator.backward(*tensors), mutates_args=(),
-            schema=f"({', '.join(f'Tensor {tensor}' for tensor in taken)}) -> {_tensors(len(operator.gradients))}")
+            schema=f"({', '.join(f'Tensor {argument}' for argument in arguments)}) -> {_tensors(len(operator.gradients))}")
         backward.register_fake(lambda *tensors: _one_or_all(operator._empty_gradients(*tensors)))
         forward.register_autograd(
             lambda ctx, *grads: _tuple(backward(*ctx.saved_tensors, *grads[:self.n_gradients])) + self.without_gradient,
@@ -241,7 +244,7 @@ class _ReverseOnly(torch.autograd.Function):
 
     @classmethod
     def vmap(cls, info: Any, in_dims: tuple[int | None, ...], *inputs: Any) -> tuple[Tensors, tuple[int, ...]]:
-        """A call for each sample."""
+        """One call per sample."""
         function, *others = inputs
         rows = [other if dim is None else other.movedim(dim, 0) for other, dim in zip(others, in_dims[1:], strict=True)]
         samples = [cls.apply(function, *(row if dim is None else row[i] for row, dim in zip(rows, in_dims[1:], strict=True)))
@@ -257,27 +260,27 @@ class _Direct(_ReverseOnly):
     def forward(ctx: Any, function: Function, *inputs: Any) -> Tensors:
         if not any(ctx.needs_input_grad):
             return _tuple(function.operator.forward(*inputs))
-        found = function.outputs_and_kept(*inputs)
+        results = function.outputs_and_activations(*inputs)
         ctx.function = function
-        function.save(ctx, inputs, found)
-        return found[:function.n_outputs]
+        function.save(ctx, inputs, results)
+        return results[:function.n_outputs]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        taken = (*ctx.saved_tensors, *grads[:ctx.function.n_gradients])
+        tensors = (*ctx.saved_tensors, *grads[:ctx.function.n_gradients])
         if torch.is_grad_enabled():                      # create_graph=True
-            found = _Backward.apply(ctx.function, *taken)
+            gradients = _Backward.apply(ctx.function, *tensors)
         else:
-            found = _tuple(ctx.function.operator.backward(*taken))
-        return None, *found, *ctx.function.without_gradient
+            gradients = _tuple(ctx.function.operator.backward(*tensors))
+        return None, *gradients, *ctx.function.without_gradient
 
 
 class _Transformed(_Direct):
-    """_Direct in the form that function transforms need, which costs 50 us more a call."""
+    """_Direct in the form that function transforms require, which costs 50 us more per call."""
 
     @staticmethod
     def forward(function: Function, *inputs: Any) -> Tensors:      # type: ignore[override]
-        return function.outputs_and_kept(*inputs)
+        return function.outputs_and_activations(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
@@ -286,13 +289,13 @@ class _Transformed(_Direct):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """By _Backward without grad mode too: torch.func.vjp may call it there."""
-        found = _Backward.apply(ctx.function, *ctx.saved_tensors, *grads[:ctx.function.n_gradients])
-        return None, *found, *ctx.function.without_gradient
+        """Always through _Backward: torch.func.vjp may call it without grad mode."""
+        gradients = _Backward.apply(ctx.function, *ctx.saved_tensors, *grads[:ctx.function.n_gradients])
+        return None, *gradients, *ctx.function.without_gradient
 
 
 class _Backward(_ReverseOnly):
-    """The gradients as a function of their own, whose derivative raises, whatever the incoming gradient depends on."""
+    """The gradients as a separate function, whose derivative raises whatever the incoming gradient depends on."""
 
     @staticmethod
     def forward(function: Function, *saved_and_gradients: Tensor) -> Tensors:
@@ -300,7 +303,7 @@ class _Backward(_ReverseOnly):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensors) -> None:
-        """Nothing is kept: there is no derivative."""
+        """Saves nothing: there is no second derivative."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> NoReturn:

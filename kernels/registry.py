@@ -1,6 +1,6 @@
 """The folder is the registry: an implementation of operator OP is a file in kernels/OP/, and its name is the file's name.
 
-Nothing here imports a back end until an implementation is loaded, and nothing asks a device anything until it is selected.
+No back end is imported before an implementation is loaded, and no device is queried before one is selected.
 """
 
 import importlib
@@ -20,17 +20,17 @@ if TYPE_CHECKING:                        # the names of kernels are known withou
 
 NOT_IMPLEMENTATIONS = {"__init__", "cases"}
 COMPOSED = {"wkv4": "timex"}             # operators that can also be computed from another one
-RENAMED = {"wkv7": {"taichi_v4": "c_v0"}}                # old names by operator, which saved configurations may contain
+RENAMED = {"wkv7": {"taichi_v4": "c_v0"}}                # former names by operator, which saved configurations may contain
 LAST_PYTHON = {"taichi": (3, 13)}        # the newest Python that a package has wheels for
 COMPILERS = {"darwin": "clang++", "win32": "cl"}     # what torch.compile calls unless told otherwise; elsewhere g++
 
 
 class UnknownKernel(ValueError):
-    """A name that no implementation of the operator has."""
+    """No implementation of the operator has this name."""
 
 
 class KernelUnavailable(RuntimeError):
-    """An implementation cannot run here. reason: why not, and the remedy; the message adds, in one sentence, what does run."""
+    """An implementation cannot run here. reason: why, and the remedy; the message adds what can run, in one sentence."""
 
     def __init__(self, reason: str, instead: str = "") -> None:
         super().__init__(f"{reason}; {instead}" if instead else reason)
@@ -45,18 +45,18 @@ def _float32() -> "tuple[torch.dtype, ...]":
 
 @dataclass(frozen=True)
 class Requires:
-    """What an implementation needs, declared as data; operators pad, cast or refuse by it.
+    """An implementation's requirements, declared as data; operators pad, cast or reject inputs by them.
 
-    packages: modules beyond torch.  devices: torch device types.  dtypes: what the file takes; other floating
-    dtypes are cast to float32 and back.  forms: of packed weights (matvec), by name.
-    rounded: the dtypes of inputs for which the file rounds intermediate results, states included, to that dtype; the operator's
+    packages: modules beyond torch.  devices: torch device types.  dtypes: those that the file supports; other
+    floating dtypes are cast to float32 and back.  forms: of packed weights (matvec), by name.
+    rounded: the input dtypes for which the file rounds intermediate results, states included, to that dtype; the operator's
     cases.py has a tolerance for it.
-    T_multiple, N_multiple: sizes that the file takes; callers pad to them.  N_sizes: every N that it takes, ascending; callers
+    T_multiple, N_multiple: callers pad sizes to these multiples.  N_sizes: every N that the file supports, ascending; callers
     pad to the next one.
     wkv: whether the quotient of two such convolutions is numerically sound.
-    compiled: whether torch.compile compiles it, which needs a C++ compiler, and on CUDA Triton too.  scripted: whether
-    torch.jit.script does, which torch means to drop.  why_not: a function that returns why this machine cannot run the
-    file, and the remedy; None where it can.
+    compiled: whether it uses torch.compile, which requires a C++ compiler, and on CUDA Triton too.  scripted: whether it uses
+    torch.jit.script, which torch has deprecated.  why_not: a function that returns why this machine cannot run the file, and
+    the remedy; None if it can.
     """
 
     packages: tuple[str, ...] = ()
@@ -89,12 +89,12 @@ def names(op: str) -> tuple[str, ...]:
 
 
 def name_now(op: str, name: str) -> str:
-    """The present name of an implementation that may have been renamed."""
+    """The current name of an implementation that may have been renamed."""
     return RENAMED.get(op, {}).get(name, name)
 
 
 def all_names(op: str) -> set[str]:
-    """The names of `op` and of the operator that it can be computed from, though kernels.select may refuse some of these.
+    """The names of `op` and of the operator that it can be composed of, though kernels.select may reject some of these.
 
     The file that composes the two operators (wkv4/timex.py) is not selectable itself.
     """
@@ -104,8 +104,8 @@ def all_names(op: str) -> set[str]:
 
 @cache
 def load(op: str, name: str) -> ModuleType:
-    """The module kernels/OP/NAME.py. Raises ValueError for an unknown name, KernelUnavailable for a missing package and for a
-    file that cannot be imported or has not all that the operator calls.
+    """The module kernels/OP/NAME.py. Raises UnknownKernel for an unknown name, KernelUnavailable for a missing package or a
+    file that cannot be imported or lacks a function that the operator calls.
     """
     if name not in names(op):
         raise UnknownKernel(f"unknown {op} implementation {name!r}; there are: {', '.join(names(op))}")
@@ -114,17 +114,17 @@ def load(op: str, name: str) -> ModuleType:
     except ModuleNotFoundError as error:
         raise KernelUnavailable(_package_missing(name, error.name or "?")) from error
     except Exception as error:           # a mistake of the file's author
-        raise KernelUnavailable(f"kernels/{op}/{name}.py cannot be imported: {_told(error, f'{name}.py')}") from error
+        raise KernelUnavailable(f"kernels/{op}/{name}.py cannot be imported: {_error_line(error, f'{name}.py')}") from error
     operator = getattr(sys.modules[f"kernels.{op}"], "OPERATOR", None)
-    ways: tuple[tuple[str, ...], ...] = operator.parts if operator else ((op,),)         # draw is no operator of torch
+    ways: tuple[tuple[str, ...], ...] = operator.parts if operator else ((op,),)         # draw is not a torch operator
     missing = min(([part for part in ("REQUIRES", *way) if not hasattr(module, part)] for way in ways), key=len)
     if missing:
         raise KernelUnavailable(f"kernels/{op}/{name}.py has no {' and no '.join(missing)} (kernels/README.md has an example)")
     return module
 
 
-def _told(error: Exception, file: str) -> str:
-    """The error in one line, with the line of the file where it came up."""
+def _error_line(error: Exception, file: str) -> str:
+    """The error in one line, with the line of the file that raised it."""
     if isinstance(error, SyntaxError):
         return f"line {error.lineno}: {error.msg}"
     lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if Path(frame.filename).name == file]
@@ -134,7 +134,7 @@ def _told(error: Exception, file: str) -> str:
 
 @cache
 def why_not(op: str, name: str, device: str = "cpu") -> str | None:
-    """None where `name` can run on the device type `device`, otherwise the reason and the remedy in one sentence."""
+    """None if `name` can run on the device type `device`, otherwise the reason and the remedy in one sentence."""
     try:
         requires = load(op, name).REQUIRES
     except KernelUnavailable as error:
@@ -143,19 +143,19 @@ def why_not(op: str, name: str, device: str = "cpu") -> str | None:
     packages = (*requires.packages, *(["triton"] if requires.compiled and device == "cuda" else []))
     missing = [package for package in packages if not _installed(package)]
     reason = reason or (_package_missing(name, missing[0]) if missing else _compiler_missing(name, requires))
-    lack = _lack(requires, packages, device) if reason is None else None
-    return f"{name} cannot run: {lack}" if lack else reason
+    missing_requirement = _missing_requirement(requires, packages, device) if reason is None else None
+    return f"{name} cannot run: {missing_requirement}" if missing_requirement else reason
 
 
 def check(op: str, name: str, device: "torch.device") -> None:
-    """Raises KernelUnavailable with the reason, the remedy and what does run, where `name` cannot run on `device`."""
+    """Raises KernelUnavailable, with the reason, the remedy and what can run, if `name` cannot run on `device`."""
     reason = why_not(op, name, device.type)
     if reason:
         raise KernelUnavailable(reason, f"on {device.type} there are: {', '.join(runnable(op, device.type))}")
 
 
 def check_dtype(op: str, name: str, requires: Requires, *dtypes: "torch.dtype") -> None:
-    """Raises ValueError where an input is float64 and the implementation would silently compute in float32."""
+    """Raises ValueError if an input is float64 and the implementation would silently compute in float32."""
     import torch
 
     if torch.float64 in dtypes and torch.float64 not in requires.dtypes:
@@ -167,8 +167,8 @@ def runnable(op: str, device: str = "cpu") -> list[str]:
     return [name for name in names(op) if why_not(op, name, device) is None]
 
 
-def _lack(requires: Requires, packages: tuple[str, ...], device: str) -> str | None:
-    """What the machine lacks, as Triton or the file itself sees it; None where it lacks nothing."""
+def _missing_requirement(requires: Requires, packages: tuple[str, ...], device: str) -> str | None:
+    """What the machine lacks according to Triton or the file itself; None if nothing."""
     if "triton" in packages and device == "cuda":
         from kernels.backends import triton  # it imports torch
 
@@ -178,7 +178,7 @@ def _lack(requires: Requires, packages: tuple[str, ...], device: str) -> str | N
 
 
 def missing_compiler() -> str | None:
-    """The name of the C++ compiler that torch.compile calls, where none of that name is on the PATH; otherwise None."""
+    """The name of the C++ compiler that torch.compile calls if it is not on the PATH; otherwise None."""
     compiler = COMPILERS.get(sys.platform, "g++")
     return None if shutil.which(compiler) else compiler
 
@@ -194,21 +194,21 @@ def _installed(package: str) -> bool:
 def _package_missing(name: str, package: str) -> str:
     last = LAST_PYTHON.get(package, sys.version_info[:2])
     if sys.version_info[:2] > last:
-        return f"{name} needs the package {package}, which has no release for Python after {last[0]}.{last[1]} (use that)"
-    return f"{name} needs the package {package}, which is not installed (pip install {package})"
+        return f"{name} requires the package {package}, which has no release for Python after {last[0]}.{last[1]} (use that)"
+    return f"{name} requires the package {package}, which is not installed (pip install {package})"
 
 
 def _compiler_missing(name: str, requires: Requires) -> str | None:
     import torch
 
     if requires.scripted and not hasattr(torch.jit, "script"):
-        return f"{name} needs torch.jit.script, which torch {torch.__version__} no longer has (pip install an earlier one)"
+        return f"{name} requires torch.jit.script, which torch {torch.__version__} no longer has (pip install an earlier one)"
     if requires.scripted and sys.version_info >= (3, 14):
-        return f"{name} needs torch.jit.script, which does not support Python 3.14 (use an earlier one)"
+        return f"{name} requires torch.jit.script, which does not support Python 3.14 (use an earlier one)"
     compiler = missing_compiler()
     if not requires.compiled or compiler is None:
         return None
-    return f"{name} needs a C++ compiler, which torch.compile calls, and there is no {compiler} (install it)"
+    return f"{name} requires a C++ compiler for torch.compile, and there is no {compiler} (install it)"
 
 
 def _device_missing(name: str, requires: Requires, device: str) -> str | None:
@@ -217,5 +217,5 @@ def _device_missing(name: str, requires: Requires, device: str) -> str | None:
     if device not in requires.devices:
         return f"{name} runs on {' or '.join(requires.devices)}, not on {device}"
     if device == "cuda" and not torch.cuda.is_available():
-        return f"{name} on cuda needs a CUDA device, and torch sees none"
+        return f"{name} on cuda requires a CUDA device, and torch finds none"
     return None

@@ -2,10 +2,10 @@
 
     wkv = select("wkv4", "taichi_v3", device, dtype)
 
-The names of an operator are the files of its folder. An operator in the registry's COMPOSED can also be computed from the
-operator named there, so the files of that folder are its names, too: select("wkv4", "conv1d") is the convolution form of WKV
-with TimeX("conv1d") inside. `auto` is the one choice made by a rule: RULES, by operator, device and dtype of the inputs, and
-BY_SIZE, by the numbers of heads and steps, too.
+The names of an operator are the files of its folder. An operator in the registry's COMPOSED can also be composed of the
+operator named there, so that folder's files are names too: select("wkv4", "conv1d") is the convolution form of WKV with
+TimeX("conv1d") inside. Only `auto` follows a rule: RULES, by operator, device and dtype of the inputs, and BY_SIZE, also by
+the numbers of heads and steps.
 """
 
 import importlib
@@ -17,14 +17,14 @@ import torch
 from kernels.registry import COMPOSED, KernelUnavailable, UnknownKernel, load, name_now, names, operators, why_not
 
 AUTO = "auto"
-Dtype = torch.dtype | str                # that of the inputs; of matvec the form of the weights
+Dtype = torch.dtype | str                # of the inputs; for matvec the form of the weights
 
 
 class Rule(NamedTuple):
     """The kernels that auto tries in turn.
 
-    measured: benchmarks/results/ shows that the first is the fastest or within noise of it, or it is the only one.
-    source: what was measured, for the line that names auto's choice.
+    measured: according to benchmarks/results/ the first is the fastest or within noise of it, or it is the only one.
+    source: the measurement, for the line that prints auto's choice.
     """
 
     order: tuple[str, ...]
@@ -33,7 +33,7 @@ class Rule(NamedTuple):
 
 
 class Size(NamedTuple):
-    """What decides between kernels of one operator and dtype: the heads of all rows, B H; T; and the width of a head, N."""
+    """The sizes that decide between kernels of one operator and dtype: heads of all rows, B H; steps T; head width N."""
 
     heads: int
     steps: int
@@ -44,7 +44,7 @@ class Size(NamedTuple):
         return abs(math.log(self.heads / other.heads)) + abs(math.log(self.steps / other.steps))
 
 
-# The last of each order needs nothing but torch. An order that is not measured follows the design: linear time, one launch.
+# The last of each order requires only torch. An unmeasured order follows the design: linear time, one launch.
 CPU = Rule(("c_v0", "taichi_scan", "torch_scan"), measured=True)
 H200 = "fastest on an NVIDIA H200, benchmarks/results/"
 SCANS = ("cuda_scan", "triton_scan", "taichi_scan", "torch_scan")
@@ -73,8 +73,8 @@ RULES = {
     ("draw", "cpu", "float32"): Rule(("c_v0",), measured=True),
     ("draw", "cuda", "float32"): Rule(("triton_v0",), measured=False),
 }
-# The order at each measured size, forward and backward together. The nearest size decides, and RULES where no size is known.
-# triton_v1's times are those of its prototype, which took five times as many instructions in the slowest part of its backward.
+# The order at each measured size, forward and backward together. The nearest size decides; without a size, RULES.
+# triton_v1's times are its prototype's, which took five times as many instructions in the slowest part of its backward.
 BY_SIZE = {("wkv7", "cuda", "bfloat16"): {
     Size(8 * 12, 4096): FEW_HEADS, Size(8 * 12, 1024): FEW_HEADS, Size(1 * 64, 512): FEW_HEADS, Size(8 * 64, 4096): MANY_HEADS}}
 
@@ -83,8 +83,8 @@ def select(operator: str, name: str, device: str | torch.device = "cpu", dtype: 
            size: Size | None = None) -> Any:
     """The operator ("wkv4", "timex", ...) computed by the kernel `name`, checked to run on `device`.
 
-    `dtype` and `size` decide only what auto means. Raises UnknownKernel where the operator has no such kernel,
-    ValueError for a TimeX that is unsound inside WKV, and KernelUnavailable where the kernel cannot run on `device`.
+    `dtype` and `size` matter only to auto. Raises UnknownKernel if the operator has no such kernel or it is unsound inside
+    WKV, and KernelUnavailable if the kernel cannot run on `device`.
     """
     device = torch.device(device)
     name = resolve(operator, name, device, dtype, size)
@@ -102,7 +102,7 @@ def select(operator: str, name: str, device: str | torch.device = "cpu", dtype: 
 
 
 def selectable(operator: str) -> list[str]:
-    """Every name that `select` takes for the operator, `auto` aside; a kernel whose package is missing is among them."""
+    """Every name that `select` takes for the operator except `auto`, including kernels whose package is missing."""
     inner = COMPOSED.get(operator)
     inner_names = [name for name in names(inner) if _usable_inside(inner, name)] if inner else []
     return [*inner_names, *(name for name in names(operator) if name != inner)]
@@ -115,8 +115,8 @@ def folder(operator: str, name: str) -> str:
 
 def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32,
             size: Size | None = None) -> str:
-    """The kernel that `auto` means for `dtype` and `size` on `device`, the rule's last where none runs; any other name as it is
-    now."""
+    """The kernel that `auto` selects for `dtype` and `size` on `device`, the rule's last if none can run; any other name, as
+    name_now gives it."""
     if name != AUTO or not _has_rule(operator):
         return name_now(operator, name)
     device = torch.device(device).type
@@ -125,7 +125,7 @@ def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype:
 
 
 def why_auto(operator: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32, size: Size | None = None) -> str:
-    """One line to print: the kernel that auto resolves to, by which measurement, and why it is not the first choice, if so."""
+    """One line to print: the kernel that auto selects, the measurement, and why it is not the first choice, if so."""
     device = torch.device(device).type
     (first, *_), measured, source = rule(operator, device, dtype, size)
     chosen = resolve(operator, AUTO, device, dtype, size)
@@ -135,7 +135,7 @@ def why_auto(operator: str, device: str | torch.device = "cpu", dtype: Dtype = t
 
 
 def rule(operator: str, device: str, dtype: Dtype, size: Size | None = None) -> Rule:
-    """The operator's rule for the device and dtype: float16 counts as bfloat16, and a device that no rule names as a CPU.
+    """The operator's rule for the device and dtype: float16 counts as bfloat16, and a device without rules as a CPU.
 
     wkv7's float16 counts as float32, in which every kernel computes it. With a size: the order at the nearest measured one.
     """
@@ -143,15 +143,15 @@ def rule(operator: str, device: str, dtype: Dtype, size: Size | None = None) -> 
     if name == "float16":
         name = "float32" if operator == "wkv7" else "bfloat16"
     key = operator, "cuda" if device == "cuda" else "cpu", name
-    found = RULES[key]
+    base = RULES[key]
     if size is None or key not in BY_SIZE:
-        return found
+        return base
     nearest = min(BY_SIZE[key], key=size.distance)
-    return Rule(BY_SIZE[key][nearest], found.measured, f"{found.source}, with {nearest.heads} heads and {nearest.steps} steps")
+    return Rule(BY_SIZE[key][nearest], base.measured, f"{base.source}, with {nearest.heads} heads and {nearest.steps} steps")
 
 
 def _why_not(operator: str, name: str, device: str, size: Size | None) -> str | None:
-    """Why auto passes over a kernel: it cannot run on the device, or takes no heads of that width."""
+    """Why auto skips a kernel: it cannot run on the device, or does not support heads of that width."""
     reason = why_not(folder(operator, name), name, device)
     if reason or size is None:
         return reason
@@ -180,6 +180,6 @@ def _usable_inside(operator: str, name: str) -> bool:
 
 
 def runnable_on(operator: str, device: str) -> list[str]:
-    """The names that select takes for the operator on the device type `device`, auto first where there is a rule."""
+    """The names that select takes for the operator on the device type `device`, auto first if there is a rule."""
     here = [name for name in selectable(operator) if why_not(folder(operator, name), name, device) is None]
     return [AUTO, *here] if _has_rule(operator) else here

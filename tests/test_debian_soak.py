@@ -107,7 +107,7 @@ def test_make_quick(debian: Path) -> None:
     done = inside(debian, "make", "quick", f"PYTHON={PYTHON}")
     assert done.returncode == 0, done.stdout[-10_000:] + done.stderr[-3000:]
     assert " passed" in done.stdout
-    assert "needs the package taichi, which" in done.stdout, "Taichi's kernels are skipped with the reason"
+    assert "requires the package taichi, which" in done.stdout, "Taichi's kernels are skipped with the reason"
 
 
 def test_make_train_trains_and_samples(debian: Path) -> None:

@@ -1,5 +1,5 @@
-"""The one place that compiles CUDA C++ and launches it: by NVRTC and the driver, which torch uses, too. No package is needed,
-no nvcc and no host compiler.
+"""The one place that compiles CUDA C++ and launches it: by NVRTC and the driver, which torch also uses. No package, nvcc or
+host compiler required.
 
     SOURCE = Source(__file__, "csrc/v1.cu", TILE=128)        # a file, and the macros to compile it with
     SOURCE.launch("forward", grid, block, w, k, out, T, eps)
@@ -31,7 +31,7 @@ from torch import Tensor
 from kernels.registry import KernelUnavailable
 
 INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
-SHARED_DEFAULT = 48 * 1024           # bytes of shared memory that a block may have without asking for more
+SHARED_DEFAULT = 48 * 1024           # bytes of shared memory that a block gets without opting in to more
 VECTOR_BYTES = 16                    # alignment of a float4 load
 MAX_DYNAMIC_SHARED = 8               # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 DRIVER_NAMES = ("nvcuda.dll",) if sys.platform == "win32" else ("libcuda.so.1", "libcuda.so")
@@ -77,14 +77,14 @@ class Source:
     def texts(self) -> Iterator[tuple[str, str]]:
         """(name, text) of the file and of every file that it includes, directly or not, each once."""
         waiting = [self.path]
-        seen = {self.path}
+        visited = {self.path}
         while waiting:
             path = waiting.pop()
             text = path.read_text(encoding="utf-8")
             yield path.name, text
-            included = {path.parent / name for name in INCLUDE.findall(text)} - seen
+            included = {path.parent / name for name in INCLUDE.findall(text)} - visited
             waiting += sorted(included)
-            seen |= included
+            visited |= included
 
     def __repr__(self) -> str:
         return f"Source({self.path.name}{''.join(f', {name}={value}' for name, value in self.macros.items())})"
@@ -115,7 +115,7 @@ def compile_cubin(source: Source, arch: str) -> tuple[bytes, str]:
 
 
 def why_not() -> str | None:
-    """None where NVRTC and the driver can be called; otherwise what is missing, and the remedy."""
+    """None if NVRTC and the driver can be loaded; otherwise what is missing, and the remedy."""
     try:
         _nvrtc()
         _driver()
@@ -130,7 +130,7 @@ def aligned(tensor: Tensor) -> Tensor:
 
 
 def _content(program: ctypes.c_void_p, size_of: Any, read: Any) -> bytes:
-    """What NVRTC has of a program: its log, or its cubin."""
+    """The log or the cubin of a program."""
     size = ctypes.c_size_t()
     size_of(program, ctypes.byref(size))
     buffer = ctypes.create_string_buffer(size.value)
@@ -140,16 +140,16 @@ def _content(program: ctypes.c_void_p, size_of: Any, read: Any) -> bytes:
 
 @cache
 def _nvrtc() -> ctypes.CDLL:
-    """NVRTC, as torch brings it, as a package of NVIDIA has it, or as the system finds it: the first that can be loaded.
+    """NVRTC from torch, from a package of NVIDIA's, or from the system: the first that can be loaded.
 
-    Raises KernelUnavailable where there is none.
+    Raises KernelUnavailable if there is none.
     """
     for file in (*_nvrtc_files(), *NVRTC_NAMES):
         with contextlib.suppress(OSError):
             library = ctypes.CDLL(str(file))
             library.nvrtcGetErrorString.restype = ctypes.c_char_p
             return library
-    raise KernelUnavailable("CUDA kernels need NVRTC, and there is no libnvrtc here: pip install nvidia-cuda-nvrtc")
+    raise KernelUnavailable("CUDA kernels require NVRTC, and there is no libnvrtc here: pip install nvidia-cuda-nvrtc")
 
 
 def _nvrtc_files() -> list[Path]:
@@ -166,11 +166,11 @@ def _nvrtc_files() -> list[Path]:
 
 @cache
 def _driver() -> ctypes.CDLL:
-    """CUDA's driver, whose functions return an error code or 0. Raises KernelUnavailable where there is none."""
+    """CUDA's driver, whose functions return an error code or 0. Raises KernelUnavailable if there is none."""
     for name in DRIVER_NAMES:
         with contextlib.suppress(OSError):
             return ctypes.CDLL(name)
-    raise KernelUnavailable("CUDA kernels need NVIDIA's driver, and there is no libcuda here: install the driver")
+    raise KernelUnavailable("CUDA kernels require NVIDIA's driver, and there is no libcuda here: install it")
 
 
 def _error_name(error: int) -> str:
@@ -179,9 +179,9 @@ def _error_name(error: int) -> str:
     return name.value.decode() if name.value else f"CUDA error {error}"
 
 
-def _checked(error: int, what: str) -> None:
+def _check(error: int, action: str) -> None:
     if error:
-        raise KernelUnavailable(f"{what}: {_error_name(error)}")
+        raise KernelUnavailable(f"{action}: {_error_name(error)}")
 
 
 def _function(source: Source, name: str, device: int, shared: int) -> ctypes.c_void_p:
@@ -190,15 +190,15 @@ def _function(source: Source, name: str, device: int, shared: int) -> ctypes.c_v
     driver = _driver()
     driver.cuCtxGetCurrent(ctypes.byref(context))
     if not context.value:
-        _checked(driver.cuCtxSetCurrent(_context(device)), f"cuda:{device} has no context")
+        _check(driver.cuCtxSetCurrent(_context(device)), f"cuda:{device} has no context")
     return _kernel(source, name, device, shared)
 
 
 @cache
 def _context(device: int) -> ctypes.c_void_p:
-    """The device's primary context, which torch has, too."""
+    """The device's primary context, which torch also uses."""
     context = ctypes.c_void_p()
-    _checked(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"cuda:{device} has no context")
+    _check(_driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device), f"cuda:{device} has no context")
     return context
 
 
@@ -209,20 +209,20 @@ def _kernel(source: Source, name: str, device: int, shared: int) -> ctypes.c_voi
     kernel = ctypes.c_void_p()
     function = ctypes.c_void_p()
     failed = f"cuda:{device} does not load {name} of {source.path.name}"
-    _checked(driver.cuLibraryGetKernel(ctypes.byref(kernel), _library(source, device), name.encode()), failed)
+    _check(driver.cuLibraryGetKernel(ctypes.byref(kernel), _library(source, device), name.encode()), failed)
     if shared > SHARED_DEFAULT:
         _allow_shared(kernel, device, shared)
-    _checked(driver.cuKernelGetFunction(ctypes.byref(function), kernel), failed)
+    _check(driver.cuKernelGetFunction(ctypes.byref(function), kernel), failed)
     return function
 
 
 @cache
 def _library(source: Source, device: int) -> ctypes.c_void_p:
-    """The loaded cubin; never unloaded, since handles of its kernels are kept."""
+    """The loaded cubin; never unloaded, since handles of its kernels are cached."""
     major, minor = torch.cuda.get_device_capability(device)
     library = ctypes.c_void_p()
     cubin = _cubin(source, f"sm_{major}{minor}")
-    _checked(_driver().cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0),
+    _check(_driver().cuLibraryLoadData(ctypes.byref(library), cubin, None, None, 0, None, None, 0),
              f"cuda:{device} does not load {source.path.name}")
     return library
 
@@ -233,23 +233,23 @@ def _allow_shared(kernel: ctypes.c_void_p, device: int, shared: int) -> None:
     before = ctypes.c_int()
     driver.cuKernelGetAttribute(ctypes.byref(before), MAX_DYNAMIC_SHARED, kernel, device)
     if driver.cuKernelSetAttribute(MAX_DYNAMIC_SHARED, max(shared, before.value), kernel, device):
-        raise KernelUnavailable(f"a block of this kernel needs {shared} bytes of shared memory, and cuda:{device} has less")
+        raise KernelUnavailable(f"a block of this kernel requires {shared} bytes of shared memory, and cuda:{device} has less")
 
 
 def _three(size: Size) -> tuple[int, ...]:
-    """A size of a grid or block in all three directions."""
+    """The size of a grid or block in all three dimensions."""
     sizes = (size,) if isinstance(size, int) else size
     return (*sizes, *(1,) * (3 - len(sizes)))
 
 
 def _value(arg: Tensor | int | float) -> ctypes.c_void_p | ctypes.c_int | ctypes.c_float:
-    """An argument of the type that the kernel's parameter has."""
+    """The argument as the type of the kernel's parameter."""
     if isinstance(arg, Tensor):
         return ctypes.c_void_p(arg.data_ptr())
     if isinstance(arg, float):
         return ctypes.c_float(arg)
     if not -2**31 <= arg < 2**31:
-        raise OverflowError(f"a CUDA kernel's int has 32 bits, got {arg}")
+        raise OverflowError(f"an int argument of a CUDA kernel must fit into 32 bits; got {arg}")
     return ctypes.c_int(arg)
 
 

@@ -1,6 +1,6 @@
 """FBGEMM, PyTorch's matrix products in int8 on x86 CPUs, which use VNNI where the CPU has it.
 
-FBGEMM keeps a copy of W in an order of its own, and its sums of integers are exact for any number of rows.
+FBGEMM keeps a reordered copy of W, and its integer sums are exact for any number of rows.
 """
 
 import warnings
@@ -8,13 +8,13 @@ import warnings
 import torch
 from torch import Tensor
 
-ENGINES = ("x86", "fbgemm")              # the names of torch's engine for quantised products where that is FBGEMM
+ENGINES = ("x86", "fbgemm")              # torch's names of the quantised engine that is FBGEMM
 
 
 def why_not() -> str | None:
-    """None where torch has FBGEMM, otherwise the reason."""
+    """None if torch has FBGEMM, otherwise the reason."""
     return None if torch.backends.quantized.engine in ENGINES else \
-        "it needs a torch with FBGEMM, which is there for x86 CPUs (use another kernel)"
+        "it requires a torch with FBGEMM, which exists for x86 CPUs (use another kernel)"
 
 
 def ordered(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
@@ -23,8 +23,8 @@ def ordered(weight: Tensor, scale: Tensor) -> torch.ScriptObject:
     with warnings.catch_warnings():      # torch 2.13 deprecates its quantized tensors, and packs weights from nothing else
         warnings.simplefilter("ignore", UserWarning)
         quantized = torch._make_per_channel_quantized_tensor(weight, scale.double(), zeros, 0)
-    found: torch.ScriptObject = torch.ops.quantized.linear_prepack(quantized, None)
-    return found
+    packed: torch.ScriptObject = torch.ops.quantized.linear_prepack(quantized, None)
+    return packed
 
 
 def unordered(weight: torch.ScriptObject) -> tuple[Tensor, Tensor]:

@@ -6,10 +6,10 @@ import torch
 
 
 def capture(run: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """A function that repeats what run() launches, with the same buffers; on a CPU it is run itself.
+    """A function that repeats the launches of run(), with the same buffers; on a CPU, run itself.
 
-    run() is called twice: once to compile and load its kernels, and once while it is captured, when nothing is computed. Other
-    threads may allocate memory on the device meanwhile: a capture forbids that only to its own thread.
+    run() is called twice: once to compile and load its kernels, and once for the capture, which computes nothing. Other
+    threads may allocate memory on the device meanwhile: a capture forbids it only to its own thread.
     """
     if device.type != "cuda":
         run()

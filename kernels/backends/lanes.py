@@ -31,16 +31,16 @@ def stored(dtype: torch.dtype, lanes: int) -> Stored:
     """dtype: float32 or bfloat16."""
     if dtype == torch.bfloat16:
         return Stored(ti.types.ndarray(dtype=ti.types.vector(lanes, ti.i16), ndim=1), from_bfloat16, to_bfloat16)
-    return Stored(ti.types.ndarray(dtype=ti.types.vector(lanes, ti.f32), ndim=1), as_it_is, as_it_is)
+    return Stored(ti.types.ndarray(dtype=ti.types.vector(lanes, ti.f32), ndim=1), identity, identity)
 
 
 def cut(tensor: Tensor, C: int) -> Tensor:
-    """The first C channels: without those that pad a row to whole vectors."""
+    """The first C channels, without the padding of a row to whole vectors."""
     return tensor if tensor.shape[-1] == C else tensor[..., :C]
 
 
 @ti.func
-def as_it_is(x):
+def identity(x):
     return x
 
 
@@ -60,7 +60,7 @@ def to_bfloat16(x):
 def by_lane(convert: Callable[..., Any], x: Any, dtype: Any) -> Any:
     """In a kernel: convert(x, dtype) for each element of a vector, or for a scalar; convert: ti.cast or ti.bit_cast.
 
-    A @ti.func with a loop over the elements would do the same, but Taichi takes 10 ms to read the loop at each call.
+    A @ti.func with a loop over the elements would do the same, but Taichi takes 10 ms to parse the loop at each call.
     """
     x = ti.lang.impl.expr_init(x)
     if not x.is_tensor():
@@ -69,12 +69,12 @@ def by_lane(convert: Callable[..., Any], x: Any, dtype: Any) -> Any:
     return ti.lang.matrix.make_matrix([convert(ti.lang.expr.Expr(element), dtype) for element in elements])
 
 
-by_lane.__module__ = ti.lang.__name__    # Taichi warns of what is not its own
+by_lane.__module__ = ti.lang.__name__    # Taichi warns about functions that are not its own
 
 
 @ti.func
 def exp(x):
-    """e^x for -80 <= x <= 0, to 2 units in the last place; Taichi's own is a call for each element."""
+    """e^x for -80 <= x <= 0, to 2 units in the last place; Taichi's own is a call per element."""
     z = x * LOG2_E
     power = ti.floor(z + 0.5)
     f = z - power

@@ -1,11 +1,11 @@
 """The one place that imports Taichi and calls ti.init: `from kernels.backends.taichi import launch, ti`.
 
 Importing starts nothing: the first `launch(kernel, *args)` starts Taichi. launch raises KernelUnavailable for what Taichi
-cannot do: a second arch in one process, a forked child, a GPU other than the first, a tensor too long for 32-bit indices.
+does not support: a second arch in one process, a forked child, a GPU but the first, a tensor too long for 32-bit indices.
 
 Of Taichi's own environment variables only those of its cache, TI_OFFLINE_CACHE and TI_OFFLINE_CACHE_FILE_PATH, count here: with
 another TI_DEFAULT_FP, TI_ARCH or TI_FAST_MATH these kernels would compute something else, or end the process. So Taichi is
-imported and started without them. A program that calls ti.init itself has them as ever.
+imported and started without them. They still apply to a program that calls ti.init itself.
 """
 
 import contextlib
@@ -45,8 +45,8 @@ def _silent() -> Iterator[None]:
 def _importlib_has_no_source() -> Iterator[None]:
     """Lets inspect answer at once about frames of importlib, which it would look for in all modules.
 
-    Taichi's decorators ask for the source line of such a frame when they decorate at a module's top level: 1 to 2 ms for each
-    function once torch is imported, most of the time of importing Taichi.
+    Taichi's decorators look up the source line of such a frame at a module's top level: 1 to 2 ms per function once torch is
+    imported, most of the time of importing Taichi.
     """
     look_up = inspect.getframeinfo
 
@@ -82,7 +82,7 @@ with _no_variables(), _silent(), _importlib_has_no_source(), warnings.catch_warn
 
 
 def _look_up_quickly(inside_class: Callable[[int], bool]) -> Callable[[int], bool]:
-    """Taichi's test whether a function is decorated in a class, without its slow look-ups; the answers are the same."""
+    """Taichi's test whether a function is decorated in a class, without its slow look-ups; the results are the same."""
     def wrapped(level_of_class_stackframe: int) -> bool:
         with _importlib_has_no_source():
             return inside_class(level_of_class_stackframe + 1)
@@ -111,8 +111,8 @@ def launch(kernel: Callable[..., None], *args: Any) -> None:
     device = args[0].device
     numel = max(arg.numel() for arg in args if isinstance(arg, Tensor))
     if numel >= NUMEL_MAX:
-        raise KernelUnavailable(f"Taichi kernels index with 32 bits, and a tensor of {numel} elements is over their "
-                                f"limit of {NUMEL_MAX}: use a smaller batch, or another kernel")
+        raise KernelUnavailable(f"Taichi kernels index with 32 bits: a tensor must have fewer than {NUMEL_MAX} elements; got "
+                                f"{numel}: use a smaller batch, or another kernel")
     if _started_in not in (None, os.getpid()):  # before taking the lock: a forked child may have a copy that is locked
         raise KernelUnavailable("Taichi was started before this process was forked, and a launch would hang: "
                                 "use the spawn start method, or another kernel")
@@ -147,11 +147,11 @@ def _launch_cpu(kernel: Any, args: tuple[Any, ...]) -> None:
 
 @contextlib.contextmanager
 def _brief_positions() -> Iterator[None]:
-    """Shortens the position that Taichi notes for each expression, for its errors, to the file and the line. To format the text
-    of the lines takes half of the time in which Taichi reads a kernel.
+    """Shortens the position that Taichi records for each expression, for its errors, to the file and the line. Formatting the
+    text of the lines takes half of the time in which Taichi parses a kernel.
     """
     context = ti.lang.ast.ast_transformer_utils.ASTTransformerContext
-    whole = context.get_pos_info
+    get_pos_info = context.get_pos_info
 
     def brief(self: Any, node: Any) -> str:
         return f'File "{self.file}", line {node.lineno + self.lineno_offset}, in {self.func.func.__name__}:\n'
@@ -160,12 +160,12 @@ def _brief_positions() -> Iterator[None]:
     try:
         yield
     finally:
-        context.get_pos_info = whole
+        context.get_pos_info = get_pos_info
 
 
 @dataclass(frozen=True)
 class _Compiled:
-    """A compiled kernel with a single instance; `setters` has a function for each argument that puts it into a launch."""
+    """A compiled kernel with a single instance; `setters` has one function per argument, which passes it to a launch."""
 
     program: Any
     kernel: Any
@@ -219,7 +219,7 @@ def _set_array(place: tuple[int], ndim: int, lanes: int, dtypes: tuple[torch.dty
 
 
 def shares(tasks: int) -> int:
-    """The number of parts to divide `tasks` into: two per thread, so that a thread that finishes early takes another."""
+    """The number of shares of `tasks`: two per thread, so that a thread that finishes early takes another."""
     return min(tasks, 2 * torch.get_num_threads())
 
 
@@ -241,20 +241,20 @@ def _ensure(device: torch.device) -> None:
     global _started_in, _ensured
     if _ensured == (ti.lang.impl.get_runtime().prog, device):
         return
-    wanted = ti.cuda if device.type == "cuda" else ti.cpu
+    arch = ti.cuda if device.type == "cuda" else ti.cpu
     if device.index:
         raise KernelUnavailable(f"Taichi runs on the first GPU only, not on {device}: move the tensors to cuda:0, "
                                 "or set CUDA_VISIBLE_DEVICES")
     if ti.lang.impl.get_runtime().prog is None:
-        _start(wanted)
-    if ti.cfg.arch != wanted:
+        _start(arch)
+    if ti.cfg.arch != arch:
         raise KernelUnavailable(f"Taichi has one arch per process and runs on {_name(ti.cfg.arch)} here, not on "
-                                f"{_name(wanted)}: use another process, or another kernel")
+                                f"{_name(arch)}: use another process, or another kernel")
     if ti.lang.impl.get_runtime().default_ip != ti.i32:
-        raise KernelUnavailable("Taichi was started with a default_ip other than ti.i32, which these kernels need: call "
+        raise KernelUnavailable("Taichi was started with a default_ip other than ti.i32, which these kernels require: call "
                                 "ti.init without default_ip, or use another kernel")
     if ti.lang.impl.get_runtime().default_fp != ti.f32:
-        raise KernelUnavailable("Taichi was started with a default_fp other than ti.f32, which these kernels need: call "
+        raise KernelUnavailable("Taichi was started with a default_fp other than ti.f32, which these kernels require: call "
                                 "ti.init without default_fp, and without TI_DEFAULT_FP, or use another kernel")
     _started_in = os.getpid()
     _ensured = (ti.lang.impl.get_runtime().prog, device)
@@ -294,9 +294,9 @@ def _cache() -> dict[str, Any]:
     even with the cache off; where a file of the cache cannot be opened, it aborts, or waits for ever. Where the folder or such
     a file cannot be written, the cache is off and its folder is one that always exists.
     """
-    wanted = os.environ.get("TI_OFFLINE_CACHE_FILE_PATH") or ti.lang.impl.default_cfg().offline_cache_file_path
-    if os.environ.get("TI_OFFLINE_CACHE") != "0" and _can_write(Path(wanted).absolute()):
-        return {"offline_cache": True, "offline_cache_file_path": str(Path(wanted).absolute())}
+    folder = os.environ.get("TI_OFFLINE_CACHE_FILE_PATH") or ti.lang.impl.default_cfg().offline_cache_file_path
+    if os.environ.get("TI_OFFLINE_CACHE") != "0" and _can_write(Path(folder).absolute()):
+        return {"offline_cache": True, "offline_cache_file_path": str(Path(folder).absolute())}
     return {"offline_cache": False, "offline_cache_file_path": os.sep}
 
 

@@ -1,7 +1,7 @@
 """The one place that uses private names of torch. Each is looked up at its first use.
 
-Where a later torch has lost one, the function here gives the answer that costs time but never a wrong result: the registered
-operator and the plain formulas are then always used. Only function transforms fail, with torch's own error about setup_context.
+If a later torch lacks one, the function here returns the answer that costs time but is never wrong: the registered operator
+and the plain formulas are then always used. Only function transforms fail, with torch's own error about setup_context.
 """
 
 import importlib
@@ -12,27 +12,27 @@ from typing import Any
 
 def transforms_active() -> bool:
     """Whether this runs inside a function transform of torch.func: grad, vjp, vmap, ..."""
-    return bool(_found("torch._C", "_are_functorch_transforms_active", False)())
+    return bool(_lookup("torch._C", "_are_functorch_transforms_active", False)())
 
 
 def dispatch_mode_active() -> bool:
     """Whether a TorchDispatchMode, such as FakeTensorMode or make_fx's, sees every operator that is called here."""
-    return bool(_found("torch._C", "_len_torch_dispatch_stack", True)())
+    return bool(_lookup("torch._C", "_len_torch_dispatch_stack", True)())
 
 
 def profiler_active() -> bool:
-    return bool(_found("torch._C._autograd", "_profiler_enabled", True)())
+    return bool(_lookup("torch._C._autograd", "_profiler_enabled", True)())
 
 
 def module_hooks_active() -> bool:
     """Whether a hook is registered that every nn.Module calls."""
-    return bool(_found("torch.nn.modules.module", "_has_any_global_hook", True)())
+    return bool(_lookup("torch.nn.modules.module", "_has_any_global_hook", True)())
 
 
 @cache
-def _found(module: str, name: str, otherwise: bool) -> Callable[[], Any]:
-    """The function `name` of `module`, or one that returns `otherwise` where this torch has no such function."""
+def _lookup(module: str, name: str, default: bool) -> Callable[[], Any]:
+    """The function `name` of `module`, or one that returns `default` if this torch has no such function."""
     parent, _, last = module.rpartition(".")
-    owner = getattr(importlib.import_module(parent), last, None)         # torch._C._autograd is an attribute, no module file
-    found: Callable[[], Any] = getattr(owner, name, lambda: otherwise)
-    return found
+    owner = getattr(importlib.import_module(parent), last, None)         # torch._C._autograd is an attribute, not a module file
+    function: Callable[[], Any] = getattr(owner, name, lambda: default)
+    return function

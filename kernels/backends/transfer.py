@@ -1,13 +1,13 @@
-"""Copies from host memory to a GPU for which the host does not wait."""
+"""Asynchronous copies from host memory to a GPU."""
 
 import torch
 from torch import Tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on the device. A copy to a GPU is queued behind what the GPU still computes, and the host goes on.
+    """The tensor on the device. A copy to a GPU is queued behind the GPU's pending work, and the host continues.
 
-    The copy reads page-locked memory: from other memory torch waits until the GPU has done all that was queued before.
+    The copy reads page-locked memory: from other memory, torch would wait for all work queued before.
     """
     if device.type != "cuda" or tensor.is_cuda or not tensor.numel():
         return tensor.to(device)

@@ -1,4 +1,4 @@
-"""What Triton needs to compile a kernel for a GPU and to launch it. The kernels import Triton themselves."""
+"""Triton's requirements for compiling and launching a kernel on a GPU. The kernels import Triton themselves."""
 
 import importlib
 import importlib.util
@@ -9,12 +9,12 @@ from pathlib import Path
 
 import torch
 
-CAPABILITY = 8, 0                        # the least that Triton supports: Ampere
+CAPABILITY = 8, 0                        # the lowest that Triton supports: Ampere
 COMPILERS = ("gcc", "clang")             # Triton compiles its launcher, a C file that includes Python.h, at the first launch
 
 
 def why_not(device: torch.device | None = None) -> str | None:
-    """None where Triton can run on the GPU, by default the current one; otherwise what is missing, and the remedy."""
+    """None if Triton can run on the GPU, by default the current one; otherwise what is missing, and the remedy."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed (pip install -e '.[triton]')"
     return _too_old(device) or _no_compiler()
@@ -32,7 +32,7 @@ def _too_old(device: torch.device | None) -> str | None:
 def _no_compiler() -> str | None:
     if sys.platform == "win32":          # Triton for Windows brings a compiler
         return None
-    build = importlib.import_module("triton.knobs").build        # its cc is what the user has set CC to
+    build = importlib.import_module("triton.knobs").build        # its cc is the user's CC
     if not (build.cc or build.impl or any(map(shutil.which, COMPILERS))):
         return f"Triton requires a C compiler, and there is no {' and no '.join(COMPILERS)} on the PATH (apt install gcc)"
     header = Path(_headers()) / "Python.h"
@@ -40,6 +40,6 @@ def _no_compiler() -> str | None:
 
 
 def _headers() -> str:
-    """The folder of Python's headers, where Triton looks for them; Debian's scheme of its own for local packages has none."""
+    """The folder of Python's headers, where Triton looks for them; Debian's own scheme for local packages has none."""
     scheme = sysconfig.get_default_scheme()
     return sysconfig.get_path("include", "posix_prefix" if scheme == "posix_local" else scheme)

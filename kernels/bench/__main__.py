@@ -6,21 +6,20 @@ times it. A wrong implementation is not timed, and the exit status is 1.
                           N,h,w,offset,pad_x,pad_y for pad
     --sweep [SIZE,...]    the first shape with other last sizes as well, for a curve (over T)
     --only NAME,...       these implementations and the baseline; python -m kernels lists them
-    --seconds S           for each pass of each implementation
+    --seconds S           per pass of each implementation
     --json FILE           write the result, which python -m kernels.bench.tables and python -m kernels.bench.plot read
     --plot FOLDER         draw the result with matplotlib, and a sweep because a curve needs more than one point
 
-Verified: output (and state) and every gradient, all elements, at the very shape that is timed, against the float64 reference
-(case.py says how that is affordable). Timed: the operator as a user calls it, autograd included; backward alone, on a graph
-that is kept. The implementations, the machine's limits, and the copy of one such tensor take turns; medians are reported.
+Verified: output (and state) and every gradient, all elements, at the timed shape, against the float64 reference (case.py
+explains how that is affordable). Timed: the operator as a user calls it, autograd included; backward alone, on a
+retained graph. The implementations, the machine's limits, and the copy of one such tensor take turns; medians are reported.
 An implementation whose estimated time or memory is too large is skipped with a note, unless --only names it.
-GFLOP/s count B*C*T*(T+1) operations in a pass of timex, and for each step and number of the state 10 in wkv7's forward pass
-and 32 in its backward; `x limit` is the time relative to that of so many operations in a matrix product. GB/s count the least
-traffic. `of copy` and `of read` are their shares of the rates of a copy and of reading by all threads, which is the limit of
-matvec: they show how much is left to gain.
+GFLOP/s count B*C*T*(T+1) operations in a pass of timex, and per step and element of the state 10 in wkv7's forward pass and
+32 in its backward; `x limit` is the time relative to a matrix product of as many operations. GB/s count the least traffic.
+`of copy` and `of read` are their shares of the rates of a copy and of reading by all threads, the limit of matvec.
 `extra MB` is the peak memory beyond inputs and outputs, `launches` the number of kernels or torch operators in a pass
-(profiler.py). `spread` is the distance between the quartiles of the runs as a share of their median. Where the spread of one of
-two times is over a quarter, the machine was busy, and their ratio is left out of the table.
+(profiler.py). `spread` is the distance between the quartiles of the runs as a share of their median. If the spread of one of
+two times exceeds a quarter, the machine was busy, and their ratio is left out of the table.
 """
 
 import argparse
@@ -61,13 +60,13 @@ COLUMNS = {                              # of a result: heading and format
 
 def main(argv: list[str] | None = None) -> int:
     args = _arguments(argv)
-    busy = _others_on_the_machine()
-    if busy:
-        print(busy, flush=True)
+    warning = _load_warning()
+    if warning:
+        print(warning, flush=True)
     malloc = "tuned" if keep_large_blocks() else "default"
     report: dict[str, Any] = {"op": args.op, "device": args.device, "dtype": args.dtype, "malloc": malloc,
                               "machine": hardware.describe(args.device), "shapes": [], "sweep": []}
-    _say(_plan(args))
+    _progress(_plan(args))
     for kind, shapes in (("shapes", args.shape), ("sweep", args.sweep)):
         for shape in shapes:
             measured = measure(args.op, shape, args.device, args.dtype, args.only, args.seconds)
@@ -81,7 +80,7 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def _plan(args: argparse.Namespace) -> str:
-    """What will be timed, and how long that takes: each timed call follows an untimed one."""
+    """The plan: what will be timed, and for how long; each timed call follows an untimed one."""
     case = case_of(args.op)
     names = [name for name in case.names() if not args.only or name in args.only or name == case.baseline]
     files = {name: name.split()[0] for name in names}            # "conv1d in one block" is conv1d's
@@ -95,8 +94,8 @@ def _plan(args: argparse.Namespace) -> str:
             f"each is compared with float64; then timing takes up to {duration}, --seconds {args.seconds:g} for each pass")
 
 
-def _others_on_the_machine() -> str | None:
-    """A sentence where programs kept half of the cores busy in the last minute; they may have been the user's own."""
+def _load_warning() -> str | None:
+    """A warning if programs, perhaps the user's own, kept half of the cores busy in the last minute."""
     if not hasattr(os, "getloadavg"):    # Windows
         return None
     load = os.getloadavg()[0]
@@ -115,7 +114,7 @@ def measure(op: str, shape: Shape, device: str, dtype: str, only: list[str], bud
     at = f"{op} {_sizes(sizes)}"
     skipped = {name: reason for name in names if (reason := _why_not(case, name, name in only, at))}
     errors, wrong = _verify(case, [name for name in names if name not in skipped], at)
-    _say(f"{at}: timing {', '.join(errors)}")
+    _progress(f"{at}: timing {', '.join(errors)}")
     passes = {(name, part.name): part for name in errors for part in case.passes(name)}
     peak_extra = {key: extra_bytes(part.run, device) for key, part in passes.items()}
     counts = {key: launches(part.run, device) if case.LAUNCHES else None for key, part in passes.items()}
@@ -139,7 +138,7 @@ def table(report: dict[str, Any], measured: dict[str, Any]) -> str:
     rows += [[result["name"], result["pass"], *(_cell(result, column, measured) for column in shown)]
              for result in measured["results"]]
     notes = _unsteady(measured)
-    notes += [f"not measured: {reason}" for reason in _grouped(measured["skipped"])]
+    notes += [f"not measured: {reason}" for reason in _group_reasons(measured["skipped"])]
     notes += [f"WRONG, not timed: {name}: {reason}" for name, reason in measured["wrong"].items()]
     return "\n".join((head, aligned(rows, left=2), *notes))
 
@@ -148,12 +147,12 @@ def _sizes(shape: dict[str, int]) -> str:
     return " ".join(f"{axis}={size}" for axis, size in shape.items())
 
 
-def _grouped(skipped: dict[str, str]) -> list[str]:
-    """The reasons, those that differ only in the implementation's name as one: "a, b: is slow"."""
+def _group_reasons(skipped: dict[str, str]) -> list[str]:
+    """The reasons; those that differ only in the implementation's name are merged: "a, b: is slow"."""
     names: dict[str, list[str]] = {}
     for name, reason in skipped.items():
         names.setdefault(reason.removeprefix(name), []).append(name)
-    return [", ".join(alike) + (":" if alike[1:] else "") + reason for reason, alike in names.items()]
+    return [", ".join(group) + (":" if group[1:] else "") + reason for reason, group in names.items()]
 
 
 def _why_not(case: BenchCase, name: str, named: bool, at: str) -> str | None:
@@ -161,7 +160,7 @@ def _why_not(case: BenchCase, name: str, named: bool, at: str) -> str | None:
     reason = case.why_not(name)
     if reason or named:
         return reason
-    _say(f"{at}: estimating the time of {name}")
+    _progress(f"{at}: estimating the time of {name}")
     try:
         costs = case.estimate(name)
     except Exception:                    # verification raises it again and reports it
@@ -180,21 +179,21 @@ def _verify(case: BenchCase, names: list[str], at: str) -> tuple[dict[str, float
     errors: dict[str, float] = {}
     wrong: dict[str, str] = {}
     for name in names:
-        _say(f"{at}: comparing {name} with float64")
+        _progress(f"{at}: comparing {name} with float64")
         try:
-            found, misses = case.errors(name)
+            worst, misses = case.errors(name)
             reason = ", ".join(f"{result} is off by {miss}" for result, miss in misses.items())
-        except Exception as error:       # such as a kernel that does not compile: it counts as wrong, the others go on
+        except Exception as error:       # such as a kernel that does not compile: it counts as wrong, the others continue
             reason = f"{type(error).__name__}: {' '.join(str(error).split())}"
         if reason:
             wrong[name] = reason
-            _say(f"WRONG, not timed: {name}: {reason}")
+            _progress(f"WRONG, not timed: {name}: {reason}")
         else:
-            errors[name] = max(found.values())
+            errors[name] = max(worst.values())
     return errors, wrong
 
 
-def _say(line: str) -> None:
+def _progress(line: str) -> None:
     """Progress, apart from the results on standard output: a slow implementation takes minutes."""
     print(line, file=sys.stderr, flush=True)
 
@@ -203,16 +202,16 @@ def _times(case: BenchCase, passes: dict[tuple[str, str], Pass], device: str,
            budget_s: float) -> tuple[dict[tuple[str, str], list[float]], dict[str, float]]:
     """Seconds of every pass, and the machine's limits measured in turns with them."""
     matmul, flop = hardware.matmul(device)
-    copy, copied = hardware.copy(device)
-    read, was_read = hardware.read(device)
+    copy, copied_bytes = hardware.copy(device)
+    read, read_bytes = hardware.read(device)
     source = case.sequence
     target = source.clone()
     limits = {"matmul": matmul, "copy": copy, "read": read, "copy_one": lambda: target.copy_(source)}
     work = {(LIMIT, name): run for name, run in limits.items()} | {key: one.run for key, one in passes.items()}
     samples = interleaved(work, device, budget_s)
     seconds = {name: median(samples[LIMIT, name]) for name in limits}
-    return samples, {"matmul_gflops": flop / seconds["matmul"] / 1e9, "copy_gbs": copied / seconds["copy"] / 1e9,
-                     "read_gbs": was_read / seconds["read"] / 1e9, "copy_one_ms": seconds["copy_one"] * 1e3}
+    return samples, {"matmul_gflops": flop / seconds["matmul"] / 1e9, "copy_gbs": copied_bytes / seconds["copy"] / 1e9,
+                     "read_gbs": read_bytes / seconds["read"] / 1e9, "copy_one_ms": seconds["copy_one"] * 1e3}
 
 
 def _result(key: tuple[str, str], part: Pass, samples: dict[tuple[str, str], list[float]], limits: dict[str, float],
@@ -292,15 +291,15 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
 def _check(args: argparse.Namespace, case: type[BenchCase]) -> None:
     """Raises ValueError, before anything is measured, for an option that the machine or the operator does not support."""
     if args.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda needs a CUDA device, and torch sees none")
+        raise ValueError("--device cuda requires a CUDA device, and torch finds none")
     if args.dtype not in case.DTYPES:
-        raise ValueError(f"--dtype of {args.op} is {' or '.join(case.DTYPES)}, got {args.dtype}")
+        raise ValueError(f"--dtype of {args.op} must be {' or '.join(case.DTYPES)}; got {args.dtype}")
     for name in args.only:
         if name not in case.names():
             raise ValueError(f"--only: unknown {args.op} implementation {name!r}; there are: {', '.join(case.names())}")
     for shape in args.shape:
         if len(shape) != len(case.AXES):
-            raise ValueError(f"--shape of {args.op} is {','.join(case.AXES)}, got {','.join(map(str, shape))}")
+            raise ValueError(f"--shape of {args.op} must be {','.join(case.AXES)}; got {','.join(map(str, shape))}")
     if args.plot:
         plot.check(args.plot)
 

@@ -1,8 +1,8 @@
-"""What the benchmark needs of an operator: BenchCase, of which the class Case in kernels/bench/OP.py is a subclass.
+"""BenchCase, the benchmark's interface to an operator; the class Case in kernels/bench/OP.py is a subclass.
 
-Where channels do not depend on each other, the inputs repeat every DISTINCT of them. The float64 reference is then computed for
-DISTINCT channels only, and every element of an implementation's results, at the full shape, is compared with it.
-DISTINCT is odd so that a kernel which mixes up the channels of its tiles is caught.
+If channels are independent, the inputs repeat DISTINCT of them. The float64 reference is then computed for DISTINCT channels
+only, and every element of an implementation's results, at the full shape, is compared with it. DISTINCT is odd, to catch a
+kernel that mixes up the channels of its tiles.
 """
 
 import importlib
@@ -19,14 +19,14 @@ from kernels.bench.profiler import extra_bytes
 from kernels.bench.timing import seconds
 
 DISTINCT = 7
-Shape = tuple[int, ...]              # one size for each of a case's AXES
+Shape = tuple[int, ...]              # one size per axis of a case's AXES
 
 
 @dataclass(frozen=True)
 class Pass:
-    """A function to time, with its floating-point operations (0: not counted) and the least bytes that it must move.
+    """A function to time, with its floating-point operations (0: not counted) and the fewest bytes that it must move.
 
-    reads: these bytes are read, and next to nothing is written.
+    reads: these bytes are read, and almost none are written.
     """
 
     name: str
@@ -54,7 +54,7 @@ class BenchCase(ABC):
     op: the operator.  AXES: the names of the sizes.  DTYPES: the values of --dtype, the default first.  SHAPES: the default
     shapes by device; the first is the one that --sweep varies.  SWEEP: the last axis' sizes for a curve, by device, if any.
     LAUNCHES: whether launches are counted (profiler.py).  baseline: the name that all others are compared with.
-    numbers(*sizes): how many numbers the inputs, the results and their gradients have; all are in memory at once.
+    numbers(*sizes): the count of numbers in the inputs, the results and their gradients, all in memory at once.
     """
 
     op: ClassVar[str]
@@ -100,7 +100,7 @@ def case_of(op: str) -> Any:
 
 
 def costs(passes: Callable[[], Any], device: str) -> Costs:
-    """Measures a function that runs every pass once: its memory, and the time of the faster of two more calls."""
+    """The costs of a function that runs every pass once: its memory, and the time of the faster of two more calls."""
     peak_extra = extra_bytes(passes, device)
     return Costs(min(seconds(passes, device) for _ in range(2)), peak_extra)
 
@@ -115,8 +115,8 @@ def errors_of_repeated(results: Mapping[str, Tensor], reference: Mapping[str, Te
 
     Compared one result after the other, because a float64 reference at the full shape is large.
     """
-    found: dict[str, float] = {}
+    errors: dict[str, float] = {}
     for name, exact in reference.items():
         actual = results[name]
-        found |= compare.errors({name: actual}, {name: repeated(exact, actual.shape[dim], dim)})
-    return found
+        errors |= compare.errors({name: actual}, {name: repeated(exact, actual.shape[dim], dim)})
+    return errors

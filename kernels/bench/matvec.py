@@ -1,4 +1,4 @@
-"""The product of R rows and a packed matrix at one shape: what the benchmark verifies and times."""
+"""The benchmark of the product of R rows and a packed matrix at one shape."""
 
 from functools import partial
 
@@ -45,11 +45,11 @@ class Case(BenchCase):
         return costs(partial(MatVec(name), self.x, self.packed), self.device)
 
     def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
-        found = compare.errors({"y": MatVec(name)(self.x, self.packed)}, {"y": self.reference})
-        return found, compare.misses(found, cases.tolerance(name, self.form))
+        result = compare.errors({"y": MatVec(name)(self.x, self.packed)}, {"y": self.reference})
+        return result, compare.misses(result, cases.tolerance(name, self.form))
 
     def passes(self, name: str) -> list[Pass]:
-        """The product as a decoder calls it, with what can be prepared done. The least traffic is one read of the weights."""
+        """The product as a decoder calls it, prepared in advance. The least traffic is one read of the weights."""
         product = MatVec(name).bind(self.packed)
         x = self.x.unsqueeze(0)
         return [Pass("forward", lambda: product(x), 0, self.packed.nbytes(), reads=True)]

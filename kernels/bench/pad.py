@@ -1,4 +1,4 @@
-"""Brick padding at one shape: what the benchmark verifies and times."""
+"""The benchmark of brick padding at one shape."""
 
 from functools import partial
 

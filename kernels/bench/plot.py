@@ -1,7 +1,7 @@
 """python -m kernels.bench.plot FOLDER [FILE ...]: draws the benchmark's JSON files (default: benchmarks/results/*.json).
 
 OP-DEVICE-time.png has the time of every implementation against T (or the operator's last axis), and the machine's limits. A
-file with fewer than two sizes gives no figure but a sentence on standard error. The colour shows the back end (Okabe and Ito's
+file with fewer than two sizes gives only a sentence on standard error. The colour shows the back end (Okabe and Ito's
 palette, safe for colour-blind readers), the shade the rung of a ladder.
 """
 
@@ -40,9 +40,9 @@ def main(argv: list[str]) -> int:
 
 
 def check(folder: Path) -> None:
-    """Raises UnusableFile where no figure can be written into `folder`; makes the folder."""
+    """Raises UnusableFile if no figure can be written into `folder`; creates the folder."""
     if not available():
-        raise UnusableFile("figures need the package matplotlib, which is not installed (pip install matplotlib)")
+        raise UnusableFile("figures require the package matplotlib, which is not installed (pip install matplotlib)")
     check_folder(folder)
 
 
@@ -66,16 +66,16 @@ def draw(folder: Path, reports: Iterable[dict[str, Any]]) -> list[Path]:
 
 
 def time_against_size(report: dict[str, Any]) -> Any | None:
-    """A logarithmic panel for each pass; None where fewer than two sizes were measured."""
+    """A logarithmic panel per pass; None if fewer than two sizes were measured."""
     measured = _same_width(report)
     if len(measured) < 2:
         return None
-    *others, axis = measured[0]["shape"]
-    width = " ".join(f"{other}={measured[0]['shape'][other]}" for other in others)
+    *width_axes, axis = measured[0]["shape"]
+    width = " ".join(f"{name}={measured[0]['shape'][name]}" for name in width_axes)
     passes = [part for part in PASSES if any(part == result["pass"] for result in measured[0]["results"])]
     title = f"{report['op']}: time against {axis}, {width}, {report['dtype']}"
     figure, panels = _figure(title, caption(report), len(passes))
-    sizes = [_size(one) for one in measured]
+    sizes = [_size(shape) for shape in measured]
     curves = {part: _curves(measured, part) for part in passes}
     for panel, part in zip(panels, passes, strict=True):
         for (name, points), style in zip(_floors(report["op"], measured, part).items(), ("-.", "--"), strict=False):
@@ -90,12 +90,12 @@ def time_against_size(report: dict[str, Any]) -> Any | None:
         panel.minorticks_off()
     panels[0].margins(y=0.1)
     for panel, part in zip(panels, passes, strict=True):     # after all curves: they determine the shared axes
-        _name_the_curves(panel, curves[part])
+        _label_curves(panel, curves[part])
     return figure
 
 
 def _figure(title: str, foot: str, n: int) -> tuple[Any, Sequence[Any]]:
-    """An empty figure and its n panels. Without pyplot, which would keep the figure for the rest of the process."""
+    """An empty figure and its n panels. Without pyplot, which would retain the figure for the rest of the process."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 6.2), layout="constrained")
@@ -110,31 +110,31 @@ def _figure(title: str, foot: str, n: int) -> tuple[Any, Sequence[Any]]:
 
 
 def _curves(measured: list[dict[str, Any]], part: str) -> dict[str, Points]:
-    found: dict[str, Points] = {}
-    for one in measured:
-        for result in one["results"]:
+    curves: dict[str, Points] = {}
+    for shape in measured:
+        for result in shape["results"]:
             if result["pass"] == part:
-                found.setdefault(result["name"], {})[_size(one)] = result["ms"]
-    return found
+                curves.setdefault(result["name"], {})[_size(shape)] = result["ms"]
+    return curves
 
 
 def _floors(op: str, measured: list[dict[str, Any]], part: str) -> dict[str, Points]:
-    """The least time that each size can take, at the highest rates that the machine reached in this run, if measured."""
-    if not all(one["limits"] for one in measured):
+    """The lower bound of each size's time, at the highest rates of the machine in this run, if measured."""
+    if not all(shape["limits"] for shape in measured):
         return {}
-    gbs = max(one["limits"]["copy_gbs"] for one in measured)
-    gflops = max(one["limits"]["matmul_gflops"] for one in measured)
-    some = {_size(one): next(result for result in one["results"] if result["pass"] == part) for one in measured}
-    floors = {"memory floor": {size: result["ms"] * result["gbs"] / gbs for size, result in some.items()}}
+    gbs = max(shape["limits"]["copy_gbs"] for shape in measured)
+    gflops = max(shape["limits"]["matmul_gflops"] for shape in measured)
+    results = {_size(shape): next(result for result in shape["results"] if result["pass"] == part) for shape in measured}
+    floors = {"memory floor": {size: result["ms"] * result["gbs"] / gbs for size, result in results.items()}}
     if op == "wkv4":
         floors["FMA floor of convolving all of T"] = {
-            _size(one): CONVOLUTIONS[part] * timex_cases.flop(*one["shape"].values()) / gflops / 1e6 for one in measured}
-    elif all(result["gflops"] for result in some.values()):
-        floors["FMA floor"] = {size: result["ms"] * result["gflops"] / gflops for size, result in some.items()}
+            _size(shape): CONVOLUTIONS[part] * timex_cases.flop(*shape["shape"].values()) / gflops / 1e6 for shape in measured}
+    elif all(result["gflops"] for result in results.values()):
+        floors["FMA floor"] = {size: result["ms"] * result["gflops"] / gflops for size, result in results.items()}
     return floors
 
 
-def _name_the_curves(panel: Any, curves: dict[str, Points]) -> None:
+def _label_curves(panel: Any, curves: dict[str, Points]) -> None:
     """Writes each name in its curve's colour in a column on the right, near the curve's end, without overlaps."""
     panel.autoscale_view()
     to_axes = (panel.transScale + panel.transLimits).transform
@@ -163,16 +163,16 @@ def _bottom(group: list[float], gap: float) -> float:
 
 def _same_width(report: dict[str, Any]) -> list[dict[str, Any]]:
     """Everything measured at the first shape's sizes but the last (B and C), sorted by the last (T)."""
-    def others(one: dict[str, Any]) -> list[int]:
-        return list(one["shape"].values())[:-1]
+    def width_of(shape: dict[str, Any]) -> list[int]:
+        return list(shape["shape"].values())[:-1]
 
     measured = report["shapes"] + report["sweep"]
-    return sorted((one for one in measured if others(one) == others(measured[0])), key=_size)
+    return sorted((shape for shape in measured if width_of(shape) == width_of(measured[0])), key=_size)
 
 
-def _size(one: dict[str, Any]) -> int:
+def _size(shape: dict[str, Any]) -> int:
     """The last axis' size, the x axis of the curves."""
-    return list(one["shape"].values())[-1]
+    return list(shape["shape"].values())[-1]
 
 
 def _colour(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What PyTorch's profiler says of a function: its peak memory beyond inputs and outputs, and the number of its launches."""
+"""A function's peak memory beyond inputs and outputs, and its number of launches, by PyTorch's profiler."""
 
 import os
 import sys
@@ -17,7 +17,7 @@ NO_WORK = {f"aten::{name}" for name in ("empty", "empty_strided", "empty_like", 
 
 
 def extra_bytes(run: Callable[[], Any], device: str) -> int:
-    """Peak bytes that torch's allocator hands out during run(), less the tensors that run() returns.
+    """Peak bytes that torch allocates during run(), less the tensors that run() returns.
 
     Tensors that a forward pass saves for its backward pass count, unless they are inputs or outputs.
     """
@@ -37,33 +37,32 @@ def _peak_cuda(run: Callable[[], Any]) -> tuple[int, Any]:
 def _peak_cpu(run: Callable[[], Any]) -> tuple[int, Any]:
     """torch has no peak counter on a CPU: the maximum of the running sum of the profiler's allocations and releases.
 
-    The profiler also reports the release of tensors that were allocated during an earlier profile. They are not run()'s, and
-    do not count.
+    The profiler also reports the release of tensors allocated during an earlier profile; these do not count.
     """
     with quiet(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
         result = run()
     live: dict[int, int] = {}                # size by address
-    held = peak = 0
+    live_bytes = peak = 0
     for address, size in _allocations(recorded.profiler.kineto_results.experimental_event_tree()):
         if size > 0:
             live[address] = size
-            held += size
-            peak = max(peak, held)
+            live_bytes += size
+            peak = max(peak, live_bytes)
         else:
-            held -= live.pop(address, 0)
+            live_bytes -= live.pop(address, 0)
     return peak, result
 
 
 def _allocations(tree: list[Any]) -> list[tuple[int, int]]:
     """(address, bytes) of each allocation, and of each release with negative bytes, in the order of time."""
-    found = []
+    allocations = []
     nodes = list(tree)
     while nodes:
         node = nodes.pop()
         nodes += node.children
         if node.name == "[memory]":
-            found.append((node.start_time_ns, node.extra_fields.alloc_size, node.extra_fields.ptr))
-    return [(address, size) for _, size, address in sorted(found)]
+            allocations.append((node.start_time_ns, node.extra_fields.alloc_size, node.extra_fields.ptr))
+    return [(address, size) for _, size, address in sorted(allocations)]
 
 
 def _size(result: Any) -> int:
@@ -75,8 +74,8 @@ def _size(result: Any) -> int:
 def launches(run: Callable[[], Any], device: str) -> int:
     """Kernels, copies and fills that the GPU executes during run(); on a CPU the operators that compute.
 
-    An operator that calls other operators counts as those; one that calls none counts as 1, whatever its back end does
-    inside. Views and allocations count as 0.
+    An operator that calls others counts as those; one that calls none counts as 1, whatever its back end does. Views and
+    allocations count as 0.
     """
     run()                                # compilation and first-use work are not counted
     if device == "cuda":

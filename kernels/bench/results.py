@@ -1,4 +1,4 @@
-"""The benchmark's reports: writing one, reading them back, and the line with the machine and versions of one."""
+"""The benchmark's reports: write one, read them back, and a caption with a report's machine and versions."""
 
 import argparse
 import json
@@ -18,7 +18,7 @@ FOLDER = ROOT / "benchmarks" / "results"
 
 
 class UnusableFile(ValueError):
-    """A file or folder of the user's that cannot be read or written; the message is one sentence with the reason."""
+    """A user's file or folder cannot be read or written; the message is one sentence with the reason."""
 
 
 def exit_status(main: Callable[[], int | None], *mistakes: type[Exception]) -> int:
@@ -48,7 +48,7 @@ def publish(report: Report, file: Path | None) -> None:
 
 
 def save(report: Report, file: Path) -> None:
-    """Writes the report to `file` as one line of JSON; prints the line where the file cannot be written."""
+    """Writes the report to `file` as one line of JSON; prints the line if the file cannot be written."""
     try:
         _write(report, file)
     except UnusableFile:
@@ -64,7 +64,7 @@ def _write(report: Report, file: Path) -> None:
 
 
 def output_file(text: str) -> Path:
-    """An option's value as a path; makes its folder. Raises argparse.ArgumentTypeError where the file cannot be written."""
+    """An option's value as a path; creates its folder. Raises argparse.ArgumentTypeError if the file cannot be written."""
     file = path_of(text)
     try:
         check_folder(file.parent)
@@ -76,23 +76,23 @@ def output_file(text: str) -> Path:
 
 
 def check_folder(folder: Path) -> None:
-    """Raises UnusableFile where no file can be written into `folder`; makes the folder."""
+    """Raises UnusableFile if no file can be written into `folder`; creates the folder."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UnusableFile(f"cannot make the folder {folder} ({error.strerror}): name another") from None
+        raise UnusableFile(f"cannot create the folder {folder} ({error.strerror}): name another") from None
     if not os.access(folder, os.W_OK):
         raise UnusableFile(f"cannot write into the folder {folder}: name another")
 
 
 def read(files: Iterable[str | Path]) -> list[Report]:
-    """The kernels' reports among `files`, without other JSON. Raises UnusableFile where a file is missing or not JSON."""
+    """The kernels' reports among `files`, without other JSON. Raises UnusableFile if a file is missing or not JSON."""
     contents = [read_json(Path(file)) for file in files]
     return [content for content in contents if isinstance(content, dict) and content.keys() >= PARTS]
 
 
 def read_json(file: Path) -> Any:
-    """What a JSON file holds. Raises UnusableFile where it is missing or not JSON."""
+    """The content of a JSON file. Raises UnusableFile if it is missing or not JSON."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:

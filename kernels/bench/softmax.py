@@ -1,4 +1,4 @@
-"""Softmax at one shape: what the benchmark verifies and times."""
+"""The benchmark of softmax at one shape."""
 
 import torch
 from torch import Tensor
@@ -42,11 +42,11 @@ class Case(BenchCase):
         return costs(lambda: softmax.backward(softmax.forward(few), few), self.device).times(self.rows / len(few))
 
     def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
-        found = errors_of_repeated(cases.results(Softmax(name), self.x), self.reference, dim=0)
-        return found, compare.misses(found, cases.tolerance(self.dtype, self.x.shape[1]))
+        result = errors_of_repeated(cases.results(Softmax(name), self.x), self.reference, dim=0)
+        return result, compare.misses(result, cases.tolerance(self.dtype, self.x.shape[1]))
 
     def passes(self, name: str) -> list[Pass]:
-        """forward, and backward alone, on a graph that is kept."""
+        """forward, and backward alone, on a retained graph."""
         softmax = Softmax(name)
         x = self.x
         y = softmax(x)

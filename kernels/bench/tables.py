@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
 
 
 def rewritten(text: str, reports: Iterable[dict[str, Any]]) -> str:
-    """`text` with the section of every operator that it has markers for and that is among the reports."""
+    """`text` with the section of every reported operator for which it has markers."""
     reports = list(reports)
     for op in dict.fromkeys(report["op"] for report in reports):
         text = filled(text, op, "\n\n".join(section(report) for report in reports if report["op"] == op))
@@ -47,10 +47,10 @@ def section(report: dict[str, Any]) -> str:
     """The machine, a table for each shape, and for a scan over T how cost grows with T."""
     shapes = report["shapes"]
     if report["op"] in SCANS:
-        found = [*map(scan_table, shapes), *filter(None, [growth_table(shapes)])]
+        tables = [*map(scan_table, shapes), *filter(None, [growth_table(shapes)])]
     else:
-        found = [pass_table(measured, bound_by_memory=report["op"] != "timex") for measured in shapes]
-    return "\n\n".join((caption(report), *found))
+        tables = [pass_table(measured, bound_by_memory=report["op"] != "timex") for measured in shapes]
+    return "\n\n".join((caption(report), *tables))
 
 
 def scan_table(measured: dict[str, Any]) -> str:
@@ -69,13 +69,13 @@ def scan_table(measured: dict[str, Any]) -> str:
         speed = [_short(baseline / _both(parts))] if baseline else []
         error = [f"{forward['err_ratio']:.0e}"] if checked else []
         rows.append([name, _ms(forward["ms"]), _ms(backward["ms"]), *pairs, *error, *speed])
-    one = measured["limits"].get("copy_one_ms")
-    copy = f" A copy of one such tensor takes {_ms(one)} ms; in pairs, forward and backward." if one else ""
+    copy_ms = measured["limits"].get("copy_one_ms")
+    copy = f" A copy of one such tensor takes {_ms(copy_ms)} ms; in pairs, forward and backward." if copy_ms else ""
     return f"{_caption(measured)}{copy}\n\n{markdown(rows)}{_notes(measured)}"
 
 
 def pass_table(measured: dict[str, Any], bound_by_memory: bool) -> str:
-    """For each pass the time, its share of the copy's or the matrix product's rate, and the speed relative to the baseline."""
+    """Per pass: the time, its share of the copy's or the matrix product's rate, and the speed relative to the baseline."""
     passes = list(dict.fromkeys(result["pass"] for result in measured["results"]))
     counted = any(result["launches"] is not None for result in measured["results"])
     rows = [["", *passes, *(["launches"] if counted else []), *(["extra MB"] if bound_by_memory else [])]]
@@ -94,14 +94,14 @@ def pass_table(measured: dict[str, Any], bound_by_memory: bool) -> str:
 def growth_table(shapes: list[dict[str, Any]]) -> str | None:
     """The cost of the longest T relative to the shortest, at the first shape's other sizes; None if there is only one T."""
     sizes = {axis: size for axis, size in shapes[0]["shape"].items() if axis != "T"}
-    alike = [one for one in shapes if one["shape"] == sizes | {"T": one["shape"]["T"]}]
-    alike.sort(key=lambda one: one["shape"]["T"])
-    if len(alike) < 2 or not alike[0]["limits"]:
+    same_sizes = [shape for shape in shapes if shape["shape"] == sizes | {"T": shape["shape"]["T"]}]
+    same_sizes.sort(key=lambda shape: shape["shape"]["T"])
+    if len(same_sizes) < 2 or not same_sizes[0]["limits"]:
         return None
-    short = alike[0]["shape"]["T"]
-    long = alike[-1]["shape"]["T"]
-    first = _by_name(alike[0])
-    last = _by_name(alike[-1])
+    short = same_sizes[0]["shape"]["T"]
+    long = same_sizes[-1]["shape"]["T"]
+    first = _by_name(same_sizes[0])
+    last = _by_name(same_sizes[-1])
     rows = [["", "time forward", "time backward", "extra MB forward", "extra MB backward"]]
     for name in (name for name in first if name in last):
         times = [f"x {last[name][part]['ms'] / first[name][part]['ms']:.1f}" for part in ("forward", "backward")]
@@ -128,10 +128,10 @@ def _notes(measured: dict[str, Any]) -> str:
 
 
 def _by_name(measured: dict[str, Any]) -> dict[str, dict[str, dict[str, Any]]]:
-    found: dict[str, dict[str, dict[str, Any]]] = {}
+    results: dict[str, dict[str, dict[str, Any]]] = {}
     for result in measured["results"]:
-        found.setdefault(result["name"], {})[result["pass"]] = result
-    return found
+        results.setdefault(result["name"], {})[result["pass"]] = result
+    return results
 
 
 def _both(parts: dict[str, dict[str, Any]]) -> float:

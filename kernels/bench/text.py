@@ -1,4 +1,4 @@
-"""Rows of text as a table for the terminal or in Markdown, and the place of a generated table in a page."""
+"""Tables for the terminal and in Markdown, and the section of a page that a generated table replaces."""
 
 from collections.abc import Sequence
 

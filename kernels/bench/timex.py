@@ -1,4 +1,4 @@
-"""TimeX at one shape: what the benchmark verifies and times."""
+"""The benchmark of TimeX at one shape."""
 
 from functools import partial
 
@@ -44,12 +44,12 @@ class Case(BenchCase):
         """From DISTINCT channels."""
         timex = TimeX(name)
         w, k = self.narrow
-        few = costs(lambda: (timex.forward(w, k), timex.backward(w, k, k)), self.device)
-        return few.times(self.shape[1] / w.shape[0])
+        sample = costs(lambda: (timex.forward(w, k), timex.backward(w, k, k)), self.device)
+        return sample.times(self.shape[1] / w.shape[0])
 
     def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
-        found = errors_of_repeated(cases.results(TimeX(name), self.w, self.k), self.reference, dim=-2)
-        return found, compare.misses(found, cases.tolerance(self.dtype))
+        result = errors_of_repeated(cases.results(TimeX(name), self.w, self.k), self.reference, dim=-2)
+        return result, compare.misses(result, cases.tolerance(self.dtype))
 
     def passes(self, name: str) -> list[Pass]:
         """forward and backward as a user calls them; grad_w and grad_k alone if the implementation has these functions."""

@@ -1,4 +1,4 @@
-"""Times of several functions on one device, taken in turns so that their ratios hold on a machine that others use too."""
+"""Times of several functions on one device, taken in turns so that their ratios hold on a shared machine."""
 
 import math
 import time
@@ -35,7 +35,7 @@ def interleaved(work: Mapping[Key, Callable[[], Any]], device: str, budget_s: fl
 
 
 def spread(samples: Sequence[float]) -> float:
-    """The distance between the quartiles of several runs as a share of their median; 0 for one run, which shows none."""
+    """The distance between the quartiles of several runs as a share of their median; 0 for a single run."""
     if len(samples) < 2:
         return 0.0
     lower, middle, upper = quantiles(samples, n=4, method="inclusive")

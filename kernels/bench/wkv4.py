@@ -1,4 +1,4 @@
-"""WKV at one shape, from an empty state: what the benchmark verifies and times."""
+"""The benchmark of WKV at one shape, from an empty state."""
 
 from typing import ClassVar
 
@@ -59,16 +59,16 @@ class Case(BenchCase):
         wkv = self._operator(name, block=steps)
         leaves = (time_decay, time_first, k, v)
         grad_y = torch.ones_like(k)
-        few = costs(lambda: torch.autograd.grad(wkv(*leaves)[0], leaves, grad_y), self.device)
-        return few.times(8, work=64 if name == self.baseline else 8)
+        sample = costs(lambda: torch.autograd.grad(wkv(*leaves)[0], leaves, grad_y), self.device)
+        return sample.times(8, work=64 if name == self.baseline else 8)
 
     def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
         results = cases.results(self._operator(name, block=self.T), (*self.inputs, None))
-        found = errors_of_repeated(results, self.reference, dim=-1)
-        return found, compare.misses(found, cases.tolerance(self.dtype))
+        result = errors_of_repeated(results, self.reference, dim=-1)
+        return result, compare.misses(result, cases.tolerance(self.dtype))
 
     def passes(self, name: str) -> list[Pass]:
-        """forward, and backward alone, on a graph that is kept."""
+        """forward, and backward alone, on a retained graph."""
         wkv = self._operator(name, block=self.T)
         nbytes = self.sequence.nbytes
         y = wkv(*self.inputs)[0]

@@ -1,4 +1,4 @@
-"""WKV-7 at one shape: what the benchmark verifies, from a state, and what it times, from the empty one."""
+"""The benchmark of WKV-7 at one shape: verified from a state, timed from the empty one."""
 
 from collections.abc import Mapping
 from typing import ClassVar
@@ -12,8 +12,8 @@ from kernels.select import select
 from kernels.wkv7 import WKV7, cases
 
 ESTIMATED_STEPS = 64
-PIECE = 512                  # steps that the float64 reference takes at a time: it keeps the state of each of them
-FORWARD, BACKWARD = 10, 32   # operations for each step and number of the state: 5 multiply-adds, 16 with G taken both ways
+PIECE = 512                  # steps of the float64 reference at a time: it stores the state of each
+FORWARD, BACKWARD = 10, 32   # operations per step and element of the state: 5 multiply-adds, 16 with G taken both ways
 
 
 class Case(BenchCase):
@@ -49,22 +49,22 @@ class Case(BenchCase):
         return self.inputs[3].detach()
 
     def estimate(self, name: str) -> Costs:
-        """From a few steps: time and memory grow in proportion to T, also those of the reference, which keeps all states."""
+        """From a few steps: time and memory are proportional to T, even for the reference, which stores all states."""
         steps = min(self.T, ESTIMATED_STEPS)
         leaves = [sequence.detach()[:, :steps].clone(memory_format=torch.contiguous_format).requires_grad_()
                   for sequence in self.inputs[:6]]
         wkv = select("wkv7", name, self.device)
         grad_y = torch.ones_like(leaves[3])
-        few = costs(lambda: torch.autograd.grad(wkv(*leaves)[0], leaves, grad_y), self.device)
-        return few.times(self.T / steps)
+        sample = costs(lambda: torch.autograd.grad(wkv(*leaves)[0], leaves, grad_y), self.device)
+        return sample.times(self.T / steps)
 
     def errors(self, name: str) -> tuple[dict[str, float], dict[str, str]]:
         wkv = select("wkv7", name, self.device)
-        found = errors_of_repeated(_by_head(cases.results(wkv, self.inputs)), self.reference, dim=0)
-        return found, compare.misses(found, compare.tolerance(wkv, self.dtype))
+        result = errors_of_repeated(_by_head(cases.results(wkv, self.inputs)), self.reference, dim=0)
+        return result, compare.misses(result, compare.tolerance(wkv, self.dtype))
 
     def passes(self, name: str) -> list[Pass]:
-        """forward, and backward alone, on a graph that is kept."""
+        """forward, and backward alone, on a retained graph."""
         wkv = select("wkv7", name, self.device)
         sequences = self.inputs[:6]
         y, state = wkv(*sequences)

@@ -46,9 +46,9 @@ def _penalize(logits, out, counts, flags, slots, tokens, options, stride, V, BLO
         tl.store(flags + place, flag, mask=inside)
     x = tl.load(logits + row * stride + c, mask=inside, other=0.0).to(tl.float32)
     repetition = tl.load(options + row * 4)
-    own = x.to(tl.float64)
-    own = tl.where(own > 0, own / repetition, own * repetition)
-    own = own - tl.load(options + row * 4 + 1) * tl.where((flag & 2) > 0, 1.0, 0.0)
-    own = own - tl.load(options + row * 4 + 2) * count
+    penalized = x.to(tl.float64)
+    penalized = tl.where(penalized > 0, penalized / repetition, penalized * repetition)
+    penalized = penalized - tl.load(options + row * 4 + 1) * tl.where((flag & 2) > 0, 1.0, 0.0)
+    penalized = penalized - tl.load(options + row * 4 + 2) * count
     counted = ((flag & 3) > 0) & ((flag & 4) == 0)
-    tl.store(out + row * V + c, tl.where(counted, own.to(tl.float32), x), mask=inside)
+    tl.store(out + row * V + c, tl.where(counted, penalized.to(tl.float32), x), mask=inside)

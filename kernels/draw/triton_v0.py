@@ -1,9 +1,9 @@
 """A program for each row, which sorts nothing: top_k, top_p and the draw are each a search for a logit.
 
 The tokens that the filters can keep are first copied to a list, in the order of the vocabulary. In the order of logits, the
-weight of all tokens before one is S(logit) + rank * weight, where S sums the weights of all larger logits and rank counts equal
-logits that come first in the vocabulary. S falls as the logit rises, so the bits of the logit at which it passes a bound are
-found one by one: 32 sums over the list, mostly of a few hundred tokens, in float64.
+weight of all tokens before one is S(logit) + rank * weight, where S sums the weights of all larger logits and rank counts the
+equal logits earlier in the vocabulary. S falls as the logit rises, so a search finds the logit at which S passes a bound bit
+by bit: 32 sums over the list, mostly of a few hundred tokens, in float64.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -51,12 +51,12 @@ def draw(logits: Tensor, uniform: Tensor, filters: Filters, bias: Bias) -> Tenso
 
 
 def _float32(value: float) -> float:
-    """The value in float32, as C reads it, and as a GPU receives a kernel's float; the interpreter keeps 64 bits."""
+    """The value in float32, as C reads it, and as a GPU receives a kernel's float; the interpreter would keep 64 bits."""
     return ctypes.c_float(value).value
 
 
 def _biased(logits: Tensor, bias: Bias) -> Tensor:
-    """The logits, which stay as they are, with the bias added. What depends on its values is decided on the host."""
+    """A copy of the logits with the bias added. Whatever depends on its values is computed on the host."""
     banned = bias.values == -torch.inf
     values = to_device(torch.where(banned, 0.0, bias.values), logits.device)
     logits = logits.float().clone()
@@ -73,14 +73,14 @@ def _weights(x, top, scale):
 
 @triton.jit
 def _key(x):
-    """An integer that is in the order of the floats."""
+    """An integer in the order of the floats."""
     bits = x.to(tl.int32, bitcast=True)
     return tl.where(x == 0, 0, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
 def _logits(row, first, V, BLOCK: tl.constexpr):
-    """BLOCK logits of a row from `first` on; -inf behind the last one."""
+    """BLOCK logits of a row from `first` on; -inf after the last one."""
     c = first + tl.arange(0, BLOCK)
     return tl.load(row + c, mask=c < V, other=-float("inf")).to(tl.float32)
 
@@ -150,26 +150,26 @@ def _search(numbers, ids, n, low, bound, top, scale, last_scale, min_p, WHAT: tl
 @triton.jit
 def _keep(numbers, ids, n, key, ties, LISTED: tl.constexpr):
     """Leaves in the list the tokens with larger keys, and the first `ties` with this one. Returns how many these are."""
-    kept = tl.zeros([], tl.int32)
+    n_kept = tl.zeros([], tl.int32)
     seen = tl.zeros([], tl.int32)
     for first in range(0, n, LISTED):
         x, token, inside = _listed(numbers, ids, n, first, LISTED)
-        own = _key(x).to(tl.int64)
-        tie = (inside & (own == key)).to(tl.int32)
-        stays = inside & ((own > key) | ((tie > 0) & (seen + tl.cumsum(tie, 0) <= ties)))
-        place = kept + tl.cumsum(stays.to(tl.int32), 0) - 1
-        tl.debug_barrier()               # all of this part has been loaded, and it may be overwritten
+        keys = _key(x).to(tl.int64)
+        tie = (inside & (keys == key)).to(tl.int32)
+        stays = inside & ((keys > key) | ((tie > 0) & (seen + tl.cumsum(tie, 0) <= ties)))
+        place = n_kept + tl.cumsum(stays.to(tl.int32), 0) - 1
+        tl.debug_barrier()               # the whole part has been loaded, and may be overwritten
         tl.store(numbers + place, x, mask=stays)
         tl.store(ids + place, token, mask=stays)
-        kept += tl.sum(stays.to(tl.int32), 0)
+        n_kept += tl.sum(stays.to(tl.int32), 0)
         seen += tl.sum(tie, 0)
         tl.debug_barrier()
-    return kept
+    return n_kept
 
 
 @triton.jit
 def _logit_of_likeliest(row, numbers, V, k, BLOCK: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr):
-    """A logit that k tokens have at least: the k-th largest of the largest of parts of the vocabulary."""
+    """A lower bound of the k-th largest logit: the k-th largest maximum over parts of the vocabulary."""
     for first in range(0, V, BLOCK):
         x = _logits(row, first, V, BLOCK)
         part = first // PART + tl.arange(0, BLOCK // PART)
@@ -179,7 +179,7 @@ def _logit_of_likeliest(row, numbers, V, k, BLOCK: tl.constexpr, PARTS: tl.const
     part = tl.arange(0, PARTS)
     in_parts = part * PART < V
     keys = _key(tl.load(numbers + part, mask=in_parts, other=-float("inf"))).to(tl.int64)
-    tl.debug_barrier()                   # the list will lie in the same memory
+    tl.debug_barrier()                   # the list will use the same memory
     low = tl.full([], -2147483648, tl.int64)
     high = tl.full([], 2147483647, tl.int64)
     while low < high:                    # the largest key that k parts reach
@@ -190,8 +190,8 @@ def _logit_of_likeliest(row, numbers, V, k, BLOCK: tl.constexpr, PARTS: tl.const
     least = tl.min(tl.where(in_parts & (keys >= low), keys, 2147483647), 0)
     key = tl.where(low == -2147483648, -2147483648, least).to(tl.int32)
     bits = key ^ ((key >> 31) & 0x7FFFFFFF)
-    found = bits.to(tl.float32, bitcast=True)
-    return tl.where(found >= LEAST, found, LEAST)        # NaN for too few parts
+    logit = bits.to(tl.float32, bitcast=True)
+    return tl.where(logit >= LEAST, logit, LEAST)        # NaN for too few parts
 
 
 @triton.jit
@@ -255,13 +255,13 @@ def _keep_top_p(numbers, ids, n, bound, top, scale, lowest, FILTERS_FIRST: tl.co
 
 
 @triton.jit
-def _draw_by_logit(numbers, ids, n, wanted, least, top, scale, last_scale, min_p, FILTERS_FIRST: tl.constexpr,
+def _draw_by_logit(numbers, ids, n, target, least, top, scale, last_scale, min_p, FILTERS_FIRST: tl.constexpr,
                    LISTED: tl.constexpr):
-    """The token of the list at which the cumulative weight exceeds `wanted`, the largest logits first. least: the key of the
+    """The token of the list at which the cumulative weight exceeds `target`, the largest logits first. least: the key of the
     last token that can be drawn, which is taken if rounding leads beyond it."""
-    key, above, ties, weight = _search(numbers, ids, n, least, wanted, top, scale, last_scale, min_p, "draw", FILTERS_FIRST,
+    key, above, ties, weight = _search(numbers, ids, n, least, target, top, scale, last_scale, min_p, "draw", FILTERS_FIRST,
                                        LISTED)
-    rank = tl.minimum((wanted - above) / tl.where(weight > 0, weight, 1.0), tl.maximum(ties, 1) - 1.0).to(tl.int32)
+    rank = tl.minimum((target - above) / tl.where(weight > 0, weight, 1.0), tl.maximum(ties, 1) - 1.0).to(tl.int32)
     token = tl.zeros([], tl.int32)
     seen = tl.zeros([], tl.int32)
     for first in range(0, n, LISTED):
@@ -274,7 +274,7 @@ def _draw_by_logit(numbers, ids, n, wanted, least, top, scale, last_scale, min_p
 
 
 @triton.jit
-def _draw_by_place(numbers, ids, n, wanted, top, scale, last_scale, min_p, FILTERS_FIRST: tl.constexpr, LISTED: tl.constexpr):
+def _draw_by_place(numbers, ids, n, target, top, scale, last_scale, min_p, FILTERS_FIRST: tl.constexpr, LISTED: tl.constexpr):
     """The same in the order of the vocabulary."""
     token = tl.zeros([], tl.int32)
     before = tl.zeros([], tl.float64)
@@ -283,11 +283,11 @@ def _draw_by_place(numbers, ids, n, wanted, top, scale, last_scale, min_p, FILTE
     for first in range(0, n, LISTED):
         x, token_ids, inside = _listed(numbers, ids, n, first, LISTED)
         weight = _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST)
-        past = (before + tl.cumsum(weight, 0) > wanted) & (weight > 0)
-        found = tl.min(tl.where(past, token_ids, 2147483647), 0)
+        past = (before + tl.cumsum(weight, 0) > target) & (weight > 0)
+        first_past = tl.min(tl.where(past, token_ids, 2147483647), 0)
         last = tl.maximum(last, tl.max(tl.where(weight > 0, token_ids, 0), 0))
-        token = tl.where((done == 0) & (found < 2147483647), found, token)
-        done |= (found < 2147483647).to(tl.int32)
+        token = tl.where((done == 0) & (first_past < 2147483647), first_past, token)
+        done |= (first_past < 2147483647).to(tl.int32)
         before += tl.sum(weight, 0)
     return tl.where(done > 0, token, last)
 
@@ -303,33 +303,33 @@ def _draw_listed(numbers, ids, n, uniform, top, scale, last_scale, min_p, IN_ORD
         weight = _chosen_weights(x, inside, top, scale, last_scale, min_p, FILTERS_FIRST)
         least = tl.minimum(least, tl.min(tl.where(weight > 0, _key(x).to(tl.int64), 2147483647), 0))
         sums += weight
-    wanted = uniform * tl.sum(sums, 0)
+    target = uniform * tl.sum(sums, 0)
     if IN_ORDER:
-        token = _draw_by_logit(numbers, ids, n, wanted, least, top, scale, last_scale, min_p, FILTERS_FIRST, LISTED)
+        token = _draw_by_logit(numbers, ids, n, target, least, top, scale, last_scale, min_p, FILTERS_FIRST, LISTED)
     else:
-        token = _draw_by_place(numbers, ids, n, wanted, top, scale, last_scale, min_p, FILTERS_FIRST, LISTED)
+        token = _draw_by_place(numbers, ids, n, target, top, scale, last_scale, min_p, FILTERS_FIRST, LISTED)
     return token
 
 
 @triton.jit
-def _draw_unfiltered(row, V, wanted, top, scale, BLOCK: tl.constexpr):
-    """The token of the vocabulary at which the cumulative weight exceeds `wanted`: its block is found first."""
+def _draw_unfiltered(row, V, target, top, scale, BLOCK: tl.constexpr):
+    """The token of the vocabulary at which the cumulative weight exceeds `target`: its block is found first."""
     lane = tl.arange(0, BLOCK)
     before = tl.zeros([], tl.float64)
     start = tl.zeros([], tl.int32)       # of the block, and the sum before that block
     before_start = tl.zeros([], tl.float64)
     done = tl.zeros([], tl.int32)
     for first in range(0, V, BLOCK):
-        own = tl.sum(_weights(_logits(row, first, V, BLOCK), top, scale).to(tl.float64), 0)
-        start = tl.where((done == 0) & (own > 0), first, start)
-        before_start = tl.where((done == 0) & (own > 0), before, before_start)
-        before += own
-        done |= (before > wanted).to(tl.int32)
+        block_weight = tl.sum(_weights(_logits(row, first, V, BLOCK), top, scale).to(tl.float64), 0)
+        start = tl.where((done == 0) & (block_weight > 0), first, start)
+        before_start = tl.where((done == 0) & (block_weight > 0), before, before_start)
+        before += block_weight
+        done |= (before > target).to(tl.int32)
     weight = _weights(_logits(row, start, V, BLOCK), top, scale).to(tl.float64)
-    past = (before_start + tl.cumsum(weight, 0) > wanted) & (weight > 0)
-    found = tl.min(tl.where(past, start + lane, 2147483647), 0)
+    past = (before_start + tl.cumsum(weight, 0) > target) & (weight > 0)
+    token = tl.min(tl.where(past, start + lane, 2147483647), 0)
     last = tl.max(tl.where(weight > 0, start + lane, 0), 0)
-    return tl.where(found < 2147483647, found, last)
+    return tl.where(token < 2147483647, token, last)
 
 
 @triton.jit(do_not_specialize=["top_k"])  # 1 and multiples of 16 would be compiled on their own

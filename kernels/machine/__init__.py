@@ -1,1 +1,1 @@
-"""The machine that kernels run on: its threads, allocator, memory, what its CPU multiplies, its measured limits."""
+"""The machine that kernels run on: threads, allocator, memory, native dtypes of its CPU, measured limits."""

@@ -1,8 +1,8 @@
 """How memory is allocated on a CPU.
 
-keep_large_blocks      the C library keeps freed blocks: the temporaries of a step then cost no page faults
+keep_large_blocks      the C library caches freed blocks: the temporaries of a step then cause no page faults
 return_large_blocks    the C library returns them at once: less memory, more page faults
-use_large_pages        torch's large tensors lie in pages of 2 MB: a pass over all weights then looks up fewer pages
+use_large_pages        torch's large tensors use pages of 2 MB: a pass over all weights then causes fewer TLB misses
 """
 
 import ctypes
@@ -20,7 +20,7 @@ def keep_large_blocks() -> bool:
 
 
 def return_large_blocks() -> bool:
-    """Freed blocks of MAPPED bytes and more go back to the system at once. Returns False as keep_large_blocks does.
+    """Freed blocks of at least MAPPED bytes return to the system at once. Returns False as keep_large_blocks does.
 
     glibc's own threshold would rise to the largest block that was freed, up to 32 MB.
     """
@@ -28,7 +28,7 @@ def return_large_blocks() -> bool:
 
 
 def _call(name: str, *arguments: int) -> bool:
-    """What a function of the C library returns; False where the library lacks it."""
+    """The result of a function of the C library; False if the library lacks it."""
     try:
         return bool(getattr(ctypes.CDLL(None), name)(*arguments))
     except (AttributeError, OSError, TypeError):
@@ -38,8 +38,8 @@ def _call(name: str, *arguments: int) -> bool:
 def use_large_pages() -> None:
     """Asks torch for them on Linux, unless the user has set it. Call it before torch is imported.
 
-    For programs that run long: the system takes half a second to a second longer to provide 600 MB of them. It changes nothing
-    unless the system gives large pages on request (`madvise` in /sys/kernel/mm/transparent_hugepage/enabled). Source: PyTorch,
+    For long-running programs: 600 MB of them take the system half a second to a second longer. No effect unless the system
+    provides large pages on request (`madvise` in /sys/kernel/mm/transparent_hugepage/enabled). Source: PyTorch,
     c10/core/impl/alloc_cpu.cpp.
     """
     if sys.platform == "linux" and "torch" not in sys.modules:

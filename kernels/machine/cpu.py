@@ -1,4 +1,4 @@
-"""The dtypes for whose products this CPU has instructions; numbers of other dtypes are converted to float32 first."""
+"""The dtypes that this CPU multiplies natively; other dtypes are converted to float32 first."""
 
 from functools import cache
 
@@ -14,8 +14,8 @@ def multiplies(dtype: torch.dtype) -> bool:
     library that uses them.
     """
     has_library = dtype == torch.int8 or torch.backends.mkldnn.is_available()          # FBGEMM, or oneDNN
-    found = torch.cpu.get_capabilities()
-    return has_library and any(found.get(name) for name in CAPABILITIES.get(dtype, ()))
+    capabilities = torch.cpu.get_capabilities()
+    return has_library and any(capabilities.get(name) for name in CAPABILITIES.get(dtype, ()))
 
 
 def matrix_dtype(device: torch.device) -> torch.dtype:
@@ -24,9 +24,9 @@ def matrix_dtype(device: torch.device) -> torch.dtype:
 
 
 def why_slow(dtype: torch.dtype, device: torch.device) -> str | None:
-    """A sentence for the user where the device is a CPU without products of dtype; None elsewhere."""
+    """A sentence for the user if the device is a CPU without products of dtype; otherwise None."""
     if device.type != "cpu" or dtype == torch.float32 or multiplies(dtype):
         return None
     name = str(dtype).removeprefix("torch.")
-    return (f"this CPU has no instructions for products of {name}, and takes up to hundreds of times as long for them as for "
+    return (f"this CPU has no instructions for products of {name}: they may take hundreds of times as long as those of "
             "float32")

@@ -37,7 +37,7 @@ def cpu_model() -> str:
 
 
 def commit() -> str | None:
-    """The commit that is checked out, with a + if files differ from it; None outside a clone or without git."""
+    """The checked-out commit, with a + if files differ from it; None outside a clone or without git."""
     try:
         head, changes = (subprocess.run(["git", *args], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
                          for args in (("rev-parse", "--short=12", "HEAD"), ("status", "--porcelain")))
@@ -47,7 +47,7 @@ def commit() -> str | None:
 
 
 def free_bytes(device: str) -> int | None:
-    """The memory that programs can still have; None where the system does not tell."""
+    """The memory that programs can still allocate; None if unknown."""
     return torch.cuda.mem_get_info()[0] if device == "cuda" else available_memory()
 
 

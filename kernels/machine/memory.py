@@ -14,13 +14,13 @@ CGROUP_V2 = ("memory.max", "memory.current", "inactive_file")
 
 
 def available_memory(root: Path = Path("/")) -> int | None:
-    """Bytes that programs can still allocate; None if the system does not tell. `root`: where proc and sys lie."""
+    """Bytes that programs can still allocate; None if unknown. `root`: the parent of proc and sys."""
     available = [1024 * int(line.split()[1]) for line in _lines(root / "proc/meminfo") if line.startswith("MemAvailable:")]
     return min([*available, *_left_in_cgroups(root)], default=_installed())
 
 
 def resident_memory(root: Path = Path("/")) -> int:
-    """Bytes of memory that this process uses, its program and libraries included; 0 if the system does not tell."""
+    """Bytes of memory that this process uses, including the program and libraries; 0 if unknown."""
     for line in _lines(root / "proc/self/statm"):
         return int(line.split()[1]) * mmap.PAGESIZE
     return 0
@@ -29,7 +29,7 @@ def resident_memory(root: Path = Path("/")) -> int:
 def _left_in_cgroups(root: Path) -> Iterator[int]:
     """The bytes left in each control group of this process that has a limit: its own, the parent of that, up to the mount.
 
-    Inside a container the path in /proc may be that of the host, so folders that do not exist are passed over.
+    Inside a container the path in /proc may be that of the host, so folders that do not exist are skipped.
     """
     for line in _lines(root / "proc/self/cgroup"):
         _, controllers, path = line.split(":", 2)

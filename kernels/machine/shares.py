@@ -1,15 +1,15 @@
-"""A process's share of a machine that it has not to itself: a number of threads, and one of the GPUs."""
+"""A process's share of a machine: a number of threads, and one of the GPUs."""
 
 import os
 
-THREADS = "OMP_NUM_THREADS"              # of torch's CPU operators, and of ours, which use as many
+THREADS = "OMP_NUM_THREADS"              # of torch's CPU operators, and of ours
 GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 def take(threads: int | None, gpu: int | None) -> None:
     """Limits this process to `threads` threads, unless the user has set their number, and to one GPU; None for no limit.
 
-    gpu: counted as torch counts, among those that CUDA_VISIBLE_DEVICES leaves. Call it before torch is imported.
+    gpu: torch's index, among those in CUDA_VISIBLE_DEVICES. Call it before torch is imported.
     """
     if threads is not None:
         os.environ.setdefault(THREADS, str(threads))

@@ -1,8 +1,8 @@
-"""The threads of torch's CPU operators: how long they wait for one another without giving up their cores, and what competes.
+"""The threads of torch's CPU operators: how long they spin for one another, and how many threads compete with them.
 
-Each parallel operator ends when its last thread is done. GNU OpenMP, which torch has on Linux, lets the others spin for
-milliseconds until then, and after it. Where another program has taken one of the cores, they spin on the core that the last
-thread needs, and a training step takes many times as long. Source: libgomp's manual, OMP_WAIT_POLICY and GOMP_SPINCOUNT.
+Each parallel operator ends when its last thread is done. GNU OpenMP, which torch uses on Linux, lets the others spin for
+milliseconds until then, and afterwards. If another program occupies a core, they spin on the core that the last thread needs,
+and a training step takes many times as long. Source: libgomp's manual, OMP_WAIT_POLICY and GOMP_SPINCOUNT.
 """
 
 import os
@@ -23,10 +23,10 @@ def wait_briefly() -> None:
 
 @cache
 def one_thread_in_forks() -> None:
-    """From now on a forked child of this process, and a child's child, computes with one thread of torch's.
+    """From now on torch uses one thread in a forked child of this process, and in a child's child.
 
-    A fork copies no threads, and GNU OpenMP in the child waits for ever for those that its parent had. With one thread it needs
-    none. The results are the same. A child that calls torch.set_num_threads(2) itself waits for ever all the same.
+    A fork copies no threads, and GNU OpenMP in the child deadlocks waiting for its parent's; with one thread it waits for none.
+    The results are the same. A child that calls torch.set_num_threads(2) still deadlocks.
     """
     if sys.platform == "linux":
         os.register_at_fork(after_in_child=_use_one_thread)
@@ -39,17 +39,17 @@ def _use_one_thread() -> None:
 
 
 def competing() -> int:
-    """How many threads of other programs run or wait for a core, the least of five looks; 0 where the system does not say."""
-    looks = []
+    """The number of other programs' threads that run or wait for a core, the least of five samples; 0 if unknown."""
+    samples = []
     for _ in range(5):
         try:
-            looks.append(int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[0]))
+            samples.append(int(Path("/proc/loadavg").read_text(encoding="ascii").split()[3].partition("/")[0]))
         except (OSError, ValueError, IndexError):
             return 0
         time.sleep(0.01)
-    return max(0, min(looks) - 1)        # without this one
+    return max(0, min(samples) - 1)        # without this one
 
 
 def settings() -> list[str]:
-    """The settings in effect, made by this program or by the user, as NAME=VALUE."""
+    """The settings in effect, the program's or the user's, as NAME=VALUE."""
     return [f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ]

@@ -10,11 +10,11 @@ In one line of PyTorch: x @ W.T. W is packed in one of four forms, each a class;
     int4                  W[n,k] = scale[n,g] q[n,k] + shift[n,g], 0 <= q <= 15, g = k // 32. A row of x is rounded, too: each
                           group of 32 to steps of 1/127 of its largest magnitude
 
-Every form adds in one order, whatever R is: the result for a row does not depend, to the bit, on the rows beside it. In int8
-the sums are of integers, so that all implementations give the same bits.
+Every form adds in one order, whatever R is: a row's result does not depend, to the bit, on the other rows. In int8
+the sums are of integers, so that all implementations agree to the bit.
 
-An implementation is a file beside this one. Its REQUIRES names the forms that it takes, and float64 among the dtypes if it can
-compute in it. Its bind(weights) takes n packed weights of one form and one K, prepares what can be prepared once, and returns a
+An implementation is a file beside this one. Its REQUIRES names the forms that it supports, and float64 among the dtypes if it
+supports it. Its bind(weights) takes n packed weights of one form and one K, prepares what can be prepared once, and returns a
 function of x (n,R,K) that gives n outputs y (R,N). x is contiguous, in float32 or float64, and rounded by the form's `rounded`;
 y is contiguous and in the dtype of x. An implementation may also have a faster dense(packed, dtype), which gives what
 packed.dense(dtype) gives, to the bit.
@@ -52,7 +52,7 @@ class Packed:
         raise NotImplementedError
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """W (N,K) that the form stands for."""
+        """W (N,K) that the form represents."""
         return self.weight.to(dtype)
 
     def rounded(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -79,7 +79,7 @@ class Packed:
         return replace(self, **{name: function(part) for name, part in self._parts().items() if isinstance(part, Tensor)})
 
     def nbytes(self) -> int:
-        """What a product must read of it, in bytes."""
+        """The bytes that a product must read."""
         return sum(tensor.nbytes for tensor in self)
 
 
@@ -143,7 +143,7 @@ class Int8(Packed):
         """Raises ValueError for a K whose sums may not fit into 32 bits: above 133,144 for 7 bits."""
         most = (2**31 - 1) // (127 * (2**bits - 1))
         if weight.shape[1] > most:
-            raise ValueError(f"int8 takes a W (N,K) with K up to {most:,}, got {tuple(weight.shape)}: use another form")
+            raise ValueError(f"int8: K of W (N,K) must be at most {most:,}; got {tuple(weight.shape)}: use another form")
         return cls(*_packing.int8(weight), bits, non_negative)
 
     def dense(self, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -215,9 +215,9 @@ KINDS = {"float32": 0, "bfloat16 as float32": 1, "bfloat16": 2, "int8": 3, "int4
 class MatVec(Operator):
     """One implementation of the operator, by name: `MatVec("c_v0")(x, packed) -> y`.
 
-    x (...,K), floating-point; y (...,N) in the dtype of x. There is no gradient. `bind` is the fast way for weights that are
-    used often. Raises ValueError for an unknown name, an x that does not fit or requires a gradient, and a form that the
-    implementation lacks; KernelUnavailable where it cannot run on the device of x.
+    x (...,K), floating-point; y (...,N) in the dtype of x. There is no gradient. `bind` is faster for weights that are
+    used often. Raises ValueError for an unknown name, an x of the wrong shape or requiring a gradient, and a form that the
+    implementation lacks; KernelUnavailable if it cannot run on the device of x.
     """
 
     folder = "matvec"
@@ -241,8 +241,8 @@ class MatVec(Operator):
     def bind(self, *weights: Packed) -> Bound:
         """The products of several weights of one form and one K as one function, without checks.
 
-        It takes their inputs (n,R,K), one for each weight, R >= 1, rounds all of them as the first weight asks for, and
-        returns n outputs (R,N) in the dtype of the inputs.
+        It takes their inputs (n,R,K), one per weight, R >= 1, rounds all of them as the first weight's form does, and returns n
+        outputs (R,N) in the dtype of the inputs.
         """
         product = self._implementation.bind(weights)
         rounded = weights[0].rounded
@@ -259,7 +259,7 @@ class MatVec(Operator):
         return bound
 
     def dense(self, packed: Packed, dtype: torch.dtype) -> Tensor:
-        """W (N,K) that the packed form stands for, float32 or bfloat16."""
+        """W (N,K) that the packed form represents, float32 or bfloat16."""
         matrix: Tensor = getattr(self._implementation, "dense", type(packed).dense)(packed, dtype)
         return matrix
 
@@ -270,10 +270,10 @@ class MatVec(Operator):
         if packed.form not in self.requires.forms:
             raise ValueError(f"{self.name} has no product in {packed.form}: use another implementation")
         if x.dim() == 0 or x.shape[-1] != packed.K or not x.is_floating_point():
-            raise ValueError(f"MatVec expects a floating-point x (...,{packed.K}), got {x.dtype} of shape {tuple(x.shape)}")
+            raise ValueError(f"MatVec: x must be floating-point, (...,{packed.K}); got {x.dtype} of shape {tuple(x.shape)}")
         self.check_dtype(x.dtype)
         if x.device != packed.weight.device:
-            raise ValueError(f"MatVec expects x on {packed.weight.device}, where W is, got one on {x.device}")
+            raise ValueError(f"MatVec: x must be on {packed.weight.device}, the device of W; got {x.device}")
         if x.requires_grad and torch.is_grad_enabled():
             raise ValueError("MatVec has no gradient: pass x.detach(), or call it under torch.no_grad()")
         self.check_device(x.device)
@@ -287,7 +287,7 @@ def groups_of(K: int) -> int:
 def pack(weight: Tensor, form: str) -> Packed:
     """W (N,K), floating-point, in the form of that name. Raises ValueError for another form or shape, and as Int8.of does."""
     if form not in FORMS or weight.dim() != 2:
-        raise ValueError(f"pack takes a W (N,K) and one of {', '.join(FORMS)}, got {tuple(weight.shape)} and {form!r}")
+        raise ValueError(f"pack requires a W (N,K) and one of {', '.join(FORMS)}; got {tuple(weight.shape)} and {form!r}")
     return FORMS[form].of(weight)
 
 

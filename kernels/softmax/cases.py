@@ -23,7 +23,7 @@ def inputs(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu",
 
 
 def special_rows(M: int, device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
-    """(11,M): what a user meets sooner or later, each at a column of its own; M >= 8."""
+    """(11,M): edge cases (inf, NaN, huge, tiny), one per row, each at its own column; M >= 8."""
     inf = float("inf")
     huge = torch.finfo(dtype).max
     x = inputs(11, M, dtype=dtype)

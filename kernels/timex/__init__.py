@@ -2,14 +2,14 @@
 
     out[b,c,t] = eps + sum_{u=0..t} w[c,(T-1)-(t-u)] * k[b,c,u]            w (C,T), k (B,C,T), out (B,C,T)
 
-In one line of PyTorch: eps + F.conv1d(F.pad(k, (T-1, 0)), w.unsqueeze(1), groups=C). The last column of w is lag 0. Where w or
-k is not finite, every out that it enters is not finite, and no other row (b,c) is affected; implementations that work in tiles
-or by FFT may also change earlier steps of the same row. Source: RWKV-CUDA, depthwise_conv1d; Taichi documentation, "Accelerate
+In one line of PyTorch: eps + F.conv1d(F.pad(k, (T-1, 0)), w.unsqueeze(1), groups=C). The last column of w is lag 0. If w or k
+is not finite, every out that depends on it is not finite, and no other row (b,c) is affected; implementations that use tiles or
+the FFT may also change earlier steps of the same row. Source: RWKV-CUDA, depthwise_conv1d; Taichi documentation, "Accelerate
 PyTorch with Taichi".
 
 An implementation is a file beside this one with REQUIRES, forward(w, k, eps) -> out and backward(w, k, grad_out) -> (grad_w,
 grad_k), or instead of backward the two functions grad_w(k, grad_out) and grad_k(w, grad_out), which the benchmark also times
-apart. Its inputs are contiguous, of one of its dtypes, and padded to its multiples.
+separately. Its inputs are contiguous, of one of its dtypes, and padded to its multiples.
 """
 
 import torch
@@ -23,8 +23,8 @@ class TimeX(Operator):
     """One implementation of the operator, by name: `TimeX("taichi_v3")(w, k, eps=0.0) -> out`.
 
     Differentiable in w and k (once); any B, C, T, a size of 0 included. Half-precision inputs are computed in float32 and the
-    result comes back in their dtype. Raises ValueError for an unknown name or inputs of the wrong shape or dtype, and
-    KernelUnavailable where the implementation cannot run on the inputs' device.
+    result has their dtype. Raises ValueError for an unknown name or inputs of the wrong shape or dtype, and
+    KernelUnavailable if the implementation cannot run on the inputs' device.
     """
 
     folder = "timex"
@@ -58,17 +58,17 @@ class TimeX(Operator):
 
     def _check(self, w: Tensor, k: Tensor) -> None:
         if w.dim() != 2 or k.dim() != 3 or tuple(w.shape) != tuple(k.shape[1:]):
-            raise ValueError(f"TimeX expects w (C,T) and k (B,C,T), got w {tuple(w.shape)} and k {tuple(k.shape)}")
+            raise ValueError(f"TimeX: w must be (C,T) and k (B,C,T); got w {tuple(w.shape)} and k {tuple(k.shape)}")
         if not (w.is_floating_point() and k.is_floating_point()):
-            raise ValueError(f"TimeX expects floating-point w and k, got {w.dtype} and {k.dtype}")
+            raise ValueError(f"TimeX: w and k must be floating-point; got {w.dtype} and {k.dtype}")
         if w.device != k.device:
-            raise ValueError(f"TimeX expects w and k on one device, got {w.device} and {k.device}")
+            raise ValueError(f"TimeX: w and k must be on one device; got {w.device} and {k.device}")
         self.check_dtype(w.dtype, k.dtype)
         self.check_device(k.device)
 
     def _compute_dtype(self, w: Tensor, k: Tensor) -> torch.dtype:
-        wanted = torch.promote_types(w.dtype, k.dtype)
-        return wanted if wanted in self.requires.dtypes else torch.float32
+        dtype = torch.promote_types(w.dtype, k.dtype)
+        return dtype if dtype in self.requires.dtypes else torch.float32
 
     def _pad(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Zeros on the left of T are exact, because the last column of w is lag 0."""

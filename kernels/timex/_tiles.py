@@ -1,4 +1,4 @@
-"""What the Taichi rungs share: the form of the three products, and on a CPU the tiles of rungs 1 and 2.
+"""Shared by the Taichi rungs: the form of the three products, and on a CPU the tiles of rungs 1 and 2.
 
 All three products are total[i] += window[i + j] * x[j], with i and j in a tile and the window two tiles long:
     forward   window of w, x = k           i counts t downwards from the end of its tile

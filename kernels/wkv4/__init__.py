@@ -5,7 +5,7 @@ With w = -exp(time_decay) < 0 and u = time_first, per channel:
     y_t = (a_{t-1} + e^(u+k_t) v_t) / (b_{t-1} + e^(u+k_t))
     a_t = e^w a_{t-1} + e^(k_t) v_t                  b_t = e^w b_{t-1} + e^(k_t)
 
-time_decay, time_first (C,); k, v, y (B,T,C). The state (a, b, p), each (B,C), stands for (a e^p, b e^p): many triples are
+time_decay, time_first (C,); k, v, y (B,T,C). The state (a, b, p), each (B,C), represents (a e^p, b e^p): many triples are
 one state, so compare a/b and p + log b. It starts at a = b = 0, p = -1e38; p carries no gradient.
 
 Where k is NaN or +infinity, or v is not finite, y and the state are not finite from that step on, in that row (b,c) only; a NaN
@@ -15,7 +15,7 @@ Source: the RWKV-4 paper (arXiv 2305.13048), equations 16 to 18 and appendix D f
 
 An implementation is a file beside this one with REQUIRES, forward(time_decay, time_first, k, v, a, b, p) -> (y, a, b, p) and
 backward(time_decay, time_first, k, v, a, b, p, y, grad_y, grad_a, grad_b) -> gradients of the first four, a and b. If its
-dtypes include bfloat16, it gets bfloat16 k, v, y and grad_y unconverted and returns the gradients of k and v in bfloat16; all
+dtypes include bfloat16, it gets k, v, y and grad_y as bfloat16 and returns the gradients of k and v in bfloat16; all
 other tensors are float32. The single step is in this file, the same for all implementations.
 """
 
@@ -85,21 +85,21 @@ class WKV4(Operator):
         """Contiguous inputs: k, v, y and grad_y (B,T,C) in their own dtype if the file has it; all else float32 or float64."""
         k, v = inputs[2:4]
         dtype = _compute_dtype(k)
-        of_sequences = k.dtype if k.dtype == v.dtype and k.dtype in self.requires.dtypes else dtype
-        return [contiguous(tensor.detach(), of_sequences if tensor.dim() == 3 else dtype) for tensor in inputs]
+        sequence_dtype = k.dtype if k.dtype == v.dtype and k.dtype in self.requires.dtypes else dtype
+        return [contiguous(tensor.detach(), sequence_dtype if tensor.dim() == 3 else dtype) for tensor in inputs]
 
     def _check(self, time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, state: WKVState | None) -> None:
         if k.dim() != 3 or k.shape != v.shape or not time_decay.shape == time_first.shape == k.shape[2:]:
             raise ValueError(
-                "WKV4 expects time_decay and time_first (C,), k and v (B,T,C), got "
+                "WKV4: time_decay and time_first must be (C,), k and v (B,T,C); got "
                 f"{tuple(time_decay.shape)}, {tuple(time_first.shape)}, {tuple(k.shape)}, {tuple(v.shape)}")
         if not (k.is_floating_point() and v.is_floating_point()):
-            raise ValueError(f"WKV4 expects floating-point k and v, got {k.dtype} and {v.dtype}")
+            raise ValueError(f"WKV4: k and v must be floating-point; got {k.dtype} and {v.dtype}")
         if any(tensor.device != k.device for tensor in (time_decay, time_first, v, *(state or ()))):
-            raise ValueError("WKV4 expects all tensors and the state on one device, that of k, which is "
+            raise ValueError("WKV4: all tensors and the state must be on one device, that of k, which is "
                              f"{k.device}: move the others there")
         if state is not None and any(part.shape != (k.shape[0], k.shape[2]) for part in state):
-            raise ValueError(f"WKV4 expects a state of three (B,C) = {(k.shape[0], k.shape[2])}, "
+            raise ValueError(f"WKV4: the state must be three (B,C) = {(k.shape[0], k.shape[2])}; "
                              f"got {', '.join(str(tuple(part.shape)) for part in state)}")
         self.check_dtype(time_decay.dtype, time_first.dtype, k.dtype, v.dtype)
         if k.dtype != torch.float64 and torch.float64 in (v.dtype, time_decay.dtype, time_first.dtype):

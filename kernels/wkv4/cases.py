@@ -55,9 +55,9 @@ def results(wkv: WKV4, inputs: WKVInputs, of: str = "y and state") -> dict[str, 
     on_state = ratio.tanh().sum() + size.sin().sum()
     total = {"y": on_y, "state": on_state, "y and state": on_y + on_state}[of]
     grads = torch.autograd.grad(total, list(leaves.values()), materialize_grads=True)
-    found = {"y": y, "a/b": ratio, LOG_SIZE: size}
-    found |= {f"grad {name}": grad for name, grad in zip(leaves, grads, strict=True)}
-    return {name: tensor.detach() for name, tensor in found.items()}
+    by_name = {"y": y, "a/b": ratio, LOG_SIZE: size}
+    by_name |= {f"grad {name}": grad for name, grad in zip(leaves, grads, strict=True)}
+    return {name: tensor.detach() for name, tensor in by_name.items()}
 
 
 def tolerance(dtype: torch.dtype = torch.float32) -> dict[str, float]:

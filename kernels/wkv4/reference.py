@@ -17,7 +17,7 @@ def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor,
     w = decay_exponent(time_decay)
     y = torch.empty_like(v)
     for t in range(k.shape[1]):
-        past, now, _ = _shares(p, time_first + k[:, t])
+        past, now, _ = _factors(p, time_first + k[:, t])
         y[:, t] = (past * a + now * v[:, t]) / (past * b + now)
         a, b, p = _advance(w, k[:, t], v[:, t], a, b, p)
     return y, a, b, p
@@ -37,25 +37,25 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
     grad_u = torch.zeros_like(a)
     for t in range(k.shape[1] - 1, -1, -1):              # grad_a, grad_b: for the state after step t, at its scale
         a, b, p = states[t]
-        past, now, _ = _shares(p, time_first + k[:, t])
+        past, now, _ = _factors(p, time_first + k[:, t])
         grad_num = grad_y[:, t] / (past * b + now)
         grad_here = now * grad_num * (v[:, t] - y[:, t])
-        kept, new, _ = _shares(p + w, k[:, t])
+        old, new, _ = _factors(p + w, k[:, t])
         grad_v[:, t] = grad_num * now + grad_a * new
         grad_k[:, t] = grad_here + new * (grad_a * v[:, t] + grad_b)
         grad_u += grad_here
-        grad_w += kept * (grad_a * a + grad_b * b)
-        grad_a = kept * grad_a + past * grad_num
-        grad_b = kept * grad_b - past * grad_num * y[:, t]
+        grad_w += old * (grad_a * a + grad_b * b)
+        grad_a = old * grad_a + past * grad_num
+        grad_b = old * grad_b - past * grad_num * y[:, t]
     return grad_w.sum(0) * w, grad_u.sum(0), grad_k, grad_v, grad_a, grad_b
 
 
 def _advance(w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    kept, new, p = _shares(p + w, k)
-    return kept * a + new * v, kept * b + new, p
+    old, new, p = _factors(p + w, k)
+    return old * a + new * v, old * b + new, p
 
 
-def _shares(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _factors(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """e^p and e^q divided by the larger of the two, and the exponent of the larger."""
     top = torch.maximum(p, q)
     return torch.exp(p - top), torch.exp(q - top), top

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kernels.backends.lanes import as_it_is, by_lane, cut, stored
+from kernels.backends.lanes import by_lane, cut, identity, stored
 from kernels.backends.taichi import BLOCK, launch, share, shares, ti
 from kernels.registry import Requires
 
@@ -72,8 +72,8 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
     _launch(kernels, BACKWARD, k.shape, (time_decay, time_first, a, b, p, grad_a, grad_b),
             k, v, grad_y, grad_k, grad_v, grads, states, floats(CHUNK * SAVED * at_once))
     grad_decay, grad_first, grad_a, grad_b = grads
-    found = grad_decay.sum(0), grad_first.sum(0), grad_k, grad_v, grad_a.clone(), grad_b.clone()
-    return tuple(cut(grad, C) for grad in found)
+    gradients = grad_decay.sum(0), grad_first.sum(0), grad_k, grad_v, grad_a.clone(), grad_b.clone()
+    return tuple(cut(grad, C) for grad in gradients)
 
 
 def _rows(tensor: Tensor, lanes: int) -> Tensor:
@@ -120,7 +120,7 @@ def _forward_kernels(dtype: torch.dtype) -> tuple[Any, Any]:
 @ti.kernel
 def _forward_cuda(small: Flat, k: Flat, v: Flat, y: Flat, state: Flat, B: int, T: int, C: int):
     for row in range(B * C):
-        _forward_row(row, as_it_is, as_it_is, small, k, v, y, state, B * C, T, C)
+        _forward_row(row, identity, identity, small, k, v, y, state, B * C, T, C)
 
 
 @cache
@@ -151,7 +151,7 @@ def _backward_kernels(dtype: torch.dtype) -> tuple[Any, Any]:
 def _backward_cuda(small: Flat, k: Flat, v: Flat, grad_y: Flat, grad_k: Flat, grad_v: Flat,
                    grads: Flat, states: Flat, scratch: Flat, B: int, T: int, C: int):
     for row in range(B * C):
-        _backward_row(row, as_it_is, as_it_is, small, k, v, grad_y, grad_k, grad_v, grads, states, scratch, row, B * C,
+        _backward_row(row, identity, identity, small, k, v, grad_y, grad_k, grad_v, grads, states, scratch, row, B * C,
                       B * C, T, C)
 
 
@@ -167,8 +167,8 @@ def _forward_row(row, read: ti.template(), write: ti.template(), small: ti.templ
             v_t = read(v[i])
             now = bonus * m * _pow2(ti.min(ti.max(bonus_shift + n - P, -64), 64))
             y[i] = write((a + now * v_t) / (b + now))
-            kept, new, P_next = _shares(decay, shift, m, n, P)
-            a, b, P = kept * a + new * v_t, kept * b + new, P_next
+            old, new, P_next = _factors(decay, shift, m, n, P)
+            a, b, P = old * a + new * v_t, old * b + new, P_next
         a, b, P = _settled(drift, j, a, b, P)
     scale, p = _leave(P)
     _save(state, row, R, [scale * a, scale * b, p])
@@ -186,8 +186,8 @@ def _backward_row(row, read: ti.template(), write: ti.template(), small: ti.temp
         for t in range(j * CHUNK, (j + 1) * CHUNK):
             i = (row // C * T + t) * C + row % C
             m, n = _exp(read(k[i]))
-            kept, new, P_next = _shares(decay, shift, m, n, P)
-            a, b, P = kept * a + new * read(v[i]), kept * b + new, P_next
+            old, new, P_next = _factors(decay, shift, m, n, P)
+            a, b, P = old * a + new * read(v[i]), old * b + new, P_next
         a, b, P = _settled(drift, j, a, b, P)
     _save(states, 3 * last * R + row, R, [a, b, by_lane(ti.bit_cast, P, ti.f32)])
     grad_a = small[2 * C + 3 * R + row]
@@ -203,9 +203,9 @@ def _backward_row(row, read: ti.template(), write: ti.template(), small: ti.temp
         for t in range(length):
             m, n = _exp(read(k[first + t * C]))
             now = bonus * m * _pow2(ti.min(ti.max(bonus_shift + n - P, -64), 64))
-            kept, new, P_next = _shares(decay, shift, m, n, P)
-            _save(scratch, at + t * SAVED * stride, stride, [a, b, now, kept, new])
-            a, b, P = kept * a + new * read(v[first + t * C]), kept * b + new, P_next
+            old, new, P_next = _factors(decay, shift, m, n, P)
+            _save(scratch, at + t * SAVED * stride, stride, [a, b, now, old, new])
+            a, b, P = old * a + new * read(v[first + t * C]), old * b + new, P_next
         grad_a, grad_b, P = _settled(drift, j, grad_a, grad_b, P)
         scale, _ = _leave((1 - ti.min(from_last, 1)) * P)  # 1 unless in the last chunk, without an `if`
         grad_a = scale * grad_a
@@ -213,7 +213,7 @@ def _backward_row(row, read: ti.template(), write: ti.template(), small: ti.temp
         for back in range(1, length + 1):
             i = first + (length - back) * C
             o = at + (length - back) * SAVED * stride
-            a_t, b_t, now, kept, new = [scratch[o + s * stride] for s in ti.static(range(SAVED))]
+            a_t, b_t, now, old, new = [scratch[o + s * stride] for s in ti.static(range(SAVED))]
             v_t = read(v[i])
             over = 1.0 / (b_t + now)
             grad_num = over * read(grad_y[i])
@@ -221,8 +221,8 @@ def _backward_row(row, read: ti.template(), write: ti.template(), small: ti.temp
             grad_k[i] = write(grad_here + new * (grad_a * v_t + grad_b))
             grad_v[i] = write(now * grad_num + new * grad_a)
             grad_u += grad_here
-            grad_w += kept * (grad_a * a_t + grad_b * b_t)
-            grad_a, grad_b = kept * grad_a + grad_num, kept * grad_b - grad_num * (over * (a_t + now * v_t))
+            grad_w += old * (grad_a * a_t + grad_b * b_t)
+            grad_a, grad_b = old * grad_a + grad_num, old * grad_b - grad_num * (over * (a_t + now * v_t))
     _save(grads, row, R, [w * grad_w, grad_u, scale_in * grad_a, scale_in * grad_b])
 
 
@@ -265,7 +265,7 @@ def _leave(P):
 
 
 @ti.func
-def _shares(decay, shift, m, n, P):
+def _factors(decay, shift, m, n, P):
     """The factors of the old state (e^w) and of v_t (e^k) in the new state, and the new P."""
     lead = n - (P + shift)
     up = ti.max(lead, 0)

@@ -31,7 +31,7 @@ LOST = 1e-30             # a denominator below this has no correct digits
 
 
 def requires(timex: str, block: int = BLOCK) -> Requires:
-    """What `timex` inside needs. Raises UnknownKernel if its error is too large for a quotient, ValueError for block < 1."""
+    """Requirements with `timex`. Raises UnknownKernel if its error is too large for a quotient, ValueError if block < 1."""
     inner = TimeX(timex).requires
     if not inner.wkv:
         raise UnknownKernel(f"{timex} cannot be used inside WKV: its error is relative to the largest e^k of a row, and "
@@ -60,23 +60,23 @@ class Block(NamedTuple):
     past: Tensor         # e^(p-s), the scale of the incoming state
     a: Tensor
     b: Tensor
-    kept: Tensor         # factor of the incoming state in the outgoing one
+    old: Tensor          # factor of the incoming state in the outgoing one
     added: Tensor        # factor of a block's own sums in the outgoing state
 
 
 def forward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor,
             timex: str, block: int = BLOCK) -> tuple[Tensor, ...]:
-    """As the contract says. A k or v that is not finite would change earlier steps of its block.
+    """As the contract requires. A nonfinite k or v would change earlier steps of its block.
 
-    If the state after the last step is not finite, the steps in question are therefore left out, and all later ones set to NaN.
+    If the state after the last step is not finite, such steps are therefore left out, and all later ones set to NaN.
     """
     outputs = _forward(time_decay, time_first, k, v, a, b, p, timex, block)
     if outputs[1].isfinite().all():
         return outputs
-    spoilt = ~((k < math.inf) & v.isfinite())
-    after = spoilt.cumsum(1, dtype=torch.int32) > 0
-    k = k.masked_fill(spoilt, EMPTY)
-    v = v.masked_fill(spoilt, 0.0)
+    nonfinite = ~((k < math.inf) & v.isfinite())
+    after = nonfinite.cumsum(1, dtype=torch.int32) > 0
+    k = k.masked_fill(nonfinite, EMPTY)
+    v = v.masked_fill(nonfinite, 0.0)
     y, *state = _forward(time_decay, time_first, k, v, a, b, p, timex, block)
     return y.masked_fill(after, math.nan), *(part.masked_fill(after[:, -1], math.nan) for part in state)
 
@@ -144,13 +144,13 @@ def _blocks(weights: Weights, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
     for j in range(k.shape[1]):
         s = torch.maximum(m[:, j], p)
         p_out = torch.maximum(m[:, j], p + N * weights.w)
-        kept = torch.exp(p + N * weights.w - p_out)
+        old = torch.exp(p + N * weights.w - p_out)
         added = torch.exp(m[:, j] - p_out)
-        seen = ~(kept * b + added * own_b[:, j] <= LOST)       # or NaN
-        kept = kept * seen
+        seen = ~(old * b + added * own_b[:, j] <= LOST)       # or NaN
+        old = old * seen
         added = added * seen
-        columns.append((torch.exp(m[:, j] - s), torch.exp(p - s), a, b, kept, added))
-        a, b, p = kept * a + added * own_a[:, j], kept * b + added * own_b[:, j], torch.where(seen, p_out, EMPTY)
+        columns.append((torch.exp(m[:, j] - s), torch.exp(p - s), a, b, old, added))
+        a, b, p = old * a + added * own_a[:, j], old * b + added * own_b[:, j], torch.where(seen, p_out, EMPTY)
     return Block(x, v, *(torch.stack(column, dim=1) for column in zip(*columns, strict=True))), (a, b, p)
 
 
@@ -179,14 +179,14 @@ def _backward_blocks(weights: Weights, blocks: Block, y: Tensor, grad_y: Tensor,
     grad_in = _sum_rows(grad_num * (blocks.past * blocks.a)[..., None] + grad_den * (blocks.past * blocks.b)[..., None])
     local_a = blocks.past * _weighted_sum(grad_num, weights.decay_in)
     local_b = blocks.past * _weighted_sum(grad_den, weights.decay_in)
-    grad_kept, to_a, to_b, grad_a, grad_b = _backward_states(blocks, local_a, local_b, grad_a, grad_b)
+    grad_old, to_a, to_b, grad_a, grad_b = _backward_states(blocks, local_a, local_b, grad_a, grad_b)
 
     grad_xv = grad_xv + to_a[..., None] * weights.decay_out
     grad_x = grad_x + to_b[..., None] * weights.decay_out
     grad_out = _sum_rows(to_a[..., None] * x * v + to_b[..., None] * x)
     grad_k = x * (grad_xv * v + grad_x)
     grad_v = x * grad_xv + torch.where(lost, grad_y, 0.0)
-    grad_w = _backward_decay(weights, grad_lag, grad_in, grad_out, grad_kept)
+    grad_w = _backward_decay(weights, grad_lag, grad_in, grad_out, grad_old)
     # Not from grad_lag, which sums the terms of v and of y apart: the two sums may nearly cancel.
     grad_u = weights.lag[:, -1] * _sum_rows(own_num * x * (v - y)).sum(-1)
     return grad_w, grad_u, _by_time(grad_k), _by_time(grad_v), grad_a, grad_b
@@ -196,22 +196,22 @@ def _backward_states(blocks: Block, local_a: Tensor, local_b: Tensor, grad_a: Te
     """From the outgoing state's gradient to the incoming one's; also the gradients of each block's own sums and of e^(Nw)."""
     to_a = torch.empty_like(local_a)
     to_b = torch.empty_like(local_b)
-    grad_kept = torch.zeros_like(grad_a[0])
+    grad_old = torch.zeros_like(grad_a[0])
     for j in reversed(range(local_a.shape[1])):
-        kept = blocks.kept[:, j]
+        old = blocks.old[:, j]
         added = blocks.added[:, j]
         to_a[:, j] = grad_a * added
         to_b[:, j] = grad_b * added
-        grad_kept += (kept * (grad_a * blocks.a[:, j] + grad_b * blocks.b[:, j])).sum(0)
-        grad_a, grad_b = grad_a * kept + local_a[:, j], grad_b * kept + local_b[:, j]
-    return grad_kept, to_a, to_b, grad_a, grad_b
+        grad_old += (old * (grad_a * blocks.a[:, j] + grad_b * blocks.b[:, j])).sum(0)
+        grad_a, grad_b = grad_a * old + local_a[:, j], grad_b * old + local_b[:, j]
+    return grad_old, to_a, to_b, grad_a, grad_b
 
 
-def _backward_decay(weights: Weights, grad_lag: Tensor, grad_in: Tensor, grad_out: Tensor, grad_kept: Tensor) -> Tensor:
-    """The gradient of w. Each table but lag 0 is e^(steps * w), so its part is the sum of steps * table * gradient."""
+def _backward_decay(weights: Weights, grad_lag: Tensor, grad_in: Tensor, grad_out: Tensor, grad_old: Tensor) -> Tensor:
+    """The gradient of w. Each table except lag 0 is e^(steps * w), so its term is the sum of steps * table * gradient."""
     N = len(weights.steps)
     by_lag = (grad_lag * weights.lag).flip(-1)
-    grad_w = by_lag[:, 1:] @ weights.steps[:-1] + N * grad_kept
+    grad_w = by_lag[:, 1:] @ weights.steps[:-1] + N * grad_old
     grad_w += (grad_in * weights.decay_in + (grad_out * weights.decay_out).flip(-1)) @ weights.steps
     return grad_w
 

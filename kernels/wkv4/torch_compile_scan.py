@@ -49,8 +49,8 @@ def backward(time_decay: Tensor, time_first: Tensor, k: Tensor, v: Tensor, a: Te
         rows = (tensor[:, span] for tensor in (k, v, y, grad_y))
         grad_k[:, span], grad_v[:, span], *grads = _run(_backward, weights, [*state, *grads], *rows)
     grad_a, grad_b, grad_w, grad_u = grads
-    found = grad_w.sum(0) * decay_exponent(time_decay), grad_u.sum(0), grad_k, grad_v, grad_a, grad_b
-    return tuple(grad.to(k.dtype) for grad in found)
+    gradients = grad_w.sum(0) * decay_exponent(time_decay), grad_u.sum(0), grad_k, grad_v, grad_a, grad_b
+    return tuple(grad.to(k.dtype) for grad in gradients)
 
 
 def _weights(time_decay: Tensor, time_first: Tensor) -> list[Tensor]:
@@ -72,7 +72,7 @@ def _run(function: Callable[..., Any], weights: list[Tensor], state: list[Tensor
 def _forward(w: Tensor, u: Tensor, a: Tensor, b: Tensor, p: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
     ys = []
     for k_t, v_t in zip(_steps(k.double() * LOG2_E), _steps(v), strict=True):
-        past, now, _ = _shares(p, u + k_t)
+        past, now, _ = _factors(p, u + k_t)
         ys.append(((past * a + now * v_t) / (past * b + now)).to(k.dtype))
         a, b, p = _advance(w, k_t, v_t, a, b, p)
     return torch.stack(ys, 1), a, b, p
@@ -87,14 +87,14 @@ def _backward(w: Tensor, u: Tensor, a: Tensor, b: Tensor, p: Tensor, grad_a: Ten
         states.append(_advance(w, k_t, v_t, *states[-1]))
     grads = []
     for (k_t, v_t, y_t, grad_t), (a, b, p) in zip(reversed(rows), reversed(states), strict=True):
-        past, now, _ = _shares(p, u + k_t)
-        kept, new, _ = _shares(p + w, k_t)
+        past, now, _ = _factors(p, u + k_t)
+        old, new, _ = _factors(p + w, k_t)
         grad_num = grad_t / (past * b + now)
         grad_here = now * grad_num * (v_t - y_t)
         grads.append((grad_here + new * (grad_a * v_t + grad_b), grad_num * now + grad_a * new))
         grad_u = grad_u + grad_here
-        grad_w = grad_w + kept * (grad_a * a + grad_b * b)
-        grad_a, grad_b = kept * grad_a + past * grad_num, kept * grad_b - past * grad_num * y_t
+        grad_w = grad_w + old * (grad_a * a + grad_b * b)
+        grad_a, grad_b = old * grad_a + past * grad_num, old * grad_b - past * grad_num * y_t
     grad_k, grad_v = (torch.stack([row.to(k.dtype) for row in reversed(part)], 1) for part in zip(*grads, strict=True))
     return grad_k, grad_v, grad_a, grad_b, grad_w, grad_u
 
@@ -104,11 +104,11 @@ def _steps(rows: Tensor) -> list[Tensor]:
 
 
 def _advance(w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, p: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    kept, new, p = _shares(p + w, k)
-    return kept * a + new * v, kept * b + new, p
+    old, new, p = _factors(p + w, k)
+    return old * a + new * v, old * b + new, p
 
 
-def _shares(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _factors(p: Tensor, q: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """2^p and 2^q divided by the larger of the two, and the exponent of the larger."""
     top = torch.maximum(p, q)
     return torch.exp2(p - top), torch.exp2(q - top), top

@@ -9,7 +9,7 @@ As in taichi_scan, e^k = m * 2^n with an integer n, and the state (a, b) is at t
 exponent: nothing is lost however far apart the k are. (|k|, |p| and |time_first| are clamped to 1.1e7, e^(u+k) relative to the
 state to 2^64.)
 
-The backward keeps m and n, two tensors of the size of k, and for the reverse recurrence recomputes eight of the size of a
+The backward stores m and n, two tensors of the size of k, and for the reverse recurrence recomputes eight of the size of a
 segment. That recurrence is linear and takes the same two passes.
 """
 
@@ -61,7 +61,7 @@ class Step(NamedTuple):
     a: Tensor            # the state before the step
     b: Tensor
     v: Tensor
-    kept: Tensor         # factors of the old state and of v in the new state
+    old: Tensor          # factors of the old state and of v in the new state
     new: Tensor
     grad_num: Tensor     # gradient of y's numerator, and the negative gradient of its denominator
     grad_den: Tensor
@@ -167,24 +167,24 @@ def _leave(P: Tensor) -> tuple[Tensor, Tensor]:
 def _states(weights: Weights, chunks: Chunks, state: State) -> tuple[State, State]:
     """The state before each chunk, and the one after the last."""
     before = []
-    for a, b, P in zip(*(part.unbind(1) for part in _own_sums(weights, chunks)), strict=True):
+    for a, b, P in zip(*(part.unbind(1) for part in _chunk_sums(weights, chunks)), strict=True):
         before.append(state)
-        kept, new, P = _shares(weights.over_chunk, state.P, 1.0, P)
-        state = _normal(State(kept * state.a + new * a, kept * state.b + new * b, P))
+        old, new, P = _factors(weights.over_chunk, state.P, 1.0, P)
+        state = _normal(State(old * state.a + new * a, old * state.b + new * b, P))
     return State(*(torch.stack(part, dim=1) for part in zip(*before, strict=True))), state
 
 
-def _own_sums(weights: Weights, chunks: Chunks) -> State:
-    """What each chunk adds to the state after it. The decays are known, so its largest exponent is found first."""
+def _chunk_sums(weights: Weights, chunks: Chunks) -> State:
+    """Each chunk's contribution to the state after it. The decays are known, so its largest exponent comes first."""
     P = chunks.n[0] + weights.lags[0][1]
     for n, (_, shift) in zip(chunks.n[1:], weights.lags[1:], strict=True):
         P = torch.maximum(P, n + shift, out=P)
     a = torch.zeros_like(P)
     b = torch.zeros_like(P)
     for m, n, v, (decay, shift) in zip(*chunks, weights.lags, strict=True):
-        share = (n - P).add_(shift).exp2_().mul_(m).mul_(decay)
-        a.addcmul_(share, v)
-        b.add_(share)
+        factor = (n - P).add_(shift).exp2_().mul_(m).mul_(decay)
+        a.addcmul_(factor, v)
+        b.add_(factor)
     return State(a, b, P)
 
 
@@ -194,27 +194,27 @@ def _normal(state: State) -> State:
     return State(state.a * torch.exp2(-n.to(b.dtype)), b, state.P + n)
 
 
-def _shares(decay: tuple[Tensor, Tensor], P: Tensor, m: Tensor | float, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _factors(decay: tuple[Tensor, Tensor], P: Tensor, m: Tensor | float, n: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """The factors of the old state (the decay) and of v_t (e^k) in the new state, and the new P."""
     decayed = P + decay[1]
     top = torch.maximum(decayed, n)
     return decayed.sub_(top).exp2_().mul_(decay[0]), (n - top).exp2_().mul_(m), top
 
 
-def _advance(shares: tuple[Tensor, Tensor, Tensor], state: State, v: Tensor) -> State:
-    kept, new, P = shares
-    return State((kept * state.a).addcmul_(new, v), (kept * state.b).add_(new), P)
+def _advance(factors: tuple[Tensor, Tensor, Tensor], state: State, v: Tensor) -> State:
+    old, new, P = factors
+    return State((old * state.a).addcmul_(new, v), (old * state.b).add_(new), P)
 
 
-def _share_now(first: tuple[Tensor, Tensor], P: Tensor, m: Tensor, n: Tensor) -> Tensor:
+def _factor_now(first: tuple[Tensor, Tensor], P: Tensor, m: Tensor, n: Tensor) -> Tensor:
     return (n - P).add_(first[1]).clamp_(-64, 64).exp2_().mul_(m).mul_(first[0])
 
 
 def _average(weights: Weights, chunks: Chunks, state: State, ys: tuple[Tensor, ...]) -> None:
     for m, n, v, y in zip(*chunks, ys, strict=True):
-        now = _share_now(weights.first, state.P, m, n)
+        now = _factor_now(weights.first, state.P, m, n)
         torch.div(torch.addcmul(state.a, now, v), state.b + now, out=y)
-        state = _advance(_shares(weights.decay, state.P, m, n), state, v)
+        state = _advance(_factors(weights.decay, state.P, m, n), state, v)
 
 
 def _backward_chunks(weights: Weights, chunks: Chunks, before: State, after: State, rows: list[tuple[Tensor, ...]],
@@ -223,13 +223,13 @@ def _backward_chunks(weights: Weights, chunks: Chunks, before: State, after: Sta
     state = before
     steps = []
     for m, n, v, y, grad_y in zip(*chunks, ys, grad_ys, strict=True):
-        now = _share_now(weights.first, state.P, m, n)
-        shares = _shares(weights.decay, state.P, m, n)
+        now = _factor_now(weights.first, state.P, m, n)
+        factors = _factors(weights.decay, state.P, m, n)
         over = 1 / (state.b + now)
         grad_num = grad_y * over
         gain = torch.addcmul(-state.a, v, state.b).mul_(over)      # v - y; exact where this step dominates y
-        steps.append(Step(state.a, state.b, v, *shares[:2], grad_num, grad_num * y, grad_num * now, gain))
-        state = _advance(shares, state, v)
+        steps.append(Step(state.a, state.b, v, *factors[:2], grad_num, grad_num * y, grad_num * now, gain))
+        state = _advance(factors, state, v)
     rescaled = torch.exp2(state.P - torch.cat((before.P[:, 1:], after.P[:, None]), dim=1))
     grad_after, grad_a, grad_b = _gradients_of_states(steps, rescaled, grad_a, grad_b)
     return *_gradients_of_steps(steps, grad_ks, grad_vs, *grad_after), grad_a, grad_b
@@ -239,12 +239,12 @@ def _gradients_of_states(steps: list[Step], rescaled: Tensor, grad_a: Tensor, gr
     """The gradients of the state after each chunk and before the first, from that of the state after the last chunk."""
     own_a = torch.zeros_like(rescaled)
     own_b = torch.zeros_like(rescaled)
-    kept = torch.ones_like(rescaled)
+    old = torch.ones_like(rescaled)
     for step in reversed(steps):
-        own_a, own_b = torch.addcmul(step.grad_num, own_a, step.kept), torch.addcmul(-step.grad_den, own_b, step.kept)
-        kept = kept * step.kept
+        own_a, own_b = torch.addcmul(step.grad_num, own_a, step.old), torch.addcmul(-step.grad_den, own_b, step.old)
+        old = old * step.old
     after = []
-    for a, b, k, scale in reversed([*zip(*(part.unbind(1) for part in (own_a, own_b, kept, rescaled)), strict=True)]):
+    for a, b, k, scale in reversed([*zip(*(part.unbind(1) for part in (own_a, own_b, old, rescaled)), strict=True)]):
         after.append((grad_a * scale, grad_b * scale))
         grad_a = a + k * after[-1][0]
         grad_b = b + k * after[-1][1]
@@ -260,6 +260,6 @@ def _gradients_of_steps(steps: list[Step], grad_ks: tuple[Tensor, ...], grad_vs:
         torch.addcmul(grad_here, step.new, torch.addcmul(grad_b, grad_a, step.v), out=grad_k)
         torch.addcmul(step.grad_now, step.new, grad_a, out=grad_v)
         grad_u += grad_here
-        grad_w += torch.addcmul(grad_a * step.a, grad_b, step.b).mul_(step.kept)
-        grad_a, grad_b = torch.addcmul(step.grad_num, grad_a, step.kept), torch.addcmul(-step.grad_den, grad_b, step.kept)
+        grad_w += torch.addcmul(grad_a * step.a, grad_b, step.b).mul_(step.old)
+        grad_a, grad_b = torch.addcmul(step.grad_num, grad_a, step.old), torch.addcmul(-step.grad_den, grad_b, step.old)
     return grad_w.sum((0, 1)), grad_u.sum((0, 1))

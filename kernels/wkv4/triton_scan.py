@@ -84,9 +84,9 @@ def _forward(time_decay, time_first, k, v, a, b, p, y, a_out, b_out, p_out, T, C
         ms, ns = _exps(ks, step, T, S)
         a_s, b_s, P_s, _after, a, b, P = _states(ms, ns, vs, a, b, P, w, spans, j, step < T, S, CHUNKS)
         for s in tl.static_range(S):
-            now, kept, new, P_s = _shares(ms[s], ns[s], P_s, w, bonus)
+            now, old, new, P_s = _factors(ms[s], ns[s], P_s, w, bonus)
             _store(y, start + s * C, at, (a_s + now * vs[s]) / (b_s + now), (step + s < T) & (c < C))
-            a_s, b_s = kept * a_s + new * vs[s], kept * b_s + new
+            a_s, b_s = old * a_s + new * vs[s], old * b_s + new
     scale, p = _leave(P, w, T, S * CHUNKS)
     tl.store(a_out + here, scale * a, mask=c < C)
     tl.store(b_out + here, scale * b, mask=c < C)
@@ -134,22 +134,22 @@ def _backward(time_decay, time_first, k, v, a, b, p, grad_y, grad_a, grad_b, sta
         settled = _pow2(_clip(P - P_s, -126, 126))            # in row 0: rescales from the scale before the tile to its own
         steps = ()
         for s in tl.static_range(S):
-            now, kept, new, P_s = _shares(ms[s], ns[s], P_s, w, bonus)
+            now, old, new, P_s = _factors(ms[s], ns[s], P_s, w, bonus)
             over = 1.0 / (b_s + now)
             num = over * gs[s]                                   # the gradients of y's numerator and denominator
             den = -num * (over * (a_s + now * vs[s]))
             gain = over * (vs[s] * b_s - a_s)                    # v - y; exact where this step dominates y
-            steps += ((a_s, b_s, kept, new, num, den, num * now, num * now * gain),)
-            a_s, b_s = kept * a_s + new * vs[s], kept * b_s + new
+            steps += ((a_s, b_s, old, new, num, den, num * now, num * now * gain),)
+            a_s, b_s = old * a_s + new * vs[s], old * b_s + new
         rescaled = _pow2(_clip(P_s - P_after, -126, 126))
         ga, gb, grad_a, grad_b = _gradients_of_states(steps, rescaled, over_chunk, settled, grad_a, grad_b, S, CHUNKS)
         for s in tl.static_range(S - 1, -1, -1):
-            a_s, b_s, kept, new, num, den, by_now, by_here = steps[s]
+            a_s, b_s, old, new, num, den, by_now, by_here = steps[s]
             _store(grad_k, start + s * C, at, by_here + new * (ga * vs[s] + gb), (step + s < T) & (c < C))
             _store(grad_v, start + s * C, at, by_now + new * ga, (step + s < T) & (c < C))
             grad_u += by_here
-            grad_w += tl.where(step + s < T, kept * (ga * a_s + gb * b_s), 0.0)
-            ga, gb = num + kept * ga, den + kept * gb
+            grad_w += tl.where(step + s < T, old * (ga * a_s + gb * b_s), 0.0)
+            ga, gb = num + old * ga, den + old * gb
     tl.store(to_a + here, entered * grad_a, mask=c < C)
     tl.store(to_b + here, entered * grad_b, mask=c < C)
     tl.store(to_decay + here, w[0] * tl.sum(grad_w, 0, keep_dims=True), mask=c < C)
@@ -246,7 +246,7 @@ def _leave(P, w, T, TILE: tl.constexpr):
 @triton.jit
 def _states(ms, ns, vs, a, b, P, w, spans, j, seen, S: tl.constexpr, CHUNKS: tl.constexpr):
     """The state before each chunk, P after each chunk, and the state after the tile. (a, b, P): the state before the tile."""
-    a_own, b_own, P_own = _own_sums(ms, ns, vs, w, S)
+    a_own, b_own, P_own = _chunk_sums(ms, ns, vs, w, S)
     m_tile, n_tile, drift = spans[0]
     m_before, n_before, _drift = spans[1]
     m_after, n_after, _drift = spans[2]
@@ -278,16 +278,16 @@ def _accumulate(a_0, b_0, P_0, a_0x, b_0x, P_0x, a_1, b_1, P_1, a_1x, b_1x, P_1x
 
 
 @triton.jit
-def _own_sums(ms, ns, vs, w, S: tl.constexpr):
-    """What each chunk adds to the state after it. The decays are known, so its largest exponent is found first."""
+def _chunk_sums(ms, ns, vs, w, S: tl.constexpr):
+    """Each chunk's contribution to the state after it. The decays are known, so its largest exponent comes first."""
     P = ns[0] + (S - 1) * w[2]
     for s in tl.static_range(1, S):
         P = tl.maximum(P, ns[s] + (S - 1 - s) * w[2])
     a = tl.zeros_like(vs[0])
     b = tl.zeros_like(vs[0])
     for s in tl.static_range(S):
-        share = ms[s] * _pow2(tl.maximum(ns[s] + (S - 1 - s) * w[2] - P, -127))
-        a, b = w[1] * a + share * vs[s], w[1] * b + share
+        factor = ms[s] * _pow2(tl.maximum(ns[s] + (S - 1 - s) * w[2] - P, -127))
+        a, b = w[1] * a + factor * vs[s], w[1] * b + factor
     return a, b, P
 
 
@@ -295,13 +295,13 @@ def _own_sums(ms, ns, vs, w, S: tl.constexpr):
 def _join(a_0, b_0, P_0, a_1, b_1, P_1):
     """The sum of two states."""
     P = tl.maximum(P_0, P_1)
-    of_0 = _pow2(tl.maximum(P_0 - P, -127))
-    of_1 = _pow2(tl.maximum(P_1 - P, -127))
-    return of_0 * a_0 + of_1 * a_1, of_0 * b_0 + of_1 * b_1, P
+    scale_0 = _pow2(tl.maximum(P_0 - P, -127))
+    scale_1 = _pow2(tl.maximum(P_1 - P, -127))
+    return scale_0 * a_0 + scale_1 * a_1, scale_0 * b_0 + scale_1 * b_1, P
 
 
 @triton.jit
-def _shares(m, n, P, w, bonus):
+def _factors(m, n, P, w, bonus):
     """e^(u+k) at the scale of the old state; the factors of the old state and of v_t in the new state; the new P."""
     now = bonus[0] * m * _pow2(_clip(bonus[1] + n - P, -64, 64))
     lead = n - (P + w[2])
@@ -310,29 +310,29 @@ def _shares(m, n, P, w, bonus):
 
 
 @triton.jit
-def _gradients_of_states(steps, rescaled, kept, settled, grad_a, grad_b, S: tl.constexpr, CHUNKS: tl.constexpr):
+def _gradients_of_states(steps, rescaled, old, settled, grad_a, grad_b, S: tl.constexpr, CHUNKS: tl.constexpr):
     """The gradients of the state after each chunk and of the state before the tile, from that of the state after the tile."""
     a = tl.zeros_like(rescaled)
     b = tl.zeros_like(rescaled)
     for s in tl.static_range(S - 1, -1, -1):
         a, b = steps[s][4] + steps[s][2] * a, steps[s][5] + steps[s][2] * b
     nothing = tl.zeros_like(a)
-    a, b, kept, a_1, b_1, kept_1 = tl.associative_scan((a, b, kept, nothing, nothing, nothing + 1), 0, _reach, reverse=True)
-    a_1 = a_1 + kept_1 * grad_a
-    b_1 = b_1 + kept_1 * grad_b
+    a, b, old, a_1, b_1, old_1 = tl.associative_scan((a, b, old, nothing, nothing, nothing + 1), 0, _reach, reverse=True)
+    a_1 = a_1 + old_1 * grad_a
+    b_1 = b_1 + old_1 * grad_b
     start = _row(CHUNKS) == 0
-    grad_a = tl.sum(tl.where(start, settled * (a + kept * grad_a), 0.0), 0, keep_dims=True)
-    grad_b = tl.sum(tl.where(start, settled * (b + kept * grad_b), 0.0), 0, keep_dims=True)
+    grad_a = tl.sum(tl.where(start, settled * (a + old * grad_a), 0.0), 0, keep_dims=True)
+    grad_b = tl.sum(tl.where(start, settled * (b + old * grad_b), 0.0), 0, keep_dims=True)
     return rescaled * a_1, rescaled * b_1, grad_a, grad_b
 
 
 @triton.jit
-def _reach(a_1, b_1, kept_1, a_1x, b_1x, kept_1x, a_0, b_0, kept_0, a_0x, b_0x, kept_0x):
+def _reach(a_1, b_1, old_1, a_1x, b_1x, old_1x, a_0, b_0, old_0, a_0x, b_0x, old_0x):
     """The state's gradient through two runs of chunks, the later one given first; with _x, without the first chunk."""
-    a = a_0 + kept_0 * a_1
-    b = b_0 + kept_0 * b_1
-    kept = kept_0 * kept_1
-    return a, b, kept, a_0x + kept_0x * a_1, b_0x + kept_0x * b_1, kept_0x * kept_1
+    a = a_0 + old_0 * a_1
+    b = b_0 + old_0 * b_1
+    old = old_0 * old_1
+    return a, b, old, a_0x + old_0x * a_1, b_0x + old_0x * b_1, old_0x * old_1
 
 
 @triton.jit

@@ -5,17 +5,17 @@ Per row and head, S is N x N, its rows i are of the value and its columns j of t
     sa_i = sum_j S_ij a_j        S_ij <- S_ij w_j + sa_i b_j + v_i k_j        y_i = sum_j S_ij r_j         (y reads the new S)
 
 r, log_w, k, v, a, b, y (B,T,H,N); state (B,H,N,N), zero at first. In RWKV-7 -0.6066 <= log_w <= 0, a = -kk and b = kk * rate,
-kk being normalised; an implementation may count on -1 <= log_w <= 0. T and N may be anything.
+kk being normalised; an implementation may assume -1 <= log_w <= 0. T and N may be anything.
 Where an input is NaN at a step, y and the state of that head are NaN from that step on; a NaN in v affects only its row i, one
 in r only y of that step. y before that step is the same to the bit.
 Source: the RWKV-7 paper (arXiv 2503.14456), section 4; RWKV-LM, RWKV-v7/rwkv_v7_demo.py.
 
-A file beside this one holds REQUIRES, forward(r, log_w, k, v, a, b, state, *kept) -> (y, state) and
-backward(r, log_w, k, v, a, b, state, *kept, grad_y, grad_state) -> the gradients of the first seven. The tensors in kept are
-empty, and forward fills them for backward. There are none where no gradient is wanted; otherwise there is one for each shape
-that the file's function kept(B, T, H, N) returns, if it has one: float32, or float64 where the inputs are. All come contiguous.
-Where REQUIRES has bfloat16, r, k, v, a, b, y and grad_y may come in it, and the gradients of r, k, v, a, b go back in it; all
-else is float32. The single step is here, the same for all.
+A file beside this one holds REQUIRES, forward(r, log_w, k, v, a, b, state, *activations) -> (y, state) and
+backward(r, log_w, k, v, a, b, state, *activations, grad_y, grad_state) -> the gradients of the first seven. The
+activations are empty, and forward fills them for backward. There are none if no gradient is required; otherwise one per shape
+that the file's optional function activation_shapes(B, T, H, N) returns: float32, or float64 if the inputs are. All tensors are
+contiguous. If REQUIRES has bfloat16, r, k, v, a, b, y and grad_y may be bfloat16, and so are then the gradients of r, k, v, a,
+b; all else is float32. The single step is in this file, shared by all.
 """
 
 from typing import Any
@@ -54,17 +54,17 @@ class WKV7(Operator):
         y, state = self._function(r, log_w, k, v, a, b, state)
         return y, state
 
-    def keep(self, *inputs: Tensor) -> Tensors:
+    def empty_activations(self, *inputs: Tensor) -> Tensors:
         B, T, H, N = self._padded(inputs[0].shape)
         dtype = _compute_dtype(inputs[0])
-        return tuple(inputs[0].new_empty(shape, dtype=dtype) for shape in self._kept_shapes(B, T, H, N))
+        return tuple(inputs[0].new_empty(shape, dtype=dtype) for shape in self._activation_shapes(B, T, H, N))
 
     @property
-    def n_kept(self) -> int:
-        return len(self._kept_shapes(1, 1, 1, 1))
+    def n_activations(self) -> int:
+        return len(self._activation_shapes(1, 1, 1, 1))
 
-    def _kept_shapes(self, B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
-        shapes: Any = getattr(self._implementation, "kept", None)
+    def _activation_shapes(self, B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+        shapes: Any = getattr(self._implementation, "activation_shapes", None)
         return shapes(B, T, H, N) if shapes else ()
 
     def _forward(self, *inputs: Tensor) -> Tensors:
@@ -90,29 +90,29 @@ class WKV7(Operator):
         shape = tensors[0].shape
         _, T, _, N = self._padded(shape)
         wide = _compute_dtype(tensors[0])
-        of_sequences = {tensor.dtype for i, tensor in enumerate(tensors[:SEQUENCES]) if i != LOG_W}
-        narrow = of_sequences.pop() if len(of_sequences) == 1 else wide
+        sequence_dtypes = {tensor.dtype for i, tensor in enumerate(tensors[:SEQUENCES]) if i != LOG_W}
+        narrow = sequence_dtypes.pop() if len(sequence_dtypes) == 1 else wide
         narrow = narrow if narrow in self.requires.dtypes else wide
-        found = []
+        prepared = []
         for i, tensor in enumerate(tensors):
-            of_state = i == SEQUENCES or i == SEQUENCES + 2          # state, and grad_state behind grad_y
-            tensor = contiguous(tensor.detach(), wide if of_state or i == LOG_W else narrow)
-            found.append(_pad(tensor, (N, N) if of_state else (T, shape[2], N)))
-        return found
+            is_state = i == SEQUENCES or i == SEQUENCES + 2          # state, and grad_state behind grad_y
+            tensor = contiguous(tensor.detach(), wide if is_state or i == LOG_W else narrow)
+            prepared.append(_pad(tensor, (N, N) if is_state else (T, shape[2], N)))
+        return prepared
 
     def _check(self, sequences: tuple[Tensor, ...], state: Tensor | None) -> None:
         names = self._names[:SEQUENCES]
         v = sequences[3]
         if v.dim() != 4 or any(tensor.shape != v.shape for tensor in sequences):
             shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in zip(names, sequences, strict=True))
-            raise ValueError(f"WKV7 expects r, log_w, k, v, a and b of one shape (B,T,H,N), got {shapes}")
+            raise ValueError(f"WKV7: r, log_w, k, v, a and b must have one shape (B,T,H,N); got {shapes}")
         if not all(tensor.is_floating_point() for tensor in sequences):
-            raise ValueError(f"WKV7 expects floating-point tensors, got {', '.join(str(tensor.dtype) for tensor in sequences)}")
+            raise ValueError(f"WKV7: tensors must be floating-point; got {', '.join(str(each.dtype) for each in sequences)}")
         B, _, H, N = v.shape
         if state is not None and state.shape != (B, H, N, N):
-            raise ValueError(f"WKV7 expects a state (B,H,N,N) = {(B, H, N, N)}, got {tuple(state.shape)}")
+            raise ValueError(f"WKV7: the state must be (B,H,N,N) = {(B, H, N, N)}; got {tuple(state.shape)}")
         if any(tensor.device != v.device for tensor in (*sequences, *([] if state is None else [state]))):
-            raise ValueError(f"WKV7 expects all tensors and the state on one device, that of v, which is {v.device}: move the "
+            raise ValueError(f"WKV7: all tensors and the state must be on one device, that of v, {v.device}: move the "
                              "others there")
         dtypes = [tensor.dtype for tensor in sequences]
         self.check_dtype(*dtypes)
@@ -123,7 +123,7 @@ class WKV7(Operator):
 
     @staticmethod
     def step(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
-        """One time step, (B,H,N) each, the same torch formula whatever the implementation: decoding launches no kernel."""
+        """One time step, (B,H,N) each, the same torch formula for every implementation: decoding launches no kernel."""
         dtype = v.dtype
         r, log_w, k, v, a, b = (tensor.to(state.dtype) for tensor in (r, log_w, k, v, a, b))
         sa = (state * a.unsqueeze(-2)).sum(-1, keepdim=True)               # faster than state @ a
@@ -142,7 +142,7 @@ def _compute_dtype(tensor: Tensor) -> torch.dtype:
 
 def _pad(tensor: Tensor, sizes: tuple[int, ...]) -> Tensor:
     """The tensor with zeros after the ends of its last axes, which then have these sizes."""
-    missing = [after for size, wanted in zip(tensor.shape[::-1], sizes[::-1]) for after in (0, wanted - size)]  # noqa: B905
+    missing = [after for size, padded in zip(tensor.shape[::-1], sizes[::-1]) for after in (0, padded - size)]  # noqa: B905
     return pad(tensor, missing) if any(missing) else tensor
 
 

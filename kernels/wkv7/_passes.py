@@ -1,21 +1,21 @@
-"""What rungs 1 to 3 in Taichi share: four passes over a matrix, with the step as an argument (taichi_v1, v2, v3).
+"""Shared by rungs 1 to 3 in Taichi: four passes over a matrix, with the step as an argument (taichi_v1, v2, v3).
 
     forward   lanes i   S = S w_t + sa_t b_t + v_t k_t                  y_t = S r_t      sa_{t+1} = S a_{t+1}
     rows      lanes i   G = G w_{t+1} + gsa_{t+1} a_{t+1} + gy_t r_t    gv_t = G k_t     gsa_t = G b_t
     states    lanes j   S as in forward                                 gr_t = S^T gy_t  ga_{t+1} = S^T gsa_{t+1}
     keys      lanes j   G as in rows                                    gk_t = G^T v_t   gb_t = G^T sa_t
 
-G = dL/dS; rows and keys go from the last step to the first. Lanes are where no sum is. The backward goes twice through a head:
-from the last chunk to the first for rows, which keep G after each chunk; then forwards, and of each chunk first its states,
-then, from its end, its keys. The states before each step of the chunk are kept, so that keys have S and G of one moment for
+G = dL/dS; rows and keys go from the last step to the first. Lanes run along the axis without a sum. The backward scans a head
+twice: from the last chunk to the first for rows, which save G after each chunk; then forwards, for each chunk first its states,
+then, from its end, its keys. The states before each step of the chunk are saved, so that keys have S and G of the same step for
 
     gl_t = w_t sum_i (S_{t-1})_ij (G_t)_ij                  (log_w's gradient)
 
-gl_t = gl_{t+1} + (r gr)_t + (a ga)_{t+1} - (b gb)_t - (k gk)_t would need no such product. But a small gl beside a large one is
-then the difference of two large sums, and where gl is 0 it is not.
+gl_t = gl_{t+1} + (r gr)_t + (a ga)_{t+1} - (b gb)_t - (k gk)_t would need no such product. But a small gl next to a large one
+would be the difference of two large sums, and a gl of 0 would not be 0.
 
-A task is one (b, h). Forward keeps sa, as large as k. The backward's memory is that of the tasks at work: N/16 + 1 times a
-head's k, for each, and 17 vectors for each column of the state.
+A task is one (b, h). Forward saves sa, as large as k. The backward's memory is that of the running tasks: N/16 + 1 times a
+head's k, for each, and 17 vectors per column of the state.
 
 step(scratch, flat, before, after, other, vectors, M, p, q, w, order, along_j, beside), a ti.func, reads the matrix at `before`,
 each vector of which is a column. It multiplies the matrix by w, adds p x + q y and stores the sum at `after`. It returns the
@@ -34,8 +34,8 @@ from kernels.backends.lanes import exp, stored
 from kernels.backends.taichi import BLOCK, launch, share, shares, ti
 from kernels.registry import Requires
 
-LANES = 16  # of a vector: its running sums and its two outer products' rows then stay in AVX2's registers
-CHUNK = 16  # steps whose vectors are made ready at a time
+LANES = 16  # per vector: its running sums and the rows of its two outer products then fit into AVX2's registers
+CHUNK = 16  # steps whose vectors are staged at a time
 ALIGNMENT = 64  # bytes; a vector load from any other address is a segmentation fault
 FORWARDS, BACKWARDS = (0, 1, 2, 3, 4), (3, 2, 1, 0, 5)  # the order of a step's vectors: two are added, two are multiplied; w
 REQUIRES = Requires(packages=("taichi",), devices=("cpu",), N_multiple=LANES)
@@ -44,9 +44,9 @@ Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
 
 
 class Rung(NamedTuple):
-    """step and stage: ti.funcs; stage(read, scratch, columns, ...) makes six vectors ready for each step of a chunk.
+    """step and stage: ti.funcs; stage(read, scratch, columns, ...) prepares six vectors for each step of a chunk.
 
-    outside: the decay is taken out of the matrix, which is then multiplied by it once for each chunk (taichi_v3).
+    outside: the decay is taken out of the matrix, which is multiplied by it once per chunk (taichi_v3).
     """
 
     step: Any
@@ -54,21 +54,21 @@ class Rung(NamedTuple):
     outside: bool = False
 
 
-def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
     """sa."""
     return ((B, T, H, N),)
 
 
 def forward(rung: Rung, r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
-            *kept: Tensor) -> tuple[Tensor, Tensor]:
+            *activations: Tensor) -> tuple[Tensor, Tensor]:
     B, T, H, N = v.shape
     n = shares(B * H)
     y = torch.empty_like(v)
     after = torch.empty_like(state)
-    (sa,) = kept or (state.new_empty(LANES),)
+    (sa,) = activations or (state.new_empty(LANES),)
     scratch = state.new_empty(n * (N * N + (6 * CHUNK + 1) * N))
     launch(_forward_kernel(v.dtype, rung), *aligned(r, log_w, k, v, a, b), state.view(-1), y, after.view(-1), sa, scratch,
-           scratch, B, T, H, N // LANES, n, len(kept))
+           scratch, B, T, H, N // LANES, n, len(activations))
     return y, after
 
 
@@ -98,7 +98,7 @@ def _forward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
 
     @ti.kernel
     def forward(r: Rows, log_w: Vectors, k: Rows, v: Rows, a: Rows, b: Rows, state: Flat, y: Rows, after: Flat,
-                sa_kept: Vectors, scratch: Vectors, flat: Flat, B: int, T: int, H: int, M: int, n: int, keep: int):
+                sa_saved: Vectors, scratch: Vectors, flat: Flat, B: int, T: int, H: int, M: int, n: int, save: int):
         for step in range(n * BLOCK):
             first, end = share(step, B * H, n)
             S = step // BLOCK * (M * LANES + 6 * CHUNK + 1) * M
@@ -119,8 +119,8 @@ def _forward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
                         sa_t = scratch[sa + x]
                         for s in range(steps):
                             i = at + (c * CHUNK + s) * H * M + x
-                            for _ in range(keep):
-                                sa_kept[i] = sa_t
+                            for _ in range(save):
+                                sa_saved[i] = sa_t
                             y_t, sa_t, _other = update(scratch, flat, strip, strip, strip, columns + s * 6 * M, M,
                                                        sa_t, read(v[i]), sa_t, FORWARDS, False, False)
                             y[i] = write(y_t)
@@ -148,8 +148,8 @@ def _backward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
             first, end = share(step, B * H, n)
             chunks = (T + CHUNK - 1) // CHUNK
             matrix = step // BLOCK * ((1 + chunks) * M * LANES + (1 + CHUNK) * LANES + 12 * CHUNK + 1 + T) * M
-            kept = matrix + M * M * LANES
-            G = kept + chunks * M * M * LANES
+            states = matrix + M * M * LANES
+            G = states + chunks * M * M * LANES
             history = G + M * LANES
             columns = history + CHUNK * M * LANES
             rows = columns + 6 * CHUNK * M
@@ -164,7 +164,7 @@ def _backward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
                     c = chunks - 1 - from_last
                     t_0 = c * CHUNK
                     steps = ti.min(CHUNK, T - t_0)
-                    turn(flat, (kept + c * M * M * LANES) * LANES, matrix * LANES, M)
+                    turn(flat, (states + c * M * M * LANES) * LANES, matrix * LANES, M)
                     stage(read, scratch, columns, r, log_w, k, a, b, at, t_0, steps, T, H, M)
                     for x in range(M):
                         strip = matrix + x * M * LANES
@@ -211,7 +211,7 @@ def _backward_kernel(dtype: torch.dtype, rung: Rung) -> Any:
                                 grad_a[i + H * M] = write(scratch[o + 4] * ga_next if ti.static(outside) else ga_next)
                         w_last = scratch[columns + ((steps - 1) * M + x) * 6 + 4]
                         for i in range(M * LANES):
-                            G_i = scratch[kept + (c * M + x) * M * LANES + i]
+                            G_i = scratch[states + (c * M + x) * M * LANES + i]
                             scratch[G + i] = G_i * w_last if ti.static(outside) else G_i
                         for s_from_last in range(steps):
                             s = steps - 1 - s_from_last

@@ -11,17 +11,17 @@ CHUNK, STAGED, LANES = 16, 9, 16  # as in wkv7.c: steps, staged vectors per step
 REQUIRES = Requires(devices=("cpu",), why_not=native.why_not, dtypes=tuple(DTYPES), N_multiple=16)
 
 
-def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
     """sa."""
     return ((B, T, H, N),)
 
 
 def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
-            *kept: Tensor) -> tuple[Tensor, Tensor]:
+            *activations: Tensor) -> tuple[Tensor, Tensor]:
     N = v.shape[-1]
     y = torch.empty_like(v)
     after = torch.empty_like(state)
-    (sa,) = kept or (None,)
+    (sa,) = activations or (None,)
     _run("forward", (N + CHUNK * STAGED + 1) * N, r, log_w, k, v, a, b, state, sa, y, after, *[None] * 7)
     return y, after
 

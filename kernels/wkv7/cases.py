@@ -49,8 +49,8 @@ def results(operator: Callable[..., tuple[Tensor, Tensor]], inputs: WKV7Inputs) 
     y, state = operator(*leaves)
     total = loss(y) + state.sin().sum()
     grads = torch.autograd.grad(total, leaves, materialize_grads=True)
-    found = {"y": y, "state": state} | {f"grad {name}": grad for name, grad in zip(NAMES, grads, strict=True)}
-    return {name: tensor.detach() for name, tensor in found.items()}
+    by_name = {"y": y, "state": state} | {f"grad {name}": grad for name, grad in zip(NAMES, grads, strict=True)}
+    return {name: tensor.detach() for name, tensor in by_name.items()}
 
 
 def tolerance(dtype: torch.dtype = torch.float32, rounded: bool = False) -> dict[str, float]:

@@ -8,12 +8,12 @@ from kernels.registry import Requires
 
 REQUIRES = Requires(devices=("cuda",), why_not=why_not, dtypes=(torch.float32, torch.bfloat16))
 
-CHUNK = 16                           # steps between two states that forward keeps
+CHUNK = 16                           # steps between two states that forward saves
 THREADS = 128
 SOURCE = Source(__file__, "csrc/v0.cu", CHUNK=CHUNK, BFLOAT16=0)
 
 
-def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
     return ((B, H, -(-T // CHUNK), N, N),)
 
 

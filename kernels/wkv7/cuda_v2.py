@@ -8,12 +8,12 @@ from kernels.registry import KernelUnavailable, Requires
 
 REQUIRES = Requires(devices=("cuda",), why_not=why_not, dtypes=(torch.float32, torch.bfloat16), N_multiple=32)
 
-CHUNK = 16                           # steps between two states that forward keeps
+CHUNK = 16                           # steps between two states that forward saves
 N_MAX = 448                          # 104 N bytes of a block's 48 KiB of static shared memory
 SOURCE = Source(__file__, "csrc/v2.cu", N=64, CHUNK=CHUNK, BFLOAT16=0)
 
 
-def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
     return (B, T, H, N), (B, H, -(-T // CHUNK), N, N)
 
 

@@ -1,7 +1,7 @@
 """Rung 3: tiles of 4 x 8 numbers, so that 4 products share a load; the backward's keys in all chunks of 64 steps at once.
 
-An H100 executes 128 multiply-adds a cycle and multiprocessor, for which its shared memory delivers 32 numbers: rungs 1 and 2,
-with a number for each, are bound by that. They also have only B H blocks of N threads: at B = 8, H = 12, N = 64 that is 192
+An H100 executes 128 multiply-adds per cycle and multiprocessor, for which its shared memory delivers 32 numbers. That limits
+rungs 1 and 2, which load one number each. They also have only B H blocks of N threads: at B = 8, H = 12, N = 64 that is 192
 warps for 528 schedulers. This rung has 384 warps there, and 96 T / 64 blocks in backward_keys. (Estimated.)
 """
 
@@ -13,15 +13,15 @@ from kernels.registry import KernelUnavailable, Requires
 
 REQUIRES = Requires(devices=("cuda",), why_not=why_not, dtypes=(torch.float32, torch.bfloat16), N_multiple=32)
 
-CHUNK = 64                           # steps between two states that forward keeps
+CHUNK = 64                           # steps between two states that forward saves
 GROUP = 4                            # steps whose states backward_keys has in registers at once: 32 each, for N = 64
-BLOCKS = 512                         # the most of backward_keys: their stored states are 128 MiB, for N = 64
+BLOCKS = 512                         # maximum for backward_keys: their stored states take 128 MiB, for N = 64
 ROWS, LANES = 4, 8                   # of a thread's tile, and threads that share these rows
 N_MAX = 512                          # a block has 2 N threads
 SOURCE = Source(__file__, "csrc/v3.cu", N=64, CHUNK=CHUNK, GROUP=GROUP, LANES=LANES, BFLOAT16=0)
 
 
-def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
     return (B, T, H, N), (B, H, -(-T // CHUNK), N, N)
 
 

@@ -26,17 +26,17 @@ CHUNK = 32  # steps between saved states
 Flat = ti.types.ndarray(dtype=ti.f32, ndim=1)
 
 
-def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
     """sa, and the state before each chunk."""
     return (B, T, H, N), ((T + CHUNK - 1) // CHUNK, B, H, N, N)
 
 
 def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
-            *kept: Tensor) -> tuple[Tensor, Tensor]:
+            *activations: Tensor) -> tuple[Tensor, Tensor]:
     y = torch.empty_like(v)
     after = state.clone()
-    sa, states = kept or (state.new_empty(1), state.new_empty(1))
-    _launch(_forward, v.shape, r, log_w, k, v, a, b, y, after, sa, states, len(kept))
+    sa, states = activations or (state.new_empty(1), state.new_empty(1))
+    _launch(_forward, v.shape, r, log_w, k, v, a, b, y, after, sa, states, len(activations))
     return y, after
 
 
@@ -57,19 +57,19 @@ def _launch(kernel: Any, shape: torch.Size, *args: Any) -> None:
 
 
 @ti.kernel
-def _forward(r: Flat, log_w: Flat, k: Flat, v: Flat, a: Flat, b: Flat, y: Flat, S: Flat, sa_kept: Flat, states: Flat,
-             keep: int, B: int, T: int, H: int, N: int):
+def _forward(r: Flat, log_w: Flat, k: Flat, v: Flat, a: Flat, b: Flat, y: Flat, S: Flat, sa_saved: Flat, states: Flat,
+             save: int, B: int, T: int, H: int, N: int):
     for row in range(B * H * N):
         for t in range(T):
             at = _vector(row // N, t, T, H, N)
-            if keep > 0 and t % CHUNK == 0:
+            if save > 0 and t % CHUNK == 0:
                 for j in range(N):
                     states[(t // CHUNK * B * H * N + row) * N + j] = S[row * N + j]
             sa = 0.0
             for j in range(N):
                 sa += S[row * N + j] * a[at + j]
-            if keep > 0:
-                sa_kept[at + row % N] = sa
+            if save > 0:
+                sa_saved[at + row % N] = sa
             for j in range(N):
                 S[row * N + j] = S[row * N + j] * ti.exp(log_w[at + j]) + sa * b[at + j] + v[at + row % N] * k[at + j]
             y_i = 0.0

@@ -24,21 +24,21 @@ def _step(scratch: ti.template(), flat: ti.template(), before, after, other, vec
             m = block * LANES + lane
             old = scratch[before + m] * (w if ti.static(along_j) else flat[o + order[4] * LANES])
             scratch[after + m] = old + p * flat[o + order[0] * LANES] + q * flat[o + order[1] * LANES]
-    of_u = 0.0 * p
-    of_v = 0.0 * p
-    of_other = 0.0 * p
+    dot_u = 0.0 * p
+    dot_v = 0.0 * p
+    dot_other = 0.0 * p
     for block in range(M):
         for lane in range(LANES):
-            of_u += scratch[after + block * LANES + lane] * flat[(vectors + block * 6 + order[2]) * LANES + lane]
+            dot_u += scratch[after + block * LANES + lane] * flat[(vectors + block * 6 + order[2]) * LANES + lane]
     for block in range(M):
         for lane in range(LANES):
-            of_v += scratch[after + block * LANES + lane] * flat[(vectors + block * 6 + order[3]) * LANES + lane]
+            dot_v += scratch[after + block * LANES + lane] * flat[(vectors + block * 6 + order[3]) * LANES + lane]
     if ti.static(beside):
         for m in range(M * LANES):
-            of_other += scratch[after + m] * scratch[other + m]
-    return of_u, of_v, of_other
+            dot_other += scratch[after + m] * scratch[other + m]
+    return dot_u, dot_v, dot_other
 
 
-kept = _passes.kept
+activation_shapes = _passes.activation_shapes
 forward = partial(_passes.forward, _passes.Rung(_step))
 backward = partial(_passes.backward, _passes.Rung(_step))

@@ -19,9 +19,9 @@ GROUP = 2  # columns that a pass loads before it stores any: Taichi reloads the 
 def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vectors, M, p, q, w,
           order: ti.template(), along_j: ti.template(), beside: ti.template()):
     """The step that _passes.py describes."""
-    of_u = 0.0 * p
-    of_v = 0.0 * p
-    of_other = 0.0 * p
+    dot_u = 0.0 * p
+    dot_v = 0.0 * p
+    dot_other = 0.0 * p
     for block in range(M):
         for group in range(LANES // GROUP):
             o = (vectors * LANES + block * 6 * LANES + group * GROUP) & INDEX
@@ -30,18 +30,18 @@ def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vec
                    + p * flat[o + (g + order[0] * LANES)] + q * flat[o + (g + order[1] * LANES)]
                    for g in ti.static(range(GROUP))]
             for g in ti.static(range(GROUP)):
-                of_u += new[g] * flat[o + (g + order[2] * LANES)]
-                of_v += new[g] * flat[o + (g + order[3] * LANES)]
+                dot_u += new[g] * flat[o + (g + order[2] * LANES)]
+                dot_v += new[g] * flat[o + (g + order[3] * LANES)]
             if ti.static(beside):
                 beside_m = (other + block * LANES + group * GROUP) & INDEX
                 for g in ti.static(range(GROUP)):
-                    of_other += new[g] * scratch[beside_m + g]
+                    dot_other += new[g] * scratch[beside_m + g]
             to = (after + block * LANES + group * GROUP) & INDEX
             for g in ti.static(range(GROUP)):
                 scratch[to + g] = new[g]
-    return of_u, of_v, of_other
+    return dot_u, dot_v, dot_other
 
 
-kept = _passes.kept
+activation_shapes = _passes.activation_shapes
 forward = partial(_passes.forward, _passes.Rung(_pass))
 backward = partial(_passes.backward, _passes.Rung(_pass))

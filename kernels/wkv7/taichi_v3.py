@@ -1,4 +1,4 @@
-"""Rung 3: the decay taken out of the state, which leaves 4 multiply-adds for each of its elements and steps instead of 5.
+"""Rung 3: the decay factored out of the state, which leaves 4 multiply-adds per element and step instead of 5.
 
 Within a chunk of steps let W_t be the product of w from the chunk's first step to t, S = S' diag(W_t), G = G' / diag(W_t) for
 G = dL/dS. With b' = b / W, k' = k / W, r' = r W and a'_t = a_t W_{t-1} the recurrence and its reverse have no decay left:
@@ -8,9 +8,9 @@ G = dL/dS. With b' = b / W, k' = k / W, r' = r W and a'_t = a_t W_{t-1} the recu
     states    lanes j   S' as in forward                        gr_t = W_t (S'^T gy_t)     ga_{t+1} = W_t (S'^T gsa_{t+1})
     keys      lanes j   G' as in rows                           gk_t = (G'^T v_t) / W_t    gb_t = (G'^T sa_t) / W_t
 
-Rows and keys go from the last step to the first. After a chunk the matrix is multiplied by W once. 1/W is at most e^16 where
-log_w >= -1. Each of the four is one pass over a matrix: two outer products are added, and it is multiplied by two vectors. The
-lanes are where no sum is.
+Rows and keys go from the last step to the first. After a chunk the matrix is multiplied by W once. 1/W is at most e^16 for
+log_w >= -1. Each of the four is one pass over a matrix: it adds two outer products and multiplies by two vectors. Lanes run
+along the axis without a sum.
 
 log_w's gradient is gl_t = sum_i (S_{t-1} w_t)_ij (G_t)_ij = sum_i (S'_{t-1})_ij (G'_t)_ij. All else is as in _passes.py.
 """
@@ -34,9 +34,9 @@ REQUIRES = Requires(packages=("taichi",), devices=("cpu",), dtypes=(torch.float3
 def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vectors, M, p, q, w,
           order: ti.template(), along_j: ti.template(), beside: ti.template()):
     """The step that _passes.py describes, without w."""
-    of_u = 0.0 * p
-    of_v = 0.0 * p
-    of_other = 0.0 * p
+    dot_u = 0.0 * p
+    dot_v = 0.0 * p
+    dot_other = 0.0 * p
     for block in range(M):
         for group in range(LANES // GROUP):
             o = (vectors * LANES + block * 6 * LANES + group * GROUP) & INDEX
@@ -44,16 +44,16 @@ def _pass(scratch: ti.template(), flat: ti.template(), before, after, other, vec
             new = [scratch[m + g] + p * flat[o + (g + order[0] * LANES)] + q * flat[o + (g + order[1] * LANES)]
                    for g in ti.static(range(GROUP))]
             for g in ti.static(range(GROUP)):
-                of_u += new[g] * flat[o + (g + order[2] * LANES)]
-                of_v += new[g] * flat[o + (g + order[3] * LANES)]
+                dot_u += new[g] * flat[o + (g + order[2] * LANES)]
+                dot_v += new[g] * flat[o + (g + order[3] * LANES)]
             if ti.static(beside):
                 beside_m = (other + block * LANES + group * GROUP) & INDEX
                 for g in ti.static(range(GROUP)):
-                    of_other += new[g] * scratch[beside_m + g]
+                    dot_other += new[g] * scratch[beside_m + g]
             to = (after + block * LANES + group * GROUP) & INDEX
             for g in ti.static(range(GROUP)):
                 scratch[to + g] = new[g]
-    return of_u, of_v, of_other
+    return dot_u, dot_v, dot_other
 
 
 @ti.func
@@ -80,7 +80,7 @@ def _stage(read: ti.template(), scratch: ti.template(), columns, r: ti.template(
             scratch[o + 5] = over
 
 
-kept = _passes.kept
+activation_shapes = _passes.activation_shapes
 _rung = _passes.Rung(_pass, _stage, outside=True)
 forward = partial(_passes.forward, _rung)
 backward = partial(_passes.backward, _rung)

@@ -1,26 +1,26 @@
-"""The recurrence in chunks of 16 steps, in plain torch: within a chunk matrix products, from chunk to chunk the state.
+"""The recurrence in chunks of 16 steps, in plain torch: matrix products within a chunk, the state from chunk to chunk.
 
-W_t is the product of w over the steps of a chunk up to t, S the state before the chunk. With a row for each of c steps, let
+W_t is the product of w over the steps of a chunk up to t, S the state before the chunk. With one row per step, c steps, let
 queries be the 2c rows a_t W_{t-1} and r_t W_t, keys the rows b_t / W_t and k_t / W_t, values the rows sa_t and v_t. Then
 
     products = queries keys^T where key's step is before a's, or not after r's, else 0       (2c,2c), its blocks aa ak; ra rk
     sa = (I - aa)^-1 (a W S^T + ak v)        y = r W S^T + (ra rk) values        S <- (S + values^T keys) diag(W_c)
 
-The forward keeps the state before each segment of chunks. The backward takes the segments from last to first: it computes each
-again, then the gradient of the state before each of its chunks and the rows grads, (I - aa)^-T grad_sa and grad_y; all other
+The forward saves the state before each segment of chunks. The backward takes the segments from last to first: it recomputes
+each, then the gradient of the state before each of its chunks and the rows grads, (I - aa)^-T grad_sa and grad_y; all other
 gradients but log_w's are products of these with queries, keys and values.
 
 With S' = S / W and G' = W dL/dS the gradient of log_w is gl_t = sum_i (S'_{t-1})_ij (G'_t)_ij. Within a chunk S'_{t-1} is S and
 the products values_s keys_s^T of the steps s before t; G'_t is the gradient of S + values^T keys, and the products grads_u
 queries_u^T of what reads the state after a step u, not before t. Hence gl_t is a sum over s < t <= u. A running sum over r, a,
-b, k and their gradients would give it too, but as a difference of two large sums: inexact where gl is small beside that of
-another step, and not 0 where gl is 0. So the pairs of a step s in the chunk's first half and u in the second are summed over
+b, k and their gradients would give it too, but as a difference of two large sums: inexact if gl is small compared with that
+of another step, and not 0 if gl is 0. So the pairs of a step s in the chunk's first half and u in the second are summed over
 all u for each s, then over s < t for each t of the first half; and the other way round for the second. Then come the pairs
 within each half, and within blocks of 4 steps one pair after the other: nothing is ever subtracted.
 
 W is the running product of w, which is more exact than exp of a running sum. 1 / W is at most e^16 for log_w >= -1, and what
-is larger than a result is replaced by 0 before it is used. (I - aa)^-1 is found by substitution, because the powers of aa, of
-which it is the sum, can be 1e3 times larger. Where an input is NaN or infinite, the forward pass is run a second time with 0
+is larger than any result is replaced by 0 before use. (I - aa)^-1 is found by substitution, because the powers of aa, of
+which it is the sum, can be 1e3 times larger. If an input is NaN or infinite, the forward pass runs a second time with 0
 in its place, since 0 * NaN would reach earlier steps of its chunk.
 Source: the WY form of DeltaNet (arXiv 2406.06484, section 3), here with the decays of RWKV-7 (arXiv 2503.14456).
 """
@@ -52,47 +52,47 @@ class Chunks(NamedTuple):
     inverse: Tensor      # (n*B*H, c, c)
 
 
-def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
     """The state before each segment."""
     return ((len(_segments(B, T, H, N)), B * H, N, N),)
 
 
 def forward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor,
-            *kept: Tensor) -> tuple[Tensor, Tensor]:
+            *activations: Tensor) -> tuple[Tensor, Tensor]:
     sequences = r, log_w, k, v, a, b
-    y, after = _forward(sequences, state, *kept)
+    y, after = _forward(sequences, state, *activations)
     if not y.sum().isfinite():
         y, after = _forward(tuple(sequence.nan_to_num(0.0, 0.0, 0.0) for sequence in sequences), state)
         _poison(sequences, y, after)
     return y, after
 
 
-def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor, kept: Tensor,
+def backward(r: Tensor, log_w: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, state: Tensor, activations: Tensor,
              grad_y: Tensor, grad_state: Tensor) -> tuple[Tensor, ...]:
     gradients = tuple(torch.empty_like(v) for _ in range(6))
     grad_state = grad_state.flatten(0, 1)
-    for (steps, c), before in reversed([*zip(_segments(*v.shape), kept, strict=True)]):
-        given = _by_chunk((r, log_w, k, v, a, b, grad_y), steps, c)
-        grad_state = _backward_segment(given[:6], given[6], before, grad_state, _by_chunk(gradients, steps, c))
+    for (steps, c), before in reversed([*zip(_segments(*v.shape), activations, strict=True)]):
+        chunk = _by_chunk((r, log_w, k, v, a, b, grad_y), steps, c)
+        grad_state = _backward_segment(chunk[:6], chunk[6], before, grad_state, _by_chunk(gradients, steps, c))
     return *gradients, grad_state.view(state.shape)
 
 
-def _forward(sequences: Sequences, state: Tensor, kept: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def _forward(sequences: Sequences, state: Tensor, activations: Tensor | None = None) -> tuple[Tensor, Tensor]:
     y = torch.empty_like(sequences[3])
     after = state.flatten(0, 1)
     for i, (steps, c) in enumerate(_segments(*y.shape)):
-        if kept is not None:
-            kept[i] = after
+        if activations is not None:
+            activations[i] = after
         chunks = _chunks(_by_chunk(sequences, steps, c))
         before, after = _states(chunks, after)
-        found = torch.bmm(chunks.queries[:, c:], before.mT).baddbmm_(chunks.products[:, c:], chunks.values)
+        y_chunk = torch.bmm(chunks.queries[:, c:], before.mT).baddbmm_(chunks.products[:, c:], chunks.values)
         target, = _by_chunk((y,), steps, c)
-        target.copy_(found.view(target.shape))
+        target.copy_(y_chunk.view(target.shape))
     return y, after.view(state.shape)
 
 
 def _poison(sequences: Sequences, y: Tensor, state: Tensor) -> None:
-    """Makes NaN of what depends on an input that is not finite: r reaches y of its step, v its row, the others their head."""
+    """Sets to NaN what depends on a nonfinite input: r affects y of its step, v its row, the others their head."""
     r, log_w, k, v, a, b = (0 * sequence for sequence in sequences)
     since = (v + (log_w + k + a + b).sum(-1, keepdim=True)).cumsum(1)
     y += since + r.sum(-1, keepdim=True)
@@ -100,7 +100,7 @@ def _poison(sequences: Sequences, y: Tensor, state: Tensor) -> None:
 
 
 def _segments(B: int, T: int, H: int, N: int) -> list[Segment]:
-    """Whole chunks, as many at a time as stay in a cache; then one shorter chunk."""
+    """Whole chunks, as many at a time as fit into the cache; then one shorter chunk."""
     whole = T - T % CHUNK
     length = CHUNK * max(1, IN_CACHE // max(1, B * H * N * CHUNK))
     segments = [(slice(start, min(start + length, whole)), CHUNK) for start in range(0, whole, length)]
@@ -113,7 +113,7 @@ def _by_chunk(sequences: Sequences, steps: slice, c: int) -> Sequences:
 
 
 def _chunks(sequences: Sequences) -> Chunks:
-    """All of the chunks but sa."""
+    """The chunks, except for sa."""
     r, log_w, k, v, a, b = sequences
     *batch, c, N = v.shape
     W = torch.exp(log_w, out=v.new_empty(v.shape)).cumprod(-2)
@@ -125,16 +125,16 @@ def _chunks(sequences: Sequences) -> Chunks:
     torch.div(k, W, out=keys[..., c:, :])
     values[..., c:, :] = v
     W, queries, keys, values = (stack.flatten(0, 2) for stack in (W, queries, keys, values))
-    products = torch.bmm(queries, keys.mT).masked_fill_(_too_late(c, v.device), 0)
+    products = torch.bmm(queries, keys.mT).masked_fill_(_mask(c, v.device), 0)
     return Chunks(W, queries, keys, values, products, _inverse(products[:, :c, :c]))
 
 
-def _too_late(c: int, device: torch.device) -> Tensor:
-    """Where products are 0: the key's step is that of a or after it, or after that of r. (2c,2c), bool."""
+def _mask(c: int, device: torch.device) -> Tensor:
+    """True where products must be 0: the key's step is not before that of a, or after that of r. (2c,2c)."""
     step = torch.arange(c, device=device)
-    of_a = step[:, None] <= step
-    of_r = step[:, None] < step
-    return torch.cat((of_a, of_r)).repeat(1, 2)
+    late_for_a = step[:, None] <= step
+    late_for_r = step[:, None] < step
+    return torch.cat((late_for_a, late_for_r)).repeat(1, 2)
 
 
 def _inverse(aa: Tensor) -> Tensor:
@@ -170,9 +170,9 @@ def _backward_segment(sequences: Sequences, grad_y: Tensor, before: Tensor, grad
     W, queries, keys, values, products, _ = chunks
     grad_queries = torch.bmm(grads, states)
     grad_keys = torch.bmm(values, grad_sums)
-    grad_products = torch.bmm(grads, values.mT).masked_fill_(_too_late(c, grads.device), 0)
-    grad_log_w = _at_the_ends(queries * grad_queries, keys * grad_keys).add_((states * grad_sums).sum(-2, keepdim=True))
-    grad_log_w += _within(grad_products, queries, keys)
+    grad_products = torch.bmm(grads, values.mT).masked_fill_(_mask(c, grads.device), 0)
+    grad_log_w = _boundary_terms(queries * grad_queries, keys * grad_keys).add_((states * grad_sums).sum(-2, keepdim=True))
+    grad_log_w += _inner_terms(grad_products, queries, keys)
     grad_queries.baddbmm_(grad_products, keys)
     grad_keys.baddbmm_(grad_products.mT, queries)
     grad_v = torch.bmm(products[:, :, c:].mT, grads).baddbmm_(keys[:, c:], grad_sums.mT)
@@ -196,61 +196,61 @@ def _grad_states(chunks: Chunks, grads: Tensor, grad_state: Tensor) -> tuple[Ten
     return grad_sums, grad_state
 
 
-def _at_the_ends(of_queries: Tensor, of_keys: Tensor) -> Tensor:
+def _boundary_terms(query_terms: Tensor, key_terms: Tensor) -> Tensor:
     """(n*B*H,c,N): of each step t the sum of the keys' rows before it, and of the queries' rows that read a state after it.
 
     That is the part of gl with the state before the chunk, or with the gradient after it.
     """
-    c = of_keys.shape[1] // 2
-    after, before = _windows(c, of_keys)
-    after_of_a = F.pad(after[:, :-1], (1, 0))            # a reads the state after the step before
-    return (torch.cat((after_of_a, after), 1) @ of_queries).add_(torch.cat((before, before), 1) @ of_keys)
+    c = key_terms.shape[1] // 2
+    after, before = _windows(c, key_terms)
+    after_a = F.pad(after[:, :-1], (1, 0))            # a reads the state after the step before
+    return (torch.cat((after_a, after), 1) @ query_terms).add_(torch.cat((before, before), 1) @ key_terms)
 
 
-def _within(grad_products: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """What steps s and u of the same chunk, s < t <= u, give to the gradient of log_w at t: (n*B*H,c,N)."""
+def _inner_terms(grad_products: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """The contribution of steps s and u of the same chunk, s < t <= u, to the gradient of log_w at t: (n*B*H,c,N)."""
     c = keys.shape[1] // 2
-    of_k = grad_products[:, :, c:]
-    of_b = grad_products[:, :, :c]
-    columns = _by_step(of_b.mT, of_k.mT).mT              # the two of each step side by side
-    products = _by_step(columns[:, 1:c], columns[:, c:])
-    queries = _by_step(queries[:, 1:c], queries[:, c:])
-    keys = _by_step(keys[:, :c], keys[:, c:])
-    found = keys.new_zeros(len(keys), CHUNK, keys.shape[2])
-    _add_within_blocks(products, queries, keys, found)
+    products_k = grad_products[:, :, c:]
+    products_b = grad_products[:, :, :c]
+    columns = _interleave(products_b.mT, products_k.mT).mT              # the two columns of a step side by side
+    products = _interleave(columns[:, 1:c], columns[:, c:])
+    queries = _interleave(queries[:, 1:c], queries[:, c:])
+    keys = _interleave(keys[:, :c], keys[:, c:])
+    grad_log_w = keys.new_zeros(len(keys), CHUNK, keys.shape[2])
+    _add_block_terms(products, queries, keys, grad_log_w)
     half = BLOCK
     while half < c:
-        after, before = (window.repeat_interleave(2, 1) for window in _windows(half, found))
+        after, before = (window.repeat_interleave(2, 1) for window in _windows(half, grad_log_w))
         for middle in range(half, c, 2 * half):
             s = slice(2 * (middle - half), 2 * middle)
             u = slice(2 * middle, 2 * (middle + half))
-            found[:, middle:middle + half] += after @ torch.bmm(products[:, u, s], keys[:, s]).mul_(queries[:, u])
-            found[:, middle - half:middle] += before @ torch.bmm(products[:, u, s].mT, queries[:, u]).mul_(keys[:, s])
+            grad_log_w[:, middle:middle + half] += after @ torch.bmm(products[:, u, s], keys[:, s]).mul_(queries[:, u])
+            grad_log_w[:, middle - half:middle] += before @ torch.bmm(products[:, u, s].mT, queries[:, u]).mul_(keys[:, s])
         half *= 2
-    return found[:, :c]
+    return grad_log_w[:, :c]
 
 
-def _add_within_blocks(products: Tensor, queries: Tensor, keys: Tensor, grad_log_w: Tensor) -> None:
+def _add_block_terms(products: Tensor, queries: Tensor, keys: Tensor, grad_log_w: Tensor) -> None:
     """The same for s and u within a block of BLOCK steps, one pair after the other, in all blocks at once."""
     blocks = CHUNK // BLOCK
-    of_blocks = products.unflatten(1, (blocks, -1)).unflatten(3, (blocks, -1)).diagonal(dim1=1, dim2=3).unsqueeze(-1)
+    diagonal = products.unflatten(1, (blocks, -1)).unflatten(3, (blocks, -1)).diagonal(dim1=1, dim2=3).unsqueeze(-1)
     queries, keys = (rows.unflatten(1, (blocks, -1)) for rows in (queries, keys))
-    found = grad_log_w.unflatten(1, (blocks, -1))
+    grad_blocks = grad_log_w.unflatten(1, (blocks, -1))
     for u in range(1, BLOCK):
         for row in (2 * u, 2 * u + 1):
-            of_keys = torch.zeros_like(keys[:, :, 0])
+            key_sum = torch.zeros_like(keys[:, :, 0])
             for s in range(u):
                 for column in (2 * s, 2 * s + 1):
-                    of_keys.addcmul_(of_blocks[:, row, column], keys[:, :, column])
-                found[:, :, s + 1].addcmul_(of_keys, queries[:, :, row])
+                    key_sum.addcmul_(diagonal[:, row, column], keys[:, :, column])
+                grad_blocks[:, :, s + 1].addcmul_(key_sum, queries[:, :, row])
 
 
-def _by_step(first: Tensor, second: Tensor) -> Tensor:
-    """Two rows for each of CHUNK steps, one of `first` and one of `second`, 0 where there are none: (n*B*H,2*CHUNK,N)."""
+def _interleave(first: Tensor, second: Tensor) -> Tensor:
+    """Two rows per step of CHUNK steps, one of `first` and one of `second`, 0 past their ends: (n*B*H,2*CHUNK,N)."""
     rows = second.new_empty(len(second), CHUNK, 2, second.shape[2])
-    for i, given in enumerate((first, second)):
-        rows[:, :given.shape[1], i] = given
-        rows[:, given.shape[1]:, i] = 0
+    for i, tensor in enumerate((first, second)):
+        rows[:, :tensor.shape[1], i] = tensor
+        rows[:, tensor.shape[1]:, i] = 0
     return rows.flatten(1, 2)
 
 

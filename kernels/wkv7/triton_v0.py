@@ -1,11 +1,11 @@
-"""The recurrence, 16 rows of a head's state to a program; the backward as in cuda_v3: rows, and the keys of all chunks at once.
+"""The recurrence, 16 rows of a head's state per program; the backward as in cuda_v3: rows, and the keys of all chunks at once.
 
     rows    G from the last step to the first: gv, gsa, and G after each chunk of 64 steps
     keys    16 columns of S through a chunk: gr and ga; then of G, back: gk, gb, and gw_j = sum_i G_ij S'_ij. S', the state
             before the step, is stored at every fourth step on the way through the chunk; on the way back those in between are
-            computed once more
+            recomputed
 
-forward keeps sa, and the state before each chunk. All products and sums are in float32, none on tensor cores.
+forward saves sa, and the state before each chunk. All products and sums are in float32, none on tensor cores.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -18,14 +18,14 @@ from kernels.registry import Requires
 
 REQUIRES = Requires(packages=("triton",), devices=("cuda",), dtypes=(torch.float32, torch.bfloat16, torch.float16))
 
-CHUNK = 64                           # steps between two states that forward keeps
+CHUNK = 64                           # steps between two states that forward saves
 GROUP = 4                            # steps between two states that keys store, as written in _keys
 PROGRAMS = 2048                      # the most of _keys, each of which stores (CHUNK / GROUP) N SHARE numbers of states
 SHARE = 16                           # rows or columns of a program, a power of 2
 WARPS, KEYS_WARPS = 2, 4              # with 2, keys would need more than 255 registers
 
 
-def kept(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
+def activation_shapes(B: int, T: int, H: int, N: int) -> tuple[tuple[int, ...], ...]:
     return (B, T, H, N), (B, H, -(-T // CHUNK), N, N)
 
 
@@ -72,18 +72,18 @@ def _place(N, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 
 @triton.jit
-def _recurrence(r, log_w, k, v, a, b, state, y, after, sa_kept, states, KEEP: tl.constexpr, T, H, N,
+def _recurrence(r, log_w, k, v, a, b, state, y, after, sa_saved, states, KEEP: tl.constexpr, T, H, N,
                 CHUNK: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     head = tl.program_id(0).to(tl.int64)
     i, j, in_i, in_j, place = _place(N, ROWS, COLUMNS)
     inside = in_i & in_j
     at = head * N * N + place
-    kept_at = head * tl.cdiv(T, CHUNK) * N * N + place
+    saved_at = head * tl.cdiv(T, CHUNK) * N * N + place
     x = (head // H * T * H + head % H) * N
     S = tl.load(state + at, mask=inside, other=0.0)
     for t in range(T):
         if KEEP and t % CHUNK == 0:
-            tl.store(states + kept_at + t // CHUNK * N * N, S, mask=inside)
+            tl.store(states + saved_at + t // CHUNK * N * N, S, mask=inside)
         r_j = tl.load(r + x + j, mask=in_j, other=0.0).to(tl.float32)
         k_j = tl.load(k + x + j, mask=in_j, other=0.0).to(tl.float32)
         a_j = tl.load(a + x + j, mask=in_j, other=0.0).to(tl.float32)
@@ -94,7 +94,7 @@ def _recurrence(r, log_w, k, v, a, b, state, y, after, sa_kept, states, KEEP: tl
         S = S * w_j + sa * b_j + v_i * k_j
         tl.store(y + x + i, tl.sum(S * r_j, 1, keep_dims=True).to(y.dtype.element_ty), mask=in_i)
         if KEEP:
-            tl.store(sa_kept + x + i, sa, mask=in_i)
+            tl.store(sa_saved + x + i, sa, mask=in_i)
         x += H * N
     tl.store(after + at, S, mask=inside)
 
@@ -106,7 +106,7 @@ def _rows(r, log_w, k, a, b, grad_y, grad_state, grad_v, gsa_of_all, Gs, grad_st
     i, j, in_i, in_j, place = _place(N, ROWS, COLUMNS)
     inside = in_i & in_j
     at = head * N * N + place
-    kept_at = head * tl.cdiv(T, CHUNK) * N * N + place
+    saved_at = head * tl.cdiv(T, CHUNK) * N * N + place
     x = ((head // H * T + T - 1) * H + head % H) * N
     G = tl.load(grad_state + at, mask=inside, other=0.0)
     for back in range(T):
@@ -119,7 +119,7 @@ def _rows(r, log_w, k, a, b, grad_y, grad_state, grad_v, gsa_of_all, Gs, grad_st
         w_j = tl.exp(tl.load(log_w + x + j, mask=in_j, other=0.0))
         G += gy * r_j
         if back == 0 or (t + 1) % CHUNK == 0:
-            tl.store(Gs + kept_at + t // CHUNK * N * N, G, mask=inside)
+            tl.store(Gs + saved_at + t // CHUNK * N * N, G, mask=inside)
         gsa = tl.sum(G * b_j, 1, keep_dims=True)
         tl.store(grad_v + x + i, tl.sum(G * k_j, 1, keep_dims=True).to(grad_v.dtype.element_ty), mask=in_i)
         tl.store(gsa_of_all + x + i, gsa, mask=in_i)
@@ -182,7 +182,7 @@ def _keys(r, log_w, k, v, a, b, sa, states, grad_y, gsa, Gs, starts, grad_r, gra
 
 @triton.jit
 def _state_after(S, log_w, k, v, b, sa, x, i, j, N):
-    """S after the step whose vectors begin at x; where N is 0, S as it is."""
+    """S after the step whose vectors begin at x; unchanged if N is 0."""
     in_i = i < N
     in_j = j < N
     k_j = tl.load(k + x + j, mask=in_j, other=0.0).to(tl.float32)
@@ -195,7 +195,7 @@ def _state_after(S, log_w, k, v, b, sa, x, i, j, N):
 
 @triton.jit
 def _gradients(G, S, s, steps, x, stride, i, j, N, r, log_w, v, a, sa, grad_y, gsa, grad_log_w, grad_k, grad_b):
-    """G of step s, which lies at x, from that of the next one; G of the chunk's last step as it is. S: the state before."""
+    """G of step s, at x, from that of the next step; unchanged at the chunk's last step. S: the state before."""
     N_next = tl.where(s + 1 < steps, N, 0)
     N_here = tl.where(s < steps, N, 0)
     in_i = i < N_next

@@ -1,10 +1,10 @@
-"""Chunks of 16 steps as matrix products on tensor cores; nothing but the state goes from chunk to chunk.
+"""Chunks of 16 steps as matrix products on tensor cores; only the state passes from chunk to chunk.
 
 With W_t = w_1 ... w_t inside a chunk, D = W_16 and a row for each step: Qr = r W, Qa = a W_{t-1}, Kb = b / W, Kk = k / W, and
 
     AB, AK = tril(Qa Kb^T, -1), tril(Qa Kk^T, -1)      RB, RK = tril(Qr Kb^T), tril(Qr Kk^T)      X = (I - AB)^-1
 
-the chunk is linear in the state S before it, and so is its reverse in G = dL/dS after it:
+the chunk is linear in the state S before it, and its reverse is linear in G = dL/dS after it:
 
     sa = S (X Qa)^T + X AK v             y  = S (Qr + RB X Qa)^T + (RB X AK + RK) v             S <- S D + sa^T D Kb + v^T D Kk
     gz = G (X^T D Kb)^T + (RB X)^T gy    gv = G (D Kk + (X AK)^T D Kb)^T + (RB X AK + RK)^T gy  G <- G D + gz^T Qa + gy^T Qr
@@ -13,7 +13,7 @@ the chunk is linear in the state S before it, and so is its reverse in G = dL/dS
     _scan       a program for each head and 16 rows of S: sa, y and S from chunk to chunk; or gz, gv and G, backwards
     _gradients  all chunks and 32 columns at once: the gradients of r, log_w, k, a and b from S, G, sa and gz
 
-log_w's gradient at t sums over everything that is written before t and read from t on. The pairs of steps s < t <= u of one
+log_w's gradient at t sums over everything written before t and read from t on. The pairs of steps s < t <= u of one
 chunk are summed by halves of 2, 4, 8 and 16 steps, with s in the first half and u in the second: for each t of the second half,
 P K times Q, summed over u >= t; for each t of the first half, P^T Q times K, summed over s < t. These are matrix products, and
 nothing is ever subtracted.
@@ -22,7 +22,7 @@ The exact form, for float32 and float16 inputs: three TF32 products for each pro
 form, for bfloat16 inputs: bfloat16 products with float32 sums, bfloat16 between the kernels, including the states that the
 backward reads; the state itself stays in float32 registers. cases.py has a tolerance for each.
 
-forward saves nothing but its inputs. backward computes the states again; this takes 12 + N / 8 tensors of the size of v.
+forward saves only its inputs. backward recomputes the states, with 12 + N / 8 tensors of the size of v.
 Source: the WY form of DeltaNet (arXiv 2406.06484, section 3), here with the decays of RWKV-7 (arXiv 2503.14456).
 """
 
@@ -155,7 +155,7 @@ def _products(form: Form) -> str:
 
 @triton.jit
 def _rounded(x):
-    """float32 rounded to bfloat16, to even; NaN as it is."""
+    """float32 rounded to bfloat16, ties to even; NaN stays NaN."""
     bits = x.to(tl.int32, bitcast=True)
     nearest = ((bits + 0x7FFF + ((bits >> 16) & 1)) & -65536).to(tl.float32, bitcast=True)
     return tl.where(x == x, nearest, x)
@@ -189,7 +189,7 @@ def _place(T, H, N: tl.constexpr, C: tl.constexpr):
 
 @triton.jit
 def _finite(x):
-    """0 for what is not finite, which a product would carry to earlier steps of the chunk: NaN is added where it belongs."""
+    """0 for nonfinite values, which a product would carry to earlier steps of the chunk: NaN is added where it belongs."""
     return tl.where(tl.abs(x) < float("inf"), x, 0.0)
 
 
@@ -245,9 +245,9 @@ def _prepare(r, log_w, k, v, a, b, grad_y, reads, offset, q, y0, writes_sa, writ
     RBX = _dot(tl.where(s <= t, RB, 0.0), X, P)
     XAK = _dot(X, AK, P)
     Y = _dot(RBX, AK, P) + tl.where(s <= t, RK, 0.0)
-    of_head = tl.sum(bad, 1)
-    of_step = tl.cumsum(of_head, 0) + tl.sum(bad_r, 1)
-    of_state = tl.sum(of_head, 0)
+    nan_head = tl.sum(bad, 1)
+    nan_step = tl.cumsum(nan_head, 0) + tl.sum(bad_r, 1)
+    nan_state = tl.sum(nan_head, 0)
     for first in range(0, N, COLUMNS):
         j = first + tl.arange(0, COLUMNS)
         here = at + t * (H * N) + j[None, :]
@@ -265,7 +265,7 @@ def _prepare(r, log_w, k, v, a, b, grad_y, reads, offset, q, y0, writes_sa, writ
         _store(offset + to, _dot(XAK, _finite(v_t), P), P)
         _store(writes_sa + to, DKb, P)
         _store(writes_v + to, DKk, P)
-        _store(decay + index * N + j, D + of_state, P)
+        _store(decay + index * N + j, D + nan_state, P)
         if BACKWARD:
             gy = _finite(tl.load(grad_y + here).to(tl.float32))
             _store(reverse_reads + to, _dot(tl.trans(X), DKb, P), P)
@@ -275,7 +275,7 @@ def _prepare(r, log_w, k, v, a, b, grad_y, reads, offset, q, y0, writes_sa, writ
             _store(qa + to, Qa, P)
             _store(q + to, Qr, P)
         else:
-            poison = tl.cumsum(v_t * 0.0, 0) + of_step[:, None]
+            poison = tl.cumsum(v_t * 0.0, 0) + nan_step[:, None]
             _store(q + to, Qr + _dot(RBX, Qa, P), P)
             _store(y0 + to, _dot(Y, _finite(v_t), P) + poison, P)
 
@@ -305,8 +305,8 @@ def _scan(reads, offset, out_reads, out_offset, writes_sa, writes_v, decay, v, b
         if KEEP:
             _store(sas + at + part, sa, P)
         if OUTPUT:
-            of_state = _dot(S, tl.trans(tl.load(out_reads + at + whole).to(tl.float32)), P)
-            _store(y + rows, of_state + tl.load(out_offset + at + part).to(tl.float32), P)
+            y_state = _dot(S, tl.trans(tl.load(out_reads + at + whole).to(tl.float32)), P)
+            _store(y + rows, y_state + tl.load(out_offset + at + part).to(tl.float32), P)
         by_sa = tl.load(writes_sa + at + whole).to(tl.float32)
         by_v = tl.load(writes_v + at + whole).to(tl.float32)
         # S is added to outside of the tensor cores, which truncate
@@ -387,12 +387,12 @@ def _gradients(r, log_w, k, v, a, b, grad_y, sas, gzs, states, Gs, grad_r, grad_
         zv_half = tl.where(across, zv, 0.0)
         ya_half = tl.where(across, ya, 0.0)
         yv_half = tl.where(across, yv, 0.0)
-        of_a = _dot(Kb, tl.trans(za_half), P) + _dot(Kk, tl.trans(zv_half), P)
-        of_r = _dot(Kb, tl.trans(ya_half), P) + _dot(Kk, tl.trans(yv_half), P)
-        of_b = _dot(Qa, za_half, P) + _dot(Qr, ya_half, P)
-        of_k = _dot(Qa, zv_half, P) + _dot(Qr, yv_half, P)
+        sum_a = _dot(Kb, tl.trans(za_half), P) + _dot(Kk, tl.trans(zv_half), P)
+        sum_r = _dot(Kb, tl.trans(ya_half), P) + _dot(Kk, tl.trans(yv_half), P)
+        sum_b = _dot(Qa, za_half, P) + _dot(Qr, ya_half, P)
+        sum_k = _dot(Qa, zv_half, P) + _dot(Qr, yv_half, P)
         in_half = (t ^ s) < half
         second = (s & half) != 0
-        glw += _dot(Qa * of_a + Qr * of_r, tl.where(in_half & second, from_on, 0.0), P)
-        glw += _dot(Kb * of_b + Kk * of_k, tl.where(in_half & ~second, before, 0.0), P)
+        glw += _dot(Qa * sum_a + Qr * sum_r, tl.where(in_half & second, from_on, 0.0), P)
+        glw += _dot(Kb * sum_b + Kk * sum_k, tl.where(in_half & ~second, before, 0.0), P)
     _store(grad_log_w + here, glw, P)

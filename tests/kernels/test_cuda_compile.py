@@ -216,7 +216,7 @@ def test_more_shared_memory_is_asked_for_and_never_less(source: Source, cache: P
     for shared in (49152, 60000, 50000):
         source.launch("second", 1, 1, x, 0, 1.0, shared=shared)
     assert [call for call in driver.fake_log().decode().split(";") if call.startswith("shared")] == ["shared 60000"] * 2
-    with pytest.raises(KernelUnavailable, match="needs 200000 bytes of shared memory, and cuda:0 has less"):
+    with pytest.raises(KernelUnavailable, match="requires 200000 bytes of shared memory, and cuda:0 has less"):
         source.launch("second", 1, 1, x, 0, 1.0, shared=200000)
 
 

@@ -124,7 +124,7 @@ def test_what_computes_in_float64_is_named() -> None:
 def test_a_missing_package_is_named_with_its_remedy() -> None:
     with stub(packages=("no_such_package",)) as name:
         assert registry.why_not("timex", name) == (
-            f"{name} needs the package no_such_package, which is not installed (pip install no_such_package)")
+            f"{name} requires the package no_such_package, which is not installed (pip install no_such_package)")
         with pytest.raises(KernelUnavailable, match="no_such_package"):
             TimeX(name)(*cases.inputs(2, 3, 4))
 
@@ -133,7 +133,7 @@ def test_a_part_of_a_missing_package_is_named_with_its_remedy() -> None:
     """The package may be missing altogether, in which case looking for its part raises."""
     with stub(packages=("no_such_package.part",)) as name:
         assert registry.why_not("timex", name) == (
-            f"{name} needs the package no_such_package.part, which is not installed (pip install no_such_package.part)")
+            f"{name} requires the package no_such_package.part, which is not installed (pip install no_such_package.part)")
 
 
 def test_another_device_is_named_before_a_package_that_would_not_help() -> None:
@@ -143,7 +143,7 @@ def test_another_device_is_named_before_a_package_that_would_not_help() -> None:
 
 def test_a_device_that_is_not_there_is_named(without_gpu: None) -> None:
     with stub(devices=("cuda",)) as name:
-        assert registry.why_not("timex", name, "cuda") == f"{name} on cuda needs a CUDA device, and torch sees none"
+        assert registry.why_not("timex", name, "cuda") == f"{name} on cuda requires a CUDA device, and torch finds none"
 
 
 def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,7 +159,8 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_torch_that_does_not_script_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(torch.jit, "script")
     with stub(scripted=True) as name:
-        assert registry.why_not("timex", name).startswith(f"{name} needs torch.jit.script, which torch {torch.__version__} no")
+        reason = registry.why_not("timex", name)
+        assert reason.startswith(f"{name} requires torch.jit.script, which torch {torch.__version__} no")
 
 
 def test_an_error_inside_an_implementation_is_not_taken_for_a_missing_package(tmp_path: Path,

@@ -83,14 +83,15 @@ def launches(widths: tuple[int, ...]) -> Iterator[Any]:
 
 
 def wkv7_launches(name: str, head: str, dtype: str) -> Iterator[Any]:
-    """Of forward with and without what it keeps, if that is anything, and of backward, for heads of that width."""
+    """Of forward without and with saved activations, if there are any, and of backward, for heads of that width."""
     wkv7, N = load("wkv7", name), int(head)
     x, log_w, state = torch.empty(2, 80, 3, N, dtype=getattr(torch, dtype)), torch.empty(2, 80, 3, N), torch.empty(2, 3, N, N)
-    kept = [torch.empty(shape) for shape in wkv7.kept(2, 80, 3, N)] if hasattr(wkv7, "kept") else []
+    shapes = wkv7.activation_shapes(2, 80, 3, N) if hasattr(wkv7, "activation_shapes") else ()
+    activations = [torch.empty(shape) for shape in shapes]
     yield lambda: wkv7.forward(x, log_w, x, x, x, x, state)
-    if kept:
-        yield lambda: wkv7.forward(x, log_w, x, x, x, x, state, *kept)
-    yield lambda: wkv7.backward(x, log_w, x, x, x, x, state, *kept, x, state)
+    if activations:
+        yield lambda: wkv7.forward(x, log_w, x, x, x, x, state, *activations)
+    yield lambda: wkv7.backward(x, log_w, x, x, x, x, state, *activations, x, state)
 
 
 def is_constant(param: Any, arg: Any) -> bool:
