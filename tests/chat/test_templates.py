@@ -286,7 +286,7 @@ def test_a_part_of_a_weight_or_of_an_answer_is_refused_by_name(message: dict[str
     ([*TALK[:1], {"role": "human", "content": "Hi"}], r"messages\[1\]\.role"),
     ([{"role": ["user"], "content": "Hi"}], r"messages\[0\]\.role"),
     ([{"role": "user", "content": None}], r"messages\[0\]\.content must be a string"),
-    ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\]\.content\[0\] is an image"),
+    ([{"role": "user", "content": [{"type": "image_url"}]}], r"messages\[0\]\.content\[0\] must be text; got an image"),
     ([{"role": "assistant", "content": None, "tool_calls": [{}]}], r"messages\[0\]\.tool_calls"),
     ([{"role": "user", "content": "Hi", "reasoning_content": "?"}], r"messages\[0\]\.reasoning_content"),
 ])
