@@ -12,7 +12,7 @@ class FairLRU(Generic[K]):
 
     def __init__(self) -> None:
         self._entries: OrderedDict[K, tuple[str, int]] = OrderedDict()
-        self._sizes: Counter[str] = Counter()         # total size per owner
+        self._sizes: Counter[str] = Counter()            # total size per owner
         self._counts: Counter[str] = Counter()           # number of entries per owner
         self.total = 0
 

@@ -210,7 +210,7 @@ def test_a_folder_with_json_lines_is_read_without_its_json_files(tmp_path: Path)
     (tmp_path / "data" / "t.jsonl").write_text("\n".join(json.dumps({"messages": messages(*talk)}) for talk in TALKS))
     found = read(tmp_path / "data", tmp_path)
     assert len(shown(found)) == len(TALKS) - 1
-    assert "1 .json files are not read" in found.describe()
+    assert "1 .json files are ignored" in found.describe()
 
 
 @pytest.mark.parametrize(("content", "said"), [

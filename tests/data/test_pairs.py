@@ -200,7 +200,7 @@ def test_pairs_of_equal_answers_are_left_out_and_counted(tmp_path: Path) -> None
     found = corpus(tmp_path, [*ENTRIES, *equal, alike])
     rows = [rows_of(split, 80) for split in found.conversations or ()]
     assert sum(int(each.counts.sum()) for each in rows) == len(ENTRIES) + 1
-    assert "2 whose two answers are equal are left out" in rows[0].describe()
+    assert "2 with equal answers are omitted" in rows[0].describe()
     read = rows[0].__getitems__([*range(len(rows[0]))])
     assert isinstance(read, Pairs)
     assert len(read.numbers) == int(rows[0].counts.sum())
