@@ -62,7 +62,7 @@ class PairRows(ConversationRows):
         if not len(included):
             raise UserError(f"no pair of answers fits into a row of model.ctx_len={ctx_len} tokens, with both answers: the "
                             f"shortest has {pair_lengths[differs].min()}; raise model.ctx_len")
-        self._read = int(pair_lengths[included].sum())
+        self._n_tokens = int(pair_lengths[included].sum())
         rows = packed_rows(pair_lengths[included].tolist(), ctx_len)
         self._rows = [[int(sequence) for number in row for sequence in (2 * included[number], 2 * included[number] + 1)]
                       for row in rows]

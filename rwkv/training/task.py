@@ -20,7 +20,7 @@ from rwkv.checkpoint.content import ENTRY
 from rwkv.config import OptimConfig
 from rwkv.data.conversations import Packed, Whole
 from rwkv.data.documents import Segments
-from rwkv.data.mixed_windows import OfSource
+from rwkv.data.mixed_windows import SourceBatch
 from rwkv.data.mixture import source_metric
 from rwkv.data.pairs import Pairs
 from rwkv.distributed import all_sum, rank, world_size
@@ -34,7 +34,7 @@ from rwkv.training.optim import OPTIMISERS, lr_factor, parameter_groups, update_
 from rwkv.training.sharding import Sharded, total_norm
 from rwkv.training.tbptt import Carried, hidden_of_segments
 
-ValidationBatch = tuple[Tensor, Tensor] | Packed | Whole | Pairs | OfSource
+ValidationBatch = tuple[Tensor, Tensor] | Packed | Whole | Pairs | SourceBatch
 CARRIED = "carried"                      # key in a checkpoint of the states of trainer.tbptt's document streams
 
 
@@ -134,14 +134,14 @@ class LanguageModel(lightning.LightningModule):
             loss, rewards = self.preferences.loss(self.model, read, "val")
             count = len(read.numbers)
         else:
-            inputs = read[:2] if isinstance(read, OfSource) else read[:3]
+            inputs = read[:2] if isinstance(read, SourceBatch) else read[:3]
             loss = self.loss_of_whole(read) if isinstance(read, Whole) else self.loss(*inputs)
             count = int((read[1] != IGNORED).sum())
         if self._own is not None:
             self._nats += loss.item() * count
             self._tokens += count
             self._rewards += rewards.cpu() * count
-            if isinstance(read, OfSource):
+            if isinstance(read, SourceBatch):
                 sums = self._of_source[read.source]
                 sums[0] += loss.item() * count
                 sums[1] += count
