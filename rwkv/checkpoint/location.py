@@ -53,7 +53,7 @@ def _single_file(folder: Path) -> Path:
         return files[0]
     if files:
         names = ", ".join(file.name for file in files[:4]) + (", ..." if files[4:] else "")
-        raise CheckpointError(f"{folder} holds {len(files)} files of weights: name one of them ({names})")
+        raise CheckpointError(f"{folder} contains {len(files)} files of weights: name one of them ({names})")
     raise CheckpointError(f"no checkpoint in {folder}: expected {folder / LAST} of a run, config.json of a Hugging Face "
                           "directory, or one file of weights")
 

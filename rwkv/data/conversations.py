@@ -283,7 +283,7 @@ class ConversationRows(Dataset[Packed]):
         return Packed(torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(starts), weight)
 
     def padding(self) -> float:
-        """The fraction of the positions in all rows that hold no token."""
+        """The fraction of the positions in all rows without a token."""
         return 1 - self._n_tokens / (len(self) * self.ctx_len)
 
     def describe(self) -> str:

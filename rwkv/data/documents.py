@@ -112,7 +112,7 @@ class DocumentChunks:
         return Segment(start, stop - start, targets, number == 0, counted)
 
     def padding(self) -> float:
-        """The fraction of the positions in all segments that hold no token."""
+        """The fraction of the positions in all segments without a token."""
         return 1 - len(self.tokens) / (int(self.segments.sum()) * self.ctx_len)
 
 

@@ -133,13 +133,13 @@ class Corpus:
     def describe_lost(self) -> str | None:
         """A message about the text that the tokenizer loses, and whether val/bpb is reported; None if it loses nothing."""
         if self.unknown is not None:
-            withheld = f"; val/bpb is not given above {percent(WITHHELD)}" if self.unknown else ""
-            return ("what the tokenizer loses of the text is not known, since the ids were made elsewhere: "
+            withheld = f"; val/bpb is not reported above {percent(WITHHELD)}" if self.unknown else ""
+            return ("the text that the tokenizer loses is unknown, since another program made the ids: "
                     f"{percent(self.unknown)} of the validation ids are its unknown token{withheld}")
         texts = {"the training text": self.sizes.train_lost, "the validation text": self.sizes.val_lost}
         messages = [lost.describe(text) for text, lost in texts.items() if lost.bytes]
-        withheld = (f"val/bpb is not given, since more than {percent(WITHHELD)} is lost" if self.val_lost > WITHHELD else
-                    f"val/bpb divides by all bytes, the lost ones too, and is not given above {percent(WITHHELD)}")
+        withheld = (f"val/bpb is not reported, since more than {percent(WITHHELD)} is lost" if self.val_lost > WITHHELD else
+                    f"val/bpb divides by all bytes, including lost ones, and is not reported above {percent(WITHHELD)}")
         return "; ".join([*messages, withheld]) if messages else None
 
     def describe(self) -> str:

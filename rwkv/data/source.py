@@ -54,9 +54,9 @@ def rank(name: str) -> bytes:
 
 def count_reaching(fraction: float, sizes: Sequence[int]) -> int:
     """The number of first documents that contain `fraction` of all bytes: at least one, and fewer than all."""
-    wanted = fraction * sum(sizes)
+    target = fraction * sum(sizes)
     reached = count = 0
-    while reached < wanted and count < len(sizes) - 1:
+    while reached < target and count < len(sizes) - 1:
         reached += sizes[count]
         count += 1
     return max(count, 1)

@@ -126,7 +126,7 @@ class ShuffleIterator(Iterator[list[int]]):
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Raises UserError if the run was begun with trainer.tbptt."""
+        """Raises UserError if the run began with trainer.tbptt."""
         if "drawn" not in state:
             raise UserError("the run began with trainer.tbptt and cannot continue without it: omit trainer.tbptt= to resume")
         self.drawn = state["drawn"]

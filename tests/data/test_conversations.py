@@ -178,7 +178,7 @@ def test_a_conversation_without_an_answer_to_learn_is_left_out_and_counted(tmp_p
     assert (shown(found), found.val[:].tolist()) == (shown(expected), expected.val[:].tolist())
     assert found.conversations is not None
     assert found.conversations[0].left_out == 3
-    assert "3 others left out" in found.describe()
+    assert "3 others omitted" in found.describe()
     with pytest.raises(UserError):
         corpus(tmp_path, [bad, lines[0], bad])
 
@@ -316,7 +316,7 @@ def test_a_batch_has_the_answers_as_targets(talks: Corpus) -> None:
 def test_a_long_conversation_is_cut(talks: Corpus) -> None:
     rows = rows_of(talks, 30)
     assert rows.cut == 2
-    assert "2 longer than model.ctx_len=30 are cut" in rows.describe()
+    assert "2 longer than model.ctx_len=30 are truncated" in rows.describe()
 
 
 def learner(generation: str) -> LanguageModel:

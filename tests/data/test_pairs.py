@@ -190,7 +190,7 @@ def test_pairs_that_are_too_long_are_said(tmp_path: Path) -> None:
     found = corpus(tmp_path, [*ENTRIES, {"prompt": "long", "chosen": "x" * 200, "rejected": "no"}])
     assert found.conversations is not None
     assert "1 longer than model.ctx_len=80" in rows_of(found.conversations[0], 80).describe()
-    assert "left out" not in rows_of(found.conversations[0], 500).describe()
+    assert "omitted" not in rows_of(found.conversations[0], 500).describe()
 
 
 def test_pairs_of_equal_answers_are_left_out_and_counted(tmp_path: Path) -> None:

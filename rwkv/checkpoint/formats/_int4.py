@@ -71,7 +71,7 @@ def _reader(name: str, parts: list[Stored | None]) -> Callable[[], Int4]:
     fits = (weight.shape, weight.dtype) == ((*groups, GROUP // 2), torch.uint8) and all(
         part is not None and (part.shape, part.dtype) == (groups, torch.bfloat16) for part in (scale, shift))
     if not fits or scale is None or shift is None:
-        raise CheckpointError(f"{weight.source}: {name} holds {weight.dtype} of shape {weight.shape}, expected integers "
+        raise CheckpointError(f"{weight.source}: {name} is {weight.dtype} of shape {weight.shape}, expected integers "
                               f"(N,G,{GROUP // 2}) in torch.uint8 with {name}.scale and {name}.shift (N,G) in bfloat16: other "
-                              "quantised weights are not read")
+                              "quantised weights are not supported")
     return lambda: Int4.from_groups((weight.get(), scale.get(), shift.get()), groups[1] * GROUP)

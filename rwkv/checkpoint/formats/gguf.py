@@ -95,11 +95,11 @@ def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
 def _declared(path: Path, metadata: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """The sizes in the metadata, and messages. Raises CheckpointError for another architecture."""
     architecture = metadata.get("general.architecture")
-    known = {module.GGUF_ARCHITECTURE: module for module in generations() if module.GGUF_ARCHITECTURE}
-    if not isinstance(architecture, str) or architecture not in known:
+    architectures = {module.GGUF_ARCHITECTURE: module for module in generations() if module.GGUF_ARCHITECTURE}
+    if not isinstance(architecture, str) or architecture not in architectures:
         raise CheckpointError(f"{path} is a GGUF file of the architecture {architecture!r}: this program runs "
-                              f"{' and '.join(known)} from GGUF")
-    generation = known[architecture]
+                              f"{' and '.join(architectures)} from GGUF")
+    generation = architectures[architecture]
     prefix = f"{architecture}."
     stated = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     require_supported(path, stated, generation.GGUF_CONSTANTS, {})

@@ -78,9 +78,9 @@ def read(path: Path) -> Content:
     if isinstance(length, int) and length > 0:
         declared["ctx_len"] = length
     declared |= _epsilon(path / CONFIG, config, generation, content.entry is not None)
-    known = {*UNUSED, *FEATURES, *CONSTANTS, *generation.HUGGING_FACE_UNUSED, *generation.HUGGING_FACE_SIZES,
+    known_keys = {*UNUSED, *FEATURES, *CONSTANTS, *generation.HUGGING_FACE_UNUSED, *generation.HUGGING_FACE_SIZES,
              *generation.HUGGING_FACE_CONSTANTS, *generation.HUGGING_FACE_FEATURES}
-    others = {name: value for name, value in config.items() if name not in known and not name.endswith(UNUSED_ENDS)}
+    others = {name: value for name, value in config.items() if name not in known_keys and not name.endswith(UNUSED_ENDS)}
     return replace(content, path=path, declared=declared, tokenizer=_tokenizer_definition(path),
                    tied=config.get("tie_word_embeddings") is True, notes=[*content.notes, *unread(path / CONFIG, others)])
 
