@@ -237,8 +237,8 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, said: str) -> Non
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "f()"}]},
      r"line 2: conversations\[1\]\.value must be a call"),
     ({"conversation": [{"human": "a", "assistant": "b"}]}, r"line 2: conversation\[0\] has no role.*human, assistant"),
-    ({"messages": None}, "line 2: messages is null"), ({"prompt": "a", "chosen": "b"}, "line 2: .*there is prompt, chosen"),
-    ({"question": "a", "context": "c", "answer": "b"}, "line 2: beside question and answer there is context"),
+    ({"messages": None}, "line 2: messages must be a list.*got null"), ({"prompt": "a", "chosen": "b"}, "line 2: .*there is prompt, chosen"),
+    ({"question": "a", "context": "c", "answer": "b"}, "line 2: question and answer conflict with context"),
     ({"prompt": "a", "completion": 4}, "line 2: completion must be a string"),
 ])
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, said: str) -> None:

@@ -129,5 +129,5 @@ def text_in(entry: dict[str, Any], field: str, where: str) -> str:
         texts = [name for name, value in entry.items() if isinstance(value, str)]
         raise UserError(f"{where} has no {field!r}: name the field of the text, data.field={'|'.join(texts[:5]) or 'NAME'}")
     if not isinstance(entry[field], str):
-        raise UserError(f"{where}: {field!r} must be a string; got {json.dumps(entry[field])[:60]}")
+        raise UserError(f"{where} must have a string in {field!r}; got {json.dumps(entry[field])[:60]}")
     return text_of(entry, field, where)
