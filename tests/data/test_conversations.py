@@ -222,7 +222,7 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, said: str) -> Non
 
 
 @pytest.mark.parametrize(("line", "said"), [
-    ("{", "line 2 is not JSON"), ({"text": "a"}, "line 2: a conversation has messages, conversations, or prompt"),
+    ("{", "line 2 is not JSON"), ({"text": "a"}, "line 2: a conversation must have messages, conversations, or p"),
     ({"messages": [{"role": "user"}]}, r"line 2: messages\[0\]\.content must be a string"),
     ({"messages": [{"role": "user", "content": "a"}]}, "line 2: the conversation has no answer"),
     ({"conversations": [{"from": "he", "value": "a"}]}, r"line 2: conversations\[0\]\.from must be one of"),
@@ -237,7 +237,8 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, said: str) -> Non
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "f()"}]},
      r"line 2: conversations\[1\]\.value must be a call"),
     ({"conversation": [{"human": "a", "assistant": "b"}]}, r"line 2: conversation\[0\] has no role.*human, assistant"),
-    ({"messages": None}, "line 2: messages must be a list.*got null"), ({"prompt": "a", "chosen": "b"}, "line 2: .*there is prompt, chosen"),
+    ({"messages": None}, "line 2: messages must be a list.*got null"),
+    ({"prompt": "a", "chosen": "b"}, "line 2: .*there is prompt, chosen"),
     ({"question": "a", "context": "c", "answer": "b"}, "line 2: question and answer conflict with context"),
     ({"prompt": "a", "completion": 4}, "line 2: completion must be a string"),
 ])
