@@ -1,12 +1,12 @@
-"""Adapters of other programs, merged into the weights that they belong to when these are read; the sums are float32.
+"""Adapters of other programs, merged into their base weights on reading; the sums are float32.
 
-    FILE.pth, .safetensors       RWKV-PEFT's: X.lora_A (r,in), X.lora_B (out,r), without alpha; PiSSA where init_pissa.pth is
-                                 beside it; X.disha or X.bone: MiSS, which had these names
-    adapter_config.json, adapter_model.safetensors or .bin       a directory of PEFT: LoRA with rank and alpha patterns, rsLoRA,
+    FILE.pth, .safetensors       RWKV-PEFT: X.lora_A (r,in), X.lora_B (out,r), without alpha; PiSSA if init_pissa.pth is
+                                 beside it; X.disha or X.bone: MiSS, under its former names
+    adapter_config.json, adapter_model.safetensors or .bin       a PEFT directory: LoRA with rank and alpha patterns, rsLoRA,
                                  DoRA, PiSSA; MiSS
 
-X is the path of a linear layer in any layout that weights are read from. Other tensors in RWKV-PEFT's files are weights that
-were trained as a whole, and replace the model's; in PEFT's, as modules_to_save, they are refused.
+X is the path of a linear layer in any supported layout. Other tensors in RWKV-PEFT's files are fully trained weights, which
+replace the model's; in PEFT's directories (modules_to_save) they are rejected.
 
     LoRA    W + s B A                                    s = alpha / r; rsLoRA: alpha / sqrt(r); arXiv 2106.09685, 2312.03732
     DoRA    m (W + s B A) / |W + s B A|                  the norm of each row; arXiv 2402.09353
@@ -45,20 +45,20 @@ PARTS = ("lora_A", "lora_B", "lora_embedding_A", "lora_embedding_B", "lora_magni
          "disha", "bone")
 PART = re.compile(rf"(.+)\.({'|'.join(PARTS)})(?:\.default)?(?:\.weight)?")
 PEFT_TYPES = ("LORA", "MISS", "BONE")
-PLAIN = (True, False, "gaussian", "eva", "orthogonal", "mica")   # values of init_lora_weights that do not change the base
+PLAIN = (True, False, "gaussian", "eva", "orthogonal", "mica")   # init_lora_weights that leave the base unchanged
 REFUSED = {"modules_to_save": "whole modules beside the adapters", "trainable_token_indices": "trained rows of the embedding",
-           "layer_replication": "layers that are repeated", "target_parameters": "adapters of other tensors than linear layers",
+           "layer_replication": "repeated layers", "target_parameters": "adapters of tensors other than linear layers",
            "fan_in_fan_out": "transposed layers", "lora_bias": "biases", "use_qalora": "QALoRA", "use_bdlora": "BD-LoRA",
-           "alora_invocation_tokens": "adapters that a token switches on", "arrow_config": "Arrow", "kasa_config": "KaSA",
+           "alora_invocation_tokens": "adapters activated by a token", "arrow_config": "Arrow", "kasa_config": "KaSA",
            "monteclora_config": "MonteCLoRA", "loftq_config": "LoftQ"}
 
-Change = Callable[[Tensor], Tensor]      # a matrix (out,in) in at least float32 -> the changed matrix
+Change = Callable[[Tensor], Tensor]      # (out,in) in float32 or wider -> the changed matrix
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """An adapter that has been read. changes: of matrices by official name. whole: weights that replace the model's. tensors:
-    all of its file, by the file's names. about: its kind, for people."""
+    """about: the adapter's kind, for messages. changes: of matrices, by official name. tensors: the file's, by its own names.
+    whole: weights that replace the model's."""
 
     path: Path
     about: str
@@ -68,7 +68,7 @@ class Adapter:
 
 
 def is_directory(path: Path) -> bool:
-    """Whether it is a directory of PEFT, and not one of a whole model."""
+    """Whether the path is a PEFT directory without a whole model."""
     return (path / CONFIG).is_file() and not (path / "config.json").is_file()
 
 
@@ -77,50 +77,50 @@ def has_adapter(tensors: Mapping[str, Stored]) -> bool:
 
 
 def base_of(path: Path) -> str:
-    """The name of the base that a directory of PEFT states. Raises CheckpointError where it states none."""
-    named = _config(path).get("base_model_name_or_path")
-    if not isinstance(named, str) or not named:
-        raise CheckpointError(f"{path} is a LoRA adapter that does not name its base: name the base with checkpoint=, and the "
-                              "adapter with lora=")
-    return named
+    """The base model that a PEFT directory names. Raises CheckpointError if it names none."""
+    name = _config(path).get("base_model_name_or_path")
+    if not isinstance(name, str) or not name:
+        raise CheckpointError(f"{path} is a LoRA adapter that does not name its base: give the base as checkpoint= and the "
+                              "adapter as lora=")
+    return name
 
 
 def read(path: Path, config: ModelConfig, weights: Mapping[str, Stored], alpha: float | None = None) -> Adapter:
-    """The adapter at `path`. config, weights: of the model that it belongs to. alpha: of a file that does not state it.
+    """The adapter at `path`. config, weights: of its base model. alpha: for a file that does not state it.
 
-    Raises CheckpointError for one of another model or of a kind that is not read, UserError where alpha is missing or stated
-    twice.
+    Raises CheckpointError for an adapter of another model or of an unsupported kind, UserError if alpha is missing or
+    given twice.
     """
     if path.is_dir():
         if alpha is not None:
-            raise UserError(f"lora_alpha is for files that do not state it, and {path / CONFIG} does: leave it out")
+            raise UserError(f"lora_alpha conflicts with {path / CONFIG}, which states it: omit it")
         return _peft(path, config, weights)
     return _rwkv_peft(path, config, weights, alpha)
 
 
 def _peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored]) -> Adapter:
-    described = _config(path)
-    kind = described.get("peft_type")
+    config_json = _config(path)
+    kind = config_json.get("peft_type")
     if kind not in PEFT_TYPES:
         raise CheckpointError(f"{path} is a {kind} adapter of PEFT: this program reads {', '.join(PEFT_TYPES)}")
     for key, feature in REFUSED.items():
-        if described.get(key):
-            raise CheckpointError(f"{path / CONFIG} has {key} {json.dumps(described[key])[:60]}: {feature} are not merged")
-    if described.get("bias", "none") != "none":
-        raise CheckpointError(f"{path / CONFIG} has bias {described['bias']!r}: the layers of these models have no biases")
+        if config_json.get(key):
+            raise CheckpointError(f"{path / CONFIG} has {key} {json.dumps(config_json[key])[:60]}: {feature} are not merged")
+    if config_json.get("bias", "none") != "none":
+        raise CheckpointError(f"{path / CONFIG} has bias {config_json['bias']!r}: the layers of these models have no biases")
     file = next((path / name for name in WEIGHTS if (path / name).is_file()), None)
     if file is None:
         raise CheckpointError(f"{path} has no weights beside its {CONFIG}: expected {' or '.join(WEIGHTS)}")
     tensors = (pth if _torch_file.recognises(file) else safetensors).read(file).tensors
     modules, whole = _modules(tensors)
     if whole:
-        raise CheckpointError(f"{file} has {whole[0]}, which is not a part of an adapter: whole modules are not merged")
+        raise CheckpointError(f"{file} has {whole[0]}, which is not part of an adapter: whole modules are not merged")
     changes = {}
     for module, parts in modules.items():
-        make = partial(_lora_of_peft, described) if kind == "LORA" else partial(_miss_of_peft, described)
-        name, change = _placed(path, module, config, weights, make(path, module, parts))
+        make = partial(_peft_lora, config_json) if kind == "LORA" else partial(_peft_miss, config_json)
+        name, change = _official_change(path, module, config, weights, make(path, module, parts))
         changes[name] = change
-    about = {"LORA": "DoRA" if described.get("use_dora") else "LoRA"}.get(str(kind), "MiSS")
+    about = {"LORA": "DoRA" if config_json.get("use_dora") else "LoRA"}.get(str(kind), "MiSS")
     return Adapter(path, f"{about} of PEFT", changes, tensors)
 
 
@@ -129,42 +129,42 @@ def _rwkv_peft(path: Path, config: ModelConfig, weights: Mapping[str, Stored], a
     modules, others = _modules(tensors)
     if not modules:
         raise CheckpointError(f"{path} is not an adapter: it has no tensor that ends in .lora_A, .lora_B, .disha or .bone")
-    first = _first(path.with_name(INIT_PISSA))
+    initial = _pissa_initial(path.with_name(INIT_PISSA))
     is_lora = any("lora_A" in parts for parts in modules.values())
-    if is_lora and not first and alpha is None:
-        raise UserError(f"{path} does not state alpha, as no file of RWKV-PEFT does: give the one of its training, as "
+    if is_lora and not initial and alpha is None:
+        raise UserError(f"{path} does not state alpha (RWKV-PEFT never does): give the training's value, such as "
                         f"lora_alpha=32; for PiSSA put {INIT_PISSA} beside it")
-    if alpha is not None and (first or not is_lora):
-        reason = f"{INIT_PISSA} is beside it, so that it is PiSSA, which has none" if first else "MiSS has none"
-        raise UserError(f"lora_alpha is not for {path}: {reason}: leave it out")
+    if alpha is not None and (initial or not is_lora):
+        reason = f"PiSSA has none ({INIT_PISSA} is beside it)" if initial else "MiSS has none"
+        raise UserError(f"lora_alpha conflicts with {path}: {reason}; omit it")
     changes = {}
     for module, parts in modules.items():
         if is_lora:
             A, B = _factors(path, module, parts)
-            change: Change = partial(lora, A=A, B=B, scale=1.0 if first else (alpha or 0) / A.shape[0])
-            if first:
-                if module not in first:
+            change: Change = partial(lora, A=A, B=B, scale=1.0 if initial else (alpha or 0) / A.shape[0])
+            if initial:
+                if module not in initial:
                     raise CheckpointError(f"{path.with_name(INIT_PISSA)} lacks {module}: do the files belong together?")
-                change = partial(_both, partial(lora, A=first[module][0], B=first[module][1], scale=-1.0), change)
+                change = partial(_compose, partial(lora, A=initial[module][0], B=initial[module][1], scale=-1.0), change)
         else:
             block = next(iter(parts.values()))
             if len(block.shape) == 2 and "bone" in parts:
-                raise CheckpointError(f"{path} has {module}.bone {block.shape}, an early form of MiSS that is not read")
+                raise CheckpointError(f"{path} has {module}.bone {block.shape}, an unsupported early form of MiSS")
             change = partial(miss, M=block) if len(block.shape) == 2 else partial(bat, M=block, by_row=False)
-        name, changed = _placed(path, module, config, weights, change)
+        name, changed = _official_change(path, module, config, weights, change)
         changes[name] = changed
     official = generation_of(config).official_name
     whole = {official(name): tensors[name] for name in others}
     for name, tensor in whole.items():
         if name not in weights or tensor.count != weights[name].count:
             raise CheckpointError(f"{path} has {name} {tensor.shape}, which the model lacks: it belongs to another model")
-    kind = "PiSSA" if first else "LoRA" if is_lora else "MiSS"
-    placed = {name: tensor.renamed(name).viewed(weights[name].shape) for name, tensor in whole.items()}
-    return Adapter(path, f"{kind} of RWKV-PEFT", changes, tensors, placed)
+    kind = "PiSSA" if initial else "LoRA" if is_lora else "MiSS"
+    replacements = {name: tensor.renamed(name).viewed(weights[name].shape) for name, tensor in whole.items()}
+    return Adapter(path, f"{kind} of RWKV-PEFT", changes, tensors, replacements)
 
 
 def _modules(tensors: Mapping[str, Stored]) -> tuple[dict[str, dict[str, Stored]], list[str]]:
-    """The parts of each adapter by the path of its module, and the names of all other tensors."""
+    """Each adapter's parts by the path of its module, and the names of all other tensors."""
     modules: dict[str, dict[str, Stored]] = {}
     others = []
     for name, tensor in tensors.items():
@@ -175,39 +175,39 @@ def _modules(tensors: Mapping[str, Stored]) -> tuple[dict[str, dict[str, Stored]
     return modules, others
 
 
-def _first(path: Path) -> dict[str, tuple[Stored, Stored]]:
-    """A and B of each module in init_pissa.pth; {} where there is no such file."""
+def _pissa_initial(path: Path) -> dict[str, tuple[Stored, Stored]]:
+    """A and B of each module in init_pissa.pth; {} if the file is missing."""
     tensors = pth.read(path).tensors if path.is_file() else {}
     ends = ".init_lora_A", ".init_lora_B"
     names = [name.removesuffix(ends[0]) for name in tensors if name.endswith(ends[0])]
     return {name: (tensors[name + ends[0]], tensors[name + ends[1]]) for name in names if name + ends[1] in tensors}
 
 
-def _lora_of_peft(described: Mapping[str, Any], path: Path, module: str, parts: Mapping[str, Stored]) -> Change:
+def _peft_lora(config_json: Mapping[str, Any], path: Path, module: str, parts: Mapping[str, Stored]) -> Change:
     A, B = _factors(path, module, parts)
-    patterns = described.get("alpha_pattern") or {}
+    patterns = config_json.get("alpha_pattern") or {}
     layer = module.removeprefix("base_model.model.")
     key = next((key for key in patterns if re.fullmatch(rf"(.*\.)?({key})", layer)), None)
-    alpha = described.get("lora_alpha") if key is None else patterns[key]
+    alpha = config_json.get("lora_alpha") if key is None else patterns[key]
     if not isinstance(alpha, int | float) or not math.isfinite(alpha):
-        raise CheckpointError(f"{path / CONFIG} has lora_alpha {alpha!r}, expected a number")
+        raise CheckpointError(f"{path / CONFIG}: lora_alpha must be a number; got {alpha!r}")
     rank = A.shape[0]
-    scale = alpha / (math.sqrt(rank) if described.get("use_rslora") else rank)
-    first = described.get("init_lora_weights", True)
-    if first not in (*PLAIN, "pissa"):
-        raise CheckpointError(f"{path / CONFIG} has init_lora_weights {first!r}: the training changed the weights beside the "
-                              "adapter, and no file has how: convert it with PEFT's path_initial_model_for_weight_conversion")
+    scale = alpha / (math.sqrt(rank) if config_json.get("use_rslora") else rank)
+    initialisation = config_json.get("init_lora_weights", True)
+    if initialisation not in (*PLAIN, "pissa"):
+        raise CheckpointError(f"{path / CONFIG} has init_lora_weights {initialisation!r}, which changes the base weights: "
+                              "convert it with PEFT's path_initial_model_for_weight_conversion")
     if "lora_magnitude_vector" in parts:
         return partial(dora, A=A, B=B, scale=scale, m=parts["lora_magnitude_vector"])
-    if described.get("use_dora"):
-        raise CheckpointError(f"{path} lacks {module}.lora_magnitude_vector, which DoRA has")
+    if config_json.get("use_dora"):
+        raise CheckpointError(f"{path} lacks {module}.lora_magnitude_vector, which DoRA requires")
     if "lora_embedding_A" in parts:
-        return partial(lora_of_embedding, A=A, B=B, scale=scale)
+        return partial(embedding_lora, A=A, B=B, scale=scale)
     change = partial(lora, A=A, B=B, scale=scale)
-    return partial(_both, partial(without_largest, rank=rank), change) if first == "pissa" else change
+    return partial(_compose, partial(subtract_largest, rank=rank), change) if initialisation == "pissa" else change
 
 
-def _miss_of_peft(described: Mapping[str, Any], path: Path, module: str, parts: Mapping[str, Stored]) -> Change:
+def _peft_miss(config_json: Mapping[str, Any], path: Path, module: str, parts: Mapping[str, Stored]) -> Change:
     M = parts.get("miss_block") or parts.get("bone_block")
     if M is None or len(parts) > 1:
         raise CheckpointError(f"{path} has {module}.{next(iter(parts))} in a MiSS adapter: expected miss_block alone")
@@ -219,40 +219,40 @@ def _factors(path: Path, module: str, parts: Mapping[str, Stored]) -> tuple[Stor
     A = parts.get("lora_A") or parts.get("lora_embedding_A")
     B = parts.get("lora_B") or parts.get("lora_embedding_B")
     if A is None or B is None:
-        raise CheckpointError(f"{path} has only {', '.join(parts)} of {module}: it is not a whole adapter")
+        raise CheckpointError(f"{path} has only {', '.join(parts)} of {module}: the adapter is incomplete")
     if len(A.shape) != 2 or len(B.shape) != 2 or A.shape[0] != B.shape[1] or not A.shape[0]:
-        raise CheckpointError(f"{path} has A {A.shape} and B {B.shape} of {module}, which do not go together")
+        raise CheckpointError(f"{path} has A {A.shape} and B {B.shape} of {module}, which do not match")
     return A, B
 
 
-def _placed(path: Path, module: str, config: ModelConfig, weights: Mapping[str, Stored], change: Change) -> tuple[str, Change]:
-    """The official name of a module's matrix, and its change; `change` is that of the matrix in the adapter's layout."""
+def _official_change(path: Path, module: str, config: ModelConfig, weights: Mapping[str, Stored],
+                     change: Change) -> tuple[str, Change]:
+    """The official name and the change of a module's matrix. change: of the matrix in the adapter's layout."""
     generation = generation_of(config)
     parts = module.split(".")
     for start in range(len(parts)):
-        theirs = f"{'.'.join(parts[start:])}.weight"
-        ours = generation.official_name(theirs)
-        name = ours.removesuffix("_transposed")
+        adapter_name = f"{'.'.join(parts[start:])}.weight"
+        official_name = generation.official_name(adapter_name)
+        name = official_name.removesuffix("_transposed")
         if name in weights and len(weights[name].shape) == 2:
-            in_directory = ours != theirs or "rwkv7" in parts[:start]
+            in_directory = official_name != adapter_name or "rwkv7" in parts[:start]
             factor = generation.directory_factor(name, config) if in_directory else 1.0
             shape = weights[name].shape
-            _require_shape(path, module, change, shape[::-1] if name != ours else shape)
-            return name, partial(_in_layout, change, name != ours, factor)
+            _require_shape(path, module, change, shape[::-1] if name != official_name else shape)
+            return name, partial(_change_layout, change, name != official_name, factor)
     raise CheckpointError(f"{path} has an adapter of {module}, which the model does not have: it belongs to another model")
 
 
-def _in_layout(change: Change, transposed: bool, factor: float, W: Tensor) -> Tensor:
-    """factor: W is that many times the matrix of the adapter's layout."""
-    theirs = W.T if transposed else W
-    changed = change(theirs / factor) * factor
-    return changed.T if transposed else changed
+def _change_layout(change: Change, transposed: bool, factor: float, W: Tensor) -> Tensor:
+    """W after a change of the matrix W / factor in the adapter's layout."""
+    matrix = W.T if transposed else W
+    result = change(matrix / factor) * factor
+    return result.T if transposed else result
 
 
 def _require_shape(path: Path, module: str, change: Change, shape: tuple[int, ...]) -> None:
     try:
-        made = change(torch.zeros(shape, device="meta"))
-        fits = made.shape == shape
+        fits = change(torch.zeros(shape, device="meta")).shape == shape
     except (RuntimeError, ValueError):
         fits = False
     if not fits:
@@ -261,7 +261,7 @@ def _require_shape(path: Path, module: str, change: Change, shape: tuple[int, ..
 
 
 def changed(weight: Stored, change: Change) -> Stored:
-    """The weight with its change, which is applied each time that it is read."""
+    """The weight with its change, applied at each read."""
     def data() -> Tensor:
         with torch.no_grad():
             W = weight.get()
@@ -277,7 +277,7 @@ def _like(W: Tensor, part: Stored) -> Tensor:
     return torch.empty(part.shape, dtype=W.dtype, device="meta") if W.is_meta else part.get().to(W.dtype)
 
 
-def _both(first: Change, second: Change, W: Tensor) -> Tensor:
+def _compose(first: Change, second: Change, W: Tensor) -> Tensor:
     return second(first(W))
 
 
@@ -285,7 +285,7 @@ def lora(W: Tensor, A: Stored, B: Stored, scale: float) -> Tensor:
     return torch.addmm(W, _like(W, B), _like(W, A), alpha=scale)
 
 
-def lora_of_embedding(W: Tensor, A: Stored, B: Stored, scale: float) -> Tensor:
+def embedding_lora(W: Tensor, A: Stored, B: Stored, scale: float) -> Tensor:
     return torch.addmm(W, _like(W, A).T, _like(W, B).T, alpha=scale)
 
 
@@ -295,7 +295,7 @@ def dora(W: Tensor, A: Stored, B: Stored, scale: float, m: Stored) -> Tensor:
     return _like(W, m).view(-1, 1) * direction / direction.norm(dim=1, keepdim=True)
 
 
-def without_largest(W: Tensor, rank: int) -> Tensor:
+def subtract_largest(W: Tensor, rank: int) -> Tensor:
     """W without its `rank` largest singular values."""
     if W.is_meta:
         return W
@@ -304,24 +304,24 @@ def without_largest(W: Tensor, rank: int) -> Tensor:
 
 
 def miss(W: Tensor, M: Stored) -> Tensor:
-    """M: (r,out), or (r,mini) where it is repeated along out."""
+    """M: (r,out), or (r,mini) to be repeated along out."""
     out, inputs = W.shape
     rank, width = M.shape
     if out % width:
-        raise ValueError(f"{out} rows are no multiple of {width}")
+        raise ValueError(f"the number of rows must be a multiple of {width}; got {out}")
     return W + _like(W, M).repeat(-(-inputs // rank), out // width)[:inputs].T
 
 
 def bat(W: Tensor, M: Stored, by_row: bool) -> Tensor:
-    """M: (n,r,r), a block for each row of blocks of W, or for each column."""
+    """M: (n,r,r), one block per row of blocks of W, or per column."""
     out, inputs = W.shape
     rank = M.shape[-1]
     blocks = W.reshape(out // rank, rank, inputs // rank, rank).permute(0, 2, 1, 3)      # (out/r,in/r,r,r)
-    each = _like(W, M)
-    each = each[:, None] if by_row else each[None]
-    if each.shape[0 if by_row else 1] != blocks.shape[0 if by_row else 1]:
-        raise ValueError("another number of blocks")
-    return W + (blocks @ each + each).permute(0, 2, 1, 3).reshape(out, inputs)
+    M_blocks = _like(W, M)
+    M_blocks = M_blocks[:, None] if by_row else M_blocks[None]
+    if M_blocks.shape[0 if by_row else 1] != blocks.shape[0 if by_row else 1]:
+        raise ValueError("M has another number of blocks")
+    return W + (blocks @ M_blocks + M_blocks).permute(0, 2, 1, 3).reshape(out, inputs)
 
 
 def _config(path: Path) -> dict[str, Any]:
@@ -330,5 +330,5 @@ def _config(path: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path / CONFIG} is not JSON ({error}): the file is damaged or incomplete") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path / CONFIG} holds a {type(content).__name__}, expected a JSON object")
+        raise CheckpointError(f"{path / CONFIG} must contain a JSON object; got a {type(content).__name__}")
     return content

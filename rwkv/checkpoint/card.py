@@ -1,7 +1,7 @@
-"""Model cards, the README.md of a directory: what the weights came from, what they were trained on, and how to load them.
+"""Model cards, the README.md of a directory: the base weights, the training data, and how to load the model.
 
-The front matter is that of cards on the Hugging Face Hub (license, base_model, library_name, tags). A licence is that of the
-base's card, where it has one; none is made up.
+The front matter follows the Hugging Face Hub (license, base_model, library_name, tags). The licence is copied from the base's
+card; without one, none is stated.
 """
 
 import re
@@ -15,7 +15,7 @@ import yaml
 from rwkv.io import hub
 
 FILE = hub.CARD
-MARK = "<!-- written by timemix -->"     # in our cards: such a file may be replaced
+MARK = "<!-- written by timemix -->"     # a card with this mark may be replaced
 LOADING = "## How to load it"
 FRONT = re.compile(r"---\n(.*?)\n---\n", re.DOTALL)
 COMMANDS = re.compile(r"## Command\n\n((?:    .*\n)+)")
@@ -23,8 +23,8 @@ COMMANDS = re.compile(r"## Command\n\n((?:    .*\n)+)")
 
 @dataclass(frozen=True)
 class Card:
-    """base: the name of the weights that it began with. data: lines with a name and a hash. losses: lines. commands: those that
-    made it. loads: commands and code, one each."""
+    """base: the name of the base weights. data: lines with a name and a hash. losses: lines. commands: that produced the model.
+    loads: commands and code that load it."""
 
     title: str
     base: str | None = None
@@ -55,12 +55,12 @@ class Card:
 
 
 def is_ours(file: Path) -> bool:
-    """Whether it is a card that this program wrote, and nobody has taken its mark out."""
+    """Whether the file is a card that this program wrote and whose mark is intact."""
     return file.name == FILE and file.is_file() and MARK in file.read_text(encoding="utf-8", errors="replace")
 
 
 def licence_of(path: str | Path) -> str | None:
-    """The licence in the card of a directory, or beside a file; None where no card states one."""
+    """The licence in the card of a directory, or beside a file; None if no card states one."""
     path = Path(path)
     folders = [path if path.is_dir() else path.parent]
     folders += [folder for folder in path.parents if folder.parent.name == "snapshots"]          # in the Hub's cache
@@ -85,18 +85,18 @@ def loading(name: str) -> list[str]:
 
 
 def of_directory(name: str, path: Path, source: str | None = None, command: str | None = None) -> str:
-    """The card of a Hugging Face directory `name` with the weights that were read from `path`.
+    """The card of a Hugging Face directory `name` with the weights from `path`.
 
-    source: the name that the user gave. command: the one that writes the directory. The card of a run says what it says there.
+    source: the name that the user gave. command: the one that writes the directory. For a run, the run's own card is continued.
     """
     loads = loading(name)
-    of_run = path.parent.parent / FILE
-    if path.parent.name == "checkpoints" and is_ours(of_run):
-        text = of_run.read_text(encoding="utf-8").partition(LOADING)[0]
+    run_card = path.parent.parent / FILE
+    if path.parent.name == "checkpoints" and is_ours(run_card):
+        text = run_card.read_text(encoding="utf-8").partition(LOADING)[0]
         if command and (match := COMMANDS.search(text)):
             text = f"{text[:match.end()]}    {command}\n{text[match.end():]}"
         return text + f"{LOADING}\n\n" + "".join(f"    {line}\n" for line in loads)
-    if not path.exists():                # of a model in memory, nothing is known
+    if not path.exists():                # a model in memory: nothing is known about its base
         return str(Card(name, loads=loads))
     base = source or path.name
     pinned = hub.fetched(base).pinned if hub.parse(base) else base

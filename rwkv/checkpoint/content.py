@@ -1,4 +1,4 @@
-"""What a format's read() returns (Content) and what its write() gets (Outgoing)."""
+"""The result of a format's read() (Content) and the argument of its write() (Outgoing)."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,17 +11,16 @@ from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError
 
-ENTRY = "timemix"                        # the key of our own entry (files.describe), in formats that have room for one
+ENTRY = "timemix"                        # the key of our entry (files.describe), in formats that can hold it
 
 
 @dataclass
 class Content:
-    """A file's tensors by the file's own names, our entry, and other descriptions in the file.
+    """A file's tensors by the file's own names, our entry, and other metadata.
 
-    declared: sizes that the file states beside its tensors, by their names in ModelConfig, and vocab_size; also constants that
-    the tensors were made for, such as an epsilon, by the generation's names. tied: the head is the embedding. packed: functions
-    that read a matrix that the file holds in int4; `tensors` has the same matrices in float32. notes: sentences for people, on
-    what was assumed or left unread.
+    declared: sizes that the file states, by their names in ModelConfig, and vocab_size; also constants that the tensors assume,
+    such as an epsilon, by the generation's names. tied: the head is the embedding. packed: functions that read the file's int4
+    matrices, which `tensors` has in float32. notes: messages on what was assumed or not read.
     """
 
     path: Path
@@ -37,9 +36,9 @@ class Content:
 
 @dataclass
 class Outgoing:
-    """Tensors by official name in the dtypes to write, and our entry, for formats that have room for it.
+    """Tensors by official name in the dtypes to write, and our entry, for formats that can hold it.
 
-    quantised: the block format of the large matrices, one of those in formats.QUANTISED; None leaves the dtypes of `tensors`.
+    quantised: the block format of the large matrices, as in formats.QUANTISED; None keeps the dtypes of `tensors`.
     packed: as in Content. form: of a Hugging Face directory, one of formats.FORMS. card: the text of its README.md.
     """
 
@@ -54,15 +53,15 @@ class Outgoing:
 
 
 def plain_entry(path: Path, entry: Any) -> dict[str, Any]:
-    """Returns our entry. Raises CheckpointError where it is not a dictionary."""
+    """Returns our entry. Raises CheckpointError if it is not a dictionary."""
     if not isinstance(entry, dict):
-        raise CheckpointError(f"{path} has a {ENTRY} entry that is a {type(entry).__name__}, expected a dictionary: was it "
-                              "written by another program?")
+        raise CheckpointError(f"{path}: the entry {ENTRY} must be a dictionary; got a {type(entry).__name__}: was it written "
+                              "by another program?")
     return entry
 
 
 def entry_in(path: Path, metadata: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Our entry, which metadata hold as JSON; None where they have none. Raises CheckpointError where it is damaged."""
+    """Our entry, stored as JSON in the metadata, or None. Raises CheckpointError if it is damaged."""
     if ENTRY not in metadata:
         return None
     try:

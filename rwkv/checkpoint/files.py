@@ -1,4 +1,4 @@
-"""Reads and writes checkpoints in every format of formats/. No pickle is executed; a checkpoint is read whole or refused.
+"""Read and write checkpoints in every format of formats/. No pickle is executed; a checkpoint is read completely or rejected.
 
     checkpoint = read_checkpoint(path)           # checks names, shapes and sizes; the data stays in the file
     checkpoint.weights["emb.weight"]             # reads the tensor, and checks that it is finite
@@ -26,11 +26,11 @@ from rwkv.io import hub
 from rwkv.model.base import fingerprint, generation
 from rwkv.tokenizer.tokenizers import Tokenizer, end_option
 
-MOST_SPARE_ROWS = 255                    # unused rows of an embedding: vocabularies are rounded up to a multiple, such as 256
+MAX_UNUSED_ROWS = 255                    # of an embedding: vocabulary sizes are rounded up to a multiple, such as 256
 WORLD_VOCABULARY = 65536
 SUGGESTED = {50277: "20B_tokenizer.json (a vocabulary of 50277 is that of the Pile models, GPT-NeoX's)"}
-WITH_STATES = ("pth", "safetensors", "st")               # formats that hold tuned states beside weights
-DEFAULT_CTX_LEN = 1024                   # used where neither the file nor its name states one; no weight depends on it
+WITH_STATES = ("pth", "safetensors", "st")               # formats that can hold tuned states beside weights
+DEFAULT_CTX_LEN = 1024                   # if neither the file nor its name states one; no weight depends on it
 
 
 class Weights(Mapping[str, Tensor]):
@@ -42,7 +42,7 @@ class Weights(Mapping[str, Tensor]):
     def __getitem__(self, name: str) -> Tensor:
         return self.stored[name].get()
 
-    def __contains__(self, name: object) -> bool:        # Mapping's own would read the tensor
+    def __contains__(self, name: object) -> bool:        # Mapping.__contains__ would read the tensor
         return name in self.stored
 
     def __iter__(self) -> Iterator[str]:
@@ -58,13 +58,11 @@ class Weights(Mapping[str, Tensor]):
 
 @dataclass
 class Checkpoint:
-    """The content of a file: weights by official name, and, where the file has them, the tokenizer's definition and the run's
-    configuration.
+    """The content of a file: weights by official name and, if present, the tokenizer's definition and the run's configuration.
 
-    packed: as in Content. fingerprint: Model.fingerprint of the weights before they were packed in int4; None where the file
-    has none. unadapted: the matrices into which `weights` merges adapters, as they were before the first adapter. about: what
-    another program's adapter is. data_sha256: of the data that the run read. Only the path is sent to another process, which
-    reads the file again.
+    packed: as in Content. fingerprint: Model.fingerprint of the weights before they were packed in int4; None if the file
+    has none. unadapted: the matrices into which `weights` merges adapters, without any adapter. about: the kind of another
+    program's adapter. data_sha256: of the run's data. A pickle contains only the path; the other process reads the file again.
     """
 
     path: Path
@@ -75,36 +73,36 @@ class Checkpoint:
     run: dict[str, Any] | None = None
     step: int = 0
     tokenizer_hash: str | None = None
-    time_states: list[Stored] | None = None      # if learnt: for each layer, the state before the first token, (H,N,N)
+    time_states: list[Stored] | None = None      # if learnt: each layer's state before the first token, (H,N,N)
     packed: Mapping[str, Callable[[], Int4]] = field(default_factory=dict)
     fingerprint: str | None = None
     unadapted: Mapping[str, Stored] = field(default_factory=dict)
     data_sha256: str | None = None
-    notes: list[str] = field(default_factory=list)           # sentences for people: what was assumed or left unread
+    notes: list[str] = field(default_factory=list)           # messages: what was assumed or not read
     about: str = ""
-    begins: str = ""                     # a sentence about time_states that lie beside the weights in the file
+    begins: str = ""                     # a message about time_states stored beside the weights
 
     def __reduce__(self) -> Any:
         return read_checkpoint, (self.path,)
 
     def stored_in(self, dtype: str | None) -> dict[str, Stored]:
-        """The tensors in `dtype`, except those that the generation keeps in float32. With None they are as in the file."""
+        """The tensors in `dtype`, except those that the generation requires in float32. None: the dtypes of the file."""
         if dtype is None:
             return dict(self.weights.stored)
-        kept = generation(self.config).KEPT_FLOAT32
-        return {name: tensor.cast(DTYPES["float32" if name.endswith(kept) else dtype])
+        float32 = generation(self.config).KEPT_FLOAT32
+        return {name: tensor.cast(DTYPES["float32" if name.endswith(float32) else dtype])
                 for name, tensor in self.weights.stored.items()}
 
     def tensors(self, dtype: str, device: str = "cpu", mmap: bool = False) -> dict[str, Tensor]:
-        """The tensors of stored_in(dtype) on the device. mmap: on a CPU, tensors that the file holds in `dtype` are mapped."""
+        """The tensors of stored_in(dtype) on the device. mmap: on a CPU, map the tensors that the file stores in `dtype`."""
         return {name: tensor.get(copy=not mmap).to(device) for name, tensor in self.stored_in(dtype).items()}
 
 
 def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Any = None, config: ModelConfig | None = None,
                   source: str = "the weights") -> Checkpoint:
-    """A checkpoint made of tensors in memory. Raises CheckpointError where they are not those of a model."""
+    """A checkpoint of tensors in memory. Raises CheckpointError if they are not the weights of a model."""
     stored = {name: Stored.of(name, source, tensor) for name, tensor in weights.items()}
-    checkpoint = _understand(Content(Path(source), stored))
+    checkpoint = _interpret(Content(Path(source), stored))
     checkpoint = replace(checkpoint, config=config or checkpoint.config)
     if tokenizer is None:
         return checkpoint
@@ -113,7 +111,7 @@ def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Any = None, config: 
 
 
 def describe(run: dict[str, Any], vocab_size: int, tokenizer: Any) -> dict[str, Any]:
-    """Our entry for a file. It has only plain containers, so loading it executes nothing."""
+    """Our entry for a file: plain containers only, so that loading it executes nothing."""
     return {"format": 1, "run": run, "vocab_size": vocab_size, "tokenizer": tokenizer and tokenizer.to_dict(),
             "tokenizer_hash": tokenizer and tokenizer.hash}
 
@@ -121,7 +119,7 @@ def describe(run: dict[str, Any], vocab_size: int, tokenizer: Any) -> dict[str, 
 def read_checkpoint(path: str | Path) -> Checkpoint:
     """Reads a file, a Hugging Face directory, or the last checkpoint of a run's directory.
 
-    Raises CheckpointError, one sentence: which file or tensor, what was found, what was expected, and the likely cause.
+    Raises CheckpointError, one sentence: the file or tensor, the actual and the expected value, and the likely cause.
     """
     path = locate(path)
     try:
@@ -132,15 +130,15 @@ def read_checkpoint(path: str | Path) -> Checkpoint:
             return _tuned(content)
         if adapters.has_adapter(content.tensors) and "emb.weight" not in content.tensors:
             raise CheckpointError(f"{path} is {tuned_kind(content.tensors)}")
-        return _understand(content)
+        return _interpret(content)
     except OSError as error:
         raise UnreadableError(f"cannot read {path}: {error.strerror or error}") from error
 
 
 def with_adapter(base: Checkpoint, path: str | Path, alpha: float | None = None) -> Checkpoint:
-    """The checkpoint `base` with another program's adapter merged into it. alpha: of a file that does not state it.
+    """The checkpoint `base` with another program's adapter merged into it. alpha: for a file that does not state it.
 
-    Raises CheckpointError for an adapter of another model or of a kind that is not read, UserError where alpha is missing.
+    Raises CheckpointError for an adapter of another model or of an unsupported kind, UserError if alpha is missing.
     """
     path = locate(path)
     try:
@@ -164,16 +162,16 @@ def _base_of(path: Path) -> Checkpoint:
     try:
         return read_checkpoint(name)
     except CheckpointError as error:
-        raise UnreadableError(f"{path} is an adapter of {name}, which cannot be read ({error}): name the base with "
-                              "checkpoint=, and the adapter with lora=") from error
+        raise UnreadableError(f"{path} is an adapter of {name}, which cannot be read ({error}): give the base as "
+                              "checkpoint= and the adapter as lora=") from error
 
 
 def read_tuned(path: str | Path, base: Checkpoint, alpha: float | None = None) -> tuple[Checkpoint, str]:
     """The checkpoint of a run with tune=lora or tune=state, or of another program's adapter, on the weights of `base`, and a
     digest of the trained values.
 
-    path: the run's directory, or a .ckpt in it; or as in with_adapter. Raises CheckpointError as read_checkpoint does, and for
-    another kind of run or one that began from other weights.
+    path: the run's directory, a .ckpt in it, or as in with_adapter. Raises CheckpointError as read_checkpoint does, and for
+    another kind of run or for other base weights.
     """
     path = locate(path)
     try:
@@ -185,27 +183,27 @@ def read_tuned(path: str | Path, base: Checkpoint, alpha: float | None = None) -
             adapter = adapters.read(path, base.config, base.weights.stored, alpha)
             return _with_adapter(base, adapter), f"{tuned.digest(content)} {alpha}"
         if not tuned.is_tuned(content.entry):
-            raise CheckpointError(f"{path} is not of a run of tune=state or tune=lora: expected the directory of one, a .ckpt "
-                                  "of it, or a state file")
+            raise CheckpointError(f"{path} is not a run with tune=state or tune=lora: expected its directory, a .ckpt in it, "
+                                  "or a state file")
         return _tuned(content, base), tuned.digest(content)
     except OSError as error:
         raise UnreadableError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _tuned(content: Content, chosen: Checkpoint | None = None) -> Checkpoint:
-    """The checkpoint of a run that trained adapters or a state: the frozen weights together with them.
+def _tuned(content: Content, user_base: Checkpoint | None = None) -> Checkpoint:
+    """The checkpoint of a run that trained adapters or a state, with its frozen weights.
 
-    chosen: the frozen weights; None reads them from the file that the run names.
+    user_base: the frozen weights; None reads them from the file that the run names.
     """
     entry = content.entry or {}
     try:
         source = entry["run"]["init_from"]
-        base = chosen or read_checkpoint(source)
-        if hub.parse(source):            # what is beside the weights on disk, such as a chat template, is looked for there
+        base = user_base or read_checkpoint(source)
+        if hub.parse(source):            # files beside the weights, such as a chat template, are found by this path
             entry = {**entry, "run": {**entry["run"], "init_from": str(base.path)}}
     except CheckpointError as error:
-        raise UnreadableError(f"{content.path} belongs to other weights, which cannot be read: {error}") from error
-    tuned.require_same(content.path, base, entry, chosen is not None)
+        raise UnreadableError(f"cannot read the base weights of {content.path}: {error}") from error
+    tuned.require_same(content.path, base, entry, user_base is not None)
     config = generation(base.config).resolved(base.config)
     stored = base.weights.stored
     weights, states = tuned.applied(content, stored, config)
@@ -217,19 +215,19 @@ def _tuned(content: Content, chosen: Checkpoint | None = None) -> Checkpoint:
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None = None, format: str | None = None,
                      progress: Callable[[int, int], Any] = lambda count, total: None, form: str | None = None,
                      source: str | None = None, command: str | None = None) -> None:
-    """Writes a checkpoint with one tensor in memory at a time. After each it calls progress(its bytes, bytes of all tensors).
+    """Writes a checkpoint with one tensor in memory at a time. Calls progress(its bytes, bytes of all tensors) after each.
 
-    form: of a Hugging Face directory, one of formats.FORMS. source, command: for its model card, the name of what is written
-    and the command that does it. Raises UserError as save_pretrained does, before anything is written.
+    form: of a Hugging Face directory, one of formats.FORMS. source, command: for its model card, the name of the source and
+    the command. Raises UserError as save_pretrained does, before anything is written.
     """
     path = Path(path)
     format = format or formats.by_suffix(path)
     module = formats.load(format)
     if checkpoint.time_states and (format not in WITH_STATES or dtype == "int4"):
-        raise UserError(f"{checkpoint.path} has a tuned state beside its weights, for which {dtype or format} has no room: "
+        raise UserError(f"{checkpoint.path} has a tuned state beside its weights, which {dtype or format} cannot hold: "
                         f"choose {', '.join(WITH_STATES)}, or convert its weights alone")
     if form is not None and format != "huggingface":
-        raise UserError(f"the form {form} is for Hugging Face directories: give {path.name} no suffix, or leave the form out")
+        raise UserError(f"the form {form} requires a Hugging Face directory: give {path.name} no suffix, or omit the form")
     block_formats = formats.QUANTISED.get(format, ())
     if dtype is None and checkpoint.packed and "int4" in block_formats:
         dtype = "int4"
@@ -258,16 +256,16 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
 
 
 def require_tokenizer(checkpoint: Checkpoint, tokenizer: Any, name: str) -> None:
-    """Raises CheckpointError where the weights were not trained with `tokenizer`, which the message calls `name`.
+    """Raises CheckpointError if the weights were not trained with `tokenizer`. name: of the tokenizer, for the message.
 
-    Hashes are compared where the file has one, else the sizes of the vocabularies; a few rows of the embedding may be unused.
+    Compares hashes if the file has one, otherwise vocabulary sizes; a few rows of the embedding may be unused.
     """
     if checkpoint.tokenizer_hash is not None and checkpoint.tokenizer_hash != tokenizer.hash:
         raise CheckpointError(f"{name} is not the tokenizer that {checkpoint.path} was trained with (SHA-256 "
-                              f"{tokenizer.hash[:12]}, expected {str(checkpoint.tokenizer_hash)[:12]}): its ids mean other "
-                              "texts")
+                              f"{tokenizer.hash[:12]}, expected {str(checkpoint.tokenizer_hash)[:12]}): its ids stand for "
+                              "other text")
     _require_vocabulary(checkpoint, tokenizer, name)
-    if checkpoint.tokenizer_hash is None and tokenizer.vocab_size + MOST_SPARE_ROWS < checkpoint.vocab_size:
+    if checkpoint.tokenizer_hash is None and tokenizer.vocab_size + MAX_UNUSED_ROWS < checkpoint.vocab_size:
         raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens and {checkpoint.path} {checkpoint.vocab_size}: it is "
                               "not the tokenizer that the weights were trained with: name that one")
 
@@ -281,9 +279,9 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
                  option: str = "tokenizer") -> Tokenizer:
     """The tokenizer called `name` (as in Tokenizer.named), by default the one in the checkpoint, or else the assumed one.
 
-    end_of_text: the text of the token that ends a text; None: the one that the checkpoint says, or else the tokenizer's file.
-    option: the option that gives the name, for errors. Raises UserError if there is no tokenizer, if its hash is not the one in
-    the checkpoint, and if its size does not fit.
+    end_of_text: the text of the end-of-text token; None: as the checkpoint or else the tokenizer's file states. option: the
+    option that gives the name, for errors. Raises UserError if there is no tokenizer, or if its hash or size does not match the
+    checkpoint.
     """
     name = assumed_tokenizer(checkpoint) if name is None else name
     if name is not None:
@@ -292,7 +290,7 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
         tokenizer = Tokenizer.from_dict(checkpoint.tokenizer, end_of_text, end_option(option))
     else:
         suggested = SUGGESTED.get(checkpoint.vocab_size, "FILE.json, FILE.txt, byte or world")
-        raise UserError(f"{checkpoint.path} carries no tokenizer: name its own with {option}={suggested}")
+        raise UserError(f"{checkpoint.path} contains no tokenizer: pass {option}={suggested}")
     require_tokenizer(checkpoint, tokenizer, f"{option}={name}" if name else "the tokenizer in the file")
     return tokenizer
 
@@ -303,15 +301,15 @@ def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Any, name: str = "the
                               "do not belong together")
 
 
-def _understand(content: Content) -> Checkpoint:
-    """The checkpoint with official names and shapes. Raises CheckpointError where parts of the file do not fit together."""
+def _interpret(content: Content) -> Checkpoint:
+    """The checkpoint with official names and shapes. Raises CheckpointError if parts of the file contradict each other."""
     path = content.path
     module, tensors = recognise(path, content.tensors, content.declared)
     if content.tied and "emb.weight" in tensors:
         tied = tensors["emb.weight"].renamed("head.weight")
         if "head.weight" in tensors and not same_numbers(tensors["head.weight"], tied):
-            raise CheckpointError(f"{path} says tie_word_embeddings, which makes the embedding the head, and holds another "
-                                  "head: correct config.json")
+            raise CheckpointError(f"{path} sets tie_word_embeddings, but its head differs from its embedding: correct "
+                                  "config.json")
         tensors["head.weight"] = tied
     learnt = time_states.taken(tensors) if module.model.LEARNS_STATE else {}
     length = content.declared.get("ctx_len") or trained_length(str(path)).tokens or DEFAULT_CTX_LEN
@@ -323,31 +321,31 @@ def _understand(content: Content) -> Checkpoint:
                             notes=content.notes)
     if learnt:
         checkpoint = replace(checkpoint, time_states=time_states.fitted(path, learnt, config), begins=(
-            f"{path} has a tuned state beside its weights, which each text begins with, the same way round as their low-rank "
-            "matrices"))
+            f"each sequence begins with the tuned state beside the weights of {path}, transposed if their low-rank matrices "
+            "are"))
     return checkpoint if content.entry is None else _with_entry(checkpoint, content.entry)
 
 
 def _with_entry(checkpoint: Checkpoint, entry: dict[str, Any]) -> Checkpoint:
-    """The checkpoint with our entry's configuration, tokenizer and run. Raises CheckpointError where they do not fit."""
+    """The checkpoint with our entry's configuration, tokenizer and run. Raises CheckpointError if they do not match."""
     path = checkpoint.path
     try:
         config = ModelConfig(**entry["run"]["model"])
         stated = asdict(generation(config).resolved(config)) | {"vocab_size": entry["vocab_size"]}
         tokenizer = entry["tokenizer"]
         tokenizer_hash = entry.get("tokenizer_hash")
-        before = entry.get("fingerprint")
+        weights_fingerprint = entry.get("fingerprint")
         data_sha256 = entry.get("data_sha256")
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path} has a {ENTRY} entry that this version cannot read ({error!r}): was it written by a "
                               "newer version?") from error
     require_sizes(path, stated, checkpoint.config, checkpoint.vocab_size)
-    texts = (tokenizer_hash, before, data_sha256)
-    if not isinstance(tokenizer, dict | None) or not all(isinstance(text, str | None) for text in texts):
+    optional_texts = (tokenizer_hash, weights_fingerprint, data_sha256)
+    if not isinstance(tokenizer, dict | None) or not all(isinstance(text, str | None) for text in optional_texts):
         raise CheckpointError(f"{path} has a {ENTRY} entry whose tokenizer, tokenizer_hash, fingerprint or data_sha256 has a "
                               "wrong type: the file is damaged")
     return replace(checkpoint, config=config, run=entry["run"], tokenizer=tokenizer or checkpoint.tokenizer,
-                   tokenizer_hash=tokenizer_hash, fingerprint=before, data_sha256=data_sha256)
+                   tokenizer_hash=tokenizer_hash, fingerprint=weights_fingerprint, data_sha256=data_sha256)
 
 
 def _with_progress(tensor: Stored, progress: Callable[[int], Any]) -> Stored:

@@ -1,4 +1,4 @@
-"""Finds the files that the options of a program name. Needs no PyTorch: programs call it before they import that."""
+"""Find the files that a program's options name. Does not import PyTorch: programs call it before they do."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +24,7 @@ def require_files(config: SavedModelConfig, template: str | None = None, state: 
     if config.lora is not None:
         locate(config.lora)
     elif config.lora_alpha is not None and not getattr(config, "adapters", None):
-        raise UserError("lora_alpha is for an adapter: name it with lora=")
+        raise UserError("lora_alpha requires lora=")
     if config.tokenizer is not None:
         Tokenizer.check_named(config.tokenizer)
     if template is not None:
@@ -33,11 +33,11 @@ def require_files(config: SavedModelConfig, template: str | None = None, state: 
     if state is not None:
         state_file(state)
     elif layout is not None and not getattr(config, "adapters", None):
-        raise UserError("state_layout is for a tuned state: name it with state=")
+        raise UserError("state_layout requires state=")
 
 
 def require_adapters(config: ServeConfig) -> None:
-    """Raises UserError for the first path of adapters= at which there is nothing to serve."""
+    """Raises UserError for the first path of adapters= that does not exist."""
     for name, path in config.adapter_paths.items():
         with errors_of_adapter(name):
             locate(from_home(path))
@@ -52,11 +52,11 @@ def on_disk(config: ServeConfig) -> ServeConfig:
     return replace(config, checkpoint=str(path(config.checkpoint, "checkpoint")), lora=path(config.lora, "adapter"),
                    tokenizer=path(config.tokenizer, "tokenizer"),
                    template=path(config.template, "chat template"), adapters=adapters,
-                   model_name=config.model_name or _title(config.checkpoint))
+                   model_name=config.model_name or _model_id(config.checkpoint))
 
 
-def _title(checkpoint: str) -> str | None:
-    """The model's id for clients, of a name on the Hub: that of the repository or the file; None for a path."""
+def _model_id(checkpoint: str) -> str | None:
+    """The model's id for clients: for a name on the Hub, that of the repository or the file; None for a path."""
     pinned = hub.parse(hub.fetched(checkpoint).pinned) if hub.parse(checkpoint) else None
     if pinned is None:
         return None
@@ -66,7 +66,7 @@ def _title(checkpoint: str) -> str | None:
 
 @contextmanager
 def errors_of_adapter(name: str) -> Iterator[None]:
-    """A UserError inside begins with the name of the adapter that it is about."""
+    """Prefixes a UserError with the name of the adapter."""
     try:
         yield
     except UserError as error:

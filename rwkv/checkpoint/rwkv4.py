@@ -1,6 +1,6 @@
-"""RWKV-4 in files: how its tensors are recognised, their Hugging Face names, and the sizes that follow from their shapes.
+"""RWKV-4 in files: recognising its tensors, their Hugging Face names, and the sizes inferred from their shapes.
 
-Official names and shapes are those of rwkv/model/rwkv4.py. GGUF has no RWKV-4: llama.cpp runs RWKV-6 and 7 and nothing older.
+Official names and shapes are those of rwkv/model/rwkv4.py. GGUF does not support RWKV-4: llama.cpp runs only RWKV-6 and 7.
 """
 
 import re
@@ -26,11 +26,11 @@ HUGGING_FACE_UNUSED = ("rescale_every",)         # see hugging_face_config
 EXTENSIONS: dict[str, str] = {}
 HUGGING_FACE = {"emb": "embeddings", "ln0": "pre_ln", "att": "attention", "ffn": "feed_forward", "time_mix_k": "time_mix_key",
                 "time_mix_v": "time_mix_value", "time_mix_r": "time_mix_receptance"}
-OFFICIAL = {theirs: ours for ours, theirs in HUGGING_FACE.items()}
+OFFICIAL = {hugging_face: official for official, hugging_face in HUGGING_FACE.items()}
 
 
 def recognises(tensors: Mapping[str, Stored]) -> bool:
-    """Whether tensors with these names are RWKV-4's: they include time_first and time_mix_k, and none of RWKV-5's names.
+    """Whether these tensors are RWKV-4's: they include time_first and time_mix_k, and no name of RWKV-5.
 
     RWKV-3 has the same names, but its time_first is [C,1]. In RWKV-4 only time_decay has that shape, in some files.
     """
@@ -41,7 +41,7 @@ def recognises(tensors: Mapping[str, Stored]) -> bool:
 
 
 def official_name(name: str) -> str:
-    """The official name for a Hugging Face name; a prefix stays, and an official name is returned unchanged."""
+    """The official name for a Hugging Face name; keeps a prefix, and returns an official name unchanged."""
     return ".".join(OFFICIAL.get(part, part) for part in name.split("."))
 
 
@@ -50,19 +50,19 @@ def arranged(tensors: dict[str, Stored], declared: Mapping[str, Any]) -> dict[st
 
 
 def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
-    """The tensors by the names that `format` has: those of RwkvForCausalLM for huggingface, the official ones for others."""
+    """The tensors by the names of `format`: those of RwkvForCausalLM for huggingface, official names otherwise."""
     if format != "huggingface":
         return dict(tensors)
     names = {name: ".".join(HUGGING_FACE.get(part, part) for part in name.split(".")) for name in tensors}
-    names = {name: theirs if name.startswith("head.") else f"rwkv.{theirs}" for name, theirs in names.items()}
+    names = {name: new if name.startswith("head.") else f"rwkv.{new}" for name, new in names.items()}
     return {names[name]: tensor.renamed(names[name]) for name, tensor in tensors.items()}
 
 
 def hugging_face_config(config: ModelConfig, vocab_size: int, dtype: torch.dtype) -> dict[str, Any]:
     """The part of config.json that describes the architecture.
 
-    rescale_every (6 by default in RwkvConfig) halves weights of later layers in memory to keep float16 activations small, also
-    in the state_dict. A directory saved from such a model looks like any other. 0 changes nothing.
+    rescale_every (6 by default in RwkvConfig) halves weights of later layers in memory, to keep float16 activations small, and
+    so also in a state_dict saved from such a model, which no file records. 0 disables it.
     """
     C, A, F = model.sizes(config)
     return {"architectures": ["RwkvForCausalLM"], "model_type": HUGGING_FACE_TYPE, "vocab_size": vocab_size,
@@ -78,10 +78,10 @@ def widths(matrix: Callable[[str], tuple[int, ...]], names: Collection[str]) -> 
 
 
 def has_many_forms(name: str) -> bool:
-    """Whether the tensor is a vector, which files have as [C], [C,1] or [1,1,C]."""
+    """Whether the tensor is a vector, which files store as [C], [C,1] or [1,1,C]."""
     return ".time_" in name
 
 
 def directory_factor(name: str, config: ModelConfig) -> float:
-    """The official matrix, in multiples of that of a Hugging Face directory."""
+    """The official matrix divided by that of a Hugging Face directory."""
     return 1.0

@@ -1,29 +1,28 @@
-"""RWKV-7 in files: how its tensors are recognised, and how each format names and arranges them.
+"""RWKV-7 in files: recognising its tensors, and their names and arrangement in each format.
 
 Official names and shapes are those of rwkv/model/rwkv7.py. Other formats:
 
-    huggingface    fla's names; w1 .. g2 transposed, as the weights of linear layers; k_k, k_a, the biases and ffn.x_k are [C]
-    official       a Hugging Face directory in transformers' own form: official names and shapes; every name but head.weight has
-                   the prefix rwkv7.
-    transformers-rwkv      a Hugging Face directory of transformers-rwkv: names as in transformers' other linear attention; all
+    huggingface    fla's names; w1 .. g2 transposed, as weights of linear layers; k_k, k_a, the biases and ffn.x_k are [C]
+    official       a Hugging Face directory in transformers' form: official names and shapes, with the prefix rwkv7. except for
+                   head.weight
+    transformers-rwkv      a Hugging Face directory of transformers-rwkv: names as in transformers' linear attention; all
                    vectors are [C] or [1,1,C], low-rank matrices as in the official files
     st             web-rwkv's .safetensors: official names; w1 .. g2 transposed, which their shapes show, and tuned states
     ggmf           official names; x_r .. x_g joined as x_rwkvag [6,1,C]; w1 .. g2 transposed
     gguf           llama.cpp's names; joined and transposed as in ggmf, x_rwkvag as [6,1,1,C]; r_k and all vectors are [C]
 
-RWKV-7a's tensors (DeepEmbed) are in files only by official names. If s_emb_x is missing, it has been merged into s_emb, and is
-read as zeros. use_deep_embed of a Hugging Face directory means something else: RWKV-8's table outside of the file.
+RWKV-7a's tensors (DeepEmbed) have only official names. A missing s_emb_x has been merged into s_emb, and is read as zeros.
+use_deep_embed of a Hugging Face directory is something else: RWKV-8's table outside the file.
 
-Layer 0's v0, v1 and v2 are used by no program, but programs differ in whether files must have them. The official trainer loads
-no file without them, so .pth, .ckpt, .safetensors and transformers' form have them. fla and transformers-rwkv have no such
-parameters and rwkv.cpp aborts on them, so their directories and ggmf lack them. llama.cpp requires them in GGUF with the rank
-of a1; its converter writes a0, a1 and a2 in their place, and so does this file. A file without them, or with GGUF's, is read
-with zeros there.
+Layer 0's v0, v1 and v2 are unused, but programs differ in whether files must contain them. The official trainer requires them,
+so .pth, .ckpt, .safetensors and transformers' form have them. fla and transformers-rwkv have no such parameters and rwkv.cpp
+aborts on them, so their directories and ggmf lack them. llama.cpp requires them in GGUF with the rank of a1; its converter, and
+this file, write a0, a1 and a2 in their place. If they are missing, or come from GGUF, they are read as zeros.
 
-The epsilon of the group norm is 64e-5 in the official code, rwkv.cpp, llama.cpp and transformers-rwkv. In other Hugging Face
-directories it is 1e-5 times head_dim, which differs for heads that are not 64 wide. norm(y; e) equals norm(c y; c^2 e), and y
-is linear in the receptance. So when such a directory is read or written, the receptance is scaled by c, and r_k, which
-multiplies only it, by 1/c.
+The group norm's epsilon is 64e-5 in the official code, rwkv.cpp, llama.cpp and transformers-rwkv. In other Hugging Face
+directories it is 1e-5 times head_dim, which differs for head sizes other than 64. norm(y; e) equals norm(c y; c^2 e), and y is
+linear in the receptance. So reading or writing such a directory scales the receptance by c, and r_k, which multiplies only it,
+by 1/c.
 
 Sources: RWKV-LM, RWKV-v7/train_temp; flash-linear-attention, utils/convert_from_rwkv7.py and fla/models/rwkv7; rwkv.cpp,
 python/convert_pytorch_to_ggml.py and rwkv_model_loading.inc; rwkv-rs/transformers-rwkv, temp/rwkv_pth2st.py; llama.cpp,
@@ -45,7 +44,7 @@ from rwkv.model import rwkv7 as model
 from rwkv.model.base import TIME_STATE
 from rwkv.model.rwkv7_fused import EPS
 
-# Later versions, which also have r_k. The names are of tensors that only they and the versions before them in this list have.
+# Later versions, which also have r_k, with names of tensors unique to them and to the versions before them in this list
 EXTENSIONS = {"RWKV-8": r".*\.(rosa|rosa_qkv)\..*|.*\.(enn|ennk)(\.weight)?", "RWKV-7b (DEA)": r".*\.qkv\..*"}
 EMBED = ".ffn.s_emb.weight"
 EMBED_X = ".ffn.s_emb_x.weight"
@@ -56,7 +55,7 @@ LOW_RANK = tuple(f".{name}{part}" for name in model.LOW_RANK for part in "12")
 VECTOR = r".*\.(x_[rwkvag]|w0|a0|v0|k_k|k_a|s0)"
 
 HUGGING_FACE_TYPE = "rwkv7"              # model_type in config.json
-HUGGING_FACE_OTHER_TYPES = ("rwkv7_native", "rwkv7_hf_adapter")      # of the program rwkv7-hf, whose tensors are fla's
+HUGGING_FACE_OTHER_TYPES = ("rwkv7_native", "rwkv7_hf_adapter")      # of rwkv7-hf, whose tensors are fla's
 OFFICIAL_PREFIX = "rwkv7."
 RANKS = {"decay_low_rank_dim": "w1", "a_low_rank_dim": "a1", "v_low_rank_dim": "v1", "gate_low_rank_dim": "g1"}
 HUGGING_FACE_SIZES = {"num_hidden_layers": "n_layer", "hidden_size": "n_embd", "intermediate_size": "n_ffn",
@@ -94,7 +93,7 @@ GGUF_SIZES = {"block_count": "n_layer", "embedding_length": "n_embd", "feed_forw
               "attention.gate_lora_rank": "gate_low_rank_dim"}
 GGUF_CONSTANTS = {"attention.layer_norm_epsilon": (NORM_EPS,), "attention.group_norm_epsilon": (EPS,),
                   "token_shift_count": (2,), "rescale_every_n_layers": (0,), "expert_count": (0,), "embedding_scale": (0, 1),
-                  "residual_scale": (0, 1),                 "logit_scale": (0, 1), "final_logit_softcapping": (0,),
+                  "residual_scale": (0, 1), "logit_scale": (0, 1), "final_logit_softcapping": (0,),
                   "attention.layer_norm_rms_epsilon": (0,)}
 GGUF_UNUSED = ("context_length", "vocab_size", "attention.head_count", "attention.head_count_kv", "rope.dimension_count")
 GGUF = {"emb.weight": "token_embd.weight", "blocks.0.ln0.weight": "token_embd_norm.weight",
@@ -113,39 +112,39 @@ def recognises(tensors: Mapping[str, Stored]) -> bool:
 
 
 def official_name(name: str) -> str:
-    """The official name for one of another program's; a prefix stays, and an official name is returned unchanged.
+    """The official name for another program's name; keeps a prefix, and returns an official name unchanged.
 
-    TRANSPOSED is added to the name of a low-rank matrix that fla stores transposed.
+    Adds TRANSPOSED to the name of a low-rank matrix that fla stores transposed.
     """
-    top, layers, gguf = _from_others()
+    top, layers, gguf = _official_names()
     if name in gguf:
         return gguf[name]
     if match := re.fullmatch(r"blk\.(\d+)\.(.+)", name):
         return f"blocks.{match[1]}.{gguf.get(match[2], match[2])}"
     if match := re.fullmatch(r"(.*?)((?:model|lm_head)\..*)", name):
-        prefix, theirs = match.groups()
-        if theirs in top:
-            return prefix + top[theirs]
-        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", theirs)
+        prefix, file_name = match.groups()
+        if file_name in top:
+            return prefix + top[file_name]
+        layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", file_name)
         if layer and layer[2] in layers:
             return f"{prefix}blocks.{layer[1]}.{layers[layer[2]]}"
     return name
 
 
 @cache
-def _from_others() -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
-    """Mappings to official names: from those of directories outside the layers, within a layer, and from llama.cpp's."""
+def _official_names() -> tuple[dict[str, str], dict[str, str], dict[str, str]]:
+    """Mappings to official names: from directories, outside and within the layers, and from llama.cpp."""
     config = ModelConfig(generation="rwkv7", n_layer=1, n_embd=1, head_size=1)
     block = [name.removeprefix("blocks.0.") for name in model.shapes(config, 1) if name.startswith("blocks.0.")]
-    layers = {_in_hugging_face(name): name + TRANSPOSED * name.endswith(LOW_RANK) for name in block}
-    layers |= {_in_transformers_rwkv(name): name for name in block} | TRANSFORMERS_RWKV_EARLIER
-    gguf = {theirs: ours for ours, theirs in GGUF.items()} | {_in_gguf(name): name for name in (*block, f"att.{JOINED}")}
-    top = {theirs: ours for names in (HUGGING_FACE, TRANSFORMERS_RWKV_TOP) for ours, theirs in names.items()}
+    layers = {_hugging_face_name(name): name + TRANSPOSED * name.endswith(LOW_RANK) for name in block}
+    layers |= {_transformers_rwkv_name(name): name for name in block} | TRANSFORMERS_RWKV_EARLIER
+    gguf = {name: official for official, name in GGUF.items()} | {_gguf_name(name): name for name in (*block, f"att.{JOINED}")}
+    top = {name: official for names in (HUGGING_FACE, TRANSFORMERS_RWKV_TOP) for official, name in names.items()}
     return top, layers, gguf
 
 
-def _in_hugging_face(name: str) -> str:
-    """fla's name within a layer for an official one within a block."""
+def _hugging_face_name(name: str) -> str:
+    """fla's name within a layer, from the official name within a block."""
     part, _, rest = name.partition(".")
     if part == "att" and (match := re.fullmatch(r"([wavg])([012])", rest)):
         rest = f"{match[1]}_lora.lora." + {"0": "2.bias", "1": "0.weight", "2": "2.weight"}[match[2]]
@@ -155,8 +154,8 @@ def _in_hugging_face(name: str) -> str:
     return f"{HUGGING_FACE_LAYERS[part]}.{rest}"
 
 
-def _in_transformers_rwkv(name: str) -> str:
-    """The name of transformers-rwkv within a layer for an official one within a block."""
+def _transformers_rwkv_name(name: str) -> str:
+    """The name of transformers-rwkv within a layer, from the official name within a block."""
     part, _, rest = name.partition(".")
     head, dot, tail = rest.partition(".")
     if part == "att":
@@ -164,96 +163,96 @@ def _in_transformers_rwkv(name: str) -> str:
     return f"{TRANSFORMERS_RWKV_LAYERS.get(part, part)}.{head}{dot}{tail}"
 
 
-def _in_gguf(name: str) -> str:
-    """llama.cpp's name within a block for an official one."""
+def _gguf_name(name: str) -> str:
+    """llama.cpp's name within a block, from the official name."""
     stem, suffix = (name.rpartition(".")[::2]) if name.endswith((".weight", ".bias")) else (name, "weight")
-    theirs = GGUF_LAYERS.get(stem) or f"time_mix_{stem.removeprefix('att.')}"
-    return f"{theirs}.{suffix}"
+    layer = GGUF_LAYERS.get(stem) or f"time_mix_{stem.removeprefix('att.')}"
+    return f"{layer}.{suffix}"
 
 
 def arranged(tensors: dict[str, Stored], declared: Mapping[str, Any]) -> dict[str, Stored]:
-    """The tensors as the official files have them, from the arrangement of any format.
+    """The tensors in the official arrangement, from that of any format.
 
-    declared: as in Content. It has head_size, by which GGUF's r_k [C] is split into heads, and v_low_rank_dim, which is the
-    rank of layer 0's v1 where no layer has a v1; without it the rank is that of a1.
+    declared: as in Content. head_size splits GGUF's r_k [C] into heads; v_low_rank_dim, by default the rank of a1, is the rank
+    of layer 0's v1 if no layer has a v1.
     """
     factor = math.sqrt(EPS / declared.get(GROUP_NORM, EPS))
     joined = any(name.endswith(f".{JOINED}") for name in tensors)
-    transposed = joined or _lie_transposed(tensors)
-    found: dict[str, Stored] = {}
+    transposed = joined or _are_transposed(tensors)
+    official: dict[str, Stored] = {}
     for name, tensor in tensors.items():
         if name.endswith(f".{JOINED}") and tensor.shape[:1] == (len(model.MIXES),) and len(tensor.shape) > 1:
             for index, letter in enumerate(model.MIXES):
                 part = name.replace(JOINED, f"x_{letter}")
-                found[part] = tensor.part(index, part, tensor.shape[1:])
+                official[part] = tensor.part(index, part, tensor.shape[1:])
         elif name.endswith(TRANSPOSED) or (transposed and name.endswith((*LOW_RANK, TIME_STATE))):
-            official = name.removesuffix(TRANSPOSED)
-            found[official] = tensor.renamed(official).transposed()
+            new_name = name.removesuffix(TRANSPOSED)
+            official[new_name] = tensor.renamed(new_name).transposed()
         else:
-            found[name] = _in_heads(tensor, declared.get("head_size")) if name.endswith(".r_k") else tensor
+            official[name] = _split_heads(tensor, declared.get("head_size")) if name.endswith(".r_k") else tensor
     if joined:
-        found = {name: tensor for name, tensor in found.items() if name not in model.UNUSED}
-    return _with_receptance(found | _unused(found, declared) | _merged(found), factor)
+        official = {name: tensor for name, tensor in official.items() if name not in model.UNUSED}
+    return _scale_receptance(official | _missing_v0_v1_v2(official, declared) | _missing_embeddings(official), factor)
 
 
-def _lie_transposed(tensors: Mapping[str, Stored]) -> bool:
-    """Whether the shapes of the low-rank matrices say that all are stored transposed, as web-rwkv has them."""
+def _are_transposed(tensors: Mapping[str, Stored]) -> bool:
+    """Whether the shapes of the low-rank matrices show that all are stored transposed, as by web-rwkv."""
     C = tensors["emb.weight"].shape[-1:] if "emb.weight" in tensors else ()
     shapes = [tensor.shape if name.endswith("2") else tensor.shape[::-1] for name, tensor in tensors.items()
-              if name.endswith(LOW_RANK)]                # (C,rank) where they are
+              if name.endswith(LOW_RANK)]                # (C,rank) if transposed
     return all(shape[:1] == C for shape in shapes) and any(shape[1:] != C for shape in shapes)
 
 
-def _with_receptance(tensors: dict[str, Stored], factor: float) -> dict[str, Stored]:
-    """The tensors with the receptance times `factor` and r_k divided by it. That only changes the group norm's epsilon."""
+def _scale_receptance(tensors: dict[str, Stored], factor: float) -> dict[str, Stored]:
+    """The tensors with the receptance times `factor` and r_k divided by it, which only changes the group norm's epsilon."""
     factors = {".att.receptance.weight": factor, ".att.r_k": 1 / factor}
     scaled = {name: tensor.scaled(factors[end]) for name, tensor in tensors.items()
               if (end := name[name.find(".att."):]) in factors}
     return tensors if factor == 1 else tensors | scaled
 
 
-def _in_heads(tensor: Stored, head_size: Any) -> Stored:
+def _split_heads(tensor: Stored, head_size: Any) -> Stored:
     if len(tensor.shape) != 1 or not isinstance(head_size, int) or head_size < 1 or tensor.shape[0] % head_size:
         return tensor
     return tensor.viewed((tensor.shape[0] // head_size, head_size))
 
 
-def _unused(tensors: Mapping[str, Stored], declared: Mapping[str, Any]) -> dict[str, Stored]:
-    """Zeros for those of layer 0's v0, v1 and v2 that are missing; {} where the sizes cannot be found from a0 and a1."""
+def _missing_v0_v1_v2(tensors: Mapping[str, Stored], declared: Mapping[str, Any]) -> dict[str, Stored]:
+    """Zeros for layer 0's missing v0, v1 and v2; {} if a0 and a1 do not give their sizes."""
     bias, matrix = (tensors.get(name.replace(".v", ".a")) for name in model.UNUSED[:2])
     if bias is None or matrix is None or len(matrix.shape) != 2 or not bias.shape:
         return {}
-    of_others = [tensor.shape[1] for name, tensor in tensors.items() if name.endswith(".att.v1") and len(tensor.shape) == 2]
+    ranks = [tensor.shape[1] for name, tensor in tensors.items() if name.endswith(".att.v1") and len(tensor.shape) == 2]
     stated = declared.get("v_low_rank_dim")
-    of_one_layer = stated if isinstance(stated, int) and stated > 0 else matrix.shape[1]
+    default_rank = stated if isinstance(stated, int) and stated > 0 else matrix.shape[1]
     C = bias.shape[-1]
-    rank = of_others[0] if of_others else of_one_layer
+    rank = ranks[0] if ranks else default_rank
     shapes = dict(zip(model.UNUSED, ((1, 1, C), (C, rank), (rank, C)), strict=True))
     return {name: Stored(name, bias.source, shape, bias.dtype, lambda shape=shape: torch.zeros(shape, device="cpu"))  # type: ignore[misc]
             for name, shape in shapes.items() if name not in tensors}
 
 
-def _merged(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Zeros for each s_emb_x that is missing beside its s_emb: the embedding has been merged into s_emb."""
-    found: dict[str, Stored] = {}
+def _missing_embeddings(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+    """Zeros for each s_emb without an s_emb_x, which has been merged into s_emb."""
+    zeros: dict[str, Stored] = {}
     embedding = tensors.get("emb.weight")
     for name, table in tensors.items():
-        other = name.removesuffix(EMBED) + EMBED_X
-        if name.endswith(EMBED) and other not in tensors and len(table.shape) == 2 and embedding is not None:
+        key = name.removesuffix(EMBED) + EMBED_X
+        if name.endswith(EMBED) and key not in tensors and len(table.shape) == 2 and embedding is not None:
             shape = (table.shape[1], embedding.shape[-1])
-            found[other] = Stored(other, table.source, shape, table.dtype, lambda shape=shape: torch.zeros(shape, device="cpu"))  # type: ignore
-    return found
+            zeros[key] = Stored(key, table.source, shape, table.dtype, lambda shape=shape: torch.zeros(shape, device="cpu"))  # type: ignore
+    return zeros
 
 
 def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
     """The tensors by the names and in the arrangement of `format`.
 
-    Raises UserError for DeepEmbed where the format, or the form of a Hugging Face directory, has no place for it.
+    Raises UserError for DeepEmbed if the format, or the form of a Hugging Face directory, cannot hold it.
     """
     if format not in ("huggingface", "official", TRANSFORMERS_RWKV, "ggmf", "gguf", "st"):
         return {name: tensor.renamed(name) for name, tensor in tensors.items()}
     if any(name.endswith(EMBED) for name in tensors):
-        raise UserError("only .pth, .ckpt and .safetensors have a form for RWKV-7a (DeepEmbed): choose one of these")
+        raise UserError("RWKV-7a (DeepEmbed) requires .pth, .ckpt or .safetensors: choose one of these")
     if format == "huggingface":
         laid = _laid_out_for_hugging_face(tensors)
     elif format == "official":
@@ -265,7 +264,7 @@ def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
         laid = {name: tensor.transposed() if name.endswith((*LOW_RANK, TIME_STATE)) else tensor
                 for name, tensor in tensors.items()}
     elif format == "ggmf":
-        laid = _joined({name: tensor for name, tensor in tensors.items() if name not in model.UNUSED})
+        laid = _join_mixes({name: tensor for name, tensor in tensors.items() if name not in model.UNUSED})
     else:
         laid = _laid_out_for_gguf(tensors)
     return {name: tensor.renamed(name) for name, tensor in laid.items()}
@@ -273,7 +272,7 @@ def laid_out(tensors: Mapping[str, Stored], format: str) -> dict[str, Stored]:
 
 def _with_directory_epsilon(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     head_size = tensors["blocks.0.att.r_k"].shape[1]
-    return _with_receptance(dict(tensors), math.sqrt(group_norm_epsilon(head_size) / EPS))
+    return _scale_receptance(dict(tensors), math.sqrt(group_norm_epsilon(head_size) / EPS))
 
 
 def group_norm_epsilon(head_size: int) -> float:
@@ -290,12 +289,13 @@ def _laid_out_for_hugging_face(tensors: Mapping[str, Stored]) -> dict[str, Store
             _, layer, rest = name.split(".", 2)
             vector = len(tensor.shape) == 3 and not rest.startswith("att.x_")
             tensor = tensor.viewed(tensor.shape[-1:]) if vector else tensor
-            laid[f"model.layers.{layer}.{_in_hugging_face(rest)}"] = tensor.transposed() if rest.endswith(LOW_RANK) else tensor
+            tensor = tensor.transposed() if rest.endswith(LOW_RANK) else tensor
+            laid[f"model.layers.{layer}.{_hugging_face_name(rest)}"] = tensor
     return laid
 
 
 def _laid_out_for_transformers_rwkv(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """Raises UserError for heads that are not 64 wide, which that program does not have."""
+    """Raises UserError for head sizes other than 64, which that program does not support."""
     head_size = tensors["blocks.0.att.r_k"].shape[1]
     if head_size != HEAD_SIZE:
         raise UserError(f"the form {TRANSFORMERS_RWKV} requires heads of {HEAD_SIZE}; got {head_size}: choose another form")
@@ -306,11 +306,11 @@ def _laid_out_for_transformers_rwkv(tensors: Mapping[str, Stored]) -> dict[str, 
         elif name not in model.UNUSED:
             _, layer, rest = name.split(".", 2)
             tensor = tensor.viewed(tensor.shape[-1:]) if len(tensor.shape) == 3 else tensor
-            laid[f"model.layers.{layer}.{_in_transformers_rwkv(rest)}"] = tensor
+            laid[f"model.layers.{layer}.{_transformers_rwkv_name(rest)}"] = tensor
     return laid
 
 
-def _joined(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
+def _join_mixes(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     """The tensors with low-rank matrices transposed, and each block's x_r .. x_g joined as x_rwkvag [6,1,C] in x_r's place."""
     laid: dict[str, Stored] = {}
     for name, tensor in tensors.items():
@@ -326,7 +326,7 @@ def _joined(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
 def _laid_out_for_gguf(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
     copies = {name: tensors[name.replace(".v", ".a")] for name in model.UNUSED}
     laid: dict[str, Stored] = {}
-    for name, tensor in _joined({**tensors, **copies}).items():
+    for name, tensor in _join_mixes({**tensors, **copies}).items():
         if name in GGUF:
             laid[GGUF[name]] = tensor
             continue
@@ -335,7 +335,7 @@ def _laid_out_for_gguf(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
             tensor = tensor.viewed((*tensor.shape[:1], 1, *tensor.shape[1:]))
         elif model.group(name) == "vector":
             tensor = tensor.viewed((tensor.count,))
-        laid[f"blk.{layer}.{_in_gguf(rest)}"] = tensor
+        laid[f"blk.{layer}.{_gguf_name(rest)}"] = tensor
     return laid
 
 
@@ -368,11 +368,11 @@ def widths(matrix: Callable[[str], tuple[int, ...]], names: Collection[str]) -> 
 
 
 def has_many_forms(name: str) -> bool:
-    """Whether the tensor is a vector, which files have as [C] or [1,1,C]."""
+    """Whether the tensor is a vector, which files store as [C] or [1,1,C]."""
     return re.fullmatch(VECTOR, name) is not None
 
 
 def directory_factor(name: str, config: ModelConfig) -> float:
-    """The official matrix, in multiples of that of a Hugging Face directory without an epsilon of its own."""
+    """The official matrix divided by that of a Hugging Face directory with the default epsilon."""
     epsilon = group_norm_epsilon(model.resolved(config).head_size)
     return math.sqrt(EPS / epsilon) if name.endswith(".att.receptance.weight") else 1.0

@@ -1,7 +1,7 @@
-"""A tensor that is still in its file: shape and dtype are known; the data is read on demand, from a mapping where possible.
+"""Lazily read tensors: shape and dtype are known, the data is read on demand, from a mapping where possible.
 
-Memory: a tensor whose dtype does not change is a view of the mapping, and nothing is copied. If the dtype changes, the mapped
-pages are released after the conversion of each tensor, so the whole source and the whole result are never both in memory.
+Memory: a tensor whose dtype does not change is a view of the mapping, without a copy. If the dtype changes, the mapped pages
+are released after each tensor's conversion, so the whole source and the whole result are never both in memory.
 """
 
 import ctypes
@@ -19,22 +19,22 @@ from torch import Tensor
 from rwkv.errors import CheckpointError
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-SAMPLED = 4096                           # elements by which two tensors are compared
+SAMPLED = 4096                           # elements compared to tell whether two tensors are equal
 MADV_DONTNEED = 4                        # Linux: drops pages; unchanged pages of a private mapping are read again on access
 
 
 @dataclass
 class Lending:
-    """lent: a caller holds a view of the mapped tensor, so its pages must not be released. Copies of a Stored share it."""
+    """lent: a caller has a view of the mapped tensor, so its pages must not be released. Shared by copies of a Stored."""
 
     lent: bool = False
 
 
 @dataclass
 class Stored:
-    """The tensor `name` in the file `source`: data() reads it as the file has it, get() returns it in `shape` and `dtype`.
+    """The tensor `name` in the file `source`: data() reads it as stored, get() returns it in `shape` and `dtype`.
 
-    mapped: data() is a view of the file, not a copy. blocks: the type of the quantised blocks in the file; None for no blocks.
+    mapped: data() is a view of the file, not a copy. blocks: the type of the file's quantised blocks; None if not quantised.
     """
 
     name: str
@@ -69,7 +69,7 @@ class Stored:
         return replace(self, dtype=dtype)
 
     def transposed(self) -> "Stored":
-        """The transpose of a matrix, or of each of several. A vector stays as it is, and `fit` refuses it."""
+        """The transpose of a matrix or of a stack of matrices. A vector is returned unchanged, and `fit` rejects it."""
         if len(self.shape) < 2:
             return self
         *several, rows, columns = self.shape
@@ -80,67 +80,67 @@ class Stored:
         return replace(self, data=lambda: self.data().float() * factor, mapped=False)
 
     def part(self, index: int, name: str, shape: tuple[int, ...]) -> "Stored":
-        """Element `index` along the first axis, as a tensor of its own."""
+        """Element `index` along the first axis."""
         return replace(self, name=name, shape=shape, data=lambda: self.data().reshape(self.shape)[index])
 
     @classmethod
     def joined(cls, name: str, parts: "list[Stored]", shape: tuple[int, ...]) -> "Stored":
-        """One tensor that holds `parts` of equal size, one after another, in the widest of their dtypes."""
+        """The concatenation of `parts` of equal size, in the widest of their dtypes."""
         dtype = functools.reduce(torch.promote_types, (part.dtype for part in parts))
         return cls(name, parts[0].source, shape, dtype, lambda: torch.cat([part.get().flatten() for part in parts]))
 
     def get(self, copy: bool = False) -> Tensor:
-        """The tensor, contiguous; the caller may keep it. copy=True: it has its own memory, and is never a view of the file.
+        """The tensor, contiguous; the caller may keep it. copy=True: never a view of the file.
 
-        Raises CheckpointError where a value is not finite, or too large for `dtype`.
+        Raises CheckpointError if a value is not finite or is too large for `dtype`.
         """
-        held = self.data()
-        result = self._converted(held)
-        if copy and result.data_ptr() == held.data_ptr():
+        data = self.data()
+        result = self._converted(data)
+        if copy and result.data_ptr() == data.data_ptr():
             result = result.clone()
-        if result.data_ptr() == held.data_ptr():
+        if result.data_ptr() == data.data_ptr():
             self.lending.lent = True
         else:
-            self._release(held)
+            self._release(data)
         return result
 
     def pass_on(self, use: Callable[[Tensor], Any]) -> None:
-        """Calls use(tensor). `use` must not keep the tensor. Raises CheckpointError as get does."""
-        held = self.data()
-        use(self._converted(held))
-        self._release(held)
+        """Calls use(tensor), which must not keep the tensor. Raises CheckpointError as get does."""
+        data = self.data()
+        use(self._converted(data))
+        self._release(data)
 
     def drop_pages(self) -> None:
-        """Releases the pages of a mapped tensor; they are read again on access. Nobody may have written into the tensor."""
+        """Releases the pages of a mapped tensor; they are read again on access. The tensor must be unmodified."""
         if self.mapped:
             release(self.data())
 
-    def _converted(self, held: Tensor) -> Tensor:
-        result = held.cpu().to(self.dtype).contiguous().view(self.shape)
-        self._require_finite(held, result)
+    def _converted(self, data: Tensor) -> Tensor:
+        result = data.cpu().to(self.dtype).contiguous().view(self.shape)
+        self._require_finite(data, result)
         return result
 
-    def _release(self, held: Tensor) -> None:
+    def _release(self, data: Tensor) -> None:
         if self.mapped and not self.lending.lent:
-            release(held)
+            release(data)
 
-    def _require_finite(self, held: Tensor, result: Tensor) -> None:
-        if _finite(min(result, held, key=Tensor.element_size)):          # the wider dtype holds all values of the other
+    def _require_finite(self, data: Tensor, result: Tensor) -> None:
+        if _finite(min(result, data, key=Tensor.element_size)):          # the wider dtype, which loses nothing
             return
-        if _finite(held):
-            raise CheckpointError(f"{self.source}: {self.name} reaches {held.abs().max().item():g}, more than {result.dtype} "
+        if _finite(data):
+            raise CheckpointError(f"{self.source}: {self.name} reaches {data.abs().max().item():g}, more than {result.dtype} "
                                   "can hold: choose float32 or bfloat16")
-        bad = int((~held.isfinite()).sum())
-        raise CheckpointError(f"{self.source}: {self.name} is not finite in {bad} of {held.numel()} values: the file is "
+        n_bad = int((~data.isfinite()).sum())
+        raise CheckpointError(f"{self.source}: {self.name} is not finite in {n_bad} of {data.numel()} values: the file is "
                               "damaged, or the training that wrote it had diverged")
 
 
-def same_numbers(one: Stored, other: Stored) -> bool:
-    """Whether two tensors hold the same numbers, or one the other's rounded, as far as evenly spaced elements tell."""
-    if one.shape != other.shape:
+def same_numbers(first: Stored, second: Stored) -> bool:
+    """Whether two tensors are equal up to rounding to the narrower dtype, judged by evenly spaced elements."""
+    if first.shape != second.shape:
         return False
     sampled = []
-    for tensor in (one, other):
+    for tensor in (first, second):
         data = tensor.data().flatten()
         sampled.append(data[::max(1, data.numel() // SAMPLED)].clone())
         tensor.drop_pages()
@@ -154,12 +154,12 @@ def raw(tensor: Tensor) -> Any:
 
 
 def _finite(tensor: Tensor) -> bool:
-    low, high = torch.aminmax(tensor)    # keeps NaN and infinity; one pass, without a temporary as large as the tensor
+    low, high = torch.aminmax(tensor)    # propagates NaN and infinity; one pass, without a temporary as large as the tensor
     return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def release(tensor: Tensor) -> None:
-    """Releases the pages that lie wholly inside a mapped tensor; for a tensor that has been copied."""
+    """Releases the pages that lie entirely within a mapped tensor, which must be unmodified."""
     if sys.platform != "linux":
         return
     page = mmap.PAGESIZE

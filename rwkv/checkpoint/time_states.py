@@ -1,10 +1,10 @@
-"""Tuned states: the state S of each layer before the first token, which tune=state and other trainers learn.
+"""Tuned states: each layer's state S before the first token, learnt by tune=state and other trainers.
 
     torch.save     blocks.i.att.time_state (H,N,N), value by key: the author's trainers, RWKV-PEFT, RWKV-Runner, time_state.pth
     .st, .state    the same names, key by value: for web-rwkv and ai00, whose converter transposes them
 
-Such a file states neither its weights nor which way round it is. The latter follows from the program that writes such files,
-and beside weights from their low-rank matrices, which that converter transposes too. A .safetensors may be either.
+Such a file states neither its weights nor its layout. The layout is inferred from the program that writes such files, or
+beside weights from their low-rank matrices, which that converter transposes too. A .safetensors may have either.
 
 Sources: RWKV-PEFT, rwkvt/rwkv7/att.py; RWKV-Runner, backend-python/utils/rwkv.py (load_rwkv_state); web-rwkv,
 assets/scripts/convert_safetensors.py and src/runtime/v7.rs (read_state).
@@ -38,7 +38,7 @@ WEB_RWKV = (".st", ".state")             # suffixes of files for web-rwkv
 
 @dataclass(frozen=True)
 class TimeStates:
-    """layers: (H,N,N) each, value by key. layout: of the file. why: what says so."""
+    """layers: (H,N,N) each, value by key. layout: of the file. why: the reason for that layout."""
 
     path: Path
     layers: list[Stored]
@@ -47,32 +47,32 @@ class TimeStates:
 
     @property
     def line(self) -> str:
-        """A line for people."""
+        """A line of the plan."""
         return f"tuned state in {self.path}, read as {self.layout} ({AXES[self.layout]}): {self.why}"
 
     def state(self, config: ModelConfig) -> State:
-        """The state before the first token, one row. Raises CheckpointError where a value is not finite."""
-        learnt = torch.stack([layer.get(copy=True) for layer in self.layers])
-        return generation(config).empty_state(config, 1)._replace(wkv=learnt.unsqueeze(1))
+        """The state before the first token, one row. Raises CheckpointError if a value is not finite."""
+        wkv = torch.stack([layer.get(copy=True) for layer in self.layers])
+        return generation(config).empty_state(config, 1)._replace(wkv=wkv.unsqueeze(1))
 
     def digest(self) -> str:
-        """A hash of the values, whichever way round and in whichever dtype the file has them."""
-        found = hashlib.sha256()
+        """A hash of the values, independent of the file's layout and dtype."""
+        hashed = hashlib.sha256()
         for layer in self.layers:
-            found.update(layer.get().numpy().tobytes())
-        return found.hexdigest()
+            hashed.update(layer.get().numpy().tobytes())
+        return hashed.hexdigest()
 
 
 def layer_names(names: Collection[str]) -> dict[str, str]:
-    """blocks.i.att.time_state for each name that ends so, whatever stands before it."""
+    """blocks.i.att.time_state for each name that ends in it, without prefix and wrappers."""
     parts = {name: [part for part in name.split(".") if part not in WRAPPERS] for name in names}
     return {name: ".".join(split[-4:]) for name, split in parts.items() if ".".join(split[-2:]) == TIME_STATE}
 
 
 def is_file(path: Path) -> bool:
-    """Whether the file holds states alone. Raises CheckpointError for one that cannot be read.
+    """Whether the file contains only states. Raises CheckpointError if it cannot be read.
 
-    A file of torch.save without a state's name is not read any further: all checksums of its weights would be.
+    A file of torch.save without a state's name is not read, which would check all its checksums.
     """
     if formats.first_bytes(path, 2) == _torch_file.ZIP and not _names_a_state(path):
         return False
@@ -84,59 +84,59 @@ def _names_a_state(path: Path) -> bool:
     try:
         with zipfile.ZipFile(path) as archive:
             pickles = [archive.read(name) for name in archive.namelist() if name.endswith("data.pkl")]
-    except Exception:                    # zipfile raises many kinds for damaged files, which their reader names
+    except Exception:                    # zipfile raises many error classes for damaged files; reading reports them
         return False
     return any(TIME_STATE.encode() in pickled for pickled in pickles)
 
 
 def is_content(content: bytes) -> bool:
-    """Whether it is the content of a file of torch.save, or of a .safetensors that holds states alone."""
+    """Whether it is the content of a file of torch.save, or of a .safetensors with only states."""
     if content[:2] in (_torch_file.ZIP, *_torch_file.PICKLES):
         return True
     try:
         names = [name for name, _ in safetensors.deserialize(content)]
-    except Exception:                    # the library's own errors, and others
+    except Exception:                    # the library raises its own and other errors
         return False
     return bool(names) and len(layer_names(names)) == len(names)
 
 
 def taken(tensors: dict[str, Stored]) -> dict[str, Stored]:
-    """Takes tuned states out of the tensors of a file of weights, by official names."""
+    """Removes tuned states from the tensors of a file of weights, and returns them by official name."""
     return {name: tensors.pop(name) for name, official in layer_names(tensors).items() if name == official}
 
 
 def named(layers: Sequence[Stored], dtype: torch.dtype = torch.float32) -> dict[str, Stored]:
-    """Layers' states by official names."""
+    """The layers' states by official name."""
     names = [f"blocks.{layer}.{TIME_STATE}" for layer in range(len(layers))]
     return {name: tensor.renamed(name).cast(dtype) for name, tensor in zip(names, layers, strict=True)}
 
 
 def read(path: Path, config: ModelConfig | None, layout: str | None = None) -> TimeStates:
-    """The tuned state in a file. config: of the model; None: of any. layout: None: as the file's form says.
+    """The tuned state in a file. config: of the model; None: any model. layout: None: inferred from the file's form.
 
-    Raises CheckpointError for a file of another kind or for another model, UserError where nothing says which way round it is.
+    Raises CheckpointError for a file of another kind or for another model, UserError if the layout is unknown.
     """
     content = formats.recognise(path).read(path)
     names = layer_names(content.tensors)
     if content.entry is not None:
-        raise CheckpointError(f"{path} is a checkpoint of a run, and no tuned state alone: name it as checkpoint=, or its "
+        raise CheckpointError(f"{path} is a checkpoint of a run, not a file of a tuned state: name it as checkpoint=, or its "
                               "time_state.pth here")
     others = [name for name in content.tensors if name not in names]
     if not names or others:
-        raise CheckpointError(f"{path} is not a tuned state, which holds blocks.i.{TIME_STATE} alone: "
-                              f"{_what_else(content.tensors, others)}")
+        raise CheckpointError(f"{path} is not a tuned state, which contains only blocks.i.{TIME_STATE}: "
+                              f"{_other_content(content.tensors, others)}")
     if len({*names.values()}) < len(names):
-        raise CheckpointError(f"{path} holds several states ({', '.join([*names][:3])}, ...): save one of them alone")
+        raise CheckpointError(f"{path} contains several states ({', '.join([*names][:3])}, ...): save one of them alone")
     if layout is None:
-        layout, why = _form(path)
+        layout, why = _inferred_layout(path)
     else:
-        why = f"state_layout={layout} says so"
+        why = f"state_layout={layout}"
     return TimeStates(path, fitted(path, {names[name]: tensor for name, tensor in content.tensors.items()}, config, layout),
                       layout, why)
 
 
 def read_content(content: bytes, config: ModelConfig, layout: str | None = None) -> TimeStates:
-    """The same for a file's content, which messages call "the file". Its values do not need the content any more."""
+    """As read, for a file's content, which messages call "the file". The values are copies."""
     with TemporaryDirectory(ignore_cleanup_errors=True) as folder:
         path = Path(folder) / "file"
         path.write_bytes(content)
@@ -150,13 +150,13 @@ def read_content(content: bytes, config: ModelConfig, layout: str | None = None)
 
 
 def write(states: TimeStates, path: Path) -> str:
-    """Writes a file of states alone, and returns its layout. Raises UserError for a suffix that has none."""
+    """Writes a file with only states, and returns its layout. Raises UserError for a suffix without a layout."""
     if path.suffix == ".st":
         tensors = {name: tensor.transposed() for name, tensor in named(states.layers, torch.float16).items()}
         write_file(path, lambda file: write_tensors(file, tensors.values(), {}))
         return TRANSPOSED
     if path.suffix != ".pth":
-        raise UserError(f"{states.path} is a tuned state, which is written as .pth, or as .st for web-rwkv; got {path.name}")
+        raise UserError(f"the file of a tuned state must be .pth, or .st for web-rwkv; got {path.name}")
     write_file(path, lambda file: _torch_file.save(file, named(states.layers)))
     return OFFICIAL
 
@@ -164,15 +164,15 @@ def write(states: TimeStates, path: Path) -> str:
 def fitted(path: Path, tensors: Mapping[str, Stored], config: ModelConfig | None, layout: str = OFFICIAL) -> list[Stored]:
     """The layers' states, value by key in float32. tensors: by the names of layer_names.
 
-    Raises CheckpointError where they are not those of a model with these sizes.
+    Raises CheckpointError if they do not match a model of these sizes.
     """
     shapes = {name: _without_row(tensor.shape) for name, tensor in tensors.items()}
     L, shape = (len(shapes), next(iter(shapes.values()))) if config is None else _expected(path, config)
     expected = [f"blocks.{layer}.{TIME_STATE}" for layer in range(L)]
     if sorted(tensors) != sorted(expected) or set(shapes.values()) != {shape} or not _is_state(shape):
         model = f"the model has {L} layers of {shape[0]} heads of {shape[1]}: it belongs to another model"
-        raise CheckpointError(f"{path} holds a state of {_sizes(shapes)}, and "
-                              + (model if config else "each layer of a model has heads of one size"))
+        raise CheckpointError(f"{path} contains a state of {_sizes(shapes)}, and "
+                              + (model if config else "all heads of a model have one size"))
     stored = [tensors[name].viewed(shapes[name]) for name in expected]
     stored = [tensor.transposed() for tensor in stored] if layout == TRANSPOSED else stored
     return [tensor.cast(torch.float32) for tensor in stored]
@@ -182,27 +182,29 @@ def _expected(path: Path, config: ModelConfig) -> tuple[int, tuple[int, ...]]:
     """The number of layers and (H,N,N)."""
     module = generation(config)
     if not module.LEARNS_STATE:
-        raise CheckpointError(f"{path} holds a tuned state, which RWKV-7 has, and the model is {module.NAME}")
+        raise CheckpointError(f"{path} contains a tuned state, which requires RWKV-7; the model is {module.NAME}")
     config = module.resolved(config)
     return config.n_layer, tuple(module.empty_state(config, 1, "meta").wkv.shape[2:])
 
 
-def _form(path: Path) -> tuple[str, str]:
-    """The layout that the form of a file says, and why. Raises UserError where it may be either."""
+def _inferred_layout(path: Path) -> tuple[str, str]:
+    """The layout inferred from the form of a file, and the reason. Raises UserError if it may be either."""
     if _torch_file.recognises(path):
-        return OFFICIAL, "it is a file of torch.save, as trainers write it"
+        return OFFICIAL, "a file of torch.save, as trainers write it"
     if path.suffix in WEB_RWKV:
-        return TRANSPOSED, f"{path.suffix} is web-rwkv's form, whose converter transposes it"
-    raise UserError(f"{path} does not say which way round its matrices are: say state_layout={OFFICIAL} ({AXES[OFFICIAL]}, as "
-                    f"trainers write them) or state_layout={TRANSPOSED} ({AXES[TRANSPOSED]}, as web-rwkv's .st has them)")
+        return TRANSPOSED, f"a {path.suffix}, which web-rwkv's converter transposes"
+    raise UserError(f"cannot infer the layout of {path}: pass state_layout={OFFICIAL} ({AXES[OFFICIAL]}, as trainers write) or "
+                    f"state_layout={TRANSPOSED} ({AXES[TRANSPOSED]}, as in web-rwkv's .st)")
 
 
-def _what_else(names: Collection[str], others: list[str]) -> str:
+def _other_content(names: Collection[str], others: list[str]) -> str:
     if "emb.weight" in names or any(name.endswith(".emb.weight") for name in names):
-        return "it holds weights: name them as checkpoint="
+        return "it contains weights: name them as checkpoint="
     if kind := tuned_kind(names):
         return f"it is {kind}"
-    return f"it holds {others[0]}" + (f" and {len(others) - 1} more" if others[1:] else "") if others else "it holds no tensors"
+    if not others:
+        return "it contains no tensors"
+    return f"it contains {others[0]}" + (f" and {len(others) - 1} more" if others[1:] else "")
 
 
 def _without_row(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -216,12 +218,12 @@ def _is_state(shape: tuple[int, ...]) -> bool:
 def _sizes(shapes: Mapping[str, tuple[int, ...]]) -> str:
     """The sizes of a state, for a message."""
     name, shape = next(iter(shapes.items()))
-    other = next((other for other in shapes if shapes[other] != shape), None)
+    odd = next((name for name in shapes if shapes[name] != shape), None)
     if not _is_state(shape):
         return f"another form ({name} is {list(shape)})"
-    if other is not None:
-        return f"several forms ({name} is {list(shape)}, {other} {list(shapes[other])})"
-    layers = {int(each.split(".")[1]) for each in shapes if each.split(".")[1].isdecimal()}
+    if odd is not None:
+        return f"several forms ({name} is {list(shape)}, {odd} {list(shapes[odd])})"
+    layers = {int(name.split(".")[1]) for name in shapes if name.split(".")[1].isdecimal()}
     missing = sorted({*range(max(layers, default=0))} - layers)
     lacks = f" (it lacks layer {missing[0]})" if missing else ""
     return f"{len(shapes)} layers{lacks} of {shape[0]} heads of {shape[1]}"

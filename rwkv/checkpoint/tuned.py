@@ -1,7 +1,7 @@
-"""Checkpoints of runs with tune=lora or tune=state: they hold the trained values, and name the file of the frozen weights.
+"""Checkpoints of runs with tune=lora or tune=state: the trained values, and the name of the file with the frozen weights.
 
-Adapters are merged when a matrix is read: the sum is float32, also where the file of the frozen weights is in 16 bits. A reader
-that rounds the sum again, to bfloat16 or int8, loses a part of the change (`surviving`).
+Adapters are merged when a matrix is read. The sum is float32, even if the frozen weights are stored in 16 bits. Rounding the
+sum again, to bfloat16 or int8, loses a part of the change (`surviving`).
 """
 
 import hashlib
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from kernels.matvec import pack
 from rwkv.checkpoint.content import Content
-from rwkv.checkpoint.formats._gguf_types import rounded_to_blocks
+from rwkv.checkpoint.formats._gguf_types import round_to_blocks
 from rwkv.checkpoint.stored import DTYPES, Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UnreadableError
@@ -29,32 +29,32 @@ ADAPTER = re.compile(r".*?(blocks\.\d+\..+)\.lora_([AB])\.weight")
 
 
 def is_tuned(entry: dict[str, Any] | None) -> bool:
-    """Whether our entry is that of a run with tune=lora or tune=state."""
+    """Whether our entry describes a run with tune=lora or tune=state."""
     run = (entry or {}).get("run")
     tune = run.get("tune") if isinstance(run, dict) else None
     return isinstance(tune, dict) and tune.get("method", "full") != "full"
 
 
 def without_base(run: dict[str, Any]) -> dict[str, Any]:
-    """A run's configuration for a file that holds all weights, with the trained values merged: without tune and init_from."""
+    """A run's configuration for a file of merged weights: without tune and init_from."""
     return {name: value for name, value in run.items() if name not in ("tune", "init_from")} if is_tuned({"run": run}) else run
 
 
 def without_tune(run: dict[str, Any]) -> dict[str, Any]:
-    """A run's configuration for weights into which another adapter is merged; init_from stays, for what its name says."""
+    """A run's configuration for weights into which another adapter is merged; init_from stays, because its name is used."""
     return {name: value for name, value in run.items() if name != "tune"}
 
 
 def identity(checkpoint: Any) -> str:
-    """A text that identifies the frozen weights: it differs for files of equal size, and costs little time."""
-    found = fingerprint(generation(checkpoint.config), checkpoint.weights)
+    """A string that identifies the frozen weights and is cheap to compute."""
+    weights_fingerprint = fingerprint(generation(checkpoint.config), checkpoint.weights)
     for tensor in checkpoint.weights.stored.values():
         tensor.drop_pages()              # the elements that were read lie in all of the pages
-    return found
+    return weights_fingerprint
 
 
-def _of_vectors(stored: Mapping[str, Stored]) -> str:
-    """The identity in runs that began before 2026-11-24: a hash of the vectors, which adapters do not change."""
+def _vectors_hash(stored: Mapping[str, Stored]) -> str:
+    """The identity in runs from before 2026-11-24: a hash of the vectors, which adapters do not change."""
     digest = hashlib.sha256()
     for name, tensor in sorted(stored.items()):
         if len(tensor.shape) == 1:
@@ -63,35 +63,34 @@ def _of_vectors(stored: Mapping[str, Stored]) -> str:
     return digest.hexdigest()
 
 
-def require_same(path: Path, base: Any, entry: dict[str, Any], chosen: bool = False) -> None:
-    """Raises UnreadableError where the frozen weights, the checkpoint `base`, are not those that the run began with.
+def require_same(path: Path, base: Any, entry: dict[str, Any], by_user: bool = False) -> None:
+    """Raises UnreadableError if the frozen weights `base` are not those that the run began with.
 
-    chosen: the file of the weights was named by the user, not by the run.
+    by_user: the user named the file of the weights, not the run.
     """
-    if entry.get("base") == identity(base) or entry.get("base") == _of_vectors(base.weights.stored):
+    if entry.get("base") == identity(base) or entry.get("base") == _vectors_hash(base.weights.stored):
         return
     source = entry["run"]["init_from"]
-    if chosen:
-        raise UnreadableError(f"{path} was trained beside the weights of {source}, and {base.path} holds others: take the two "
-                              "that belong together")
-    raise UnreadableError(f"{path} was trained beside the weights that {source} had, and that file holds others now: put it "
-                          "back")
+    if by_user:
+        raise UnreadableError(f"{path} was trained on the weights of {source}, and those of {base.path} differ: use the base "
+                              "that belongs to it")
+    raise UnreadableError(f"{path} was trained on the weights in {source}, which have changed since: restore that file")
 
 
 def digest(content: Content) -> str:
-    """A hash of the trained tensors, by which the server tells adapters apart."""
-    found = hashlib.sha256()
+    """A hash of the trained tensors, by which the server distinguishes adapters."""
+    hashed = hashlib.sha256()
     for name, tensor in sorted(content.tensors.items()):
-        found.update(f"{name} {tensor.shape}".encode())
-        found.update(tensor.get().float().contiguous().numpy().tobytes())
-    return found.hexdigest()
+        hashed.update(f"{name} {tensor.shape}".encode())
+        hashed.update(tensor.get().float().contiguous().numpy().tobytes())
+    return hashed.hexdigest()
 
 
 def applied(content: Content, base: Mapping[str, Stored], config: ModelConfig) -> tuple[dict[str, Stored], list[Stored] | None]:
-    """The weights of the base, into which adapters are merged when they are read, and the learnt state of each layer or None.
+    """The weights of the base, with adapters merged on reading, and the learnt state of each layer or None.
 
-    A merged matrix is float32, whatever the dtype of the base.
-    Raises CheckpointError where the file lacks a part, or a part does not have the shape that the base needs.
+    Merged matrices are float32, whatever the dtype of the base. Raises CheckpointError if a part is missing or has a wrong
+    shape.
     """
     states = {name.rpartition("blocks.")[2]: tensor for name, tensor in content.tensors.items() if name.endswith(TIME_STATE)}
     if states:
@@ -108,27 +107,27 @@ def applied(content: Content, base: Mapping[str, Stored], config: ModelConfig) -
         if match := ADAPTER.fullmatch(name):
             pairs.setdefault(f"{match[1]}.weight", {})[match[2]] = tensor
     if not pairs or any(pair.keys() != {"A", "B"} or name not in base for name, pair in pairs.items()):
-        raise CheckpointError(f"{content.path} has no whole adapters of these weights: the file is damaged")
+        raise CheckpointError(f"{content.path} has no complete adapters of these weights: the file is damaged")
     for name, pair in pairs.items():
-        out, within = base[name].shape
-        _require_shape(content.path, f"{name.removesuffix('.weight')}.lora_A.weight", pair["A"], (tune["rank"], within))
-        _require_shape(content.path, f"{name.removesuffix('.weight')}.lora_B.weight", pair["B"], (out, tune["rank"]))
+        rows, columns = base[name].shape
+        _require_shape(content.path, f"{name.removesuffix('.weight')}.lora_A.weight", pair["A"], (tune["rank"], columns))
+        _require_shape(content.path, f"{name.removesuffix('.weight')}.lora_B.weight", pair["B"], (rows, tune["rank"]))
     scale = tune["alpha"] / tune["rank"]
     return dict(base) | {name: _merged(base[name], pair["A"], pair["B"], scale) for name, pair in pairs.items()}, None
 
 
 def is_exact(checkpoint: Any, dtype: str) -> bool:
-    """Whether all matrices are in `dtype` already, so that it rounds none."""
+    """Whether all matrices are in `dtype` already, so that nothing is rounded."""
     group = generation(checkpoint.config).group
     matrices = (tensor for name, tensor in checkpoint.weights.stored.items() if group(name) in MATRICES)
     return all(tensor.dtype == DTYPES.get(dtype) for tensor in matrices)
 
 
 def surviving(checkpoint: Any, dtype: str) -> float:
-    """The share of what adapters have changed that is left once the merged matrices are rounded to `dtype`, from 0 to 1.
+    """The fraction of the adapters' change that survives rounding the merged matrices to `dtype`, from 0 to 1.
 
-    It is 1 - |(round(W + D) - round(W)) - D| / |D| of at most MEASURED matrices W and their changes D. dtype: a name in
-    stored.DTYPES, int8, int4, or one of GGUF's block types. 1 where the checkpoint has no adapters.
+    1 - |(round(W + D) - round(W)) - D| / |D|, over at most MEASURED matrices W and their changes D; 1 without adapters. dtype:
+    a name in stored.DTYPES, int8, int4, or one of GGUF's block types.
     """
     rounded, names = _rounding(dtype), sorted(checkpoint.unadapted)
     changed = lost = 0.0
@@ -148,13 +147,13 @@ def _rounding(dtype: str) -> Callable[[Tensor], Tensor]:
         return lambda matrix: matrix.to(DTYPES[dtype]).float()
     if dtype in ("int8", "int4"):
         return lambda matrix: pack(matrix, dtype).dense()
-    return lambda matrix: rounded_to_blocks(matrix, dtype.upper())
+    return lambda matrix: round_to_blocks(matrix, dtype.upper())
 
 
 def _require_shape(path: Path, name: str, tensor: Stored, shape: tuple[int, ...]) -> None:
     if tensor.shape != shape:
-        raise CheckpointError(f"{path} has {name} with the shape {list(tensor.shape)}, and the weights that it belongs to want "
-                              f"{list(shape)}: the file is damaged")
+        raise CheckpointError(f"{path}: the shape of {name} must be {list(shape)}, to match the base weights; got "
+                              f"{list(tensor.shape)}: the file is damaged")
 
 
 def _merged(weight: Stored, A: Stored, B: Stored, scale: float) -> Stored:

@@ -1,17 +1,16 @@
-"""The data of data=chat: conversations, packed into rows. A model learns only the assistant's answers.
+"""data=chat: conversations, packed into rows. A model learns only the assistant's answers.
 
-    row 0   [ conversation 3 ....... ][ conversation 0 .. ][ conversation 8 ]   T = ctx_len positions; at [ the state is emptied
+    row 0   [ conversation 3 ....... ][ conversation 0 .. ][ conversation 8 ]   T = ctx_len positions; [ resets the state
     row 1   [ conversation 5 ................................. ] padding
 
-The pieces of a conversation are encoded separately, as a prompt and its answer are in generation (rwkv/chat/rendered.py).
+The parts of a conversation are encoded separately, as a prompt and its answer are in generation (rwkv/chat/rendered.py).
 end_of_text follows, unless the chat template has written it. It is learnt after an answer, so that a tuned model stops. No
-end_of_text stands before a conversation, since none stands before a prompt.
+end_of_text precedes a conversation, since none precedes a prompt.
 
-Rows are filled by best fit, the longest conversations first. A conversation that is longer than a row is cut at its end.
-trainer.tbptt reads conversations whole (rwkv/data/documents.py); its validation does so if one is longer than a row.
+Rows are filled by best fit, the longest conversations first. A conversation longer than a row is truncated. trainer.tbptt reads
+whole conversations (rwkv/data/documents.py); its validation does so if one is longer than a row.
 
-The folder cache/chat-KEY has the ids, a byte for each id that says whether it is learnt, and the places where conversations
-begin.
+The folder cache/chat-KEY has the ids, a byte per id that tells whether it is learnt, and the offsets of conversations.
 """
 
 import zlib
@@ -44,16 +43,16 @@ from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 VERSION = 5                              # of the files in the cache
-AT_ONCE = 1000                           # conversations given to the tokenizer at a time
+AT_ONCE = 1000                           # conversations per call of the tokenizer
 
 
 class Tokenised(NamedTuple):
     """The ids of a split and, for each, 1 if a model learns it. bytes: of its text; learnt_bytes: of the learnt text.
 
-    left_out: the number of conversations in neither split, because none of their answers is learnt. copies, moved: of both
-    splits, the number of conversations (or pairs) that are so (rwkv/data/copies.py). lost: the part of the text
-    that the tokenizer has lost; learnt_lost: that of the learnt text. paired: texts 2i and 2i+1 are a pair, with the chosen and
-    the rejected answer (rwkv/data/pairs.py).
+    left_out: the number of conversations in neither split, because none of their answers is learnt. copies, moved: the number
+    of such conversations (or pairs) in both splits (rwkv/data/copies.py). lost: the text that the tokenizer cannot represent;
+    learnt_lost: that of the learnt text. paired: sequences 2i and 2i+1 are a pair, with the chosen and the rejected answer
+    (rwkv/data/pairs.py).
     """
 
     tokens: TokenArray
@@ -69,10 +68,10 @@ class Tokenised(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """A batch: x, y (B,T) int64; starts (B,T) bool: the state is emptied before this position.
+    """A batch: x, y (B,T) int64; starts (B,T) bool: the state is reset before this position.
 
-    weight: the factor of the batch's mean loss, such that the mean over the processes and batches of a step is the mean over
-    all its targets.
+    weight: the factor of the batch's mean loss that makes the mean over a step's processes and batches the mean over all its
+    targets.
     """
 
     x: Tensor
@@ -82,7 +81,7 @@ class Packed(NamedTuple):
 
 
 class Whole(NamedTuple):
-    """A batch of whole conversations, one in each row: x, y (B,L) int64. Validation reads T positions at a time."""
+    """A batch of whole conversations, one per row: x, y (B,L) int64. Validation reads T positions at a time."""
 
     x: Tensor
     y: Tensor
@@ -98,40 +97,40 @@ class Rows(NamedTuple):
 
 def tokenise(config: DataConfig, identity: Sequence[str], tokenizer: Tokenizer, cache: Path,
              pairs: bool = False) -> tuple[Tokenised, Tokenised, float]:
-    """Training, validation, and the bits per byte of `gzip -9` on the validation answers: tokenised now, or from the cache.
+    """Training, validation, and the bits per byte of `gzip -9` on the validation answers: tokenised now or from the cache.
 
-    identity: strings that identify the conversations and their split. Raises UserError if a line is no conversation or cannot
-    be encoded.
+    identity: strings that identify the conversations and their split. Raises UserError if a line is not a conversation or
+    cannot be encoded.
     """
     kind = ["pairs"] if pairs else []
     folder = cache / f"chat-{sha256([*identity, tokenizer.data_key, str(VERSION), *kind])[:16]}"
     manifest = read_json(folder / "manifest.json")
-    found = {name: crc32(folder / name) for name in manifest["files"] if (folder / name).is_file()} if manifest else {}
-    if not manifest or found != manifest["files"]:
-        manifest = _make(config, tokenizer, folder, pairs)
+    checksums = {name: crc32(folder / name) for name in manifest["files"] if (folder / name).is_file()} if manifest else {}
+    if not manifest or checksums != manifest["files"]:
+        manifest = _write_tokens(config, tokenizer, folder, pairs)
     train, val = (_tokenised(folder, manifest, split)._replace(paired=pairs) for split in SPLITS)
     return train, val, manifest["gzip_bpb"]
 
 
-def _make(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs: bool) -> dict[str, Any]:
+def _write_tokens(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs: bool) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     counter = LossCounter(tokenizer)
     dtype = dtype_of(tokenizer)
     ids: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     learnt: dict[str, list[np.ndarray]] = {split: [] for split in SPLITS}
     sizes: dict[str, dict[str, int]] = {split: {"bytes": 0, "learnt_bytes": 0} for split in SPLITS}
-    lost = {split: [NOTHING, NOTHING] for split in SPLITS}         # of the unlearnt and of the learnt text
+    lost = {split: [NOTHING, NOTHING] for split in SPLITS}         # of unlearnt and of learnt text
     packer = zlib.compressobj(9, wbits=31)
     packed = 0
     left_out = copies = moved = 0
-    for conversation, of_parts in _encoded(config, tokenizer, pairs):
+    for conversation, part_ids in _encoded(config, tokenizer, pairs):
         if not conversation.learnt:
             left_out += 1
             continue
         copies += conversation.copy
         moved += conversation.moved
         split = SPLITS[conversation.val]
-        for (rendered, is_learnt), part in zip(conversation.parts, of_parts, strict=True):
+        for (rendered, is_learnt), part in zip(conversation.parts, part_ids, strict=True):
             text = written(rendered)
             lost[split][is_learnt] += counter.count([text], [part])
             content = text.encode()
@@ -139,15 +138,15 @@ def _make(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs: bool) -
             sizes[split]["learnt_bytes"] += len(content) * is_learnt
             packed += len(packer.compress(content)) if conversation.val and is_learnt else 0
         flags = [np.full(len(part), is_learnt, np.uint8)
-                 for part, (_, is_learnt) in zip(of_parts, conversation.parts, strict=True)]
-        if of_parts[-1][-1:] != [tokenizer.end_of_text]:
-            of_parts.append([tokenizer.end_of_text])
+                 for part, (_, is_learnt) in zip(part_ids, conversation.parts, strict=True)]
+        if part_ids[-1][-1:] != [tokenizer.end_of_text]:
+            part_ids.append([tokenizer.end_of_text])
             flags.append(np.array([conversation.parts[-1][1]], np.uint8))
-        ids[split].append(np.array([*chain.from_iterable(of_parts)], dtype))
+        ids[split].append(np.array([*chain.from_iterable(part_ids)], dtype))
         learnt[split].append(np.concatenate(flags))
     packed += len(packer.flush())
     for split in SPLITS:
-        lengths = [len(each) for each in ids[split]]
+        lengths = [len(conversation) for conversation in ids[split]]
         write_bytes(folder / f"{split}.ids", np.concatenate(ids[split]).tobytes())
         write_bytes(folder / f"{split}.learnt", np.concatenate(learnt[split]).tobytes())
         write(folder / f"{split}-starts.npy", partial(np.save, arr=np.cumsum([0, *lengths])[:-1]))
@@ -157,24 +156,24 @@ def _make(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs: bool) -
                 "copies": copies // (1 + pairs), "moved": moved // (1 + pairs),
                 "gzip_bpb": 8 * packed / max(sizes["val"]["learnt_bytes"], 1),
                 "files": {name: crc32(folder / name) for name in names},
-                "lost": {split: [asdict(one) for one in lost[split]] for split in SPLITS}}
+                "lost": {split: [asdict(text) for text in lost[split]] for split in SPLITS}}
     write_json(folder / "manifest.json", manifest)
     return manifest
 
 
 def _encoded(config: DataConfig, tokenizer: Tokenizer, pairs: bool) -> Iterator[tuple[Conversation, list[list[int]]]]:
     """Each conversation with the ids of each of its parts."""
-    found = conversations(config, for_tokenizer(template_of(config), tokenizer), pairs)
-    while batch := list(islice(found, AT_ONCE)):
+    remaining = conversations(config, for_tokenizer(template_of(config), tokenizer), pairs)
+    while batch := list(islice(remaining, AT_ONCE)):
         try:
             ids = encode_each(tokenizer, [[text for text, _ in conversation.parts] for conversation in batch])
         except ValueError:
-            _name_wrong(batch, tokenizer)
+            _raise_with_place(batch, tokenizer)
             raise
         yield from zip(batch, ids, strict=True)
 
 
-def _name_wrong(batch: list[Conversation], tokenizer: Tokenizer) -> None:
+def _raise_with_place(batch: list[Conversation], tokenizer: Tokenizer) -> None:
     for conversation in batch:
         try:
             encode(tokenizer, ["".join(text for text, _ in conversation.parts)])
@@ -187,13 +186,13 @@ def _tokenised(folder: Path, manifest: dict[str, Any], split: str) -> Tokenised:
     offsets = DocumentOffsets(folder / f"{split}-starts.npy", 0, sizes["conversations"], 0)
     tokens, learnt = (TokenArray([Part(folder / f"{split}{ending}", dtype, 0, sizes["tokens"])], offsets)
                       for ending, dtype in ((".ids", manifest["dtype"]), (".learnt", "uint8")))
-    other, learnt_lost = (Lost(**one) for one in manifest["lost"][split])
-    return Tokenised(tokens, learnt, sizes["bytes"], sizes["learnt_bytes"], other + learnt_lost, learnt_lost,
+    unlearnt_lost, learnt_lost = (Lost(**text) for text in manifest["lost"][split])
+    return Tokenised(tokens, learnt, sizes["bytes"], sizes["learnt_bytes"], unlearnt_lost + learnt_lost, learnt_lost,
                      manifest["left_out"], manifest["copies"], manifest["moved"])
 
 
 def marked(split: Tokenised, tokenizer: Tokenizer) -> Iterator[str]:
-    """Each conversation as it is tokenised, with learnt text in [[ ]] and end_of_text written out."""
+    """Each tokenised conversation as text, with learnt text in [[ ]] and end_of_text spelled out."""
     for begin, end in pairwise(split.tokens.bounds.tolist()):
         pairs = zip(split.learnt[begin:end].tolist(), split.tokens[begin:end].tolist(), strict=True)
         pieces = []
@@ -218,26 +217,26 @@ def _shown(ids: list[int], before: list[int], tokenizer: Tokenizer) -> str:
 
 
 def packed_rows(lengths: Sequence[int], T: int) -> list[list[int]]:
-    """The numbers of the texts in each row of T positions. The longest text is placed first, each where it leaves least room.
+    """The numbers of the sequences in each row of T positions, by best fit, the longest sequence first.
 
-    lengths: of each text; one that is longer than a row fills it.
+    lengths: of each sequence; one longer than a row fills it.
     """
     rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []     # (positions left, row) of each row that has any, ascending
-    for text in np.argsort(-np.asarray(lengths), kind="stable").tolist():
-        length = min(lengths[text], T)
+    room: list[tuple[int, int]] = []     # (positions left, row) of rows that are not full, ascending
+    for sequence in np.argsort(-np.asarray(lengths), kind="stable").tolist():
+        length = min(lengths[sequence], T)
         place = bisect_left(room, (length, 0))
         if place == len(room):
             rows.append([])
         left, row = room.pop(place) if place < len(room) else (T, len(rows) - 1)
-        rows[row].append(text)
+        rows[row].append(sequence)
         if left > length:
             insort(room, (left - length, row))
     return rows
 
 
 class ConversationRows(Dataset[Packed]):
-    """The rows of a split. Row numbers from len(self) on are the same rows again, for later epochs.
+    """The rows of a split. Row numbers from len(self) on repeat them, for later epochs.
 
     counts (rows,): the targets of each row. cut: the number of conversations longer than a row.
     """
@@ -250,31 +249,30 @@ class ConversationRows(Dataset[Packed]):
         lengths = np.diff(self._bounds) - 1                      # the last id, end_of_text, is only a target
         self.cut = longer_than(tokens, ctx_len)
         self._lengths = np.minimum(lengths, ctx_len)
-        self._read = int(self._lengths.sum())            # tokens in all rows
+        self._n_tokens = int(self._lengths.sum())            # tokens in all rows
         self._rows = packed_rows(self._lengths.tolist(), ctx_len)
         before = np.cumsum(np.append(0, learnt[:]), dtype=np.int64)
         first = self._bounds[:-1] + 1
         targets = before[first + self._lengths] - before[first]
         self.counts = np.array([targets[row].sum() for row in self._rows])
         if not self.counts.any():
-            raise UserError(f"in no conversation does an answer begin within model.ctx_len={ctx_len} tokens, so that there is "
-                            "nothing to learn or to validate: raise model.ctx_len, or read conversations whole with "
-                            "trainer.tbptt")
+            raise UserError(f"no answer begins within model.ctx_len={ctx_len} tokens of its conversation, so nothing can be "
+                            "learnt or validated: raise model.ctx_len, or read whole conversations with trainer.tbptt")
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitems__(self, rows: Rows | list[int]) -> Packed:
-        """The batch. The padding of a row counts as one more text."""
+        """The batch. The padding of a row counts as one more sequence."""
         numbers, weight = rows if isinstance(rows, Rows) else (rows, 1.0)
         x = np.zeros((len(numbers), self.ctx_len), np.int64)
         y = np.full_like(x, IGNORED)
         starts = np.zeros(x.shape, bool)
         for row, number in enumerate(numbers):
             column = 0
-            for text in self._rows[number % len(self)]:
-                begin = int(self._bounds[text])
-                length = int(self._lengths[text])
+            for sequence in self._rows[number % len(self)]:
+                begin = int(self._bounds[sequence])
+                length = int(self._lengths[sequence])
                 columns = slice(column, column + length)
                 targets = slice(begin + 1, begin + length + 1)
                 starts[row, column] = True
@@ -285,11 +283,11 @@ class ConversationRows(Dataset[Packed]):
         return Packed(torch.from_numpy(x), torch.from_numpy(y), torch.from_numpy(starts), weight)
 
     def padding(self) -> float:
-        """The fraction of the positions in all rows that hold no token."""
-        return 1 - self._read / (len(self) * self.ctx_len)
+        """The fraction of the positions in all rows without a token."""
+        return 1 - self._n_tokens / (len(self) * self.ctx_len)
 
     def describe(self) -> str:
-        cut = (f"; {self.cut:,} longer than model.ctx_len={self.ctx_len} are cut there (trainer.tbptt reads them whole)"
+        cut = (f"; {self.cut:,} longer than model.ctx_len={self.ctx_len} are truncated (trainer.tbptt reads them whole)"
                if self.cut else "")
         conversations = counted(len(self._lengths), "conversation")
         return (f"{conversations} in {counted(len(self), 'row')}, {100 * self.padding():.1f} % of positions padding"
@@ -310,12 +308,12 @@ class WholeConversations(Dataset[Whole]):
         return len(self._order)
 
     def __getitems__(self, numbers: list[int]) -> Whole:
-        texts = [slice(self._bounds[text], self._bounds[text + 1]) for text in self._order[numbers]]
-        x = np.zeros((len(texts), max(text.stop - text.start for text in texts) - 1), np.int64)
+        spans = [slice(self._bounds[number], self._bounds[number + 1]) for number in self._order[numbers]]
+        x = np.zeros((len(spans), max(span.stop - span.start for span in spans) - 1), np.int64)
         y = np.full_like(x, IGNORED)
-        for row, text in enumerate(texts):
-            ids = self.tokens[text]
-            learnt = self.learnt[text]
+        for row, span in enumerate(spans):
+            ids = self.tokens[span]
+            learnt = self.learnt[span]
             x[row, :len(ids) - 1] = ids[:-1]
             y[row, :len(ids) - 1] = np.where(learnt[1:], ids[1:].astype(np.int64), IGNORED)
         return Whole(torch.from_numpy(x), torch.from_numpy(y), self.ctx_len)
@@ -348,5 +346,5 @@ class RowIterator(ShuffleIterator):
         in_step = sum(int(sampler.counts[self._order[position]])
                       for position in range(first, first + common * sampler.parts))
         numbers = super().__next__()
-        own = sum(int(sampler.counts[number % sampler.size]) for number in numbers)
-        return Rows(numbers, own * sampler.parts * sampler.world / max(1, in_step))
+        in_batch = sum(int(sampler.counts[number % sampler.size]) for number in numbers)
+        return Rows(numbers, in_batch * sampler.parts * sampler.world / max(1, in_step))

@@ -1,7 +1,7 @@
-"""Copies of documents: all copies of a document go to the same split, so that validation has no text that training reads.
+"""Copies of documents: all copies of a document go to the same split, so that validation has no training text.
 
-Two documents are copies if their texts are equal but for white space. Documents are compared by 64 bits of their hash. A stream
-(Splitter) takes 100 bytes of memory for each different document.
+Two documents are copies if their texts are equal except for white space. Documents are compared by 64 bits of their hash. A
+stream (Splitter) takes 100 bytes of memory per distinct document.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,11 +14,11 @@ from rwkv.errors import UserError
 
 WHITE = b" \t\n\r\v\f"
 LONG = 32                                # characters; shorter lines, such as "}", occur in unrelated texts
-SAMPLE = 4096                            # lines of the validation text that are looked for in the training text
+SAMPLE = 4096                            # lines of the validation text to search for in the training text
 
 
 class Fingerprint:
-    """The hash of a text that comes in chunks."""
+    """The hash of a text in chunks."""
 
     def __init__(self) -> None:
         self._hash = blake2b(digest_size=8)
@@ -38,7 +38,7 @@ def fingerprint(chunks: Iterable[str]) -> int:
 
 
 class Placed(NamedTuple):
-    """The split of a document. copy: an earlier document is equal. moved: without copies it would be in the other split."""
+    """The split of a document. copy: it equals an earlier document. moved: without copies it would be in the other split."""
 
     val: bool
     copy: bool
@@ -46,7 +46,7 @@ class Placed(NamedTuple):
 
 
 class Splitter:
-    """Divides a stream of documents: the first of equal documents as in_validation says, the others as the first.
+    """Splits a stream of documents: the first of equal documents by in_validation, the others like the first.
 
     distinct: the number of different documents so far.
     """
@@ -60,52 +60,53 @@ class Splitter:
     def place(self, *fingerprints: int) -> Placed:
         """fingerprints: of the document's texts; a document is a copy if it shares one of them, as a pair of answers may."""
         plain = next(self._by_number)
-        earlier = next((self._val[one] for one in fingerprints if one in self._val), None)
+        earlier = next((self._val[value] for value in fingerprints if value in self._val), None)
         if earlier is None:
             self.distinct += 1
         val = next(self._by_document) if earlier is None else earlier
-        for one in fingerprints:
-            self._val.setdefault(one, val)
+        for value in fingerprints:
+            self._val.setdefault(value, val)
         return Placed(val, earlier is not None, val != plain)
 
 
 def place_in_order(fingerprints: Sequence[int], sizes: Sequence[int], fraction: float) -> list[Placed]:
-    """The split of each document: validation has the first ones that reach `fraction` of all bytes, with their copies.
+    """The split of each document: the first documents with `fraction` of all bytes, and their copies, are for validation.
 
     sizes: bytes of each document. At least two documents must differ.
     """
-    together: dict[int, int] = {}
-    for one, size in zip(fingerprints, sizes, strict=True):
-        together[one] = together.get(one, 0) + size
-    validated = {*list(together)[:count_reaching(fraction, [*together.values()])]}
+    total_sizes: dict[int, int] = {}
+    for value, size in zip(fingerprints, sizes, strict=True):
+        total_sizes[value] = total_sizes.get(value, 0) + size
+    validated = {*list(total_sizes)[:count_reaching(fraction, [*total_sizes.values()])]}
     plain = count_reaching(fraction, sizes)
     seen: set[int] = set()
     placed = []
-    for number, one in enumerate(fingerprints):
-        val = one in validated
-        placed.append(Placed(val, one in seen, val != (number < plain)))
-        seen.add(one)
+    for number, value in enumerate(fingerprints):
+        val = value in validated
+        placed.append(Placed(val, value in seen, val != (number < plain)))
+        seen.add(value)
     return placed
 
 
 def split_documents(texts: Iterable[tuple[str, str, int | None]], fraction: float, path: str) -> Iterator[Document]:
-    """Documents of both splits from (text, where, weight), without empty texts. A single document is divided in two, and so is
-    each of several equal ones.
+    """Documents of both splits from (text, where, weight), without empty texts.
+
+    A single document is divided in two, and so is each of several equal ones.
     """
     filled = (text for text in texts if text[0])
     first = next(filled, None)
     if first is None:
         raise UserError(f"data.path={path} has no text: all its documents are empty")
     equal = 1                            # documents at the beginning with the text of the first
-    other = next(filled, None)
-    while other is not None and other[0] == first[0]:
+    different = next(filled, None)
+    while different is not None and different[0] == first[0]:
         equal += 1
-        other = next(filled, None)
-    if other is None:
+        different = next(filled, None)
+    if different is None:
         yield from _divided(first[0], first[1], fraction, equal)
         return
     splitter = Splitter(fraction)
-    for text, where, weight in chain(repeat(first, equal), [other], filled):
+    for text, where, weight in chain(repeat(first, equal), [different], filled):
         yield Document(chunks_of(text), where=where, weight=weight, **splitter.place(fingerprint([text]))._asdict())
 
 
@@ -118,13 +119,13 @@ def _divided(text: str, where: str, fraction: float, times: int) -> Iterator[Doc
 
 
 def repeated_share(documents: Iterable[Document]) -> float:
-    """The share of the validation text, by characters in lines of at least LONG characters, that the training text has too.
+    """The share of the validation text that the training text contains, by characters in lines of at least LONG characters.
 
-    SAMPLE lines, spread over the validation text, are looked for. They are compared by their hashes, since a line may be long.
+    Searches for SAMPLE lines, spread over the validation text, by their hashes, since lines may be long.
     """
-    both = list(documents)
-    train, val = ([document for document in both if document.val == is_val] for is_val in (False, True))
-    sample: list[tuple[int, int]] = []   # of each line: its hash and its length
+    documents = list(documents)
+    train, val = ([document for document in documents if document.val == is_val] for is_val in (False, True))
+    sample: list[tuple[int, int]] = []   # hash and length of each line
     every = 1
     for number, line in enumerate(line for document in val for lines in _lines(document.chunks) for line in lines
                                   if len(line) >= LONG):
@@ -133,16 +134,16 @@ def repeated_share(documents: Iterable[Document]) -> float:
         if len(sample) == 2 * SAMPLE:
             sample = sample[::2]
             every *= 2
-    wanted = {hashed for hashed, _ in sample}
+    hashes = {hashed for hashed, _ in sample}
     repeated: set[int] = set()
     for document in train:
         for lines in _lines(document.chunks):
-            repeated |= wanted.intersection(map(hash, lines))
+            repeated |= hashes.intersection(map(hash, lines))
     return sum(length for hashed, length in sample if hashed in repeated) / max(sum(length for _, length in sample), 1)
 
 
 def _lines(chunks: Iterable[str]) -> Iterator[list[str]]:
-    """The lines of a text, those that end in the same chunk at a time."""
+    """The lines of a text, grouped by the chunk in which they end."""
     unfinished: list[str] = []           # the parts of a line
     for chunk in chunks:
         first, *others = chunk.split("\n")

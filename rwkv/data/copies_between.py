@@ -1,4 +1,4 @@
-"""Copies of documents in several sources of data=mix: validation leaves out what another source trains on.
+"""Copies of documents in several sources of data=mix: validation omits documents that another source trains on.
 
 Documents are copies if they have the same ids, without end_of_text. Each is compared by 64 bits of its hash.
 """
@@ -18,16 +18,17 @@ from rwkv.io.cache import sha256, write
 
 def trained_elsewhere(splits: Sequence[tuple[TokenArray, TokenArray]], identities: Sequence[str], end_of_text: int,
                       cache: Path) -> list[np.ndarray]:
-    """For the (training, validation) splits of each source, whether each validation document (D,) is in another source's
-    training split. identities: of the sources' splits and their ids, for the cache.
+    """For each source, whether each of its validation documents (D,) is in another source's training split.
+
+    splits: (training, validation) of each source. identities: of these splits and their ids, for the cache.
     """
     hashes = [[_cached(tokens, f"{identity} {number}", end_of_text, cache) for number, tokens in enumerate(both)]
               for both, identity in zip(splits, identities, strict=True)]
-    found = []
+    copies = []
     for source, (_, val) in enumerate(hashes):
         others = [train for other, (train, _) in enumerate(hashes) if other != source]
-        found.append(np.isin(val, np.concatenate([np.empty(0, np.uint64), *others])))
-    return found
+        copies.append(np.isin(val, np.concatenate([np.empty(0, np.uint64), *others])))
+    return copies
 
 
 def without(tokens: TokenArray, left_out: np.ndarray) -> TokenArray:
@@ -40,9 +41,9 @@ def without(tokens: TokenArray, left_out: np.ndarray) -> TokenArray:
 def _cached(tokens: TokenArray, identity: str, end_of_text: int, cache: Path) -> np.ndarray:
     path = cache / f"hashes-{sha256([identity, str(end_of_text)])[:16]}.npy"
     try:
-        found = np.load(path)
-        if len(found) == len(tokens.bounds) - 1:
-            return found
+        cached = np.load(path)
+        if len(cached) == len(tokens.bounds) - 1:
+            return cached
     except (OSError, ValueError, EOFError):              # missing, or damaged
         pass
     hashes = document_hashes(tokens, end_of_text)

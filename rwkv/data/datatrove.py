@@ -1,10 +1,10 @@
-"""data=datatrove: the shards of datatrove's DocumentTokenizer. NAME.ds has the ids end to end, as uint16 or uint32.
+"""data=datatrove: shards of datatrove's DocumentTokenizer. NAME.ds has the ids, as uint16 or uint32.
 
 NAME.ds.index has the end of each document in ids (D uint64); NAME.ds.metadata, which may be missing, is text: the tokenizer's
-name, in newer versions with |2 or |4, the bytes of an id, and on the next line the number of ids. All numbers are
+name, in newer versions followed by |2 or |4, the bytes of an id; and on the next line the number of ids. All numbers are
 little-endian. Source: huggingface/datatrove, src/datatrove/pipeline/tokens/tokenizer.py.
 
-data.path is a shard, a folder or a pattern of them, which are read in the order of their names.
+data.path is a shard, or a folder or pattern of shards, which are read in the order of their names.
 """
 
 from functools import partial
@@ -18,30 +18,30 @@ from rwkv.errors import UserError
 from rwkv.io.utf8 import read_bytes
 
 DTYPES = {2: "<u2", 4: "<u4"}            # by the bytes of an id
-STAGES = ("_unshuffled.ds", "_shuffled.ds")      # endings of the same documents before and after datatrove has shuffled them
+STAGES = ("_unshuffled.ds", "_shuffled.ds")      # suffixes of the same documents before and after shuffling
 
 
 def files(path: str | None) -> list[TokenFile]:
     """The shards of data.path. Raises UserError if a file is missing."""
     if not path:
-        raise UserError("data=datatrove needs data.path: a .ds file, a folder of them, or a pattern")
+        raise UserError("data=datatrove requires data.path: a .ds file, a folder of them, or a pattern")
     shards = [file for _, file in sorted(matching(path, (".ds",)), key=lambda pair: natural(pair[0])) if file.suffix == ".ds"]
     if not shards:
         raise UserError(f"data.path={path} has no .ds files")
     if all(any(shard.name.endswith(stage) for shard in shards) for stage in STAGES):
-        raise UserError(f"data.path={path} has shards from before and after shuffling, with the same documents: choose the "
+        raise UserError(f"data.path={path} has the same shards before and after shuffling: choose the "
                         f"latter, data.path='{path.rstrip('/')}/**/*{STAGES[1]}'")
     for shard in shards:
         if not _beside(shard, ".index").is_file():
-            raise UserError(f"data.path={path}: there is no {shard.name}.index, which says where documents end")
+            raise UserError(f"data.path={path}: there is no {shard.name}.index, which has the ends of documents")
         if _beside(shard, ".loss").exists():
-            raise UserError(f"{shard}.loss chooses the ids that are learnt, and all ids would be: move it away to learn all")
+            raise UserError(f"{shard}.loss selects the ids to learn, which is not supported: remove it to learn all ids")
     return [TokenFile("datatrove", shard, _beside(shard, ".index"), partial(read_index, shard)) for shard in shards]
 
 
-def tokenizers(found: list[TokenFile]) -> set[str]:
-    """The names of the tokenizers that the metadata state."""
-    return {stated for file in found if (stated := _stated(file.ids)[0])}
+def tokenizers(files: list[TokenFile]) -> set[str]:
+    """The names of the tokenizers in the metadata."""
+    return {name for file in files if (name := _metadata(file.ids)[0])}
 
 
 def read_index(shard: Path) -> Index:
@@ -49,20 +49,20 @@ def read_index(shard: Path) -> Index:
     path = _beside(shard, ".index")
     content = read_bytes(path, str(path))
     if len(content) % 8:
-        raise UserError(f"{path} has {len(content)} bytes, and each document has 8 of them: it is truncated or damaged")
+        raise UserError(f"{path} must have 8 bytes per document; got {len(content)} bytes: it is truncated or damaged")
     ends = np.frombuffer(content, "<u8").astype(np.int64)
     if (np.diff(ends, prepend=0) < 0).any():
-        raise UserError(f"{path}: the ends of its documents do not ascend; it is damaged")
+        raise UserError(f"{path}: the ends of its documents must ascend; it is damaged")
     tokens = int(ends[-1]) if len(ends) else 0
     size = shard.stat().st_size
-    itemsize = _stated(shard)[1] or (size // tokens if tokens and size % tokens == 0 else 2)
+    itemsize = _metadata(shard)[1] or (size // tokens if tokens and size % tokens == 0 else 2)
     if itemsize not in DTYPES:
         raise UserError(f"{shard} has {size} bytes for {tokens} ids: an id must have 2 or 4 bytes; the files do not match")
     return Index(DTYPES[itemsize], tokens, np.unique(np.append(0, ends[:-1])))
 
 
-def _stated(shard: Path) -> tuple[str, int | None]:
-    """The tokenizer's name and the bytes of an id in the metadata; "" and None where they are not stated."""
+def _metadata(shard: Path) -> tuple[str, int | None]:
+    """The tokenizer's name and the bytes of an id in the metadata; "" and None if not stated."""
     path = _beside(shard, ".metadata")
     if not path.is_file():
         return "", None

@@ -1,18 +1,18 @@
-"""The data of trainer.tbptt=K: streams that read one document after the other, K segments of ctx_len tokens in each step.
+"""Data for trainer.tbptt=K: streams that read one document after another, K segments of ctx_len tokens per step.
 
-    stream 0   [ document 3 ............ | 3 ............... | 3 ... padding ]    a segment belongs to one document,
-    stream 1   [ document 0 ... padding  ][ document 7 ..... | 7 ............ ]   and at [ the state is emptied
+    stream 0   [ document 3 ............ | 3 ............... | 3 ... padding ]    a segment belongs to one document;
+    stream 1   [ document 0 ... padding  ][ document 7 ..... | 7 ............ ]   [ resets the state
 
-B rows of a batch, T = ctx_len. There is one stream for each row of an optimiser step: with trainer.accumulate=A, a step is A
+B rows of a batch, T = ctx_len. There is one stream per row of an optimiser step: with trainer.accumulate=A, a step is A
 batches of `batch_size` streams each. Documents come in a seeded permutation, then in the next one, without end; a stream that
-has read its document takes the next one. The order depends only on the seed, the number of streams and ctx_len.
+finishes its document takes the next one. The order depends only on the seed, the number of streams and ctx_len.
 
-A document longer than one stream's share of all segments is divided into several chunks of whole segments, each read from an
-empty state: otherwise all streams would read the same place of a text that is a single file. The ids of a document are
-end_of_text and its text. Each predicts the next one, and the last predicts the end_of_text that follows. So every token except
-the very first is predicted once an epoch. In a corpus (binidx) without end_of_text between documents, their first tokens are
-not predicted. Of conversations (rwkv/data/conversations.py) only learnt tokens are predicted, and no conversation is divided,
-since an answer needs the messages before it.
+A document longer than one stream's share of all segments is divided into chunks of whole segments, each read from an empty
+state: otherwise all streams would read the same part of a single long file. The ids of a document are end_of_text and its text.
+Each predicts the next one, and the last predicts the following end_of_text, so every token except the very first is predicted
+once per epoch. In a corpus (binidx) without end_of_text between documents, their first tokens are not predicted. In
+conversations (rwkv/data/conversations.py) only learnt tokens are predicted, and conversations are not divided, since an answer
+needs the messages before it.
 """
 
 from collections.abc import Iterator
@@ -34,10 +34,10 @@ from rwkv.model.loss import IGNORED
 
 
 class Segments(NamedTuple):
-    """A batch: x, y (B,K,T) int64; starts_document (B,K) bool: the state is emptied before this segment.
+    """A batch: x, y (B,K,T) int64; starts_document (B,K) bool: the state is reset before this segment.
 
-    part: the number of this batch within its accumulated step. weight: as in Packed. tokens: the number of tokens that all
-    processes read in this batch, without padding.
+    part: the number of this batch within its accumulated step. weight: as in Packed. tokens: of this batch in all processes,
+    without padding.
     """
 
     x: Tensor
@@ -51,7 +51,7 @@ class Segments(NamedTuple):
 class Segment(NamedTuple):
     """The place of a segment: `inputs` ids from `start` on, of which the first `targets` predict the next id.
 
-    counted: the number of targets that count. In conversations only learnt ones do.
+    counted: the number of targets that contribute to the loss: in conversations only learnt ones.
     """
 
     start: int
@@ -62,7 +62,7 @@ class Segment(NamedTuple):
 
 
 class BatchPlan(NamedTuple):
-    """The places of a batch: K segments for each of its B rows, and the last three fields of Segments."""
+    """The places of a batch: K segments for each of its B rows; other fields as in Segments."""
 
     rows: list[list[Segment]]
     part: int
@@ -71,9 +71,9 @@ class BatchPlan(NamedTuple):
 
 
 class DocumentChunks:
-    """Documents; those that are longer than one stream's share are divided into chunks. segments (P,): each chunk's length.
+    """Documents; those longer than one stream's share are divided into chunks. segments (P,): each chunk's length.
 
-    learnt: for conversations, whether each token counts as a target; None for documents, where all tokens do.
+    learnt: for conversations, whether each token is a target; None for documents, where all tokens are.
     """
 
     def __init__(self, tokens: TokenArray, end_of_text: int, ctx_len: int, streams: int,
@@ -112,7 +112,7 @@ class DocumentChunks:
         return Segment(start, stop - start, targets, number == 0, counted)
 
     def padding(self) -> float:
-        """The fraction of the positions in all segments that hold no token."""
+        """The fraction of the positions in all segments without a token."""
         return 1 - len(self.tokens) / (int(self.segments.sum()) * self.ctx_len)
 
 
@@ -262,11 +262,11 @@ class SegmentIterator(Iterator[BatchPlan]):
         before = len(state["lanes"]["left"]) if "lanes" in state else 0
         now = self.sampler.layout.streams
         if before != now:
-            raise UserError(f"the run was begun with {before or 'no'} document streams, and data.batch_size times "
+            raise UserError(f"the run began with {before or 'no'} document streams, and data.batch_size times "
                             f"trainer.accumulate is {now}: with trainer.tbptt, a run continues with the same number")
         if self.sampler.chunks.were_divided and not state.get("whole"):
-            raise UserError("the run was begun with conversations divided into chunks, without what was said before an answer; "
-                            "now they are read whole: begin a new run with init_from=")
+            raise UserError("the run began with conversations divided into chunks, without the context of answers; now they "
+                            "are read whole: begin a new run with init_from=")
         self._batches = state["batches"]
         self._positions.load_state_dict(state["lanes"])
         if self._batches % self.sampler.layout.parts:

@@ -1,20 +1,19 @@
 """Training batches from streams (rwkv/data/streams.py): nothing is tokenised before the first step.
 
-The first data.val_documents rows of a stream are for validation, and the rows after them for training, without rows whose text
-one of the former has. At the end of the stream, training begins with them again.
+The first data.val_documents rows of a stream are for validation, the following rows for training, except for copies of
+validation texts. At the end of the stream, training starts over with its first row.
 
     rows  --> blocks of data.shuffle_buffer rows, each in a seeded order
-          --> lanes: each row goes to the lane with the fewest bytes so far; there is one lane for each row of a batch
-          --> of each lane: end_of_text, text, end_of_text, text, ..., cut into windows of T tokens and the one that follows
+          --> lanes: each row goes to the lane with the fewest bytes so far; one lane per row of a batch
+          --> per lane: end_of_text, text, end_of_text, text, ..., divided into windows of T tokens and the one that follows
 
-So a batch depends on the data, the seed, data.shuffle_buffer, data.batch_size and T alone. A process reads all rows and
-tokenises those of its own lanes: the batches of N processes together are those of a single one, and a run continues with
-another number of processes. With data=mix each source is a stream with lanes of its own, and SourceTurns says which source each
-window is of.
+So a batch depends only on the data, the seed, data.shuffle_buffer, data.batch_size and T. A process reads all rows and
+tokenises those of its own lanes: N processes together have the batches of a single one, and a run can resume with another
+number of processes. With data=mix each source is a stream with its own lanes, and SourceTurns chooses each window's source.
 
 Positions. A lane's position is the number of its documents before the one in which its next window begins, and the tokens
-before it in that document. A process also notes where the oldest block begins that one of its lanes still reads, with a hash of
-each block since then. A run that continues reads these blocks again, which must be the same, and tokenises only what is left.
+before it in that document. A process also records the start of the oldest block that one of its lanes still reads, and a hash
+of each block since. A resumed run reads these blocks again, which must be unchanged, and tokenises only the rest.
 """
 
 import hashlib
@@ -31,19 +30,19 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from rwkv.data.documents import StepLayout
 from rwkv.data.mixed_windows import SourceTurns, seed_of
-from rwkv.data.streamed import Streamed, TextsOf
+from rwkv.data.streamed import Streamed, TextEncoder
 from rwkv.data.streams import Reader, Row, open_stream
 from rwkv.distributed import all_gather
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-AHEAD = 1 << 18                          # bytes of rows that are tokenised at a time: a tokenizer's library pays for many
+AHEAD = 1 << 18                          # bytes of rows tokenised per call: libraries are faster on many texts
 
 
 class Block(NamedTuple):
-    """Where a block of rows begins: number `number` of the epoch `epoch`, at the reader's position.
+    """The start of a block of rows: number `number` of the epoch `epoch`, at the reader's position.
 
-    bytes, documents: of each lane, the bytes and the documents that it was given before.
+    bytes, documents: those assigned to each lane before.
     """
 
     epoch: int
@@ -62,16 +61,16 @@ class Lanes:
             raise UserError(f"data.path={streamed.config.path} has changed while the run was reading it")
         self._stream = stream
         self._streamed = streamed
-        self._texts = TextsOf(stream, tokenizer, streamed.config.separator, streamed.held_out)
+        self._texts = TextEncoder(stream, tokenizer, streamed.config.separator, streamed.held_out)
         self._seed = seed
         self._rows: dict[int, deque[Row]] = {lane: deque() for lane in own}
-        self._ids: dict[int, deque[np.ndarray]] = {lane: deque() for lane in own}       # of documents that were tokenised
+        self._ids: dict[int, deque[np.ndarray]] = {lane: deque() for lane in own}       # of tokenised documents
         self._position = {lane: [0, 0] for lane in own}
-        self._blocks = deque([Block(0, 0, streamed.begins, [0] * count, [0] * count)])   # the last one is the next to be read
+        self._blocks = deque([Block(0, 0, streamed.begins, [0] * count, [0] * count)])   # the last one is read next
         self._hashes: deque[str] = deque()       # of the others
-        self._expected: deque[str] = deque()     # of the blocks that a continued run reads again
+        self._expected: deque[str] = deque()     # of the blocks that a resumed run reads again
         self._reader: Reader | None = None
-        self._filled = 0                 # the last epoch in which a row had tokens
+        self._last_filled_epoch = 0                 # the last epoch in which a row had tokens
 
     def window(self, lane: int, T: int) -> np.ndarray:
         """The lane's next T tokens and the one after them."""
@@ -107,22 +106,22 @@ class Lanes:
             self._require_text(len(self._ids[lane][-1]))
 
     def _require_text(self, tokens: int) -> None:
-        """Raises UserError where the stream was read many times and no row had tokens."""
+        """Raises UserError if the stream was read many times and no row had tokens."""
         epoch = self._blocks[-1].epoch
         if tokens:
-            self._filled = epoch
-        elif epoch > self._filled + 2 * len(self._blocks[-1].bytes):
+            self._last_filled_epoch = epoch
+        elif epoch > self._last_filled_epoch + 2 * len(self._blocks[-1].bytes):
             config = self._streamed.config
             raise UserError(f"data.path={config.path} has no text after its first data.val_documents={config.val_documents} "
                             "documents: all others are empty, or equal to one of these")
 
     def _read_block(self) -> None:
-        """Reads the next block and gives its rows to the lanes."""
+        """Reads the next block and assigns its rows to the lanes."""
         block = self._blocks[-1]
         self._reader = self._reader or self._stream.read(block.position)
         rows = list(itertools.islice(self._reader, self._streamed.config.shuffle_buffer))
         if not rows and not block.number:
-            raise UserError(f"data.path={self._streamed.config.path} has become shorter while it was read")
+            raise UserError(f"data.path={self._streamed.config.path} became shorter while it was read")
         digest = hashlib.blake2b(digest_size=8)
         for row in rows:
             content = row.encoded()
@@ -133,7 +132,7 @@ class Lanes:
                             "to resume, or begin a new run with init_from=")
         self._hashes.append(digest.hexdigest())
         size, documents = [*block.bytes], [*block.documents]
-        emptiest = [(each, lane) for lane, each in enumerate(size)]
+        emptiest = [(lane_size, lane) for lane, lane_size in enumerate(size)]
         heapq.heapify(emptiest)
         for number in np.random.default_rng((self._seed, block.epoch, block.number)).permutation(len(rows)).tolist():
             lane = emptiest[0][1]
@@ -158,13 +157,13 @@ class Lanes:
                 "lanes": {lane: [*position] for lane, position in self._position.items()}}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Continues from a state that has all own lanes."""
+        """Continues from a state that contains all own lanes."""
         block = Block(*state["block"])
         self._blocks = deque([block])
         self._expected = deque(state["hashes"])
         for lane in self._rows:
             self._position[lane] = [*state["lanes"][lane]]
-        self._filled = block.epoch
+        self._last_filled_epoch = block.epoch
         for lane, rows in self._rows.items():
             done = self._position[lane][0] - block.documents[lane]
             while self._expected or len(rows) < done:
@@ -176,13 +175,13 @@ class Lanes:
 class Batches(IterableDataset[Any]):
     """(batch, state) without end: batches (x, y) of own rows, each (B,T) int64, and the state after each.
 
-    sources: (stream, share). state: what the run continues from; None for its beginning.
+    sources: (stream, share). state: to continue from; None for the beginning.
     """
 
     def __init__(self, sources: Sequence[tuple[Streamed, float]], tokenizer: Tokenizer, T: int, layout: StepLayout, seed: int,
                  state: Mapping[str, Any] | None) -> None:
         self.sources = sources
-        self.tokenizer = tokenizer.to_dict()     # a worker makes its own
+        self.tokenizer = tokenizer.to_dict()     # each worker creates its own
         self.T = T
         self.layout = layout
         self.seed = seed
@@ -197,8 +196,8 @@ class Batches(IterableDataset[Any]):
                  for number, (streamed, _) in enumerate(self.sources)]
         if self.state is not None:
             turns.load_state_dict(self.state["turns"])
-            for each, state in zip(lanes, self.state["sources"], strict=True):
-                each.load(state)
+            for source_lanes, state in zip(lanes, self.state["sources"], strict=True):
+                source_lanes.load(state)
         while True:
             sources = [next(turns)[0] for _ in range(common)]
             tokens = torch.from_numpy(np.stack([lanes[sources[lane]].window(lane, self.T).astype(np.int64) for lane in own]))
@@ -208,7 +207,7 @@ class Batches(IterableDataset[Any]):
 class StreamLoader:
     """A loader of `batches` batches (x, y). Its state_dict is its position in all processes, which must call it together.
 
-    num_workers: with one or more, a process reads and tokenises ahead of training; a stream needs no second one.
+    num_workers: with one or more, one worker process reads and tokenises ahead of training.
     """
 
     def __init__(self, batches: int, num_workers: int, init_worker: Any, **arguments: Any) -> None:
@@ -238,7 +237,7 @@ class StreamLoader:
     def state_dict(self) -> dict[str, Any]:
         gathered = all_gather(self._state)
         states = [state for state in gathered if state is not None]
-        if len(states) < len(gathered):  # nothing was read yet
+        if len(states) < len(gathered):  # nothing has been read yet
             return {"rows": self.layout.rows * self.layout.world}
         sources = [joined([state["sources"][number] for state in states]) for number in range(len(states[0]["sources"]))]
         return {"rows": self.layout.rows * self.layout.world, "turns": states[0]["turns"], "sources": sources}
@@ -247,7 +246,7 @@ class StreamLoader:
         """Raises UserError if the run had batches of another number of rows."""
         rows = self.layout.rows * self.layout.world
         if state.get("rows") != rows:
-            raise UserError(f"the run was begun with {state.get('rows', 'no')} rows of a stream in a batch, and now there are "
+            raise UserError(f"the run began with {state.get('rows', 'no')} rows of a stream in a batch, and now there are "
                             f"{rows}: a stream continues with the same number")
         self._state = state if "turns" in state else None
         self._continues = self._state is not None

@@ -5,8 +5,8 @@ so no two windows predict the same token. Training reads all whole windows in a 
 without end: every token except the first and the last ones, fewer than T, is predicted once per epoch. From the second epoch on
 the grid is shifted by a seeded offset and wraps around, so that a token has another context in each epoch. The order is the
 same for any number of workers and processes (each has every world-th window of a common batch), and continues from any step.
-Validation reads all windows in order; the tokens after them are a last window, filled up with IGNORED targets. documents.py has
-the documents of trainer.tbptt, mixed_windows.py the windows of data=mix, conversations.py conversations, pairs.py pairs of
+Validation reads all windows in order; the remaining tokens are a last window, padded with IGNORED targets. documents.py has
+the segments of trainer.tbptt, mixed_windows.py the windows of data=mix, conversations.py conversations, pairs.py pairs of
 answers.
 """
 
@@ -42,20 +42,20 @@ WORKER_ENDED = re.compile(r"DataLoader worker \(pid.*?\) (?:is killed by signal:
 
 
 def require_workers(count: int) -> None:
-    """Raises UserError where the system has no semaphores, which queues between processes need: on Linux, files of /dev/shm."""
+    """Raises UserError if the system lacks semaphores (on Linux, files in /dev/shm), which workers' queues require."""
     try:
         if count:
             multiprocessing.get_context().Lock()
     except (ImportError, OSError) as error:
-        raise UserError(f"data.num_workers={count} needs semaphores, and this system gives none ({error}): let the training "
-                        "process load the batches, data.num_workers=0, or enlarge /dev/shm") from None
+        raise UserError(f"data.num_workers={count} requires semaphores, which this system lacks ({error}): load batches in the "
+                        "training process with data.num_workers=0, or enlarge /dev/shm") from None
 
 
 class DataModule(LightningDataModule):
-    """A corpus as Lightning's loaders. For Lightning, one epoch is the whole run: trainer.max_steps steps.
+    """Lightning's loaders of a corpus. For Lightning, one epoch is the whole run: trainer.max_steps steps.
 
     config.batch_size: rows of a batch in this process. tbptt: segments of each document stream in a training step; 0 for
-    windows. Checkpoints that are saved during fit contain the loader's position; after fit Lightning has discarded it.
+    windows. Checkpoints saved during fit contain the loader's position; after fit Lightning has discarded it.
     """
 
     def __init__(self, corpus: Corpus, config: DataConfig, ctx_len: int, seed: int, tbptt: int = 0) -> None:
@@ -78,7 +78,7 @@ class DataModule(LightningDataModule):
             batches = max(0, trainer.max_steps) * trainer.accumulate_grad_batches
         if streams := self.corpus.streams:
             if not batches:
-                raise UserError("a stream has no end: a run on it needs trainer.max_steps")
+                raise UserError("data.streaming requires trainer.max_steps, because a stream has no end")
             return StreamLoader(batches, self.config.num_workers, _init_worker, sources=streams,
                                 tokenizer=self.corpus.tokenizer, T=self.ctx_len, layout=layout, seed=self.seed)
         if self.tbptt:
@@ -107,8 +107,8 @@ class DataModule(LightningDataModule):
                                       worker_init_fn=_init_worker, generator=_own_generator(self.seed))
 
     def val_dataloader(self) -> DataLoader:
-        """Batches (x, y), each (B,T), or Packed, Pairs or OfSource; the last may be smaller. Every token but the first, of each
-        source, is a target once.
+        """Batches (x, y), each (B,T), or Packed, Pairs or SourceBatch; the last may be smaller. Every token but the first
+        of each source is a target once.
 
         With tbptt, conversations come as Whole if one is longer than ctx_len, since its answer may begin after ctx_len.
         """
@@ -128,20 +128,20 @@ class DataModule(LightningDataModule):
         return {"sha256": self.corpus.sha256, "moved": self.corpus.moved} | mixed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises UserError if the run began with other data, or with another split of them."""
+        """Raises UserError if the run began with other data or another split."""
         shares = {part.name: part.share for part in self.corpus.parts}
         if state_dict.get("shares", {}) != shares:
             before, now = (", ".join(f"{name} {100 * share:.4g} %" for name, share in each.items())
                            for each in (state_dict.get("shares", {}), shares))
-            raise UserError(f"the run mixes {before}, which stays, and data.sources says {now}: give the same names and "
-                            "weights to resume, or begin a new run with init_from=")
+            raise UserError(f"a resumed run must have the same data.sources, {before}; got {now}: pass the same names and "
+                            "weights, or begin a new run with init_from=")
         if state_dict["sha256"] != self.corpus.sha256:
             raise UserError(f"the data have changed since the run began: their SHA-256 was {state_dict['sha256'][:12]} and is "
                             f"{self.corpus.sha256[:12]}; restore them to resume, name their place with data.path= or "
                             "data.sources=, or begin a new run with init_from=")
         if state_dict.get("moved", 0) != self.corpus.moved:              # earlier versions compared no documents
-            raise UserError("the run was begun with copies of a document in both splits, and now all are in the same split: "
-                            "begin a new run, so that validation has no text that training reads")
+            raise UserError("the run began with copies of a document in both splits, and now all are in the same split: "
+                            "begin a new run, so that validation has no training text")
 
 
 def _unchanged(batch: Any) -> Any:
@@ -161,21 +161,21 @@ def _by_value(tensor: torch.Tensor) -> Any:
 
 
 def worker_error(error: BaseException) -> UserError | None:
-    """The user's message for torch's error after a worker was killed, which a signal handler raises anywhere in this process,
-    and for a user's mistake that a worker has met, which torch shows with its traceback; None for another error.
+    """The message for torch's error after a worker was killed, which a signal handler raises anywhere in this process, and for
+    a UserError of a worker, which torch shows with its traceback; None for other errors.
     """
     if isinstance(error, UserError) and IN_WORKER in str(error):
         return UserError(str(error).strip().splitlines()[-1].partition(": ")[2])
     ended = WORKER_ENDED.search(str(error)) if isinstance(error, RuntimeError) else None
     if ended is None:
         return None
-    how = f"killed ({ended[1]})" if ended[1] else "killed"
-    return UserError(f"a process that loads batches was {how}, perhaps because memory was full: continue the run with "
-                     "resume=auto, and with fewer data.num_workers; with 0 the training process loads them itself")
+    end = f"killed ({ended[1]})" if ended[1] else "killed"
+    return UserError(f"a process that loads batches was {end}, perhaps because memory was full: continue the run with "
+                     "resume=auto and fewer data.num_workers; with 0 the training process loads batches itself")
 
 
 def _ignore_interrupts() -> None:
-    """Makes a worker ignore signals that ask for a stop: training ends its workers itself, after it has saved a checkpoint.
+    """Makes a worker ignore stop signals: training ends its workers itself, after it has saved a checkpoint.
 
     systemd and SLURM send such signals to every process of a job, and the terminal sends Ctrl-C to the process group.
     """
@@ -188,7 +188,7 @@ def _ignore_interrupts() -> None:
         parent = os.getppid()
 
         def end_for_parent() -> None:
-            """Ends this process at a SIGTERM from its parent, and ignores others."""
+            """Ends this process on SIGTERM from its parent, and ignores others."""
             while signal.sigwaitinfo({signal.SIGTERM}).si_pid != parent:
                 pass
             os._exit(0)
@@ -198,5 +198,5 @@ def _ignore_interrupts() -> None:
 
 
 def _own_generator(seed: int) -> torch.Generator:
-    """A generator for the seed of a loader's workers, which otherwise comes from the global random state."""
+    """A generator for the seed of a loader's workers, instead of the global random state."""
     return torch.Generator().manual_seed(seed)

@@ -1,8 +1,8 @@
 """Training and validation windows of data=mix.
 
-Each window is of one source. Of every BLOCK windows each source has its share, to the nearest window over the whole run, in a
-seeded order. A source's own windows come in the order of a run on it alone, each source with a seed of its own: all of them in
-a permutation, then in the next one. So the order depends only on the seed, the weights and the data: it is the same for any
+Each window is of one source. In every BLOCK windows each source has its share, to the nearest window over the whole run, in a
+seeded order. The windows of a source come in the order of a run on it alone, each source with its own seed: all of them in a
+permutation, then in the next one. So the order depends only on the seed, the weights and the data: it is the same for any
 number of workers and processes, and continues from any step.
 """
 
@@ -20,8 +20,8 @@ from rwkv.data.windows import Permutations, Windows
 BLOCK = 64
 
 
-class OfSource(NamedTuple):
-    """A batch of validation: x, y (B,T) as of other windows, all of the source number `source`."""
+class SourceBatch(NamedTuple):
+    """A validation batch: x, y (B,T) as of other windows, all from source number `source`."""
 
     x: Tensor
     y: Tensor
@@ -29,7 +29,7 @@ class OfSource(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Window number `number` of the source number `source`."""
+    """Window number `number` of source number `source`."""
 
     source: int
     number: int
@@ -99,7 +99,7 @@ class MixIterator(Iterator[list[Place]]):
 
 
 class SourceTurns(Iterator[tuple[int, int]]):
-    """The source of each window of the common order, and the window's number within that source. drawn: the windows so far."""
+    """The source of each window of the common order, and the window's number within it. drawn: the windows so far."""
 
     def __init__(self, shares: Sequence[float], seed: int) -> None:
         self.shares = shares
@@ -132,11 +132,11 @@ class SourceTurns(Iterator[tuple[int, int]]):
 
 
 def mixed_block(shares: Sequence[float], taken: Sequence[int], seed: int, block: int) -> list[tuple[int, int]]:
-    """The source of each of a block's BLOCK windows, and the window's number within that source. taken: windows before it."""
+    """The source of each of a block's BLOCK windows, and the window's number within it. taken: windows before the block."""
     weights = np.array(shares)
     counts = np.array(taken)
     chosen = []
-    for _ in range(BLOCK):               # the source that is furthest behind its share
+    for _ in range(BLOCK):               # the source furthest behind its share
         source = int(np.argmax(weights * (counts.sum() + 1) - counts))
         counts[source] += 1
         chosen.append(source)
@@ -150,16 +150,16 @@ def mixed_block(shares: Sequence[float], taken: Sequence[int], seed: int, block:
 
 
 @dataclass(eq=False)
-class MixedValidation(Dataset[OfSource]):
+class MixedValidation(Dataset[SourceBatch]):
     """The validation windows of all sources, source by source."""
 
     sources: Sequence[Windows]
 
-    def __getitems__(self, places: Sequence[Place]) -> OfSource:
+    def __getitems__(self, places: Sequence[Place]) -> SourceBatch:
         x, y = self.sources[places[0].source].__getitems__([place.number for place in places])
-        return OfSource(x, y, places[0].source)
+        return SourceBatch(x, y, places[0].source)
 
     def batches(self, batch_size: int) -> list[list[Place]]:
-        """The batches of a validation, each of one source."""
+        """The batches of validation, each of one source."""
         return [[Place(source, number) for number in range(start, min(start + batch_size, len(windows)))]
                 for source, windows in enumerate(self.sources) for start in range(0, len(windows), batch_size)]

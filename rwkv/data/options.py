@@ -1,4 +1,4 @@
-"""Checks what a configuration says of the data, before any of it is read. Needs no PyTorch."""
+"""Check the data options before any data is read. Does not import PyTorch."""
 
 from rwkv.config import SOURCES, STREAMED, TOKENS, DataConfig
 from rwkv.data import binidx, datatrove
@@ -11,19 +11,19 @@ from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, NAMES, Tokenizer
 
 
 def check_data(config: DataConfig, tokenizer: bool = True, template: bool = True) -> None:
-    """Raises UserError for a path or a file that is missing, and for options that do not fit together.
+    """Raises UserError for a missing path or file, and for conflicting options.
 
-    tokenizer, template: False where that of a checkpoint will be used.
+    tokenizer, template: False if that of a checkpoint will be used.
     """
     if config.name == "mix":
         if config.path:
-            raise UserError(f"data=mix takes no data.path; each of data.sources has its own: got data.path={config.path}")
+            raise UserError(f"data=mix conflicts with data.path={config.path}: each of data.sources has its own")
         for source in mixed_sources(config):
             with naming(source.name):
                 check_data(source.config, tokenizer, template)
         return
     if config.streaming and config.name not in STREAMED:
-        raise UserError(f"data.streaming reads data={' and data='.join(STREAMED)}; got data={config.name}")
+        raise UserError(f"data.streaming requires data={' or data='.join(STREAMED)}; got data={config.name}")
     if config.name in SOURCES:
         check_path(config)
     else:
@@ -35,21 +35,21 @@ def check_data(config: DataConfig, tokenizer: bool = True, template: bool = True
 
 
 def token_files_of(config: DataConfig) -> list[TokenFile]:
-    """The files of a kind of data that is ids already. Raises UserError if one is missing."""
+    """The files of tokenised data. Raises UserError if one is missing."""
     return (binidx if config.name == "binidx" else datatrove).files(config.path)
 
 
 def _check_tokenizer(config: DataConfig) -> None:
     name = config.tokenizer
     if config.streaming and name in MADE_FROM_DATA:
-        raise UserError(f"data.streaming reads no text before training, from which a {name} tokenizer could be made: give "
+        raise UserError(f"data.streaming conflicts with data.tokenizer={name}, which is made from the text: pass "
                         f"data.tokenizer={NAMES}")
     if config.name in TOKENS and name in MADE_FROM_DATA:
-        raise UserError(f"data={config.name} holds ids, not text to make a {name} tokenizer from: name the tokenizer that made "
-                        "the ids, data.tokenizer=world, FILE.json or FILE.txt")
+        raise UserError(f"data={config.name} conflicts with data.tokenizer={name}, which is made from text: name the "
+                        "tokenizer that made the ids, data.tokenizer=world, FILE.json or FILE.txt")
     if name not in MADE_FROM_DATA:
         names = NAMES if config.name in TOKENS else f"{', '.join(MADE_FROM_DATA)}, {NAMES}"
         Tokenizer.check_named(name, "data.tokenizer", names)
     elif config.end_of_text is not None:
-        raise UserError(f"data.end_of_text names a token of a tokenizer's .json file, and data.tokenizer={name} makes one from "
-                        "the data: leave it out")
+        raise UserError(f"data.end_of_text requires a tokenizer's .json file; data.tokenizer={name} is made from the data: "
+                        "omit it")

@@ -1,10 +1,10 @@
-"""Pairs of answers for tune.objective=dpo: each pair's two conversations stand in one row, the chosen one first.
+"""Pairs of answers for tune.objective=dpo: a row contains both conversations of a pair, the chosen one first.
 
-    row 0   [ chosen 3 .... ][ rejected 3 .. ][ chosen 0 ][ rejected 0 ]   T = ctx_len positions; at [ the state is emptied
+    row 0   [ chosen 3 .... ][ rejected 3 .. ][ chosen 0 ][ rejected 0 ]   T = ctx_len positions; [ resets the state
 
-So a batch has both texts of each of its pairs, and a run continues from any step as with other rows. Two kinds of pairs are
-left out: those that are longer than a row, since a cut answer has another probability, and those whose two texts are equal,
-which say nothing and whose gradient is rounding.
+So a batch has both sequences of each of its pairs, and a run resumes from any step as with other rows. Two kinds of pairs are
+omitted: those longer than a row, since a truncated answer has another probability, and those with equal sequences, which carry
+no preference and whose gradient is rounding error.
 """
 
 from functools import lru_cache
@@ -23,8 +23,8 @@ from rwkv.io.lines import counted
 class Pairs(NamedTuple):
     """A batch of P pairs: x, y, starts (B,T) and weight as in Packed.
 
-    answers (B,T) int64: 2p in the text with pair p's chosen answer, 2p+1 in the text with its rejected answer, -1 in the
-    padding. numbers (P,) int64: the pairs' numbers in their split.
+    answers (B,T) int64: 2p in the sequence with pair p's chosen answer, 2p+1 in that with its rejected answer, -1 in padding.
+    numbers (P,) int64: the pairs' numbers in their split.
     """
 
     x: Tensor
@@ -38,7 +38,7 @@ class Pairs(NamedTuple):
 class PairRows(ConversationRows):
     """The rows of a split of pairs. counts (rows,): the pairs of each row. left_out: the number of pairs longer than a row.
 
-    equal: the number of pairs whose texts have the same ids. Raises UserError where no pair is left.
+    equal: the number of pairs with two equal sequences. Raises UserError if no pair is left.
     """
 
     def __init__(self, tokens: TokenArray, learnt: TokenArray, ctx_len: int) -> None:
@@ -47,28 +47,29 @@ class PairRows(ConversationRows):
         self.ctx_len = ctx_len
         self._bounds = tokens.bounds
         self._lengths = np.diff(self._bounds) - 1                # the last id, end_of_text, is only a target
-        of_pairs = self._lengths.reshape(-1, 2).sum(1)
-        self.n_pairs = len(of_pairs)
+        pair_lengths = self._lengths.reshape(-1, 2).sum(1)
+        self.n_pairs = len(pair_lengths)
         differs = np.ones(self.n_pairs, bool)
         for number in np.flatnonzero(self._lengths[::2] == self._lengths[1::2]).tolist():
             differs[number] = not self._are_equal(number)
         self.equal = int((~differs).sum())
-        self.longest = int(of_pairs[differs].max(initial=0))
-        kept = np.flatnonzero(differs & (of_pairs <= ctx_len))
-        self.left_out = self.n_pairs - self.equal - len(kept)
+        self.longest = int(pair_lengths[differs].max(initial=0))
+        included = np.flatnonzero(differs & (pair_lengths <= ctx_len))
+        self.left_out = self.n_pairs - self.equal - len(included)
         if not differs.any():
-            raise UserError(f"both answers are the same text in all {counted(self.n_pairs, 'pair')} of the training or the "
-                            "validation data, so that there is nothing to prefer: chosen and rejected must differ")
-        if not len(kept):
-            raise UserError(f"no pair of answers fits into a row of model.ctx_len={ctx_len} tokens, in which both of its texts "
-                            f"stand: the shortest has {of_pairs[differs].min()}; raise model.ctx_len")
-        self._read = int(of_pairs[kept].sum())
-        rows = packed_rows(of_pairs[kept].tolist(), ctx_len)
-        self._rows = [[int(text) for number in row for text in (2 * kept[number], 2 * kept[number] + 1)] for row in rows]
+            raise UserError(f"chosen and rejected must differ; they are equal in all {counted(self.n_pairs, 'pair')} of the "
+                            "training or the validation data")
+        if not len(included):
+            raise UserError(f"no pair of answers fits into a row of model.ctx_len={ctx_len} tokens, with both answers: the "
+                            f"shortest has {pair_lengths[differs].min()}; raise model.ctx_len")
+        self._n_tokens = int(pair_lengths[included].sum())
+        rows = packed_rows(pair_lengths[included].tolist(), ctx_len)
+        self._rows = [[int(sequence) for number in row for sequence in (2 * included[number], 2 * included[number] + 1)]
+                      for row in rows]
         self.counts = np.array([len(row) // 2 for row in self._rows])
 
     def _are_equal(self, number: int) -> bool:
-        """Whether the two texts of this pair have the same ids."""
+        """Whether the two sequences of this pair are equal."""
         begin, middle, end = self._bounds[2 * number:2 * number + 3].tolist()
         return np.array_equal(self.tokens[begin:middle], self.tokens[middle:end])
 
@@ -76,20 +77,20 @@ class PairRows(ConversationRows):
         packed: Packed = super().__getitems__(rows)
         numbers = rows.numbers if isinstance(rows, Rows) else rows
         answers = np.full(packed.x.shape, -1)
-        found: list[int] = []
+        sequences: list[int] = []
         for row, number in enumerate(numbers):
             column = 0
-            for text in self._rows[number % len(self)]:
-                answers[row, column:column + self._lengths[text]] = len(found)
-                found.append(text)
-                column += self._lengths[text]
-        return Pairs(*packed, torch.from_numpy(answers), torch.tensor(found[::2]) // 2)
+            for sequence in self._rows[number % len(self)]:
+                answers[row, column:column + self._lengths[sequence]] = len(sequences)
+                sequences.append(sequence)
+                column += self._lengths[sequence]
+        return Pairs(*packed, torch.from_numpy(answers), torch.tensor(sequences[::2]) // 2)
 
     def describe(self) -> str:
-        left_out = (f"; {self.left_out:,} longer than model.ctx_len={self.ctx_len}, both texts together, are left out "
-                    f"(model.ctx_len={self.longest} holds all)" if self.left_out else "")
+        left_out = (f"; {self.left_out:,} longer than model.ctx_len={self.ctx_len}, both answers together, are omitted "
+                    f"(model.ctx_len={self.longest} includes all)" if self.left_out else "")
         if self.equal:
-            left_out = f"; {self.equal:,} whose two answers are equal are left out{left_out}"
+            left_out = f"; {self.equal:,} with equal answers are omitted{left_out}"
         pairs = counted(int(self.counts.sum()), "pair")
         return (f"{pairs} of answers in {counted(len(self), 'row')}, {100 * self.padding():.1f} % of "
                 f"positions padding{left_out}")
@@ -97,5 +98,5 @@ class PairRows(ConversationRows):
 
 @lru_cache(maxsize=2)
 def rows_of(split: Tokenised, ctx_len: int) -> ConversationRows:
-    """The rows of a split. They are kept, since a run's length, its plan and its loader all need them."""
+    """The rows of a split, cached because a run's length, its plan and its loader all need them."""
     return (PairRows if split.paired else ConversationRows)(split.tokens, split.learnt, ctx_len)

@@ -1,16 +1,16 @@
-"""Prepares the data that a configuration names: tokenised once, into memory-mapped files in data.cache_dir.
+"""Prepare the data of a configuration: tokenised once, into memory-mapped files in data.cache_dir.
 
     corpus = prepare(config.data, config.model.ctx_len)
     corpus.tokenizer, corpus.train, corpus.val, corpus.sizes
 
-A split is end_of_text, document, end_of_text, document, ...: since end_of_text stands before each document, every token of text
-is predicted exactly once. Runs may share a cache_dir and start at the same time.
+A split is end_of_text, document, end_of_text, document, ...: since end_of_text precedes each document, every token of text is
+predicted exactly once. Runs may share a cache_dir and start at the same time.
 
 The validation split depends only on the data (f = val_fraction):
-- stdlib, and several text files: whole files, in a random order that depends only on their names, up to f of all bytes;
+- stdlib, and several text files: whole files, in a random order by their names, up to f of all bytes;
 - a single text file: the last f of its characters;
-- jsonl, chat and hf, and texts with data.separator: the first document and one of every 1/f that follow, or the last part of a
-  single document;
+- jsonl, chat and hf, and texts with data.separator: the first document and one of every 1/f that follow, or the end of a single
+  document;
 - binidx and datatrove: the last documents, from the first that begins after 1-f of all ids;
 - mix: the validation split of each source, one after the other.
 Copies of a document are in the same split (copies.py).
@@ -45,7 +45,7 @@ from rwkv.tokenizer.lost import NOTHING, WITHHELD, Lost, percent
 from rwkv.tokenizer.split import last_line_end, pieces
 from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, CharTokenizer, JsonTokenizer, Tokenizer
 
-BPE_BYTES = 100_000_000                  # bytes of text, spread evenly over the training text, that train a bpe tokenizer
+BPE_BYTES = 100_000_000                  # bytes of text, spread evenly over the training split, that train a bpe tokenizer
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Sizes:
     """Sizes of both splits. Tokens include end_of_text; bytes are of the text in UTF-8, without end_of_text.
 
     gzip_bpb: bits per byte of `gzip -9` on the first 16 MB of the validation split, for comparison with the model.
-    train_lost, val_lost: the text that the tokenizer has lost; unknown for ids made elsewhere.
+    train_lost, val_lost: the text that the tokenizer cannot represent; unknown for external ids.
     """
 
     train_tokens: int
@@ -67,14 +67,13 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Tokenised data. source: one line about its origin, for people. sha256: of the text's content, order and names.
+    """Tokenised data. source: one line about its origin. sha256: of the text's content, order and names.
 
-    conversations: the training and the validation split of data=chat. unknown: of ids made elsewhere, the share of those that
-    are the unknown token; None if the tokenizer loses nothing. copies: the number of documents that repeat an earlier one;
-    moved: of those that are in another split than without copies. repeated: the share of the text of a single file's validation
-    part that its training part has too. marks: how often texts contain each mark that usually ends a document. parts: the
-    sources of data=mix, of which train and val are the splits one after the other. stream: the stream of data.streaming, with
-    which train is empty.
+    conversations: the training and the validation split of data=chat. unknown: the share of unknown tokens in external ids;
+    None if the tokenizer loses nothing. copies: the number of documents that repeat an earlier one; moved: of those that the
+    copies put in another split. repeated: the share of a single file's validation text that its training text contains. marks:
+    the counts of marks that usually end a document. parts: the sources of data=mix, whose splits train and val concatenate.
+    stream: the stream of data.streaming; train is then empty.
     """
 
     tokenizer: Tokenizer
@@ -94,7 +93,7 @@ class Corpus:
 
     @property
     def streams(self) -> list[tuple[Streamed, float]]:
-        """The stream of each source, with its share of the training tokens; none without data.streaming."""
+        """The stream of each source, with its share of the training tokens; empty without data.streaming."""
         if self.stream is not None:
             return [(self.stream, 1.0)]
         return [(part.corpus.stream, part.share) for part in self.parts if part.corpus.stream is not None]
@@ -110,7 +109,7 @@ class Corpus:
     def val_bytes_per_token(self) -> float | None:
         """Bytes of the validation text per predicted token; for conversations, bytes of the answers per learnt token.
 
-        None if a larger share than WITHHELD is lost, and for pairs, whose loss is not per token.
+        None if more than WITHHELD is lost, and for pairs, whose loss is not per token.
         """
         if self.val_lost > WITHHELD or (self.conversations and self.conversations[1].paired):
             return None
@@ -121,27 +120,27 @@ class Corpus:
 
     @property
     def learnt(self) -> TokenArray | None:
-        """Whether each training token counts as a target; None if all do."""
+        """Whether each training token is a target; None if all are."""
         return self.conversations[0].learnt if self.conversations else None
 
     @property
     def val_share(self) -> float:
-        """The validation split's fraction of all bytes; 0 for a stream, whose size is not known."""
+        """The validation split's fraction of all bytes; 0 for a stream, whose size is unknown."""
         if self.streams:
             return 0.0
         return self.sizes.val_bytes / max(self.sizes.train_bytes + self.sizes.val_bytes, 1)
 
     def describe_lost(self) -> str | None:
-        """A sentence on the text that the tokenizer loses, and whether val/bpb is given; None if it loses nothing."""
+        """A message about the text that the tokenizer loses, and whether val/bpb is reported; None if it loses nothing."""
         if self.unknown is not None:
-            withheld = f"; val/bpb is not given above {percent(WITHHELD)}" if self.unknown else ""
-            return ("what the tokenizer loses of the text is not known, since the ids were made elsewhere: "
+            withheld = f"; val/bpb is not reported above {percent(WITHHELD)}" if self.unknown else ""
+            return ("the text that the tokenizer loses is unknown, since another program made the ids: "
                     f"{percent(self.unknown)} of the validation ids are its unknown token{withheld}")
         texts = {"the training text": self.sizes.train_lost, "the validation text": self.sizes.val_lost}
-        found = [lost.describe(text) for text, lost in texts.items() if lost.bytes]
-        withheld = (f"val/bpb is not given, since more than {percent(WITHHELD)} is lost" if self.val_lost > WITHHELD else
-                    f"val/bpb divides by all bytes, the lost ones too, and is not given above {percent(WITHHELD)}")
-        return "; ".join([*found, withheld]) if found else None
+        messages = [lost.describe(text) for text, lost in texts.items() if lost.bytes]
+        withheld = (f"val/bpb is not reported, since more than {percent(WITHHELD)} is lost" if self.val_lost > WITHHELD else
+                    f"val/bpb divides by all bytes, including lost ones, and is not reported above {percent(WITHHELD)}")
+        return "; ".join([*messages, withheld]) if messages else None
 
     def describe(self) -> str:
         if self.streams:
@@ -161,9 +160,9 @@ class CorpusPart(NamedTuple):
 
 
 def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None, pairs: bool = False) -> Corpus:
-    """The data that `config` names, tokenised now or read from config.cache_dir.
+    """The data of `config`, tokenised now or read from config.cache_dir.
 
-    tokenizer: replaces the one that `config` names. pairs: data=chat reads pairs of answers, and needs a tokenizer.
+    tokenizer: replaces that of `config`. pairs: data=chat reads pairs of answers, which requires a tokenizer.
     """
     check_data(config, tokenizer is None)
     cache = Path(config.cache_dir)
@@ -173,7 +172,7 @@ def prepare(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None = None
         return _from_sources(config, ctx_len, tokenizer, cache)
     if config.streaming:
         return _from_stream(config, ctx_len, tokenizer)
-    return (_from_ids if config.name in TOKENS else _from_text)(config, ctx_len, tokenizer, cache)
+    return (_from_token_files if config.name in TOKENS else _from_text)(config, ctx_len, tokenizer, cache)
 
 
 def _from_stream(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None) -> Corpus:
@@ -182,7 +181,7 @@ def _from_stream(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None) 
     if len(val.tokens) < ctx_len + 1:
         raise UserError(f"the validation text is shorter than one context: the first data.val_documents={config.val_documents} "
                         f"documents have {counted(len(val.tokens), 'token')}, and model.ctx_len={ctx_len} needs {ctx_len + 1}; "
-                        "raise data.val_documents or take a smaller model.ctx_len")
+                        "raise data.val_documents or lower model.ctx_len")
     left = "" if streamed.tokens is None else f", with about {float(f'{streamed.tokens:.2g}'):,.0f} training tokens"
     about = f"{stream.about}{left}, read while training; the first {counted(config.val_documents, 'document')} for validation"
     empty = TokensInMemory(val.tokens[:0], np.empty(0, np.int64))
@@ -206,11 +205,11 @@ def _from_sources(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None,
     for source in sources:
         with naming(source.name):
             parts.append(CorpusPart(source.name, source.share, prepare(source.config, ctx_len, tokenizer)))
-    return mixed(_held_out_of_all(parts) if config.streaming else _without_copies(parts, sources, ctx_len, cache))
+    return mixed(_without_held_out(parts) if config.streaming else _without_copies(parts, sources, ctx_len, cache))
 
 
 def _without_copies(parts: Sequence[CorpusPart], sources: Sequence[MixedSource], ctx_len: int, cache: Path) -> list[CorpusPart]:
-    """The sources, whose validation splits leave out documents that another source trains on."""
+    """The sources, with validation splits that omit documents that another source trains on."""
     tokenizer = parts[0].corpus.tokenizer
     splits = [(part.corpus.train, part.corpus.val) for part in parts]
     identities = [f"{part.corpus.sha256} {source.config.name} {source.config.val_fraction} {tokenizer.data_key}"
@@ -233,8 +232,8 @@ def _without_copies(parts: Sequence[CorpusPart], sources: Sequence[MixedSource],
     return changed
 
 
-def _held_out_of_all(parts: Sequence[CorpusPart]) -> list[CorpusPart]:
-    """The sources with streams that leave out the validation documents of all sources."""
+def _without_held_out(parts: Sequence[CorpusPart]) -> list[CorpusPart]:
+    """The sources, with streams that omit the validation documents of all sources."""
     streams = [part.corpus.stream for part in parts]
     held_out = frozenset[int]().union(*(stream.held_out for stream in streams if stream))
     return [part._replace(corpus=replace(part.corpus, stream=stream and replace(stream, held_out=held_out)))
@@ -273,24 +272,24 @@ def _from_conversations(config: DataConfig, tokenizer: Tokenizer | None, cache: 
     tokenizer = tokenizer or _tokenizer(config, [(source, 1.0)], sha256(identity)[:16], cache)
     train, val, gzip_bpb = tokenise(config, identity, tokenizer, cache, pairs)
     sizes = Sizes(len(train.tokens), len(val.tokens), train.bytes, val.bytes, gzip_bpb, train.lost, val.lost)
-    about = source.about + (f", {train.left_out:,} others left out that have no answer to learn" if train.left_out else "")
+    about = source.about + (f", {train.left_out:,} others omitted that have no answer to learn" if train.left_out else "")
     return Corpus(tokenizer, train.tokens, val.tokens, sizes, about, source.sha256, (train, val), copies=train.copies,
                   moved=train.moved)
 
 
-def _from_ids(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
+def _from_token_files(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
     tokenizer = tokenizer or Tokenizer.named(config.tokenizer, "data.tokenizer", end_of_text=config.end_of_text)
     files = token_files_of(config)
-    found = token_files.read(files, tokenizer, config.val_fraction, cache)
-    _require_context(ctx_len, len(found.train), len(found.val))
-    train, val = (round(found.bytes_per_token * (len(split) - 1)) for split in (found.train, found.val))
-    sizes = Sizes(len(found.train), len(found.val), train, val, found.gzip_bpb)
+    tokens = token_files.read(files, tokenizer, config.val_fraction, cache)
+    _require_context(ctx_len, len(tokens.train), len(tokens.val))
+    train, val = (round(tokens.bytes_per_token * (len(split) - 1)) for split in (tokens.train, tokens.val))
+    sizes = Sizes(len(tokens.train), len(tokens.val), train, val, tokens.gzip_bpb)
     name = Path(str(config.path)).name if len(files) == 1 else f"{len(files)} files of {config.path}"
-    stated = datatrove.tokenizers(files) if config.name == "datatrove" else ()
-    made = f", tokenized with {' and '.join(sorted(stated))}" if stated else ""
-    about = f"{name}{made}, {counted(found.documents, 'document')}, the last {100 * config.val_fraction:g} % for validation"
-    return Corpus(tokenizer, found.train, found.val, sizes, about, found.sha256, unknown=found.unknown, copies=found.copies,
-                  moved=found.moved)
+    tokenizers = datatrove.tokenizers(files) if config.name == "datatrove" else ()
+    origin = f", tokenized with {' and '.join(sorted(tokenizers))}" if tokenizers else ""
+    about = f"{name}{origin}, {counted(tokens.documents, 'document')}, the last {100 * config.val_fraction:g} % for validation"
+    return Corpus(tokenizer, tokens.train, tokens.val, sizes, about, tokens.sha256, unknown=tokens.unknown,
+                  copies=tokens.copies, moved=tokens.moved)
 
 
 def _from_text(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
@@ -310,16 +309,17 @@ def _from_text(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, ca
 
 
 def _require_context(ctx_len: int, train: int, val: int, about: str = "", lost: tuple[Lost, Lost] = (NOTHING, NOTHING)) -> None:
-    for split, tokens, of_split in zip(("training", "validation"), (train, val), lost, strict=True):
+    for split, tokens, split_lost in zip(("training", "validation"), (train, val), lost, strict=True):
         if tokens < ctx_len + 1:
-            why = f"; {of_split.describe('it')}" if of_split.bytes else ""
+            reason = f"; {split_lost.describe('it')}" if split_lost.bytes else ""
             raise UserError(f"the {split} text is shorter than one context: it has {about}{counted(tokens, 'token')}, and "
-                            f"model.ctx_len={ctx_len} needs {ctx_len + 1}{why}; use more text or a smaller model.ctx_len")
+                            f"model.ctx_len={ctx_len} needs {ctx_len + 1}{reason}; use more text or a smaller model.ctx_len")
 
 
 def _tokenizer(config: DataConfig, sources: Sequence[tuple[Source, float]], key: str, cache: Path) -> Tokenizer:
-    """The tokenizer that `config` names, for (source, share) of all sources. char covers both splits and bpe is trained on the
-    training splits; both are cached.
+    """The tokenizer of `config`, for (source, share) of all sources.
+
+    char covers both splits, bpe is trained on the training splits; both are cached.
     """
     if config.tokenizer not in MADE_FROM_DATA:
         return Tokenizer.named(config.tokenizer, "data.tokenizer", end_of_text=config.end_of_text)
@@ -327,24 +327,23 @@ def _tokenizer(config: DataConfig, sources: Sequence[tuple[Source, float]], key:
     definition = read_json(path)
     if definition:
         return Tokenizer.from_dict(definition)
-    log(labelled("loading", f"the text, from which a {config.tokenizer} tokenizer is made", sys.stderr))
-    made = JsonTokenizer.train(_sample(sources), config.vocab_size) if config.tokenizer == "bpe" else _characters(sources)
-    write_json(path, made.to_dict())
-    return made
+    log(labelled("loading", f"the text, to make a {config.tokenizer} tokenizer", sys.stderr))
+    tokenizer = JsonTokenizer.train(_sample(sources), config.vocab_size) if config.tokenizer == "bpe" else _characters(sources)
+    write_json(path, tokenizer.to_dict())
+    return tokenizer
 
 
 def _characters(sources: Sequence[tuple[Source, float]]) -> Tokenizer:
-    found: set[str] = set()
+    characters: set[str] = set()
     for source, _ in sources:
         for document in source.documents():
             for chunk in document.chunks:
-                found.update(chunk)
-    return CharTokenizer(found)
+                characters.update(chunk)
+    return CharTokenizer(characters)
 
 
 def _sample(sources: Sequence[tuple[Source, float]]) -> Iterator[str]:
-    """Training text for a bpe tokenizer: of each source evenly spread pieces of its share of BPE_BYTES, or all if it has less.
-    """
+    """Training text for a bpe tokenizer: from each source evenly spread pieces, up to its share of BPE_BYTES."""
     for source, share in sources:
         training = (document for document in source.documents() if not document.val)
         texts = (text for document in training for text in pieces(document.chunks, last_line_end))

@@ -1,4 +1,4 @@
-"""Texts that hold several documents, with a mark such as <|endoftext|> between them (data.separator)."""
+"""Texts of several documents, separated by a mark such as <|endoftext|> (data.separator)."""
 
 import re
 from collections import Counter
@@ -15,17 +15,17 @@ Text = tuple[str, str, int | None]       # a text, its place for errors, and its
 
 
 def marks(texts: Iterable[str]) -> Counter[str]:
-    """How often each mark occurs that ends a document or a turn in the vocabularies of other models."""
-    found: Counter[str] = Counter()
+    """The counts of marks that end a document or a turn in the vocabularies of other models."""
+    counts: Counter[str] = Counter()
     for text in texts:
-        found.update(MARK.findall(text))
-    return found
+        counts.update(MARK.findall(text))
+    return counts
 
 
-def describe(found: Mapping[str, int], takes_separator: bool) -> str:
-    """A sentence on marks that are learnt as letters. takes_separator: whether data.separator is an option of these data."""
-    mark, times = max(found.items(), key=lambda item: item[1])
-    others = len(found) - 1
+def describe(counts: Mapping[str, int], takes_separator: bool) -> str:
+    """A message about marks that are learnt as letters. takes_separator: whether these data support data.separator."""
+    mark, times = max(counts.items(), key=lambda item: item[1])
+    others = len(counts) - 1
     more = f", as do {counted(others, 'other mark')} of this kind" if others else ""
     remedy = (f"if it ends documents, take data.separator={quote(mark)}" if takes_separator else
               "if it ends documents, remove it, since documents end without it")
@@ -33,8 +33,9 @@ def describe(found: Mapping[str, int], takes_separator: bool) -> str:
 
 
 def separate(texts: Iterable[tuple[Iterable[str], str, int | None]], separator: str, path: str) -> Iterator[Text]:
-    """The documents of (chunks, where, weight), without the line ends around the separator. Raises UserError at the end if the
-    separator does not occur.
+    """The documents of (chunks, where, weight), without the line ends around the separator.
+
+    Raises UserError at the end if the separator does not occur.
     """
     occurs = False
     for chunks, where, weight in texts:
@@ -42,20 +43,20 @@ def separate(texts: Iterable[tuple[Iterable[str], str, int | None]], separator: 
             occurs = occurs or number > 0
             yield document.strip(LINE_ENDS), where, 0 if number and weight is not None else weight
     if not occurs:
-        raise UserError(f"data.separator={separator!r} does not occur in data.path={path}: leave it out, or give the text that "
-                        "stands between documents")
+        raise UserError(f"data.separator={separator!r} does not occur in data.path={path}: omit it, or pass the text "
+                        "between documents")
 
 
 def _between(chunks: Iterable[str], separator: str) -> Iterator[str]:
-    unfinished: list[str] = []           # the parts of a document in which no separator begins
-    rest = ""                            # the end of the last chunk, in which one may begin
+    unfinished: list[str] = []           # parts of a document that contain no start of a separator
+    rest = ""                            # the end of the last chunk, which may contain one
     most = len(separator) - 1
     for chunk in chunks:
-        *ended, rest = (rest + chunk).split(separator)
-        for document in ended:
-            yield "".join([*unfinished, document])
+        *ends, rest = (rest + chunk).split(separator)
+        for end in ends:
+            yield "".join([*unfinished, end])
             unfinished = []
-        whole = max(len(rest) - most, 0)
-        unfinished.append(rest[:whole])
-        rest = rest[whole:]
+        cut = max(len(rest) - most, 0)
+        unfinished.append(rest[:cut])
+        rest = rest[cut:]
     yield "".join([*unfinished, rest])

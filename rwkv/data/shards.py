@@ -1,17 +1,16 @@
-"""A source tokenised once, into files in a folder of its own: on all cores, in bounded memory, and never twice.
+"""Tokenised sources: each tokenised once into a folder of files, on all cores and in bounded memory.
 
     cache/tokens-KEY/manifest.json              the properties, sizes and checksums of the other files; written last
                      00000-train.ids  -val.ids  ids of shard 0, end_of_text before each document
                      00000.json                 sizes and checksums of these two files; written after them
-                     train-starts.npy  val-...  places where documents begin
+                     train-starts.npy  val-...  offsets of documents
 
 KEY is a hash of the content, the split and the tokenizer. A shard is SHARD characters of documents in the source's order, so
-its content depends only on the data: not on the number of workers or on interruptions. Files are written atomically, and a
-later run keeps the finished ones, which the .json of each shard or the manifest lists. A run that starts at the same time
-waits for a lock.
+its content depends only on the data, not on the number of workers or on interruptions. Files are written atomically, and a
+later run reuses the finished ones, listed in each shard's .json or in the manifest. A concurrent run waits for a lock.
 
-Workers are threads: most of the time is spent in the tokenizers' libraries, which release Python's lock and use all cores even
-for one shard. The tokenizers byte and char are Python and use one core.
+Workers are threads: most of the time is spent in the tokenizers' libraries, which release the GIL and use all cores even for
+one shard. The tokenizers byte and char are Python and use one core.
 """
 
 import os
@@ -40,17 +39,17 @@ from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.split import SafeSplit, pieces, safe_split
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-BATCH = 1 << 20                          # characters that a tokenizer encodes at a time: this bounds the memory it takes
+BATCH = 1 << 20                          # characters per call of the tokenizer, to bound its memory
 SHARD = 1 << 23                          # characters of a shard
-MAX_WORKERS = 4                          # most shards tokenised at a time by default: more take memory, but no more cores
-GZIP_BYTES = 16_000_000                  # of validation text compressed with gzip -9; the last document is compressed whole
+MAX_WORKERS = 4                          # default maximum of concurrent shards: more need memory, but use no more cores
+GZIP_BYTES = 16_000_000                  # of validation text to compress with gzip -9; the last document is compressed whole
 SPLITS = ("train", "val")
-VERSION = 3                              # of the layout, and of the rules by which texts are split
+VERSION = 3                              # of the layout and of the rules for splitting texts
 SHOWN_AFTER = 2.0                        # seconds before the progress bar appears
 
 
 class Piece(NamedTuple):
-    """A document or a part of one. starts_document: its first part. The other fields are as in Document; copy and moved only in
+    """A document or a part of one. starts_document: it is the first part. Other fields as in Document; copy and moved only for
     the first part.
     """
 
@@ -75,15 +74,15 @@ def cache_key(identity: Sequence[str], tokenizer: Tokenizer) -> str:
 
 
 def tokenise(source: Source, tokenizer: Tokenizer, folder: Path, workers: int = 0) -> dict[str, Any]:
-    """Makes the missing and damaged files of `folder` and returns its manifest.
+    """Creates the missing and damaged files of `folder` and returns its manifest.
 
-    workers: shards tokenised at a time; 0 for one per core, at most MAX_WORKERS.
+    workers: concurrent shards; 0 for one per core, at most MAX_WORKERS.
     """
     manifest = read_manifest(folder)
     if manifest is None:
         with _locked(folder):
             workers = workers or min(os.cpu_count() or 1, MAX_WORKERS)
-            manifest = read_manifest(folder) or _make(source, tokenizer, LossCounter(tokenizer), folder, workers)
+            manifest = read_manifest(folder) or _write_all(source, tokenizer, LossCounter(tokenizer), folder, workers)
     return manifest
 
 
@@ -105,7 +104,7 @@ def count(manifest: dict[str, Any], name: str) -> int:
 
 
 def all_marks(manifest: dict[str, Any]) -> dict[str, int]:
-    """How often each mark of a document's end occurs in the texts (rwkv/data/separators.py)."""
+    """The counts of marks that end documents in the texts (rwkv/data/separators.py)."""
     total: Counter[str] = Counter()
     for shard in manifest["shards"]:
         for split in SPLITS:
@@ -114,14 +113,14 @@ def all_marks(manifest: dict[str, Any]) -> dict[str, int]:
 
 
 def lost(manifest: dict[str, Any]) -> tuple[Lost, Lost]:
-    """The text that the tokenizer has lost of (training, validation)."""
+    """The text of (training, validation) that the tokenizer cannot represent."""
     train, val = (sum((Lost(entry["lost"], entry["bytes"], entry["unknown"])
                        for entry in (shard[split] for shard in manifest["shards"])), NOTHING) for split in SPLITS)
     return train, val
 
 
 def read_manifest(folder: Path) -> dict[str, Any] | None:
-    """The manifest, or None if it or any file it lists is missing or damaged."""
+    """The manifest; None if it or a file that it lists is missing or damaged."""
     manifest = read_json(folder / "manifest.json")
     if not manifest or manifest["version"] != VERSION:
         return None
@@ -134,23 +133,23 @@ def read_manifest(folder: Path) -> dict[str, Any] | None:
 
 def encode(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter,
            dtype: np.dtype) -> Iterator[tuple[np.ndarray, Lost]]:
-    """The ids of each batch of pieces, with end_of_text before each document, and the part of the batch's text that is lost."""
+    """The ids of each batch of pieces, with end_of_text before each document, and the batch's lost text."""
     for batch in _batches(parts):
-        found = []
+        ids = []
         encoded = encode_batch(batch, tokenizer)
-        for part, ids in zip(batch, encoded, strict=True):
-            if part.starts_document:
-                found.append(np.array([tokenizer.end_of_text], dtype))
-            found.append(np.array(ids, dtype))
-        yield np.concatenate(found), counter.count([part.text for part in batch], encoded)
+        for piece, piece_ids in zip(batch, encoded, strict=True):
+            if piece.starts_document:
+                ids.append(np.array([tokenizer.end_of_text], dtype))
+            ids.append(np.array(piece_ids, dtype))
+        yield np.concatenate(ids), counter.count([part.text for part in batch], encoded)
 
 
 def encode_batch(batch: list[Piece], tokenizer: Tokenizer) -> list[list[int]]:
-    """The ids of each piece. Raises UserError with the place of a piece that cannot be encoded."""
+    """The ids of each piece. Raises UserError with the place of text that cannot be encoded."""
     try:
         return tokenizer.encode_batch([part.text for part in batch])
     except ValueError:
-        for part in batch:               # encode one at a time to find the wrong one, and the place in its file
+        for part in batch:               # encode one by one to find the place of the error
             try:
                 tokenizer.encode(part.text, part.before)
             except ValueError as error:
@@ -159,7 +158,7 @@ def encode_batch(batch: list[Piece], tokenizer: Tokenizer) -> list[list[int]]:
 
 
 def _batches(parts: Sequence[Piece]) -> Iterator[list[Piece]]:
-    """The pieces in batches of at least BATCH characters; the last may have fewer."""
+    """The pieces in batches of at least BATCH characters; the last may be smaller."""
     batch: list[Piece] = []
     length = 0
     for part in parts:
@@ -187,11 +186,11 @@ def _locked(folder: Path) -> AcquireReturnProxy:
         raise UserError(cannot_write(folder, error)) from None
 
 
-def _make(source: Source, tokenizer: Tokenizer, counter: LossCounter, folder: Path, workers: int) -> dict[str, Any]:
-    for leftover in folder.glob(".*"):   # temporary files of a process that was killed
+def _write_all(source: Source, tokenizer: Tokenizer, counter: LossCounter, folder: Path, workers: int) -> dict[str, Any]:
+    for leftover in folder.glob(".*"):   # temporary files of a killed process
         leftover.unlink()
     dtype = dtype_of(tokenizer)
-    shards = _make_shards(source, tokenizer, counter, folder, dtype, workers)
+    shards = _write_shards(source, tokenizer, counter, folder, dtype, workers)
     documents = {split: _write_starts(folder, shards, split, dtype, tokenizer.end_of_text) for split in SPLITS}
     names = [_ids_file(number, split) for number, shard in enumerate(shards) for split in SPLITS if shard[split]["tokens"]]
     files = {name: _entry(folder / name) for name in [*names, *(f"{split}-starts.npy" for split in SPLITS)]}
@@ -203,9 +202,9 @@ def _make(source: Source, tokenizer: Tokenizer, counter: LossCounter, folder: Pa
     return manifest
 
 
-def _make_shards(source: Source, tokenizer: Tokenizer, counter: LossCounter, folder: Path, dtype: np.dtype,
+def _write_shards(source: Source, tokenizer: Tokenizer, counter: LossCounter, folder: Path, dtype: np.dtype,
                  workers: int) -> list[dict[str, Any]]:
-    """The entry of each shard; finished ones are kept, the others are made."""
+    """The entry of each shard; reuses finished shards and creates the others."""
     bar = tqdm(total=source.size, desc="tokenising", unit="B", unit_scale=True, delay=SHOWN_AFTER, file=sys.stderr, leave=False)
     with ThreadPoolExecutor(workers) as pool, bar:
         tasks = (partial(_shard, shard, tokenizer, counter, folder, dtype)
@@ -218,7 +217,7 @@ def _make_shards(source: Source, tokenizer: Tokenizer, counter: LossCounter, fol
 
 
 def _in_order(pool: ThreadPoolExecutor, tasks: Iterator[Callable[[], Any]], ahead: int) -> Iterator[Any]:
-    """The result of each task, in order. A task is taken from `tasks` once at most `ahead` earlier ones are unfinished."""
+    """The result of each task, in order. Takes a task from `tasks` when at most `ahead` earlier ones are unfinished."""
     running: deque[Future[Any]] = deque()
     try:
         for task in tasks:
@@ -237,17 +236,17 @@ def _in_order(pool: ThreadPoolExecutor, tasks: Iterator[Callable[[], Any]], ahea
 def shards_of(source: Source, split: SafeSplit) -> Iterator[Shard]:
     """The source in shards of SHARD characters, in order."""
     number = length = 0
-    found: list[Piece] = []
+    shard: list[Piece] = []
     for piece in _pieces(source, split):
-        found.append(piece)
+        shard.append(piece)
         length += len(piece.text)
         if length >= SHARD:
-            yield Shard(number, found)
+            yield Shard(number, shard)
             number += 1
-            found = []
+            shard = []
             length = 0
-    if found:
-        yield Shard(number, found)
+    if shard:
+        yield Shard(number, shard)
 
 
 def _pieces(source: Source, split: SafeSplit) -> Iterator[Piece]:
@@ -259,18 +258,18 @@ def _pieces(source: Source, split: SafeSplit) -> Iterator[Piece]:
             first = number == 0
             yield Piece(text, document.val, first, document.where, size, before, first and document.copy,
                         first and document.moved)
-            weight = None if weight is None else 0       # a known weight counts for the document's first piece
+            weight = None if weight is None else 0       # a known weight belongs to the document's first piece
             before += len(text)
 
 
 def _shard(shard: Shard, tokenizer: Tokenizer, counter: LossCounter, folder: Path,
            dtype: np.dtype) -> tuple[dict[str, Any], int]:
-    """The shard's entry, and its weight in the progress bar. Its files are made if they are missing or damaged."""
+    """The shard's entry and its weight in the progress bar. Creates its files if they are missing or damaged."""
     path = folder / f"{shard.number:05}.json"
     entry = read_json(path)
     files = {split: folder / _ids_file(shard.number, split) for split in SPLITS}
-    made = {split: file for split, file in files.items() if entry and entry[split]["tokens"]}
-    if entry is None or not all(file.is_file() and crc32(file) == entry[split]["crc32"] for split, file in made.items()):
+    non_empty = {split: file for split, file in files.items() if entry and entry[split]["tokens"]}
+    if entry is None or not all(file.is_file() and crc32(file) == entry[split]["crc32"] for split, file in non_empty.items()):
         entry = {split: _write_split([piece for piece in shard.pieces if piece.val == (split == "val")], tokenizer, counter,
                                      dtype, files[split]) for split in SPLITS}
         write_json(path, entry)
@@ -279,24 +278,24 @@ def _shard(shard: Shard, tokenizer: Tokenizer, counter: LossCounter, folder: Pat
 
 def _write_split(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter, dtype: np.dtype, path: Path) -> dict[str, Any]:
     batches = list(encode(parts, tokenizer, counter, dtype))
-    ids = np.concatenate([np.empty(0, dtype), *(some for some, _ in batches)])
+    ids = np.concatenate([np.empty(0, dtype), *(batch_ids for batch_ids, _ in batches)])
     if len(ids):
         write_bytes(path, ids.tobytes())
-    of_split = sum((lost_of_batch for _, lost_of_batch in batches), NOTHING)
-    return {"tokens": len(ids), "bytes": of_split.of, "crc32": zlib.crc32(ids.tobytes()), "lost": of_split.bytes,
-            "unknown": of_split.unknown, "copies": sum(part.copy for part in parts), "moved": sum(part.moved for part in parts),
-            "marks": marks(part.text for part in parts)}
+    split_lost = sum((batch_lost for _, batch_lost in batches), NOTHING)
+    return {"tokens": len(ids), "bytes": split_lost.of, "crc32": zlib.crc32(ids.tobytes()), "lost": split_lost.bytes,
+            "unknown": split_lost.unknown, "copies": sum(part.copy for part in parts),
+            "moved": sum(part.moved for part in parts), "marks": marks(part.text for part in parts)}
 
 
 def _write_starts(folder: Path, shards: list[dict[str, Any]], split: str, dtype: np.dtype, end_of_text: int) -> int:
-    """Writes the places of end_of_text, where documents begin, since no text contains it. Returns the number of documents."""
-    found = [np.empty(0, np.int64)]
+    """Writes the offsets of documents: of end_of_text, which no text contains. Returns the number of documents."""
+    offsets = [np.empty(0, np.int64)]
     before = 0
     for number, shard in enumerate(shards):
         if shard[split]["tokens"]:
-            found.append(before + np.flatnonzero(np.fromfile(folder / _ids_file(number, split), dtype) == end_of_text))
+            offsets.append(before + np.flatnonzero(np.fromfile(folder / _ids_file(number, split), dtype) == end_of_text))
             before += shard[split]["tokens"]
-    starts = np.concatenate(found)
+    starts = np.concatenate(offsets)
     write(folder / f"{split}-starts.npy", lambda file: np.save(file, starts))
     return len(starts)
 
@@ -323,7 +322,7 @@ def _entry(path: Path) -> dict[str, Any]:
 
 
 def dtype_of(tokenizer: Tokenizer) -> np.dtype:
-    """The smallest dtype of files that holds all ids."""
+    """The smallest dtype for all ids."""
     return np.dtype(np.uint16 if tokenizer.vocab_size <= 1 << 16 else np.uint32)
 
 

@@ -1,4 +1,4 @@
-"""Documents and sources of text, and the rules that divide them into training and validation."""
+"""Documents and sources of text, and the rules of the training and validation split."""
 
 import hashlib
 import math
@@ -32,7 +32,7 @@ class Document(NamedTuple):
 class Source:
     """documents(): all documents, none empty, in an order that depends only on the data.
 
-    about: one line for people. sha256: of the contents and their order. size: bytes to read, an estimate.
+    about: one line for messages. sha256: of the contents and their order. size: bytes to read, an estimate.
     at_most: upper bounds on bytes plus documents of (training, validation); None if they are unknown before reading.
     """
 
@@ -53,18 +53,18 @@ def rank(name: str) -> bytes:
 
 
 def count_reaching(fraction: float, sizes: Sequence[int]) -> int:
-    """How many of the first documents contain `fraction` of all bytes: at least one, and fewer than all."""
-    wanted = fraction * sum(sizes)
+    """The number of first documents that contain `fraction` of all bytes: at least one, and fewer than all."""
+    target = fraction * sum(sizes)
     reached = count = 0
-    while reached < wanted and count < len(sizes) - 1:
+    while reached < target and count < len(sizes) - 1:
         reached += sizes[count]
         count += 1
     return max(count, 1)
 
 
 def in_validation(fraction: float) -> Iterator[bool]:
-    """Whether each document of an endless sequence is for validation: the first one is, and one in each block of 1/fraction
-    that follow, chosen by a hash of the block's number.
+    """Whether each document of an endless series is for validation: the first one, and one of each following block of
+    1/fraction, chosen by a hash of the block's number.
     """
     block = picked = number = 0
     while True:
@@ -77,7 +77,7 @@ def in_validation(fraction: float) -> Iterator[bool]:
 
 
 def validation_begins(characters: int, fraction: float, where: str) -> int:
-    """The place of the first validation character of a single document. Raises UserError if the document is too short."""
+    """The index of the first validation character of a single document. Raises UserError if it is too short."""
     cut = int(characters * (1 - fraction))
     if not 0 < cut < characters:
         raise UserError(f"{where} has {characters} characters: too few to split into training and validation")

@@ -20,14 +20,14 @@ from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
 from rwkv.tokenizer.split import pieces, safe_split
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-AT_ONCE = 1024                           # texts given to the tokenizer at a time
+AT_ONCE = 1024                           # texts per call of the tokenizer
 
 
 @dataclass(frozen=True)
 class Streamed:
-    """A stream after its validation rows were read. begins: the position of the first training row.
+    """A stream after its validation rows. begins: the position of the first training row.
 
-    held_out: the fingerprints of the validation texts. tokens: of the training rows, an estimate; None if nothing is known.
+    held_out: the fingerprints of the validation texts. tokens: of the training rows, an estimate; None if unknown.
     """
 
     config: DataConfig
@@ -48,15 +48,15 @@ class HeldOut(NamedTuple):
 
 
 def hold_out(config: DataConfig, tokenizer: Tokenizer) -> tuple[Stream, Streamed, HeldOut]:
-    """Reads the validation rows. Raises UserError if there are no others after them."""
+    """Reads the validation rows. Raises UserError if no rows follow them."""
     stream = open_stream(config)
     reader = stream.read()
     rows = list(itertools.islice(reader, config.val_documents))
     begins, read = reader.position(), reader.size
     if next(reader, None) is None:
         raise UserError(f"data.path={config.path} has {counted(len(rows), 'document')}, and the first "
-                        f"data.val_documents={config.val_documents} are for validation: none is left for training")
-    encoded = TextsOf(stream, tokenizer, config.separator).encode(rows)
+                        f"data.val_documents={config.val_documents} are for validation: none remains for training")
+    encoded = TextEncoder(stream, tokenizer, config.separator).encode(rows)
     texts = [text for row in encoded for text in row.texts]
     documents = [ids for row in encoded for ids in row.ids]
     ids = np.concatenate([np.empty(0, dtype_of(tokenizer)), *documents])
@@ -75,8 +75,8 @@ class Encoded(NamedTuple):
     ids: list[np.ndarray]
 
 
-class TextsOf:
-    """The documents in rows. held_out: the fingerprints of those that are left out."""
+class TextEncoder:
+    """Encodes the documents in rows. held_out: the fingerprints of documents to omit."""
 
     def __init__(self, stream: Stream, tokenizer: Tokenizer, separator: str | None,
                  held_out: frozenset[int] = frozenset()) -> None:
@@ -92,7 +92,7 @@ class TextsOf:
         parts = [Piece(piece, False, number == 0, row.where, 0, before)
                  for row, documents in zip(rows, texts, strict=True) for text in documents
                  for number, (piece, before) in enumerate(self._pieces(text))]
-        ids: list[list[np.ndarray]] = []         # of each document, piece by piece
+        ids: list[list[np.ndarray]] = []         # per document, its pieces
         for piece, encoded in zip(parts, self._encode(parts), strict=True):
             if piece.starts_document:
                 ids.append([np.array([self.tokenizer.end_of_text], self.dtype)])
@@ -104,7 +104,7 @@ class TextsOf:
         """The texts of a row that are neither empty nor held out."""
         text = self.stream.text(row)
         texts = [text] if self.separator is None else [part.strip(LINE_ENDS) for part in text.split(self.separator)]
-        return [one for one in texts if one and not (self.held_out and fingerprint([one]) in self.held_out)]
+        return [text for text in texts if text and not (self.held_out and fingerprint([text]) in self.held_out)]
 
     def _pieces(self, text: str) -> Iterator[tuple[str, int]]:
         """The text in pieces that are encoded separately, each with the number of characters before it."""

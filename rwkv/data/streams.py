@@ -1,11 +1,11 @@
-"""Streams of documents, read while a run trains (data.streaming): the lines of JSON files, or the rows of a data set.
+"""Streams of documents, read while a run trains (data.streaming): lines of JSON files, or rows of a dataset.
 
     stream = open_stream(config)
     reader = stream.read(position)       # None: from the beginning
     row = next(reader); reader.position()                          # of the next row, for another reader
 
-A stream is always read in the same order. Of several files the order is by name, where numbers count as numbers: part-2 comes
-before part-10. A row's text is taken from it only where it is wanted, since most of the work is there.
+A stream is always read in the same order. Several files are sorted by name, with numbers in numerical order: part-2 before
+part-10. A row's text is extracted only where it is used, since that is most of the work.
 """
 
 import hashlib
@@ -25,11 +25,11 @@ from rwkv.io.json_lines import parse
 from rwkv.io.lines import counted
 from rwkv.io.utf8 import open_file
 
-ENDS = 1 << 16                           # bytes at both ends of a file by which it is recognised
+ENDS = 1 << 16                           # bytes at both ends of a file that identify it
 
 
 class Row(NamedTuple):
-    """A line of JSON, or the value of a data set's column. where: its place, for errors."""
+    """A line of JSON, or the value of a dataset's column. where: its place, for errors."""
 
     content: bytes | str | None
     where: str
@@ -39,7 +39,7 @@ class Row(NamedTuple):
 
 
 class Reader(Iterator[Row]):
-    """Rows in order, from a position on. size: of what is read so far, in the unit of Stream.size."""
+    """Rows in order, from a position on. size: read so far, in the unit of Stream.size."""
 
     size = 0
 
@@ -49,7 +49,7 @@ class Reader(Iterator[Row]):
 
 
 class Stream(ABC):
-    """about: one line for people. sha256: of what identifies the data before they are read. size: bytes in all, if known."""
+    """about: one line for messages. sha256: identifies the data without reading them. size: total bytes, if known."""
 
     about: str
     sha256: str
@@ -65,22 +65,20 @@ class Stream(ABC):
 
 
 def open_stream(config: DataConfig) -> Stream:
-    return JsonLines(config) if config.name == "jsonl" else DataSet(config)
+    return JsonLines(config) if config.name == "jsonl" else Dataset(config)
 
 
 class JsonLines(Stream):
-    """Lines of one or several files. A position is the number of the file, the bytes before the line in its content, and the
-    number of lines before it.
-    """
+    """Lines of one or several files. A position is the file's number, and the bytes and the lines before it in its content."""
 
     def __init__(self, config: DataConfig) -> None:
         path = str(config.path)
-        found = sorted(jsonl.files(path), key=lambda pair: natural(pair[0]))
-        self.files = [file for _, file in found]
+        named = sorted(jsonl.files(path), key=lambda pair: natural(pair[0]))
+        self.files = [file for _, file in named]
         self.field = config.field
-        self.about = f"{self.files[0].name if len(found) == 1 else f'{len(found)} files of {path}'}, field {config.field}"
+        self.about = f"{self.files[0].name if len(named) == 1 else f'{len(named)} files of {path}'}, field {config.field}"
         self.size = sum(file.stat().st_size for file in self.files)
-        self.sha256 = sha256([config.field, *(part for name, file in found for part in (name, ends_of(file)))])
+        self.sha256 = sha256([config.field, *(part for name, file in named for part in (name, ends_of(file)))])
 
     def read(self, position: Any = None) -> Reader:
         return LineReader(self.files, *(position or (0, 0, 0)))
@@ -106,8 +104,8 @@ class LineReader(Reader):
         while self._place[0] < len(self._files):
             path = self._files[self._place[0]]
             if jsonl.is_list(path):
-                raise UserError(f"{path} is one JSON list, which a stream cannot read: write an object on each line, or leave "
-                                "data.streaming out")
+                raise UserError(f"data.streaming conflicts with {path}, a JSON list: write an object on each line, or omit "
+                                "data.streaming")
             with open_file(path) as raw:
                 file = decompressed(raw, path)
                 _skip(file, raw, self._place[1], path)
@@ -122,7 +120,7 @@ class LineReader(Reader):
 
 
 def _skip(file: Any, raw: Any, offset: int, path: Path) -> None:
-    """Leaves out the first bytes of a file's content."""
+    """Skips the first `offset` bytes of a file's content."""
     if file is raw:
         raw.seek(offset)
         return
@@ -144,8 +142,8 @@ def ends_of(path: Path) -> str:
     return hashed.hexdigest()
 
 
-class DataSet(Stream):
-    """Rows of a data set, through the library `datasets`, which also knows the positions."""
+class Dataset(Stream):
+    """Rows of a dataset of the library `datasets`, which also provides the positions."""
 
     def __init__(self, config: DataConfig) -> None:
         self.config = config
@@ -155,15 +153,15 @@ class DataSet(Stream):
         self.sha256 = sha256([config.split, config.field, *named])
 
     def read(self, position: Any = None) -> Reader:
-        return DataSetReader(self.config, position)
+        return DatasetReader(self.config, position)
 
     def text(self, row: Row) -> str:
         if row.content is not None and not isinstance(row.content, str):
-            raise UserError(f"{row.where} has no string in {self.config.field!r}, but {str(row.content)[:60]}")
+            raise UserError(f"{row.where} must have a string in {self.config.field!r}; got {str(row.content)[:60]}")
         return row.content or ""
 
 
-class DataSetReader(Reader):
+class DatasetReader(Reader):
     def __init__(self, config: DataConfig, position: Any) -> None:
         self._config = config
         self._data = hf.streamed(config)
@@ -178,8 +176,8 @@ class DataSetReader(Reader):
             row = next(self._rows)
         except StopIteration:
             raise
-        except Exception as error:       # of a file, the network, ...
-            raise UserError(f"data.path={self._config.path} broke off after {counted(self._number, 'row')}: "
+        except Exception as error:       # from a file, the network, ...
+            raise UserError(f"data.path={self._config.path} failed after {counted(self._number, 'row')}: "
                             f"{hf.reason(error)}; continue the run with resume=auto") from None
         self._number += 1
         return Row(row[self._config.field], f"{self._config.path}, row {self._number - 1}")

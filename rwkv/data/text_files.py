@@ -1,4 +1,4 @@
-"""The files that data.path names, and cached hashes of their contents."""
+"""The files of data.path, and cached hashes of their contents."""
 
 import glob
 import hashlib
@@ -16,7 +16,7 @@ from rwkv.errors import UserError
 from rwkv.io.cache import read_json, sha256, write_json
 from rwkv.io.utf8 import chunks, open_file
 
-SETTLED = 2_000_000_000                  # ns: two changes of a file that are closer in time may have the same timestamp
+SETTLED = 2_000_000_000                  # ns: two changes of a file within this time may have equal timestamps
 VERSION = "2"                            # of the cached entries
 BLOCK = 1 << 20                          # bytes read at a time for hashing
 SLASH = rf"[/{re.escape(os.sep)}]"
@@ -32,14 +32,14 @@ class Content(NamedTuple):
 
 
 def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
-    """(name, file) of the file `path`, of the files in a folder with one of the endings, or of the files that match a pattern.
+    """(name, file) of the file `path`, of the files in a folder with one of the suffixes, or of the files that match a pattern.
 
-    Sorted by name, which is relative to the folder. A file that has several names through links is listed once.
+    Sorted by name, which is relative to the folder. A file with several names through links is listed once.
     """
     if Path(path).is_file():
         return [(Path(path).name, Path(path))]
     patterns = [f"{glob.escape(path)}/**/*{ending}" for ending in endings] if Path(path).is_dir() else [path]
-    files = _each_once(file for pattern in patterns for file in _glob(pattern) if file.is_file())
+    files = _unique_files(file for pattern in patterns for file in _glob(pattern) if file.is_file())
     if not files:
         raise UserError(_no_files(path, endings))
     root = Path(path)                    # the folder, or the part of a pattern before its first wildcard
@@ -49,33 +49,33 @@ def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
 
 
 def natural(name: str) -> list[tuple[int, str]]:
-    """A sort key for names with numbers in them: part-2 comes before part-10."""
+    """A sort key for names with numbers: part-2 before part-10."""
     return [(int(number or 0), text) for text, number in re.findall(r"(\D*)(\d*)", name)]
 
 
 def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Content]:
-    """The Content of each file, cached. A file is read again if its size or timestamp differs from the cached one, or if it
-    was changed in the two seconds before it was read, since a second change may have the same timestamp.
+    """The Content of each file, cached. A file is read again if its size or timestamp differs from the cache, or if it changed
+    within two seconds before it was read, since a second change may have the same timestamp.
 
     text: the files must be UTF-8; raises UserError if one is not.
     """
     cached = cache / f"contents-{sha256([VERSION, str(text), *(str(path.absolute()) for path in paths)])[:16]}.json"
-    known = read_json(cached) or {}
-    entries = {str(path): _entry(path, known.get(str(path)), text) for path in paths}
-    if entries != known:
-        with suppress(UserError):        # a cache that cannot be written may have all that is needed
+    previous = read_json(cached) or {}
+    entries = {str(path): _entry(path, previous.get(str(path)), text) for path in paths}
+    if entries != previous:
+        with suppress(UserError):        # a read-only cache may contain all other files
             write_json(cached, entries)
     return [Content(*(entry[name] for name in Content._fields)) for entry in entries.values()]
 
 
-def names_and_hashes(found: Sequence[tuple[str, Path]], cache: Path, text: bool = False) -> list[str]:
-    """The name and the hash of each file in turn. Together they identify a source."""
-    read = contents([path for _, path in found], cache, text)
-    return [part for (name, _), content in zip(found, read, strict=True) for part in (name, content.sha256)]
+def names_and_hashes(files: Sequence[tuple[str, Path]], cache: Path, text: bool = False) -> list[str]:
+    """The name and the hash of each file in turn, which together identify a source."""
+    file_contents = contents([path for _, path in files], cache, text)
+    return [part for (name, _), content in zip(files, file_contents, strict=True) for part in (name, content.sha256)]
 
 
 def stamp(path: Path) -> list[int]:
-    """The size of a file, and its time of change in ns. Raises UserError if it is missing."""
+    """The size and modification time, in ns, of a file. Raises UserError if it is missing."""
     try:
         status = path.stat()
     except OSError as error:
@@ -84,7 +84,7 @@ def stamp(path: Path) -> list[int]:
 
 
 def unchanged(path: Path, entry: dict[str, Any]) -> bool:
-    """True if the file has certainly not changed since `entry` was made, by the entry's stamp and time."""
+    """True if the file has certainly not changed since `entry` was created, by its stamp and time."""
     return stamp(path) == entry["stamp"] and entry["stamp"][1] + SETTLED < entry["time"]
 
 
@@ -96,9 +96,9 @@ def crc32(path: Path) -> int:
     return checksum
 
 
-def _entry(path: Path, known: dict[str, Any] | None, text: bool) -> dict[str, Any]:
-    if known and unchanged(path, known):
-        return known
+def _entry(path: Path, previous: dict[str, Any] | None, text: bool) -> dict[str, Any]:
+    if previous and unchanged(path, previous):
+        return previous
     now = time.time_ns()
     return {"stamp": stamp(path), "time": now, **_read_content(path, text)._asdict()}
 
@@ -119,7 +119,7 @@ def _read_content(path: Path, text: bool) -> Content:
 
 
 def _glob(pattern: str) -> Iterator[Path]:
-    """Like glob.glob with `recursive`, but `**` enters each folder once, even if a link inside leads back to it."""
+    """Like glob.glob with `recursive`, but `**` visits each folder once, even with cyclic links."""
     before, *after = ANY_DEPTH.split(pattern, maxsplit=1)
     if not after:
         yield from map(Path, glob.glob(pattern))                     # noqa: PTH207
@@ -130,26 +130,26 @@ def _glob(pattern: str) -> Iterator[Path]:
 
 
 def _folders(top: Path) -> Iterator[Path]:
-    """`top` and the folders below it that are not hidden, each once: by its own path if possible, else by that of a link."""
-    entered: set[Path] = set()
-    waiting = [top]
+    """`top` and the non-hidden folders below it, each once: by its own path if possible, else by that of a link."""
+    visited: set[Path] = set()
+    pending = [top]
     links: list[Path] = []
-    while waiting or links:
-        folder = (waiting or links).pop()
-        if folder.resolve() not in entered:
-            entered.add(folder.resolve())
+    while pending or links:
+        folder = (pending or links).pop()
+        if folder.resolve() not in visited:
+            visited.add(folder.resolve())
             yield folder
             below = [folder / name for name in sorted(glob.glob("*/", root_dir=folder))]              # noqa: PTH207
-            waiting += [each for each in below if not each.is_symlink()]
-            links += [each for each in below if each.is_symlink()]
+            pending += [path for path in below if not path.is_symlink()]
+            links += [path for path in below if path.is_symlink()]
 
 
-def _each_once(files: Iterable[Path]) -> list[Path]:
-    """The files sorted by path. Of several paths of the same file, it has the first that is no link."""
-    named: dict[Path, Path] = {}
+def _unique_files(files: Iterable[Path]) -> list[Path]:
+    """The files sorted by path. Of several paths of one file, the first that is not a link."""
+    unique: dict[Path, Path] = {}
     for file in sorted(set(files), key=lambda file: (file.is_symlink(), file)):
-        named.setdefault(file.resolve(), file)
-    return sorted(named.values())
+        unique.setdefault(file.resolve(), file)
+    return sorted(unique.values())
 
 
 def _no_files(path: str, endings: Sequence[str]) -> str:

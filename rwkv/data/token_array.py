@@ -1,8 +1,8 @@
-"""One long array of token ids in many memory-mapped files: only the ids that are read are in memory.
+"""An array of token ids in many memory-mapped files, of which only the ids that are read are in memory.
 
     tokens = TokenArray(parts, offsets)
-    tokens[10:20]                       # ids (10,), as of one array
-    tokens.starts                       # places where documents begin (D,), int64, ascending
+    tokens[10:20]                       # ids (10,), as from one array
+    tokens.starts                       # offsets of documents (D,), int64, ascending
 """
 
 from bisect import bisect_right
@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-MAPPED = 1024                            # files mapped at a time: a system allows a process some 65,000
+MAPPED = 1024                            # files mapped at a time: a process may map about 65,000
 
 
 class Part(NamedTuple):
@@ -27,7 +27,7 @@ class Part(NamedTuple):
 
 
 class DocumentOffsets(NamedTuple):
-    """Places where documents begin: entries [first, first + length) of a .npy file of int64, minus `base`."""
+    """Offsets of documents: entries [first, first + length) of a .npy file of int64, minus `base`."""
 
     path: Path
     first: int
@@ -36,7 +36,7 @@ class DocumentOffsets(NamedTuple):
 
 
 class TokenArray:
-    """Ids of consecutive parts. A pickle holds only the paths of the files; another process maps them itself.
+    """Ids of consecutive parts. A pickle contains only the files' paths; the other process maps them itself.
 
     offsets: of consecutive documents, in one file or in several.
     """
@@ -45,7 +45,7 @@ class TokenArray:
         self.parts = [part for part in parts if part.length]
         self._offsets = offsets
         self._ends = list(accumulate(part.length for part in self.parts))
-        self._mapped = lru_cache(MAPPED)(_map)           # by file: thousands of parts may be of the same one
+        self._mapped = lru_cache(MAPPED)(_map)           # by file: thousands of parts may be in the same one
 
     def __reduce__(self) -> tuple[Any, ...]:
         return TokenArray, (self.parts, *self._offsets)
@@ -57,20 +57,20 @@ class TokenArray:
         """Consecutive ids (n,): a view of the file, or a copy if they are in several files."""
         start, stop, step = places.indices(len(self))
         assert step == 1, "only consecutive ids can be read"
-        found = []
+        pieces = []
         index = bisect_right(self._ends, start)
         while start < stop:
             part = self.parts[index]
             begin = self._ends[index] - part.length
             ids = self._mapped(part.path, part.dtype)
-            found.append(ids[part.first + start - begin:part.first + min(stop, self._ends[index]) - begin])
+            pieces.append(ids[part.first + start - begin:part.first + min(stop, self._ends[index]) - begin])
             start = self._ends[index]
             index += 1
-        return found[0] if len(found) == 1 else np.concatenate(found or [np.empty(0, np.uint16)])
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces or [np.empty(0, np.uint16)])
 
     @staticmethod
     def joined(arrays: Sequence["TokenArray"]) -> "TokenArray":
-        """The ids and the documents of all arrays, one array after the other. All are in files, or all in memory."""
+        """The concatenation of arrays, all in files or all in memory."""
         if arrays and isinstance(arrays[0], TokensInMemory):
             begins = accumulate(map(len, arrays), initial=0)
             return TokensInMemory(np.concatenate([array[:] for array in arrays]), np.concatenate(
@@ -85,7 +85,7 @@ class TokenArray:
         return self.between(0, min(length, len(self)))
 
     def between(self, start: int, stop: int) -> "TokenArray":
-        """The ids [start, stop), with the documents that begin among them."""
+        """The ids [start, stop), with the documents that begin there."""
         cut = []
         for part, end in zip(self.parts, self._ends, strict=True):
             skipped = max(0, start - (end - part.length))
@@ -93,9 +93,9 @@ class TokenArray:
             if length > 0:
                 cut.append(part._replace(first=part.first + skipped, length=length))
         offsets = []
-        for one in self._offsets:
-            first, last = np.searchsorted(_places(one), (start, stop)).tolist()
-            offsets.append(one._replace(first=one.first + first, length=last - first, base=one.base + start))
+        for old in self._offsets:
+            first, last = np.searchsorted(_load_offsets(old), (start, stop)).tolist()
+            offsets.append(old._replace(first=old.first + first, length=last - first, base=old.base + start))
         return TokenArray(cut, *offsets)
 
     @property
@@ -106,7 +106,7 @@ class TokenArray:
     @cached_property
     def starts(self) -> np.ndarray:
         """Where each document begins: at the end-of-text token before it, or at its first token. (D,), int64, ascending."""
-        return np.concatenate([np.empty(0, np.int64), *map(_places, self._offsets)])
+        return np.concatenate([np.empty(0, np.int64), *map(_load_offsets, self._offsets)])
 
 
 class TokensInMemory(TokenArray):
@@ -135,7 +135,7 @@ class TokensInMemory(TokenArray):
         return self._begins
 
 
-def _places(offsets: DocumentOffsets) -> np.ndarray:
+def _load_offsets(offsets: DocumentOffsets) -> np.ndarray:
     path, first, length, base = offsets
     return np.load(path, mmap_mode="r")[first:first + length] - base
 

@@ -1,11 +1,11 @@
-"""Files of token ids that other programs have made, read in place: data=binidx (binidx.py) and data=datatrove (datatrove.py).
+"""Token files of other programs, read in place: data=binidx (binidx.py) and data=datatrove (datatrove.py).
 
-Such data are one or several files of ids, each with an index that says where documents begin. RWKV-LM and datatrove put
-end_of_text at the end of each document, our own shards put it at the beginning. Here a document begins at the end_of_text
-before it, if there is one, so that except for the first document of a file the ids are the same.
+Such data are one or several files of ids, each with an index of the documents. RWKV-LM and datatrove put end_of_text at the end
+of each document, our shards put it at the beginning. Here a document begins at the end_of_text before it, if there is one, so
+that the ids are the same except for the first document of a file.
 
-The first run scans all ids, to refuse ids outside the vocabulary. The result is cached while the size and time of the files do
-not change. The ids are never copied.
+The first run scans all ids, to reject ids outside the vocabulary. The result is cached until the size or time of the files
+changes. The ids are never copied.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ SAMPLE = 1 << 22                         # ids of the validation split that are 
 
 
 class Index(NamedTuple):
-    """The content of an index: dtype of the ids, their number, and the place (D,) of each document's first id, int64."""
+    """The content of an index: dtype and number of the ids, and the offset (D,) of each document's first id, int64."""
 
     dtype: str
     tokens: int
@@ -56,7 +56,7 @@ class Tokens(NamedTuple):
 
     gzip_bpb: bits per byte of `gzip -9` on that text. unknown: the share of its ids that are the unknown token; None if the
     tokenizer's definition shows that it loses nothing. copies: the number of documents that repeat an earlier one; moved: of
-    those that are in another split than without copies.
+    those that the copies put in another split.
     """
 
     train: TokenArray
@@ -71,21 +71,21 @@ class Tokens(NamedTuple):
 
 
 class Places(NamedTuple):
-    """Files of the place where each document begins (D,) int64, and of the documents' hashes (D,) uint64."""
+    """Files of the documents' offsets (D,) int64 and hashes (D,) uint64."""
 
     starts: Path
     hashes: Path
 
 
-def read(found: Sequence[TokenFile], tokenizer: Tokenizer, val_fraction: float, cache: Path) -> Tokens:
-    """The tokens of both splits. Validation has the last documents, with val_fraction of the ids, or a single one's end.
+def read(files: Sequence[TokenFile], tokenizer: Tokenizer, val_fraction: float, cache: Path) -> Tokens:
+    """The tokens of both splits. Validation has the last documents, with val_fraction of the ids, or a single document's end.
 
-    If a document has copies in both splits, validation has the fewest of the last documents that, with all their copies, have
+    If a document has copies in both splits, validation has the fewest last documents that, with all their copies, have
     val_fraction of the ids.
     """
     entries, arrays, hashes = [], [], []
-    for file in found:
-        entry, places = _checked(file, tokenizer, cache)
+    for file in files:
+        entry, places = _scan_result(file, tokenizer, cache)
         _require_known(file.ids, entry, tokenizer)
         entries.append(entry)
         hashes.append(np.load(places.hashes))
@@ -94,48 +94,48 @@ def read(found: Sequence[TokenFile], tokenizer: Tokenizer, val_fraction: float, 
     whole = TokenArray.joined(arrays)
     digest = entries[0]["sha256"] if len(entries) == 1 else sha256(entry["sha256"] for entry in entries)
     starts = whole.starts
-    cut, first = _split(starts, len(whole), val_fraction, found[0].ids)
+    cut, first = _split(starts, len(whole), val_fraction, files[0].ids)
     _, group = np.unique(np.concatenate(hashes), return_inverse=True)
     copies = len(starts) - 1 - int(group.max())
     plain = np.arange(len(starts)) >= first
-    in_val = _copies_together(group, np.diff(starts, append=len(whole)), plain, val_fraction) if copies else plain
+    in_val = _join_copies(group, np.diff(starts, append=len(whole)), plain, val_fraction) if copies else plain
     moved = int((in_val != plain).sum())
     train, val = whole.between(0, cut), whole.between(cut, len(whole))
     if moved:
-        train, val = (_selected(whole, in_val == is_val, cache / f"{found[0].kind}-{digest[:12]}-{val_fraction}-{split}.npy")
+        train, val = (_selected(whole, in_val == is_val, cache / f"{files[0].kind}-{digest[:12]}-{val_fraction}-{split}.npy")
                       for is_val, split in ((False, "train"), (True, "val")))
-    return Tokens(train, val, len(starts), digest, *_measured(val, tokenizer), copies, moved)
+    return Tokens(train, val, len(starts), digest, *_measure(val, tokenizer), copies, moved)
 
 
 def _require_known(path: Path, entry: dict[str, Any], tokenizer: Tokenizer) -> None:
     if entry["largest"] >= tokenizer.vocab_size or entry["smallest"] < 0:
-        wrong = entry["smallest"] if entry["smallest"] < 0 else entry["largest"]
-        raise UserError(f"{path} has the id {wrong}, and data.tokenizer has the ids 0 to {tokenizer.vocab_size - 1}: "
+        invalid = entry["smallest"] if entry["smallest"] < 0 else entry["largest"]
+        raise UserError(f"{path} has the id {invalid}, and data.tokenizer has the ids 0 to {tokenizer.vocab_size - 1}: "
                         "name the tokenizer that made the ids")
 
 
-def _copies_together(group: np.ndarray, lengths: np.ndarray, plain: np.ndarray, val_fraction: float) -> np.ndarray:
+def _join_copies(group: np.ndarray, lengths: np.ndarray, plain: np.ndarray, val_fraction: float) -> np.ndarray:
     """Whether each document (D,) is for validation. group (D,): equal for equal documents; lengths (D,): in ids.
 
-    plain (D,): the split without copies, which stays if each group is on one side of it.
+    plain (D,): the split without copies, which is returned if it separates no group.
     """
     groups = int(group.max()) + 1
-    of_val = np.bincount(group, plain, groups)
-    if groups == 1 or not ((of_val > 0) & (of_val < np.bincount(group))).any():
+    in_val = np.bincount(group, plain, groups)
+    if groups == 1 or not ((in_val > 0) & (in_val < np.bincount(group))).any():
         return plain
     last = np.zeros(groups, np.int64)
     np.maximum.at(last, group, np.arange(len(group)))
     sizes = np.bincount(group, lengths, groups)
-    wanted = val_fraction * lengths.sum()
-    order = np.lexsort((-last, sizes > wanted))          # a document whose copies are more than all of validation comes last
-    count = int(np.clip(np.searchsorted(np.cumsum(sizes[order]), wanted) + 1, 1, groups - 1))
+    target = val_fraction * lengths.sum()
+    order = np.lexsort((-last, sizes > target))          # a document with more copies than all of validation comes last
+    count = int(np.clip(np.searchsorted(np.cumsum(sizes[order]), target) + 1, 1, groups - 1))
     chosen = np.zeros(groups, bool)
     chosen[order[:count]] = True
     return chosen[group]
 
 
 def _selected(whole: TokenArray, selected: np.ndarray, starts: Path) -> TokenArray:
-    """The documents (D,) that are selected. starts: the file for their places in the split."""
+    """The selected documents. selected: (D,) bool. starts: the file for their offsets in the split."""
     lengths = np.diff(whole.bounds)
     begins = np.cumsum(np.append(0, lengths[selected]))[:-1]
     _save(starts, begins)
@@ -145,15 +145,15 @@ def _selected(whole: TokenArray, selected: np.ndarray, starts: Path) -> TokenArr
     return TokenArray(parts, DocumentOffsets(starts, 0, len(begins), 0))
 
 
-def _checked(file: TokenFile, tokenizer: Tokenizer, cache: Path) -> tuple[dict[str, Any], Places]:
-    """The result of the scan, and the files about documents, all from the cache if nothing has changed."""
+def _scan_result(file: TokenFile, tokenizer: Tokenizer, cache: Path) -> tuple[dict[str, Any], Places]:
+    """The result of the scan and the files of documents, from the cache if nothing has changed."""
     key = sha256([VERSION, str(file.ids.absolute()), str(tokenizer.end_of_text)])[:16]
     cached = cache / f"{file.kind}-{key}.json"
     places = Places(cache / f"{file.kind}-{key}-starts.npy", cache / f"{file.kind}-{key}-hashes.npy")
     entry = read_json(cached)
-    read = (("bin", file.ids), ("idx", file.index_file))
+    sources = (("bin", file.ids), ("idx", file.index_file))
     valid = entry and all(path.is_file() for path in places) and _checksums(places) == entry["places"] and all(
-        unchanged(path, {"stamp": entry[name], "time": entry["time"]}) for name, path in read)
+        unchanged(path, {"stamp": entry[name], "time": entry["time"]}) for name, path in sources)
     return entry if entry and valid else _check(file, tokenizer, cached, places), places
 
 
@@ -166,7 +166,7 @@ def _check(file: TokenFile, tokenizer: Tokenizer, cached: Path, places: Places) 
     index = file.read_index()
     ids = _require_ids(file, index)
     scanned = _scan(ids)
-    starts = _document_places(ids, index.starts, tokenizer.end_of_text)
+    starts = _document_offsets(ids, index.starts, tokenizer.end_of_text)
     _save(places.starts, starts)
     _save(places.hashes, _hashes(ids, starts, tokenizer.end_of_text))
     with open_file(file.index_file) as opened:
@@ -174,13 +174,13 @@ def _check(file: TokenFile, tokenizer: Tokenizer, cached: Path, places: Places) 
     digest.update(scanned.pop("crc32").to_bytes(4, "little"))
     entry |= {"dtype": index.dtype, "tokens": index.tokens, **scanned, "sha256": digest.hexdigest(),
               "places": _checksums(places)}
-    with suppress(UserError):            # a cache that cannot be written may have the files about documents
+    with suppress(UserError):            # a read-only cache may contain the files of documents
         write_json(cached, entry)
     return entry
 
 
 def _save(path: Path, array: np.ndarray) -> None:
-    """Writes the array, unless the file has it already. Raises UserError if it cannot be written."""
+    """Writes the array, unless the file already contains it. Raises UserError if it cannot be written."""
     try:
         same = np.array_equal(np.load(path), array)
     except (OSError, ValueError, EOFError):              # missing, or damaged
@@ -190,7 +190,7 @@ def _save(path: Path, array: np.ndarray) -> None:
 
 
 def _hashes(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray:
-    """64 bits of the hash of each document (D,) uint64, without end_of_text before and after it."""
+    """64 bits of each document's hash (D,) uint64, without end_of_text before and after it."""
     hashes = np.empty(len(starts), np.uint64)
     plain = np.asarray(ids)              # faster to slice than a memmap
     ends = [*starts[1:].tolist(), len(ids)]
@@ -207,19 +207,19 @@ def _hashes(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray
 
 
 def _require_ids(file: TokenFile, index: Index) -> np.ndarray:
-    """The ids, memory-mapped. Raises UserError if the file has another size than the index says."""
-    wanted = index.tokens * np.dtype(index.dtype).itemsize
+    """The ids, memory-mapped. Raises UserError if the size of the file does not match the index."""
+    expected = index.tokens * np.dtype(index.dtype).itemsize
     size = file.ids.stat().st_size
-    if size != wanted:
-        raise UserError(f"{file.ids} has {size} bytes, and by its index {file.index_file.name} it should have {wanted}: the "
-                        "two files do not match")
+    if size != expected:
+        raise UserError(f"{file.ids} must have {expected} bytes by its index {file.index_file.name}; got {size}: the two files "
+                        "do not match")
     if not index.tokens:
         raise UserError(f"{file.ids} is empty")
     return np.memmap(file.ids, index.dtype, "r")
 
 
 def _scan(ids: np.ndarray) -> dict[str, int]:
-    """The smallest and the largest id, and the CRC-32 of all."""
+    """The smallest and the largest id, and the CRC-32 of all ids."""
     smallest = largest = int(ids[0])
     checksum = 0
     with tqdm(total=len(ids), desc="checking ids", unit="", unit_scale=True, delay=2, file=sys.stderr, leave=False) as bar:
@@ -232,25 +232,25 @@ def _scan(ids: np.ndarray) -> dict[str, int]:
     return {"smallest": smallest, "largest": largest, "crc32": checksum}
 
 
-def _document_places(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray:
-    """Places where documents begin: at their `starts` in the index, or one id earlier if that id is end_of_text."""
+def _document_offsets(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray:
+    """Offsets of documents: their `starts` in the index, or one id earlier if that id is end_of_text."""
     inner = starts[(starts > 0) & (starts < len(ids))]
     moved = inner - ((ids[inner - 1] == end_of_text) & (ids[inner] != end_of_text))
     return np.unique(np.concatenate([np.zeros(1, np.int64), moved]))
 
 
 def _split(places: np.ndarray, tokens: int, val_fraction: float, path: Path) -> tuple[int, int]:
-    """The place of the validation split's first id, and the number of documents before it."""
-    wanted = int(tokens * (1 - val_fraction))
+    """The offset of the validation split's first id, and the number of documents before it."""
+    target = int(tokens * (1 - val_fraction))
     if len(places) > 1:
-        first = int(np.clip(np.searchsorted(places, wanted), 1, len(places) - 1))
+        first = int(np.clip(np.searchsorted(places, target), 1, len(places) - 1))
         return int(places[first]), first
-    if not 0 < wanted < tokens:
+    if not 0 < target < tokens:
         raise UserError(f"{path} has {counted(tokens, 'id')}: too few to split into training and validation")
-    return wanted, 1
+    return target, 1
 
 
-def _measured(val: TokenArray, tokenizer: Tokenizer) -> tuple[float, float, float | None]:
+def _measure(val: TokenArray, tokenizer: Tokenizer) -> tuple[float, float, float | None]:
     """Bytes per predicted token, bits per byte of gzip -9 and the share of unknown tokens, of the split's first SAMPLE ids."""
     ids = val[:SAMPLE]
     counter = LossCounter(tokenizer)

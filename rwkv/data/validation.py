@@ -13,9 +13,9 @@ from rwkv.data.prepare import Corpus, mixed
 def with_part(corpus: Corpus, val_tokens: int | None, reach: int) -> Corpus:
     """The corpus with the first `val_tokens` predicted tokens of its validation split; unchanged for None or a short split.
 
-    Each source of data=mix has its share of them. Of conversations it has the fewest whole ones that hold so many tokens and an
-    answer to predict. reach: the number of tokens that validation reads of each conversation; an answer must begin within it.
-    The lost shares stay those of the whole split.
+    Each source of data=mix has its share of them. Conversations stay whole: the fewest with so many tokens and an answer to
+    predict. reach: the number of tokens that validation reads of each conversation; an answer must begin within them. The lost
+    shares remain those of the whole split.
     """
     if val_tokens is None or val_tokens + 1 >= len(corpus.val):
         return corpus
@@ -41,7 +41,7 @@ def with_part(corpus: Corpus, val_tokens: int | None, reach: int) -> Corpus:
 
 
 def _end_of_conversations(split: Tokenised, val_tokens: int, reach: int) -> int:
-    """The place after the last conversation of the part."""
+    """The offset after the last conversation of the part."""
     bounds = split.tokens.bounds[::2 if split.paired else 1].tolist()
     has_answer = False
     for begin, end in pairwise(bounds):

@@ -1,6 +1,6 @@
 """Training windows of ctx_len tokens, and their endless seeded shuffling.
 
-Each epoch is one permutation of the windows, and the order can be continued from any position, so that a run can resume.
+Each epoch is one permutation of the windows. The order can continue from any position, so that a run can resume.
 """
 
 from collections.abc import Iterator
@@ -44,7 +44,7 @@ def window_offset(ctx_len: int, seed: int, epoch: int) -> int:
 class Windows(Dataset[tuple[Tensor, Tensor]]):
     """The windows of a TokenArray. Numbers from len(self) on are windows of later epochs, which shift the grid.
 
-    partial: the tokens after the last whole window make a shorter window, and there is one epoch. seed: of the shifts.
+    partial: the tokens after the last whole window form a shorter window, and there is one epoch. seed: of the shifts.
     """
 
     tokens: TokenArray
@@ -75,7 +75,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
         return torch.from_numpy(x), torch.from_numpy(y)
 
     def _spans(self, number: int) -> list[slice]:
-        """The one or two stretches of tokens of a window. Each has one token more, the target of its last input."""
+        """The one or two spans of tokens of a window. Each has one more token, the target of its last input."""
         epoch, index = divmod(number, len(self))
         end = min(len(self) * self.ctx_len, len(self.tokens) - 1)
         start = (index * self.ctx_len + window_offset(self.ctx_len, self.seed, epoch)) % end
@@ -86,7 +86,7 @@ class Windows(Dataset[tuple[Tensor, Tensor]]):
 
 @dataclass(eq=False)
 class ShuffleSampler(Sampler[list[int]]):
-    """The window numbers of `batches` batches. Each epoch is a new permutation of its own `size` numbers.
+    """The window numbers of `batches` batches. Each epoch is a new permutation of its `size` numbers.
 
     The process `rank` of `world` has every world-th number of the common order.
     """
@@ -106,7 +106,7 @@ class ShuffleSampler(Sampler[list[int]]):
 
 
 class ShuffleIterator(Iterator[list[int]]):
-    """One pass over a ShuffleSampler. drawn: the numbers that all processes together have taken so far."""
+    """One pass over a ShuffleSampler. drawn: the numbers taken so far by all processes together."""
 
     def __init__(self, sampler: ShuffleSampler) -> None:
         self.sampler = sampler
@@ -126,7 +126,7 @@ class ShuffleIterator(Iterator[list[int]]):
         return {"drawn": self.drawn}
 
     def load_state_dict(self, state: dict[str, int]) -> None:
-        """Raises UserError if the run was begun with trainer.tbptt."""
+        """Raises UserError if the run began with trainer.tbptt."""
         if "drawn" not in state:
-            raise UserError("the run was begun with trainer.tbptt and cannot continue without it: leave it out to resume")
+            raise UserError("the run began with trainer.tbptt and cannot continue without it: omit trainer.tbptt= to resume")
         self.drawn = state["drawn"]

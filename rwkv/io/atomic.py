@@ -1,7 +1,7 @@
-"""Atomic writes: a file is written beside its target, flushed to the disk, and then renamed to the target.
+"""Atomic writes: write a file beside its target, flush it to the disk, and rename it to the target.
 
-After a crash the target is the whole old file or the whole new one. If the target is a symbolic link, the file it points to is
-replaced. A device or a pipe is written to directly.
+After a crash the target is the complete old or the complete new file. Follows symbolic links, and writes to devices and pipes
+directly.
 """
 
 import os
@@ -13,8 +13,8 @@ from typing import BinaryIO
 
 
 def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Writes `path` by write(file), atomically: if that fails, the old file stays. Makes missing parent folders."""
-    if path.exists() and not path.is_file():             # a rename would replace the machine's /dev/null
+    """Writes `path` with write(file), atomically: a failure keeps the old file. Creates missing parent folders."""
+    if path.exists() and not path.is_file():             # a rename would replace /dev/null
         with path.open("wb") as file:
             write(file)
         return
@@ -37,7 +37,7 @@ def write_file(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def append(path: Path, content: bytes) -> None:
-    """Appends to a file. Raises OSError with its name."""
+    """Appends to a file. An OSError names the file."""
     try:
         with path.open("ab") as file:
             file.write(content)
@@ -47,11 +47,11 @@ def append(path: Path, content: bytes) -> None:
 
 
 def write_folder(path: Path, write: Callable[[Path], None]) -> None:
-    """Makes the folder `path` by write(folder), and replaces an old one once the new one is complete."""
+    """Creates the folder `path` with write(folder), and replaces an old one once the new one is complete."""
     path = Path(os.path.realpath(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
-    shutil.rmtree(temporary, ignore_errors=True)         # left by a killed process with the same id
+    shutil.rmtree(temporary, ignore_errors=True)         # left by a killed process with the same pid
     temporary.mkdir()
     try:
         write(temporary)
@@ -69,8 +69,9 @@ def write_folder(path: Path, write: Callable[[Path], None]) -> None:
 
 
 def replace_folder(folder: Path, path: Path) -> None:
-    """Renames a finished folder to `path`, where an older file or folder may be. A kill in between leaves both of them, the old
-    one with the name of replaced_by(path).
+    """Renames a finished folder to `path`, replacing an old file or folder.
+
+    A kill in between leaves both, the old one named replaced_by(path).
     """
     sync_folder(folder)
     old = replaced_by(path)
@@ -83,12 +84,12 @@ def replace_folder(folder: Path, path: Path) -> None:
 
 
 def replaced_by(path: Path) -> Path:
-    """The name of the old file or folder while replace_folder replaces it."""
+    """The name of the old file or folder during replace_folder."""
     return path.with_name(f".{path.name}.old")
 
 
 def remove(path: Path) -> None:
-    """Deletes a file or a folder, if it is there. A folder is renamed first, so that none is left in part under its name."""
+    """Deletes a file or folder, if it exists. Renames a folder first, so that a kill leaves no partial folder."""
     if not path.is_dir():
         path.unlink(missing_ok=True)
         return
@@ -105,7 +106,7 @@ def size_on_disk(path: Path) -> int:
 
 
 def sync_folder(folder: Path) -> None:
-    """Flushes the folder's entries to the disk, so that a rename survives a crash. Windows cannot open a folder."""
+    """Flushes the folder's entries to the disk, so that a rename survives a crash. No-op on Windows."""
     if sys.platform == "win32":
         return
     handle = os.open(folder, os.O_RDONLY)

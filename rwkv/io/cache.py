@@ -1,4 +1,4 @@
-"""Cache files: written atomically, also by several processes at once, and checked when they are read."""
+"""Cache files: atomic writes, also by concurrent processes, and checksums verified on reading."""
 
 import hashlib
 import json
@@ -11,17 +11,17 @@ from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 
 
-def write(path: Path, put: Callable[[BinaryIO], object]) -> None:
-    """Writes `path` by put(file), atomically. Raises UserError if it cannot be written."""
+def write(path: Path, write_to: Callable[[BinaryIO], object]) -> None:
+    """Writes `path` with write_to(file), atomically. Raises UserError if it cannot be written."""
     try:
-        write_file(path, put)
+        write_file(path, write_to)
     except OSError as error:
         raise UserError(cannot_write(path, error)) from None
 
 
 def cannot_write(path: Path, error: OSError) -> str:
     """The message of a UserError about a folder or file of data.cache_dir that cannot be written."""
-    return f"cannot write {path}: {error.strerror}; data.cache_dir must be a folder with room"
+    return f"cannot write {path}: {error.strerror}; data.cache_dir must be a writable folder with free space"
 
 
 def write_bytes(path: Path, content: bytes) -> None:
@@ -36,20 +36,20 @@ def write_json(path: Path, content: Any) -> None:
 def read_json(path: Path) -> Any:
     """The content that write_json wrote; None if the file is missing or damaged."""
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        return found["content"] if found["crc32"] == _checksum(found["content"]) else None
+        entry = json.loads(path.read_text(encoding="utf-8"))
+        return entry["content"] if entry["crc32"] == _checksum(entry["content"]) else None
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def sha256(parts: Iterable[str]) -> str:
     """The SHA-256 of strings in UTF-8, joined by zero bytes."""
-    joined = hashlib.sha256()
-    between = b""
+    hashed = hashlib.sha256()
+    separator = b""
     for part in parts:
-        joined.update(between + part.encode(errors="surrogateescape"))
-        between = b"\0"
-    return joined.hexdigest()
+        hashed.update(separator + part.encode(errors="surrogateescape"))
+        separator = b"\0"
+    return hashed.hexdigest()
 
 
 def _checksum(content: Any) -> int:

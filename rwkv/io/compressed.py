@@ -1,4 +1,4 @@
-"""Compressed files, by their endings: .gz, and .zst with the package zstandard."""
+"""Compressed files, by suffix: .gz, and .zst with the package zstandard."""
 
 import gzip
 import io
@@ -9,14 +9,14 @@ from typing import Any
 from rwkv.errors import UserError
 
 COMPRESSED = (".gz", ".zst")
-BROKEN = (OSError, EOFError, zlib.error)         # errors of a file that is damaged or cut off
+BROKEN = (OSError, EOFError, zlib.error)         # errors of a damaged or truncated file
 BLOCK = 1 << 17                          # compressed bytes read at a time
 
 
 def decompressed(raw: Any, path: Path) -> Any:
-    """The content of a file that is open for reading bytes: `raw` itself if its name has another ending.
+    """The content of a file that is open for reading bytes; `raw` itself for other suffixes.
 
-    Reading raises one of BROKEN for a damaged file. Raises UserError where .zst needs a package.
+    Reading raises one of BROKEN for a damaged file. Raises UserError if .zst lacks its package.
     """
     if path.suffix == ".gz":
         return gzip.GzipFile(fileobj=raw)
@@ -26,13 +26,13 @@ def decompressed(raw: Any, path: Path) -> Any:
 
 
 class _Zstandard(io.RawIOBase):
-    """Reads frames of zstandard, one after the other. The package's own reader does not notice a frame that is cut off."""
+    """Reads consecutive zstandard frames. The package's own reader does not detect a truncated frame."""
 
     def __init__(self, raw: Any, path: Path) -> None:
         try:
             import zstandard
         except ImportError:
-            raise UserError(f"{path} needs the package zstandard: pip install zstandard") from None
+            raise UserError(f"{path} requires the package zstandard: pip install zstandard") from None
         self._library = zstandard
         self._raw = raw
         self._frame: Any = None          # the decompressor of an unfinished frame
@@ -47,7 +47,7 @@ class _Zstandard(io.RawIOBase):
             self._compressed = self._compressed or self._raw.read(BLOCK)
             if not self._compressed:
                 if self._frame is not None:
-                    raise EOFError("it ends within a frame of zstandard, and is cut off")
+                    raise EOFError("its last zstandard frame is cut off")
                 return 0
             self._frame = self._frame or self._library.ZstdDecompressor().decompressobj()
             try:

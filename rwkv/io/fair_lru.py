@@ -1,4 +1,4 @@
-"""Several owners keep things in a bounded room: which thing is dropped first."""
+"""A fair LRU policy for a cache of bounded size that several owners share."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Hashable, Iterator
@@ -8,50 +8,50 @@ K = TypeVar("K", bound=Hashable)
 
 
 class FairLRU(Generic[K]):
-    """The sizes and owners of things, in the order of use, the most recently used last. total: the sum of the sizes."""
+    """The sizes and owners of entries, least recently used first. total: the sum of the sizes."""
 
     def __init__(self) -> None:
-        self._kept: OrderedDict[K, tuple[str, int]] = OrderedDict()
-        self._of_owner: Counter[str] = Counter()         # total size, by owner
-        self._number: Counter[str] = Counter()           # number of things, by owner
+        self._entries: OrderedDict[K, tuple[str, int]] = OrderedDict()
+        self._sizes: Counter[str] = Counter()            # total size per owner
+        self._counts: Counter[str] = Counter()           # number of entries per owner
         self.total = 0
 
     def __contains__(self, key: object) -> bool:
-        return key in self._kept
+        return key in self._entries
 
     def __iter__(self) -> Iterator[K]:
-        return iter(self._kept)
+        return iter(self._entries)
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
     def add(self, key: K, owner: str, size: int) -> None:
-        """Adds a thing, as the one used last, in place of an earlier one with the same key."""
+        """Adds an entry as the most recently used, replacing one with the same key."""
         self.remove(key)
-        self._kept[key] = owner, size
-        self._of_owner[owner] += size
-        self._number[owner] += 1
+        self._entries[key] = owner, size
+        self._sizes[owner] += size
+        self._counts[owner] += 1
         self.total += size
 
     def use(self, key: K) -> None:
-        self._kept.move_to_end(key)
+        self._entries.move_to_end(key)
 
     def remove(self, key: K) -> None:
-        if key not in self._kept:
+        if key not in self._entries:
             return
-        owner, size = self._kept.pop(key)
+        owner, size = self._entries.pop(key)
         self.total -= size
-        self._of_owner[owner] -= size
-        self._number[owner] -= 1
-        if not self._number[owner]:
-            del self._number[owner], self._of_owner[owner]
+        self._sizes[owner] -= size
+        self._counts[owner] -= 1
+        if not self._counts[owner]:
+            del self._counts[owner], self._sizes[owner]
 
-    def victim(self, most: int) -> K:
-        """The thing to drop where the total exceeds `most`.
+    def victim(self, capacity: int) -> K:
+        """The entry to evict if the total exceeds `capacity`.
 
-        It is the least recently used one of an owner that holds more than an equal share. The thing used last is dropped only
-        if it is the only one. So an owner within its share loses nothing to others, and a single owner has all the room.
+        The least recently used entry of an owner with more than an equal share; the most recently used entry only if it is the
+        only one. So an owner within its share loses nothing to others, and a single owner may use all of it.
         """
-        share = most / len(self._of_owner)
-        *others, last = self._kept
-        return next((key for key in others if self._of_owner[self._kept[key][0]] > share), (others or [last])[0])
+        share = capacity / len(self._sizes)
+        *others, last = self._entries
+        return next((key for key in others if self._sizes[self._entries[key][0]] > share), (others or [last])[0])

@@ -1,4 +1,4 @@
-"""Python's garbage collector, while a program starts."""
+"""Python's garbage collector during start-up."""
 
 import atexit
 import gc
@@ -8,11 +8,10 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Turns garbage collection off inside, and then freezes all objects: they are never searched for garbage again.
+    """Disables garbage collection inside, and then freezes all objects, so that they are never scanned again.
 
-    Importing torch and reading a vocabulary make a million objects that stay until the process ends. Searching them again and
-    again takes an eighth of the CPU time from the start of generate.py to its first token. Does nothing if the collector is off
-    already.
+    Importing torch and reading a vocabulary create a million permanent objects. Scanning them repeatedly takes an eighth of the
+    CPU time from the start of generate.py to its first token. Does nothing if the collector is already disabled.
     """
     if not gc.isenabled():
         yield
@@ -23,4 +22,4 @@ def uncollected() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-        atexit.register(gc.unfreeze)     # Taichi saves its compiled kernels only if the last collection frees its program
+        atexit.register(gc.unfreeze)     # Taichi saves compiled kernels only if the last collection frees its program

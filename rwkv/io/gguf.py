@@ -3,8 +3,8 @@
     magic "GGUF", version 3, number of tensors, number of metadata                uint32, uint32, uint64, uint64
     metadata    key, type, value        an array is the type of its elements, their number, and the elements
 
-A string is its length and UTF-8. Everything is little endian. Source: ggml, docs/gguf.md. The package gguf's reader is not
-used: it goes on past the end of a damaged file, and takes 15 times as long for the World vocabulary.
+A string is its length and UTF-8. All numbers are little endian. Source: ggml, docs/gguf.md. The package gguf's reader is not
+used: it reads past the end of a damaged file, and takes 15 times as long for the World vocabulary.
 """
 
 import mmap
@@ -23,11 +23,11 @@ STRING = 8
 ARRAY = 9
 SPLIT_COUNT = "split.count"
 SPLIT_NAME = re.compile(r"(?P<name>.+)-\d{5}-of-(?P<count>\d{5})\.gguf")
-HEADERS = 4                              # number of headers that are kept: a model's parts have one each
+HEADERS = 4                              # cached headers: each part of a model has one
 
 
 class Header(NamedTuple):
-    """end: the place after the metadata, where the descriptions of tensors begin."""
+    """end: the offset after the metadata, where the tensor descriptions begin."""
 
     metadata: dict[str, Any]
     n_tensors: int
@@ -37,7 +37,7 @@ class Header(NamedTuple):
 def header_of(path: Path) -> Header:
     """The header of a GGUF file, cached until the file changes. The metadata are shared: callers must not change them.
 
-    Raises CheckpointError where the file is damaged.
+    Raises CheckpointError if the file is damaged.
     """
     stat = path.stat()
     return _header(path, stat.st_ino, stat.st_size, stat.st_mtime_ns)
@@ -55,15 +55,15 @@ def _header(path: Path, *_version: int) -> Header:
 
 
 def parts_of(path: Path, metadata: dict[str, Any]) -> list[Path]:
-    """The files of a model, in order. path: one of them. metadata: of that one. Raises CheckpointError where one is missing."""
+    """The files of a model, in order. path, metadata: of one of them. Raises CheckpointError if one is missing."""
     count = metadata.get(SPLIT_COUNT, 1)
     if count in (0, 1):                  # 0 is what llama-gguf-split --merge writes
         return [path]
-    named = SPLIT_NAME.fullmatch(path.name)
-    if named is None or not isinstance(count, int) or int(named["count"]) != count:
-        raise CheckpointError(f"{path} is one of {count} parts of a model, which are named NAME-00001-of-{count:05}.gguf and "
-                              "so on: give the parts these names again")
-    parts = [path.with_name(f"{named['name']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    match = SPLIT_NAME.fullmatch(path.name)
+    if match is None or not isinstance(count, int) or int(match["count"]) != count:
+        raise CheckpointError(f"{path} is one of {count} parts of a model, which must be named NAME-00001-of-{count:05}.gguf "
+                              "and so on: restore these names")
+    parts = [path.with_name(f"{match['name']}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
         raise CheckpointError(f"{path} is one of {count} parts of a model, and {missing[0]} is not beside it: is the download "
@@ -72,7 +72,7 @@ def parts_of(path: Path, metadata: dict[str, Any]) -> list[Path]:
 
 
 class Cursor:
-    """Reads values one after another from `data`, never beyond its end."""
+    """Reads consecutive values from `data`, never beyond its end."""
 
     def __init__(self, path: Path, data: memoryview, at: int = 0) -> None:
         self.path = path
@@ -83,9 +83,9 @@ class Cursor:
         """The metadata, from the beginning of the file, and the number of tensors."""
         _, version, n_tensors, n_metadata = self.unpack("4sIQQ")
         if version not in VERSIONS:
-            why = ("an early form: convert the model again" if version < VERSIONS[0] else
-                   "it is for big-endian machines" if not version % 2**16 else "it is newer than this program, or damaged")
-            raise CheckpointError(f"{self.path} is a GGUF file of version {version}, expected {VERSIONS[-1]}: {why}")
+            reason = ("an early form: convert the model again" if version < VERSIONS[0] else
+                      "it is for big-endian machines" if not version % 2**16 else "it is newer than this program, or damaged")
+            raise CheckpointError(f"{self.path} is a GGUF file of version {version}, expected {VERSIONS[-1]}: {reason}")
         metadata: dict[str, Any] = {}
         for _ in range(n_metadata):
             key = self.string()
@@ -109,7 +109,7 @@ class Cursor:
         try:
             return text.decode()
         except UnicodeDecodeError as error:
-            raise CheckpointError(f"{self.path} has a text in its header that is not UTF-8 ({error}): the file is "
+            raise CheckpointError(f"{self.path} has a string in its header that is not UTF-8 ({error}): the file is "
                                   "damaged") from error
 
     def value(self, type_: int) -> Any:
@@ -126,6 +126,6 @@ class Cursor:
             size = struct.calcsize(f"<{SCALARS[type_]}")
             return [value for value, in struct.iter_unpack(f"<{SCALARS[type_]}", self.take(size * count))]
         if type_ != STRING:
-            raise CheckpointError(f"{self.path} has an array of the type {type_} in its header, expected numbers or texts: the "
-                                  "file is damaged, or newer than this program")
+            raise CheckpointError(f"{self.path} has an array of the type {type_} in its header, expected numbers or strings: "
+                                  "the file is damaged, or newer than this program")
         return [self.string() for _ in range(count)]

@@ -1,14 +1,13 @@
-"""Names on the Hugging Face Hub, for every option that names a checkpoint, a state, an adapter, a tokenizer or a template.
+"""Names on the Hugging Face Hub, accepted by every option for a checkpoint, state, adapter, tokenizer or template.
 
-    ORG/REPO                 a directory with config.json or adapter_config.json, or the only file of weights
+    ORG/REPO                 a directory with config.json or adapter_config.json, or the only weights file
     ORG/REPO/PATH            a file or a directory inside the repository
-    ORG/REPO:Q4_K_M          the GGUF file with this quantisation in its name
+    ORG/REPO:Q4_K_M          the GGUF file with this quantisation
     NAME@REVISION            a branch, a tag or a commit; main by default
-    hf://NAME                the same; https://huggingface.co/ORG/REPO/blob/main/PATH, as a browser shows it, too
+    hf://NAME                the same; also https://huggingface.co/ORG/REPO/blob/main/PATH, a browser's address
 
-A name that is a path on disk stays a path, and so does every other name inside a folder that exists. huggingface_hub
-downloads: its cache, token, offline mode and progress bar apply, and it resumes a download whose connection breaks. Only the
-files that are read are downloaded.
+A name that exists on disk, or whose first folder does, is a path. huggingface_hub downloads: its cache, token, offline mode
+and progress bar apply, and it resumes interrupted downloads. Only the files that are read are downloaded.
 """
 
 import functools
@@ -25,27 +24,27 @@ from rwkv.errors import CheckpointError
 
 EXTRA = "pip install huggingface_hub"
 MAIN = "main"
-SHOWN = 4                                # names in an error
+SHOWN = 4                                # names listed in an error
 CARD = "README.md"
-RUNS = "runs/"                           # where runs are, also before the first one
+RUNS = "runs/"                           # the folder of runs, which may not exist yet
 COMMIT = re.compile(r"[0-9a-f]{40}")
 SCHEME = re.compile(r"(hf:|(?:https?:/+)?(?:www\.)?(?:huggingface\.co|hf\.co)(?=/))/*")
 REPOSITORY = re.compile(r"([A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(?:@(refs/(?:pr|convert)/[\w.-]+|[^/:@]+))?"
                         r"(?:/([^:@]*))?((?:[:@][^:@]+)*)")
-ON_A_PAGE = re.compile(r"(?:blob|resolve|raw|tree)/([^/]+)(?:/(.*))?")         # the path of a browser's address
+ON_A_PAGE = re.compile(r"(?:blob|resolve|raw|tree)/([^/]+)(?:/(.*))?")         # the path in a browser's address
 PART = re.compile(r"-\d{5}-of-\d{5}(?=\.gguf\Z)")
 QUANTISATION = re.compile(r"(?<![A-Za-z0-9])(?:IQ\d\w*|Q\d\w*|T?BF16|F16|F32|MXFP4)(?![A-Za-z0-9_])", re.IGNORECASE)
 WEIGHTS = (".pth", ".safetensors", ".gguf", ".st", ".ckpt", ".bin", ".ggmf")
 FILES = (*WEIGHTS, ".pt", ".json", ".txt", ".jinja", ".jinja2")                # ORG/NAME with such a suffix is a path
-MARKS = ("config.json", "adapter_config.json")           # of a directory that is read as a whole
-OF_DIRECTORY = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json",
-                "adapter_model.safetensors", "adapter_model.bin")              # its weights, in the order of preference
+MARKS = ("config.json", "adapter_config.json")           # of a directory that is a whole model or adapter
+DIRECTORY_WEIGHTS = ("model.safetensors", "pytorch_model.bin", "model.safetensors.index.json", "pytorch_model.bin.index.json",
+                "adapter_model.safetensors", "adapter_model.bin")              # its weights, in order of preference
 INDEX = ".index.json"
 BESIDE = (".json", ".jinja", ".txt", ".model", ".md")    # suffixes of its other files
 
 
 class Name(NamedTuple):
-    """path: inside the repository; "" for all of it. quantisation: of a GGUF file. revision: None for main."""
+    """path: within the repository; "" for all of it. quantisation: of a GGUF file. revision: None for main."""
 
     repository: str
     path: str = ""
@@ -59,15 +58,15 @@ class Name(NamedTuple):
 
 
 class Fetched(NamedTuple):
-    """The path on disk, and the name with the commit as its revision: it means the same file for ever."""
+    """The path on disk, and the name pinned to a commit, which is permanent."""
 
     path: Path
     pinned: str
 
 
 class Contents(NamedTuple):
-    """What a repository holds at a commit. files: sizes in bytes by path; None where the size is unknown. offline: why the
-    contents are those of the cache; None where the Hub has listed them."""
+    """The files of a repository at a commit: sizes in bytes by path, None if unknown. offline: the reason why the contents are
+    the cache's; None if the Hub listed them."""
 
     commit: str
     files: Mapping[str, int | None]
@@ -75,14 +74,14 @@ class Contents(NamedTuple):
 
 
 def parse(text: str | Path) -> Name | None:
-    """The name on the Hub; None for a path. Raises CheckpointError where hf:// or an address is not followed by a name."""
+    """The name on the Hub; None for a path. Raises CheckpointError if hf:// or an address lacks a name."""
     text = text.as_posix() if isinstance(text, Path) else text
     scheme = SCHEME.match(text)
     body = text[scheme.end():].partition("?")[0].rstrip("/") if scheme else text
     match = REPOSITORY.fullmatch(body)
     if match is None or ".." in body.split("/"):
         if scheme:
-            raise CheckpointError(f"{text} must name a model on the Hub, as hf://ORG/REPO/FILE.pth or hf://ORG/REPO:Q4_K_M")
+            raise CheckpointError(f"{text} must name a model on the Hub, such as hf://ORG/REPO/FILE.pth or hf://ORG/REPO:Q4_K_M")
         return None
     repository, revision, path, tail = match.groups(default="")
     if not scheme and (text.endswith("/") or (not path and repository.lower().endswith(FILES))):
@@ -101,17 +100,17 @@ def parse(text: str | Path) -> Name | None:
 
 
 def local(name: str | Path, noun: str = "checkpoint") -> Path:
-    """The path on disk of a path, which may be missing, or of a name on the Hub, which is downloaded.
+    """The path on disk: of a path, which may be missing, or of a name on the Hub, which is downloaded.
 
-    noun: what is named, for errors. Raises CheckpointError where the Hub has no such file, cannot be reached and has not been
-    asked before, and where huggingface_hub is not installed.
+    noun: for errors. Raises CheckpointError if the Hub has no such file, if it is unreachable and the file is not cached, or if
+    huggingface_hub is not installed.
     """
-    found = _fetched_unless_path(name, noun)
-    return Path(name) if found is None else found.path
+    download = _fetched_unless_path(name, noun)
+    return Path(name) if download is None else download.path
 
 
 def fetched(name: str | Path, noun: str = "checkpoint") -> Fetched:
-    """As `local`, with the pinned name. A path's own name is its path, absolute."""
+    """As `local`, with the pinned name. The name of a path is the absolute path."""
     return _fetched_unless_path(name, noun) or Fetched(Path(name), str(Path(name).resolve()))
 
 
@@ -126,11 +125,11 @@ def _fetch(name: Name, noun: str) -> Fetched:
     hub = _client(name, noun)
     if name.revision and COMMIT.fullmatch(name.revision) and name.path.endswith(FILES) and not PART.search(name.path):
         path = _snapshots(hub, name.repository) / name.revision / name.path
-        if path.is_file():               # a commit does not change, so the Hub need not be asked
+        if path.is_file():               # a commit does not change: no request needed
             return Fetched(path, str(name))
     contents = contents_of(name, noun)
     target, needed = choose(name, contents, noun)
-    if CARD in contents.files and CARD not in needed:            # it states the licence
+    if CARD in contents.files and CARD not in needed:            # states the licence
         needed.insert(0, CARD)
     folder = _snapshots(hub, name.repository) / contents.commit
     is_cached = all((folder / file).is_file() for file in needed)
@@ -152,7 +151,7 @@ def _fetch(name: Name, noun: str) -> Fetched:
 
 
 def contents_of(name: Name, noun: str = "checkpoint") -> Contents:
-    """The files of the repository, from the Hub, or from the cache where the Hub cannot be reached."""
+    """The files of the repository, from the Hub, or from the cache if the Hub is unreachable."""
     hub = _client(name, noun)
     errors = importlib.import_module("huggingface_hub.errors")
     try:
@@ -161,13 +160,13 @@ def contents_of(name: Name, noun: str = "checkpoint") -> Contents:
         raise CheckpointError(f"{name.repository} is gated: accept its terms at {hub.constants.ENDPOINT}/{name.repository}, "
                               "and log in with `hf auth login` or set HF_TOKEN") from None
     except errors.RepositoryNotFoundError:
-        raise CheckpointError(f"no {noun} at {name}: there is no such path, and {hub.constants.ENDPOINT} shows no repository "
+        raise CheckpointError(f"no {noun} at {name}: there is no such path, and {hub.constants.ENDPOINT} has no repository "
                               f"{name.repository}: check the name; for a private one, log in with `hf auth login` or set "
                               "HF_TOKEN") from None
     except errors.RevisionNotFoundError:
         raise CheckpointError(f"{name.repository} has no revision {name.revision!r}: name a branch, a tag or a whole commit, "
-                              "or leave it out for main") from None
-    except (*errors.HfHubHTTPError.__bases__, OSError) as error:     # the first is the HTTP library's base of all errors
+                              "or omit it for main") from None
+    except (*errors.HfHubHTTPError.__bases__, OSError) as error:     # the first is the HTTP library's base error
         return _cached_contents(hub, name, noun, _reason(hub, error))
     return Contents(info.sha, {file.rfilename: file.size for file in info.siblings})
 
@@ -175,8 +174,8 @@ def contents_of(name: Name, noun: str = "checkpoint") -> Contents:
 def _reason(hub: Any, error: Exception) -> str:
     if hub.constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    said = (str(error).strip() or type(error).__name__).splitlines()[0]
-    return f"{hub.constants.ENDPOINT} cannot be reached ({said})"
+    message = (str(error).strip() or type(error).__name__).splitlines()[0]
+    return f"{hub.constants.ENDPOINT} cannot be reached ({message})"
 
 
 def _cached_contents(hub: Any, name: Name, noun: str, reason: str) -> Contents:
@@ -193,9 +192,9 @@ def _cached_contents(hub: Any, name: Name, noun: str, reason: str) -> Contents:
 
 
 def choose(name: Name, contents: Contents, noun: str = "checkpoint") -> tuple[str, list[str]]:
-    """The file or the directory that a name means, and the files to download for it, an index of shards last.
+    """The file or directory that a name refers to, and the files to download for it, with an index of shards last.
 
-    Raises CheckpointError where the repository has none, or several.
+    Raises CheckpointError if the repository has none, or several.
     """
     files = contents.files
     if name.path in files and not name.quantisation:
@@ -203,32 +202,32 @@ def choose(name: Name, contents: Contents, noun: str = "checkpoint") -> tuple[st
     prefix = f"{name.path}/" if name.path else ""
     inside = [file for file in files if file.startswith(prefix)]
     if not inside:
-        _none_so_called(name, contents, noun)
+        _raise_not_found(name, contents, noun)
     if name.quantisation:
         chosen = _quantised(name, [file for file in inside if file.endswith(".gguf")])
         return chosen, _parts_of(chosen, files)
     direct = [file for file in inside if "/" not in file.removeprefix(prefix)]
-    weights = next((prefix + file for file in OF_DIRECTORY if prefix + file in files), None)
+    weights = next((prefix + file for file in DIRECTORY_WEIGHTS if prefix + file in files), None)
     if weights and any(prefix + mark in files for mark in MARKS):
         beside = [file for file in inside if file.endswith(BESIDE) and not file.endswith(INDEX) and
                   (file in direct or file.startswith(f"{prefix}additional_chat_templates/"))]
         return name.path, [*beside, weights]
-    alone = _whole(file for file in direct if file.endswith(WEIGHTS))
-    if len(alone) == 1:
-        return alone[0], _parts_of(alone[0], files)
+    single = _first_parts(file for file in direct if file.endswith(WEIGHTS))
+    if len(single) == 1:
+        return single[0], _parts_of(single[0], files)
     folders = [file.rpartition("/")[0] for file in inside if file.rpartition("/")[2] in MARKS]
-    _several(name, [*alone, *folders] or _whole(file for file in inside if file.endswith(WEIGHTS)), noun)
+    _raise_ambiguous(name, [*single, *folders] or _first_parts(file for file in inside if file.endswith(WEIGHTS)), noun)
 
 
 def offers(contents: Contents) -> list[str]:
-    """The files and directories of a repository that can be read: paths, "" for the repository itself."""
+    """The paths of a repository's readable files and directories, "" for the repository itself."""
     folders = [file.rpartition("/")[0] for file in contents.files if file.rpartition("/")[2] in MARKS]
     files = [file for file in contents.files if file.endswith(WEIGHTS) and file.rpartition("/")[0] not in folders]
-    return sorted([*folders, *_whole(files)])
+    return sorted([*folders, *_first_parts(files)])
 
 
-def _whole(files: Iterable[str]) -> list[str]:
-    """The files in order, of a GGUF in parts the first part alone."""
+def _first_parts(files: Iterable[str]) -> list[str]:
+    """The files in order, with only the first part of a split GGUF."""
     return [file for file in sorted(files) if not PART.search(file) or "-00001-of-" in file]
 
 
@@ -240,42 +239,44 @@ def _parts_of(file: str, files: Collection[str]) -> list[str]:
 
 def _quantised(name: Name, files: list[str]) -> str:
     def quantisations(file: str) -> list[str]:
-        return [found.upper() for found in QUANTISATION.findall(PART.sub("", PurePosixPath(file).name))]
+        return [quantisation.upper() for quantisation in QUANTISATION.findall(PART.sub("", PurePosixPath(file).name))]
 
-    asked = str(name.quantisation).upper()
-    chosen = [file for file in _whole(files) if asked in quantisations(file)]
+    requested = str(name.quantisation).upper()
+    chosen = [file for file in _first_parts(files) if requested in quantisations(file)]
     if len(chosen) == 1:
         return chosen[0]
     if chosen:
-        raise CheckpointError(f"{name.repository} has several GGUF files in {asked}: name one of them, as "
-                              f"{_shown(name, chosen)}")
-    known = sorted({found for file in files for found in quantisations(file)})
-    raise CheckpointError(f"{name.repository} has no GGUF file in {asked}: " +
-                          (f"there are {', '.join(known)}" if known else "it has no GGUF file with a quantisation in its name"))
+        raise CheckpointError(f"{name.repository} has several GGUF files in {requested}: name one of them, such "
+                              f"as {_examples(name, chosen)}")
+    available = sorted({quantisation for file in files for quantisation in quantisations(file)})
+    raise CheckpointError(f"{name.repository} has no GGUF file in {requested}: " +
+                          (f"there are {', '.join(available)}" if available else
+                           "it has no GGUF file with a quantisation in its name"))
 
 
-def _none_so_called(name: Name, contents: Contents, noun: str) -> NoReturn:
+def _raise_not_found(name: Name, contents: Contents, noun: str) -> NoReturn:
     by_name = {file.lower(): file for file in (*contents.files, *offers(contents)) if file}
-    by_last = {file.rpartition("/")[2]: file for file in by_name}
+    by_file_name = {file.rpartition("/")[2]: file for file in by_name}
     close = get_close_matches(name.path.lower(), by_name, n=SHOWN - 1, cutoff=0.6)
-    close += [by_last[last] for last in get_close_matches(name.path.lower().rpartition("/")[2], by_last, n=1, cutoff=0.6)]
+    file_name = name.path.lower().rpartition("/")[2]
+    close += [by_file_name[match] for match in get_close_matches(file_name, by_file_name, n=1, cutoff=0.6)]
     nearest = [by_name[file] for file in dict.fromkeys(close)][:SHOWN - 1]
-    where = f"the cache, which is all that is left because {contents.offline}," if contents.offline else name.repository
-    likely = f"did you mean {_shown(name, nearest, ' or ')}?" if nearest else \
-        f"it has {_shown(name, offers(contents) or sorted(contents.files))}"
-    raise CheckpointError(f"no {noun} at {name}: {where} has no {name.path}; {likely}")
+    where = f"the cache (used because {contents.offline})" if contents.offline else name.repository
+    hint = f"did you mean {_examples(name, nearest, ' or ')}?" if nearest else \
+        f"it has {_examples(name, offers(contents) or sorted(contents.files))}"
+    raise CheckpointError(f"no {noun} at {name}: {where} has no {name.path}; {hint}")
 
 
-def _several(name: Name, names: list[str], noun: str) -> NoReturn:
+def _raise_ambiguous(name: Name, names: list[str], noun: str) -> NoReturn:
     if not names:
-        raise CheckpointError(f"{name} has no weights that this program reads: expected config.json with model.safetensors, or "
+        raise CheckpointError(f"{name} has no weights in a supported format: expected config.json with model.safetensors, or "
                               f"one of {', '.join(WEIGHTS)}")
-    raise CheckpointError(f"{name} has {len(names)} of them: name the {noun}, as {_shown(name, names)}")
+    raise CheckpointError(f"{name} has {len(names)} of them: name the {noun}, such as {_examples(name, names)}")
 
 
-def _shown(name: Name, paths: list[str], between: str = ", ") -> str:
+def _examples(name: Name, paths: list[str], separator: str = ", ") -> str:
     more = ", ..." if len(paths) > SHOWN else ""
-    return between.join(str(name._replace(path=path, quantisation=None)) for path in paths[:SHOWN]) + more
+    return separator.join(str(name._replace(path=path, quantisation=None)) for path in paths[:SHOWN]) + more
 
 
 def _shards(index: Path, folder: PurePosixPath) -> list[str]:
@@ -283,8 +284,7 @@ def _shards(index: Path, folder: PurePosixPath) -> list[str]:
         places = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         return sorted({str(folder / PurePosixPath(file).name) for file in places.values()})
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise CheckpointError(f"{index} has no weight_map from tensors to files, which an index of "
-                              "shards has") from None
+        raise CheckpointError(f"{index} must have a weight_map from tensors to files") from None
 
 
 def _download(hub: Any, name: Name, folder: Path, files: list[str]) -> None:
@@ -293,17 +293,17 @@ def _download(hub: Any, name: Name, folder: Path, files: list[str]) -> None:
         for file in files:
             hub.hf_hub_download(name.repository, file, revision=name.revision, library_name="timemix")
     except (*errors.HfHubHTTPError.__bases__, OSError, errors.EntryNotFoundError) as error:
-        said = (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0]
-        raise CheckpointError(f"the download of {name} broke off ({said}): the same command downloads what is "
-                              "missing") from None
+        message = (getattr(error, "strerror", None) or str(error).strip() or type(error).__name__).splitlines()[0]
+        raise CheckpointError(f"the download of {name} was interrupted ({message}): repeat the command to continue "
+                              "it") from None
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
-        raise CheckpointError(f"the download of {name} is not whole, it lacks {missing[0]}: the same command downloads what "
-                              "is missing")
+        raise CheckpointError(f"the download of {name} is incomplete, it lacks {missing[0]}: repeat the command to continue "
+                              "it")
 
 
 def _snapshots(hub: Any, repository: str) -> Path:
-    """The folder of huggingface_hub's cache with a folder for each commit."""
+    """The folder of huggingface_hub's cache with one folder per commit."""
     return Path(hub.constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "snapshots"
 
 
@@ -312,12 +312,12 @@ def _client(name: Name, noun: str) -> Any:
         importlib.import_module("huggingface_hub.constants")
         return importlib.import_module("huggingface_hub")
     except ModuleNotFoundError as error:
-        raise CheckpointError(f"no {noun} at {name}: there is no such path, and a name on the Hugging Face Hub needs the "
+        raise CheckpointError(f"no {noun} at {name}: there is no such path, and a name on the Hugging Face Hub requires the "
                               f"package {error.name}: {EXTRA}") from None
 
 
 class Cached(NamedTuple):
-    """A file or directory in the cache, by the name that means it: with the commit where no branch or tag has it."""
+    """A file or directory in the cache, by its name, with the commit if no branch or tag refers to it."""
 
     name: Name
     size: int                            # bytes
@@ -325,9 +325,9 @@ class Cached(NamedTuple):
 
 
 def cached() -> list[Cached]:
-    """What the cache has of models, by name."""
+    """The models in the cache, by name."""
     hub = _client(Name("the cache"), "model")
-    found = []
+    models = []
     for snapshots in sorted(Path(hub.constants.HF_HUB_CACHE).glob("models--*/snapshots")):
         refs = snapshots.parent / "refs"
         revisions = {ref.read_text().strip(): ref.relative_to(refs).as_posix() for ref in refs.rglob("*") if ref.is_file()}
@@ -337,13 +337,13 @@ def cached() -> list[Cached]:
                         None if revision == MAIN else revision)
             sizes = {path.relative_to(folder).as_posix(): path.stat().st_size for path in folder.rglob("*") if path.is_file()}
             contents = Contents(folder.name, sizes)
-            found += [Cached(name._replace(path=offer), size_of(contents, offer), folder / offer) for offer in offers(contents)
-                      if offer in sizes or any((folder / offer / file).is_file() for file in OF_DIRECTORY)]
-    return found
+            models += [Cached(name._replace(path=offer), size_of(contents, offer), folder / offer) for offer in offers(contents)
+                       if offer in sizes or any((folder / offer / file).is_file() for file in DIRECTORY_WEIGHTS)]
+    return models
 
 
 def size_of(contents: Contents, offer: str) -> int:
-    """The bytes of a file with its other parts, or of all files of a directory."""
+    """The bytes of a file with its further parts, or of all files of a directory."""
     files = _parts_of(offer, contents.files) if offer in contents.files else \
         [file for file in contents.files if file.startswith(f"{offer}/" if offer else "")]
     return sum(contents.files[file] or 0 for file in files)

@@ -1,7 +1,7 @@
-r"""JSON lines: one object on each line of training data, prompts, evaluation texts and samples.
+r"""JSON lines: one object per line, in training data, prompts, evaluation texts and samples.
 
-Read the lines from a file that is open in binary mode: they end only at "\n". str.splitlines() also splits at U+2028, U+2029
-and U+0085, which a JSON string may contain, and at form feed.
+Read the lines from a file in binary mode, so that they end only at "\n". str.splitlines() also splits at form feeds and at
+U+2028, U+2029 and U+0085, which a JSON string may contain.
 """
 
 import json
@@ -12,7 +12,7 @@ from rwkv.io.utf8 import WrongCharacter, decode, require_unicode
 
 
 def parse(line: bytes, where: str) -> dict[str, Any]:
-    """The object on a line; a byte order mark before it is skipped. Raises UserError for anything but an object.
+    """The object on a line, without a byte order mark. Raises UserError for anything but an object.
 
     where: the file and the line's number, for the message.
     """
@@ -22,12 +22,12 @@ def parse(line: bytes, where: str) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise UserError(f'{where} is not JSON ({error}): expected an object such as {{"key": "value"}} on each line') from None
     if not isinstance(entry, dict):
-        raise UserError(f'{where} is not an object such as {{"key": "value"}}: {text[:60].strip()}')
+        raise UserError(f'{where} must be an object such as {{"key": "value"}}; got {text[:60].strip()}')
     return entry
 
 
 def loads(text: str) -> Any:
-    """The value of a JSON text. Raises ValueError for text that is not JSON, and for an object with the same key twice."""
+    """The value of a JSON text. Raises ValueError for text that is not JSON, and for duplicate keys."""
     return json.loads(text, object_pairs_hook=_object)
 
 
@@ -35,17 +35,17 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     entry = dict(pairs)
     if len(entry) < len(pairs):
         keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f"the key {twice!r} occurs twice in an object")
+        duplicate = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {duplicate!r} occurs twice in an object")
     return entry
 
 
 def text_of(entry: dict[str, Any], key: str, where: str) -> str:
-    """The string under `key`. Raises UserError if there is none, or if it is not valid Unicode."""
+    """The string under `key`. Raises UserError if it is missing or not valid Unicode."""
     text = entry.get(key)
     if not isinstance(text, str):
-        found = f"{key!r} is {json.dumps(text)[:60]}" if key in entry else f"there is {', '.join(entry)[:60] or 'nothing'}"
-        raise UserError(f'{where} has no string {key!r}: expected an object such as {{"{key}": "..."}}; {found}')
+        actual = f"{key!r} is {json.dumps(text)[:60]}" if key in entry else f"there is {', '.join(entry)[:60] or 'nothing'}"
+        raise UserError(f'{where} has no string {key!r}: expected an object such as {{"{key}": "..."}}; {actual}')
     try:
         require_unicode(text)
     except WrongCharacter as error:

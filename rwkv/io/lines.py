@@ -1,30 +1,30 @@
-"""Lines for people: a subject, and a text in a column of its own; numbers of things."""
+"""Printed lines: a label and a text in a column of its own; numbers with their nouns."""
 
 import os
 import re
 import textwrap
 from typing import TextIO
 
-COLUMN = 11                              # where the texts begin
-NARROWEST = 40                           # a terminal for which lines are broken
+COLUMN = 11                              # where the text begins
+NARROWEST = 40                           # terminal width from which lines are wrapped
 CONTROLS = {code: chr(0x2400 + code) for code in range(32) if chr(code) not in "\t\n\r"} | {0x7F: "\u2421"} \
-    | dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")              # what a terminal shows in their place
+    | dict.fromkeys(range(0x80, 0xA0), "\N{REPLACEMENT CHARACTER}")              # shown in their place in a terminal
 
 
-def counted(n: float, thing: str) -> str:
-    """1 step, 1,500 steps, 0.5 epochs. thing: in the singular; its plural has an s more."""
-    return f"{n:,.15g} {thing}{'s' * (n != 1)}"
+def counted(n: float, noun: str) -> str:
+    """1 step, 1,500 steps, 0.5 epochs. noun: in the singular; the plural adds an s."""
+    return f"{n:,.15g} {noun}{'s' * (n != 1)}"
 
 
 def labelled(subject: str, text: str, stream: TextIO) -> str:
-    """The line for `stream`, without the line end. For a terminal narrower than the line, `broken` breaks it."""
+    """The line for `stream`, without the line end; wrapped in a narrower terminal."""
     return broken(f"{subject:<{COLUMN}}{text}", stream)
 
 
 def broken(line: str, stream: TextIO) -> str:
-    """A line that `labelled` has made, perhaps in another process, broken between words; its text stays in its column.
+    """A line of `labelled`, perhaps of another process, wrapped between words with its text in its column.
 
-    Unchanged are lines of another form, and lines for a stream that is no terminal or a wide enough one.
+    Other lines are returned unchanged, as are lines for a stream that is not a terminal or wide enough.
     """
     width = _width(stream)
     if width is None or len(line) <= width or width < NARROWEST or not re.fullmatch(r"\w* +", line[:COLUMN]):
@@ -33,7 +33,7 @@ def broken(line: str, stream: TextIO) -> str:
 
 
 def hung(line: str, indent: int, stream: TextIO) -> str:
-    """A line, broken between words for a terminal narrower than it, with its later lines indented by `indent` columns."""
+    """A line, wrapped between words in a narrower terminal, with continuation lines indented by `indent` columns."""
     width = _width(stream)
     if width is None or len(line) <= width or width < NARROWEST:
         return line
@@ -41,7 +41,7 @@ def hung(line: str, indent: int, stream: TextIO) -> str:
 
 
 def wrapped(text: str, stream: TextIO) -> str:
-    """A text without columns, broken between words for a terminal narrower than it."""
+    """A text without columns, wrapped between words in a narrower terminal."""
     width = _width(stream)
     if width is None or len(text) <= width or width < NARROWEST:
         return text
@@ -49,14 +49,14 @@ def wrapped(text: str, stream: TextIO) -> str:
 
 
 def harmless(text: str, stream: TextIO) -> str:
-    """A text that a model or a stranger has written. In a terminal its control characters, which could move the cursor or
-    change settings, are shown as symbols; a file or another program gets the text as it is.
+    """Untrusted text, such as a model's. In a terminal, control characters, which could move the cursor or change settings, are
+    shown as symbols; files and pipes get the text unchanged.
     """
     return text.translate(CONTROLS) if stream.isatty() else text
 
 
 def _width(stream: TextIO) -> int | None:
-    """The columns of the stream's terminal; None where the stream is no terminal."""
+    """The columns of the stream's terminal; None if it is not a terminal."""
     try:
         return os.get_terminal_size(stream.fileno()).columns
     except (OSError, ValueError):        # a stream without a file raises io.UnsupportedOperation, which is both

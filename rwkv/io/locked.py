@@ -1,4 +1,4 @@
-"""A lock on a folder, so that one process uses it at a time. The system releases it when the process ends."""
+"""A lock on a folder, for one process at a time. The system releases it when the process ends."""
 
 import warnings
 from collections.abc import Callable
@@ -14,8 +14,8 @@ NAME = ".lock"
 def lock_folder(folder: Path, patience: float, in_use: str, unprotected: Callable[[str], object]) -> FileLock | None:
     """The lock on an existing folder, until release() or until the object is deleted.
 
-    Raises UserError(in_use) if another process, or another lock of this one, holds it for `patience` seconds. If files cannot
-    be locked there, calls unprotected(reason) and returns None.
+    Raises UserError(in_use) if another process, or another lock of this process, holds it for `patience` seconds. If the file
+    system has no locks, calls unprotected(reason) and returns None.
     """
     lock = FileLock(folder / NAME, thread_local=False)
     try:
@@ -30,6 +30,6 @@ def lock_folder(folder: Path, patience: float, in_use: str, unprotected: Callabl
         return None
     if not isinstance(lock, SoftFileLock):
         return lock
-    lock.release(force=True)             # the library falls back on a file as the lock, which would outlive its process
+    lock.release(force=True)             # the library's fallback, a lock file, would outlive its process
     unprotected("not on this file system")
     return None

@@ -1,4 +1,4 @@
-"""Checks that an output file can be written, before long work begins."""
+"""Check that an output file can be written, before long work begins."""
 
 import os
 from collections.abc import Iterable
@@ -8,13 +8,13 @@ from rwkv.errors import UserError
 
 WEIGHTS = (".ckpt", ".pth", ".safetensors", ".bin", ".gguf")
 BESIDE = ("config.json", "config.yaml", "tokenizer.json", "tokenizer_config.json", "kernel.json", "metrics.csv",
-          "samples.jsonl", "report.html")                # files in the directory of a run or of a Hugging Face checkpoint
+          "samples.jsonl", "report.html")                # files in a run or Hugging Face directory
 
 
 def require_writable(option: str, file: str | Path | None, read: Iterable[str | Path | None] = ()) -> None:
-    """Raises UserError where `file` cannot be written, or where the program also reads it.
+    """Raises UserError if `file` cannot be written, or if the program also reads it.
 
-    option: the option that names the file, for the message. read: files and folders that the program reads; None is skipped.
+    option: the option that names the file, for the message. read: files and folders that the program reads; ignores None.
     """
     if file is None:
         return
@@ -23,14 +23,14 @@ def require_writable(option: str, file: str | Path | None, read: Iterable[str | 
         raise UserError(f"cannot write {option}={path}: it is a folder, or there is no folder {path.parent}")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError(f"cannot write {option}={path}: it, or its folder, is not writable for this user; name another")
-    for one in read:
-        if one and path.exists() and Path(one).exists() and _is_or_holds(Path(one), path):
-            raise UserError(f"{option}={path} would replace what this command reads from {one}: name another file")
+    for source in read:
+        if source and path.exists() and Path(source).exists() and _is_input(path, Path(source)):
+            raise UserError(f"{option}={path} would overwrite a file that this command reads from {source}: name another file")
 
 
-def _is_or_holds(read: Path, path: Path) -> bool:
-    """Whether `path` is the file `read`, or a file of a checkpoint or run in the folder `read`."""
-    if not read.is_dir():
-        return path.samefile(read)
-    belongs = path.suffix in WEIGHTS or path.name in BESIDE
-    return belongs and path.resolve().is_relative_to(read.resolve())
+def _is_input(path: Path, source: Path) -> bool:
+    """Whether `path` is the file `source`, or a file of a checkpoint or run in the folder `source`."""
+    if not source.is_dir():
+        return path.samefile(source)
+    is_content = path.suffix in WEIGHTS or path.name in BESIDE
+    return is_content and path.resolve().is_relative_to(source.resolve())

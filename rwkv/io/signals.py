@@ -1,11 +1,11 @@
-"""The signals that ask a program to stop: Ctrl-C, SIGTERM, SIGHUP when a terminal closes, and those that batch systems send
-before a job's time is over (SIGUSR1, SIGUSR2, SIGXCPU).
+"""Signals that ask a program to stop: Ctrl-C, SIGTERM, SIGHUP when a terminal closes, and those that batch systems send
+before a job's time limit (SIGUSR1, SIGUSR2, SIGXCPU).
 
     with raising(): ...                    a signal ends the block with an exception, as Ctrl-C does
-    with StopRequest() as stop: ...        a signal sets stop.requested, which the program checks where it can stop
+    with StopRequest() as stop: ...        a signal sets stop.requested, which the program polls where it can stop
 
 A signal that was ignored when the program started (nohup ignores SIGHUP) stays ignored, except Ctrl-C: shells start background
-commands with Ctrl-C ignored, and a user who sends it all the same wants the program to end.
+commands with Ctrl-C ignored, and a user who sends it anyway wants the program to end.
 """
 
 import signal
@@ -17,13 +17,13 @@ from types import FrameType, TracebackType
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
-POLL_SECONDS = 0.2                       # between two checks for a signal
+POLL_SECONDS = 0.2                       # between checks for a signal
 NAMES = ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU")
 STOPPING = tuple(getattr(signal, name) for name in NAMES if hasattr(signal, name))       # Windows has only the first two
 
 
 class Signalled(KeyboardInterrupt):
-    """A signal of STOPPING has come. name: of the signal."""
+    """A signal of STOPPING arrived. name: of the signal."""
 
     def __init__(self, number: int) -> None:
         self.name = signal.Signals(number).name
@@ -32,8 +32,7 @@ class Signalled(KeyboardInterrupt):
 
 @contextmanager
 def raising() -> Iterator[None]:
-    """Inside, the first signal of STOPPING raises Signalled, except Ctrl-C, which raises KeyboardInterrupt. Does nothing in a
-    thread other than the main one."""
+    """Inside, the first signal of STOPPING raises Signalled, and Ctrl-C KeyboardInterrupt. Only for the main thread."""
     previous: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         previous = {number: signal.signal(number, _raise) for number in caught_signals() if number != signal.SIGINT}
@@ -47,12 +46,12 @@ def raising() -> Iterator[None]:
 
 
 def _raise(number: int, frame: FrameType | None) -> None:
-    ignore()                             # a closing terminal sends two, and a batch system more: they would break the clean-up
+    ignore()                             # further signals, as a closing terminal sends, would interrupt the clean-up
     raise Signalled(number)
 
 
 def ignore() -> None:
-    """Ignores the signals of STOPPING, which would change the exit status of a program that is ending, except Ctrl-C."""
+    """Ignores the signals of STOPPING except Ctrl-C, which would change the exit status of a program that is ending."""
     for number in STOPPING:
         if number != signal.SIGINT:
             signal.signal(number, signal.SIG_IGN)
@@ -64,10 +63,9 @@ def caught_signals() -> list[int]:
 
 
 def consume_interruptibly(items: Iterable[T], work: Callable[[Iterator[T]], object]) -> None:
-    """Runs work(items) in a thread, so that a signal ends the wait for a library that heeds none. Raises the error of `work`.
+    """Runs work(items) in a thread, so that a signal interrupts a library that handles none. Raises the error of `work`.
 
-    An interrupted thread gets no further items. If it computes for longer than a second after that, it is left behind, and ends
-    with the process.
+    An interrupted thread gets no further items. After one more second of computing it is abandoned, and ends with the process.
     """
     interrupted = threading.Event()
     outcome: Future[None] = Future()
@@ -88,7 +86,7 @@ def consume_interruptibly(items: Iterable[T], work: Callable[[Iterator[T]], obje
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     try:
-        while thread.is_alive():         # a wait without a limit misses a signal that comes just before it begins
+        while thread.is_alive():         # a wait without timeout misses a signal just before it
             thread.join(POLL_SECONDS)
         outcome.result()
     except KeyboardInterrupt:
@@ -98,7 +96,7 @@ def consume_interruptibly(items: Iterable[T], work: Callable[[Iterator[T]], obje
 
 
 def end_of(status: int) -> str:
-    """What has ended a process, by its exit status as Python has it: `SIGSEGV`, or `exit status 3`."""
+    """The cause of a process's end, from Python's exit status: `SIGSEGV`, or `exit status 3`."""
     if status >= 0:
         return f"exit status {status}"
     name = signal.Signals(-status).name
@@ -121,11 +119,11 @@ class StopRequest:
         self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
-        handled = {*caught_signals(), signal.SIGINT}
-        self._previous = {number: signal.signal(number, self._handle) for number in self._signals if number in handled}
+        allowed = {*caught_signals(), signal.SIGINT}
+        self._previous = {number: signal.signal(number, self._handle) for number in self._signals if number in allowed}
 
     def restore(self) -> None:
-        """Gives the signals back the handlers that they had before install()."""
+        """Restores the handlers from before install()."""
         for number, handler in self._previous.items():
             signal.signal(number, handler)
         self._previous = {}
@@ -138,9 +136,9 @@ class StopRequest:
         self.restore()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        again = self.requested and not self._every_signal
+        is_repeated = self.requested and not self._every_signal
         self.requested = True
         if signal.SIGINT in self._previous and not self._every_signal:
             signal.signal(signal.SIGINT, signal.default_int_handler)
-        if self._on_signal is not None and not again:
+        if self._on_signal is not None and not is_repeated:
             self._on_signal(number)

@@ -1,13 +1,13 @@
-"""Output streams whose reader may go away: `2>&1 | head`, a tee that ends, a terminal that closes."""
+"""Output streams whose reader may disappear: `2>&1 | head`, a tee that ends, a terminal that closes."""
 
 import os
 from typing import Any, TextIO, cast
 
 
 def unread(stream: TextIO | None) -> TextIO:
-    """A stream that writes to `stream`. Once that fails, further output is dropped, and raise_unwritten() raises the error.
+    """A stream that writes to `stream`. After a failure, output is discarded, and raise_unwritten() raises the error.
 
-    stream: None if the program was started without one; then all output is dropped.
+    stream: None if the program was started without one; then all output is discarded.
     """
     if stream is None:
         null = os.open(os.devnull, os.O_WRONLY)          # never closed, like the standard stream that it replaces
@@ -18,7 +18,7 @@ def unread(stream: TextIO | None) -> TextIO:
 class _Unread:
     def __init__(self, stream: TextIO) -> None:
         self._stream = stream
-        self.problem: OSError | None = None              # why output was dropped; None if the reader has closed its end
+        self.problem: OSError | None = None              # why output was discarded; None if the reader closed its end
 
     def write(self, text: str) -> int:
         try:
@@ -43,7 +43,7 @@ class _Unread:
 
 
 def raise_unwritten(stream: TextIO) -> None:
-    """Raises OSError where a stream of unread() has dropped output for lack of anything but a reader, as on a full disk."""
+    """Raises OSError if a stream of unread() discarded output for another reason than a closed reader, such as a full disk."""
     if isinstance(stream, _Unread) and stream.problem is not None:
         raise OSError(stream.problem.errno, stream.problem.strerror, "standard output")
 

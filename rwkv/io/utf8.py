@@ -1,4 +1,4 @@
-"""Text from UTF-8. An error names the first wrong byte, what kind of file it probably is, and how to convert it."""
+"""UTF-8 decoding. Errors state the first invalid byte, the probable kind of file, and how to convert it."""
 
 import codecs
 import re
@@ -10,8 +10,8 @@ from rwkv.errors import UserError
 
 GZIP = b"\x1f\x8b"
 UTF16 = (b"\xff\xfe", b"\xfe\xff")
-BINARY = re.compile(rb"[\0-\x07\x0e-\x1a\x1c-\x1f]")     # control characters: not in texts
-BEGINNING = 4096                         # bytes from which the kind of a file is recognised
+BINARY = re.compile(rb"[\0-\x07\x0e-\x1a\x1c-\x1f]")     # control characters that text does not contain
+BEGINNING = 4096                         # bytes that show the kind of a file
 BLOCK = 1 << 16                          # bytes that `chunks` reads at a time
 
 
@@ -38,8 +38,8 @@ def decode(content: bytes, name: str) -> str:
         raise UserError(not_utf8(name, place, content[place], content)) from None
 
 
-def chunks(path: Path, seen: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
-    """The text of a file in chunks. seen: called with the bytes. option: the name of the option of the path, for errors.
+def chunks(path: Path, on_bytes: Callable[[bytes], object] = len, option: str = "data.path") -> Iterator[str]:
+    """The text of a file in chunks. on_bytes: called with the bytes. option: that names the path, for errors.
 
     Raises UserError if it cannot be read or is not UTF-8.
     """
@@ -48,11 +48,11 @@ def chunks(path: Path, seen: Callable[[bytes], object] = len, option: str = "dat
     more = True
     with open_file(path, option) as file:
         while more:
-            read = file.read(BLOCK)
-            seen(read)
-            beginning = beginning or read
-            data = rest + read
-            more = bool(read)
+            block = file.read(BLOCK)
+            on_bytes(block)
+            beginning = beginning or block
+            data = rest + block
+            more = bool(block)
             try:
                 text, used = codecs.utf_8_decode(data, "strict", not more)
             except UnicodeDecodeError as error:
@@ -72,14 +72,14 @@ def open_file(path: Path, option: str = "data.path") -> Any:
 
 
 def require_file(path: Path, option: str = "data.path") -> None:
-    """Raises UserError where the path is not a file that can be opened more than once."""
+    """Raises UserError if the path is not a file that can be opened repeatedly."""
     if path.exists() and not path.is_file():
-        raise UserError(f"{option}={path} is not a file: it is read twice, so it can be neither a folder nor a pipe")
+        raise UserError(f"{option}={path} must be a file, not a folder or a pipe, because it is read twice")
     open_file(path, option).close()
 
 
 class WrongCharacter(UserError):
-    """Character number `place` of a text cannot be encoded. problem: which character it is, and the remedy."""
+    """Character number `place` of a text cannot be encoded. problem: the character and the remedy."""
 
     def __init__(self, place: int, problem: str) -> None:
         super().__init__(f"character {place} of the text is {problem}")
@@ -87,7 +87,7 @@ class WrongCharacter(UserError):
         self.problem = problem
 
     def after(self, characters: int) -> "WrongCharacter":
-        """The same error for a longer text, in which this text begins after `characters` characters."""
+        """The same error for a longer text that has `characters` characters before this text."""
         return WrongCharacter(characters + self.place, self.problem)
 
 
@@ -100,7 +100,7 @@ def require_unicode(text: str) -> None:
 
 
 def without_surrogates(value: Any) -> Any:
-    """A JSON value in whose texts U+FFFD stands for each half of a surrogate pair."""
+    """A JSON value with U+FFFD in place of each half of a surrogate pair in its strings."""
     if isinstance(value, str):
         return value.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
     if isinstance(value, Mapping):
@@ -109,7 +109,7 @@ def without_surrogates(value: Any) -> Any:
 
 
 def not_utf8(name: str, place: int, value: int, content: bytes) -> str:
-    """The message of a UserError. place, value: of the file's first wrong byte. content: the first bytes of the file."""
+    """The message of a UserError. place, value: of the file's first invalid byte. content: the first bytes of the file."""
     return f"{name} is not UTF-8: its byte {place} is {value:#04x}; {_advice(content[:BEGINNING])}"
 
 

@@ -20,7 +20,7 @@ from rwkv.checkpoint.content import ENTRY
 from rwkv.config import OptimConfig
 from rwkv.data.conversations import Packed, Whole
 from rwkv.data.documents import Segments
-from rwkv.data.mixed_windows import OfSource
+from rwkv.data.mixed_windows import SourceBatch
 from rwkv.data.mixture import source_metric
 from rwkv.data.pairs import Pairs
 from rwkv.distributed import all_sum, rank, world_size
@@ -34,7 +34,7 @@ from rwkv.training.optim import OPTIMISERS, lr_factor, parameter_groups, update_
 from rwkv.training.sharding import Sharded, total_norm
 from rwkv.training.tbptt import Carried, forward_segments
 
-ValidationBatch = tuple[Tensor, Tensor] | Packed | Whole | Pairs | OfSource
+ValidationBatch = tuple[Tensor, Tensor] | Packed | Whole | Pairs | SourceBatch
 CARRIED = "carried"                      # checkpoint key: states of trainer.tbptt's document streams
 
 
@@ -134,14 +134,14 @@ class LanguageModel(lightning.LightningModule):
             loss, rewards = self.preferences.loss(self.model, current, "val")
             count = len(current.numbers)
         else:
-            inputs = current[:2] if isinstance(current, OfSource) else current[:3]
+            inputs = current[:2] if isinstance(current, SourceBatch) else current[:3]
             loss = self.conversation_loss(current) if isinstance(current, Whole) else self.loss(*inputs)
             count = int((current[1] != IGNORED).sum())
         if self._next_batch is not None:
             self._nats += loss.item() * count
             self._tokens += count
             self._rewards += rewards.cpu() * count
-            if isinstance(current, OfSource):
+            if isinstance(current, SourceBatch):
                 sums = self._source_sums[current.source]
                 sums[0] += loss.item() * count
                 sums[1] += count

@@ -178,9 +178,9 @@ def test_other_files_say_what_they_are(model: RWKV, tmp_path: Path) -> None:
     torch.save(model, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
     not_damaged(tmp_path / "old.pth", "state_dict()")
     save_file({}, tmp_path / "nothing.safetensors")
-    not_damaged(tmp_path / "nothing.safetensors", "holds nothing")
+    not_damaged(tmp_path / "nothing.safetensors", "contains nothing")
     save_file({"ids": torch.zeros(3, dtype=torch.int64)}, tmp_path / "ids.safetensors")
-    not_damaged(tmp_path / "ids.safetensors", "ids is I64")
+    not_damaged(tmp_path / "ids.safetensors", "got I64")
     np.savez(tmp_path / "arrays.npz", a=np.zeros(3))
     not_damaged(tmp_path / "arrays.npz", "unpack")
     np.save(tmp_path / "array.npy", np.zeros(3))
@@ -249,7 +249,7 @@ def test_an_index_without_its_shards(model: RWKV, tmp_path: Path) -> None:
     shard(folder)
     for file in folder.glob("model-*"):
         file.unlink()
-    not_damaged(folder, "model.safetensors.index.json", "without any of its shards")
+    not_damaged(folder, "model.safetensors.index.json", "without its shards")
     (folder / "model.safetensors.index.json").rename(folder / "pytorch_model.bin.index.json")
     assert_same(folder, model)           # a download of *.safetensors and *.json brings it
     (folder / "model.safetensors").rename(folder / "other.safetensors")

@@ -90,7 +90,7 @@ def test_without_the_package_quantised_files_alone_cannot_be_read(plain: Path, t
     monkeypatch.setitem(sys.modules, "gguf", None)
     from rwkv.checkpoint.formats import _gguf_types
 
-    _gguf_types._block_by_package.cache_clear()
+    _gguf_types._package_block.cache_clear()
     refuses(path, "pip install")
     for name in (plain, tmp_path / "q8_0.gguf"):
         assert RWKV.from_pretrained(name, "reference").vocab_size == 50

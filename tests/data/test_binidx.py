@@ -224,8 +224,8 @@ def test_copies_in_several_parts_are_in_one_split(config: DataConfig, tmp_path: 
 
 @pytest.mark.parametrize(("names", "named"), [
     (["data_0", "data_2"], ("part 1 is missing",)), (["data-00000-of-00003", "data-00001-of-00003"], ("part 2 is missing",)),
-    (["data_text_document", "data_content_document"], ("several data", "data_content_document")),
-    (["data_0_text_document", "data_0_code_document"], ("several data",)), (["other"], ("no data.bin",))])
+    (["data_text_document", "data_content_document"], ("is ambiguous", "data_content_document")),
+    (["data_0_text_document", "data_0_code_document"], ("is ambiguous",)), (["other"], ("no data.bin",))])
 def test_parts_that_do_not_fit_together_are_named(config: DataConfig, tmp_path: Path, names: list[str],
                                                   named: tuple[str, ...]) -> None:
     for name in names:

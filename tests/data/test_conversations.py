@@ -134,7 +134,7 @@ def test_calls_are_learnt_and_tools_and_results_are_not(tmp_path: Path, form: st
 
 def test_tools_that_a_template_cannot_show_are_named_with_their_line(tmp_path: Path) -> None:
     talk = {"messages": messages("a", "yes")}
-    for template, tool, said in (("world", {"name": "f"}, "tools.*g1"), ("g1", {"x": 1}, r"tools\[0\] has no name")):
+    for template, tool, said in (("world", {"name": "f"}, "tools.*g1"), ("g1", {"x": 1}, r"tools\[0\] must have a name")):
         with pytest.raises(UserError, match=f"line 2: {said}"):
             corpus(tmp_path, [talk, {**talk, "tools": [tool]}], template=template)
 
@@ -178,7 +178,7 @@ def test_a_conversation_without_an_answer_to_learn_is_left_out_and_counted(tmp_p
     assert (shown(found), found.val[:].tolist()) == (shown(expected), expected.val[:].tolist())
     assert found.conversations is not None
     assert found.conversations[0].left_out == 3
-    assert "3 others left out" in found.describe()
+    assert "3 others omitted" in found.describe()
     with pytest.raises(UserError):
         corpus(tmp_path, [bad, lines[0], bad])
 
@@ -210,7 +210,7 @@ def test_a_folder_with_json_lines_is_read_without_its_json_files(tmp_path: Path)
     (tmp_path / "data" / "t.jsonl").write_text("\n".join(json.dumps({"messages": messages(*talk)}) for talk in TALKS))
     found = read(tmp_path / "data", tmp_path)
     assert len(shown(found)) == len(TALKS) - 1
-    assert "1 .json files are not read" in found.describe()
+    assert "1 .json files are ignored" in found.describe()
 
 
 @pytest.mark.parametrize(("content", "said"), [
@@ -222,7 +222,7 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, said: str) -> Non
 
 
 @pytest.mark.parametrize(("line", "said"), [
-    ("{", "line 2 is not JSON"), ({"text": "a"}, "line 2: a conversation has messages, conversations, or prompt"),
+    ("{", "line 2 is not JSON"), ({"text": "a"}, "line 2: a conversation must have messages, conversations, or p"),
     ({"messages": [{"role": "user"}]}, r"line 2: messages\[0\]\.content must be a string"),
     ({"messages": [{"role": "user", "content": "a"}]}, "line 2: the conversation has no answer"),
     ({"conversations": [{"from": "he", "value": "a"}]}, r"line 2: conversations\[0\]\.from must be one of"),
@@ -237,8 +237,9 @@ def test_a_wrong_file_is_named(tmp_path: Path, content: bytes, said: str) -> Non
     ({"conversations": [{"from": "human", "value": "a"}, {"from": "function_call", "value": "f()"}]},
      r"line 2: conversations\[1\]\.value must be a call"),
     ({"conversation": [{"human": "a", "assistant": "b"}]}, r"line 2: conversation\[0\] has no role.*human, assistant"),
-    ({"messages": None}, "line 2: messages is null"), ({"prompt": "a", "chosen": "b"}, "line 2: .*there is prompt, chosen"),
-    ({"question": "a", "context": "c", "answer": "b"}, "line 2: beside question and answer there is context"),
+    ({"messages": None}, "line 2: messages must be a list.*got null"),
+    ({"prompt": "a", "chosen": "b"}, "line 2: .*there is prompt, chosen"),
+    ({"question": "a", "context": "c", "answer": "b"}, "line 2: question and answer conflict with context"),
     ({"prompt": "a", "completion": 4}, "line 2: completion must be a string"),
 ])
 def test_a_bad_line_is_named(tmp_path: Path, line: Any, said: str) -> None:
@@ -316,7 +317,7 @@ def test_a_batch_has_the_answers_as_targets(talks: Corpus) -> None:
 def test_a_long_conversation_is_cut(talks: Corpus) -> None:
     rows = rows_of(talks, 30)
     assert rows.cut == 2
-    assert "2 longer than model.ctx_len=30 are cut" in rows.describe()
+    assert "2 longer than model.ctx_len=30 are truncated" in rows.describe()
 
 
 def learner(generation: str) -> LanguageModel:

@@ -74,7 +74,7 @@ def test_a_path_says_the_kind_and_the_name(folder: Path, path: str, kind: str, n
 
 
 @pytest.mark.parametrize(("sources", "named"), [
-    ([], ("data.sources",)), ([{"path": "a.jsonl", "weight": 0}], ("weight", "above 0", "0")),
+    ([], ("data.sources",)), ([{"path": "a.jsonl", "weight": 0}], ("weight", "positive", "0")),
     ([{"path": "a.jsonl", "weight": "much"}], ("weight", "much")), ([{"path": "a.jsonl", "weight": True}], ("weight",)),
     ([{"pth": "a.jsonl", "weight": 1}], ("pth", "path")), ([{"weight": 1}], ("data.sources[0]", "path")),
     ([{"path": "a.jsonl", "weight": 1}, {"path": "deep/a.jsonl", "weight": 1}], ("name", "a")),

@@ -190,7 +190,7 @@ def test_pairs_that_are_too_long_are_said(tmp_path: Path) -> None:
     found = corpus(tmp_path, [*ENTRIES, {"prompt": "long", "chosen": "x" * 200, "rejected": "no"}])
     assert found.conversations is not None
     assert "1 longer than model.ctx_len=80" in rows_of(found.conversations[0], 80).describe()
-    assert "left out" not in rows_of(found.conversations[0], 500).describe()
+    assert "omitted" not in rows_of(found.conversations[0], 500).describe()
 
 
 def test_pairs_of_equal_answers_are_left_out_and_counted(tmp_path: Path) -> None:
@@ -200,7 +200,7 @@ def test_pairs_of_equal_answers_are_left_out_and_counted(tmp_path: Path) -> None
     found = corpus(tmp_path, [*ENTRIES, *equal, alike])
     rows = [rows_of(split, 80) for split in found.conversations or ()]
     assert sum(int(each.counts.sum()) for each in rows) == len(ENTRIES) + 1
-    assert "2 whose two answers are equal are left out" in rows[0].describe()
+    assert "2 with equal answers are omitted" in rows[0].describe()
     read = rows[0].__getitems__([*range(len(rows[0]))])
     assert isinstance(read, Pairs)
     assert len(read.numbers) == int(rows[0].counts.sum())

@@ -419,7 +419,7 @@ def test_errors_name_the_path_and_the_option(config: DataConfig, tmp_path: Path)
         refuses(dataclasses.replace(config, name=name, path=None), f"data={name} ", "data.path")
     for name in ("text", "jsonl", "chat"):
         refuses(of_kind(config, name, tmp_path / "absent"), f"data.path={tmp_path / 'absent'} does not exist")
-    refuses(of_kind(config, "stdlib", tmp_path), "data=stdlib takes no data.path")
+    refuses(of_kind(config, "stdlib", tmp_path), "data=stdlib conflicts with data.path")
     Path(str(config.path)).write_text(TEXT)
     refuses(dataclasses.replace(config, cache_dir=str(config.path)), "data.cache_dir")
     with pytest.raises(UserError):

@@ -220,6 +220,6 @@ def test_a_missing_package_is_one_sentence(tmp_path: Path) -> None:
 
 def test_the_weights_of_a_directory_are_those_that_the_format_reads() -> None:
     from rwkv.checkpoint.formats.huggingface import INDICES, WHOLE
-    from rwkv.io.hub import OF_DIRECTORY
+    from rwkv.io.hub import DIRECTORY_WEIGHTS
 
-    assert {*WHOLE, *INDICES} <= {*OF_DIRECTORY}
+    assert {*WHOLE, *INDICES} <= {*DIRECTORY_WEIGHTS}

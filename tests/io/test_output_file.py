@@ -31,7 +31,7 @@ def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp
 ])
 def test_what_a_program_reads_it_does_not_replace(run: Run, program: str, arguments: tuple[str, ...], read: str) -> None:
     before = Path(read).read_bytes()
-    one_sentence(run(program, "checkpoint=model.safetensors", *arguments), "would replace", read)
+    one_sentence(run(program, "checkpoint=model.safetensors", *arguments), "would overwrite", read)
     assert Path(read).read_bytes() == before
 
 

@@ -1,18 +1,17 @@
-"""Files of weights: one module per format. The modules in this folder are the known formats.
+"""File formats for weights: one module per format. The modules in this folder are the supported formats.
 
-    pth           what torch.save writes: the official .pth, with or without zip, time_mix [1,1,C] or [C], any prefix
+    pth           a file of torch.save: the official .pth, with or without zip, time_mix [1,1,C] or [C], any prefix
     ckpt          our Lightning checkpoint: weights, and the entry `timemix` with the configuration and the tokenizer
-    safetensors   weights by official names; the same entry in the metadata
+    safetensors   weights by official name; the same entry in the metadata
     st            .safetensors for web-rwkv and ai00: float16, low-rank matrices transposed
-    huggingface   a directory of config.json, weights by transformers' or fla's names, and the tokenizer
-    ggmf          rwkv.cpp's, FP32 and FP16; time_decay is stored as -exp(raw)
-    gguf          llama.cpp's, also quantised, with the tokenizer; only RWKV-7
+    huggingface   a directory with config.json, weights by transformers' or fla's names, and the tokenizer
+    ggmf          rwkv.cpp, FP32 and FP16; time_decay is stored as -exp(raw)
+    gguf          llama.cpp, also quantised, with the tokenizer; RWKV-7 only
 
-A format module has recognises(path), read(path) -> Content and write(path, Outgoing). If the format cannot hold every tensor
-in every dtype, it has dtype_for(tensor, group, dtype), where group is what the generation's group() returns for the tensor's
-name. How a format names and arranges tensors is in the generation's file (rwkv/checkpoint/rwkvN.py). A file is read by its
-content, and written in the format of its name's suffix. Formats share the modules that begin with _. Nothing in this file needs
-PyTorch.
+A format module has recognises(path), read(path) -> Content and write(path, Outgoing). If the format restricts dtypes, it has
+dtype_for(tensor, group, dtype), where group is the generation's group() of the tensor's name. Names and arrangement of tensors
+per format are in the generation's file (rwkv/checkpoint/rwkvN.py). Reading detects the format by content, writing chooses it by
+suffix. Modules that begin with _ are shared by formats. This file does not import PyTorch.
 """
 
 import importlib
@@ -23,15 +22,15 @@ from types import ModuleType
 from rwkv.errors import CheckpointError, UserError
 
 SUFFIXES = {".pth": "pth", ".ckpt": "ckpt", ".safetensors": "safetensors", ".st": "st", "": "huggingface", ".bin": "ggmf",
-            ".ggmf": "ggmf", ".gguf": "gguf"}            # what each chooses
+            ".ggmf": "ggmf", ".gguf": "gguf"}            # to the format
 QUANTISED = {"gguf": ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), "safetensors": ("int4",)}     # block formats
 FORMS = ("fla", "official", "transformers-rwkv")         # of Hugging Face directories of RWKV-7
 TEXT = frozenset(b"\t\n\r") | frozenset(range(32, 127))
-BYTES_SHOWN = 16                         # of a file of no known format; every format has other bytes than TEXT among these
-# What a file that begins with these bytes is, and what to do
+BYTES_SHOWN = 16                         # of an unknown file; in every format some of these are not in TEXT
+# The kind of a file that begins with these bytes, and the remedy
 NOT_WEIGHTS = {
-    b"version https://git-lfs": "a Git LFS pointer, which stands for the file: fetch that with git lfs pull, or download it",
-    b"# xet version": "a Xet pointer, which stands for the file: fetch that with git xet, or download it",
+    b"version https://git-lfs": "a Git LFS pointer, not the file: fetch it with git lfs pull, or download it",
+    b"# xet version": "a Xet pointer, not the file: fetch it with git xet, or download it",
     b"<!doctype html": "a web page: download the file itself", b"<html": "a web page: download the file itself",
     b"\x1f\x8b": "compressed by gzip: unpack it", b"7z\xbc\xaf": "a 7z archive: unpack it",
     b"Rar!": "a RAR archive: unpack it", b"\x28\xb5\x2f\xfd": "compressed by zstd: unpack it"}
@@ -44,7 +43,7 @@ def names() -> list[str]:
 def load(name: str) -> ModuleType:
     """The module of a format. Raises UserError for an unknown name."""
     if name not in names():
-        raise UserError(f"there is no format {name!r}: choose one of {', '.join(names())}")
+        raise UserError(f"the format must be one of {', '.join(names())}; got {name!r}")
     return importlib.import_module(f"{__name__}.{name}")
 
 
@@ -52,33 +51,33 @@ def recognise(path: Path) -> ModuleType:
     """The format of an existing file or directory. Raises CheckpointError for an unknown format."""
     require_no_pointer(path)
     if path.is_file() and len(start := first_bytes(path, BYTES_SHOWN)) >= 8 and TEXT.issuperset(start):
-        raise CheckpointError(f"{path} is a text, which begins with {start!r}: name a file of weights")
+        raise CheckpointError(f"{path} is a text file that begins with {start!r}: name a file of weights")
     for format in map(load, names()):
         if format.recognises(path):
             return format
     if path.is_dir():
-        raise CheckpointError(f"{path} holds no checkpoint: expected a config.json as Hugging Face's directories have")
+        raise CheckpointError(f"{path} contains no checkpoint: expected a config.json, as in Hugging Face directories")
     start = first_bytes(path, BYTES_SHOWN)
-    found = f"begins with {start!r}" if start else "is empty (0 bytes), as an interrupted copy or download leaves it"
-    raise CheckpointError(f"{path} cannot be read as a checkpoint: it {found}; expected a file of torch.save, .safetensors, "
+    content = f"begins with {start!r}" if start else "is empty (0 bytes): was the copy or download interrupted?"
+    raise CheckpointError(f"{path} cannot be read as a checkpoint: it {content}; expected a file of torch.save, .safetensors, "
                           "rwkv.cpp's ggmf, or GGUF")
 
 
 def require_no_pointer(path: Path) -> None:
-    """Raises CheckpointError for a file that only stands for another, a web page, and an archive."""
+    """Raises CheckpointError for a pointer to a file, a web page, or an archive."""
     if path.is_file():
         start = first_bytes(path, 2 * BYTES_SHOWN).lstrip().lower()
-        for begins, kind in NOT_WEIGHTS.items():
-            if start.startswith(begins.lower()):
+        for prefix, kind in NOT_WEIGHTS.items():
+            if start.startswith(prefix.lower()):
                 raise CheckpointError(f"{path} is {kind}")
 
 
 def by_suffix(path: Path) -> str:
-    """The name of the format that a path's suffix chooses. Raises UserError for another suffix."""
+    """The name of the format of a path's suffix. Raises UserError for an unknown suffix."""
     suffix = "" if path.is_dir() else path.suffix
     if suffix not in SUFFIXES:
-        known = ", ".join(suffix or "no suffix" for suffix in SUFFIXES)
-        raise UserError(f"{path.name} does not say its format: choose one of these suffixes ({known}), or name a format "
+        suffixes = ", ".join(suffix or "no suffix" for suffix in SUFFIXES)
+        raise UserError(f"{path.name} must have a suffix that names its format ({suffixes}); otherwise name a format "
                         f"({', '.join(names())})")
     return SUFFIXES[suffix]
 

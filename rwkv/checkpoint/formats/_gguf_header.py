@@ -1,7 +1,7 @@
-"""The header of a GGUF file: the metadata (rwkv/io/gguf.py), and where each tensor's data lies.
+"""The header of a GGUF file: the metadata (rwkv/io/gguf.py), and the offset of each tensor's data.
 
-    tensor      name, number of dimensions, dimensions from the innermost, type, place from the start of the data
-    data        from the next multiple of general.alignment (32), each tensor at a multiple of it
+    tensor      name, number of dimensions, dimensions from the innermost, type, offset from the start of the data
+    data        at the next multiple of general.alignment (32), each tensor at a multiple of it
 
 Source: ggml, docs/gguf.md. _gguf_types.py describes the types.
 """
@@ -10,7 +10,7 @@ import math
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rwkv.checkpoint.formats._gguf_types import block_of
+from rwkv.checkpoint.formats._gguf_types import block_type
 from rwkv.errors import CheckpointError
 from rwkv.io.gguf import Cursor, header_of
 
@@ -19,7 +19,7 @@ ALIGNMENT = 32
 MOST_DIMENSIONS = 4
 
 
-class Described(NamedTuple):
+class TensorInfo(NamedTuple):
     """A tensor's name, shape and type; its data are the bytes from `start` to `end` of the file."""
 
     name: str
@@ -29,25 +29,25 @@ class Described(NamedTuple):
     end: int
 
 
-def read_header(path: Path, data: memoryview) -> tuple[dict[str, Any], list[Described]]:
+def read_header(path: Path, data: memoryview) -> tuple[dict[str, Any], list[TensorInfo]]:
     """The metadata and the tensors of a file. data: its bytes. Raises CheckpointError."""
     metadata, n_tensors, end = header_of(path)
     alignment = metadata.get(ALIGNMENT_KEY, ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 8 or alignment & (alignment - 1):
-        raise CheckpointError(f"{path} has {ALIGNMENT_KEY} {alignment!r}, expected a power of two from 8: the file is damaged")
+        raise CheckpointError(f"{path}: {ALIGNMENT_KEY} must be a power of two >= 8; got {alignment!r}: the file is damaged")
     cursor = Cursor(path, data, end)
-    described = [_tensor(path, cursor) for _ in range(n_tensors)]
+    relative = [_tensor(path, cursor) for _ in range(n_tensors)]
     start = -(-cursor.at // alignment) * alignment
-    placed = [tensor._replace(start=start + tensor.start, end=start + tensor.end) for tensor in described]
-    for tensor in placed:
+    tensors = [tensor._replace(start=start + tensor.start, end=start + tensor.end) for tensor in relative]
+    for tensor in tensors:
         if tensor.start % alignment or tensor.end > len(cursor.data):
-            raise CheckpointError(f"{path} has {len(cursor.data)} bytes, and {tensor.name} {tensor.shape} is said to be in "
+            raise CheckpointError(f"{path} has {len(cursor.data)} bytes, but its header places {tensor.name} {tensor.shape} at "
                                   f"bytes {tensor.start} to {tensor.end}: it is truncated or damaged; copy it again")
-    return metadata, placed
+    return metadata, tensors
 
 
-def _tensor(path: Path, cursor: Cursor) -> Described:
-    """The next tensor. Its start and end count from the start of the data."""
+def _tensor(path: Path, cursor: Cursor) -> TensorInfo:
+    """The next tensor. Its start and end are relative to the start of the data."""
     name = cursor.string()
     (n_dimensions,) = cursor.unpack("I")
     if not 1 <= n_dimensions <= MOST_DIMENSIONS:
@@ -55,8 +55,8 @@ def _tensor(path: Path, cursor: Cursor) -> Described:
                               "damaged")
     shape = cursor.unpack(f"{n_dimensions}Q")[::-1]
     number, start = cursor.unpack("IQ")
-    type_, elements, nbytes = block_of(number, f"{path}: {name}")
+    type_, elements, nbytes = block_type(number, f"{path}: {name}")
     if shape[-1] % elements or 0 in shape:
         raise CheckpointError(f"{path}: {name} is {shape} in {type_}, expected rows of a multiple of {elements}: the file is "
                               "damaged")
-    return Described(name, shape, type_, start, start + math.prod(shape) // elements * nbytes)
+    return TensorInfo(name, shape, type_, start, start + math.prod(shape) // elements * nbytes)

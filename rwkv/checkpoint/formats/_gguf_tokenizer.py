@@ -1,12 +1,12 @@
 """Tokenizers in GGUF's metadata: the World vocabulary (`rwkv`), byte-level BPE as GPT-2 splits text (`gpt2`), or none.
 
     tokenizer.ggml.model, .tokens, .token_type      a token of rwkv is Python's repr of its bytes, without b and quotes;
-                                                    a token of gpt2 is the text that stands for its bytes
-    tokenizer.ggml.merges, .pre                     gpt2: pairs of tokens that are merged, and how text is split
-    tokenizer.huggingface.json                      gpt2: the whole file of the `tokenizers` library, if we wrote the file
-    tokenizer.ggml.eos_token_id, .eot_, .eom_       gpt2: tokens that end a text; the World vocabulary ends it with id 0
+                                                    a token of gpt2 is the byte-level encoding of its bytes
+    tokenizer.ggml.merges, .pre                     gpt2: merged pairs of tokens, and the pre-tokenizer
+    tokenizer.huggingface.json                      gpt2: the whole file of the `tokenizers` library, in files of this program
+    tokenizer.ggml.eos_token_id, .eot_, .eom_       gpt2: end-of-text tokens; the World vocabulary's is id 0
 
-Unused ids, up to the number of rows of the embedding, are [PADid], of the type "unused". Sources: llama.cpp,
+Unused ids, up to the number of embedding rows, are [PADid], of the type "unused". Sources: llama.cpp,
 conversion/base.py and src/llama-vocab.cpp; ggml, docs/gguf.md.
 """
 
@@ -26,7 +26,7 @@ NORMAL = 1                               # a token_type, like the next three
 CONTROL = 3
 USER_DEFINED = 4
 UNUSED = 5
-WORLD_START = "<s>"                      # in GGUF the text of id 0 of the World vocabulary, which is no token
+WORLD_START = "<s>"                      # GGUF's text for id 0 of the World vocabulary, which is not a token
 PRE_TOKENIZER = "gpt-2"
 ENDS = tuple(f"{GGML}{name}_token_id" for name in ("eos", "eot", "eom"))
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}
@@ -38,7 +38,7 @@ ESCAPES = {b"t": b"\t", b"n": b"\n", b"r": b"\r"}
 
 
 def metadata_of(outgoing: Outgoing) -> dict[str, Any]:
-    """The metadata that describe the tokenizer. Raises UserError for a tokenizer that GGUF cannot hold."""
+    """The metadata of the tokenizer. Raises UserError for a tokenizer that GGUF cannot represent."""
     definition = outgoing.entry.get("tokenizer")
     if definition is None:
         return {f"{GGML}model": NO_MODEL[0]}
@@ -47,39 +47,40 @@ def metadata_of(outgoing: Outgoing) -> dict[str, Any]:
         tokens = [repr(token)[2:-1] or f"[PAD{index}]" for index, token in enumerate(vocabulary)]
         tokens[0] = WORLD_START
         types = [CONTROL, *(NORMAL if token else UNUSED for token in vocabulary[1:])]
-        own: dict[str, Any] = {f"{GGML}model": "rwkv"}
+        metadata: dict[str, Any] = {f"{GGML}model": "rwkv"}
         ends = [0]
     elif definition["kind"] == "json":
         parsed = json.loads(definition["definition"])
         tokens, types = _bpe_tokens(parsed)
         ends = special.ends_of(definition) or [0]
         merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in parsed["model"]["merges"]]
-        own = {f"{GGML}model": "gpt2", f"{GGML}pre": PRE_TOKENIZER, f"{GGML}merges": merges, JSON: definition["definition"]}
+        metadata = {f"{GGML}model": "gpt2", f"{GGML}pre": PRE_TOKENIZER, f"{GGML}merges": merges,
+                    JSON: definition["definition"]}
     else:
-        raise UserError(f"GGUF has no place for the tokenizer {definition['kind']}: it holds the World vocabulary or a "
-                        "byte-level BPE, as the tokenizers world and bpe are; choose another format")
+        raise UserError(f"GGUF cannot hold the tokenizer {definition['kind']}, only the World vocabulary (world) or a "
+                        "byte-level BPE (bpe): choose another format")
     spare = range(len(tokens), outgoing.vocab_size)
-    return {**own, f"{GGML}tokens": tokens + [f"[PAD{index}]" for index in spare],
+    return {**metadata, f"{GGML}tokens": tokens + [f"[PAD{index}]" for index in spare],
             f"{GGML}token_type": types + [UNUSED for _ in spare], f"{GGML}bos_token_id": ends[0],
             **dict(zip(ENDS, ends, strict=False)), f"{GGML}add_bos_token": False}
 
 
 def _bpe_tokens(parsed: dict[str, Any]) -> tuple[list[str], list[int]]:
-    """The texts and types of all ids. Raises UserError for a tokenizer that splits text in a way that GGUF cannot describe."""
+    """The texts and types of all ids. Raises UserError for a tokenizer that GGUF cannot represent."""
     model = parsed["model"]
     added = parsed.get("added_tokens") or []
-    unlike = [name for name, value in PLAIN_BPE.items() if (model.get(name) or None) != (value or None)]
-    cut = parsed.get("pre_tokenizer") or {}
-    other_cut = any(cut.get(name, True) != value for name, value in BYTE_LEVEL.items()
-                    if name != "trim_offsets")           # trim_offsets changes no id
-    parts = {"a normalizer": parsed.get("normalizer"), "another pre_tokenizer": other_cut,
-             "another decoder": (parsed.get("decoder") or {}).get("type") != "ByteLevel",
-             "another model": unlike and f"{unlike[0]} {model.get(unlike[0])!r}",
-             "added tokens that take in spaces": any(token.get(name) for token in added for name in PLAIN_ADDED)}
-    for described, found in parts.items():
-        if found:
-            raise UserError(f"GGUF holds byte-level BPE as GPT-2 has it, and this tokenizer has {described}: choose another "
-                            "format, or leave the tokenizer out")
+    pre_tokenizer = parsed.get("pre_tokenizer") or {}
+    differences = {
+        "a normalizer": parsed.get("normalizer"),
+        "another pre_tokenizer": any(pre_tokenizer.get(name, True) != value for name, value in BYTE_LEVEL.items()
+                                     if name != "trim_offsets"),         # trim_offsets changes no id
+        "another decoder": (parsed.get("decoder") or {}).get("type") != "ByteLevel",
+        "another model": any((model.get(name) or None) != (value or None) for name, value in PLAIN_BPE.items()),
+        "added tokens that absorb spaces": any(token.get(name) for token in added for name in PLAIN_ADDED)}
+    for difference, is_present in differences.items():
+        if is_present:
+            raise UserError(f"GGUF holds byte-level BPE like GPT-2's, and this tokenizer has {difference}: choose another "
+                            "format, or omit the tokenizer")
     names = {index: text for text, index in model["vocab"].items()} | {token["id"]: token["content"] for token in added}
     types = {token["id"]: CONTROL if token["special"] else USER_DEFINED for token in added}
     ids = range(1 + max(names))
@@ -88,59 +89,59 @@ def _bpe_tokens(parsed: dict[str, Any]) -> tuple[list[str], list[int]]:
 
 
 def tokenizer_in(path: Path, metadata: dict[str, Any]) -> dict[str, Any] | None:
-    """The tokenizer's definition; None where the file has none. Raises CheckpointError for a kind that we do not have."""
+    """The tokenizer's definition or None. Raises CheckpointError for an unsupported kind."""
     kind = metadata.get(f"{GGML}model", NO_MODEL[0])
     if kind in NO_MODEL:
         return None
     if kind == "rwkv":
-        return {"kind": "world", "vocabulary": _world_in(path, *_tokens(path, metadata))}
+        return {"kind": "world", "vocabulary": _world_vocabulary(path, *_tokens(path, metadata))}
     if kind != "gpt2":
-        raise CheckpointError(f"{path} holds a tokenizer of the kind {kind!r}, expected rwkv (the World vocabulary) or gpt2 "
+        raise CheckpointError(f"{path} contains a tokenizer of the kind {kind!r}, expected rwkv (the World vocabulary) or gpt2 "
                               "(byte-level BPE): convert the model's original files instead")
     ends = [metadata[key] for key in ENDS if isinstance(metadata.get(key), int)]
     if isinstance(metadata.get(JSON), str):
         return special.definition_with_ends(metadata[JSON], [ends])
     if metadata.get(f"{GGML}pre") != PRE_TOKENIZER:
-        raise CheckpointError(f"{path} holds a byte-level BPE that splits text as {metadata.get(f'{GGML}pre')!r} does, "
+        raise CheckpointError(f"{path} contains a byte-level BPE with the pre-tokenizer {metadata.get(f'{GGML}pre')!r}, "
                               f"expected {PRE_TOKENIZER!r}: convert the model's original files instead")
-    content = _bpe_in(path, *_tokens(path, metadata), metadata.get(f"{GGML}merges"))
+    content = _bpe_definition(path, *_tokens(path, metadata), metadata.get(f"{GGML}merges"))
     return special.definition_with_ends(json.dumps(content), [ends])
 
 
 def _tokens(path: Path, metadata: dict[str, Any]) -> tuple[list[str], list[int]]:
     tokens = metadata.get(f"{GGML}tokens")
     types = metadata.get(f"{GGML}token_type")
-    if not _list_of(str, tokens) or not _list_of(int, types) or len(tokens) != len(types):      # type: ignore[arg-type]
-        raise CheckpointError(f"{path} has no {GGML}tokens with as many {GGML}token_type: was it converted wrongly?")
+    if not _is_list_of(str, tokens) or not _is_list_of(int, types) or len(tokens) != len(types):      # type: ignore[arg-type]
+        raise CheckpointError(f"{path} must have as many {GGML}tokens as {GGML}token_type: was it converted wrongly?")
     return tokens, types         # type: ignore[return-value]
 
 
-def _list_of(kind: type, values: Any) -> bool:
+def _is_list_of(kind: type, values: Any) -> bool:
     return isinstance(values, list) and all(isinstance(value, kind) for value in values)
 
 
-def _world_in(path: Path, texts: list[str], types: list[int]) -> str:
-    """The World vocabulary as the text of a vocabulary file."""
+def _world_vocabulary(path: Path, texts: list[str], types: list[int]) -> str:
+    """The World vocabulary in the form of a vocabulary file."""
     try:
-        tokens = [_bytes_of(text) if type_ == NORMAL else b"" for text, type_ in zip(texts, types, strict=True)]
+        tokens = [_parse_repr(text) if type_ == NORMAL else b"" for text, type_ in zip(texts, types, strict=True)]
     except ValueError as error:
-        raise CheckpointError(f"{path} has a token that is not in Python's notation of bytes ({error}): was it "
+        raise CheckpointError(f"{path} has a token that is not the repr of bytes ({error}): was it "
                               "converted wrongly?") from error
     return Vocabulary(tokens).to_text()
 
 
-def _bytes_of(text: str) -> bytes:
+def _parse_repr(text: str) -> bytes:
     """The bytes whose repr is b"text". Raises ValueError for anything else."""
-    def unescaped(found: re.Match[bytes]) -> bytes:
-        escape = found[1]
+    def unescape(match: re.Match[bytes]) -> bytes:
+        escape = match[1]
         return bytes([int(escape[1:], 16)]) if len(escape) == 3 else ESCAPES.get(escape, escape)
 
-    return re.sub(rb"\\(x..|.)", unescaped, text.encode("ascii"), flags=re.DOTALL)
+    return re.sub(rb"\\(x..|.)", unescape, text.encode("ascii"), flags=re.DOTALL)
 
 
-def _bpe_in(path: Path, texts: list[str], types: list[int], merges: Any) -> dict[str, Any]:
+def _bpe_definition(path: Path, texts: list[str], types: list[int], merges: Any) -> dict[str, Any]:
     """The tokenizer as the content of a file of the `tokenizers` library."""
-    if not _list_of(str, merges):
+    if not _is_list_of(str, merges):
         raise CheckpointError(f"{path} has no {GGML}merges for its byte-level BPE: was it converted wrongly?")
     added = [{"id": index, "content": text, "special": type_ == CONTROL, "normalized": False, **PLAIN_ADDED}
              for index, (text, type_) in enumerate(zip(texts, types, strict=True)) if type_ in (CONTROL, USER_DEFINED)]

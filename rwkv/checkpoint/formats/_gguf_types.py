@@ -1,8 +1,8 @@
-"""The types of tensors in GGUF. A type stores neighbouring elements of a row in blocks of a fixed number of bytes.
+"""Tensor types of GGUF. A type stores neighbouring elements of a row in blocks of a fixed number of bytes.
 
 F32, F16, BF16 and Q8_0 are read here. If the package gguf of llama.cpp's authors is installed, it describes and dequantises all
-others: the k-quants (Q2_K to Q6_K), Q4_0 to Q5_1, the i-quants (IQ4_XS, IQ4_NL, ...). The result is float32; a model in int8 or
-int4 rounds it a second time (docs/log.md has the error).
+others: the k-quants (Q2_K to Q6_K), Q4_0 to Q5_1, the i-quants (IQ4_XS, IQ4_NL, ...). The result is float32; running the model
+in int8 or int4 rounds it again (docs/log.md has the error).
 
 Source: ggml, src/ggml-common.h.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from rwkv.checkpoint.stored import release
 from rwkv.errors import CheckpointError, UserError
 
-PACKAGE = "needs the package gguf, which is not installed: pip install gguf"
+PACKAGE = "requires the package gguf: pip install gguf"
 Q8_0_VALUES = 32
 
 
@@ -33,11 +33,11 @@ class Block(NamedTuple):
 PLAIN = {0: Block("F32", 1, 4), 1: Block("F16", 1, 2), 30: Block("BF16", 1, 2), 28: Block("F64", 1, 8),
          8: Block("Q8_0", Q8_0_VALUES, 34)}
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}    # as in the file
-BLOCKS_A_ROW = 32                        # the package takes 16 rows at a time: enough work, and small enough for the cache
+BLOCKS_PER_ROW = 32                      # passed to the package, which processes 16 rows at a time: they fit the CPU's cache
 
 
 def package(purpose: str) -> ModuleType:
-    """The package gguf. Raises UserError where it is not installed."""
+    """The package gguf. Raises UserError if it is not installed."""
     try:
         import gguf
     except ImportError as error:
@@ -45,23 +45,23 @@ def package(purpose: str) -> ModuleType:
     return gguf
 
 
-def block_of(number: int, where: str) -> Block:
+def block_type(number: int, where: str) -> Block:
     """The type with this number. where: names the tensor in errors. Raises CheckpointError for a type that cannot be read."""
     if number in PLAIN:
         return PLAIN[number]
     try:
-        block = _block_by_package(number)
+        block = _package_block(number)
     except ImportError as error:
         raise CheckpointError(f"{where} is quantised (GGUF's type {number}), and reading it {PACKAGE}") from error
     if block is None:
         raise CheckpointError(f"{where} is {_name(number)}, which the installed package gguf cannot dequantise: upgrade it, or "
-                              "make the GGUF file again from the original weights, as Q8_0 or BF16")
+                              "convert the original weights again, as Q8_0 or BF16")
     return block
 
 
 @cache
-def _block_by_package(number: int) -> Block | None:
-    """The type with this number; None where the package does not know it, or cannot dequantise it."""
+def _package_block(number: int) -> Block | None:
+    """The type with this number; None if the package does not know it or cannot dequantise it."""
     import gguf
 
     try:
@@ -83,20 +83,20 @@ def _name(number: int) -> str:
         return f"of the type {number}"
 
 
-def dequantised(type_: str, bytes_: Tensor) -> Tensor:
-    """The values of mapped blocks, in float32. The pages of the mapping are released."""
+def dequantise(type_: str, bytes_: Tensor) -> Tensor:
+    """The values of mapped blocks in float32. Releases the pages of the mapping."""
     if type_ == "Q8_0":
         blocks = bytes_.view(-1, 2 + Q8_0_VALUES)
         scale = blocks[:, :2].contiguous().view(torch.float16)
         values = (blocks[:, 2:].contiguous().view(torch.int8) * scale.float()).flatten()
     else:
-        values = _by_package(type_, bytes_)
+        values = _dequantise_by_package(type_, bytes_)
     release(bytes_)
     return values
 
 
-def rounded_to_blocks(matrix: Tensor, type_: str) -> Tensor:
-    """A float32 matrix as blocks of this type hold it, in float32; in float16 if its rows are no multiple of a block."""
+def round_to_blocks(matrix: Tensor, type_: str) -> Tensor:
+    """A float32 matrix rounded to blocks of this type, or to float16 if its rows are not a multiple of a block."""
     gguf = package(f"writing {type_}")
     kind = gguf.GGMLQuantizationType[type_]
     if matrix.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0]:
@@ -104,12 +104,12 @@ def rounded_to_blocks(matrix: Tensor, type_: str) -> Tensor:
     return torch.from_numpy(gguf.quants.dequantize(gguf.quants.quantize(matrix.numpy(), kind), kind))
 
 
-def _by_package(type_: str, bytes_: Tensor) -> Tensor:
+def _dequantise_by_package(type_: str, bytes_: Tensor) -> Tensor:
     import gguf
 
     kind = gguf.GGMLQuantizationType[type_]
     _, nbytes = gguf.GGML_QUANT_SIZES[kind]
     blocks = bytes_.numpy().reshape(-1, nbytes)
-    whole = len(blocks) // BLOCKS_A_ROW * BLOCKS_A_ROW
-    rows = (blocks[:whole].reshape(-1, BLOCKS_A_ROW * nbytes), blocks[whole:])
+    whole = len(blocks) // BLOCKS_PER_ROW * BLOCKS_PER_ROW
+    rows = (blocks[:whole].reshape(-1, BLOCKS_PER_ROW * nbytes), blocks[whole:])
     return torch.cat([torch.from_numpy(gguf.dequantize(part, kind)).flatten() for part in rows if len(part)])

@@ -1,10 +1,10 @@
-"""A checkpoint of trainer=fsdp: a folder with a file for each process, written by torch.distributed.checkpoint.
+"""A checkpoint of trainer=fsdp: a folder with one file per process, written by torch.distributed.checkpoint.
 
     shard-00001-....safetensors, ...     each process's rows of the weights and of the optimiser's state
-    rest.pt                              the dictionary of a .ckpt without these tensors; SHARDED lists their places in it
-    complete.json                        the size and the CRC-32 of every file; written last, when the checkpoint is complete
+    rest.pt                              a .ckpt's dictionary without these tensors; SHARDED lists their places in it
+    complete.json                        size and CRC-32 of every file; written last
 
-A place is a tuple of keys, as ("optimizer_states", 0, "state", 3, "exp_avg"), and the name of its tensor in the shards is
+A place is a tuple of keys, such as ("optimizer_states", 0, "state", 3, "exp_avg"), whose tensor in the shards is
 "optimizer_states/0/state/3/exp_avg". Reading executes no pickle.
 """
 
@@ -44,9 +44,9 @@ def sum_of(path: Path) -> tuple[int, int]:
     """The size and the CRC-32 of a file."""
     size = checksum = 0
     with path.open("rb") as file:
-        while part := file.read(READ_BYTES):
-            size += len(part)
-            checksum = zlib.crc32(part, checksum)
+        while chunk := file.read(READ_BYTES):
+            size += len(chunk)
+            checksum = zlib.crc32(chunk, checksum)
     return size, checksum
 
 
@@ -61,18 +61,18 @@ def read_rest(folder: Path) -> dict[Any, Any]:
         sums = json.loads((folder / COMPLETE).read_bytes())
         damaged = [name for name, expected in sums.items() if list(sum_of(folder / name)) != list(expected)]
     except FileNotFoundError as error:
-        raise CheckpointError(f"{folder} lacks {Path(error.filename).name}: it was copied or deleted in part; copy it "
+        raise CheckpointError(f"{folder} lacks {Path(error.filename).name}: it was partly copied or deleted; copy it "
                               "again") from None
     except (ValueError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{folder / COMPLETE} is damaged ({error}); copy the checkpoint again") from None
     if damaged or REST not in sums:
-        raise CheckpointError(f"{folder / (damaged or [REST])[0]} is truncated or damaged: its checksum is not the one in "
+        raise CheckpointError(f"{folder / (damaged or [REST])[0]} is truncated or damaged: its checksum differs from that in "
                               f"{COMPLETE}; copy the checkpoint again")
     return _torch_file.load(folder / REST)
 
 
 def open_shards(folder: Path) -> Any:
-    """torch's reader, which has read the headers of the files."""
+    """torch's reader, with the headers of the files already read."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
     reader = HuggingFaceStorageReader(str(folder))
@@ -88,22 +88,22 @@ def sizes(reader: Any) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
 
 
 def fill(reader: Any, tensors: Mapping[str, Tensor]) -> None:
-    """Reads into these tensors, by name_of their places: whole ones, or DTensors, of which only this process's part is read."""
+    """Reads into these tensors, by name_of their places: whole tensors, or DTensors, which read this process's part only."""
     from torch.distributed import checkpoint
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")          # about reading in a process alone
+        warnings.simplefilter("ignore")          # about reading without a process group
         checkpoint.load(dict(tensors), storage_reader=reader, no_dist=True)
 
 
 def weights(folder: Path, places: Iterable[Place]) -> dict[str, Stored]:
     """The weights among the places, by their names in the state_dict."""
     reader = open_shards(folder)
-    found = sizes(reader)
+    shapes = sizes(reader)
 
     def stored(place: Place) -> Stored:
         name = name_of(place)
-        shape, dtype = found[name]
+        shape, dtype = shapes[name]
 
         def data() -> Tensor:
             whole = torch.empty(shape, dtype=dtype)
@@ -116,14 +116,14 @@ def weights(folder: Path, places: Iterable[Place]) -> dict[str, Stored]:
 
 
 def read(folder: Path, empty: Callable[[Place, tuple[int, ...], torch.dtype], Tensor]) -> dict[Any, Any]:
-    """The dictionary of the .ckpt that one process would have written.
+    """The dictionary of the .ckpt that a single process would have written.
 
     empty(place, shape, dtype): a tensor to read into, whole or a DTensor. Raises CheckpointError as read_rest does.
     """
     content = read_rest(folder)
     reader = open_shards(folder)
-    found = sizes(reader)
-    tensors = {place: empty(place, *found[name_of(place)]) for place in content.pop(SHARDED)}
+    shapes = sizes(reader)
+    tensors = {place: empty(place, *shapes[name_of(place)]) for place in content.pop(SHARDED)}
     fill(reader, {name_of(place): tensor for place, tensor in tensors.items()})
     for place, tensor in tensors.items():
         insert(content, place, tensor)
@@ -142,7 +142,7 @@ def value_at(content: Any, place: Place) -> Any:
 
 
 def insert(content: Any, place: Place, value: Any) -> None:
-    """Puts a value into nested dictionaries and lists. Dictionaries that are missing are made."""
+    """Puts a value into nested dictionaries and lists. Creates missing dictionaries."""
     *path, last = place
     for key in path:
         content = content.setdefault(key, {}) if isinstance(content, dict) else content[key]

@@ -1,7 +1,7 @@
-"""The file of torch.save: read without executing its pickle, written tensor by tensor.
+"""Files of torch.save: read without executing the pickle, written tensor by tensor.
 
-Since torch 1.6 it is a zip of uncompressed entries: data.pkl has the structure and names each storage; data/0, data/1, ... are
-the storages, each at a multiple of 64 bytes so that it can be mapped; version and byteorder follow. Source: PyTorch,
+Since torch 1.6: a zip of uncompressed entries. data.pkl has the structure and names each storage; data/0, data/1, ... are the
+storages, aligned to 64 bytes so that they can be mapped; version and byteorder follow. Source: PyTorch,
 torch/serialization.py and caffe2/serialize/inline_container.cc.
 """
 
@@ -27,12 +27,12 @@ from rwkv.errors import CheckpointError
 ZIP = b"PK"
 PICKLES = tuple(bytes([0x80, protocol]) for protocol in (2, 3, 4, 5))
 ALIGNMENT = 64
-PADDING_ID = 0x4246                      # "FB", an extra field that fills up to the next multiple of ALIGNMENT
+PADDING_ID = 0x4246                      # "FB", an extra field that pads to the next multiple of ALIGNMENT
 LOCAL_HEADER = 30                        # bytes of zip's local file header before its name
 FIELD_HEADER = 4                         # bytes of an extra field's header
-EPOCH = (1980, 1, 1, 0, 0, 0)            # zip's earliest date: the same weights give the same file
+EPOCH = (1980, 1, 1, 0, 0, 0)            # zip's earliest date: equal weights give equal files
 OTHER_OBJECTS = "Unsupported"            # in torch's message about a class or an operation that it does not execute
-READ_BYTES = 1 << 20                     # at once, for a checksum
+READ_BYTES = 1 << 20                     # per read, for a checksum
 STORAGES = {torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage}
 
 
@@ -42,52 +42,53 @@ def recognises(path: Path) -> bool:
 
 
 def load(path: Path) -> dict[Any, Any]:
-    """The file's dictionary, its tensors mapped where it is a zip; executes nothing. Raises CheckpointError."""
+    """The file's dictionary, with tensors mapped if it is a zip. Executes nothing. Raises CheckpointError."""
     mapped = first_bytes(path, 2) == ZIP
     if mapped:
         _check_zip(path)
         _require_plain(path)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")      # torch warns about other pickles; the message below is enough
+            warnings.simplefilter("ignore")      # torch warns about other pickles; the message below suffices
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
-    except Exception as error:                   # torch has no error class of its own for damaged files
-        if OTHER_OBJECTS in str(error):          # in a file from before zip, which _require_plain cannot look through
-            raise CheckpointError(f"{path} holds other objects than tensors, and loading them would execute code: save the "
+    except Exception as error:                   # torch has no error class for damaged files
+        if OTHER_OBJECTS in str(error):          # in a file older than zip, which _require_plain cannot inspect
+            raise CheckpointError(f"{path} contains objects other than tensors, and loading them would execute code: save the "
                                   "tensors alone, torch.save(model.state_dict(), FILE)") from error
         raise CheckpointError(f"{path} cannot be read as a checkpoint: it is truncated, damaged, or not a file of plain "
-                              "tensors written by torch.save (other objects are refused, for loading them would execute "
-                              "code)") from error
+                              "tensors written by torch.save (other objects are rejected, because loading them would "
+                              "execute code)") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is not a checkpoint: it holds a {type(content).__name__}, not tensors by name")
+        raise CheckpointError(f"{path} is not a checkpoint: it contains a {type(content).__name__}, not tensors by name")
     return content
 
 
 def _require_plain(path: Path) -> None:
-    """Raises CheckpointError where a whole file names other objects than tensors and plain containers."""
+    """Raises CheckpointError if an undamaged file names objects other than tensors and plain containers."""
     try:
         others = sorted(torch.serialization.get_unsafe_globals_in_checkpoint(path))
-    except Exception:                    # a damaged pickle: torch.load says so
+    except Exception:                    # a damaged pickle: torch.load reports it
         return
     if others:
-        raise CheckpointError(f"{path} holds objects of {', '.join(others[:3])}, and loading them would execute code: save the "
-                              "tensors alone, torch.save(model.state_dict(), FILE)")
+        raise CheckpointError(f"{path} contains objects of {', '.join(others[:3])}, and loading them would execute code: save "
+                              "the tensors alone, torch.save(model.state_dict(), FILE)")
 
 
 def weights_in(path: Path, content: Mapping[Any, Any]) -> Mapping[Any, Any]:
-    """The tensors by name in a loaded dictionary: itself, or the one that trainers keep in it beside other things, as
-    {"model": weights, "step": 7}. Raises CheckpointError where there are several.
+    """The tensors by name in a loaded dictionary: itself, or the one nested in it, as in {"model": weights, "step": 7}.
+
+    Raises CheckpointError if there are several.
     """
     if any(map(_is_weight, content.items())):
         return content
-    inside = {name: value for name, value in content.items() if isinstance(value, Mapping) and _holds_weights(value)}
-    if len(inside) > 1:
-        raise CheckpointError(f"{path} holds several sets of weights ({', '.join(map(str, inside))}): save one of them alone")
-    return weights_in(path, *inside.values()) if inside else content
+    nested = {name: value for name, value in content.items() if isinstance(value, Mapping) and _holds_weights(value)}
+    if len(nested) > 1:
+        raise CheckpointError(f"{path} has several sets of weights ({', '.join(map(str, nested))}): save one of them alone")
+    return weights_in(path, *nested.values()) if nested else content
 
 
 def _holds_weights(content: Mapping[Any, Any]) -> bool:
-    """Whether a dictionary has tensors by names with a dot, itself or further inside."""
+    """Whether a dictionary or one nested in it has tensors by names with a dot."""
     return any(_is_weight(item) or (isinstance(item[1], Mapping) and _holds_weights(item[1])) for item in content.items())
 
 
@@ -97,19 +98,19 @@ def _is_weight(item: tuple[Any, Any]) -> bool:
 
 
 def stored(path: Path, content: Mapping[Any, Any]) -> dict[str, Stored]:
-    """The tensors of a loaded dictionary. Raises CheckpointError where a value is not a plain tensor."""
+    """The tensors of a loaded dictionary. Raises CheckpointError if a value is not a plain tensor."""
     mapped = first_bytes(path, 2) == ZIP
     for name, tensor in content.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise CheckpointError(f"{path} is not a checkpoint: its {name} is a {type(tensor).__name__}, not a tensor")
         if not _plain(tensor):
-            raise CheckpointError(f"{path}: {name} is not a plain tensor with as much data as its shape {tuple(tensor.shape)} "
-                                  "says: a sparse, quantised or expanded one is not read")
+            raise CheckpointError(f"{path}: {name} must be a plain tensor with all data of its shape {tuple(tensor.shape)}: "
+                                  "sparse, quantised and expanded tensors are not supported")
     return {name: Stored.of(name, str(path), tensor, mapped) for name, tensor in content.items()}
 
 
 def save(file: BinaryIO, content: Any) -> None:
-    """Writes plain containers with Stored tensors in them, with one tensor in memory at a time."""
+    """Writes plain containers of Stored tensors, with one tensor in memory at a time."""
     structure, tensors = pickled(content)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
         _add_bytes(archive, "data.pkl", structure)
@@ -121,7 +122,7 @@ def save(file: BinaryIO, content: Any) -> None:
 
 
 def pickled(content: Any) -> tuple[bytes, list[Stored]]:
-    """The bytes of data.pkl, and the tensors, which it refers to by number."""
+    """The bytes of data.pkl, and the tensors that it refers to by number."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, protocol=2)
     pickler.dump(content)
@@ -129,7 +130,7 @@ def pickled(content: Any) -> tuple[bytes, list[Stored]]:
 
 
 class _Storage:
-    """Stands for a tensor's data inside data.pkl."""
+    """Represents a tensor's data inside data.pkl."""
 
     def __init__(self, tensor: Stored) -> None:
         self.tensor = tensor
@@ -166,7 +167,7 @@ def _entry(archive: zipfile.ZipFile, name: str, size: int) -> IO[bytes]:
     """A new entry of `size` bytes, which the caller writes and closes."""
     entry = zipfile.ZipInfo(f"archive/{name}", EPOCH)
     entry.file_size = size
-    large = FIELD_HEADER + 16 if entry.file_size * 1.05 > zipfile.ZIP64_LIMIT else 0     # zipfile's own, for 64-bit sizes
+    large = FIELD_HEADER + 16 if entry.file_size * 1.05 > zipfile.ZIP64_LIMIT else 0     # zipfile's field for 64-bit sizes
     assert archive.fp is not None
     start = archive.fp.tell() + LOCAL_HEADER + len(entry.filename) + large + FIELD_HEADER
     padding = -start % ALIGNMENT
@@ -175,29 +176,29 @@ def _entry(archive: zipfile.ZipFile, name: str, size: int) -> IO[bytes]:
 
 
 def _check_zip(path: Path) -> None:
-    """Raises CheckpointError where an entry is incomplete, has a wrong checksum or is compressed.
+    """Raises CheckpointError if an entry is incomplete, has a wrong checksum or is compressed.
 
     torch.load checks neither length nor checksum, and a flipped bit would change a weight. torch maps the entries, so they are
-    never compressed; a small file that claims to unpack into a large one is an attack.
+    never compressed; a small file that claims to decompress to a large one is an attack.
     """
     try:
         with zipfile.ZipFile(path) as archive:
             if not any(name.endswith("data.pkl") for name in archive.namelist()):
-                raise CheckpointError(f"{path} is a zip that torch.save did not write: unpack it, and name what is inside")
+                raise CheckpointError(f"{path} is a zip that torch.save did not write: unpack it, and name its content")
             if any(name.endswith("/constants.pkl") for name in archive.namelist()):
-                raise CheckpointError(f"{path} is a TorchScript program, which holds code: save its weights alone, "
+                raise CheckpointError(f"{path} is a TorchScript program, which contains code: save its weights alone, "
                                       "torch.save(model.state_dict(), FILE)")
             for entry in archive.infolist():
                 if entry.compress_type != zipfile.ZIP_STORED or entry.file_size != entry.compress_size:
                     raise CheckpointError(f"{path} is a compressed zip, which torch.save does not write: unpack it, and name "
-                                          "what is inside")
+                                          "its content")
                 with archive.open(entry) as file:
-                    # 0 means that torch has written no checksum. After the last byte zipfile compares the checksum.
+                    # 0: torch wrote no checksum. zipfile compares the checksum after the last byte.
                     while entry.CRC and file.read(READ_BYTES):
                         pass
     except CheckpointError:
         raise
-    except Exception as error:           # zipfile raises many kinds for damaged files
+    except Exception as error:           # zipfile raises many error classes for damaged files
         raise CheckpointError(f"{path} cannot be read as a checkpoint: it is truncated or damaged ({error}); copy or download "
                               "it again") from error
 

@@ -1,4 +1,4 @@
-"""Our .ckpt, a Lightning checkpoint: the weights in state_dict, and the entry `timemix`, made of plain containers.
+"""Our .ckpt, a Lightning checkpoint: weights in state_dict, and the entry `timemix` of plain containers.
 
 With trainer=fsdp it is a folder (_shards.py).
 """
@@ -22,19 +22,19 @@ def recognises(path: Path) -> bool:
 
 def read(path: Path) -> Content:
     if not path.is_dir():
-        return understand(path, load(path))
+        return parse(path, load(path))
     rest = _shards.read_rest(path)
-    content = understand(path / _shards.REST, {"state_dict": {}} | rest)
+    content = parse(path / _shards.REST, {"state_dict": {}} | rest)
     return replace(content, path=path, tensors=content.tensors | _shards.weights(path, rest[_shards.SHARDED]))
 
 
-def understand(path: Path, content: dict[Any, Any]) -> Content:
-    """The Content of our checkpoint, of another Lightning checkpoint, which lacks our entry, or of a dictionary of tensors."""
+def parse(path: Path, content: dict[Any, Any]) -> Content:
+    """The Content of our checkpoint, of another Lightning checkpoint without our entry, or of a dictionary of tensors."""
     entry = plain_entry(path, content[ENTRY]) if ENTRY in content else None
     tensors = content.get("state_dict", {} if entry else weights_in(path, content))
     step = content.get("global_step", 0)
     if not isinstance(tensors, dict) or not isinstance(step, int):
-        raise CheckpointError(f"{path} has a state_dict or a global_step of another type: was it written by a newer version?")
+        raise CheckpointError(f"{path} has a state_dict or a global_step of a wrong type: was it written by a newer version?")
     return Content(path, stored(path, tensors), entry, step=step)
 
 

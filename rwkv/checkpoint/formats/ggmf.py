@@ -1,14 +1,13 @@
-"""rwkv.cpp's ggmf in FP32 and FP16, versions 100 and 101, which differ only in quantised tensors.
+"""ggmf, rwkv.cpp's format, in FP32 and FP16: versions 100 and 101, which differ only in quantised tensors.
 
     header    magic 0x67676d66, version, n_vocab, n_embed, n_layer, data_type                    int32 each
     tensor    dim_count, key_length, data_type, the shape with its dimensions reversed, key, data        until the end
 
-FP16 files keep vectors, and RWKV-7's r_k, in FP32. RWKV-4's vectors are [C], RWKV-7's as in the official files;
+FP16 files store vectors, and RWKV-7's r_k, in FP32. RWKV-4's vectors are [C], RWKV-7's as in the official files;
 rwkv/checkpoint/rwkv7.py describes other differences of RWKV-7's files. time_decay is stored as -exp(raw), rounded to float32 by
-torch.exp. After ggmf -> ours -> ggmf a stored value is the same to the bit. After ours -> ggmf -> ours, raw may be another
-value with the same float32 exponential; such values are less than 1e-7 (relative, above 1) apart. Integers and floats are
-little endian, as on every machine that the format was made for. Source: RWKV/rwkv.cpp, docs/FILE_FORMAT.md and
-python/convert_pytorch_to_ggml.py.
+torch.exp. ggmf -> ours -> ggmf preserves stored values bit for bit. ours -> ggmf -> ours may change raw to another value with
+the same float32 exponential, less than 1e-7 (relative, above 1) away. Integers and floats are little endian. Source:
+RWKV/rwkv.cpp, docs/FILE_FORMAT.md and python/convert_pytorch_to_ggml.py.
 """
 
 import math
@@ -50,20 +49,20 @@ def read(path: Path) -> Content:
         while file.tell() < length:
             tensor = _tensor(path, file, bytes_)
             if tensor.name in tensors:
-                raise CheckpointError(f"{path} holds the tensor {tensor.name} twice: the file is ambiguous")
+                raise CheckpointError(f"{path} contains the tensor {tensor.name} twice: the file is ambiguous")
             tensors[tensor.name] = tensor
     return Content(path, tensors, declared=declared)
 
 
 def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
-    """The dtype of a tensor of this group: FP16 is only for matrices. Raises UserError for a dtype that ggmf lacks."""
+    """The dtype of a tensor of this group: FP16 for matrices only. Raises UserError for a dtype that ggmf lacks."""
     if group == "vector":
         return torch.float32
-    matrices = DTYPES_BY_NAME[dtype] if dtype else tensor.dtype
-    if matrices not in DTYPES:
-        raise UserError(f"ggmf holds float32 or float16, not {dtype or str(tensor.dtype).removeprefix('torch.')}: choose "
-                        "one of them as the dtype")
-    return matrices
+    chosen = DTYPES_BY_NAME[dtype] if dtype else tensor.dtype
+    if chosen not in DTYPES:
+        raise UserError("the dtype of ggmf must be float32 or float16; got "
+                        f"{dtype or str(tensor.dtype).removeprefix('torch.')}")
+    return chosen
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
@@ -89,9 +88,9 @@ def stored_decay(decay: Tensor) -> Tensor:
 
 
 def raw_decay(stored: Tensor) -> Tensor:
-    """The float32 time_decay whose stored_decay is `stored`, or the closest to it.
+    """The float32 time_decay whose stored_decay is `stored` or closest to it.
 
-    The rounded logarithm may be off, so it is compared with its two neighbours on either side.
+    The rounded logarithm may be off, so it is compared with its two neighbours on each side.
     """
     logarithm = torch.log(-stored.double()).float()
     candidates = [logarithm]
@@ -109,17 +108,17 @@ def _header(path: Path, file: BinaryIO) -> dict[str, int]:
     magic, version, n_vocab, n_embd, n_layer, dtype = HEADER.unpack(_read(path, file, HEADER.size))
     assert magic == MAGIC
     if version not in VERSIONS:
-        raise CheckpointError(f"{path} is a ggmf file of version {version}, expected {VERSIONS[0]} or {VERSIONS[1]}: damaged, "
-                              "or newer than this program")
+        raise CheckpointError(f"{path} is a ggmf file of version {version}, expected {VERSIONS[0]} or {VERSIONS[1]}: it is "
+                              "damaged, or newer than this program")
     _dtype(path, dtype, "the header")
     return {"vocab_size": n_vocab, "n_embd": n_embd, "n_layer": n_layer}
 
 
 def _tensor(path: Path, file: BinaryIO, bytes_: Tensor) -> Stored:
-    """Reads the header of the next tensor and skips its data, which stays in the mapping bytes_."""
+    """Reads the header of the next tensor and skips its data, which stays in the mapping `bytes_`."""
     dim_count, key_length, dtype_index = TENSOR.unpack(_read(path, file, TENSOR.size))
     if not 1 <= dim_count <= 3 or not 1 <= key_length <= LONGEST_KEY:
-        raise CheckpointError(f"{path} has no valid header of a tensor at byte {file.tell() - TENSOR.size} ({dim_count} "
+        raise CheckpointError(f"{path} has an invalid tensor header at byte {file.tell() - TENSOR.size} ({dim_count} "
                               f"dimensions, a name of {key_length} bytes): the file is damaged")
     shape = struct.unpack(f"<{dim_count}I", _read(path, file, 4 * dim_count))[::-1]
     name = _read(path, file, key_length).decode("utf-8", "backslashreplace")
@@ -134,23 +133,23 @@ def _tensor(path: Path, file: BinaryIO, bytes_: Tensor) -> Stored:
     return Stored(name, str(path), shape, dtype, lambda: _data(str(path), name, data, dtype))
 
 
-def _data(path: str, name: str, piece: Tensor, dtype: torch.dtype) -> Tensor:
-    """The tensor's data. It is copied, because in the file a tensor may begin at any byte."""
-    copy = piece.clone().view(dtype)
-    release(piece)
+def _data(path: str, name: str, mapped: Tensor, dtype: torch.dtype) -> Tensor:
+    """The tensor's data, copied because a tensor may begin at any byte of the file."""
+    copy = mapped.clone().view(dtype)
+    release(mapped)
     if not name.endswith(DECAY):
         return copy
     if not bool((copy < 0).all()):
-        raise CheckpointError(f"{path}: {name} is not below 0 throughout, and ggmf keeps -exp(time_decay): the file is "
+        raise CheckpointError(f"{path}: all values of {name}, -exp(time_decay) in ggmf, must be negative: the file is "
                               "damaged, or was converted wrongly")
     return raw_decay(copy.float()).to(dtype)
 
 
-def _dtype(path: Path, index: int, described: str) -> torch.dtype:
+def _dtype(path: Path, index: int, subject: str) -> torch.dtype:
     if index < len(DTYPES):
         return DTYPES[index]
-    found = f"quantised ({BLOCK_TYPES[index]})" if index in BLOCK_TYPES else f"of the unknown type {index}"
-    raise CheckpointError(f"{path}: {described} is {found}, expected FP32 or FP16: convert the original file instead")
+    kind = f"quantised ({BLOCK_TYPES[index]})" if index in BLOCK_TYPES else f"of the unknown type {index}"
+    raise CheckpointError(f"{path}: {subject} is {kind}, expected FP32 or FP16: convert the original file instead")
 
 
 def _read(path: Path, file: BinaryIO, count: int) -> bytes:

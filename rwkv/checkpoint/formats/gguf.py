@@ -1,11 +1,11 @@
-"""GGUF, llama.cpp's format. Every type of tensor is read that the package gguf can dequantise. F32, F16 and BF16 are written,
-and Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0, which the package quantises. The tokenizer and our entry are in the metadata.
+"""GGUF, llama.cpp's format. Reads every tensor type that the package gguf can dequantise. Writes F32, F16 and BF16, and with
+the package Q4_0, Q4_1, Q5_0, Q5_1 and Q8_0. The tokenizer and our entry are in the metadata.
 
 rwkv/checkpoint/rwkv7.py has the names and the arrangement. As in llama.cpp's converter, vectors and a few small matrices are
-F32 whatever the dtype. As in its quantizer, vectors and low-rank matrices are not quantised, and a matrix whose rows are no
-multiple of 32 is F16. Its head is finer than 4 and 5 bits: Q8_0 here, because the package cannot write the quantizer's Q6_K.
-context_length is the converter's, because no RWKV has a limit; our entry keeps ctx_len. Blocks are read as float32. A model in
-several files, as llama-gguf-split writes it, is read from any of them.
+always F32. As in its quantizer, vectors and low-rank matrices are not quantised, a matrix whose rows are not a multiple of 32
+is F16, and the head is finer than 4 and 5 bits: Q8_0 here, because the package cannot write the quantizer's Q6_K.
+context_length is the converter's, because RWKV has no limit; our entry states ctx_len. Blocks are read as float32. A model
+split by llama-gguf-split is read from any of its files.
 
 Sources: llama.cpp, conversion/rwkv.py, src/llama-quant.cpp, src/models/rwkv7.cpp and tools/gguf-split; ggml, docs/gguf.md.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, entry_in
 from rwkv.checkpoint.formats import QUANTISED, _gguf_tokenizer, first_bytes
 from rwkv.checkpoint.formats._gguf_header import read_header
-from rwkv.checkpoint.formats._gguf_types import DTYPES, dequantised, package
+from rwkv.checkpoint.formats._gguf_types import DTYPES, dequantise, package
 from rwkv.checkpoint.generations import generation_of, generations, require_supported, unread
 from rwkv.checkpoint.stored import DTYPES as DTYPES_BY_NAME
 from rwkv.checkpoint.stored import Stored, raw
@@ -39,7 +39,7 @@ QUANTIZATION_VERSION = 2
 BLOCK = 32
 HEAD = "output.weight"
 HEAD_TYPE = "Q8_0"
-STEPS = {"Q4_0": 8, "Q4_1": 1, "Q5_0": 16, "Q5_1": 1, "Q8_0": 127}          # a block holds up to this times float16's largest
+STEPS = {"Q4_0": 8, "Q4_1": 1, "Q5_0": 16, "Q5_1": 1, "Q8_0": 127}          # a block's largest value in multiples of float16's
 CONTEXT_LENGTH = 1 << 20
 SPLIT_NUMBER = "split.no"
 SPLIT_TENSORS = "split.tensors.count"
@@ -52,24 +52,24 @@ def recognises(path: Path) -> bool:
 
 
 def read(path: Path) -> Content:
-    """The model in one file, or in several. path: any of them. The first one has the metadata."""
+    """The model in one file or several. path: any of them. The first one has the metadata."""
     metadata, tensors = _read_part(path)
     parts = parts_of(path, metadata)
     if parts[0] != path:
         metadata, tensors = _read_part(parts[0])
     for number, part in enumerate(parts[1:], start=1):
-        of_part, more = _read_part(part)
-        if of_part.get(SPLIT_COUNT) != len(parts) or of_part.get(SPLIT_NUMBER) != number:
-            raise CheckpointError(f"{part} says that it is part {of_part.get(SPLIT_NUMBER)} of {of_part.get(SPLIT_COUNT)}, "
+        part_metadata, part_tensors = _read_part(part)
+        if part_metadata.get(SPLIT_COUNT) != len(parts) or part_metadata.get(SPLIT_NUMBER) != number:
+            raise CheckpointError(f"{part} is part {part_metadata.get(SPLIT_NUMBER)} of {part_metadata.get(SPLIT_COUNT)}, "
                                   f"expected {number} of {len(parts)}, counted from 0: the files do not belong together")
-        if twice := sorted(tensors.keys() & more.keys()):
-            raise CheckpointError(f"{part} holds the tensor {twice[0]}, which another part holds too: the files do not belong "
+        if duplicates := sorted(tensors.keys() & part_tensors.keys()):
+            raise CheckpointError(f"{part} and another part both contain the tensor {duplicates[0]}: the files do not belong "
                                   "together")
-        tensors |= more
+        tensors |= part_tensors
     stated = metadata.get(SPLIT_TENSORS, len(tensors))
     if len(parts) > 1 and stated != len(tensors):
-        raise CheckpointError(f"{parts[0]} and its other parts hold {len(tensors)} tensors, and the first one says {stated}: "
-                              "they do not belong together")
+        raise CheckpointError(f"{parts[0]} states {stated} tensors, and all parts contain {len(tensors)}: they do not belong "
+                              "together")
     tokenizer = _gguf_tokenizer.tokenizer_in(parts[0], metadata)
     declared, notes = _declared(parts[0], metadata)
     return Content(path, tensors, entry_in(parts[0], metadata), declared, tokenizer, notes=notes)
@@ -77,29 +77,29 @@ def read(path: Path) -> Content:
 
 def _read_part(path: Path) -> tuple[dict[str, Any], dict[str, Stored]]:
     bytes_ = torch.from_file(str(path), shared=False, size=path.stat().st_size, dtype=torch.uint8)
-    metadata, described = read_header(path, bytes_.numpy().data)
+    metadata, infos = read_header(path, bytes_.numpy().data)
     tensors: dict[str, Stored] = {}
-    for each in described:
-        if each.name in tensors:
-            raise CheckpointError(f"{path} holds the tensor {each.name} twice: the file is ambiguous")
-        part = bytes_[each.start:each.end]
-        if dtype := DTYPES.get(each.type):
-            stored = Stored(each.name, str(path), each.shape, dtype, partial(part.view, dtype), mapped=True)
+    for info in infos:
+        if info.name in tensors:
+            raise CheckpointError(f"{path} contains the tensor {info.name} twice: the file is ambiguous")
+        data = bytes_[info.start:info.end]
+        if dtype := DTYPES.get(info.type):
+            stored = Stored(info.name, str(path), info.shape, dtype, partial(data.view, dtype), mapped=True)
         else:
-            stored = Stored(each.name, str(path), each.shape, torch.float32, partial(dequantised, each.type, part),
-                            blocks=each.type)
-        tensors[each.name] = stored
+            stored = Stored(info.name, str(path), info.shape, torch.float32, partial(dequantise, info.type, data),
+                            blocks=info.type)
+        tensors[info.name] = stored
     return metadata, tensors
 
 
 def _declared(path: Path, metadata: dict[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """The sizes in the metadata, and sentences for people. Raises CheckpointError for another architecture."""
+    """The sizes in the metadata, and messages. Raises CheckpointError for another architecture."""
     architecture = metadata.get("general.architecture")
-    known = {module.GGUF_ARCHITECTURE: module for module in generations() if module.GGUF_ARCHITECTURE}
-    if not isinstance(architecture, str) or architecture not in known:
+    architectures = {module.GGUF_ARCHITECTURE: module for module in generations() if module.GGUF_ARCHITECTURE}
+    if not isinstance(architecture, str) or architecture not in architectures:
         raise CheckpointError(f"{path} is a GGUF file of the architecture {architecture!r}: this program runs "
-                              f"{' and '.join(known)} from GGUF")
-    generation = known[architecture]
+                              f"{' and '.join(architectures)} from GGUF")
+    generation = architectures[architecture]
     prefix = f"{architecture}."
     stated = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
     require_supported(path, stated, generation.GGUF_CONSTANTS, {})
@@ -108,24 +108,24 @@ def _declared(path: Path, metadata: dict[str, Any]) -> tuple[dict[str, Any], lis
     notes = unread(path, {key: value for key, value in stated.items() if key not in known_keys})
     if HEAD_SIZE_KEY in generation.GGUF_SIZES and HEAD_SIZE_KEY not in stated:
         declared["head_size"] = generation.HEAD_SIZE
-        notes.append(f"{path} lacks {architecture}.{HEAD_SIZE_KEY}: heads of {generation.HEAD_SIZE} are assumed, which every "
-                     "released model has")
+        notes.append(f"{path} lacks {architecture}.{HEAD_SIZE_KEY}: assuming heads of {generation.HEAD_SIZE}, as in every "
+                     "released model")
     tokens = metadata.get("tokenizer.ggml.tokens")
     return declared | ({"vocab_size": len(tokens)} if isinstance(tokens, list) else {}), notes
 
 
 def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
-    """The dtype of a tensor of this group: vectors are float32, and a matrix to be quantised keeps its dtype until then."""
+    """The dtype of a tensor of this group: float32 for vectors; a matrix to be quantised keeps its dtype until then."""
     if group == "vector":
         return torch.float32
     return tensor.dtype if dtype is None or dtype in QUANTISED["gguf"] else DTYPES_BY_NAME[dtype]
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
-    """Writes the file. Raises UserError where GGUF has no such generation or tokenizer, or the package gguf is missing."""
+    """Writes the file. Raises UserError if GGUF lacks the generation or tokenizer, or if the package gguf is missing."""
     generation = generation_of(outgoing.config)
     if generation.GGUF_ARCHITECTURE is None:
-        raise UserError(f"GGUF has no {generation.model.NAME}: llama.cpp runs RWKV-6 and 7 and nothing older; choose "
+        raise UserError(f"GGUF does not support {generation.model.NAME}: llama.cpp runs only RWKV-6 and 7; choose "
                         ".safetensors, .pth, or rwkv.cpp's .bin")
     library = package("writing GGUF")
     tokenizer = _gguf_tokenizer.metadata_of(outgoing)
@@ -136,7 +136,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
 
 
 def _typed(generation: ModuleType, tensor: Stored, quantised: str | None) -> tuple[Stored, str]:
-    """The tensor with the dtype in which it is read, and its type in the file."""
+    """The tensor in the dtype to read it in, and its type in the file."""
     if len(tensor.shape) == 1 or re.fullmatch(generation.GGUF_FLOAT32, tensor.name):
         return tensor.cast(torch.float32), "F32"
     if quantised is None or re.fullmatch(generation.GGUF_UNQUANTISED, tensor.name):
@@ -161,7 +161,7 @@ def _metadata(generation: ModuleType, outgoing: Outgoing, tensors: dict[str, tup
 
 def _write(package: Any, file: BinaryIO, architecture: str, metadata: dict[str, Any],
            tensors: dict[str, tuple[Stored, str]]) -> None:
-    """Writes the file by the package's writer, with one tensor in memory at a time."""
+    """Writes the file with the package's writer, with one tensor in memory at a time."""
     writer = package.GGUFWriter(None, architecture)
     adders = {str: writer.add_string, bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32,
               list: writer.add_array}

@@ -1,13 +1,13 @@
-"""A Hugging Face directory: config.json, weights in one file or in shards, and the tokenizer. That is a tokenizer.json, or the
-World vocabulary in the file that fla's directories and llama.cpp's converter use.
+"""Hugging Face directories: config.json, weights in one file or in shards, and the tokenizer: a tokenizer.json, or the World
+vocabulary in the file that fla's directories and llama.cpp's converter use.
 
-Tensors have transformers' names. RWKV-7's directories have fla's form, that of transformers' branch for RWKV-7, or that of
-transformers-rwkv; in the last two the World vocabulary is a tokenizer.json (rwkv/tokenizer/world_json.py). fla's is written
-unless form= asks for another one. Directories of rwkv7-hf (model_type rwkv7_native) have fla's tensors.
+Tensors have transformers' names. RWKV-7's directories have the form of fla, of transformers' branch for RWKV-7, or of
+transformers-rwkv; in the last two the World vocabulary is a tokenizer.json (rwkv/tokenizer/world_json.py). The default of
+form= is fla. Directories of rwkv7-hf (model_type rwkv7_native) have fla's tensors.
 
-With a tokenizer.json the ends of text come from the first of generation_config.json, config.json, tokenizer_config.json and
-special_tokens_map.json that names a token which can end a text, or else from ends_by_rule of rwkv/tokenizer/special.py. The
-World vocabulary ends texts with id 0, whatever these files say.
+With a tokenizer.json, the end-of-text tokens are those of the first of generation_config.json, config.json,
+tokenizer_config.json and special_tokens_map.json that names a valid one, or else of ends_by_rule of
+rwkv/tokenizer/special.py. The World vocabulary's end of text is always id 0.
 
 Source: huggingface/transformers, models/rwkv/modeling_rwkv.py and configuration_rwkv.py, generation/configuration_utils.py
 (eos_token_id: an id or a list of ids) and the branch's models/rwkv7; flash-linear-attention, fla/models/rwkv7;
@@ -47,8 +47,8 @@ HEADS = ("lm_head.weight", "head.weight")
 ADAPTERS = ("adapter_model.safetensors", "adapter_model.bin")
 FEATURES = {"quantization_config": "weights quantised by another program", "pruned_heads": "pruned heads",
             "final_logit_softcapping": "capped logits", "rope_scaling": "rotary positions"}
-CONSTANTS = {"hidden_act": ("sqrelu", "relu2", "relu_squared", "squared_relu")}          # of channel mixing: max(x, 0)^2
-# Keys that every model of transformers may have and that change nothing that the weights compute
+CONSTANTS = {"hidden_act": ("sqrelu", "relu2", "relu_squared", "squared_relu")}          # channel mixing: max(x, 0)^2
+# Keys of any transformers model that do not affect the computation
 UNUSED = frozenset((
     "architectures", "model_type", "auto_map", "transformers_version", "torch_dtype", "dtype", "use_cache",
     "tie_word_embeddings", "initializer_range", "_name_or_path", "name_or_path", "tokenizer_class", "return_dict",
@@ -61,7 +61,7 @@ UNUSED = frozenset((
     "typical_p", "repetition_penalty", "length_penalty", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size",
     "bad_words_ids", "num_return_sequences", "remove_invalid_values", "exponential_decay_length_penalty", "suppress_tokens",
     "begin_suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "unsloth_version", "torch_version"))
-UNUSED_ENDS = ("_token_id", "_token", "_dropout")        # of other keys that change nothing
+UNUSED_ENDS = ("_token_id", "_token", "_dropout")        # suffixes of further such keys
 
 
 def recognises(path: Path) -> bool:
@@ -78,51 +78,52 @@ def read(path: Path) -> Content:
     if isinstance(length, int) and length > 0:
         declared["ctx_len"] = length
     declared |= _epsilon(path / CONFIG, config, generation, content.entry is not None)
-    known = {*UNUSED, *FEATURES, *CONSTANTS, *generation.HUGGING_FACE_UNUSED, *generation.HUGGING_FACE_SIZES,
+    known_keys = {*UNUSED, *FEATURES, *CONSTANTS, *generation.HUGGING_FACE_UNUSED, *generation.HUGGING_FACE_SIZES,
              *generation.HUGGING_FACE_CONSTANTS, *generation.HUGGING_FACE_FEATURES}
-    others = {name: value for name, value in config.items() if name not in known and not name.endswith(UNUSED_ENDS)}
-    return replace(content, path=path, declared=declared, tokenizer=_tokenizer(path),
+    others = {name: value for name, value in config.items() if name not in known_keys and not name.endswith(UNUSED_ENDS)}
+    return replace(content, path=path, declared=declared, tokenizer=_tokenizer_definition(path),
                    tied=config.get("tie_word_embeddings") is True, notes=[*content.notes, *unread(path / CONFIG, others)])
 
 
 def _declared(path: Path, config: dict[str, Any], sizes: dict[str, str]) -> dict[str, Any]:
-    """The sizes by our names. Raises CheckpointError where the file states two values of one size."""
+    """The sizes by our names. Raises CheckpointError if the file states two values of one size."""
     declared: dict[str, Any] = {}
-    for theirs, ours in sizes.items():
-        value = config.get(theirs)
+    for key, name in sizes.items():
+        value = config.get(key)
         if value is None:
             continue
-        if theirs == "value_dim" and isinstance(value, list) and all(each == value[0] for each in value):
-            value = value[0] if value else None          # one for each layer
-        if declared.setdefault(ours, value) != value:
-            raise CheckpointError(f"{path} has {theirs} {value}, which is {declared[ours]} by another key: a model of such a "
-                                  "shape is not supported")
+        if key == "value_dim" and isinstance(value, list) and all(width == value[0] for width in value):
+            value = value[0] if value else None          # one per layer
+        if declared.setdefault(name, value) != value:
+            raise CheckpointError(f"{path} has {key} {value}, and by another key {declared[name]}: such models are not "
+                                  "supported")
     return declared
 
 
 def _epsilon(path: Path, config: dict[str, Any], generation: ModuleType, ours: bool) -> dict[str, float]:
-    """The epsilon of the group norm, under its key in config.json; {} if it is the generation's own. ours: this program wrote
-    the file; without the key it then means the generation's own epsilon."""
+    """The epsilon of the group norm, under its key in config.json; {} if it is the generation's default.
+
+    ours: this program wrote the file, so a missing key means the default.
+    """
     key = getattr(generation, "GROUP_NORM", None)
     head_size = config.get("head_dim") or config.get("head_size")
     if key is None or (key not in config and "architecture_version" in config):
-        return {}                        # transformers-rwkv has the generation's own for heads of any width
+        return {}                        # transformers-rwkv uses the default for any head size
     if (key not in config and (ours or not isinstance(head_size, int) or head_size < 1)):
         return {}
     epsilon = config.get(key, generation.group_norm_epsilon(head_size))
     if not isinstance(epsilon, float) or not 0 < epsilon < 1:
-        raise CheckpointError(f"{path} has {key} {epsilon!r}, expected a small positive number")
+        raise CheckpointError(f"{path}: {key} must be between 0 and 1; got {epsilon!r}")
     return {key: epsilon}
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
-    """Writes the directory. Raises UserError where it holds anything that is not part of such a checkpoint, and for a form
-    that the generation does not have."""
+    """Writes the directory. Raises UserError if it contains other files, or if the generation does not have the form."""
     if outgoing.form not in (None, *FORMS):
         raise UserError(f"the form of a Hugging Face directory must be one of {', '.join(FORMS)}; got {outgoing.form!r}")
     generation = generation_of(outgoing.config)
     if outgoing.form is not None and not hasattr(generation, "OFFICIAL_PREFIX"):
-        raise UserError(f"{generation.model.NAME} has one form of Hugging Face directory: leave the form out")
+        raise UserError(f"{generation.model.NAME} has only one form of Hugging Face directory: omit the form")
     _require_ours(path)
     write_folder(path, lambda folder: _write(folder, outgoing))
 
@@ -137,7 +138,7 @@ def _write(folder: Path, outgoing: Outgoing) -> None:
 
 
 def _stated_dtype(outgoing: Outgoing) -> torch.dtype:
-    """The widest dtype of the matrices. A program that loads all in it then keeps merged adapters, which are float32."""
+    """The widest dtype of the matrices: loading everything in it preserves merged adapters, which are float32."""
     group = generation_of(outgoing.config).model.group
     dtypes = (tensor.dtype for name, tensor in outgoing.tensors.items() if group(name) in MATRICES)
     return functools.reduce(torch.promote_types, dtypes)
@@ -180,12 +181,11 @@ def _texts(outgoing: Outgoing) -> dict[str, str]:
 
 def _require_ours(path: Path) -> None:
     if path.is_file():
-        raise UserError(f"{path} is a file, and a Hugging Face checkpoint is a directory: choose another name")
+        raise UserError(f"{path} must be a directory; got a file: choose another name")
     others = sorted(file.name for file in path.iterdir() if file.name not in OURS and not card.is_ours(file)) \
         if path.is_dir() else []
     if others:
-        raise UserError(f"{path} holds {others[0]}, which is not part of what would be written there: choose an empty "
-                        "directory")
+        raise UserError(f"{path} contains {others[0]}, which is not part of this checkpoint: choose an empty directory")
 
 
 def _config(path: Path) -> tuple[dict[str, Any], ModuleType]:
@@ -194,37 +194,34 @@ def _config(path: Path) -> tuple[dict[str, Any], ModuleType]:
     generation = next((module for module in generations()
                        if kind in (module.HUGGING_FACE_TYPE, *module.HUGGING_FACE_OTHER_TYPES)), None)
     if generation is None:
-        known = " or ".join(repr(module.HUGGING_FACE_TYPE) for module in generations())
+        expected = " or ".join(repr(module.HUGGING_FACE_TYPE) for module in generations())
         version = f"an RWKV-{kind[4:]}" if isinstance(kind, str) and kind.startswith("rwkv") else "no RWKV"
-        raise CheckpointError(f"{path.parent} is {version} checkpoint (config.json has model_type {kind!r}, expected {known}): "
-                              f"this program runs {supported()}")
+        raise CheckpointError(f"{path.parent} is {version} checkpoint (config.json has model_type {kind!r}, expected "
+                              f"{expected}): this program runs {supported()}")
     return config, generation
 
 
 def _weights(path: Path) -> Content:
-    """The weights of a directory. Raises CheckpointError where there are none, and where there are several that differ: a file
-    from before another save looks like any other.
-    """
+    """The weights of a directory. Raises CheckpointError if there are none, or several that differ: one may be outdated."""
     whole = [name for name in WHOLE if (path / name).is_file()]
     indices = [name for name in INDICES if (path / name).is_file()]
-    if whole:                            # downloads by pattern bring the index of the other kind without its shards
+    if whole:                            # downloads by pattern include the other kind's index without its shards
         bare = [name for name in indices if not _has_shards(path / name)]
         if any(name.partition(".")[0] == whole[0].partition(".")[0] for name in bare):
-            raise CheckpointError(f"{path} holds {whole[0]}, and {bare[0]} without any of its shards: remove the one that is "
-                                  "out of date, or complete the download")
+            raise CheckpointError(f"{path} contains {whole[0]}, and {bare[0]} without its shards: remove the outdated one, or "
+                                  "complete the download")
         indices = [name for name in indices if name not in bare]
     if not whole and not indices:
         others = sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES and file.name not in ADAPTERS)
-        hint = f"; it holds {', '.join(others[:3])}: name such a file itself" if others else "; is the download incomplete?"
+        hint = f"; it contains {', '.join(others[:3])}: name one of these files" if others else "; is the download incomplete?"
         raise CheckpointError(f"{path} has no weights beside its config.json: expected {' or '.join((*WHOLE, *INDICES))}{hint}")
     if (path / ADAPTER).is_file():
-        raise CheckpointError(f"{path} holds an adapter ({ADAPTER}) beside weights: move one of them into another directory")
+        raise CheckpointError(f"{path} contains an adapter ({ADAPTER}) beside weights: move one of them to another directory")
     contents = {name: _read_file(path / name) if name in whole else _shards(path / name) for name in (*whole, *indices)}
-    (first, content), *others_too = contents.items()
-    for name, other in others_too:
-        if not _same(content, other):
-            raise CheckpointError(f"{path} holds weights twice, in {first} and in {name}, and they differ: remove the one that "
-                                  "is out of date")
+    (first_name, content), *duplicates = contents.items()
+    for name, duplicate in duplicates:
+        if not _are_same(content, duplicate):
+            raise CheckpointError(f"{path} contains different weights in {first_name} and in {name}: remove the outdated one")
     return content
 
 
@@ -232,11 +229,11 @@ def _has_shards(index: Path) -> bool:
     return any((index.parent / file).is_file() for file in {*_places(index).values()})
 
 
-def _same(one: Content, other: Content) -> bool:
-    """Whether two contents are the same weights, rounded or not; a head that is tied to the embedding may be missing."""
-    if any(not name.endswith(HEADS) for name in one.tensors.keys() ^ other.tensors.keys()):
+def _are_same(first: Content, second: Content) -> bool:
+    """Whether two contents are the same weights up to rounding; a tied head may be missing."""
+    if any(not name.endswith(HEADS) for name in first.tensors.keys() ^ second.tensors.keys()):
         return False
-    return all(same_numbers(tensor, other.tensors[name]) for name, tensor in one.tensors.items() if name in other.tensors)
+    return all(same_numbers(tensor, second.tensors[name]) for name, tensor in first.tensors.items() if name in second.tensors)
 
 
 def _read_file(path: Path) -> Content:
@@ -254,8 +251,8 @@ def _shards(index: Path) -> Content:
         shards[file] = _read_file(index.parent / file)
     for name, file in places.items():
         if name not in shards[file].tensors:
-            raise CheckpointError(f"{shards[file].path} lacks the tensor {name}, which {index.name} says is there: do the "
-                                  "files belong together?")
+            raise CheckpointError(f"{shards[file].path} lacks the tensor {name}, which {index.name} lists: do the files "
+                                  "belong together?")
     return Content(index.parent, {name: shards[file].tensors[name] for name, file in places.items()})
 
 
@@ -263,11 +260,11 @@ def _places(index: Path) -> dict[str, str]:
     """The file of each tensor, from an index."""
     places = _json(index).get("weight_map")
     if not isinstance(places, dict) or not all(isinstance(file, str) and Path(file).name == file for file in places.values()):
-        raise CheckpointError(f"{index} has no weight_map from tensors to files beside it, as transformers writes it")
+        raise CheckpointError(f"{index} must have a weight_map from tensors to files beside it, as transformers writes it")
     return places
 
 
-def _tokenizer(folder: Path) -> dict[str, Any] | None:
+def _tokenizer_definition(folder: Path) -> dict[str, Any] | None:
     if (folder / TOKENIZER).is_file():
         text = _text(folder / TOKENIZER)
         stated = [*_stated_ends(folder)]
@@ -280,11 +277,11 @@ def _tokenizer(folder: Path) -> dict[str, Any] | None:
 
 
 def _stated_ends(folder: Path) -> Iterator[list[int | str]]:
-    """For each file that may state tokens that end a text, in transformers' order, their ids or names."""
+    """The ids or names of end-of-text tokens in each file that may state them, in transformers' order."""
     for name in (GENERATION_CONFIG, CONFIG):
         ids = _json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
         ids = ids if isinstance(ids, list) else [ids]
-        yield [each for each in ids if isinstance(each, int) and not isinstance(each, bool)]
+        yield [id_ for id_ in ids if isinstance(id_, int) and not isinstance(id_, bool)]
     for name in (TOKENIZER_CONFIG, SPECIAL_TOKENS):
         token = _json(folder / name).get("eos_token") if (folder / name).is_file() else None
         token = token.get("content") if isinstance(token, dict) else token
@@ -298,7 +295,7 @@ def _json(path: Path) -> dict[str, Any]:
     except (json.JSONDecodeError, RecursionError) as error:
         raise CheckpointError(f"{path} is not JSON ({error}): the file is damaged or incomplete") from error
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} holds a {type(content).__name__}, expected a JSON object")
+        raise CheckpointError(f"{path} must contain a JSON object; got a {type(content).__name__}")
     return content
 
 

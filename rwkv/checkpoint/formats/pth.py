@@ -1,5 +1,5 @@
-"""The official .pth: a dictionary of tensors by name, itself or inside another (DeepSpeed's {"module": ...}, {"model": ...}).
-Lightning's layout (ckpt.py) is read as well."""
+"""The official .pth: a dictionary of tensors by name, possibly nested (DeepSpeed's {"module": ...}, {"model": ...}). Also reads
+Lightning's layout (ckpt.py)."""
 
 from pathlib import Path
 
@@ -16,10 +16,10 @@ def recognises(path: Path) -> bool:
 def read(path: Path) -> Content:
     content = load(path)
     if ENTRY in content or isinstance(content.get("state_dict"), dict):
-        return ckpt.understand(path, content)
+        return ckpt.parse(path, content)
     return Content(path, stored(path, weights_in(path, content)))
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
-    """Writes the tensors. The official layout has no room for our entry."""
+    """Writes the tensors. The official layout cannot hold our entry."""
     write_file(path, lambda file: _torch_file.save(file, outgoing.tensors))

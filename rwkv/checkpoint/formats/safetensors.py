@@ -2,8 +2,8 @@
 
     8 bytes: N, little endian      N bytes: JSON {name: {dtype, shape, data_offsets}}      the data, in that order
 
-Source: huggingface/safetensors, README. Files are read by its library, which checks the header, and written here, one tensor at
-a time.
+Source: huggingface/safetensors, README. Its library reads files and checks the header; this module writes them, one tensor at a
+time.
 """
 
 import json
@@ -34,10 +34,10 @@ def read(path: Path) -> Content:
     try:
         file = safe_open(path, "pt")
         metadata = file.metadata() or {}
-        tensors = {name: _stored(path, file, name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
+        tensors = {name: _stored(path, file, name) for name in file.keys()}  # noqa: SIM118  not a dictionary
     except CheckpointError:
         raise
-    except Exception as error:           # the library raises its own error, and others
+    except Exception as error:           # the library raises its own and other errors
         raise CheckpointError(f"{path} cannot be read as .safetensors: it is truncated, damaged or of a newer version "
                               f"({error}); copy or download it again") from error
     tensors, packed = _int4.joined(tensors)
@@ -51,7 +51,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
 
 
 def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str, str], packed: Iterable[Stored] = ()) -> None:
-    """Writes the widest dtypes first, so that each tensor begins at a multiple of its elements' size, and `packed` last."""
+    """Writes the widest dtypes first, so that each tensor is aligned to its element size, and `packed` last."""
     ordered = [*sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize), *packed]
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | metadata}
     end = 0
@@ -71,7 +71,7 @@ def _stored(path: Path, file: Any, name: str) -> Stored:
     shape = tuple(part.get_shape())
     dtype = part.get_dtype()
     if dtype not in DTYPES:
-        raise CheckpointError(f"{path}: {name} is {dtype}, expected one of {', '.join(DTYPES)}: other dtypes are not read")
+        raise CheckpointError(f"{path}: the dtype of {name} must be one of {', '.join(DTYPES)}; got {dtype}")
     return Stored(name, str(path), shape, DTYPES[dtype], _reader(path, file, name), mapped=True)
 
 
@@ -79,7 +79,7 @@ def _reader(path: Path, file: Any, name: str) -> Callable[[], Tensor]:
     def tensor() -> Tensor:
         try:
             return file.get_tensor(name)
-        except Exception as error:       # the library finds some damage only now
+        except Exception as error:       # the library detects some damage only now
             raise CheckpointError(f"{path}: {name} cannot be read: the file is damaged ({error})") from error
 
     return tensor

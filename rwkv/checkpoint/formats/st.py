@@ -1,8 +1,8 @@
 """.st: web-rwkv's and ai00's .safetensors. Official names; everything is float16; w1 .. g2 and tuned states are transposed.
 
-It is read as any other .safetensors: the shapes of w1 .. g2 show that they are transposed. It has no room for our entry.
+It is read like any other .safetensors: the shapes of w1 .. g2 show that they are transposed. It cannot hold our entry.
 
-Source: web-rwkv, assets/scripts/convert_safetensors.py, and src/runtime/loader.rs, which reads float16 alone.
+Source: web-rwkv, assets/scripts/convert_safetensors.py, and src/runtime/loader.rs, which reads only float16.
 """
 
 from pathlib import Path
@@ -22,7 +22,7 @@ __all__ = ["dtype_for", "read", "recognises", "write"]
 def dtype_for(tensor: Stored, group: str, dtype: str | None) -> torch.dtype:
     """float16. Raises UserError for another dtype."""
     if dtype not in (None, "float16"):
-        raise UserError(f".st holds float16 alone, which web-rwkv reads; got {dtype}: choose float16, or another format")
+        raise UserError(f"the dtype of .st must be float16, as web-rwkv requires; got {dtype}")
     return torch.float16
 
 

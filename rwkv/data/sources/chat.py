@@ -1,23 +1,23 @@
-"""Conversations: JSON lines or one JSON list (.jsonl, .json), also in .gz and .zst, in the forms that the field uses:
+"""Conversations: JSON lines or one JSON list (.jsonl, .json), also in .gz and .zst, in the common forms:
 
     {"messages": [{"role": "user", "content": "..."}, {"role": "assistant", "content": "..."}], "tools": [...]}
     {"conversations": [{"from": "human", "value": "..."}, {"from": "gpt", "value": "..."}], "system": "..."}
     {"prompt": "...", "completion": "..."}                      texts, or lists of messages
     {"instruction": "...", "input": "...", "output": "..."}     also question and answer, query and response, with history
 
-Pairs of answers, for tune.objective=dpo, are the same question with a chosen and a rejected answer:
+Pairs of answers, for tune.objective=dpo: one question with a chosen and a rejected answer:
 
     {"prompt": "...", "chosen": "...", "rejected": "..."}       texts, or lists of messages
-    {"chosen": [...], "rejected": [...]}                        conversations; the messages that both begin with are the prompt
-    {"messages": [...], "chosen": {...}, "rejected": {...}}     also with the other lists' and questions' names
+    {"chosen": [...], "rejected": [...]}                        conversations; their common first messages are the prompt
+    {"messages": [...], "chosen": {...}, "rejected": {...}}     also with the other names of lists and questions
 
 The list is also called conversation, items or interactions, and its messages may be of either form. A list, `tools` or the
-value of the role function_call may be JSON in a string. Null fields count as missing, since `datasets` writes them so.
+value of the role function_call may be JSON in a string. Null fields count as missing, as `datasets` writes them.
 
 A conversation is a document, rendered by the chat template data.template. The first one and one of every 1/val_fraction that
 follow are for validation, with their copies (rwkv/data/copies.py). An answer is context, and not learnt, if it or its
-conversation has "weight": 0 or a field of that meaning (rwkv/chat/messages.py), if "label": false stands beside prompt and
-completion (KTO, in TRL), or if it is in a list `prompt`, as in TRL. A conversation without any learnt answer is left out, and
+conversation has "weight": 0 or an equivalent field (rwkv/chat/messages.py), if "label": false accompanies prompt and
+completion (KTO, in TRL), or if it is in a list `prompt`, as in TRL. A conversation without learnt answers is omitted, and
 counted.
 """
 
@@ -56,8 +56,8 @@ INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_conte
 
 
 class Conversation(NamedTuple):
-    """parts: the text in pieces, and whether each is learnt. where: the file and the line. weight: the bytes read for it. copy,
-    moved: as in rwkv/data/copies.py; a pair of answers is a copy if one of its two conversations is.
+    """parts: the text in parts, and whether each is learnt. where: the file and the line. weight: the bytes read for it. copy,
+    moved: as in rwkv/data/copies.py; a pair of answers is a copy if one of its conversations is.
     """
 
     parts: list[Part]
@@ -85,22 +85,22 @@ def source(config: DataConfig, cache: Path) -> Source:
     paths = [path for _, path in named]
     about = f"conversations of {paths[0].name if len(paths) == 1 else config.path}, template {template.name}"
     if others:
-        about += f" (its {others} .json files are not read, since it has .jsonl files)"
+        about += f" (its {others} .json files are ignored, since it has .jsonl files)"
     identity = sha256([template.definition, *names_and_hashes(named, cache)])
     return Source(documents, about, identity, sum(path.stat().st_size for path in paths))
 
 
 def _files(path: str) -> tuple[list[tuple[str, Path]], int]:
-    """(name, file) of each file, and the number of .json files that are not read because their folder has JSON lines."""
+    """(name, file) of each file, and the number of .json files ignored because their folder has JSON lines."""
     if not Path(path).is_dir():
         return files(path), 0
-    found = [file.name for _, file in matching(path, (*ENDINGS, *JSON_ENDINGS))]
-    others = sum(name.endswith(JSON_ENDINGS) for name in found)
-    return (files(path, JSON_ENDINGS), 0) if others == len(found) else (files(path), others)
+    names = [file.name for _, file in matching(path, (*ENDINGS, *JSON_ENDINGS))]
+    others = sum(name.endswith(JSON_ENDINGS) for name in names)
+    return (files(path, JSON_ENDINGS), 0) if others == len(names) else (files(path), others)
 
 
 def template_of(config: DataConfig) -> ChatTemplate:
-    """The chat template of data.template, for answers as data.think says. Raises UserError if it has no such answers."""
+    """The chat template of data.template, for answers by data.think. Raises UserError if it does not support them."""
     template = chat_template(config.template or "world")
     try:
         return template.for_learning(parse_think(config.think))
@@ -109,18 +109,18 @@ def template_of(config: DataConfig) -> ChatTemplate:
 
 
 def conversations(config: DataConfig, template: ChatTemplate | None = None, pairs: bool = False) -> Iterator[Conversation]:
-    """All conversations in the order of the files. Raises UserError for a wrong entry, and if fewer than two are learnt.
+    """All conversations in the order of the files. Raises UserError for an invalid entry, and if fewer than two are learnt.
 
-    Copies are in the same split, unless all conversations are the same.
+    Copies are in the same split, unless all conversations are equal.
 
-    template: replaces the one that `config` names. pairs: each entry is a pair and gives two conversations, the first with the
-    chosen answer and the second with the rejected one. Both are in the same split, and either both are learnt or neither.
+    template: replaces the one that `config` names. pairs: each entry is a pair and yields two conversations, first with the
+    chosen and then with the rejected answer. Both are in the same split, and either both are learnt or neither.
     """
     template = template or template_of(config)
     learnt = 0
     others = 0
     splitter = Splitter(config.val_fraction)
-    same: list[Conversation] = []        # the first ones, until another text comes
+    pending: list[Conversation] = []     # the first ones, until a different one
     for _, path in _files(str(config.path))[0]:
         for entry, where, weight in entries(path):
             texts = parts_of_pair(entry, where, template) if pairs else (parts_of(entry, where, template),)
@@ -131,35 +131,35 @@ def conversations(config: DataConfig, template: ChatTemplate | None = None, pair
             learnt += is_learnt
             others += not is_learnt
             for parts in texts:
-                kept = parts if is_learnt else [(text, False) for text, _ in parts]
-                same.append(Conversation(kept, where=where, weight=weight, **place._asdict()))
+                marked = parts if is_learnt else [(text, False) for text, _ in parts]
+                pending.append(Conversation(marked, where=where, weight=weight, **place._asdict()))
             if splitter.distinct > 1:
-                yield from same
-                same.clear()
+                yield from pending
+                pending.clear()
     if learnt < 2:
         more = f" with an answer to learn, and {others} without" if others else ""
         name = "pairs of answers" if pairs else "conversations"
-        raise UserError(f"data.path={config.path} has {learnt} {name}{more}: training needs at least two, one of them for "
+        raise UserError(f"data.path={config.path} has {learnt} {name}{more}: training requires at least two, one of them for "
                         "validation")
-    yield from (one._replace(val=one.val != one.moved, moved=False) for one in same)
+    yield from (conversation._replace(val=conversation.val != conversation.moved, moved=False) for conversation in pending)
 
 
 def holds_conversations(path: Path) -> bool:
     """Whether the first entry of a file has the fields of a conversation, and no text. Raises UserError as entries() does."""
     first = next((entry for entry, _, _ in entries(path)), {})
-    given = {field for field, value in first.items() if value is not None}
-    return "text" not in given and (not given.isdisjoint(LISTS) or any(given.issuperset(pair) for pair in PAIRS))
+    fields = {field for field, value in first.items() if value is not None}
+    return "text" not in fields and (not fields.isdisjoint(LISTS) or any(fields.issuperset(pair) for pair in PAIRS))
 
 
 def parts_of(entry: dict[str, Any], where: str, template: ChatTemplate) -> list[Part]:
-    """The rendered conversation of an entry. Raises UserError with `where` if it is no conversation, or has no answer."""
+    """The rendered conversation of an entry. Raises UserError with `where` if it is not a conversation with an answer."""
     try:
         messages = _messages(entry)
         parts = template.parts(messages, _tools(entry))
     except UserError as error:
         raise UserError(f"{where}: {error}") from None
     if not any(message["role"] == "assistant" for message in messages):
-        raise UserError(f"{where}: the conversation has no answer of the assistant, so there is nothing to learn")
+        raise UserError(f"{where}: the conversation has no answer of the assistant to learn")
     return parts
 
 
@@ -174,58 +174,57 @@ def parts_of_pair(entry: dict[str, Any], where: str, template: ChatTemplate) -> 
 
 
 def _pair(entry: dict[str, Any]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """The messages of both conversations. Raises UserError if the entry is no pair."""
-    given = {field: _from_json(value) if field in LISTS else value for field, value in entry.items()
+    """The messages of both conversations. Raises UserError if the entry is not a pair."""
+    fields = {field: _from_json(value) if field in LISTS else value for field, value in entry.items()
              if value not in EMPTY or field in ANSWERS}
     missing = [field for field in ANSWERS if entry.get(field) is None]
     if missing:
-        raise UserError(f"a pair of answers has the fields prompt, chosen and rejected, or chosen and rejected with whole "
+        raise UserError(f"a pair of answers must have prompt, chosen and rejected, or chosen and rejected as whole "
                         f"conversations; there is no {' and no '.join(missing)}")
-    question = _question(given)
-    whole = [_answer(given, field, question) for field in ANSWERS]
-    most = min(map(len, whole)) - 1                      # the last message of each is its answer
+    question = _pair_prompt(fields)
+    both = [_answer(fields, field, question) for field in ANSWERS]
+    most = min(map(len, both)) - 1                       # the last message of each is its answer
     shared = 0
-    while shared < most and _same(whole[0][shared], whole[1][shared]):
+    while shared < most and _are_equal(both[0][shared], both[1][shared]):
         shared += 1
-    if not all(any(_same(message, other) for other in whole[0][:shared]) for message in question):
-        raise UserError("chosen and rejected are whole conversations, and do not both begin with the prompt")
-    for field, messages in zip(ANSWERS, whole, strict=True):
+    if not all(any(_are_equal(message, other) for other in both[0][:shared]) for message in question):
+        raise UserError("chosen and rejected, if whole conversations, must both begin with the prompt")
+    for field, messages in zip(ANSWERS, both, strict=True):
         if not shared:
-            raise UserError("chosen and rejected begin with different messages, so that they answer different questions")
+            raise UserError("chosen and rejected must answer the same question; their first messages differ")
         if messages[-1]["role"] != "assistant":
-            raise UserError(f"{field} ends with a message of the {messages[-1]['role']}: its last message is the answer")
+            raise UserError(f"{field} must end with the answer; got a message of the {messages[-1]['role']}")
     unlearnt = entry.get("weight", 1) == 0
     chosen, rejected = ([*_unlearnt(messages[:shared]), *(_unlearnt(messages[shared:]) if unlearnt else messages[shared:])]
-                        for messages in whole)
+                        for messages in both)
     return chosen, rejected
 
 
-def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    return {field: one.get(field) for field in ("role", "content", "tool_calls")} == {
-        field: other.get(field) for field in ("role", "content", "tool_calls")}
+def _are_equal(first: dict[str, Any], second: dict[str, Any]) -> bool:
+    return all(first.get(field) == second.get(field) for field in ("role", "content", "tool_calls"))
 
 
-def _question(given: dict[str, Any]) -> list[dict[str, Any]]:
+def _pair_prompt(fields: dict[str, Any]) -> list[dict[str, Any]]:
     """The messages before the answers of a pair; none if the answers are whole conversations."""
-    name = next((name for name in LISTS if name in given), None)
-    asked = next((asked for asked, _ in PAIRS if asked in given), None)
+    name = next((name for name in LISTS if name in fields), None)
+    question_field = next((field for field, _ in PAIRS if field in fields), None)
     if name is not None:
-        messages = _turns(given[name], name)
-    elif asked is not None:
-        messages = _asked(given, asked, ANSWERS[0])
+        messages = _turns(fields[name], name)
+    elif question_field is not None:
+        messages = _prompt_messages(fields, question_field, ANSWERS[0])
     else:
         messages = []
-    return _with_system(messages, given)
+    return _with_system(messages, fields)
 
 
-def _answer(given: dict[str, Any], field: str, question: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _answer(fields: dict[str, Any], field: str, question: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """The conversation that ends with the answer `field` of a pair; an answer may be a whole conversation itself."""
-    answer = given[field]
-    messages = _one("assistant", [answer] if isinstance(answer, dict) else answer, field)
+    answer = fields[field]
+    messages = _as_messages("assistant", [answer] if isinstance(answer, dict) else answer, field)
     if messages[0]["role"] == "assistant":
         if not any(message["role"] != "system" for message in question):
-            raise UserError(f"{field} has only the answer, and there is no prompt: add one, or give whole conversations as "
-                            "lists of messages")
+            raise UserError(f"{field} has only the answer, and there is no prompt: add one, or whole conversations as lists of "
+                            "messages")
         return [*question, *messages]
     if question and question[0]["role"] == "system" and messages[0]["role"] != "system":
         return [question[0], *messages]
@@ -233,63 +232,63 @@ def _answer(given: dict[str, Any], field: str, question: list[dict[str, Any]]) -
 
 
 def _messages(entry: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages in OpenAI's form, with weight 0 as the entry says. Raises UserError if it is no conversation."""
-    given = {field: _from_json(value) if field in LISTS else value for field, value in entry.items() if value not in EMPTY}
-    name = next((name for name in LISTS if name in given), None)
+    """The messages in OpenAI's form, with the entry's weight. Raises UserError if it is not a conversation."""
+    fields = {field: _from_json(value) if field in LISTS else value for field, value in entry.items() if value not in EMPTY}
+    name = next((name for name in LISTS if name in fields), None)
     pair = next((pair for pair in PAIRS if all(entry.get(field) is not None for field in pair)), None)
     if name is not None:
-        messages = _turns(given[name], name)
+        messages = _turns(fields[name], name)
     elif pair is not None:
-        asked, answered = pair
-        messages = [*_asked({**given, asked: entry[asked]}, asked, answered), *_one("assistant", entry[answered], answered)]
+        question, answer = pair
+        messages = [*_prompt_messages({**fields, question: entry[question]}, question, answer),
+                    *_as_messages("assistant", entry[answer], answer)]
     elif empty := next((field for field in LISTS if field in entry), None):
-        raise UserError(f"{empty} is {json.dumps(entry[empty])}: a conversation is a list of at least one message")
-    elif all(field in given for field in ANSWERS):
-        raise UserError("chosen and rejected are a pair of answers, which tune.objective=dpo learns from: give that, or rename "
+        raise UserError(f"{empty} must be a list of at least one message; got {json.dumps(entry[empty])}")
+    elif all(field in fields for field in ANSWERS):
+        raise UserError("chosen and rejected are a pair of answers, which requires tune.objective=dpo: set it, or rename "
                         "chosen to completion to learn only it")
     else:
-        raise UserError(f"a conversation has {FORMS}; there is {', '.join(entry)[:120] or 'nothing'}: rename what has another "
-                        "name")
-    messages = _with_system(messages, given, first=name != "messages")
-    weight = given.get("weight", 1)
+        raise UserError(f"a conversation must have {FORMS}; there is {', '.join(entry)[:120] or 'nothing'}: rename its fields")
+    messages = _with_system(messages, fields, first=name != "messages")
+    weight = fields.get("weight", 1)
     if not isinstance(weight, (int, float)) or weight not in (0, 1):
-        raise UserError(f"weight must be 0 or 1, because a conversation is learnt or it is not; got {json.dumps(weight)[:60]}")
-    bad = name is None and given.get("label") is False
+        raise UserError(f"weight must be 0 or 1, because a conversation is either learnt or not; got {json.dumps(weight)[:60]}")
+    bad = name is None and fields.get("label") is False
     return messages if weight and not bad else _unlearnt(messages)
 
 
-def _with_system(messages: list[dict[str, Any]], given: dict[str, Any], first: bool = False) -> list[dict[str, Any]]:
-    """Adds the entry's own system message. first: also if the messages begin with one."""
-    system = given.get("system", given.get("system_prompt"))
+def _with_system(messages: list[dict[str, Any]], fields: dict[str, Any], first: bool = False) -> list[dict[str, Any]]:
+    """Adds the entry's system message. first: even if the messages begin with one."""
+    system = fields.get("system", fields.get("system_prompt"))
     if system is None or (messages and messages[0]["role"] == "system" and not first):
         return messages
-    return [*_one("system", system, "system"), *messages]
+    return [*_as_messages("system", system, "system"), *messages]
 
 
-def _asked(given: dict[str, Any], asked: str, answered: str) -> list[dict[str, Any]]:
+def _prompt_messages(fields: dict[str, Any], question_field: str, answer_field: str) -> list[dict[str, Any]]:
     """The messages before the answer. Answers in `history` are learnt, too."""
-    question = given[asked]
-    more = next((field for field in ("input", "context") if field in given), None)
+    question = fields[question_field]
+    more = next((field for field in ("input", "context") if field in fields), None)
     if more is not None:
-        if asked != "instruction" or not isinstance(question, str) or not isinstance(given[more], str):
-            raise UserError(f"beside {asked} and {answered} there is {more}, and which text the model is to read is not plain: "
-                            f"put all of it into {asked}, or name the texts instruction, input and output")
-        question = f"{question}\n{given[more]}"
+        if question_field != "instruction" or not isinstance(question, str) or not isinstance(fields[more], str):
+            raise UserError(f"{question_field} and {answer_field} conflict with {more}: put all of the prompt "
+                            f"into {question_field}, or name the fields instruction, input and output")
+        question = f"{question}\n{fields[more]}"
     messages = []
-    for turn in given.get("history", []):
+    for turn in fields.get("history", []):
         if not isinstance(turn, list) or len(turn) != 2:
-            raise UserError("history is a list of pairs [question, answer]")
-        messages += [*_one("user", turn[0], "history"), *_one("assistant", turn[1], "history")]
-    return [*messages, *_unlearnt(_one("user", question, asked))]
+            raise UserError("history must be a list of pairs [question, answer]")
+        messages += [*_as_messages("user", turn[0], "history"), *_as_messages("assistant", turn[1], "history")]
+    return [*messages, *_unlearnt(_as_messages("user", question, question_field))]
 
 
-def _one(role: str, said: Any, name: str) -> list[dict[str, Any]]:
-    """A message, or the list of messages that `said` is already."""
-    if isinstance(said, str):
-        return [{"role": role, "content": said}]
-    if not isinstance(said, list):
-        raise UserError(f"{name} must be a string, or a list of messages; got {_shown(said)}")
-    return _turns(said, name)
+def _as_messages(role: str, content: Any, name: str) -> list[dict[str, Any]]:
+    """A message, or `content` if it is a list of messages."""
+    if isinstance(content, str):
+        return [{"role": role, "content": content}]
+    if not isinstance(content, list):
+        raise UserError(f"{name} must be a string, or a list of messages; got {_shown(content)}")
+    return _turns(content, name)
 
 
 def _unlearnt(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -307,34 +306,34 @@ def _turn(turn: Any, where: str) -> dict[str, Any]:
     """A message in OpenAI's form, of {"role": ..., "content": ...} or {"from": ..., "value": ...}."""
     if not isinstance(turn, dict):
         raise UserError(f"{where} must be an object with role and content, or from and value; got {_shown(turn)}")
-    given = {field: value for field, value in turn.items() if value is not None}
-    role_field = "from" if "from" in given and "role" not in given else "role"
-    said_field = next((field for field in ("content", "value", "text") if field in given),
+    fields = {field: value for field, value in turn.items() if value is not None}
+    role_field = "from" if "from" in fields and "role" not in fields else "role"
+    content_field = next((field for field in ("content", "value", "text") if field in fields),
                       "value" if role_field == "from" else "content")
-    role = given.get(role_field)
-    said = given.get(said_field)
-    known = role.strip().lower() if isinstance(role, str) else ""
+    role = fields.get(role_field)
+    content = fields.get(content_field)
+    role_key = role.strip().lower() if isinstance(role, str) else ""
     if role is None:
         raise UserError(f"{where} has no role, and no from: there is {', '.join(turn)[:60] or 'nothing'}")
-    if known not in ROLES:
+    if role_key not in ROLES:
         raise UserError(f"{where}.{role_field} must be one of {', '.join(ROLES)}; got {_shown(role)}")
-    names = {role_field: "role", said_field: "content"}
-    message = {names.get(field, field): value for field, value in given.items()} | {"role": ROLES[known]}
-    if known in CALLS:
-        return message | {"content": "", "tool_calls": _calls(said, f"{where}.{said_field}")}
+    names = {role_field: "role", content_field: "content"}
+    message = {names.get(field, field): value for field, value in fields.items()} | {"role": ROLES[role_key]}
+    if role_key in CALLS:
+        return message | {"content": "", "tool_calls": _parse_calls(content, f"{where}.{content_field}")}
     message["tool_calls"] = _from_json(message.get("tool_calls"))
     without_content = any(message.get(field) not in EMPTY for field in INSTEAD_OF_CONTENT)
-    answers = message["role"] == "assistant" and said is None and without_content
-    if not isinstance(said, (str, list)) and not answers:
-        raise UserError(f"{where}.{said_field} must be a string, or a list of texts; got {_shown(said)}")
+    answers = message["role"] == "assistant" and content is None and without_content
+    if not isinstance(content, (str, list)) and not answers:
+        raise UserError(f"{where}.{content_field} must be a string, or a list of texts; got {_shown(content)}")
     return message
 
 
-def _calls(said: Any, where: str) -> list[Any]:
-    calls = _from_json(said)
+def _parse_calls(content: Any, where: str) -> list[Any]:
+    calls = _from_json(content)
     if not isinstance(calls, (list, dict)) or not calls:
         raise UserError(f'{where} must be a call of a tool, {{"name": "...", "arguments": {{}}}}, or a list of them, in JSON; '
-                        f"got {_shown(said)}")
+                        f"got {_shown(content)}")
     return [call if not isinstance(call, dict) or "function" in call else {"type": "function", "function": call}
             for call in (calls if isinstance(calls, list) else [calls])]
 

@@ -1,4 +1,4 @@
-"""Datasets through Hugging Face's `datasets` library: a column of texts, each a document."""
+"""Datasets of Hugging Face's `datasets` library: each text of a column is a document."""
 
 import glob
 import logging
@@ -45,7 +45,7 @@ def source(config: DataConfig, cache: Path) -> Source:
 
 
 def _load(config: DataConfig) -> Any:
-    """The rows of a split, or of a part of one such as train[:50%]."""
+    """The rows of a split, or of a slice such as train[:50%]."""
     path, split = str(config.path), config.split
     with _library(path) as datasets:
         if _is_saved(path):
@@ -71,22 +71,22 @@ def streamed(config: DataConfig) -> Any:
 
 @contextmanager
 def _library(path: str) -> Iterator[Any]:
-    """The library, whose errors become UserErrors."""
+    """The library; converts its errors to UserErrors."""
     try:
         import datasets
     except ImportError:
-        raise UserError("data=hf needs the library `datasets`: pip install datasets") from None
+        raise UserError("data=hf requires the library `datasets`: pip install datasets") from None
     datasets.utils.logging.set_verbosity(logging.CRITICAL)          # it prints errors before it raises them
     try:
         yield datasets
     except UserError:
         raise
-    except Exception as error:           # errors of all its sources: files, the network, ...
+    except Exception as error:           # from files, the network, ...
         raise UserError(f"cannot load data.path={path} with the library `datasets`: {reason(error)}") from None
 
 
 def reason(error: Exception) -> str:
-    """The first line of an error. Of one while a file is read, the library names only its cause."""
+    """The first line of an error, or of its cause: errors of reading a file hide the reason."""
     cause = error.__cause__ or error
     first = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
     return "its files have different columns" if first == "Couldn't cast" else first
@@ -98,9 +98,9 @@ def _no_column(config: DataConfig, columns: list[str]) -> UserError:
 
 
 def local_files(path: str) -> list[tuple[str, Path]]:
-    """(name, file) of the files in FORMATS of a path, a folder or a pattern; none for a name on the Hub."""
+    """(name, file) of the files in FORMATS at a path, a folder or a pattern; empty for a name on the Hub."""
     if Path(path).exists() or glob.has_magic(path):
-        with suppress(UserError):        # it has other files, which the library may know
+        with suppress(UserError):        # other files, which the library may support
             return [(name, file) for name, file in matching(path, tuple(FORMATS)) if file.suffix in FORMATS]
     return []
 
@@ -110,9 +110,9 @@ def _is_saved(path: str) -> bool:
 
 
 def _arguments(config: DataConfig) -> tuple[str, dict[str, Any]]:
-    """The arguments of load_dataset: a format with its files, or a folder or name that it knows to read.
+    """The arguments of load_dataset: a format with its files, or a folder or name that it supports.
 
-    Of local Parquet files only the column of texts is read: they may differ in others.
+    Reads only the column of texts of local Parquet files, which may differ in other columns.
     """
     path, split = str(config.path), config.split
     local = [file for _, file in local_files(path)]
@@ -143,7 +143,7 @@ def _only_column(config: DataConfig, files: list[Path]) -> dict[str, Any]:
 
 
 def _as_text(path: str, separator: str) -> dict[str, Any]:
-    """Options for a table in which every value is a text: also NA, null, true and 12, which the library would convert."""
+    """Options to read every value of a table as text, also NA, null, true and 12, which the library would convert."""
     import datasets
     import pandas
 
@@ -152,19 +152,19 @@ def _as_text(path: str, separator: str) -> dict[str, Any]:
     return {"features": features, "sep": separator, "keep_default_na": False, "na_filter": False}
 
 
-def _part(found: Any, path: str, split: str) -> Any:
-    """The rows that `split` names of a folder that save_to_disk made. A single data set is the split with any name."""
+def _part(saved: Any, path: str, split: str) -> Any:
+    """The rows of `split` in a folder of save_to_disk. A single dataset is the split of any name."""
     import datasets
 
     name = re.split(r"[\[+]", split)[0].strip()
-    splits = found if isinstance(found, dict) else {name: found}
+    splits = saved if isinstance(saved, dict) else {name: saved}
     if name not in splits:
         raise UserError(f"data.path={path} has no split {name!r}; it has {', '.join(splits)}: choose with data.split=NAME")
     if split == name:
         return splits[name]
     instructions = datasets.ReadInstruction.from_spec(split).to_absolute({key: len(rows) for key, rows in splits.items()})
-    parts = [splits[one.splitname].select(range(one.from_ or 0, len(splits[one.splitname]) if one.to is None else one.to))
-             for one in instructions]
+    parts = [splits[part.splitname].select(range(part.from_ or 0, len(splits[part.splitname]) if part.to is None else part.to))
+             for part in instructions]
     return datasets.concatenate_datasets(parts)
 
 
@@ -176,7 +176,7 @@ def _texts(dataset: Any, config: DataConfig) -> Iterator[tuple[str, str, int | N
 
 
 def _content(dataset: Any, config: DataConfig, cache: Path) -> list[str]:
-    """Hashes of the dataset's files, or the hash of its texts if it is in memory or has only some rows of its files."""
+    """Hashes of the dataset's files, or of its texts if it is in memory or selects rows of its files."""
     files = [Path(file["filename"]) for file in dataset.cache_files]
     if files and getattr(dataset, "_indices", None) is None:
         return [content.sha256 for content in contents(files, cache)]

@@ -23,7 +23,7 @@ from rwkv.io.utf8 import decode, open_file
 PATH = "a .jsonl, .jsonl.gz or .jsonl.zst file, a folder of them, or a pattern"
 LOCAL = True
 ENDINGS = (".jsonl", *(f".jsonl{ending}" for ending in COMPRESSED))
-BLOCK = 1 << 16                          # bytes at a file's beginning in which a list is looked for
+BLOCK = 1 << 16                          # bytes at a file's beginning that show whether it is a list
 OTHER_FILES = {b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file", b"PK\3\4": "a zip archive",
                b"BZh": "compressed with bzip2", b"\xfd7zXZ": "compressed with xz",
                b"\x28\xb5\x2f\xfd": "compressed with zstandard, and its name does not end in .zst",
@@ -31,8 +31,8 @@ OTHER_FILES = {b"PAR1": "a Parquet file", b"ARROW1": "an Arrow file", b"PK\3\4":
 
 
 def source(config: DataConfig, cache: Path) -> Source:
-    found = files(str(config.path))
-    paths = [path for _, path in found]
+    named = files(str(config.path))
+    paths = [path for _, path in named]
 
     def documents() -> Iterator[Any]:
         texts = ((text_in(entry, config.field, where), where, weight)
@@ -40,7 +40,7 @@ def source(config: DataConfig, cache: Path) -> Source:
         return split_documents(between_separators(texts, config), config.val_fraction, str(config.path))
 
     about = f"{paths[0].name if len(paths) == 1 else f'{len(paths)} files of {config.path}'}, field {config.field}"
-    identity = sha256([config.field, *filter(None, [config.separator]), *names_and_hashes(found, cache)])
+    identity = sha256([config.field, *filter(None, [config.separator]), *names_and_hashes(named, cache)])
     return Source(documents, about, identity, sum(path.stat().st_size for path in paths))
 
 
@@ -53,17 +53,17 @@ def between_separators(texts: Iterator[Text], config: DataConfig) -> Iterator[Te
 
 
 def files(path: str, endings: Sequence[str] = ENDINGS) -> list[tuple[str, Path]]:
-    """(name, file) of the files of `path` that are not empty. endings: those read in a folder. Raises UserError for no file."""
-    found = [(name, file) for name, file in matching(path, endings) if file.stat().st_size]
-    if not found:
+    """(name, file) of the non-empty files of `path`. endings: those read in a folder. Raises UserError if there are none."""
+    named = [(name, file) for name, file in matching(path, endings) if file.stat().st_size]
+    if not named:
         raise UserError(f"data.path={path} is empty")
-    return found
+    return named
 
 
 def entries(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
-    """(object, where, bytes of the file read for it) of each line that is not blank, or of each entry of a JSON list."""
+    """(object, where, bytes of the file read for it) of each non-blank line, or of each entry of a JSON list."""
     if is_list(path):
-        yield from _of_list(path)
+        yield from _list_entries(path)
     else:
         for line, where, size in lines(path):
             yield parse(line, where), where, size
@@ -80,7 +80,7 @@ def is_list(path: Path) -> bool:
 
 
 def lines(path: Path) -> Iterator[tuple[bytes, str, int]]:
-    """(line, where, bytes of the file read for it) of each line that is not blank."""
+    """(line, where, bytes of the file read for it) of each non-blank line."""
     with open_file(path) as raw:
         file = decompressed(raw, path)
         before = 0
@@ -91,21 +91,20 @@ def lines(path: Path) -> Iterator[tuple[bytes, str, int]]:
                 before = at
 
 
-def _of_list(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
-    """The entries of a list, which is in memory as a whole."""
+def _list_entries(path: Path) -> Iterator[tuple[dict[str, Any], str, int]]:
+    """The entries of a JSON list, which is read into memory."""
     with open_file(path) as raw:
-        content = b"".join(unbroken(decompressed(raw, path), path))
-    text = decode(content, str(path))
+        text = decode(b"".join(unbroken(decompressed(raw, path), path)), str(path))
     try:
-        found = loads(text)
+        content = loads(text)
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path} begins with [ and is not one JSON list ({error}): expected that, or an object on each "
+        raise UserError(f"{path} begins with [ and is not a JSON list ({error}): expected a list, or an object on each "
                         "line") from None
-    for number, entry in enumerate(found, start=1):
+    for number, entry in enumerate(content, start=1):
         where = f"{path}, entry {number}"
         if not isinstance(entry, dict):
-            raise UserError(f"{where} is not an object such as {{\"key\": \"value\"}}: {json.dumps(entry)[:60]}")
-        yield entry, where, path.stat().st_size // len(found)
+            raise UserError(f"{where} must be an object such as {{\"key\": \"value\"}}; got {json.dumps(entry)[:60]}")
+        yield entry, where, path.stat().st_size // len(content)
 
 
 def _beginning(path: Path) -> bytes:
@@ -118,7 +117,7 @@ def _beginning(path: Path) -> bytes:
 
 
 def unbroken(file: Any, path: Path) -> Iterator[bytes]:
-    """The lines of a file. Raises UserError where its compressed content is damaged or cut off."""
+    """The lines of a file. Raises UserError if its compressed content is damaged or truncated."""
     try:
         yield from file
     except BROKEN as error:
@@ -130,5 +129,5 @@ def text_in(entry: dict[str, Any], field: str, where: str) -> str:
         texts = [name for name, value in entry.items() if isinstance(value, str)]
         raise UserError(f"{where} has no {field!r}: name the field of the text, data.field={'|'.join(texts[:5]) or 'NAME'}")
     if not isinstance(entry[field], str):
-        raise UserError(f"{where} has no string in {field!r}, but {json.dumps(entry[field])[:60]}")
+        raise UserError(f"{where} must have a string in {field!r}; got {json.dumps(entry[field])[:60]}")
     return text_of(entry, field, where)

@@ -41,9 +41,9 @@ def source(config: DataConfig, cache: Path) -> Source:
 
 
 def read_stdlib(root: Path, val_fraction: float) -> Text:
-    """The .py files under `root`, each a document; the first ones in a fixed random order are for validation, with copies.
+    """The .py files under `root`, each a document; the first in a fixed random order are for validation, with their copies.
 
-    A file's place in that order depends only on its own name, so that another Python version has nearly the same split.
+    A file's position in that order depends only on its name, so that other Python versions have nearly the same split.
     """
     documents = {path.relative_to(root).as_posix(): _source(path) for path in _python_files(root)}
     shuffled = [documents[name] for name in sorted(documents, key=rank) if documents[name]]

@@ -1,6 +1,6 @@
-"""Text files, each a document. The end of a single file is for validation; of several files, some whole ones.
+"""Text files, each a document. Validation uses the end of a single file, or some of several files.
 
-With data.separator a file holds several documents, and some of all documents are for validation.
+With data.separator a file contains several documents, and validation uses some of all documents.
 """
 
 from collections.abc import Iterator
@@ -21,22 +21,22 @@ LOCAL = True
 
 
 def source(config: DataConfig, cache: Path) -> Source:
-    found = [(name, path) for name, path in matching(str(config.path), (".txt",)) if path.stat().st_size]
-    if not found:
+    files = [(name, path) for name, path in matching(str(config.path), (".txt",)) if path.stat().st_size]
+    if not files:
         raise UserError(f"data.path={config.path} is empty: give a text in UTF-8")
-    found.sort(key=lambda pair: rank(pair[0]))
+    files.sort(key=lambda pair: rank(pair[0]))
     if config.separator is not None:
-        return _separated(found, config, config.separator, cache)
-    read = contents([path for _, path in found], cache, text=True)
-    if len({content.fingerprint for content in read}) == 1:
-        return _one(found, read[0], config.val_fraction)
-    return _several(found, read, config)
+        return _separated(files, config, config.separator, cache)
+    file_contents = contents([path for _, path in files], cache, text=True)
+    if len({content.fingerprint for content in file_contents}) == 1:
+        return _single_file(files, file_contents[0], config.val_fraction)
+    return _several_files(files, file_contents, config)
 
 
-def _one(found: list[tuple[str, Path]], content: Content, val_fraction: float) -> Source:
+def _single_file(files: list[tuple[str, Path]], content: Content, val_fraction: float) -> Source:
     """A single file, or the first of several with the same text."""
-    path = found[0][1]
-    copies = len(found) - 1
+    path = files[0][1]
+    copies = len(files) - 1
     cut = validation_begins(content.characters, val_fraction, f"data.path={path}")
 
     def documents() -> Iterator[Document]:
@@ -45,37 +45,37 @@ def _one(found: list[tuple[str, Path]], content: Content, val_fraction: float) -
 
     size = path.stat().st_size
     bounds = (size - (content.characters - cut) + 1, size - cut + 1)
-    equal = f" (and {counted(copies, 'file')} with the same text, which are not read)" if copies else ""
+    equal = f" ({counted(copies, 'file')} with the same text ignored)" if copies else ""
     about = f"{path.name}{equal}, the last {100 * val_fraction:g} % for validation"
     return Source(documents, about, content.sha256, size, bounds)
 
 
-def _several(found: list[tuple[str, Path]], read: list[Content], config: DataConfig) -> Source:
-    sizes = [path.stat().st_size for _, path in found]
-    placed = place_in_order([content.fingerprint for content in read], sizes, config.val_fraction)
+def _several_files(files: list[tuple[str, Path]], file_contents: list[Content], config: DataConfig) -> Source:
+    sizes = [path.stat().st_size for _, path in files]
+    placed = place_in_order([content.fingerprint for content in file_contents], sizes, config.val_fraction)
 
     def documents() -> Iterator[Document]:
         for val in (False, True):
             yield from (Document(chunks(path), where=str(path), **place._asdict())
-                        for (_, path), place in zip(found, placed, strict=True) if place.val == val)
+                        for (_, path), place in zip(files, placed, strict=True) if place.val == val)
 
     count = sum(place.val for place in placed)
     val_size = sum(size for size, place in zip(sizes, placed, strict=True) if place.val)
-    about = f"{len(found)} files of {config.path}, {count} of them for validation"
-    bounds = (sum(sizes) - val_size + len(found) - count, val_size + count)
-    identity = [part for (name, _), content in zip(found, read, strict=True) for part in (name, content.sha256)]
+    about = f"{len(files)} files of {config.path}, {count} of them for validation"
+    bounds = (sum(sizes) - val_size + len(files) - count, val_size + count)
+    identity = [part for (name, _), content in zip(files, file_contents, strict=True) for part in (name, content.sha256)]
     return Source(documents, about, sha256(identity), sum(sizes), bounds)
 
 
-def _separated(found: list[tuple[str, Path]], config: DataConfig, separator: str, cache: Path) -> Source:
-    """The documents between separators, which are divided as those of data=jsonl are."""
+def _separated(files: list[tuple[str, Path]], config: DataConfig, separator: str, cache: Path) -> Source:
+    """The documents between separators, split like those of data=jsonl."""
     def documents() -> Iterator[Document]:
-        texts = separate(((chunks(path), str(path), None) for _, path in found), separator, str(config.path))
+        texts = separate(((chunks(path), str(path), None) for _, path in files), separator, str(config.path))
         return split_documents(texts, config.val_fraction, str(config.path))
 
-    name = found[0][1].name if len(found) == 1 else f"{len(found)} files of {config.path}"
-    identity = sha256([separator, *names_and_hashes(found, cache, text=True)])
-    size = sum(path.stat().st_size for _, path in found)
+    name = files[0][1].name if len(files) == 1 else f"{len(files)} files of {config.path}"
+    identity = sha256([separator, *names_and_hashes(files, cache, text=True)])
+    size = sum(path.stat().st_size for _, path in files)
     return Source(documents, f"{name}, documents between {separator!r}", identity, size)
 
 

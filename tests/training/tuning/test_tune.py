@@ -219,7 +219,7 @@ def test_the_frozen_weights_must_be_there_and_be_those_that_they_were(folder: Pa
     out = tuned(run, "tune=lora", "tune.rank=2")
     base = folder / "base7.safetensors"
     base.rename(folder / "elsewhere")
-    one_sentence(run("train", *OPTIONS, "resume=out", "trainer.max_steps=4"), "base7.safetensors", "cannot be read")
+    one_sentence(run("train", *OPTIONS, "resume=out", "trainer.max_steps=4"), "base7.safetensors", "cannot read the base")
     assert (out / "checkpoints/last.ckpt").is_file()
     (folder / "elsewhere").rename(base)
     convert(out, folder / "merged.safetensors")
