@@ -43,6 +43,7 @@ class Endpoint(NamedTuple):
     answers: tuple[str, ...] = (JSON,)   # media types
     errors: tuple[int, ...] = (400, 401, 404, 503)
     error: str = "Error"
+    query: tuple[tuple[str, tuple[str, ...]], ...] = ()          # parameters of the URL, and their values
 
 
 @cache
@@ -62,6 +63,8 @@ def document(endpoints: tuple[Endpoint, ...]) -> dict[str, Any]:
         path = endpoint.path.replace(":path", "")
         method["parameters"] = [{"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
                                 for name in re.findall(r"{(\w+)}", path)]
+        method["parameters"] += [{"name": name, "in": "query", "schema": {"enum": list(values)}}
+                                 for name, values in endpoint.query]
         paths.setdefault(path, {})[endpoint.method.lower()] = method
     return {"openapi": "3.1.0", "info": {"title": "timemix", "version": "1"}, "paths": paths,
             "components": {"schemas": components}}

@@ -91,7 +91,8 @@ def _state(service: Service, state: SavedState) -> Response:
 
 
 ENDPOINTS = (
-    Endpoint("/v1/states", "POST", make_state, StateRequest, upload=FILE, errors=GENERATION["errors"]),
+    Endpoint("/v1/states", "POST", make_state, StateRequest, upload=FILE, errors=GENERATION["errors"],
+             query=(("state_layout", STATE_LAYOUTS),)),
     Endpoint("/v1/states", "GET", list_states),
     Endpoint("/v1/states/{id}", "GET", one_state),
     Endpoint("/v1/states/{id}", "DELETE", delete_state),
