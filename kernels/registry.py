@@ -170,7 +170,7 @@ def runnable(op: str, device: str = "cpu") -> list[str]:
 def _missing_requirement(requires: Requires, packages: tuple[str, ...], device: str) -> str | None:
     """What the machine lacks according to Triton or the file itself; None if nothing."""
     if "triton" in packages and device == "cuda":
-        from kernels.backends import triton  # it imports torch
+        from kernels.machine import triton  # it imports torch
 
         if reason := triton.why_not():
             return reason

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from kernels import native
-from kernels.backends import triton
+from kernels.machine import triton
 
 FORMS = {"cpu": "rwkv.model.fused_c", "cuda": "rwkv.model.fused_triton"}         # by device type
 LOSS_FORMS = {"cuda": "rwkv.model.loss_triton"}

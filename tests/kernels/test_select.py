@@ -8,8 +8,8 @@ import torch
 from stubs import stub
 
 from kernels import registry, select
-from kernels.backends import triton
 from kernels.bench.results import committed, read
+from kernels.machine import triton
 from kernels.machine.hardware import ROOT
 from kernels.registry import KernelUnavailable, UnknownKernel
 from kernels.wkv4 import WKV4, cases

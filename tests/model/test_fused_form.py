@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kernels import native
-from kernels.backends import triton
+from kernels.machine import triton
 from rwkv.model import fused, fused_c, fused_form
 
 

@@ -21,9 +21,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from kernels.backends import triton
 from kernels.backends.graphs import capture
 from kernels.backends.transfer import to_device
+from kernels.machine import triton
 from rwkv.model.decoding.c_step import why_changed
 from rwkv.model.quantized import PackedLinear
 
