@@ -485,8 +485,7 @@ def missing_for_server() -> str:
 def run_program(check: Check, name: str, *command: str, most: float = 60, text: str = "") -> bool:
     """A program of the project with this standard input; a row with its status, its time and the end of its output."""
     start = time.monotonic()
-    process = subprocess.Popen([sys.executable, *command], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                               stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
+    process = _start(check, *command, stdin=subprocess.PIPE)
     try:
         output, _ = process.communicate(text, timeout=check.left(most))
         status = "ok" if process.returncode == 0 else f"status {process.returncode}"
@@ -499,10 +498,18 @@ def run_program(check: Check, name: str, *command: str, most: float = 60, text: 
     return status == "ok"
 
 
+def _start(check: Check, *command: str, stdin: int | None = None) -> subprocess.Popen[str]:
+    """Starts a program in the scratch folder, so that runs/latest of the clone stays as it is."""
+    words = [str(ROOT / word) if word.endswith(".py") else word for word in command]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    return subprocess.Popen([sys.executable, *words], cwd=check.scratch, env=environment, stdin=stdin, stdout=subprocess.PIPE,
+                            stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True)
+
+
 def training(check: Check, out: str, model: str, *options: str) -> list[str]:
     if not any(option.startswith("trainer=") for option in options):
         options = (f"trainer={'gpu' if check.on_gpu else 'cpu'}", *options)
-    return ["train.py", f"model={model}", "data=text", "data.path=README.md", "data.tokenizer=byte", "logger=csv",
+    return ["train.py", f"model={model}", "data=text", f"data.path={ROOT / 'README.md'}", "data.tokenizer=byte", "logger=csv",
             "data.val_fraction=0.05", "model.ctx_len=64", "trainer.sample_tokens=0", "trainer.sample_every=0",
             f"data.cache_dir={check.scratch}/cache", f"out_dir={check.scratch}/{out}", *options]
 
@@ -535,7 +542,8 @@ def programs(check: Check) -> None:
     run_program(check, "generate 16 in float32", "generate.py", saved, device, "prompt=The ", "num_samples=16",
                 "max_new_tokens=20", "dtype=float32")
     run_program(check, "chat", "chat.py", saved, device, "max_new_tokens=10", text="Hello\n")
-    run_program(check, "evaluate", "-m", "rwkv.tools.evaluate", saved, device, "data.path=CONTRIBUTING.md")
+    run_program(check, "evaluate", "-m", "rwkv.tools.evaluate", saved, device,
+                f"data.path={ROOT / 'CONTRIBUTING.md'}")
     if missing := missing_for_server():
         check.add(program="serve", skipped=f"not installed: {missing}")
     else:
@@ -548,8 +556,7 @@ def programs(check: Check) -> None:
 def _serve(check: Check, saved: str, device: str) -> None:
     """One completion from a server started and stopped for it."""
     start = time.monotonic()
-    with subprocess.Popen([sys.executable, "serve.py", saved, device, "port=0"], cwd=ROOT, stdout=subprocess.PIPE,
-                          stderr=subprocess.STDOUT, text=True, errors="replace", start_new_session=True) as process:
+    with _start(check, "serve.py", saved, device, "port=0") as process:
         try:
             url = _url_of(process, check.left(60))
             body = json.dumps({"prompt": "The ", "max_tokens": 8}).encode()

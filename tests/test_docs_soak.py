@@ -4,6 +4,7 @@ Each page has a folder of its own, with small files of the names that its comman
 to make it short, and names the commands that are not run, with the reason. A command that no rule knows fails.
 """
 
+import gzip
 import json
 import random
 import re
@@ -19,6 +20,7 @@ from typing import NamedTuple
 import binidx_files
 import numpy as np
 import pytest
+import zstandard
 from files import SIZES, byte_model
 from models import small_model
 from serving_runs import Running, serving
@@ -55,6 +57,9 @@ RULES = [
     not_run(r"make\b", "installs environments, or runs this suite, benchmarks or checks of many minutes"),
     not_run(r"(\S+/)?pip |python3 -m venv|hf download", "downloads packages or weights"),
     not_run(r"python -m pytest", "is a part of this suite"),
+    not_run(r"timemix (chat|list|pull)\b", "needs the Hub"),
+    not_run(r"timemix (serve|convert)\b", "is in other words on another page"),
+    Rule(r"timemix (doctor|smoke)\b"),
     not_run(r"python -m benchmarks\.gpu_check", "needs a GPU"),
     not_run(r"python -m (kernels\.bench|benchmarks)\.tables", "writes into the documentation"),
     not_run(r"python -m benchmarks\.(first_token|generations|training|tuning_memory)", "has no short form: minutes"),
@@ -65,6 +70,9 @@ RULES = [
     Rule(r"python chat\.py", "max_new_tokens=4"),
     Rule(r"python generate\.py", "max_new_tokens=4"),
     Rule(r"python train\.py .*plan="),
+    not_run(r"python train\.py data=(hf|datatrove) ", "needs the library datasets, or shards that datatrove wrote"),
+    Rule(r"python train\.py .*data\.streaming=true", f"{ANEW.replace(LENGTH, '')} trainer.max_tokens=1024 data.val_documents=20"),
+    Rule(r"python train\.py data=mix", f"{ANEW} {LITTLE_TEXT} data.tokenizer=byte"),
     not_run(r"python train\.py trainer=fsdp$", "takes all GPUs"),
     Rule(r"python train\.py resume=auto", "trainer.max_steps=6"),        # all else is the run's
     Rule(r"python train\.py init_from=\S+ data=chat", f"{TRAIN} model.ctx_len=256 {LITTLE_TEXT}"),
@@ -108,6 +116,17 @@ def text(path: Path) -> None:
 
 def lines(path: Path, *found: object) -> None:
     path.write_text("".join(json.dumps(each) + "\n" for each in found), encoding="utf-8")
+
+
+def texts(path: Path) -> None:
+    lines(path, *({"text": f"{n} comes before {n + 1}."} for n in range(400)))
+
+
+def compressed(path: Path) -> None:
+    texts(path.with_suffix(""))
+    content = path.with_suffix("").read_bytes()
+    path.with_suffix("").unlink()
+    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else zstandard.compress(content))
 
 
 def talks(path: Path) -> None:
@@ -160,6 +179,10 @@ RELEASED = {"models/rwkv7-g1d-0.1b-20260129-ctx8192.pth": world_model}
 FILES: dict[str, dict[str, Callable[[Path], None]]] = {
     "README.md": {"FILE": text, **RELEASED},
     "files.md": RELEASED,
+    "clients.md": {G1: world_model},
+    "deploy.md": {G1: world_model},
+    "data.md": {"FILE": text, "NAME": tokens, "web/a.jsonl.gz": compressed, "web/b.jsonl.zst": compressed,
+                "web.jsonl": texts, "books/one.txt": text},
     "chat.md": {G1: world_model, "TALKS.jsonl": talks},
     "serve.md": {G1: world_model, "RWKV-4.pth": other_model, "20B_tokenizer.json": tokenizer, "FILE": text,
                  "BASE.pth": world_model, "runs/calm": tuned_by("state"), "runs/legal": tuned_by("lora"),
@@ -225,6 +248,8 @@ class Reader:
 
     def type(self, words: list[str]) -> None:
         program, *rest = words
+        if program == "timemix":
+            program, rest = "python", ["-m", "rwkv.tools", *rest]
         if words[:2] == ["python", "serve.py"]:
             self.server = self._servers.enter_context(serving(self._folder, *rest[1:]))
         elif program == "curl":
