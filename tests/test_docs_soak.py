@@ -71,7 +71,8 @@ RULES = [
     Rule(r"python generate\.py", "max_new_tokens=4"),
     Rule(r"python train\.py .*plan="),
     not_run(r"python train\.py data=(hf|datatrove) ", "needs the library datasets, or shards that datatrove wrote"),
-    Rule(r"python train\.py .*data\.streaming=true", f"{ANEW.replace(LENGTH, '')} trainer.max_tokens=1024 data.val_documents=20"),
+    Rule(r"python train\.py .*data\.streaming=true",
+         f"{ANEW.replace(LENGTH, '')} trainer.max_tokens=1024 data.val_documents=20"),
     Rule(r"python train\.py data=mix", f"{ANEW} {LITTLE_TEXT} data.tokenizer=byte"),
     not_run(r"python train\.py trainer=fsdp$", "takes all GPUs"),
     Rule(r"python train\.py resume=auto", "trainer.max_steps=6"),        # all else is the run's

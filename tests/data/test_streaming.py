@@ -441,7 +441,7 @@ def test_a_killed_run_continues_to_the_bit(config: DataConfig, tmp_path: Path) -
     assert_same_training(tmp_path / "whole", tmp_path / "killed")
 
 
-@pytest.mark.programs
+@pytest.mark.soak
 def test_two_processes_train_as_one_does(config: DataConfig, tmp_path: Path) -> None:
     run = ("debug=fast", "logger=csv", "kernel=conv1d", "data=jsonl", f"data.path={config.path}", "data.streaming=true",
            "data.val_documents=10", "data.shuffle_buffer=16", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=12",

@@ -87,7 +87,8 @@ def test_heads_of_other_sizes(C: int, N: int) -> None:
 
 
 @each_generation
-@pytest.mark.parametrize(("form", "allowed"), [("bfloat16", 0.015), ("float16", 0.002), ("int8", 0.015), ("int4", 0.015)])
+@pytest.mark.parametrize(("form", "allowed"), [("bfloat16", 0.015), ("int4", 0.015), *(
+    pytest.param(*case, marks=pytest.mark.soak) for case in (("float16", 0.002), ("int8", 0.015)))])
 def test_weights_of_16_8_and_4_bits_are_unpacked_exactly(generation: str, form: str, allowed: float) -> None:
     """Beside float64 products of the same weights; the inputs of products are rounded to bfloat16, or to float16."""
     model = model_of(generation, n_embd=48, n_ffn=264)

@@ -121,6 +121,7 @@ def alone(folder: Path, steps: int) -> dict[int, float]:
     return losses(folder / "alone")
 
 
+@pytest.mark.soak
 def test_the_recipe_of_one_machine(folder: Path, machines: tuple[Machine, Machine]) -> None:
     command = recipe("torchrun --standalone", 2, 29500, (*OPTIONS, "trainer.max_steps=6")).strip()
     script(folder / "bin/torchrun", f'exec {sys.executable} -m torch.distributed.run --local-addr=127.0.0.1 "$@"\n')

@@ -60,7 +60,7 @@ def assert_as_alone(folder: Path, swept: Path) -> None:
 
 
 @NEEDS_PROC
-@pytest.mark.programs
+@pytest.mark.soak
 def test_a_run_that_is_killed_is_named_and_continued_and_the_others_finish(folder: Path) -> None:
     swept = folder / "killed"
     process = start(folder, "train", "-m", "seed=0,1", *SHORT, "sweep.jobs=2", f"out_dir={swept}")
