@@ -177,7 +177,7 @@ def train(folder: Path, options: str) -> None:
 
 
 G1 = "rwkv7-g1k-1.5b-20260930-ctx25600.pth"
-RELEASED = {"models/rwkv7-g1d-0.1b-20260129-ctx8192.pth": world_model}
+RELEASED = {"BlinkDL/rwkv7-g1/rwkv7-g1d-0.1b-20260129-ctx8192.pth": world_model}
 # By page, what is there before its first command.
 FILES: dict[str, dict[str, Callable[[Path], None]]] = {
     "README.md": {"FILE": text, **RELEASED},
@@ -284,7 +284,7 @@ PAGES_TO_RUN = [page for page in PAGES if any(step.rule is None or not step.rule
 @pytest.mark.parametrize("page", PAGES_TO_RUN, ids=name_of)
 def test_the_commands_of_a_page_run(page: Path, tmp_path: Path) -> None:
     for name, make in FILES.get(name_of(page), {}).items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         make(tmp_path / name)
     with ExitStack() as servers:
         reader = Reader(tmp_path, servers)
