@@ -17,7 +17,7 @@ from typing import Any, Literal, TypeVar
 from rwkv.errors import UserError
 
 SCALED = ("time_mix", "time_decay", "time_first")        # each has a learning-rate factor, optim.NAME_lr_scale
-GENERATIONS = tuple(sorted(path.stem for path in (Path(__file__).parent / "model").glob("rwkv*.py") if path.stem[4:].isdigit()))
+GENERATIONS = tuple(sorted(path.parent.name for path in (Path(__file__).parent / "model").glob("rwkv[0-9]*/__init__.py")))
 SOURCES = tuple(sorted(path.stem for path in (Path(__file__).parent / "data" / "sources").glob("[!_]*.py")))      # of text
 TOKENS = ("binidx", "datatrove")         # kinds of data that are token ids already
 STREAMED = ("jsonl", "hf")               # kinds of data that data.streaming reads

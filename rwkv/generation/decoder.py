@@ -1,7 +1,7 @@
 """Decoders: read one token per step for a batch of rows.
 
 A CDecoder makes one call of C per step, on a CPU (model/decoding/c_step.py). A GpuDecoder replays one CUDA graph per step
-(model/decoding/triton_step.py). A Decoder uses PyTorch: the generation's step for each block (model/decoding/rwkvN_step.py),
+(model/decoding/triton_step.py). A Decoder uses PyTorch: the generation's step for each block (model/rwkvN/step.py),
 which reads the weights and calls no module. For a model with adapters, hooks, other layers or moved blocks it calls the model
 itself.
 """

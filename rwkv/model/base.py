@@ -2,7 +2,7 @@
 
 A model reads whole sequences (T > 1), chunks with the state carried between them, or one token at a time (T = 1), with the
 same logits. The operator that it is built with, block.att.wkv, is the kernel that mixes time; the weights do not depend on
-it. A generation is a module beside this one, imported by its name: rwkv4.py has all of RWKV-4's architecture, as `Generation`
+it. A generation is a folder beside this file, imported by its name: rwkv4/ has all of RWKV-4's architecture, as `Generation`
 lists it.
 """
 

@@ -28,8 +28,8 @@ from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
 from rwkv.io.lines import counted, labelled
-from rwkv.model import fused_form
 from rwkv.model.base import generation, n_parameters
+from rwkv.model.fused import form as fused_form
 from rwkv.training import graphs
 from rwkv.training.device import dtype_for, why_precision
 from rwkv.training.length import MAX_EPOCHS, steps_per_epoch
@@ -263,7 +263,7 @@ def _objective(tune: TuneConfig) -> str:
 
 
 def _blocks(compiled: bool, method: str, conversations: bool, device: str) -> str:
-    """The form of blocks in training, which fused.can_fuse and fused_form choose. method: tune.method."""
+    """The form of blocks in training, which fused.can_fuse and fused.form choose. method: tune.method."""
     if compiled:
         return "plain formulas: trainer.compile=true fuses them"
     why = ""

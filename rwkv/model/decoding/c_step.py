@@ -1,7 +1,8 @@
-"""A model's step for one token in one call of C (csrc/): the structs of numbers and addresses that the C reads.
+"""A model's step for one token in one call of C: the structs of numbers and addresses that the C reads.
 
-The named tuples here and in rwkvN_c.py mirror the structs of csrc/step.h and csrc/rwkvN.c, field by field; CStep compares their
-sizes. A generation's c_model(model, builder) makes its own. A model caches its CStep for all decoders until its weights change.
+The named tuples here and in a generation's step_c.py mirror the structs of csrc/step.h and of its csrc/step.c, field by field;
+CStep compares their sizes. A generation's c_model(model, builder) makes its own. A model caches its CStep for all decoders
+until its weights change.
 """
 
 from collections.abc import Iterator

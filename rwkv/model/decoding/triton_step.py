@@ -1,4 +1,4 @@
-"""A model's decoding step on a GPU: Triton kernels (triton_kernels.py, rwkvN_triton.py), replayed as one CUDA graph a step.
+"""A model's decoding step on a GPU: Triton kernels (triton_kernels.py, rwkvN/step_triton.py), one CUDA graph a step.
 
 A step reads one token of each sequence. A sequence has a slot, which holds its recurrent state while it runs; slot 0 is for
 padding rows. A step for n rows runs in the smallest bucket of at least n rows (1, 2, 4, 8, ...), and each bucket is captured

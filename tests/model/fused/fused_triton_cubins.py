@@ -1,4 +1,4 @@
-"""The kernels of fused_triton.py as training launches them, compiled without a GPU: `python fused_triton_cubins.py 90`.
+"""The kernels of fused/triton.py as training launches them, compiled without a GPU: `python fused_triton_cubins.py 90`.
 
 Prints JSON as tests/kernels/triton_cubins.py does, whose machinery this uses.
 """
@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "kernels"))
-sys.path.insert(0, str(Path(__file__).parent.parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[2] / "kernels"))
+sys.path.insert(0, str(Path(__file__).parents[3]))
 from triton_cubins import cubins
 
-from rwkv.model import fused_triton, loss_triton
+from rwkv.model.fused import loss_triton
+from rwkv.model.fused import triton as fused_triton
 
 
 def launches(N: int) -> Iterator[Any]:

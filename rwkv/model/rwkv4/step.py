@@ -1,6 +1,6 @@
 """One RWKV-4 block, one token at a time for a batch of rows, with as few small operations as PyTorch allows.
 
-The arithmetic is that of rwkv4.py at T = 1 (of WKV4.step); tests compare both. This is faster: weights are prepared once, all
+The arithmetic is that of mix.py at T = 1 (of WKV4.step); tests compare both. This is faster: weights are prepared once, all
 mixes of a layer are one operation, and WKV's weights for y and for the next state are computed together.
 """
 

@@ -1,4 +1,4 @@
-"""The fused form of RWKV-4's time and channel mixing: autograd functions with their own gradients (see fused.py)."""
+"""The fused form of RWKV-4's time and channel mixing: autograd functions with their own gradients (see ../fused)."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""The operations between the matrix products in C, for CPUs: csrc/fused.c and csrc/rwkv7_fused.c have the formulas.
+"""The operations between the matrix products in C, for CPUs: csrc/fused.c and ../rwkv7/csrc/fused.c have the formulas.
 
 Rows are the steps of all sequences, (B,T); all arithmetic is in float32. Gradients of vectors are summed in an order that does
 not depend on the number of threads.

@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from kernels.wkv4 import WKV4, WKVState
 from rwkv.config import ModelConfig
-from rwkv.model import fused, rwkv4_fused, state
-from rwkv.model.decoding.rwkv4_c import c_model as c_model
-from rwkv.model.decoding.rwkv4_step import Step as Step
+from rwkv.model import fused, state
 from rwkv.model.packing import Packing
+from rwkv.model.rwkv4 import fused as rwkv4_fused
 
 NAME = "RWKV-4"                          # documented in rwkv.model.base.Generation
 OPERATOR = "wkv4"
@@ -219,7 +218,7 @@ PLAIN = (Block, TimeMix, ChannelMix)     # modules that Step computes without ca
 
 def gpu_launches(model: Any, builder: Any) -> Any:
     """The launches of the decoding step on a GPU (decoding/triton_step.py)."""
-    from rwkv.model.decoding.rwkv4_triton import launches  # Triton is imported where it runs
+    from rwkv.model.rwkv4.step_triton import launches  # Triton is imported where it runs
 
     return launches(model, builder)
 

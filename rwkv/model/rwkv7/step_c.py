@@ -1,4 +1,4 @@
-"""RWKV-7: the structs of csrc/rwkv7.c."""
+"""RWKV-7: the structs of csrc/step.c."""
 
 from typing import Any, NamedTuple
 

@@ -1,11 +1,11 @@
-"""The fused form of RWKV-7's time and channel mixing: autograd functions with their own gradients (see fused.py).
+"""The fused form of RWKV-7's time and channel mixing: autograd functions with their own gradients (see ../fused).
 
     time:     inputs -> the operator wkv7 -> output
     channel:  channel_mixing
 
 `gates` and `gated` are `inputs` and `output` without the large products, for layers that are not plain matrices.
 
-B rows, T steps, C channels in H heads of N, d the ranks of the low-rank gates. Formulas: rwkv7.py.
+B rows, T steps, C channels in H heads of N, d the ranks of the low-rank gates. Formulas: mix.py.
 """
 
 from collections.abc import Iterable
@@ -30,7 +30,7 @@ from rwkv.model.fused import (
     squared_relu_backward,
     wide_sum,
 )
-from rwkv.model.fused_form import form_for
+from rwkv.model.fused.form import form_for
 from rwkv.model.weight_cache import rounded, to_save
 
 EPS = 64e-5                              # epsilon of the normalisation of each head

@@ -1,6 +1,6 @@
-// RWKV-7's decoding step: the formulas of rwkv/model/rwkv7.py at T = 1.
+// RWKV-7's decoding step: the formulas of ../mix.py at T = 1.
 
-#include "step.h"
+#include "../../decoding/csrc/step.h"
 
 #define FASTEST_LOG_W -0.6065306597126334f      // -e^-0.5, the log of the fastest decay
 #define LEAST_NORM 1e-12f                // lower bound of |k k_k|, as in torch.nn.functional.normalize

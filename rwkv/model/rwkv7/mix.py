@@ -36,11 +36,10 @@ from kernels.wkv7 import WKV7
 from kernels.wkv7 import empty_state as empty_wkv
 from rwkv.config import ModelConfig
 from rwkv.errors import UserError
-from rwkv.model import fused, rwkv7_fused, state
-from rwkv.model.decoding.rwkv7_c import c_model as c_model
-from rwkv.model.decoding.rwkv7_step import Step as Step
+from rwkv.model import fused, state
 from rwkv.model.hooks import untouched
 from rwkv.model.packing import Packing
+from rwkv.model.rwkv7 import fused as rwkv7_fused
 
 NAME = "RWKV-7"                          # up to LEARNS_STATE documented in rwkv.model.base.Generation
 OPERATOR = "wkv7"
@@ -486,7 +485,7 @@ PLAIN = (Block, TimeMix, ChannelMix, nn.GroupNorm)       # modules that Step com
 
 def gpu_launches(model: Any, builder: Any) -> Any:
     """The launches of the decoding step on a GPU (decoding/triton_step.py)."""
-    from rwkv.model.decoding.rwkv7_triton import launches  # Triton is imported where it runs
+    from rwkv.model.rwkv7.step_triton import launches  # Triton is imported where it runs
 
     return launches(model, builder)
 

@@ -9,10 +9,12 @@ from torch import Tensor, nn
 from torch.nn.functional import group_norm, linear, normalize
 
 from kernels.wkv4 import WKV4, WKVState
-from rwkv.model import fused, rwkv4_fused, rwkv7_fused
+from rwkv.model import fused
 from rwkv.model.fused import token_shift
-from rwkv.model.rwkv4 import ChannelMix, TimeMix
-from rwkv.model.rwkv7_fused import Parameters
+from rwkv.model.rwkv4 import fused as rwkv4_fused
+from rwkv.model.rwkv4.mix import ChannelMix, TimeMix
+from rwkv.model.rwkv7 import fused as rwkv7_fused
+from rwkv.model.rwkv7.fused import Parameters
 
 B, T, H, N, A, D = 2, 5, 2, 3, 4, 4
 C, F = H * N, 7

@@ -1,4 +1,4 @@
-"""RWKV-7's decoding step on a GPU: eight launches a layer. The formulas are at the top of rwkv/model/rwkv7.py.
+"""RWKV-7's decoding step on a GPU: eight launches a layer. The formulas are at the top of mix.py.
 
     norm and mixes    n = LayerNorm(x); the inputs of r, k, v, w, a and g
     products          r, k, v; the gates' hidden layers with their tanh and sigmoid

@@ -13,13 +13,13 @@
 //
 // Squared ReLU: max(x, 0)^2, gx = 2 max(x, 0) g. NaN stays NaN.
 
-#include "../../../kernels/native/csrc/threads.h"
-#include "../../../kernels/native/csrc/vectors.h"
+#include "../../../../kernels/native/csrc/threads.h"
+#include "../../../../kernels/native/csrc/vectors.h"
 #include "partial_sums.h"
 
 enum { ROWS = 32, MAX_MIXES = 6, PIECE = 16384 };
 
-// Arguments, in the order of fused_c.py.
+// Arguments, in the order of ../c.py.
 struct call {
     int64_t rows, T, C, n_mixes, to_previous;            // to_previous: mu weights the previous step, as in RWKV-7
     const void *x;

@@ -12,14 +12,16 @@ import torch
 from models import each_generation, small_model, tokens
 from torch import Tensor
 
-from rwkv.model import fused_form, fused_triton, loss_triton
+from rwkv.model.fused import form as fused_form
+from rwkv.model.fused import loss_triton
+from rwkv.model.fused import triton as fused_triton
 from rwkv.model.loss import IGNORED, head_loss
 
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks: there are to be several of them, whole and not."""
-    monkeypatch.setitem(fused_form.FORMS, "cpu", "rwkv.model.fused_triton")
+    monkeypatch.setitem(fused_form.FORMS, "cpu", "rwkv.model.fused.triton")
     for name, size in (("ROWS", 8), ("ROWS_BACK", 4), ("BLOCK", 16), ("ELEMENTS", 64)):
         monkeypatch.setattr(fused_triton, name, size)
 
@@ -35,7 +37,7 @@ def test_each_function_computes_the_formulas(dtype: torch.dtype, shape: tuple[in
 def gradients(generation: str, form: str, half: bool, monkeypatch: pytest.MonkeyPatch,
               packed: bool = False) -> dict[str, Tensor]:
     """The head's input of a model of 2 layers, and the gradient of every parameter."""
-    monkeypatch.setitem(fused_form.FORMS, "cpu", f"rwkv.model.fused_{form}")
+    monkeypatch.setitem(fused_form.FORMS, "cpu", f"rwkv.model.fused.{form}")
     model = small_model("c_v0", generation=generation, n_layer=2)
     x = tokens(model, 2, 9)
     starts = torch.zeros(x.shape, dtype=torch.bool).index_fill_(1, torch.tensor([0, 5]), True) if packed else None
@@ -113,7 +115,7 @@ def test_rows_with_gaps_are_read_as_they_are() -> None:
 def test_heads_that_are_no_power_of_two_are_left_to_the_formulas() -> None:
     k = torch.randn(1, 2, 12)
     assert fused_form.form_for(k, N=6) is None
-    assert fused_form.form_for(k, N=4) is fused_form._form("rwkv.model.fused_triton")
+    assert fused_form.form_for(k, N=4) is fused_form._form("rwkv.model.fused.triton")
     assert fused_form.form_for(k.double(), N=4) is None
 
 
@@ -123,8 +125,8 @@ def test_heads_that_are_no_power_of_two_are_left_to_the_formulas() -> None:
 @pytest.fixture
 def triton_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a GPU, but for products with a wider result, which a CPU has not."""
-    monkeypatch.setitem(fused_form.LOSS_FORMS, "cpu", "rwkv.model.loss_triton")
-    monkeypatch.setattr("rwkv.model.loss_triton.MAX_BLOCK", 8)
+    monkeypatch.setitem(fused_form.LOSS_FORMS, "cpu", "rwkv.model.fused.loss_triton")
+    monkeypatch.setattr("rwkv.model.fused.loss_triton.MAX_BLOCK", 8)
 
 
 @pytest.mark.parametrize("penalty", [0.0, 0.2])

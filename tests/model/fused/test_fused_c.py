@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kernels import native
-from rwkv.model import fused, fused_c, rwkv7_fused
+from rwkv.model import fused
+from rwkv.model.fused import c as fused_c
+from rwkv.model.rwkv7 import fused as rwkv7_fused
 
 pytestmark = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}

@@ -1,7 +1,7 @@
 // Gradients of vectors: each task sums its own rows; this adds the tasks' partial sums.
 
 #pragma once
-#include "../../../kernels/native/csrc/vectors.h"
+#include "../../../../kernels/native/csrc/vectors.h"
 
 // to[i] = sum over tasks of partial[task * stride + i], 0 <= i < size, summed in float64 and rounded once.
 INLINE void sum_partials(float *to, const float *partial, int64_t tasks, int64_t size, int64_t stride) {

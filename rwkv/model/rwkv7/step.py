@@ -1,4 +1,4 @@
-"""One RWKV-7 block, one token at a time for a batch of rows: rwkv7.py at T = 1, in fewer PyTorch operations."""
+"""One RWKV-7 block, one token at a time for a batch of rows: mix.py at T = 1, in fewer PyTorch operations."""
 
 from typing import Any
 
@@ -7,8 +7,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from kernels.wkv7 import WKV7
-from rwkv.model import rwkv7_fused
 from rwkv.model.decoding.layers import LowRank, norm_function, product_function, products_function
+from rwkv.model.rwkv7 import fused as rwkv7_fused
 
 
 class Step:

@@ -1,6 +1,6 @@
-// RWKV-4's decoding step: the formulas of rwkv/model/rwkv4.py at T = 1.
+// RWKV-4's decoding step: the formulas of ../mix.py at T = 1.
 
-#include "step.h"
+#include "../../decoding/csrc/step.h"
 
 struct layer {
     struct norm ln0, ln1, ln2;           // ln0: first layer only

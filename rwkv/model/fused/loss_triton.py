@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from rwkv.model.fused_triton import launch
+from rwkv.model.fused.triton import launch
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MAX_BLOCK = 4096                         # logits that a program reads at a time

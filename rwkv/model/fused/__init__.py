@@ -3,7 +3,7 @@
 Each function uses few operations and few temporaries. In a small model's training step a CPU spends a third of the time on
 starting operations and on autograd itself. In a large model the operations between the matrix products are bound by memory, and
 autograd's general formulas read and write each tensor several times more. Under autocast everything here is computed in the
-dtype of the matrix products. rwkv4.py and rwkv7.py have the plain formulas beside the calls; `can_fuse` chooses between them.
+dtype of the matrix products. The generations have the plain formulas beside the calls; `can_fuse` chooses between them.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,7 @@ from torch.nn.functional import linear, pad
 
 from kernels.backends.torch_private import transforms_active
 from rwkv.model.first_derivative import first_derivative
-from rwkv.model.fused_form import form_for
+from rwkv.model.fused.form import form_for
 from rwkv.model.hooks import untouched
 from rwkv.model.weight_cache import rounded, to_save
 

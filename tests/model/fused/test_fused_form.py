@@ -7,7 +7,9 @@ import torch
 
 from kernels import native
 from kernels.machine import triton
-from rwkv.model import fused, fused_c, fused_form
+from rwkv.model import fused
+from rwkv.model.fused import c as fused_c
+from rwkv.model.fused import form as fused_form
 
 
 @pytest.fixture

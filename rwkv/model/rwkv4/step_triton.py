@@ -1,4 +1,4 @@
-"""RWKV-4's decoding step on a GPU: seven launches a layer. The formulas are at the top of rwkv/model/rwkv4.py."""
+"""RWKV-4's decoding step on a GPU: seven launches a layer. The formulas are at the top of mix.py."""
 
 # mypy: disable-error-code="no-untyped-def"
 from typing import Any

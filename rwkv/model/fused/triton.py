@@ -1,4 +1,4 @@
-"""The operations between the matrix products in Triton, for GPUs: the functions of fused_c.py, with the same arguments.
+"""The operations between the matrix products in Triton, for GPUs: the functions of c.py, with the same arguments.
 
 A program computes some rows, of BLOCK channels (mixes) or of one head (gates, output). A row is a step of a sequence, (B,T).
 All arithmetic is in float32, and results are rounded once. The gradient of a vector is summed over a program's rows, and then
@@ -262,7 +262,7 @@ def _squared_relu(x, grad, out, n, BACKWARD: tl.constexpr, ELEMENTS: tl.constexp
         _store(out, offsets, relu * relu, offsets < n)
 
 
-# RWKV-7's gates, and the input of its output projection; the formulas are in rwkv7_fused.py
+# RWKV-7's gates, and the input of its output projection; the formulas are in ../rwkv7/fused.py
 
 
 @triton.jit

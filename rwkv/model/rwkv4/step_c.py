@@ -1,4 +1,4 @@
-"""RWKV-4: the structs of csrc/rwkv4.c."""
+"""RWKV-4: the structs of csrc/step.c."""
 
 from typing import Any, NamedTuple
 

@@ -23,7 +23,7 @@ def finished(folder: Path, *command: Any, **variables: str) -> str:
     """The output of a Python process with these variables and a cache that is thrown away."""
     environment = {name: value for name, value in os.environ.items() if not name.startswith("TRITON_")}
     environment |= {"TRITON_CACHE_DIR": str(folder), "OMP_NUM_THREADS": "1", **variables}
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=TESTS.parent.parent, env=environment, text=True,
+    done = subprocess.run([sys.executable, *map(str, command)], cwd=TESTS.parents[2], env=environment, text=True,
                           capture_output=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout

@@ -18,13 +18,13 @@ from torch import Tensor
 from kernels import native
 from kernels.machine import triton
 
-FORMS = {"cpu": "rwkv.model.fused_c", "cuda": "rwkv.model.fused_triton"}         # by device type
-LOSS_FORMS = {"cuda": "rwkv.model.loss_triton"}
+FORMS = {"cpu": "rwkv.model.fused.c", "cuda": "rwkv.model.fused.triton"}         # by device type
+LOSS_FORMS = {"cuda": "rwkv.model.fused.loss_triton"}
 Tensors = tuple[Tensor, ...]
 
 
 class FusedForm(Protocol):
-    """The arguments are those of the functions of these names in fused.py and rwkv7_fused.py."""
+    """The arguments are those of the functions of these names in __init__.py and ../rwkv7/fused.py."""
 
     def supports(self, *tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool: ...
 
