@@ -42,7 +42,7 @@ from rwkv.config import ModelConfig
 from rwkv.errors import UserError
 from rwkv.model import rwkv7 as model
 from rwkv.model.base import TIME_STATE
-from rwkv.model.rwkv7.fused import EPS
+from rwkv.model.rwkv7.architecture import EPS
 
 # Later versions, which also have r_k, with names of tensors unique to them and to the versions before them in this list
 EXTENSIONS = {"RWKV-8": r".*\.(rosa|rosa_qkv)\..*|.*\.(enn|ennk)(\.weight)?", "RWKV-7b (DEA)": r".*\.qkv\..*"}

@@ -1,24 +1,20 @@
 """RWKV-4: the names that rwkv.model.base.Generation lists.
 
-mix.py has the architecture and its formulas. Beside it are the other forms: fused.py in training, step*.py for one token at a
-time.
+mix.py has the formulas, architecture.py the tensors and their shapes. The other forms compute the same: fused.py in training,
+step*.py for one token at a time.
 """
 
-from rwkv.model.rwkv4.mix import (
+from rwkv.model.rwkv4.architecture import (
     KEPT_FLOAT32,
     LEARNS_STATE,
     LR_SCALES,
     NAME,
     OPERATOR,
     OPTIONS,
-    PLAIN,
     UNUSED,
-    Block,
     State,
     empty_state,
-    gpu_launches,
     group,
-    init_weights,
     non_negative,
     operator_work,
     resolved,
@@ -27,5 +23,5 @@ from rwkv.model.rwkv4.mix import (
     shapes,
     sizes,
 )
-from rwkv.model.rwkv4.step import Step
-from rwkv.model.rwkv4.step_c import c_model
+from rwkv.model.rwkv4.initial import init_weights
+from rwkv.model.rwkv4.mix import Block

@@ -4,13 +4,15 @@ The arithmetic is that of mix.py at T = 1 (of WKV4.step); tests compare both. Th
 mixes of a layer are one operation, and WKV's weights for y and for the next state are computed together.
 """
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kernels.wkv4 import WKV4, decay_exponent
 from rwkv.model.decoding.layers import norm_function, product_function, products_function
+from rwkv.model.rwkv4.architecture import State
+from rwkv.model.rwkv4.mix import Block, ChannelMix, TimeMix
+
+PLAIN = (Block, TimeMix, ChannelMix)       # the classes of modules whose computation it includes
 
 
 class Step:
@@ -20,11 +22,11 @@ class Step:
     """
 
     @staticmethod
-    def fits(block: Any, first: bool) -> bool:
+    def fits(block: Block, first: bool) -> bool:
         """Whether the step computes what the block does. first: the block begins the model."""
         return block.first == first and type(block.att.wkv) is WKV4
 
-    def __init__(self, block: Any) -> None:
+    def __init__(self, block: Block) -> None:
         att, ffn = block.att, block.ffn
         self._ln0 = norm_function(block.ln0) if block.first else None
         self._ln1, self._ln2 = norm_function(block.ln1), norm_function(block.ln2)
@@ -37,7 +39,7 @@ class Step:
         self._p_offset = torch.stack((torch.zeros_like(w), w)).unsqueeze(1)    # (2,1,A): for y, for the next state
         self._k_offset = torch.stack((u, torch.zeros_like(u))).unsqueeze(1)
 
-    def __call__(self, x: Tensor, state: Any, carry: None = None) -> tuple[Tensor, Any, None]:
+    def __call__(self, x: Tensor, state: State, carry: None = None) -> tuple[Tensor, State, None]:
         if self._ln0 is not None:
             x = self._ln0(x)
         normal = self._ln1(x)
@@ -50,7 +52,7 @@ class Step:
         x = torch.addcmul(x, r.sigmoid_(), self._value(relu_k.mul_(relu_k)))
         return x, state._replace(att_x=normal, a=a, b=b, p=p, ffn_x=ffn_normal), None
 
-    def _wkv(self, k: Tensor, v: Tensor, state: Any) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    def _wkv(self, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """WKV4.step for y (index 0: p and u + k) and for the next state (index 1: p + w and k) at once."""
         past, now = state.p + self._p_offset, k + self._k_offset               # (2,B,A) each
         top = torch.maximum(past, now)

@@ -1,11 +1,13 @@
 """RWKV-4: the structs of csrc/step.c."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 from torch import Tensor
 
 from kernels.wkv4 import decay_exponent
+from rwkv.model import base
 from rwkv.model.decoding.c_step import NO_NORM, Builder, Common, Matrix, Norm
+from rwkv.model.rwkv4.mix import Block
 
 
 class Layer(NamedTuple):
@@ -40,16 +42,17 @@ class Model(NamedTuple):
     layers: tuple[Layer, ...]
 
 
-def c_model(model: Any, builder: Builder) -> Model:
-    block = model.blocks[0]
+def c_model(model: base.Model, builder: Builder) -> Model:
+    blocks = cast(list[Block], [*model.blocks])
+    block = blocks[0]
     C, A, F = model.config.n_embd, block.att.key.out_features, block.ffn.key.out_features
     widths = {"mixed": 3 * C, "k": A, "v": A, "r": A, "y": A, "out": C, "relu": F, "gate": C}
-    offsets: dict[str, Any] = {name: builder.allocate(width) for name, width in widths.items()}
-    layers = tuple(_layer(block, builder) for block in model.blocks)
+    offsets: dict[str, int] = {name: builder.allocate(width) for name, width in widths.items()}
+    layers = tuple(_layer(block, builder) for block in blocks)
     return Model(common=builder.common(), A=A, F=F, **offsets, layers=layers)
 
 
-def _layer(block: Any, builder: Builder) -> Layer:
+def _layer(block: Block, builder: Builder) -> Layer:
     att, ffn, norm, matrix = block.att, block.ffn, builder.norm, builder.matrix
     return Layer(
         ln0=norm(block.ln0) if block.first else NO_NORM, ln1=norm(block.ln1), ln2=norm(block.ln2),

@@ -1,27 +1,30 @@
 """RWKV-4's decoding step on a GPU: seven launches a layer. The formulas are at the top of mix.py."""
 
 # mypy: disable-error-code="no-untyped-def"
-from typing import Any
+from typing import cast
 
 import triton
 import triton.language as tl
 
 from kernels.wkv4 import decay_exponent
+from rwkv.model.base import Model
 from rwkv.model.decoding.triton_kernels import ADD, ADD_GATED, SQUARED_RELU, WIDE, begins, can_continue
 from rwkv.model.decoding.triton_step import Builder, Launch
+from rwkv.model.rwkv4.mix import Block
 
 BLOCK = 256                              # channels per program of _wkv
 
 
-def launches(model: Any, builder: Builder) -> list[Launch]:
+def launches(model: Model, builder: Builder) -> list[Launch]:
     """The launches of one step."""
-    att, ffn = model.blocks[0].att, model.blocks[0].ffn
+    blocks = cast(list[Block], [*model.blocks])
+    att, ffn = blocks[0].att, blocks[0].ffn
     C, A, F = model.config.n_embd, att.key.out_features, ffn.key.out_features
     x, gate = builder.wide(C), builder.wide(C)
     k, v, r = (builder.wide(A) for _ in range(3))
     mixed, y, relu = builder.narrow(3 * C), builder.narrow(A), builder.narrow(F)
     steps = []
-    for number, block in enumerate(model.blocks):
+    for number, block in enumerate(blocks):
         att, ffn = block.att, block.ffn
         state = builder.state_offset(number)
         past = builder.vectors(*(1 - mu for mu in (att.time_mix_k, att.time_mix_v, att.time_mix_r)))

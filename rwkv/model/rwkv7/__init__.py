@@ -1,10 +1,10 @@
 """RWKV-7 "Goose": the names that rwkv.model.base.Generation lists.
 
-mix.py has the architecture and its formulas. Beside it are the other forms: fused.py in training, step*.py for one token at a
-time.
+mix.py has the formulas, architecture.py the tensors and their shapes. The other forms compute the same: fused*.py in training,
+step*.py for one token at a time.
 """
 
-from rwkv.model.rwkv7.mix import (
+from rwkv.model.rwkv7.architecture import (
     DEEP_EMBED,
     KEPT_FLOAT32,
     LEARNS_STATE,
@@ -14,17 +14,10 @@ from rwkv.model.rwkv7.mix import (
     NAME,
     OPERATOR,
     OPTIONS,
-    PLAIN,
     UNUSED,
-    Block,
     State,
-    add_deep_embed,
     empty_state,
-    first_carry,
-    gpu_launches,
     group,
-    init_weights,
-    merge,
     non_negative,
     operator_work,
     resolved,
@@ -33,5 +26,6 @@ from rwkv.model.rwkv7.mix import (
     shapes,
     sizes,
 )
-from rwkv.model.rwkv7.step import Step
-from rwkv.model.rwkv7.step_c import c_model
+from rwkv.model.rwkv7.deep_embed import add_deep_embed, first_carry, merge
+from rwkv.model.rwkv7.initial import init_weights
+from rwkv.model.rwkv7.mix import Block

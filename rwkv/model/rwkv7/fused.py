@@ -31,11 +31,8 @@ from rwkv.model.fused import (
     wide_sum,
 )
 from rwkv.model.fused.form import form_for
+from rwkv.model.rwkv7.architecture import EPS, FASTEST_LOG_W, LEAST_NORM
 from rwkv.model.weight_cache import rounded, to_save
-
-EPS = 64e-5                              # epsilon of the normalisation of each head
-FASTEST_LOG_W = -0.6065306597126334      # log_w of the fastest decay: -e^-0.5
-LEAST_NORM = 1e-12                       # lower bound of the divisor of kk, as in torch.nn.functional.normalize
 
 
 class Parameters(NamedTuple):

@@ -1,4 +1,4 @@
-"""RWKV-7 "Goose": tensors and shapes, state, time and channel mixing, blocks, initialisation and optimiser groups.
+"""RWKV-7 "Goose": the formulas of time and channel mixing, and blocks.
 
 Time mixing of x_t (after ln1), with m_n = x_t + (x_{t-1} - x_t) x_n for n in r w k v a g:
 
@@ -15,163 +15,28 @@ token of the vocabulary has a matrix E of R x R numbers, and channel mixing of x
 
 The second summand of E depends on the token alone. Training computes it; for inference it is merged into s_emb.
 
-V vocabulary, C n_embd, H = C/N heads of N = head_size, F n_ffn, L layers, R deep_embed_dim
 Sources: the RWKV-7 paper (arXiv 2503.14456), section 4 and appendix; for names, initialisation and optimiser groups RWKV-LM,
 RWKV-v7/train_temp/src/model.py, whose files have unused v0, v1 and v2 in layer 0; for DeepEmbed RWKV-LM,
 RWKV-v7/rwkv_v7a_demo.py, which has no initialisation and no groups.
 """
-
-import math
-from collections.abc import Callable, Collection
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import layer_norm, linear, normalize
+from torch.nn.functional import normalize
 from torch.utils.checkpoint import checkpoint
 
 from kernels.wkv7 import WKV7
-from kernels.wkv7 import empty_state as empty_wkv
 from rwkv.config import ModelConfig
-from rwkv.errors import UserError
-from rwkv.model import fused, state
+from rwkv.model import fused
 from rwkv.model.hooks import untouched
 from rwkv.model.packing import Packing
 from rwkv.model.rwkv7 import fused as rwkv7_fused
+from rwkv.model.rwkv7.architecture import EPS, FASTEST_LOG_W, LEAST_NORM, LOW_RANK, MIXES, State, sizes
 
-NAME = "RWKV-7"                          # up to LEARNS_STATE documented in rwkv.model.base.Generation
-OPERATOR = "wkv7"
-KEPT_FLOAT32: tuple[str, ...] = ("w0",)                   # a decay rounded to bfloat16 is another decay
-OPTIONS: tuple[str, ...] = (
-    "head_size", "decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim", "deep_embed_dim")
-LR_SCALES = {"w0": "time_decay_lr_scale"}
-UNUSED: tuple[str, ...] = ("blocks.0.att.v0", "blocks.0.att.v1", "blocks.0.att.v2")
-LEARNS_STATE = True
-MIXES = "rwkvag"
-LOW_RANK = "wavg"
-RANK_FACTORS = {"w": 2.5, "a": 2.5, "v": 1.7, "g": 5.0}
-DEEP_EMBED = ("s_emb.weight", "s_emb_x.weight", "s1", "s2", "s0")        # the tensors of DeepEmbed in a block's ffn
-MERGED_ROWS = 4096                       # rows of s_emb that are merged at a time
-Shape = tuple[int, ...]
 Recompute = Callable[[], Tensor]         # recomputes the input x of one half of a block, in the backward pass
-
-
-class Sizes(NamedTuple):
-    C: int
-    H: int
-    N: int
-    F: int
-    ranks: dict[str, int]                # of the low-rank gates
-
-
-def sizes(config: ModelConfig) -> Sizes:
-    """The widths of a model.
-
-    A rank of None is that of the official trainer today, a multiple of 32; released files have other ranks. Raises UserError if
-    the width is not a multiple of head_size.
-    """
-    C, N = config.n_embd, config.head_size
-    if C % N:
-        raise UserError(f"model.n_embd must be a multiple of model.head_size, which is {N}; got {C}")
-    overrides = {"w": config.decay_low_rank_dim, "a": config.a_low_rank_dim, "v": config.v_low_rank_dim,
-                 "g": config.gate_low_rank_dim}
-    ranks = {name: rank or max(32, 32 * round(RANK_FACTORS[name] * math.sqrt(C) / 32)) for name, rank in overrides.items()}
-    return Sizes(C, C // N, N, config.n_ffn or 4 * C, ranks)
-
-
-def shapes(config: ModelConfig, V: int) -> dict[str, Shape]:
-    """The name and shape of every tensor of a model, in the model's order; layer 0 has the unused v0, v1 and v2."""
-    C, H, N, F, ranks = sizes(config)
-    tensors: dict[str, Shape] = {"emb.weight": (V, C)}
-    for layer in range(config.n_layer):
-        norms = (["ln0"] if layer == 0 else []) + ["ln1", "ln2"]
-        block: dict[str, Shape] = {f"{norm}.{part}": (C,) for norm in norms for part in ("weight", "bias")}
-        block |= {f"att.x_{name}": (1, 1, C) for name in MIXES}
-        for name in LOW_RANK:
-            bias: dict[str, Shape] = {} if name == "g" else {f"att.{name}0": (1, 1, C)}
-            block |= bias | {f"att.{name}1": (C, ranks[name]), f"att.{name}2": (ranks[name], C)}
-        block |= {"att.k_k": (1, 1, C), "att.k_a": (1, 1, C), "att.r_k": (H, N)}
-        block |= {f"att.{name}.weight": (C, C) for name in ("receptance", "key", "value", "output")}
-        block |= {"att.ln_x.weight": (C,), "att.ln_x.bias": (C,)}
-        block |= {"ffn.x_k": (1, 1, C), "ffn.key.weight": (F, C), "ffn.value.weight": (C, F)}
-        if R := config.deep_embed_dim:
-            deep = (V, R * R), (R * R, C), (C, R), (R, F), (1, 1, F)
-            block |= {f"ffn.{name}": shape for name, shape in zip(DEEP_EMBED, deep, strict=True)}
-        tensors |= {f"blocks.{layer}.{name}": shape for name, shape in block.items()}
-    return tensors | {"ln_out.weight": (C,), "ln_out.bias": (C,), "head.weight": (V, C)}
-
-
-def resolved(config: ModelConfig) -> ModelConfig:
-    """The configuration with n_ffn and the ranks filled in where they are None."""
-    _, _, _, F, ranks = sizes(config)
-    return replace(config, n_ffn=F, decay_low_rank_dim=ranks["w"], a_low_rank_dim=ranks["a"], v_low_rank_dim=ranks["v"],
-                   gate_low_rank_dim=ranks["g"])
-
-
-def operator_work(config: ModelConfig) -> int:
-    """The peak number of float32 values per token in the operator of one layer, without those that it saves."""
-    return 16 * config.n_embd
-
-
-def saved_activations(config: ModelConfig, half: bool) -> float:
-    """The number of float32 values per token that one block saves for backward; half: under autocast to half precision.
-
-    The operator saves its inputs, one of them float32 in any case, and up to two more float32 tensors.
-    """
-    C, _, _, F, ranks = sizes(config)
-    d, R = sum(ranks.values()), config.deep_embed_dim or 0
-    deep = R and 2 * R * R + 2 * R + 3 * F
-    return (15 * C + 2 * d + F if half else 26 * C + 3 * d + 2 * F) + deep
-
-
-def saved_when_recomputing(config: ModelConfig, half: bool, layers: Collection[str], vectors: bool) -> float:
-    """The same for a block that has frozen weights or reads packed rows. layers: the linear layers that are trained; vectors:
-    whether vectors are trained too.
-
-    It saves the inputs of both LayerNorms in float32; r, k, v, the hidden layers of the low-rank gates, the input of the
-    squared ReLU, and that of att.output if this is trained. Mixes are recomputed; if they are trained, their x is saved.
-    """
-    C, _, _, F, ranks = sizes(config)
-    saved = 3 * C + sum(ranks.values()) + F + ("att.output" in layers) * C
-    return 2 * C * (1 + vectors) + saved / (2 if half else 1)
-
-
-def group(name: str) -> str:
-    """A parameter's group: "matrix" (of a block), "gate" (a block's receptance), "embedding" (and the head), "low rank" or
-    "vector". Weight decay is for the first three."""
-    if name in ("emb.weight", "head.weight") or name.endswith("ffn.s_emb.weight"):
-        return "embedding"
-    if name.endswith(tuple(f"ffn.{part}" for part in DEEP_EMBED)):
-        return "vector" if name.endswith("s0") else "low rank"
-    if name.endswith(("key.weight", "value.weight", "receptance.weight", "output.weight")):
-        return "gate" if name.endswith("receptance.weight") else "matrix"
-    return "low rank" if name.endswith(tuple(f".{gate}{part}" for gate in LOW_RANK for part in "12")) else "vector"
-
-
-def non_negative(config: ModelConfig) -> tuple[str, ...]:
-    """The layers whose inputs are squares of a ReLU; with DeepEmbed none, since it multiplies these by negative numbers too."""
-    return () if config.deep_embed_dim else ("ffn.value",)
-
-
-class _Tensors(NamedTuple):
-    att_x: Tensor
-    wkv: Tensor
-    ffn_x: Tensor
-
-
-class State(_Tensors, state.State):
-    """att_x, ffn_x (L,B,C): the last step's inputs; wkv (L,B,H,N,N): the operator's state. All are float32."""
-
-    __slots__ = ()
-
-
-def empty_state(config: ModelConfig, B: int, device: torch.device | str = "cpu") -> State:
-    """The state before the first token, for B rows."""
-    (C, H, N, _, _), L = sizes(config), config.n_layer
-    return State(torch.zeros(L, B, C, device=device), empty_wkv(L * B, H, N, device).view(L, B, H, N, N),
-                 torch.zeros(L, B, C, device=device))
 
 
 class TimeMix(nn.Module):
@@ -216,7 +81,7 @@ class TimeMix(nn.Module):
         self.key = nn.Linear(C, C, bias=False)
         self.value = nn.Linear(C, C, bias=False)
         self.output = nn.Linear(C, C, bias=False)
-        self.ln_x = nn.GroupNorm(H, C, eps=rwkv7_fused.EPS)
+        self.ln_x = nn.GroupNorm(H, C, eps=EPS)
 
     def forward(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
                 packing: Packing | None = None,
@@ -255,7 +120,7 @@ class TimeMix(nn.Module):
         """Whether the group norm is the one that the fused functions compute."""
         norm = self.ln_x
         return (type(norm) is nn.GroupNorm and untouched(norm) and norm.affine
-                and (norm.num_groups, norm.eps) == (len(self.r_k), rwkv7_fused.EPS))
+                and (norm.num_groups, norm.eps) == (len(self.r_k), EPS))
 
     def _plain_mix(self, x: Tensor, last_x: Tensor | None, before: Tensor | None, v_first: Tensor | None,
                    packing: Packing | None = None) -> tuple[Tensor, Tensor | None, Tensor]:
@@ -266,13 +131,13 @@ class TimeMix(nn.Module):
         g = torch.sigmoid(m_g @ self.g1) @ self.g2
         rate = torch.sigmoid(self.a0 + (m_a @ self.a1) @ self.a2)
         z = torch.tanh(m_w @ self.w1) @ self.w2
-        log_w = rwkv7_fused.FASTEST_LOG_W * torch.sigmoid(self.w0 + z.to(torch.promote_types(z.dtype, torch.float32)))
+        log_w = FASTEST_LOG_W * torch.sigmoid(self.w0 + z.to(torch.promote_types(z.dtype, torch.float32)))
         if v_first is None:
             v_first = v
         else:
             v = v + (v_first - v) * torch.sigmoid(self.v0 + (m_v @ self.v1) @ self.v2)
         keys = self._heads(k * self.k_k)
-        kk = normalize(keys.to(torch.promote_types(keys.dtype, torch.float32)), dim=-1, eps=rwkv7_fused.LEAST_NORM)
+        kk = normalize(keys.to(torch.promote_types(keys.dtype, torch.float32)), dim=-1, eps=LEAST_NORM)
         kk = kk.to(r.dtype).flatten(2)
         k = (k * (1 + (rate - 1) * self.k_a)).to(r.dtype)
         v, b = v.to(r.dtype), (kk * rate).to(r.dtype)
@@ -389,64 +254,6 @@ class Carry(NamedTuple):
     embedded: Tensor | None = None       # ln0(emb[token]), (B,T,C)
 
 
-def first_carry(tokens: Tensor) -> Carry:
-    return Carry(tokens=tokens)
-
-
-class DeepEmbedChannelMix(ChannelMix):
-    """ChannelMix with DeepEmbed, R = deep_embed_dim. It reads the tokens and, until merge(), their embeddings."""
-
-    def __init__(self, n_embd: int, n_ffn: int, vocab_size: int, R: int) -> None:
-        super().__init__(n_embd, n_ffn)
-        self.R = R
-        self.s_emb = nn.Embedding(vocab_size, R * R)
-        self.s_emb_x: nn.Linear | None = nn.Linear(n_embd, R * R, bias=False)
-        self.s1 = nn.Parameter(torch.zeros(n_embd, R))
-        self.s2 = nn.Parameter(torch.zeros(R, n_ffn))
-        self.s0 = nn.Parameter(torch.ones(1, 1, n_ffn))
-
-    def forward(self, x: Tensor, last_x: Tensor | None, packing: Packing | None = None, recompute_x: Recompute | None = None,
-                carry: Carry = Carry()) -> tuple[Tensor, Tensor]:        # noqa: B008  immutable
-        (mixed,) = fused.token_shift(x, last_x, 1 - self.x_k, first=packing.shift_mask if packing else None)
-        relu = torch.relu(self.key(mixed))
-        inner = (x @ self.s1).unsqueeze(-2) @ self._matrices(x, carry)           # (B,T,1,R)
-        return self.value(relu * relu * (inner.squeeze(-2) @ self.s2 + self.s0)), fused.last(x)
-
-    def _matrices(self, x: Tensor, carry: Carry) -> Tensor:
-        """E (B,T,R,R)."""
-        rows = self.s_emb(carry.tokens).to(x.dtype)
-        if self.s_emb_x is not None:
-            rows = rows + self.s_emb_x(carry.embedded)
-        return rows.unflatten(-1, (self.R, self.R))
-
-    @torch.no_grad()
-    def merge(self, embedding: Tensor, norm: nn.LayerNorm) -> None:
-        """Adds s_emb_x ln0(emb[token]) to each row of s_emb, computed in float32, and drops s_emb_x."""
-        assert self.s_emb_x is not None
-        merged = torch.empty_like(self.s_emb.weight)
-        weight, bias, matrix = norm.weight.float(), norm.bias.float(), self.s_emb_x.weight.float()
-        for start in range(0, len(merged), MERGED_ROWS):
-            rows = slice(start, start + MERGED_ROWS)
-            normal = layer_norm(embedding[rows].float(), norm.normalized_shape, weight, bias, norm.eps)
-            merged[rows] = linear(normal, matrix).add_(self.s_emb.weight[rows])
-        self.s_emb.weight = nn.Parameter(merged, requires_grad=self.s_emb.weight.requires_grad)
-        self.s_emb_x = None
-
-
-def add_deep_embed(model: Any) -> None:
-    """Gives each block of a new model its table of DeepEmbed, with a row for each token."""
-    C, _, _, F, _ = sizes(model.config)
-    for block in model.blocks:
-        block.ffn = DeepEmbedChannelMix(C, F, model.vocab_size, model.config.deep_embed_dim)
-
-
-def merge(model: Any) -> None:
-    """Merges the embedding into every layer's s_emb, unless this has been done."""
-    for block in model.blocks:
-        if block.ffn.s_emb_x is not None:
-            block.ffn.merge(model.emb.weight, model.blocks[0].ln0)
-
-
 class Block(nn.Module):
     """x + att(ln1(x)), then x + ffn(ln2(x)); the first block also normalises the embedding with ln0."""
 
@@ -478,70 +285,3 @@ class Block(nn.Module):
         deep = () if carry.tokens is None else (carry,)
         mixed, ffn_x = self.ffn(self.ln2(x), ffn_x, packing, partial(self.ln2, x), *deep)
         return x + mixed, None if wkv is None else State(att_x, wkv, ffn_x), carry
-
-
-PLAIN = (Block, TimeMix, ChannelMix, nn.GroupNorm)       # modules that Step computes without calling them
-
-
-def gpu_launches(model: Any, builder: Any) -> Any:
-    """The launches of the decoding step on a GPU (decoding/triton_step.py)."""
-    from rwkv.model.rwkv7.step_triton import launches  # Triton is imported where it runs
-
-    return launches(model, builder)
-
-
-@torch.no_grad()
-def init_weights(model: Any) -> None:
-    """The official initialisation, on which the model's quality depends, with torch's global generator."""
-    V, C = model.emb.weight.shape
-    nn.init.uniform_(model.emb.weight, -1e-4, 1e-4)
-    nn.init.orthogonal_(model.head.weight, gain=0.5 * math.sqrt(max(V / C, 1.0)))
-    for layer, block in enumerate(model.blocks):
-        _init_time_mix(block.att, layer, len(model.blocks))
-        _init_channel_mix(block.ffn, layer, len(model.blocks))
-
-
-def _init_time_mix(att: TimeMix, layer: int, L: int) -> None:
-    C, N = att.key.in_features, att.N
-    rho, sigma = layer / max(L - 1, 1), 1 - layer / L
-    n = torch.arange(C)
-    u, line = n / C, n / max(C - 1, 1) - 0.5
-    within = (n % N - (N - 1) / 2) / max((N - 1) / 2, 0.5)               # from -1 to 1 in each head
-    zigzag = within * within.abs()
-    for names, power in (("rg", 0.2), ("wa", 0.9), ("kv", 0.7)):
-        for name in names:
-            getattr(att, f"x_{name}").copy_(1 - u ** (power * sigma))
-    att.w0.copy_(-6 + 6 * (line + 0.5) ** (1 + rho ** 0.3) + 0.5 + 2.5 * zigzag)
-    att.a0.copy_(-0.19 + 0.3 * zigzag + 0.4 * line)
-    att.v0.copy_(0.73 - 0.4 * line)
-    att.k_k.copy_(0.71 - 0.1 * line)
-    att.k_a.fill_(1.02)
-    att.r_k.fill_(-0.04)
-    for name in LOW_RANK:
-        down, up = getattr(att, f"{name}1"), getattr(att, f"{name}2")
-        down.zero_()
-        nn.init.orthogonal_(up, gain=0.1 * math.sqrt(max(len(up) / C, 1.0)))
-    nn.init.orthogonal_(att.receptance.weight)
-    nn.init.orthogonal_(att.key.weight, gain=0.1)
-    nn.init.orthogonal_(att.value.weight)
-    nn.init.zeros_(att.output.weight)
-    att.ln_x.weight.fill_(((layer + 1) / L) ** 0.7)
-
-
-def _init_channel_mix(ffn: ChannelMix, layer: int, L: int) -> None:
-    C = ffn.key.in_features
-    ffn.x_k.copy_(1 - (torch.arange(C) / C) ** ((1 - layer / L) ** 4))
-    nn.init.orthogonal_(ffn.key.weight)
-    nn.init.zeros_(ffn.value.weight)
-    if isinstance(ffn, DeepEmbedChannelMix):
-        _init_deep_embed(ffn)
-
-
-def _init_deep_embed(ffn: DeepEmbedChannelMix) -> None:
-    """This project's initialisation: a new model equals one without DeepEmbed; s_emb and s_emb_x learn from step 1."""
-    assert ffn.s_emb_x is not None
-    nn.init.zeros_(ffn.s_emb.weight)
-    nn.init.zeros_(ffn.s_emb_x.weight)
-    nn.init.orthogonal_(ffn.s1)
-    nn.init.orthogonal_(ffn.s2, gain=0.1)
-    nn.init.ones_(ffn.s0)

@@ -11,37 +11,41 @@
 """
 
 # mypy: disable-error-code="no-untyped-def"
-from typing import Any
+from typing import cast
 
 import triton
 import triton.language as tl
 
+from rwkv.model.base import Model
 from rwkv.model.decoding.triton_kernels import ADD, NARROW, SIGMOID, SQUARED_RELU, TANH, WIDE, begins, can_continue
 from rwkv.model.decoding.triton_step import Builder, Launch, warps_for
+from rwkv.model.rwkv7 import architecture
+from rwkv.model.rwkv7.architecture import GATES, STEP_MIXES
+from rwkv.model.rwkv7.mix import Block
 
-FASTEST_LOG_W = tl.constexpr(-0.6065306597126334)        # e^-0.5, negated: the fastest decay
-LEAST_NORM = tl.constexpr(1e-12)
+FASTEST_LOG_W = tl.constexpr(architecture.FASTEST_LOG_W)
+LEAST_NORM = tl.constexpr(architecture.LEAST_NORM)
 ROWS = 64                                # rows of S per tile
-MIXES = "rkvwag"
 
 
-def launches(model: Any, builder: Builder) -> list[Launch]:
+def launches(model: Model, builder: Builder) -> list[Launch]:
     """The launches of one step, without the last LayerNorm and the head."""
     config = model.config
-    C, N, F = config.n_embd, config.head_size, model.blocks[0].ffn.key.out_features
-    ranks = {name: max(getattr(block.att, f"{name}1").shape[1] for block in model.blocks) for name in "wagv"}
+    blocks = cast(list[Block], [*model.blocks])
+    C, N, F = config.n_embd, config.head_size, blocks[0].ffn.key.out_features
+    ranks = {name: max(getattr(block.att, f"{name}1").shape[1] for block in blocks) for name in GATES}
     x, r, k, v, v_first, z, rate, g, v_gate, y = (builder.wide(C) for _ in range(10))
     mixed, readout, relu = builder.narrow(6 * C), builder.narrow(C), builder.narrow(F)
     hidden = {name: builder.narrow(rank) for name, rank in ranks.items()}
     targets = {"w": z, "a": rate, "g": g, "v": v_gate}
     hidden_actions = {"w": TANH, "a": NARROW, "g": SIGMOID, "v": NARROW}
-    sources = {name: mixed + MIXES.index(name) * C for name in MIXES}
+    sources = {name: mixed + i * C for i, name in enumerate(STEP_MIXES)}
     steps = []
-    for number, block in enumerate(model.blocks):
+    for number, block in enumerate(blocks):
         att, ffn = block.att, block.ffn
-        gates = "wag" if number == 0 else "wagv"
+        gates = GATES[:-1] if number == 0 else GATES
         state = builder.state_offset(number)
-        past = builder.vectors(*(getattr(att, f"x_{name}") for name in MIXES))
+        past = builder.vectors(*(getattr(att, f"x_{name}") for name in STEP_MIXES))
         steps.append(builder.norm_and_mixes(block.ln1, x, past, mixed, state, ln0=block.ln0 if number == 0 else None))
         steps += builder.products(
             *(builder.job(layer, sources[name], target, WIDE)

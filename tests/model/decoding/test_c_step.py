@@ -12,6 +12,7 @@ from models import assert_same_state, each_generation, exact, in_form, small_mod
 from kernels import native
 from kernels.matvec import FORMS
 from rwkv.generation.decoder import CDecoder, Decoder
+from rwkv.model.base import form
 from rwkv.model.decoding.c_step import CStep, step_of, why_not
 from rwkv.pretrained import RWKV
 
@@ -61,8 +62,9 @@ LONGER: dict[str, Callable[[Any], Any]] = {
 def test_a_field_in_python_alone_is_refused(struct: str, generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_in("float32", generation)
     step_of(model)
-    made = model.generation.c_model
-    monkeypatch.setattr(model.generation, "c_model", lambda model, builder: LONGER[struct](made(model, builder)))
+    step_c = form(model.config, "step_c")
+    made = step_c.c_model
+    monkeypatch.setattr(step_c, "c_model", lambda model, builder: LONGER[struct](made(model, builder)))
     with pytest.raises(AssertionError, match=f"{generation}_{struct} must have the same fields"):
         CStep(model)
 
