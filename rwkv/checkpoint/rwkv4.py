@@ -5,13 +5,17 @@ Official names and shapes are those of rwkv/model/rwkv4. GGUF does not support R
 
 import re
 from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.model import rwkv4 as model
+from rwkv.model.base import Generation
+
+if TYPE_CHECKING:                        # mypy reports what the generation lacks
+    _GENERATION: Generation = model
 
 FOREIGN = r".*\.(time_mix_g|(gate|ln_x)\.weight)"         # names in RWKV-5, which also has time_first and time_mix_k
 
