@@ -6,10 +6,10 @@ Each function, and whole models of every generation, beside the formulas in floa
 from collections.abc import Sequence
 
 import pytest
-import test_conformance
 import test_fused_c
 import test_loss
 import torch
+from forms import CASES, check_training
 from models import each_generation, small_model, tokens
 from torch import Tensor
 
@@ -44,10 +44,11 @@ def worst(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, fl
 
 
 @pytest.mark.parametrize("half", [False, True], ids=["float32", "autocast"])
-@pytest.mark.parametrize("case", test_conformance.CASES)
+@pytest.mark.parametrize("case", CASES)
 @each_generation
 def test_whole_models_compute_the_formulas(generation: str, case: str, half: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    test_conformance.check_training(generation, "triton", case, half, monkeypatch)
+    """In bfloat16 the interpreter truncates where a GPU rounds."""
+    check_training(generation, "triton", case, half, monkeypatch, factor=8 if half else 3)
 
 
 @each_generation
