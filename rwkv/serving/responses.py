@@ -23,7 +23,7 @@ from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.io.atomic import write_file
 from rwkv.io.fair_lru import FairLRU
-from rwkv.serving.answers import Answer, ResponseSpec, chat_entry
+from rwkv.serving.answers import Answer, ResponseSpec, chat_entry, sse
 from rwkv.serving.errors import STATE_GONE, ApiError, json_response
 from rwkv.serving.folder import RESPONSE, files_in
 from rwkv.serving.log import say
@@ -462,26 +462,26 @@ class ResponseAnswer(Answer):
     async def _chunks(self) -> AsyncIterator[bytes]:
         number = 0
 
-        def sse(event: dict[str, Any]) -> bytes:
+        def numbered(event: dict[str, Any]) -> bytes:
             nonlocal number
-            numbered = {**event, "sequence_number": number}
             number += 1
-            return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(numbered))
+            return sse({**event, "sequence_number": number - 1})
 
         start = self._response("in_progress")
-        yield sse({"type": "response.created", "response": start}) + sse({"type": "response.in_progress", "response": start})
+        yield numbered({"type": "response.created", "response": start})
+        yield numbered({"type": "response.in_progress", "response": start})
         try:
             async for _, event in self._ticket:
-                if chunk := b"".join(map(sse, self._events(event))):
+                if chunk := b"".join(map(numbered, self._events(event))):
                     yield chunk
         except ApiError as error:
             content = self._client_error(error).body["error"]
-            yield sse({"type": "error", **{name: content[name] for name in ("code", "message", "param")}})
+            yield numbered({"type": "error", **{name: content[name] for name in ("code", "message", "param")}})
             return
         self._complete = True
         await self._finish()
         response = self._response()
-        yield sse({"type": f"response.{response['status']}", "response": response})
+        yield numbered({"type": f"response.{response['status']}", "response": response})
 
     def _events(self, event: Event) -> Iterator[dict[str, Any]]:
         thoughts, parts = self._choice.parsed(event)

@@ -14,7 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rwkv.serving.answers import Answer, ResponseSpec
+from rwkv.serving.answers import Answer, ResponseSpec, one_line
 from rwkv.serving.bodies import from_body
 from rwkv.serving.endpoints.chat import chat_sequences
 from rwkv.serving.endpoints.completions import completion_sequences
@@ -259,12 +259,12 @@ class OllamaAnswer(Answer):
                 for piece in self._choices[0].pieces(event):
                     reason = piece["finish_reason"]
                     if reason is None:
-                        yield msgspec.json.encode(self._choice_line(piece)) + b"\n"
+                        yield one_line(self._choice_line(piece)) + b"\n"
         except ApiError as error:
-            yield msgspec.json.encode(error_body(error)) + b"\n"
+            yield one_line(error_body(error)) + b"\n"
         else:
             self._complete = True
-            yield msgspec.json.encode(_line(self._spec.model, {}, self._is_chat) | self._end(reason)) + b"\n"
+            yield one_line(_line(self._spec.model, {}, self._is_chat) | self._end(reason)) + b"\n"
 
     def _choice_line(self, choice: dict[str, Any]) -> dict[str, Any]:
         """The line for a choice of a chat or of a completion."""
