@@ -197,9 +197,19 @@ class FunctionName(msgspec.Struct, forbid_unknown_fields=True):
     name: str
 
 
-class ToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["function"]
+class ToolChoice(msgspec.Struct, tag="function", tag_field="type", forbid_unknown_fields=True):
     function: FunctionName
+
+
+class AllowedTools(msgspec.Struct, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolChoice], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)]
+
+
+class AllowedToolsChoice(msgspec.Struct, tag="allowed_tools", tag_field="type", forbid_unknown_fields=True):
+    """The prompt shows all tools, so that cached prefixes and states fit; the answer may call only these."""
+
+    allowed_tools: AllowedTools
 
 
 class Thinking(NamedTuple):
@@ -222,7 +232,7 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     max_completion_tokens: NewTokens | None = None
     chat_template_kwargs: TemplateOptions | None = None
     tools: Annotated[list[Tool], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | AllowedToolsChoice | None = None
     parallel_tool_calls: bool | None = None
     enable_thinking: bool | None = None  # some clients send it here, others in chat_template_kwargs
     reasoning_effort: Effort | None = None
@@ -234,6 +244,25 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     audio: None = None
     web_search_options: None = None
     moderation: None = None
+
+    def callable_tools(self) -> list[tuple[int, Function]]:
+        """The functions that the answer may call, with their places in `tools`.
+
+        Raises ApiError if tool_choice names a function that is not in `tools`.
+        """
+        functions = [tool.function for tool in self.tools or ()]
+        choice = self.tool_choice
+        names = [function.name for function in functions]
+        if isinstance(choice, ToolChoice):
+            allowed = [choice.function.name]
+        elif isinstance(choice, AllowedToolsChoice):
+            allowed = [tool.function.name for tool in choice.allowed_tools.tools]
+        else:
+            allowed = names
+        if unknown := [name for name in allowed if name not in names]:
+            raise ApiError(400, f"tool_choice must name only functions of tools, {', '.join(names)[:200]}; "
+                                f"got {unknown[0][:100]!r}", "tool_choice")
+        return [(place, function) for place, function in enumerate(functions) if function.name in allowed]
 
     def thinking(self, thinks: bool) -> Thinking:
         """How the answer begins. thinks: whether the template has thoughts; if not, an effort has no effect.
@@ -274,9 +303,19 @@ class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     strict: bool | None = None
 
 
-class ResponseToolChoice(msgspec.Struct, forbid_unknown_fields=True):
-    type: Literal["function"]
+class ResponseToolChoice(msgspec.Struct, tag="function", tag_field="type", forbid_unknown_fields=True):
     name: str
+
+
+class ResponseAllowedTools(msgspec.Struct, tag="allowed_tools", tag_field="type", forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ResponseToolChoice], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)]
+
+
+# Only the log-probabilities add something: thoughts come whole, and no answer has items of the other kinds
+Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content", "message.input_image.image_url",
+                   "file_search_call.results", "web_search_call.results", "web_search_call.action.sources",
+                   "computer_call_output.output.image_url", "code_interpreter_call.outputs"]
 
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
@@ -302,11 +341,11 @@ class ResponseRequest(Shared, forbid_unknown_fields=True, kw_only=True):
     store: bool | None = None
     max_output_tokens: NewTokens | None = None
     tools: Annotated[list[ResponseTool], msgspec.Meta(max_length=MOST_TOOLS)] | None = None
-    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | None = None
+    tool_choice: Literal["none", "auto", "required"] | ResponseToolChoice | ResponseAllowedTools | None = None
     parallel_tool_calls: bool | None = None
     reasoning: Reasoning | None = None
     text: TextOptions | None = None
-    include: list[str] | None = None
+    include: list[Included] | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
     background: bool | None = None
