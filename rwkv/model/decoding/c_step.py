@@ -27,7 +27,7 @@ LANES = 8                                # all widths are multiples
 PART = 32                                # offsets in the workspace are multiples
 BLOCK = 256                              # of an int4 matrix: prepared inputs are padded to multiples
 PREPARED = 3                             # inputs prepared at a time
-COPIED = 2**26                           # bytes of bfloat16 matrices with sparse inputs that are copied to store them by input
+COPIED = 2**26                           # bytes: larger matrices with sparse inputs, in bfloat16, all together, are not copied
 DENSE_BY_OUTPUT, SPARSE_BY_INPUT, DENSE_BY_INPUT, SPARSE_BY_OUTPUT = range(4)            # as in step.h
 LINEAR = (nn.Linear, Int8Linear, Int4Linear)
 NORMS = (nn.LayerNorm, nn.GroupNorm)
@@ -215,7 +215,6 @@ class Builder:
         in_float32 = [cast(Tensor, layer.weight) for layer in linears if _form_of(layer) == "float32"]
         copies = None if trained else exact_copies(in_float32)
         self._copies = dict(zip(map(id, in_float32), copies or (), strict=False))
-        self._left_to_copy = COPIED
 
     @property
     def reads_copies(self) -> bool:
@@ -291,9 +290,7 @@ class Builder:
         available = available_memory()
         if available is not None and (weight if copy is None else copy).nbytes > available:
             return False
-        if weight.dtype == torch.bfloat16:
-            self._left_to_copy -= weight.nbytes
-        return self._left_to_copy >= 0
+        return copy is not None or weight.dtype != torch.bfloat16 or weight.nbytes * len(self._model.blocks) <= COPIED
 
     def low_rank(self, weight: Tensor, order: int) -> Matrix:
         """The matrix for x @ weight, with weight (K,N), in bfloat16 if exact. order: DENSE_BY_INPUT or SPARSE_BY_INPUT."""
