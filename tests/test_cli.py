@@ -187,7 +187,7 @@ def test_a_wrong_recipe_is_one_sentence(run: Run, tmp_path: Path, monkeypatch: p
     choice = "mine" if ours else "./mine.yaml"
     if ours:
         shutil.copytree(cli.CONFIGS, tmp_path / "configs")
-        monkeypatch.setattr(cli, "CONFIGS", tmp_path / "configs")
+        monkeypatch.setattr(cli.configs, "CONFIGS", tmp_path / "configs")
     (tmp_path / "configs" / "experiment" / "mine.yaml" if ours else tmp_path / "mine.yaml").write_bytes(content)
     one_sentence(run("train", f"experiment={choice}"), "mine.yaml", *words)
     with pytest.raises(UserError):
@@ -204,7 +204,7 @@ def test_an_experiment_that_is_no_file_is_one_sentence(run: Run, choice: str, wo
 
 def test_a_wrong_file_of_a_group_is_one_sentence(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     shutil.copytree(cli.CONFIGS, tmp_path / "configs")
-    monkeypatch.setattr(cli, "CONFIGS", tmp_path / "configs")
+    monkeypatch.setattr(cli.configs, "CONFIGS", tmp_path / "configs")
     for group, content, word in (("model", "n_layers: 3", "model.n_layers"), ("optim", "lr: 1\nlr: 2", "line 2"),
                                  ("debug", "seed:\n\t3", "tab")):
         (tmp_path / "configs" / group / "mine.yaml").write_text(content)
@@ -426,7 +426,7 @@ def test_what_cannot_be_resumed_is_one_sentence(run: Run) -> None:
 @pytest.mark.skipif(sys.platform == "win32", reason="its pipes report other errors")
 @pytest.mark.parametrize("command", [("train.py", "--help"), ("-m", "rwkv.tools", "--help")])
 def test_a_reader_that_goes_away_ends_a_program_quietly(command: tuple[str, ...]) -> None:
-    with subprocess.Popen([sys.executable, *command], cwd=cli.PACKAGE.parent, stdout=subprocess.PIPE,
+    with subprocess.Popen([sys.executable, *command], cwd=cli.CONFIGS.parent, stdout=subprocess.PIPE,
                           stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         process.stdout.close()

@@ -4,11 +4,11 @@ import gc
 import subprocess
 import sys
 
-from rwkv.io.garbage import uncollected
+from rwkv.cli.garbage import uncollected
 
 ENDING = """\
 import gc, sys
-from rwkv.io.garbage import uncollected
+from rwkv.cli.garbage import uncollected
 
 class Ring:
     def __init__(self):

@@ -32,7 +32,7 @@ FLOORS = (                               # of rwkv/, from the top: a part import
     ("chat",),
     ("model", "tokenizer", "report", "cli"),
     ("config", "io", "distributed"),
-    ("errors",),
+    ("errors", "commands"),
 )
 HEIGHT = {part: len(FLOORS) - i for i, parts in enumerate(FLOORS) for part in parts}
 
