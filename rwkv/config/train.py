@@ -15,8 +15,8 @@ from rwkv.errors import UserError
 PACKAGE = Path(__file__).parent.parent
 SCALED = ("time_mix", "time_decay", "time_first")        # each has a learning-rate factor, optim.NAME_lr_scale
 GENERATIONS = tuple(sorted(path.stem for path in (PACKAGE / "model").glob("rwkv*.py") if path.stem[4:].isdigit()))
-SOURCES = tuple(sorted(path.stem for path in (PACKAGE / "data" / "sources").glob("[!_]*.py")))      # of text
-TOKENS = ("binidx", "datatrove")         # kinds of data that are token ids already
+SOURCES = tuple(sorted(path.stem for path in (PACKAGE / "data" / "sources").glob("[!_]*.py")))         # of text
+TOKENS = tuple(sorted(path.stem for path in (PACKAGE / "data" / "token_files").glob("[!_]*.py")))    # token ids already
 STREAMED = ("jsonl", "hf")               # kinds of data that data.streaming reads
 ORTHOGONAL = ("muon", "normuon")                         # optimisers that orthogonalise the updates of the blocks' matrices
 EIGHT_BITS = "adamw8bit"                 # the optimiser with 8-bit moments

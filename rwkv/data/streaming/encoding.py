@@ -1,4 +1,4 @@
-"""The documents of a stream (rwkv/data/streams.py) in tokens, and its validation split: its first data.val_documents rows."""
+"""The documents of a stream (streams.py) in tokens, and its validation split: its first data.val_documents rows."""
 
 import itertools
 import zlib
@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rwkv.config import DataConfig
-from rwkv.data.copies import fingerprint
-from rwkv.data.separators import LINE_ENDS, marks
+from rwkv.data.documents.copies import fingerprint
+from rwkv.data.documents.separators import LINE_ENDS, marks
 from rwkv.data.shards import BATCH, Piece, dtype_of, encode_batch
-from rwkv.data.streams import Row, Stream, open_stream
+from rwkv.data.streaming.streams import Row, Stream, open_stream
 from rwkv.data.token_array import TokensInMemory
 from rwkv.errors import UserError
 from rwkv.io.lines import counted

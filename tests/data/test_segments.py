@@ -17,11 +17,11 @@ from token_arrays import token_array_of
 from torch import Tensor
 
 from rwkv.config import DataConfig
-from rwkv.data.documents import DocumentChunks, SegmentDataset, Segments, SegmentSampler, StepLayout, describe
 from rwkv.data.loaders import DataModule
 from rwkv.data.prepare import prepare
+from rwkv.data.segments import DocumentChunks, SegmentDataset, Segments, SegmentSampler, describe
 from rwkv.data.token_array import TokenArray
-from rwkv.data.windows import ShuffleSampler
+from rwkv.data.windows import ShuffleSampler, StepLayout
 from rwkv.errors import UserError
 from rwkv.model.loss import IGNORED
 

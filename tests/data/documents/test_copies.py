@@ -14,10 +14,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rwkv.config import DataConfig
-from rwkv.data.copies import Splitter, fingerprint, place_in_order, repeated_share
+from rwkv.data.documents.copies import Splitter, fingerprint, place_in_order, repeated_share
+from rwkv.data.documents.source import Document, in_validation
 from rwkv.data.loaders import DataModule
 from rwkv.data.prepare import Corpus, prepare
-from rwkv.data.source import Document, in_validation
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rwkv.config import DataConfig
+from rwkv.data.files import natural
 from rwkv.data.sources import hf, jsonl
-from rwkv.data.text_files import natural
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
 from rwkv.io.compressed import BROKEN, decompressed

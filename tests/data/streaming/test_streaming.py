@@ -20,13 +20,13 @@ from programs import Run, one_sentence
 from training_runs import assert_same_training, done_here, finish, kill_after, losses, start
 
 from rwkv.config import DataConfig
-from rwkv.data.copies import fingerprint
-from rwkv.data.documents import StepLayout
-from rwkv.data.lanes import StreamLoader, joined
+from rwkv.data.documents.copies import fingerprint
 from rwkv.data.loaders import _init_worker
 from rwkv.data.options import check_data
 from rwkv.data.prepare import prepare
-from rwkv.data.streams import ENDS, open_stream
+from rwkv.data.streaming.lanes import StreamLoader, joined
+from rwkv.data.streaming.streams import ENDS, open_stream
+from rwkv.data.windows import StepLayout
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rwkv.data.text_files import matching, natural
+from rwkv.data.files import matching, natural
 from rwkv.data.token_files import Index, TokenFile
 from rwkv.errors import UserError
 from rwkv.io.utf8 import read_bytes
@@ -36,12 +36,8 @@ def files(path: str | None) -> list[TokenFile]:
             raise UserError(f"data.path={path}: there is no {shard.name}.index, which has the ends of documents")
         if _beside(shard, ".loss").exists():
             raise UserError(f"{shard}.loss selects the ids to learn, which is not supported: remove it to learn all ids")
-    return [TokenFile("datatrove", shard, _beside(shard, ".index"), partial(read_index, shard)) for shard in shards]
-
-
-def tokenizers(files: list[TokenFile]) -> set[str]:
-    """The names of the tokenizers in the metadata."""
-    return {name for file in files if (name := _metadata(file.ids)[0])}
+    return [TokenFile("datatrove", shard, _beside(shard, ".index"), partial(read_index, shard), _metadata(shard)[0])
+            for shard in shards]
 
 
 def read_index(shard: Path) -> Index:

@@ -1,4 +1,4 @@
-"""Training batches from streams (rwkv/data/streams.py): nothing is tokenised before the first step.
+"""Training batches from streams (streams.py): nothing is tokenised before the first step.
 
 The first data.val_documents rows of a stream are for validation, the following rows for training, except for copies of
 validation texts. At the end of the stream, training starts over with its first row.
@@ -28,10 +28,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset
 
-from rwkv.data.documents import StepLayout
-from rwkv.data.mixed_windows import SourceTurns, seed_of
-from rwkv.data.streamed import Streamed, TextEncoder
-from rwkv.data.streams import Reader, Row, open_stream
+from rwkv.data.mixture.windows import SourceTurns, seed_of
+from rwkv.data.streaming.encoding import Streamed, TextEncoder
+from rwkv.data.streaming.streams import Reader, Row, open_stream
+from rwkv.data.windows import StepLayout
 from rwkv.distributed import all_gather
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import Tokenizer

@@ -1,14 +1,15 @@
-"""Token files of other programs, read in place: data=binidx (binidx.py) and data=datatrove (datatrove.py).
+"""Token files of other programs, read in place: one module per kind, named like the value of data=.
 
 Such data are one or several files of ids, each with an index of the documents. RWKV-LM and datatrove put end_of_text at the end
 of each document, our shards put it at the beginning. Here a document begins at the end_of_text before it, if there is one, so
 that the ids are the same except for the first document of a file.
 
 The first run scans all ids, to reject ids outside the vocabulary. The result is cached until the size or time of the files
-changes. The ids are never copied.
+changes. The ids are never copied. A kind has files(path) -> list[TokenFile].
 """
 
 import hashlib
+import importlib
 import sys
 import time
 import zlib
@@ -20,7 +21,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from rwkv.data.text_files import crc32, stamp, unchanged
+from rwkv.config import DataConfig
+from rwkv.data.files import crc32, stamp, unchanged
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, sha256, write, write_json
@@ -43,12 +45,13 @@ class Index(NamedTuple):
 
 
 class TokenFile(NamedTuple):
-    """A file of ids and its index. kind: the name that data= takes."""
+    """A file of ids and its index. kind: the name that data= takes. tokenizer: the one that made the ids; "" if not stated."""
 
     kind: str
     ids: Path
     index_file: Path
     read_index: Callable[[], Index]
+    tokenizer: str = ""
 
 
 class Tokens(NamedTuple):
@@ -75,6 +78,12 @@ class Places(NamedTuple):
 
     starts: Path
     hashes: Path
+
+
+def open_files(config: DataConfig) -> list[TokenFile]:
+    """The files of data.name and data.path. Raises UserError if one is missing."""
+    files: list[TokenFile] = importlib.import_module(f"{__name__}.{config.name}").files(config.path)
+    return files
 
 
 def read(files: Sequence[TokenFile], tokenizer: Tokenizer, val_fraction: float, cache: Path) -> Tokens:

@@ -16,8 +16,8 @@ from training_runs import assert_same_training, done_here, losses, rows
 
 from rwkv.config import DataConfig
 from rwkv.data.loaders import DataModule
-from rwkv.data.mixed_windows import MixSampler
 from rwkv.data.mixture import mixed_sources
+from rwkv.data.mixture.windows import MixSampler
 from rwkv.data.options import check_data
 from rwkv.data.prepare import prepare
 from rwkv.data.validation import with_part

@@ -13,8 +13,9 @@ from hypothesis import strategies as st
 from losing import dropping, with_unknown
 
 from rwkv.config import DataConfig
-from rwkv.data import binidx, token_files
+from rwkv.data import token_files
 from rwkv.data.prepare import prepare
+from rwkv.data.token_files import binidx
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import ByteTokenizer, JsonTokenizer
 

@@ -9,7 +9,7 @@ from hashlib import blake2b
 from itertools import chain, repeat
 from typing import NamedTuple
 
-from rwkv.data.source import Document, chunks_of, count_reaching, in_validation, validation_begins
+from rwkv.data.documents.source import Document, chunks_of, count_reaching, in_validation, validation_begins
 from rwkv.errors import UserError
 
 WHITE = b" \t\n\r\v\f"

@@ -27,7 +27,7 @@ from torch.utils.data import Dataset, Sampler
 from rwkv.data.conversations import longer_than
 from rwkv.data.prepare import Corpus
 from rwkv.data.token_array import TokenArray
-from rwkv.data.windows import Permutations
+from rwkv.data.windows import Permutations, StepLayout
 from rwkv.errors import UserError
 from rwkv.io.lines import counted
 from rwkv.model.loss import IGNORED
@@ -147,27 +147,6 @@ class SegmentDataset(Dataset[Segments]):
                     y[row, k, :segment.targets][counts == 0] = IGNORED
         starts = torch.tensor([[segment.starts_document for segment in segments] for segments in plan.rows])
         return Segments(torch.from_numpy(x), torch.from_numpy(y), starts, plan.part, plan.weight, plan.tokens)
-
-
-class StepLayout(NamedTuple):
-    """The batches of an optimiser step: `parts` accumulated batches of `rows` rows each, in the process `rank` of `world`."""
-
-    rows: int
-    parts: int = 1
-    rank: int = 0
-    world: int = 1
-
-    @property
-    def streams(self) -> int:
-        return self.rows * self.parts * self.world
-
-    def own(self, part: int) -> range:
-        """The streams of this process's rows in batch `part`: every world-th one."""
-        return self.common(part)[self.rank::self.world]
-
-    def common(self, part: int) -> range:
-        """The streams of the rows of batch `part` in all processes."""
-        return range(part * self.rows * self.world, (part + 1) * self.rows * self.world)
 
 
 @dataclass(eq=False)

@@ -16,12 +16,12 @@ from hypothesis import strategies as st
 
 from rwkv import cli
 from rwkv.config import SOURCES, TOKENS, DataConfig
+from rwkv.data.documents.separators import describe, marks, separate
+from rwkv.data.documents.source import Document, in_validation
+from rwkv.data.files import matching
 from rwkv.data.prepare import Corpus, prepare
-from rwkv.data.separators import describe, marks, separate
-from rwkv.data.source import Document, in_validation
 from rwkv.data.sources import open_source
 from rwkv.data.sources.stdlib import read_stdlib
-from rwkv.data.text_files import matching
 from rwkv.errors import UserError
 from rwkv.tokenizer.split import SafeSplit, last_line_end, pieces, safe_split
 from rwkv.tokenizer.tokenizers import CharTokenizer, JsonTokenizer, Tokenizer

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rwkv.data.text_files import matching, natural
+from rwkv.data.files import matching, natural
 from rwkv.data.token_files import Index, TokenFile
 from rwkv.errors import UserError
 from rwkv.io.utf8 import open_file

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rwkv.data.copies import Fingerprint
+from rwkv.data.documents.copies import Fingerprint
 from rwkv.errors import UserError
 from rwkv.io.cache import read_json, sha256, write_json
 from rwkv.io.utf8 import chunks, open_file
@@ -24,7 +24,7 @@ ANY_DEPTH = re.compile(rf"(?:^|(?<={SLASH}))\*\*(?:{SLASH}+|$)")       # ** betw
 
 
 class Content(NamedTuple):
-    """characters, fingerprint: of the text (rwkv/data/copies.py); 0 if the file was not read as text."""
+    """characters, fingerprint: of the text (rwkv/data/documents/copies.py); 0 if the file was not read as text."""
 
     sha256: str
     characters: int
