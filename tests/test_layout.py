@@ -31,7 +31,7 @@ FLOORS = (                               # of rwkv/, from the top: a part import
     ("checkpoint", "data", "evaluation", "generation"),
     ("chat",),
     ("model", "tokenizer", "report", "cli"),
-    ("config", "io", "distributed"),
+    ("config", "io", "distributed", "fair_lru", "gguf"),
     ("errors", "commands"),
 )
 HEIGHT = {part: len(FLOORS) - i for i, parts in enumerate(FLOORS) for part in parts}

@@ -24,9 +24,9 @@ from torch import Tensor, nn
 
 from kernels.backends.transfer import to_device
 from rwkv.errors import UserError
+from rwkv.fair_lru import FairLRU
 from rwkv.generation.decoder import CDecoder, GpuDecoder
 from rwkv.generation.logprobs import logprobs
-from rwkv.io.fair_lru import FairLRU
 from rwkv.model.base import Model, State
 from rwkv.model.weights_watch import WeightsWatch
 

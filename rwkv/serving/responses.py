@@ -21,8 +21,8 @@ from starlette.responses import Response
 
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
+from rwkv.fair_lru import FairLRU
 from rwkv.io.atomic import write_file
-from rwkv.io.fair_lru import FairLRU
 from rwkv.serving.answers import Answer, ResponseSpec, chat_entry
 from rwkv.serving.errors import STATE_GONE, ApiError, json_response
 from rwkv.serving.folder import RESPONSE, files_in

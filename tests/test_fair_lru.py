@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rwkv.io.fair_lru import FairLRU
+from rwkv.fair_lru import FairLRU
 
 SIZE = 10
 

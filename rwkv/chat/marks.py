@@ -1,4 +1,4 @@
-"""Text that arrives in pieces."""
+"""Marks in text that arrives in pieces."""
 
 from collections.abc import Iterable
 
