@@ -16,7 +16,7 @@ from rwkv.config import ModelConfig
 from rwkv.model.base import n_parameters
 from rwkv.model.rwkv4 import shapes
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parent.parent.parent
 MIB = 2 ** 20
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
 
