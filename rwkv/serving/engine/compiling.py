@@ -23,7 +23,7 @@ from rwkv.config import MIB
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar, compile_grammar, require_ends, vocabulary
 from rwkv.io.signals import STOPPING
-from rwkv.serving.errors import ApiError
+from rwkv.serving.http.errors import ApiError
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 PROCESSES = 2

@@ -19,7 +19,7 @@ from typing import Any
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.io.signals import end_of
-from rwkv.serving.errors import STATE_GONE, ApiError
+from rwkv.serving.http.errors import STATE_GONE, ApiError
 from rwkv.serving.messages import (
     Cancel,
     Download,

@@ -42,7 +42,7 @@ from rwkv.serving.messages import (
     ToEngine,
     Upload,
 )
-from rwkv.serving.state_store import StateGone, StateStore
+from rwkv.serving.states.store import StateGone, StateStore
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 COMPILING_S = 0.002                      # seconds between two checks of a grammar's compilation, while idle
