@@ -8,6 +8,6 @@
     answers      sequences as OpenAI's objects and events; logprobs
     responses/   OpenAI's Responses: their store, the translation of a request, the events of an answer
     states/      clients' saved states, in memory and in files; sharing: several servers on one folder
-    engine/      worker: the process that loads the model and generates; remote: its queue, in the HTTP process; compiling
+    engine/      worker: the process that loads the model and generates; remote: its side in the HTTP process; queue
     messages     between the two processes; metrics and log of what happens
 """

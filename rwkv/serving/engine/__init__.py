@@ -1,1 +1,1 @@
-"""The engine in a process of its own: worker, which generates; remote, its side in the HTTP process; compiling of grammars."""
+"""The engine in a process of its own: worker there; in the HTTP process remote, queue, and compiling of grammars."""

@@ -9,7 +9,8 @@ import msgspec
 from starlette.responses import Response
 
 from rwkv.serving.answers import Answer, ResponseSpec, chat_entry
-from rwkv.serving.engine.remote import RemoteEngine, Ticket
+from rwkv.serving.engine.queue import Ticket
+from rwkv.serving.engine.remote import RemoteEngine
 from rwkv.serving.http.errors import STATE_GONE, ApiError, json_response
 from rwkv.serving.messages import Event
 from rwkv.serving.responses.request import Prepared
