@@ -12,7 +12,7 @@ from contextlib import suppress
 from urllib.parse import urlsplit
 
 from rwkv.config import ServeConfig
-from rwkv.serving.errors import ApiError
+from rwkv.serving.http.errors import ApiError
 
 LOCAL = ("127.0.0.1", "localhost", "::1")        # values of host= for a server that only this machine can reach
 

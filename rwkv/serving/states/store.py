@@ -22,9 +22,9 @@ from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.states import LONGEST_HEADER, StateForm, metadata_of
 from rwkv.io.atomic import write_file
 from rwkv.io.fair_lru import FairLRU
-from rwkv.serving.folder import STATE, files_in
 from rwkv.serving.log import say
 from rwkv.serving.messages import FolderChanges, SavedState, Turn
+from rwkv.serving.states.folder import STATE, files_in
 
 SERVER_KEY = "timemix-serve"             # of ServerMetadata in a file's metadata
 MAX_UNWRITTEN = 8                        # states that may wait to be written

@@ -21,7 +21,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from rwkv.io.lines import counted
 from rwkv.io.signals import caught_signals
-from rwkv.serving.errors import ApiError
+from rwkv.serving.http.errors import ApiError
 from rwkv.serving.log import say_refused
 
 UNREAD_S = 30                            # seconds after which a client that does not read its answer is cut off

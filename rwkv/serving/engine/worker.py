@@ -18,8 +18,9 @@ from rwkv.checkpoint import time_states
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine
-from rwkv.generation.grammar import compiled
-from rwkv.generation.prefill import Key, PrefillResult, PrefixCache
+from rwkv.generation.grammar.matcher import compiled
+from rwkv.generation.prefill import PrefillResult
+from rwkv.generation.prefix_cache import Key, PrefixCache
 from rwkv.generation.row import Row
 from rwkv.generation.states import StateForm, beginning
 from rwkv.io.signals import STOPPING
@@ -42,7 +43,7 @@ from rwkv.serving.messages import (
     ToEngine,
     Upload,
 )
-from rwkv.serving.state_store import StateGone, StateStore
+from rwkv.serving.states.store import StateGone, StateStore
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 COMPILING_S = 0.002                      # seconds between two checks of a grammar's compilation, while idle

@@ -1,36 +1,27 @@
 """JSON schemas as llguidance can enforce them.
 
-`require_schema` and `require_keywords` reject what is no JSON schema. `enforceable` returns a stricter schema: all its texts
-are valid by the original. It adds the rules that llguidance lacks, and removes those that it rejects needlessly. Schemas
-without a finite instance, such as circular references, become `false`: llguidance would let a text begin there.
+`enforceable` returns a stricter schema: all its texts are valid by the original. It adds the rules that llguidance lacks, and
+removes those that it rejects needlessly. Schemas without a finite instance, such as circular references, become `false`:
+llguidance would let a text begin there.
 
 Dialect: draft 2020-12 and the older forms that llguidance knows. `format` is an annotation unless it is enforced here.
 """
 
-import json
 import math
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 from urllib.parse import unquote
 
 from rwkv.errors import UserError
+from rwkv.generation.grammar.keywords import ALONE, BY_NAME, IN_LIST, TYPES, all_schemas, is_schema, require_keywords
+from rwkv.generation.grammar.patterns import escaped, excluding, rust_pattern
 
-# The keys under which a schema holds other schemas: in a mapping, in a list, or a single schema.
-BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
-ALONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
-         "unevaluatedItems", "unevaluatedProperties")
-DEFINITIONS = ("$schema", "$defs", "definitions")        # keys of the root schema that references need
 MERGING = ("allOf", "anyOf", "oneOf", "$ref")            # keys whose schemas llguidance may merge with their siblings
-TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
 SCALARS = ("null", "boolean", "integer", "number", "string")
-MAX_VALUES = 100_000                     # values in a schema
 MAX_MULTIPLE = 5_000                     # of multipleOf, in units of its last digit: llguidance gives up at 10,000
 LARGEST_INT, LOWEST_INT = 2**63 - 1, -(2**63 - 1024)     # llguidance's bounds of an integer: int64, the lower as a float64
 LARGEST_FLOAT = float(2**63 - 1024)      # llguidance's largest bound of a `number`
-CONTROL = re.compile("[\x00-\x1f\x7f]")
 
 NO_LEAP_SECOND = "^[^:]+:[0-9]+:[0-5]"   # very few times have a second 60
 LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
@@ -47,148 +38,8 @@ FORMAT_PATTERNS = {"time": [NO_LEAP_SECOND], "date": [DAY_OF_YEAR], "date-time":
 NARROWER = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri", "uri-reference": "uri", "iri-reference": "uri",
             "uri-template": "uri"}
 ENFORCED = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
-# ECMA 262's white space and line ends, and the classes of Rust's crate regex that differ from them
-WHITE_SPACE = r"\t-\r \u{a0}\u{1680}\u{2000}-\u{200a}\u{2028}\u{2029}\u{202f}\u{205f}\u{3000}\u{feff}"
-NUL = r"\x00"                            # without it llguidance 1.9.1 lets [^"] match an escaped "
-NO_LINE_END = r"[^\n\r\u{2028}\u{2029}]"
 
-Place = tuple[Any, ...]
 IsEmpty = Callable[[Sequence[str]], bool]        # whether no text matches all of these patterns, as llguidance reads them
-
-
-def require_schema(schema: Any, where: str) -> None:
-    """Raises UserError, with the place, for a schema that is too large, and for rules that a text could evade by repeating a
-    key, or spelling it with other escapes. Takes time in proportion to the schema."""
-    if not isinstance(schema, Mapping):
-        raise UserError(f"{where} must be a JSON schema, an object; got {_shown(schema)}")
-    try:
-        _require_size(schema, where)
-        _require_safe_keys(schema, where)
-    except RecursionError:
-        raise UserError(f"{where} is nested too deeply") from None
-
-
-def _require_size(schema: Any, where: str) -> None:
-    pending = [schema]
-    count = 0
-    while pending:
-        value = pending.pop()
-        count += 1
-        if count > MAX_VALUES:
-            raise UserError(f"{where} must have at most {MAX_VALUES} values")
-        if isinstance(value, Mapping):
-            pending += value.values()
-        elif isinstance(value, list):
-            pending += value
-
-
-def _require_safe_keys(schema: Any, where: str) -> None:
-    if not isinstance(schema, Mapping):
-        return
-    least = schema.get("minProperties", 0)
-    required = schema.get("required", [])
-    if isinstance(least, int) and isinstance(required, list) and least > max(1, len({*map(str, required)})):
-        raise UserError(f"{where}: minProperties must be at most the number of required properties, or 1; got {least}")
-    names = schema.get("properties")
-    more = schema.get("additionalProperties", True)
-    if isinstance(names, Mapping) and more is not False and any(CONTROL.search(name) for name in names):
-        raise UserError(f"{where}: a property name with a control character requires additionalProperties=false")
-    for place, sub in inside(schema):
-        _require_safe_keys(sub, named(where, place))
-
-
-def inside(schema: Any) -> Iterator[tuple[Place, Any]]:
-    """(place, schema) for each schema directly inside `schema`."""
-    if not isinstance(schema, Mapping):
-        return
-    for key in BY_NAME:
-        if isinstance(schema.get(key), Mapping):
-            yield from (((key, name), sub) for name, sub in schema[key].items())
-    for key in IN_LIST:
-        if isinstance(schema.get(key), list):
-            yield from (((key, i), sub) for i, sub in enumerate(schema[key]))
-    for key in ALONE:
-        if isinstance(schema.get(key), (Mapping, bool)):
-            yield (key,), schema[key]
-
-
-def named(where: str, place: Sequence[Any]) -> str:
-    return where + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
-
-
-def all_schemas(schema: Any) -> Iterator[Any]:
-    yield schema
-    for _, sub in inside(schema):
-        yield from all_schemas(sub)
-
-
-# The forms of keywords
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_count(value: Any) -> bool:
-    return _is_number(value) and value >= 0 and value % 1 == 0
-
-
-def _is_schema(value: Any) -> bool:
-    return isinstance(value, (Mapping, bool))
-
-
-def _are_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(name, str) for name in value)
-
-
-def _are_schemas(value: Any) -> bool:
-    return isinstance(value, list) and all(map(_is_schema, value))
-
-
-def _are_types(value: Any) -> bool:
-    types = value if isinstance(value, list) else [value]
-    return bool(types) and all(kind in TYPES for kind in types if isinstance(kind, str)) and _are_names(types)
-
-
-FORMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
-    (("type",), _are_types, f"one of {', '.join(TYPES)}, or a list of them"),
-    (("required",), _are_names, "a list of names, which stands beside properties"),
-    (BY_NAME, lambda value: isinstance(value, Mapping) and all(map(_is_schema, value.values())), "an object of schemas"),
-    (("allOf", "anyOf", "oneOf"), lambda value: bool(value) and _are_schemas(value), "a list of at least one schema"),
-    (("prefixItems",), _are_schemas, "a list of schemas"),
-    (("items",), lambda value: _is_schema(value) or _are_schemas(value), "a schema"),
-    (tuple(key for key in ALONE if key != "items"), _is_schema, "a schema"),
-    (("enum",), lambda value: isinstance(value, list) and bool(value), "a list of at least one value"),
-    (("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _is_count, "a whole number from 0"),
-    (("minimum", "maximum"), _is_number, "a number"),
-    (("exclusiveMinimum", "exclusiveMaximum"), lambda value: _is_number(value) or isinstance(value, bool), "a number"),
-    (("multipleOf",), lambda value: _is_number(value) and 0 < value < math.inf, "a number above 0"),
-    (("pattern", "format", "$ref"), lambda value: isinstance(value, str), "a text"),
-    (("uniqueItems",), lambda value: isinstance(value, bool), "true or false"))
-
-
-def require_keywords(schema: Any, where: str) -> None:
-    """Raises UserError, with the place, for a keyword whose value JSON Schema does not allow."""
-    if not isinstance(schema, Mapping):
-        return
-    for keys, fits, form in FORMS:
-        for key in keys:
-            if key in schema and not fits(schema[key]):
-                raise UserError(f"{where}: {key} must be {form}; got {_shown(schema[key])}")
-    most = schema.get("maxProperties", math.inf)
-    if most < max(schema.get("minProperties", 0), len({*schema.get("required", ())})):
-        raise UserError(f"{where}: maxProperties must be at least minProperties and the number of required names; got {most}")
-    if schema.get("format") == "regex":
-        raise UserError(f"{where}: format=regex cannot be enforced: use pattern, or leave it out")
-    for place, sub in inside(schema):
-        require_keywords(sub, named(where, place))
-
-
-def _shown(value: Any) -> str:
-    return json.dumps(value, default=repr)[:60]
-
-
-# The schema for llguidance
 
 
 def enforceable(schema: Mapping[str, Any], where: str, is_empty: IsEmpty) -> dict[str, Any]:
@@ -278,7 +129,7 @@ class _Finite:
                 target = target[int(step)]
             else:
                 return None
-        return target if _is_schema(target) else None
+        return target if is_schema(target) else None
 
 
 def _require_multiples(schema: Mapping[str, Any], where: str) -> None:
@@ -348,7 +199,7 @@ class _Rewriter:
         patterns = {rust_pattern(pattern): sub for pattern, sub in rules.get("patternProperties", {}).items()}
         names = {*rules.get("properties", ()), *rules.get("required", ())}
         if patterns and rules.get("additionalProperties") is False:
-            other = f"^{_others(set(), names)}$"
+            other = f"^{excluding(set(), names)}$"
             for pattern in [pattern for pattern in patterns if self._is_empty([pattern, other])]:
                 self._move_to_names(rules, pattern, patterns.pop(pattern), names)
         if patterns or "patternProperties" in rules:
@@ -362,9 +213,9 @@ class _Rewriter:
         properties = rules.get("properties", {})
         rules["properties"] = {**properties, **{name: other for name in rules.get("required", ()) if name not in properties}}
         if self._late_names is not None:                 # merged schemas must allow each other's names
-            possible = "|".join([_others(self._late_names, set()), *map(_escaped, sorted(self._declared))])
+            possible = "|".join([excluding(self._late_names, set()), *map(escaped, sorted(self._declared))])
         else:
-            possible = _others(late, names)
+            possible = excluding(late, names)
         rules["patternProperties"] = {f"^({possible})$": other}
         rules["additionalProperties"] = False
 
@@ -372,7 +223,7 @@ class _Rewriter:
         properties = {name: rules.get("properties", {}).get(name, True)
                       for name in (*rules.get("properties", ()), *rules.get("required", ()))}
         for name in names:
-            if not self._is_empty([pattern, f"^{_escaped(name)}$"]):
+            if not self._is_empty([pattern, f"^{escaped(name)}$"]):
                 properties[name] = schema if properties[name] is True else {"allOf": [properties[name], schema]}
         rules["properties"] = {name: sub for name, sub in properties.items()
                                if name in rules.get("properties", ()) or sub is not True}
@@ -512,51 +363,3 @@ def _require_exact(rules: Mapping[str, Any], where: str) -> None:
                 raise UserError(f"{where}: {key} must have whole numbers of at most 2^53; got {value}"[:200])
 
 
-# Patterns
-
-
-def rust_pattern(pattern: str) -> str:
-    """A pattern of ECMA 262 for Rust's crate regex, which differs in white space, the dot, and in brackets [, && and ~~."""
-    output = []
-    in_class = False
-    place = 0
-    while place < len(pattern):
-        character = pattern[place]
-        if character == "\\" and place + 1 < len(pattern):
-            escape = pattern[place:place + 2]
-            output.append({r"\s": f"[{WHITE_SPACE}]", r"\S": f"[^{WHITE_SPACE}]"}.get(escape, escape))
-            place += 2
-            continue
-        if in_class:
-            in_class = character != "]"
-            output.append(f"\\{character}" if character in "[&~" else character)
-        elif character == "[":
-            in_class = True
-            output.append("[")
-            if pattern[place + 1:place + 2] == "^":
-                output.append(f"^{NUL}")
-                place += 1
-        else:
-            output.append(NO_LINE_END if character == "." else character)
-        place += 1
-    return "".join(output)
-
-
-def _escaped(text: str) -> str:
-    return "".join(character if character.isascii() and character.isalnum() else f"\\u{{{ord(character):x}}}"
-                   for character in text)
-
-
-def _others(beginnings: set[str], texts: set[str]) -> str:
-    """A pattern, to be matched as a whole, for the texts that begin with none of `beginnings` and are none of `texts`."""
-    following: dict[str, tuple[set[str], set[str]]] = {}
-    for i, group in enumerate((beginnings, texts)):
-        for text in group:
-            if text:
-                following.setdefault(text[0], (set(), set()))[i].add(text[1:])
-    may_end = "" not in texts
-    if not following:
-        return "(?s:.*)" if may_end else "(?s:.+)"
-    alternatives = [f"{_escaped(first)}{_others(*rests)}" for first, rests in sorted(following.items()) if "" not in rests[0]]
-    alternatives.append(f"[^{NUL}{''.join(map(_escaped, sorted(following)))}](?s:.*)")
-    return f"({'|'.join(alternatives)}){'?' if may_end else ''}"

@@ -1,4 +1,4 @@
-"""The HTTP process's side of the engine: starts its process, queues requests, and delivers the events of each request.
+"""The HTTP process's side of the engine: starts its process, sends messages to it, and delivers the events of each request.
 
 The code runs in the event loop, except for two threads: one receives from the engine's process and one sends to it, so that
 neither a long message nor a long step delays HTTP.
@@ -6,10 +6,8 @@ neither a long message nor a long step delays HTTP.
 
 import asyncio
 import multiprocessing
-from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 from itertools import count
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
@@ -19,9 +17,9 @@ from typing import Any
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.io.signals import end_of
-from rwkv.serving.errors import STATE_GONE, ApiError
+from rwkv.serving.engine.queue import Queue, Ticket, api_error
+from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import (
-    Cancel,
     Download,
     Drop,
     Event,
@@ -37,39 +35,9 @@ from rwkv.serving.messages import (
     Upload,
 )
 
-RETRY_AFTER = 1                          # seconds
 STOPPED = "the engine has stopped; see the server's log"
 
 Work = Callable[[Connection, ServeConfig], None]         # the main function of the engine's process
-
-
-def _api_error(failed: Event | Reply) -> ApiError:
-    message = failed.error or ""
-    return ApiError(404, message, "state", STATE_GONE) if failed.state_gone else ApiError(400, message)
-
-
-class Ticket:
-    """The sequences of one HTTP request. Iterating yields (number of the sequence, event) until all have finished."""
-
-    def __init__(self, sequences: list[Generate]) -> None:
-        self.sequences = sequences
-        self.cancelled = False
-        self._numbers = {sequence.id: number for number, sequence in enumerate(sequences)}
-        self._events: asyncio.Queue[Event | ApiError] = asyncio.Queue()
-
-    def put(self, event: Event | ApiError) -> None:
-        self._events.put_nowait(event)
-
-    async def __aiter__(self) -> AsyncIterator[tuple[int, Event]]:
-        left = len(self.sequences)
-        while left:
-            event = await self._events.get()
-            if isinstance(event, ApiError):
-                raise event
-            if event.error is not None:
-                raise _api_error(event)
-            left -= event.finish_reason is not None
-            yield self._numbers[event.id], event
 
 
 class RemoteEngine:
@@ -86,12 +54,10 @@ class RemoteEngine:
         self._process = context.Process(target=work, args=(remote_end, config), daemon=True)
         self._process.start()
         remote_end.close()
-        self._config = config
-        self._ids = count()
-        self._running: dict[int, Ticket] = {}            # by the sequence's id
-        self._queue: deque[Ticket] = deque()
         self._outbox: SimpleQueue[ToEngine | None] = SimpleQueue()
-        self._replies: dict[int, asyncio.Future[Any]] = {}
+        self._queue = Queue(config.max_rows, config.max_queue, self._outbox.put)
+        self._ids = count()
+        self._replies: dict[int, asyncio.Future[Any]] = {}       # by the message's id
         self.states: dict[str, SavedState] = {}
         self.adapters: dict[str, SavedState | None] = {}
         self.failed: str | None = None
@@ -122,24 +88,16 @@ class RemoteEngine:
 
     @property
     def n_running(self) -> int:
-        return len(self._running)
+        return self._queue.n_running
 
     @property
     def n_queued(self) -> int:
-        return sum(len(ticket.sequences) for ticket in self._queue)
+        return self._queue.n_queued
 
     def submit(self, sequences: list[Generate]) -> Ticket:
         """A ticket for these sequences. Raises ApiError: 429 if the queue is full, 503 if the engine has stopped."""
         self.require_engine()
-        room = self._config.max_rows + self._config.max_queue - self.n_running - self.n_queued
-        if len(sequences) > self._config.max_rows:
-            raise ApiError(400, f"a request must have at most {self._config.max_rows} sequences; got {len(sequences)}", "n")
-        if len(sequences) > room:
-            raise ApiError(429, "the server is busy: its queue is full", code="queue_full", retry_after=RETRY_AFTER)
-        ticket = Ticket([replace(sequence, id=next(self._ids)) for sequence in sequences])
-        self._queue.append(ticket)
-        self._start_queued()
-        return ticket
+        return self._queue.submit(sequences)
 
     async def upload(self, state: SavedState, content: bytes, layout: str | None = None) -> SavedState:
         """Saves a state file's content under the id of `state`. Raises ApiError if no model of this server can use it."""
@@ -172,22 +130,12 @@ class RemoteEngine:
 
     def cancel(self, ticket: Ticket) -> None:
         """Cancels the ticket's sequences at the engine's next step. A queued ticket is answered with 503."""
-        if ticket.cancelled:
-            return
-        ticket.cancelled = True
-        if ticket in self._queue:
-            self._queue.remove(ticket)
-            ticket.put(ApiError(503, "the request was queued too long, or the server is stopping", code="not_begun",
-                                retry_after=RETRY_AFTER))
+        if self._queue.cancel(ticket):
             self.observe(Step([Event(sequence.id, finish_reason="cancelled") for sequence in ticket.sequences], *self._memory))
-            self._start_queued()                         # the next tickets may need less room
-            return
-        for sequence in ticket.sequences:
-            if sequence.id in self._running:
-                self._outbox.put(Cancel(sequence.id))
+            self._queue.start()                          # the next tickets may need less room
 
     def cancel_all(self) -> None:
-        for ticket in {*self._running.values(), *self._queue}:
+        for ticket in self._queue.tickets():
             self.cancel(ticket)
 
     def close(self) -> None:
@@ -200,28 +148,20 @@ class RemoteEngine:
             self._process.kill()
             self._process.join()
 
-    def _start_queued(self) -> None:
-        while self._queue and self.n_running + len(self._queue[0].sequences) <= self._config.max_rows:
-            ticket = self._queue.popleft()
-            self._running.update((sequence.id, ticket) for sequence in ticket.sequences)
-            self._outbox.put(ticket.sequences)
-
     def _deliver(self, step: Step) -> None:
         for event in step.events:
-            ticket = self._running[event.id]
+            ticket = self._queue.ticket_of(event)
             if event.state is not None:
                 self.states[event.state.id] = event.state
                 if ticket.cancelled:     # no client learns its id
                     self.drop(event.state)
                     event.state = None
-            if event.finish_reason is not None or event.error is not None:
-                del self._running[event.id]
             ticket.put(event)
         for state_id in step.gone:
             self.states.pop(state_id, None)
         self._memory = step.cache_bytes, step.cache_entries, step.state_bytes
         self.observe(step)
-        self._start_queued()
+        self._queue.start()
 
     def _resolve(self, reply: Reply) -> None:
         future = self._replies.pop(reply.id)
@@ -235,7 +175,7 @@ class RemoteEngine:
             if isinstance(reply.value, SavedState):
                 self.drop(reply.value)
         elif reply.error is not None:
-            future.set_exception(_api_error(reply))
+            future.set_exception(api_error(reply))
         else:
             future.set_result(reply.value)
 
@@ -245,9 +185,8 @@ class RemoteEngine:
             if not future.cancelled():
                 future.set_exception(ApiError(500, STOPPED, code="engine_ended"))
         self._replies.clear()
-        for ticket in {*self._running.values(), *self._queue}:
+        for ticket in self._queue.tickets():
             ticket.put(ApiError(500, STOPPED, code="engine_ended"))
-        self._running.clear()
         self._queue.clear()
         self.report(reason)
 

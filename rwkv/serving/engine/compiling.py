@@ -21,9 +21,10 @@ from typing import Any
 
 from rwkv.config import MIB
 from rwkv.errors import UserError
-from rwkv.generation.grammar import Grammar, compile_grammar, require_ends, vocabulary
+from rwkv.generation.grammar import Grammar
+from rwkv.generation.grammar.matcher import compile_grammar, require_ends, vocabulary
 from rwkv.io.signals import STOPPING
-from rwkv.serving.errors import ApiError
+from rwkv.serving.http.errors import ApiError
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 PROCESSES = 2

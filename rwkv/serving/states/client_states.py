@@ -10,7 +10,7 @@ import json
 import re
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,9 +20,8 @@ from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import Think
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
-from rwkv.serving.errors import STATE_GONE, ApiError
+from rwkv.serving.http.errors import STATE_GONE, ApiError
 from rwkv.serving.messages import SavedState, Turn
-from rwkv.serving.remote import RemoteEngine
 from rwkv.tokenizer.decoders import LAST_IDS
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -36,22 +35,26 @@ BEFORE: dict[str, list[dict[str, Any]]] = {      # turns that a template may req
 
 @dataclass
 class ClientStates:
-    """Finds and describes clients' states, each only for its owner. state_bytes: the size of one state."""
+    """Finds and describes clients' states, each only for its owner. state_bytes: the size of one state.
+
+    states: the saved ones, by id. adapters: as in Ready. Both are the engine's, and change as it runs.
+    """
 
     config: ServeConfig
-    engine: RemoteEngine
+    states: Mapping[str, SavedState]
+    adapters: Mapping[str, SavedState | None]
     tokenizer: Tokenizer
     template: ChatTemplate
     state_bytes: int
 
     def owned_by(self, owner: str) -> list[SavedState]:
         """The owner's states, the newest first."""
-        states = [state for state in self.engine.states.values() if state.owner == owner]
+        states = [state for state in self.states.values() if state.owner == owner]
         return sorted(states, key=lambda state: state.created, reverse=True)
 
     def get(self, state_id: str, owner: str) -> SavedState:
         """Raises ApiError if the owner has no such state."""
-        state = self.engine.states.get(state_id)
+        state = self.states.get(state_id)
         if state is None or state.owner != owner:
             raise ApiError(404, f"unknown, deleted or evicted state {state_id[:100]!r}; states belong to the API key that "
                                 "made them", "state", STATE_GONE)
@@ -63,7 +66,7 @@ class ClientStates:
         Raises ApiError if the state cannot be used.
         """
         if state_id is None:
-            return self.engine.adapters.get(model)
+            return self.adapters.get(model)
         state = self.usable(state_id, owner)
         if state.model != model:
             reader = f"the model {state.model!r}" if state.model else "the checkpoint's model"

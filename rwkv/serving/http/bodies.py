@@ -1,35 +1,27 @@
-"""Bodies of requests: their size, compression and charset. Long bodies are handled in a thread."""
+"""Bodies of requests: their size, compression and charset."""
 
 import asyncio
 import email.message
 import zlib
-from collections.abc import Callable
-from typing import TypeVar
 
 from starlette.requests import Request
 
 from rwkv.config import MIB
-from rwkv.serving.errors import ApiError
-from rwkv.serving.service import Service
+from rwkv.serving.http.errors import ApiError
 
-LONG = 2**16                             # a body of more bytes is handled in a thread, not in the event loop
 CHARSETS = {"utf-8", "us-ascii", "iso-8859-1", "windows-1252", "utf-16", "utf-16le", "utf-16be"}
 
-Result = TypeVar("Result")
+
+async def read_json(request: Request, limit: int) -> bytes:
+    """The request's JSON body in UTF-8. Raises ApiError as read_body does, and for an unknown charset."""
+    return _as_utf8(request, await read_body(request, limit))
 
 
-async def from_body(service: Service, request: Request, work: Callable[[Service, bytes], Result]) -> Result:
-    """work(service, body). A long body is handled in a thread, so that no other request waits."""
-    sent = _as_utf8(request, await read_body(service, request))
-    return await asyncio.to_thread(work, service, sent) if len(sent) > LONG else work(service, sent)
+async def read_body(request: Request, limit: int) -> bytes:
+    """The request's body, decompressed. limit: bytes, at least 1 MiB.
 
-
-async def read_body(service: Service, request: Request, least: int = 0) -> bytes:
-    """The request's body, decompressed. least: bytes that are always allowed.
-
-    Raises ApiError if it is too large, or compressed by anything but gzip.
+    Raises ApiError if it is larger, or compressed by anything but gzip.
     """
-    limit = max(service.config.max_body_mib * MIB, least)
     too_large = ApiError(413, f"the body must have at most {limit // MIB} MiB", code="body_too_large")
     codings = ",".join(request.headers.getlist("content-encoding")).lower().replace("x-gzip", "gzip").split(",")
     codings = [coding.strip() for coding in codings if coding.strip() not in ("", "identity")]
