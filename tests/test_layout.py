@@ -31,8 +31,8 @@ FLOORS = (                               # of rwkv/, from the top: a part import
     ("checkpoint", "data", "evaluation", "generation"),
     ("chat",),
     ("model", "tokenizer", "report", "cli"),
-    ("config", "io", "distributed"),
-    ("errors",),
+    ("config", "io", "distributed", "fair_lru", "gguf"),
+    ("errors", "commands"),
 )
 HEIGHT = {part: len(FLOORS) - i for i, parts in enumerate(FLOORS) for part in parts}
 
@@ -73,7 +73,7 @@ RULES = (
     Rule(r"rwkv\.serving\.(?!(engine\.worker|states\.store)$).*",
          r"torch|rwkv\.(generation(?!\.(grammar|request|stopping))|model|pretrained|checkpoint)"),
     Rule(r"rwkv\.model\b(?!\.(operators|quantized|decoding\.c_step)$).*", r"kernels\.select"),   # a model is given its operator
-    Rule(r"rwkv\.(cli(\.help)?|config|errors|__main__|programs\.(train|generate|chat|serve)|tools\.(evaluate|convert|report|doctor|smoke|completion))",
+    Rule(r"rwkv\.(cli(\.\w+)?|config(\.\w+)?|errors|__main__|programs\.(train|generate|chat|serve)|tools\.(evaluate|convert|report|doctor|smoke|completion))",
          r"torch|lightning|hydra|numpy",
          at_import_only=True),
 )

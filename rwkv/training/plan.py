@@ -22,8 +22,9 @@ from rwkv import distributed
 from rwkv.chat.names import Choice, choose_template
 from rwkv.checkpoint.tuned import is_exact, surviving
 from rwkv.config import ORTHOGONAL, TrainConfig, TrainerConfig, TuneConfig
-from rwkv.data import documents, separators
+from rwkv.data import segments
 from rwkv.data.conversations import Tokenised
+from rwkv.data.documents import separators
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
@@ -136,7 +137,7 @@ def _data(run: Run, data: Corpus) -> Iterator[tuple[str, str]]:
         yield "texts", f"end with {end}"
     if config.trainer.tbptt:
         streams = config.data.batch_size * config.trainer.accumulate
-        yield "streams", documents.describe(data, config.model.ctx_len, streams, config.trainer.tbptt)
+        yield "streams", segments.describe(data, config.model.ctx_len, streams, config.trainer.tbptt)
     elif data.conversations:
         yield "rows", rows_of(data.conversations[0], config.model.ctx_len).describe()
     if data.conversations:

@@ -26,7 +26,7 @@ from kernels.machine.memory import resident_memory
 from kernels.select import select
 from rwkv import cli
 from rwkv.config import LENGTHS, DataConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
-from rwkv.data.documents import Segments
+from rwkv.data.segments import Segments
 from rwkv.errors import UserError
 from rwkv.pretrained import RWKV
 from rwkv.training import memory, plan, setup

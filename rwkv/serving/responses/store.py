@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from rwkv.config import MIB, ServeConfig
+from rwkv.fair_lru import FairLRU
 from rwkv.io.atomic import write_file
-from rwkv.io.fair_lru import FairLRU
 from rwkv.serving.engine.remote import RemoteEngine
 from rwkv.serving.http.errors import ApiError
 from rwkv.serving.log import say
