@@ -1,11 +1,8 @@
-"""Estimates the memory and disk that a run needs, from its configuration alone, and measures what the machine has free.
+"""Estimates the memory and disk that a run needs, from its configuration alone.
 
-    estimate             the bytes that one process needs to train
-    free_memory, free_disk     what this machine has free, within the limit of its container
-
-The estimate, in floats of 4 bytes. N = tokens of one batch of one process, C = n_embd, V vocabulary, L layers. The generation
-gives P, the number of parameters (the sum of its shapes); K, a block's saved activations per token (saved_activations); W, its
-operator's working values per token (operator_work); S, the values of a state per row:
+The memory of one process, in floats of 4 bytes. N = tokens of one batch of one process, C = n_embd, V vocabulary, L layers.
+The generation gives P, the number of parameters (the sum of its shapes); K, a block's saved activations per token
+(saved_activations); W, its operator's working values per token (operator_work); S, the values of a state per row:
 
     weights, gradients, Adam's two moments             4 P; with fsdp each process has its share, but whole gradients when
                                                        accumulating; with tune=lora or state the last three only for
@@ -31,17 +28,12 @@ gradients live until the next step's backward pass (Lightning's order).
 """
 
 import math
-import shutil
 import sys
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from kernels.machine.memory import available_memory
 from rwkv.config import BITS, EIGHT_BITS, TrainConfig
-from rwkv.distributed import world_size
 from rwkv.model.base import generation, is_linear_weight, n_parameters, state_nbytes
 from rwkv.model.lora import adaptable, chosen
 from rwkv.model.loss import rows_at_once, rows_on_gpu
@@ -180,9 +172,9 @@ def _largest_block(config: TrainConfig, vocab_size: int) -> int:
     return max(sizes.values())
 
 
-def gives_back(config: TrainConfig, vocab_size: int) -> bool:
+def gives_back(config: TrainConfig, need: Memory) -> bool:
     """Whether a run returns memory to the system after each block: a large run on a CPU, where the heap would fragment."""
-    return _has_holes(config) and estimate(config, vocab_size, world_size()).total > SMALL_RUN
+    return _has_holes(config) and need.total > SMALL_RUN
 
 
 def _has_holes(config: TrainConfig) -> bool:
@@ -204,9 +196,14 @@ def _saved_per_token(config: TrainConfig) -> float:
     if not _recomputes(config):
         saved: float = model.saved_activations(config.model, half)
         return saved
-    tune = config.tune
-    layers = {"full": adaptable, "lora": lambda sizes: chosen(sizes, tune.modules), "state": lambda sizes: []}[tune.method]
-    return model.saved_when_recomputing(config.model, half, layers(config.model), tune.method == "full")
+    match config.tune.method:
+        case "full":
+            layers = adaptable(config.model)
+        case "lora":
+            layers = chosen(config.model, config.tune.modules)
+        case _:
+            layers = []
+    return model.saved_when_recomputing(config.model, half, layers, config.tune.method == "full")
 
 
 def n_trained(config: TrainConfig, vocab_size: int) -> int:
@@ -270,25 +267,9 @@ def one_checkpoint_bytes(config: TrainConfig, vocab_size: int) -> int:
     return (1 + MOMENTS) * trained
 
 
-def with_options(config: TrainConfig, **options: Any) -> TrainConfig:
-    """The configuration with these options of trainer replaced."""
-    return replace(config, trainer=replace(config.trainer, **options))
-
-
 def readable(size: int | None) -> str:
     """A human-readable size: 1.2 GB."""
     if size is None:
         return "an unknown amount"
     unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB")
     return f"{size / unit:,.{1 if size < 100 * unit else 0}f} {name}"
-
-
-def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:
-    """Bytes that can still be allocated on `device`; None if unknown. root: the folder of proc and sys."""
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory(root)
-
-
-def free_disk(folder: Path) -> int:
-    """Bytes that can be written into `folder`, which need not exist."""
-    folder = folder.absolute()
-    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free

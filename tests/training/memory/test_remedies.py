@@ -7,9 +7,9 @@ import pytest
 from programs import composed
 
 from rwkv.config import OptimConfig, TrainConfig, TrainerConfig
-from rwkv.training.memory import estimate
-from rwkv.training.plan import would_fit
-from rwkv.training.remedies import remedies
+from rwkv.training.memory.estimate import estimate
+from rwkv.training.memory.lines import would_fit
+from rwkv.training.memory.remedies import remedies
 from rwkv.training.run.options import check_new_run
 
 V, GIB = 65536, 2 ** 30

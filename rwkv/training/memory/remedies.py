@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from rwkv.config import EIGHT_BITS, ORTHOGONAL, TrainConfig
 from rwkv.errors import UserError
-from rwkv.training.memory import estimate
+from rwkv.training.memory.estimate import Memory, estimate
 
 MAX_DEVICES = 1024                       # largest number tried
 RECOMPUTED = {"trainer.activation_checkpointing": True}
@@ -21,29 +21,42 @@ Options = Mapping[str, Any]              # dotted key -> value
 
 
 class Remedy(NamedTuple):
-    """options: as they are typed. need: the bytes of each process, as in memory.Memory.total."""
+    """options: as they are typed. need: the bytes of each process, as in Memory.total."""
 
     options: str
     need: int
+
+
+class Variant(NamedTuple):
+    """A configuration with some options replaced, and the memory of each process."""
+
+    config: TrainConfig
+    memory: Memory
+
+    @classmethod
+    def of(cls, config: TrainConfig, options: Options, vocab_size: int, processes: int = 1,
+           gpu_memory: int | None = None) -> "Variant":
+        """Arguments as for estimate. Raises UserError for options that are invalid together."""
+        changed = with_keys(config, options)
+        return cls(changed, estimate(changed, vocab_size, processes, gpu_memory))
 
 
 def remedies(config: TrainConfig, vocab_size: int, processes: int, device: str,
              gpu_memory: int | None = None) -> Iterator[Remedy]:
     """The remedies that are compatible with the other options, whether or not the run then fits.
 
-    processes: those that share data.batch_size. device: cpu or cuda; only GPUs add memory. gpu_memory: as for memory.estimate.
+    processes: those that share data.batch_size. device: cpu or cuda; only GPUs add memory. gpu_memory: as for estimate.
     """
     sharded = _sharded(config, processes) if device == "cuda" else ()
     for options in (*_same_steps(config, processes), *_other_steps(config, processes), *sharded):
         new = {key: value for key, value in options.items() if attrgetter(key)(config) != value}
         try:
-            changed = with_keys(config, new)
-            changed.require_separate_updates()
+            variant = Variant.of(config, new, vocab_size, options.get("trainer.devices", processes), gpu_memory)
+            variant.config.require_separate_updates()
         except UserError:                # conflicting options
             continue
         if new:
-            count = options.get("trainer.devices", processes)
-            yield Remedy(as_typed(new), estimate(changed, vocab_size, count, gpu_memory).total)
+            yield Remedy(as_typed(new), variant.memory.total)
 
 
 def with_keys(config: TrainConfig, options: Options) -> TrainConfig:

@@ -6,15 +6,15 @@ if that is not enough, activations are recomputed.
 """
 
 from collections.abc import Collection
-from dataclasses import replace
-from typing import Any
 
 from rwkv.config import TrainConfig
 from rwkv.training.device import device_for
-from rwkv.training.memory import SMALL_RUN, estimate, readable, with_options
+from rwkv.training.memory.estimate import SMALL_RUN, readable
+from rwkv.training.memory.remedies import Options, Variant, as_typed, with_keys
 
 PASS_TOKENS = 512                        # minimum per pass on a CPU, for full-speed matrix products
-SMALLER: tuple[dict[str, Any], ...] = ({"malloc": "small"}, {"malloc": "small", "activation_checkpointing": True})
+SMALLER: tuple[Options, ...] = ({"trainer.malloc": "small"},
+                                {"trainer.malloc": "small", "trainer.activation_checkpointing": True})
 
 
 def with_passes(config: TrainConfig, vocab_size: int, user_keys: Collection[str]) -> tuple[TrainConfig, str | None]:
@@ -26,16 +26,16 @@ def with_passes(config: TrainConfig, vocab_size: int, user_keys: Collection[str]
     rows, trainer = config.data.batch_size, config.trainer
     counts_batches = (trainer.tbptt or trainer.overfit_batches or trainer.strategy != "single" or trainer.optim_in_backward
                       or "trainer.accumulate" in user_keys)
-    is_small = config.tune.method == "full" and estimate(config, vocab_size).total <= SMALL_RUN
+    is_small = config.tune.method == "full" and Variant.of(config, {}, vocab_size).memory.total <= SMALL_RUN
     if is_small or counts_batches or device_for(trainer.accelerator).type != "cpu":
         return config, None
     pass_rows = next(n for n in range(1, rows + 1) if rows % n == 0 and (n * config.model.ctx_len >= PASS_TOKENS or n == rows))
     if pass_rows == rows:
         return config, None
     accumulate = trainer.accumulate * rows // pass_rows
-    config = replace(with_options(config, accumulate=accumulate), data=replace(config.data, batch_size=pass_rows))
-    return config, (f"accumulates the {rows * trainer.accumulate} rows of a step in passes of {pass_rows}: "
-                    f"data.batch_size={pass_rows} trainer.accumulate={accumulate} (same step, less memory)")
+    options = {"data.batch_size": pass_rows, "trainer.accumulate": accumulate}
+    return with_keys(config, options), (f"accumulates the {rows * trainer.accumulate} rows of a step in passes of {pass_rows}: "
+                                        f"{as_typed(options)} (same step, less memory)")
 
 
 def same_step(config: TrainConfig, run: TrainConfig) -> bool:
@@ -50,12 +50,11 @@ def fit_memory(config: TrainConfig, vocab_size: int, user_keys: Collection[str],
 
     Unchanged, without a note, if the run fits, if the user has set one of these options, or if free is None (unknown).
     """
-    need = estimate(config, vocab_size).total
-    if free is None or need <= free or {f"trainer.{option}" for option in SMALLER[-1]} & {*user_keys}:
+    need = Variant.of(config, {}, vocab_size).memory.total
+    if free is None or need <= free or not {*user_keys}.isdisjoint(SMALLER[-1]):
         return config, None
     for options in SMALLER:
-        smaller = with_options(config, **options)
-        if estimate(smaller, vocab_size).total <= free:
+        smaller = Variant.of(config, options, vocab_size)
+        if smaller.memory.total <= free:
             break
-    typed = " ".join(f"trainer.{option}={str(value).lower()}" for option, value in options.items())
-    return smaller, f"{typed} (slower): without it training needs {readable(need)}; {readable(free)} is free"
+    return smaller.config, f"{as_typed(options)} (slower): without it training needs {readable(need)}; {readable(free)} is free"
