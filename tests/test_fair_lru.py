@@ -10,6 +10,13 @@ from rwkv.fair_lru import FairLRU
 SIZE = 10
 
 
+def test_an_owner_with_exactly_its_share_loses_nothing() -> None:
+    lru = FairLRU[int]()
+    for key, owner in enumerate("aabbb"):
+        lru.add(key, owner, SIZE)
+    assert lru.victim(4 * SIZE) == 2, "the oldest of b, which has more than half"
+
+
 @given(st.integers(SIZE, 12 * SIZE), st.lists(st.tuples(st.sampled_from("abc"), st.booleans()), max_size=60))
 def test_nobody_loses_its_share_to_others_and_an_owner_alone_has_all(most: int, steps: list[tuple[str, bool]]) -> None:
     shares, last_use, owners = FairLRU[int](), dict[int, int](), dict[int, str]()

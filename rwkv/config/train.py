@@ -14,7 +14,7 @@ from rwkv.errors import UserError
 
 PACKAGE = Path(__file__).parent.parent
 SCALED = ("time_mix", "time_decay", "time_first")        # each has a learning-rate factor, optim.NAME_lr_scale
-GENERATIONS = tuple(sorted(path.stem for path in (PACKAGE / "model").glob("rwkv*.py") if path.stem[4:].isdigit()))
+GENERATIONS = tuple(sorted(path.parent.name for path in (PACKAGE / "model").glob("rwkv[0-9]*/__init__.py")))
 SOURCES = tuple(sorted(path.stem for path in (PACKAGE / "data" / "sources").glob("[!_]*.py")))         # of text
 TOKENS = tuple(sorted(path.stem for path in (PACKAGE / "data" / "token_files").glob("[!_]*.py")))    # token ids already
 STREAMED = ("jsonl", "hf")               # kinds of data that data.streaming reads

@@ -16,7 +16,7 @@ from rwkv.data.segments import Segments
 from rwkv.errors import UserError
 from rwkv.model.lora import add_adapters
 from rwkv.pretrained import RWKV
-from rwkv.training.memory import estimate
+from rwkv.training.memory.estimate import estimate
 from rwkv.training.run.options import check_new_run
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import prepare_blocks
