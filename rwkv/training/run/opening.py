@@ -1,13 +1,10 @@
 """Opens a new run, or one that is resumed (rwkv/training/run/resume.py)."""
 
 from collections.abc import Collection
-from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 
-from rwkv.config import GENERATIONS, ModelConfig, TrainConfig
-from rwkv.errors import UserError
-from rwkv.model.base import generation
+from rwkv.config import TrainConfig
+from rwkv.model import base
 from rwkv.training.device import device_for, is_planned_elsewhere
 from rwkv.training.length import with_default_length
 from rwkv.training.memory.capacity import free_memory
@@ -53,17 +50,5 @@ def open_run(config: TrainConfig, user_keys: Collection[str] = (), chosen: Colle
 
 def require_own_options(config: TrainConfig) -> None:
     """Raises UserError for the first option of another generation that is not at its default."""
-    supported = _own_options(config.model)
-    default = TrainConfig()
-    for name in GENERATIONS:
-        for key in _own_options(replace(config.model, generation=name)):
-            get = attrgetter(key)
-            if key not in supported and get(config) != get(default):
-                raise UserError(f"{key} is an option of {name}, and the model is {config.model.generation}: leave it out, or "
-                                "use another model=")
-
-
-def _own_options(model: ModelConfig) -> list[str]:
-    """The dotted keys of the options that are specific to the model's generation."""
-    module = generation(model)
-    return [*(f"model.{name}" for name in module.OPTIONS), *(f"optim.{name}" for name in module.LR_SCALES.values())]
+    base.require_own_options(config.model)
+    base.require_own(config.model, config.optim, "optim.", lambda module: module.LR_SCALES.values())
