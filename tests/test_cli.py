@@ -29,8 +29,8 @@ from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig, free_text, 
 from rwkv.errors import UserError
 from rwkv.model.operators import operator_for
 from rwkv.tools import convert
-from rwkv.training.length import with_max_steps
 from rwkv.training.run.directory import as_plain, require_unused
+from rwkv.training.run.length import with_max_steps
 
 CHOICES = [(path.parent.name, path.stem) for path in sorted(cli.CONFIGS.glob("*/*.yaml"))]
 
