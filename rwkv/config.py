@@ -38,6 +38,8 @@ TEMPLATES = "world, g1, flower or a jinja2 file"        # chat templates, for he
 MODEL_TEMPLATE = f"{TEMPLATES}; null: that of the run's data, else the checkpoint's, else guessed from its name"
 THINK = ("false", "true", "fake")        # how answers begin: rwkv/chat/thoughts.py
 Pooling = Literal["mean", "last"]        # of hidden states, for embeddings
+NGRAM = "ngram"                          # the draft that is no model
+DRAFT_TOKENS = 8                         # the default of draft_tokens
 PATH = "path"                            # kinds of free text, taken verbatim from the command line
 NAME = "name"
 TEXT = "text"
@@ -682,8 +684,23 @@ class SavedModelConfig:
 
 
 @dataclass
+class DraftedConfig(SavedModelConfig):
+    """Options shared by generate.py, chat.py and serve.py."""
+
+    draft: str | None = option(None, "speeds up decoding on a CPU, and changes no text: ngram, for texts that repeat parts of "
+                               "themselves or their prompts; or a small model of the same vocabulary, as for checkpoint=",
+                               verbatim=PATH, filled=True)
+    draft_tokens: int = option(DRAFT_TOKENS, "maximum tokens that draft= proposes at a time; fewer where it is often wrong",
+                               least=1, most=32)
+
+    def __post_init__(self) -> None:
+        if self.draft is None and self.draft_tokens != DRAFT_TOKENS:
+            raise UserError("draft_tokens requires draft=")
+
+
+@dataclass
 @with_sampling
-class GenerateConfig(SavedModelConfig):
+class GenerateConfig(DraftedConfig):
     """rwkv/generation/options.py checks combinations of options."""
 
     prompt: str | None = option(None, "prompt; -: read from standard input", heading="Samples", verbatim=TEXT)
@@ -709,12 +726,13 @@ class GenerateConfig(SavedModelConfig):
 
     def __post_init__(self) -> None:
         check_options(self)
+        super().__post_init__()
         Sampling.of(self)
 
 
 @dataclass
 @with_sampling
-class ChatConfig(SavedModelConfig):
+class ChatConfig(DraftedConfig):
     template: str | None = option(None, f"chat template: {MODEL_TEMPLATE}", verbatim=PATH, heading="Conversation")
     system: str | None = option(None, "system message")
     state: str | None = option(None, "state file before the conversation: of save_state=, or a tuned state of any program",
@@ -729,6 +747,7 @@ class ChatConfig(SavedModelConfig):
     def __post_init__(self) -> None:
         self.think = str(self.think).lower()             # Hydra reads true and false as booleans
         check_options(self)
+        super().__post_init__()
         Sampling.of(self)
 
 
@@ -754,7 +773,7 @@ class EvaluateConfig(SavedModelConfig):
 
 @dataclass
 @with_sampling
-class ServeConfig(SavedModelConfig):
+class ServeConfig(DraftedConfig):
     model_name: str | None = option(None, "model id for clients; null: the checkpoint's name")
     adapters: list[str] = option(list, "NAME=PATH,...: further models, which requests name. PATH: the directory or .ckpt of a "
                                  "tune=state or tune=lora run from this checkpoint, a state file, or another program's tuned "
@@ -788,6 +807,7 @@ class ServeConfig(SavedModelConfig):
         keys = self.api_key or []        # a file of options may have one key, or null
         self.api_key = [key for key in ([keys] if isinstance(keys, str) else keys) if key != "null"]
         check_options(self)
+        super().__post_init__()
         _ = self.adapter_paths           # raises UserError unless all are NAME=PATH
         if self.port > 65535:
             raise UserError(f"port must be from 0 to 65535; got {self.port}")

@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 import numpy as np
 import torch
 
+from rwkv.config import DRAFT_TOKENS
 from rwkv.errors import UserError
 from rwkv.generation.decoder import CDecoder
 from rwkv.generation.row import Row
@@ -20,7 +21,6 @@ from rwkv.model.base import Model, n_parameters
 from rwkv.model.decoding.c_step import why_not
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-DRAFT_TOKENS = 8                         # the default of Draft.most_tokens
 WINDOW = 2**15                           # tokens that an NGram searches
 SHORTEST, LONGEST = 3, 8                 # tokens that must have occurred before; more are compared to choose between places
 PROMPT_TOKENS = 128                      # most unread tokens that a draft model reads, the last ones

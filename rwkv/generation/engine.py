@@ -227,9 +227,10 @@ class Engine:
 
     def _accept(self, position: int, ahead: "_Ahead") -> bool:
         """Whether the row's last token is the next one of its draft: then the row moves to the state and logits after it."""
+        if not self._rows[position].unfinished or ahead.accepted == len(ahead.draft):
+            return False
         assert self._drawn is not None
-        next_proposed = ahead.draft[ahead.accepted:ahead.accepted + 1]
-        if not self._rows[position].unfinished or next_proposed != [int(self._drawn[position])]:
+        if ahead.draft[ahead.accepted] != self._drawn[position]:
             return False
         ahead.accepted += 1
         cast(CDecoder, self._decoder).advance(position)

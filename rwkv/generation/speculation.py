@@ -26,6 +26,7 @@ PRIOR_TOKENS = 4.0                       # the weight of FIRST_P, in proposals
 LEAST_GAIN = 1.05
 FIRST_PAUSE = 32                         # tokens
 TRIED = 2                                # tokens proposed after a pause
+LARGEST_COST = 0.5                       # Draft.cost; even a draft that is always right gains little above
 
 
 class Pace:
@@ -34,10 +35,10 @@ class Pace:
     def __init__(self, most: int, cost: float) -> None:
         self._most = most
         self._cost = cost
+        self._accepted, self._proposed = FIRST_P * PRIOR_TOKENS, PRIOR_TOKENS
         self._pauses = 0
         self._wait = 0                   # tokens of the present pause that are left
-        self._trying = False             # after a pause
-        self._accepted, self._proposed = FIRST_P * PRIOR_TOKENS, PRIOR_TOKENS
+        self._trying = not self._best(1)         # the next proposal decides
 
     def n(self, rows: int) -> int:
         """The number of tokens to propose now, with that many rows in the pass."""
@@ -51,11 +52,14 @@ class Pace:
     def record(self, proposed: int, accepted: int, rejected: bool) -> None:
         """The result of a pass. rejected: the row has drawn another token than the next one proposed; otherwise it has ended or
         accepted all."""
+        failed = self._trying and rejected
         if self._trying and not rejected:
-            self._accepted, self._proposed, self._pauses, self._trying = FIRST_P * PRIOR_TOKENS, PRIOR_TOKENS, 0, False
+            self._accepted, self._proposed = FIRST_P * PRIOR_TOKENS, PRIOR_TOKENS
+            self._pauses = 0
+            self._trying = False
         self._accepted = self._accepted * DECAY + accepted
         self._proposed = self._proposed * DECAY + accepted + rejected
-        if rejected and (self._trying or not self._best(1)):
+        if failed or not self._best(1):
             self._wait = FIRST_PAUSE << self._pauses
             self._pauses += 1
             self._trying = True

@@ -353,7 +353,7 @@ def paced(right: Callable[[int], bool], n: int, cost: float = 0.0, rows: int = 1
     return drawn, time, k
 
 
-@pytest.mark.parametrize("cost", [0.0, 0.16])
+@pytest.mark.parametrize("cost", [0.0, 0.16, 0.4])
 def test_without_luck_a_draft_costs_at_most_three_percent(cost: float) -> None:
     for n in (200, 2000):
         drawn, time, _ = paced(lambda i: False, n, cost)
