@@ -41,8 +41,8 @@ from rwkv.generation.prefill import prefill
 from rwkv.generation.request import Request
 from rwkv.generation.sampling import drawing_on, next_tokens
 from rwkv.generation.stopping import StoppingCriteria
-from rwkv.model import fused_form
 from rwkv.model.base import generation
+from rwkv.model.fused import form as fused_form
 from rwkv.model.quantized import to_packed
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import Tokenizer

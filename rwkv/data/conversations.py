@@ -8,7 +8,7 @@ end_of_text follows, unless the chat template has written it. It is learnt after
 end_of_text precedes a conversation, since none precedes a prompt.
 
 Rows are filled by best fit, the longest conversations first. A conversation longer than a row is truncated. trainer.tbptt reads
-whole conversations (rwkv/data/documents.py); its validation does so if one is longer than a row.
+whole conversations (rwkv/data/segments.py); its validation does so if one is longer than a row.
 
 The folder cache/chat-KEY has the ids, a byte per id that tells whether it is learnt, and the offsets of conversations.
 """
@@ -30,9 +30,9 @@ from torch.utils.data import Dataset
 
 from rwkv.chat.rendered import encode, encode_each, for_tokenizer, shown, written
 from rwkv.config import DataConfig
+from rwkv.data.files import crc32
 from rwkv.data.shards import SPLITS, dtype_of
 from rwkv.data.sources.chat import Conversation, conversations, template_of
-from rwkv.data.text_files import crc32
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.data.windows import ShuffleIterator, ShuffleSampler
 from rwkv.errors import UserError
@@ -50,9 +50,9 @@ class Tokenised(NamedTuple):
     """The ids of a split and, for each, 1 if a model learns it. bytes: of its text; learnt_bytes: of the learnt text.
 
     left_out: the number of conversations in neither split, because none of their answers is learnt. copies, moved: the number
-    of such conversations (or pairs) in both splits (rwkv/data/copies.py). lost: the text that the tokenizer cannot represent;
+    of such conversations (or pairs) in both splits (documents/copies.py). lost: the text that the tokenizer cannot represent;
     learnt_lost: that of the learnt text. paired: sequences 2i and 2i+1 are a pair, with the chosen and the rejected answer
-    (rwkv/data/pairs.py).
+    (pairs.py).
     """
 
     tokens: TokenArray

@@ -5,8 +5,8 @@ so no two windows predict the same token. Training reads all whole windows in a 
 without end: every token except the first and the last ones, fewer than T, is predicted once per epoch. From the second epoch on
 the grid is shifted by a seeded offset and wraps around, so that a token has another context in each epoch. The order is the
 same for any number of workers and processes (each has every world-th window of a common batch), and continues from any step.
-Validation reads all windows in order; the remaining tokens are a last window, padded with IGNORED targets. documents.py has
-the segments of trainer.tbptt, mixed_windows.py the windows of data=mix, conversations.py conversations, pairs.py pairs of
+Validation reads all windows in order; the remaining tokens are a last window, padded with IGNORED targets. segments.py has
+the segments of trainer.tbptt, mixture/windows.py the windows of data=mix, conversations.py conversations, pairs.py pairs of
 answers.
 """
 
@@ -27,12 +27,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rwkv.config import DataConfig
 from rwkv.data.conversations import RowSampler, WholeConversations, longer_than
-from rwkv.data.documents import SegmentDataset, SegmentSampler, StepLayout, chunks_of
-from rwkv.data.lanes import StreamLoader
-from rwkv.data.mixed_windows import MixedValidation, MixedWindows, MixSampler, seed_of
+from rwkv.data.mixture.windows import MixedValidation, MixedWindows, MixSampler, seed_of
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
-from rwkv.data.windows import ShuffleSampler, Windows
+from rwkv.data.segments import SegmentDataset, SegmentSampler, chunks_of
+from rwkv.data.streaming.lanes import StreamLoader
+from rwkv.data.windows import ShuffleSampler, StepLayout, Windows
 from rwkv.errors import UserError
 from rwkv.io.signals import STOPPING
 

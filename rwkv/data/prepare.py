@@ -13,7 +13,7 @@ The validation split depends only on the data (f = val_fraction):
   document;
 - binidx and datatrove: the last documents, from the first that begins after 1-f of all ids;
 - mix: the validation split of each source, one after the other.
-Copies of a document are in the same split (copies.py).
+Copies of a document are in the same split (documents/copies.py).
 """
 
 import math
@@ -28,14 +28,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rwkv.config import TOKENS, DataConfig
-from rwkv.data import datatrove, shards, token_files
+from rwkv.data import shards, token_files
 from rwkv.data.conversations import Tokenised, tokenise
-from rwkv.data.copies_between import trained_elsewhere, without
+from rwkv.data.documents.source import Source
 from rwkv.data.mixture import MixedSource, mixed_sources, naming
-from rwkv.data.options import check_data, token_files_of
-from rwkv.data.source import Source
+from rwkv.data.mixture.copies import trained_elsewhere, without
+from rwkv.data.options import check_data
 from rwkv.data.sources import open_source
-from rwkv.data.streamed import Streamed, hold_out
+from rwkv.data.streaming.encoding import Streamed, hold_out
 from rwkv.data.token_array import TokenArray, TokensInMemory
 from rwkv.distributed import log
 from rwkv.errors import UserError
@@ -279,13 +279,13 @@ def _from_conversations(config: DataConfig, tokenizer: Tokenizer | None, cache: 
 
 def _from_token_files(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
     tokenizer = tokenizer or Tokenizer.named(config.tokenizer, "data.tokenizer", end_of_text=config.end_of_text)
-    files = token_files_of(config)
+    files = token_files.open_files(config)
     tokens = token_files.read(files, tokenizer, config.val_fraction, cache)
     _require_context(ctx_len, len(tokens.train), len(tokens.val))
     train, val = (round(tokens.bytes_per_token * (len(split) - 1)) for split in (tokens.train, tokens.val))
     sizes = Sizes(len(tokens.train), len(tokens.val), train, val, tokens.gzip_bpb)
     name = Path(str(config.path)).name if len(files) == 1 else f"{len(files)} files of {config.path}"
-    tokenizers = datatrove.tokenizers(files) if config.name == "datatrove" else ()
+    tokenizers = {file.tokenizer for file in files} - {""}
     origin = f", tokenized with {' and '.join(sorted(tokenizers))}" if tokenizers else ""
     about = f"{name}{origin}, {counted(tokens.documents, 'document')}, the last {100 * config.val_fraction:g} % for validation"
     return Corpus(tokenizer, tokens.train, tokens.val, sizes, about, tokens.sha256, unknown=tokens.unknown,

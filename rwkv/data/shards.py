@@ -28,10 +28,10 @@ import numpy as np
 from filelock import AcquireReturnProxy, FileLock, Timeout
 from tqdm import tqdm
 
-from rwkv.data.copies import repeated_share
-from rwkv.data.separators import marks
-from rwkv.data.source import Source
-from rwkv.data.text_files import crc32, stamp, unchanged
+from rwkv.data.documents.copies import repeated_share
+from rwkv.data.documents.separators import marks
+from rwkv.data.documents.source import Source
+from rwkv.data.files import crc32, stamp, unchanged
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import cannot_write, read_json, sha256, write, write_bytes, write_json
@@ -99,12 +99,12 @@ def text_bytes(manifest: dict[str, Any]) -> tuple[int, int]:
 
 
 def count(manifest: dict[str, Any], name: str) -> int:
-    """The number of documents of both splits that are copies, or moved (rwkv/data/copies.py)."""
+    """The number of documents of both splits that are copies, or moved (rwkv/data/documents/copies.py)."""
     return sum(shard[split][name] for shard in manifest["shards"] for split in SPLITS)
 
 
 def all_marks(manifest: dict[str, Any]) -> dict[str, int]:
-    """The counts of marks that end documents in the texts (rwkv/data/separators.py)."""
+    """The counts of marks that end documents in the texts (rwkv/data/documents/separators.py)."""
     total: Counter[str] = Counter()
     for shard in manifest["shards"]:
         for split in SPLITS:

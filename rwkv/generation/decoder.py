@@ -1,7 +1,7 @@
 """Decoders: read one token per step for a batch of rows.
 
 A CDecoder makes one call of C per step, on a CPU (model/decoding/c_step.py). A GpuDecoder replays one CUDA graph per step
-(model/decoding/triton_step.py). A Decoder uses PyTorch: the generation's step for each block (model/decoding/rwkvN_step.py),
+(model/decoding/triton_step.py). A Decoder uses PyTorch: the generation's step for each block (model/rwkvN/step.py),
 which reads the weights and calls no module. For a model with adapters, hooks, other layers or moved blocks it calls the model
 itself.
 """
@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from rwkv.model.base import Model, State
+from rwkv.model.base import Model, State, form
 from rwkv.model.decoding import c_step, triton_step
 from rwkv.model.decoding.c_step import CStep, are_in_order, is_plain, step_of, why_not
 from rwkv.model.decoding.layers import norm_function, product_function
@@ -71,7 +71,8 @@ def _block_steps(model: Model) -> Callable[[Tensor, State], tuple[Tensor, State]
     """A function that computes the model for one token of each row, from its present weights, without calling modules."""
     embedding = model.emb.weight
     dtype = model.ln_out.weight.dtype
-    blocks = [model.generation.Step(block) for block in model.blocks]
+    step = form(model.config, "step").Step
+    blocks = [step(block) for block in model.blocks]
     ln_out = norm_function(model.ln_out)
     head = product_function(model.head)
 

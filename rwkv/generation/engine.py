@@ -22,8 +22,8 @@ from rwkv.generation.decoder import CDecoder, GpuDecoder, decoder_of
 from rwkv.generation.draft import Draft
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.logprobs import entry, logprobs
-from rwkv.generation.pooling import pooled
-from rwkv.generation.prefill import EMPTY, SHORT_PROMPT, Prefill, PrefillResult, PrefixCache, advance_all, chunks_on, prefill
+from rwkv.generation.prefill import SHORT_PROMPT, Prefill, PrefillResult, advance_all, chunks_on, pooled, prefill
+from rwkv.generation.prefix_cache import EMPTY, PrefixCache
 from rwkv.generation.request import Request
 from rwkv.generation.row import CANCELLED, Row, Sample
 from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, drawing_on, not_finite, queued_tokens, to_host
@@ -49,7 +49,7 @@ def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_token
              **sampling: Any) -> Iterator[str]:
     """Yields the continuation of `prompt`, without the prompt, in pieces of whole characters as they are generated.
 
-    sampling: the fields of rwkv.config.Sampling. grammar: constrains the text (rwkv/generation/grammar.py). context: the result
+    sampling: the fields of rwkv.config.Sampling. grammar: constrains the text (rwkv/generation/grammar). context: the result
     of what precedes the prompt. draft: as for Engine. Without a context and a prompt, generation starts from the end-of-text
     token, which also ends a sequence. Raises ValueError, before the first piece is requested, if an option is wrong, the prompt
     cannot be encoded or the tokenizer does not fit the model.

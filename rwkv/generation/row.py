@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rwkv.generation.grammar import Matcher
-from rwkv.generation.prefill import PrefillResult, PrefixCache
+from rwkv.generation.grammar.matcher import Matcher, matcher_of
+from rwkv.generation.prefill import PrefillResult
+from rwkv.generation.prefix_cache import PrefixCache
 from rwkv.generation.request import Request
 from rwkv.generation.sampling import Penalties, TablePenalties
 from rwkv.generation.stopping import StopStrings
@@ -73,7 +74,7 @@ class Row:
         self._stop_tokens = {*stopping.stop_tokens, *tokenizer.starting(stopping.stop)}
         self._matcher: Matcher | None = None
         if request.grammar is not None:
-            self._matcher = request.grammar.matcher(tokenizer, [*self._stop_tokens])
+            self._matcher = matcher_of(request.grammar, tokenizer, [*self._stop_tokens])
         self.forbidden: Tensor | None = None
         self._generator = torch.Generator().manual_seed(request.seed)
         self._uniform: list[float] = []  # unused random numbers, the next one last

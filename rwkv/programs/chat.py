@@ -38,9 +38,9 @@ from kernels.arguments import from_home
 from kernels.machine import allocator, threads
 from rwkv import cli
 from rwkv.chat.thoughts import Think, ThoughtParser, parse_think
+from rwkv.cli.garbage import uncollected
 from rwkv.config import ChatConfig, Sampling
 from rwkv.errors import UserError
-from rwkv.io.garbage import uncollected
 from rwkv.io.lines import counted, harmless, wrapped
 from rwkv.io.utf8 import decode
 from rwkv.programs.sampling import SAMPLING_OPTIONS, SamplingChoice, preset

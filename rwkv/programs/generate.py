@@ -19,8 +19,8 @@ from typing import Any
 
 from kernels.machine import allocator, threads
 from rwkv import cli
+from rwkv.cli.garbage import uncollected
 from rwkv.config import GenerateConfig
-from rwkv.io.garbage import uncollected
 from rwkv.io.lines import wrapped
 from rwkv.io.unread import abandon, raise_unwritten, unread
 from rwkv.programs.sampling import Chosen, SamplingChoice

@@ -51,7 +51,7 @@ from rwkv.serving.log import say
 
 if TYPE_CHECKING:
     from rwkv.model.base import Model
-    from rwkv.serving.worker import Loaded
+    from rwkv.serving.engine.worker import Loaded
 
 
 def serve(config: ServeConfig, line: cli.CommandLine) -> None:
@@ -69,7 +69,7 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
 
 def run_engine(connection: Connection, config: ServeConfig, user_keys: Collection[str]) -> None:
     """The engine's process, the only one that imports torch."""
-    from rwkv.serving import worker
+    from rwkv.serving.engine import worker
 
     worker.main(connection, config, partial(load, user_keys=user_keys))
 
@@ -85,8 +85,8 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
     from rwkv.pretrained import open_checkpoint, template_choice, template_line, trained_with
     from rwkv.programs.adapters import read_adapters
     from rwkv.programs.draft import open_draft
+    from rwkv.serving.engine.worker import Loaded, LoadedAdapter
     from rwkv.serving.messages import Defaults
-    from rwkv.serving.worker import Loaded, LoadedAdapter
 
     opened = open_checkpoint(config)
     choice = template_choice(opened.checkpoint, config.template)

@@ -15,9 +15,10 @@ from tokenizer_files import chatml
 
 from rwkv.config import DataConfig, OptimConfig, TrainerConfig
 from rwkv.data.conversations import ConversationRows, Packed, RowSampler, Whole, marked, packed_rows
-from rwkv.data.documents import DocumentChunks, SegmentDataset, SegmentSampler, StepLayout
 from rwkv.data.loaders import DataModule
 from rwkv.data.prepare import Corpus, prepare
+from rwkv.data.segments import DocumentChunks, SegmentDataset, SegmentSampler
+from rwkv.data.windows import StepLayout
 from rwkv.errors import UserError
 from rwkv.model.loss import IGNORED
 from rwkv.training.task import LanguageModel

@@ -17,7 +17,8 @@ from rwkv.config import GENERATIONS, Sampling
 from rwkv.generation.draft import Draft, ModelDraft, NGram
 from rwkv.generation.engine import Engine
 from rwkv.generation.grammar import Grammar
-from rwkv.generation.prefill import PrefixCache, prefill
+from rwkv.generation.prefill import prefill
+from rwkv.generation.prefix_cache import PrefixCache
 from rwkv.generation.request import Request
 from rwkv.generation.row import Row
 from rwkv.generation.stopping import StoppingCriteria

@@ -1,7 +1,8 @@
-"""A model's step for one token in one call of C (csrc/): the structs of numbers and addresses that the C reads.
+"""A model's step for one token in one call of C: the structs of numbers and addresses that the C reads.
 
-The named tuples here and in rwkvN_c.py mirror the structs of csrc/step.h and csrc/rwkvN.c, field by field; CStep compares their
-sizes. A generation's c_model(model, builder) makes its own. A model caches its CStep for all decoders until its weights change.
+The named tuples here and in a generation's step_c.py mirror the structs of csrc/step.h and of its csrc/step.c, field by field;
+CStep compares their sizes. A generation's c_model(model, builder) makes its own. A model caches its CStep for all decoders
+until its weights change.
 """
 
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from kernels.draw import Draw
 from kernels.machine.memory import available_memory
 from kernels.matvec import FORMS, KINDS, Int8
 from kernels.select import AUTO, resolve
+from rwkv.model.base import Model, form, has_form
 from rwkv.model.decoding.layers import PLAIN
 from rwkv.model.hooks import untouched
 from rwkv.model.quantized import Int4Linear, Int8Linear, PackedLinear
@@ -76,9 +78,9 @@ class Common(NamedTuple):                # the common part of all generations
 class CStep:
     """The step of a model with its present weights. own: the tensors made for it; all others are the model's."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         builder = Builder(model)
-        structs = model.generation.c_model(model, builder)
+        structs = form(model.config, "step_c").c_model(model, builder)
         _require_sizes(model.config.generation, structs)
         numbers = list(_numbers(structs))
         model_storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(model)}
@@ -99,10 +101,9 @@ class CStep:
                    places if sources is None else sources, places, states, work, logits)
 
 
-def step_of(model: Any) -> CStep:
+def step_of(model: Model) -> CStep:
     """The step of a model for which why_not is None. The model's weights must live as long as the step is used."""
-    step: CStep = model.decoding_step.of(model, CStep)
-    return step
+    return model.decoding_step.of(model, CStep)
 
 
 @cache
@@ -113,11 +114,13 @@ def drawing() -> Draw | None:
     return function
 
 
-def why_not(model: Any) -> str | None:
+def why_not(model: Model) -> str | None:
     """None if the model's step can be C, otherwise the reason.
 
     C reads addresses and identifies layers by position, so all its assumptions are checked here.
     """
+    if not has_form(model.config, "step_c"):
+        return f"{model.generation.NAME} has no step in C"
     tensors = tensors_of(model)
     devices = {tensor.device.type for tensor in tensors} - {"cpu"}
     if devices:
@@ -134,7 +137,7 @@ def why_not(model: Any) -> str | None:
     return native.why_not()
 
 
-def why_changed(model: Any) -> str | None:
+def why_changed(model: Model) -> str | None:
     """None if the model has its generation's structure, which compiled steps assume, otherwise the reason."""
     if model.config.deep_embed_dim:
         return "a compiled step has no DeepEmbed"
@@ -149,10 +152,8 @@ def why_changed(model: Any) -> str | None:
     return None
 
 
-def _expected_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    config = replace(model.config, n_layer=len(model.blocks))
-    shapes: dict[str, tuple[int, ...]] = model.generation.shapes(config, model.vocab_size)
-    return shapes
+def _expected_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    return model.generation.shapes(replace(model.config, n_layer=len(model.blocks)), model.vocab_size)
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -164,29 +165,32 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return packed | {name: tuple(tensor.shape) for name, tensor in named}
 
 
-def is_plain(model: Any) -> bool:
-    """Whether a step may read the weights without calling the model's modules."""
-    return model.is_untouched() and all(_plain(module, model) for module in model.modules() if module is not model)
+def is_plain(model: Model) -> bool:
+    """Whether a step may read the weights without calling the model's modules: the generation has one for all of them."""
+    if not has_form(model.config, "step"):
+        return False
+    kinds = (*PLAIN, *form(model.config, "step").PLAIN)
+    return model.is_untouched() and all(_plain(module, kinds) for module in model.modules() if module is not model)
 
 
-def are_in_order(model: Any) -> bool:
+def are_in_order(model: Model) -> bool:
     """Whether the blocks of a plain model are in the order that a step expects: the first one first, and no other.
 
     The model itself accepts any order.
     """
-    fits = model.generation.Step.fits
+    fits = form(model.config, "step").Step.fits
     return len(model.blocks) > 0 and all(fits(block, i == 0) for i, block in enumerate(model.blocks))
 
 
-def _plain(module: nn.Module, model: Any) -> bool:
+def _plain(module: nn.Module, kinds: tuple[type, ...]) -> bool:
     """Whether the module computes its class's formula from its weights: linear layers without bias, norms with bias."""
-    return (type(module) in (*PLAIN, *model.generation.PLAIN) and untouched(module)
+    return (type(module) in kinds and untouched(module)
             and not (isinstance(module, nn.Linear) and module.bias is not None)
             and not (isinstance(module, NORMS) and (module.weight is None or module.bias is None))
             and not (isinstance(module, nn.Embedding) and module.max_norm is not None))
 
 
-def decoding_line(model: Any) -> str:
+def decoding_line(model: Model) -> str:
     """The printed line about what computes a decoding step on a CPU."""
     reason = why_not(model)
     if reason is not None:
@@ -209,7 +213,7 @@ class Builder:
     step reads half as much.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self._model, self._size = model, 0
         linears = [layer for layer in model.modules() if isinstance(layer, LINEAR)]
         self._widest = max(layer.in_features for layer in linears)

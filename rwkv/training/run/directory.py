@@ -35,7 +35,7 @@ class Run:
 
     init_checkpoint, tokenizer: with init_from=, the source of the weights and the tokenizer for the data.
     default_rates: in a new run, the options of optim set by rwkv/training/run/rates.py.
-    saved_memory: in a new run with init_from=, notes of rwkv/training/tuning/passes.py for the plan.
+    saved_memory: in a new run with init_from=, notes of rwkv/training/memory/savings.py for the plan.
     exists: the directory belongs to this run already. lock: held by a resumed run, and by a new one after `create`.
     """
 

@@ -10,14 +10,14 @@ from rwkv.errors import UserError
 from rwkv.model.base import generation
 from rwkv.training.device import device_for, is_planned_elsewhere
 from rwkv.training.length import with_default_length
-from rwkv.training.memory import free_memory
+from rwkv.training.memory.capacity import free_memory
+from rwkv.training.memory.savings import fit_memory, with_passes
 from rwkv.training.run.directory import Run, new_folder, require_unused
 from rwkv.training.run.options import check_new_run, require_one_beginning
 from rwkv.training.run.rates import with_default_rates
 from rwkv.training.run.resume import Request, resolved, resumed_run
 from rwkv.training.tuning.guard import with_guard
 from rwkv.training.tuning.init_from import open_init_checkpoint
-from rwkv.training.tuning.passes import fit_memory, with_passes
 
 
 def open_run(config: TrainConfig, user_keys: Collection[str] = (), chosen: Collection[str] = ()) -> Run:

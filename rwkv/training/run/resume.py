@@ -19,11 +19,11 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.checkpoints import newest_sound, settle
 from rwkv.training.device import AUTO, is_planned_elsewhere, resolved_precision
 from rwkv.training.length import with_max_steps
+from rwkv.training.memory.savings import same_step
 from rwkv.training.run.directory import CONFIG_FILE, Run, as_plain
 from rwkv.training.run.lock import RunLock
 from rwkv.training.run.options import nothing_at, resumed_path
 from rwkv.training.tuning.init_from import NOT_A_SIZE, open_init_checkpoint
-from rwkv.training.tuning.passes import same_step
 from rwkv.training.tuning.tuned import tuned_files
 
 FIXED = ("model", "data", "tune", "seed",    # options and groups that must not change on resume
