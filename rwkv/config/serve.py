@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from rwkv.config.common import MODEL_TEMPLATE, SavedModelConfig, layout_option
+from rwkv.config.common import MODEL_TEMPLATE, DraftedConfig, layout_option
 from rwkv.config.sampling import Sampling, preset_option, with_sampling
 from rwkv.config.schema import PATH, check_options, option
 from rwkv.errors import UserError
@@ -13,7 +13,7 @@ NEXT_PAIR = re.compile(r",(?=[^,=/\\]+=)")              # the comma before the n
 
 @dataclass
 @with_sampling
-class ServeConfig(SavedModelConfig):
+class ServeConfig(DraftedConfig):
     model_name: str | None = option(None, "model id for clients; null: the checkpoint's name")
     adapters: list[str] = option(list, "NAME=PATH,...: further models, which requests name. PATH: the directory or .ckpt of a "
                                  "tune=state or tune=lora run from this checkpoint, a state file, or another program's tuned "
@@ -47,6 +47,7 @@ class ServeConfig(SavedModelConfig):
         keys = self.api_key or []        # a file of options may have one key, or null
         self.api_key = [key for key in ([keys] if isinstance(keys, str) else keys) if key != "null"]
         check_options(self)
+        super().__post_init__()
         _ = self.adapter_paths           # raises UserError unless all are NAME=PATH
         if self.port > 65535:
             raise UserError(f"port must be from 0 to 65535; got {self.port}")

@@ -89,13 +89,16 @@ class CStep:
         self.size, self.reads_copies = structs.common.size, builder.reads_copies
         self._name, self._structs = f"{model.config.generation}_step", torch.tensor(numbers, device="cpu")
 
-    def __call__(self, tokens: Tensor, places: Tensor, states: Tensor, work: Tensor, logits: Tensor) -> None:
+    def __call__(self, tokens: Tensor, places: Tensor, states: Tensor, work: Tensor, logits: Tensor,
+                 sources: Tensor | None = None, all_logits: bool = False) -> None:
         """Reads R tokens, int64, each into the row places[i] of `states`. work: the workspace (R or more,size).
 
-        Consecutive tokens with the same place belong to one sequence, in order. Writes the logits (V) after the last token of
-        each sequence.
+        sources: the row of `states` that each token starts from, which does not change unless it is the token's own place;
+        default: `places`. A token that starts from the place of the token before it belongs to the same sequence. Writes the
+        logits (V) after the last token of each sequence; all_logits: after each token.
         """
-        native.run(self._name, torch.get_num_threads(), self._structs, tokens.numel(), tokens, places, states, work, logits)
+        native.run(self._name, torch.get_num_threads(), self._structs, tokens.numel(), all_logits, tokens,
+                   places if sources is None else sources, places, states, work, logits)
 
 
 def step_of(model: Model) -> CStep:
