@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from kernels.arguments import from_home
 from rwkv.chat.templates import chat_template
 from rwkv.checkpoint.location import locate
-from rwkv.config import SavedModelConfig, ServeConfig
+from rwkv.config import NGRAM, SavedModelConfig, ServeConfig
 from rwkv.errors import UserError
 from rwkv.io import hub
 from rwkv.io.state_file import state_file
@@ -27,6 +27,10 @@ def require_files(config: SavedModelConfig, template: str | None = None, state: 
         raise UserError("lora_alpha requires lora=")
     if config.tokenizer is not None:
         Tokenizer.check_named(config.tokenizer)
+    draft = getattr(config, "draft", None)
+    if draft is not None and draft != NGRAM:
+        with errors_of(f"draft={draft}"):
+            locate(draft)
     if template is not None:
         chat_template(template)
     layout = getattr(config, "state_layout", None)
@@ -39,7 +43,7 @@ def require_files(config: SavedModelConfig, template: str | None = None, state: 
 def require_adapters(config: ServeConfig) -> None:
     """Raises UserError for the first path of adapters= that does not exist."""
     for name, path in config.adapter_paths.items():
-        with errors_of_adapter(name):
+        with errors_of(f"adapters={name}=..."):
             locate(from_home(path))
 
 
@@ -49,8 +53,9 @@ def on_disk(config: ServeConfig) -> ServeConfig:
         return name if name is None or hub.parse(name) is None else str(hub.local(name, noun))
 
     adapters = [f"{name}={path(from_home(file), 'adapter')}" for name, file in config.adapter_paths.items()]
+    draft = config.draft if config.draft == NGRAM else path(config.draft, "draft")
     return replace(config, checkpoint=str(path(config.checkpoint, "checkpoint")), lora=path(config.lora, "adapter"),
-                   tokenizer=path(config.tokenizer, "tokenizer"),
+                   draft=draft, tokenizer=path(config.tokenizer, "tokenizer"),
                    template=path(config.template, "chat template"), adapters=adapters,
                    model_name=config.model_name or _model_id(config.checkpoint))
 
@@ -65,9 +70,9 @@ def _model_id(checkpoint: str) -> str | None:
 
 
 @contextmanager
-def errors_of_adapter(name: str) -> Iterator[None]:
-    """Prefixes a UserError with the name of the adapter."""
+def errors_of(option: str) -> Iterator[None]:
+    """Prefixes a UserError with the option, NAME=VALUE."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"adapters={name}=...: {error}") from None
+        raise UserError(f"{option}: {error}") from None

@@ -1,7 +1,8 @@
-"""A model's step for one token in one call of C (csrc/): the structs of numbers and addresses that the C reads.
+"""A model's step for one token in one call of C: the structs of numbers and addresses that the C reads.
 
-The named tuples here and in rwkvN_c.py mirror the structs of csrc/step.h and csrc/rwkvN.c, field by field; CStep compares their
-sizes. A generation's c_model(model, builder) makes its own. A model caches its CStep for all decoders until its weights change.
+The named tuples here and in a generation's step_c.py mirror the structs of csrc/step.h and of its csrc/step.c, field by field;
+CStep compares their sizes. A generation's c_model(model, builder) makes its own. A model caches its CStep for all decoders
+until its weights change.
 """
 
 from collections.abc import Iterator
@@ -18,6 +19,7 @@ from kernels.draw import Draw
 from kernels.machine.memory import available_memory
 from kernels.matvec import FORMS, KINDS, Int8, exact_copy
 from kernels.select import AUTO, resolve
+from rwkv.model.base import Model, form, has_form
 from rwkv.model.decoding.layers import PLAIN
 from rwkv.model.hooks import untouched
 from rwkv.model.quantized import Int4Linear, Int8Linear, PackedLinear
@@ -77,9 +79,9 @@ class Common(NamedTuple):                # the common part of all generations
 class CStep:
     """The step of a model with its present weights. own: the tensors made for it; all others are the model's."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         builder = Builder(model)
-        structs = model.generation.c_model(model, builder)
+        structs = form(model.config, "step_c").c_model(model, builder)
         _require_sizes(model.config.generation, structs)
         numbers = list(_numbers(structs))
         model_storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(model)}
@@ -88,19 +90,21 @@ class CStep:
         self.size, self.reads_copies = structs.common.size, builder.reads_copies
         self._name, self._structs = f"{model.config.generation}_step", torch.tensor(numbers, device="cpu")
 
-    def __call__(self, tokens: Tensor, places: Tensor, states: Tensor, work: Tensor, logits: Tensor) -> None:
+    def __call__(self, tokens: Tensor, places: Tensor, states: Tensor, work: Tensor, logits: Tensor,
+                 sources: Tensor | None = None, all_logits: bool = False) -> None:
         """Reads R tokens, int64, each into the row places[i] of `states`. work: the workspace (R or more,size).
 
-        Consecutive tokens with the same place belong to one sequence, in order. Writes the logits (V) after the last token of
-        each sequence.
+        sources: the row of `states` that each token starts from, which does not change unless it is the token's own place;
+        default: `places`. A token that starts from the place of the token before it belongs to the same sequence. Writes the
+        logits (V) after the last token of each sequence; all_logits: after each token.
         """
-        native.run(self._name, torch.get_num_threads(), self._structs, tokens.numel(), tokens, places, states, work, logits)
+        native.run(self._name, torch.get_num_threads(), self._structs, tokens.numel(), all_logits, tokens,
+                   places if sources is None else sources, places, states, work, logits)
 
 
-def step_of(model: Any) -> CStep:
+def step_of(model: Model) -> CStep:
     """The step of a model for which why_not is None. The model's weights must live as long as the step is used."""
-    step: CStep = model.decoding_step.of(model, CStep)
-    return step
+    return model.decoding_step.of(model, CStep)
 
 
 @cache
@@ -111,11 +115,13 @@ def drawing() -> Draw | None:
     return function
 
 
-def why_not(model: Any) -> str | None:
+def why_not(model: Model) -> str | None:
     """None if the model's step can be C, otherwise the reason.
 
     C reads addresses and identifies layers by position, so all its assumptions are checked here.
     """
+    if not has_form(model.config, "step_c"):
+        return f"{model.generation.NAME} has no step in C"
     tensors = tensors_of(model)
     devices = {tensor.device.type for tensor in tensors} - {"cpu"}
     if devices:
@@ -132,7 +138,7 @@ def why_not(model: Any) -> str | None:
     return native.why_not()
 
 
-def why_changed(model: Any) -> str | None:
+def why_changed(model: Model) -> str | None:
     """None if the model has its generation's structure, which compiled steps assume, otherwise the reason."""
     if model.config.deep_embed_dim:
         return "a compiled step has no DeepEmbed"
@@ -147,10 +153,8 @@ def why_changed(model: Any) -> str | None:
     return None
 
 
-def _expected_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    config = replace(model.config, n_layer=len(model.blocks))
-    shapes: dict[str, tuple[int, ...]] = model.generation.shapes(config, model.vocab_size)
-    return shapes
+def _expected_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    return model.generation.shapes(replace(model.config, n_layer=len(model.blocks)), model.vocab_size)
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -162,29 +166,32 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return packed | {name: tuple(tensor.shape) for name, tensor in named}
 
 
-def is_plain(model: Any) -> bool:
-    """Whether a step may read the weights without calling the model's modules."""
-    return model.is_untouched() and all(_plain(module, model) for module in model.modules() if module is not model)
+def is_plain(model: Model) -> bool:
+    """Whether a step may read the weights without calling the model's modules: the generation has one for all of them."""
+    if not has_form(model.config, "step"):
+        return False
+    kinds = (*PLAIN, *form(model.config, "step").PLAIN)
+    return model.is_untouched() and all(_plain(module, kinds) for module in model.modules() if module is not model)
 
 
-def are_in_order(model: Any) -> bool:
+def are_in_order(model: Model) -> bool:
     """Whether the blocks of a plain model are in the order that a step expects: the first one first, and no other.
 
     The model itself accepts any order.
     """
-    fits = model.generation.Step.fits
+    fits = form(model.config, "step").Step.fits
     return len(model.blocks) > 0 and all(fits(block, i == 0) for i, block in enumerate(model.blocks))
 
 
-def _plain(module: nn.Module, model: Any) -> bool:
+def _plain(module: nn.Module, kinds: tuple[type, ...]) -> bool:
     """Whether the module computes its class's formula from its weights: linear layers without bias, norms with bias."""
-    return (type(module) in (*PLAIN, *model.generation.PLAIN) and untouched(module)
+    return (type(module) in kinds and untouched(module)
             and not (isinstance(module, nn.Linear) and module.bias is not None)
             and not (isinstance(module, NORMS) and (module.weight is None or module.bias is None))
             and not (isinstance(module, nn.Embedding) and module.max_norm is not None))
 
 
-def decoding_line(model: Any) -> str:
+def decoding_line(model: Model) -> str:
     """The printed line about what computes a decoding step on a CPU."""
     reason = why_not(model)
     if reason is not None:
@@ -207,14 +214,14 @@ class Builder:
     step reads half as much.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self._model, self._size = model, 0
         linears = [layer for layer in model.modules() if isinstance(layer, LINEAR)]
         self._widest = max(layer.in_features for layer in linears)
         trained = any(parameter.requires_grad for parameter in model.parameters())
         in_float32 = [cast(Tensor, layer.weight) for layer in linears if _form_of(layer) == "float32"]
         copies = None if trained else exact_copies(in_float32)
-        self._copies = dict(zip(map(id, in_float32), copies or (), strict=False))
+        self._copies = {} if copies is None else dict(zip(map(id, in_float32), copies, strict=True))
 
     @property
     def reads_copies(self) -> bool:
