@@ -22,7 +22,7 @@ PRODUCT = sorted([*(ROOT / "kernels").rglob("*.py"), *(ROOT / "rwkv").rglob("*.p
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv")
 SET_ENVIRONMENT = [ROOT / "rwkv" / "distributed.py", *(              # of libraries, and torchrun's for its processes
     ROOT / "kernels" / name
-    for name in ("machine/threads.py", "machine/shares.py", "machine/allocator.py", "backends/taichi.py"))]
+    for name in ("machine/threads.py", "machine/shares.py", "machine/allocator.py", "backends/_taichi_startup.py"))]
 
 FLOORS = (                               # of rwkv/, from the top: a part imports parts of lower floors alone
     ("programs",),
@@ -56,7 +56,7 @@ RULES = (
     Rule(r"kernels\b.*", r"rwkv|lightning|pytorch_lightning|hydra|omegaconf|wandb"),
     Rule(r"(?!kernels\b|rwkv\.model\.).*", BACK_ENDS),
     Rule(r"rwkv\.model\.(?!.*triton).*", BACK_ENDS),              # a generation's forms in Triton are beside its others
-    Rule(r"(?!kernels\.backends\.taichi$).*", r"taichi"),
+    Rule(r"(?!kernels\.backends\._taichi_startup$).*", r"taichi"),
     Rule(rf"kernels\.({OPERATORS})(\.cases)?", BACK_ENDS),
     Rule(r".*", IMPLEMENTATIONS),                                # an implementation is loaded by its name
     Rule(rf"(?!kernels\.(bench|{'|'.join(MUSEUM)})\b|kernels\.wkv4\.timex$).*", rf"kernels\.({'|'.join(MUSEUM)})"),

@@ -20,7 +20,7 @@ import yaml
 from rwkv.cli import configs, recipe
 from rwkv.cli.arguments import CommandLine
 from rwkv.cli.checks import check, check_override, choices_in
-from rwkv.cli.configs import EXPERIMENT, FORMER_KERNELS, KERNELS, NULL_CHOICES, OPTIONAL, groups
+from rwkv.cli.configs import EXPERIMENT, KERNELS, NULL_CHOICES, OPTIONAL, groups
 from rwkv.config import PATH, TEXT, TrainConfig, free_text, options
 from rwkv.errors import UserError
 
@@ -79,7 +79,7 @@ def _hydra(schema: type, config_name: str) -> Iterator[None]:
     _restore_parser_asserts()
     store = ConfigStore.instance()
     store.store(name=f"{config_name}_schema", node=schema)
-    for name in (*KERNELS, *FORMER_KERNELS):
+    for name in KERNELS:
         store.store(group="kernel", name=name, node={"name": name})
     with hydra.initialize_config_dir(str(configs.CONFIGS), version_base="1.3"):
         yield

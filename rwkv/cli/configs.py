@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-from kernels.registry import RENAMED, all_names, operators
+from kernels.registry import all_names, operators
 from rwkv.cli import recipe
 from rwkv.config import TrainConfig
 from rwkv.errors import UserError
@@ -20,7 +20,6 @@ PACKAGE = Path(__file__).resolve().parent.parent
 CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"      # installed, or in a clone
 TIME_MIXING = [name for name in operators() if name.startswith("wkv")]      # one operator for each generation
 KERNELS = tuple(sorted({"auto"}.union(*map(all_names, TIME_MIXING))))       # a model uses those of its operator
-FORMER_KERNELS = tuple(name for op in TIME_MIXING for name in RENAMED.get(op, ()))
 EXPERIMENT = "experiment"
 OPTIONAL = (EXPERIMENT, "debug")         # groups of train.py that default to null; their files are recipes
 NULL_CHOICES = tuple(f"{group}=null" for group in OPTIONAL)         # the defaults, which Hydra rejects as overrides
@@ -46,7 +45,7 @@ def sets_all_groups(file: Path) -> bool:
 
 def check_choice(group: str, choice: str) -> None:
     """Raises UserError for an unknown choice of a group."""
-    if (group == "kernel" and choice in FORMER_KERNELS) or (group == EXPERIMENT and recipe.is_path(choice)):
+    if group == EXPERIMENT and recipe.is_path(choice):
         return
     if choice not in choices(group) and not (choice == "null" and group in OPTIONAL):
         close = get_close_matches(choice, choices(group), n=1)

@@ -125,10 +125,10 @@ class DataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         mixed = {"shares": {part.name: part.share for part in self.corpus.parts}} if self.corpus.parts else {}
-        return {"sha256": self.corpus.sha256, "moved": self.corpus.moved} | mixed
+        return {"sha256": self.corpus.sha256} | mixed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises UserError if the run began with other data or another split."""
+        """Raises UserError if the run began with other data."""
         shares = {part.name: part.share for part in self.corpus.parts}
         if state_dict.get("shares", {}) != shares:
             before, now = (", ".join(f"{name} {100 * share:.4g} %" for name, share in each.items())
@@ -139,9 +139,6 @@ class DataModule(LightningDataModule):
             raise UserError(f"the data have changed since the run began: their SHA-256 was {state_dict['sha256'][:12]} and is "
                             f"{self.corpus.sha256[:12]}; restore them to resume, name their place with data.path= or "
                             "data.sources=, or begin a new run with init_from=")
-        if state_dict.get("moved", 0) != self.corpus.moved:              # earlier versions compared no documents
-            raise UserError("the run began with copies of a document in both splits, and now all are in the same split: "
-                            "begin a new run, so that validation has no training text")
 
 
 def _unchanged(batch: Any) -> Any:

@@ -85,7 +85,6 @@ class DocumentChunks:
         self.documents = len(bounds) - 1
         segments = -(-np.diff(bounds) // ctx_len)
         counts, length = _divided(segments, streams)
-        self.were_divided = learnt is not None and bool((counts > 1).any())      # earlier versions divided conversations
         if learnt is not None:
             counts = np.ones_like(segments)
             length = segments
@@ -233,19 +232,15 @@ class SegmentIterator(Iterator[BatchPlan]):
     def state_dict(self) -> dict[str, Any]:
         """Inside a step, the positions are those at its beginning."""
         between_steps = self._batches % self.sampler.layout.parts == 0
-        lanes = self._positions.state_dict() if between_steps else self._before
-        return {"batches": self._batches, "lanes": lanes} | ({"whole": True} if self.sampler.chunks.were_divided else {})
+        return {"batches": self._batches, "lanes": self._positions.state_dict() if between_steps else self._before}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises UserError if the run had another number of streams, or none, or divided conversations."""
+        """Raises UserError if the run had another number of streams, or none."""
         before = len(state["lanes"]["left"]) if "lanes" in state else 0
         now = self.sampler.layout.streams
         if before != now:
             raise UserError(f"the run began with {before or 'no'} document streams, and data.batch_size times "
                             f"trainer.accumulate is {now}: with trainer.tbptt, a run continues with the same number")
-        if self.sampler.chunks.were_divided and not state.get("whole"):
-            raise UserError("the run began with conversations divided into chunks, without the context of answers; now they "
-                            "are read whole: begin a new run with init_from=")
         self._batches = state["batches"]
         self._positions.load_state_dict(state["lanes"])
         if self._batches % self.sampler.layout.parts:

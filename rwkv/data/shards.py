@@ -49,8 +49,8 @@ SHOWN_AFTER = 2.0                        # seconds before the progress bar appea
 
 
 class Piece(NamedTuple):
-    """A document or a part of one. starts_document: it is the first part. Other fields as in Document; copy and moved only for
-    the first part.
+    """A document or a part of one. starts_document: it is the first part. Other fields as in Document; copy only for the first
+    part.
     """
 
     text: str
@@ -60,7 +60,6 @@ class Piece(NamedTuple):
     weight: int
     before: int = 0
     copy: bool = False
-    moved: bool = False
 
 
 class Shard(NamedTuple):
@@ -98,9 +97,9 @@ def text_bytes(manifest: dict[str, Any]) -> tuple[int, int]:
     return train, val
 
 
-def count(manifest: dict[str, Any], name: str) -> int:
-    """The number of documents of both splits that are copies, or moved (rwkv/data/documents/copies.py)."""
-    return sum(shard[split][name] for shard in manifest["shards"] for split in SPLITS)
+def copies(manifest: dict[str, Any]) -> int:
+    """The number of documents of both splits that are copies (rwkv/data/documents/copies.py)."""
+    return sum(shard[split]["copies"] for shard in manifest["shards"] for split in SPLITS)
 
 
 def all_marks(manifest: dict[str, Any]) -> dict[str, int]:
@@ -256,8 +255,7 @@ def _pieces(source: Source, split: SafeSplit) -> Iterator[Piece]:
         for number, text in enumerate(pieces(document.chunks, split)):
             size = len(text.encode()) if weight is None else weight
             first = number == 0
-            yield Piece(text, document.val, first, document.where, size, before, first and document.copy,
-                        first and document.moved)
+            yield Piece(text, document.val, first, document.where, size, before, first and document.copy)
             weight = None if weight is None else 0       # a known weight belongs to the document's first piece
             before += len(text)
 
@@ -284,7 +282,7 @@ def _write_split(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter,
     split_lost = sum((batch_lost for _, batch_lost in batches), NOTHING)
     return {"tokens": len(ids), "bytes": split_lost.of, "crc32": zlib.crc32(ids.tobytes()), "lost": split_lost.bytes,
             "unknown": split_lost.unknown, "copies": sum(part.copy for part in parts),
-            "moved": sum(part.moved for part in parts), "marks": marks(part.text for part in parts)}
+            "marks": marks(part.text for part in parts)}
 
 
 def _write_starts(folder: Path, shards: list[dict[str, Any]], split: str, dtype: np.dtype, end_of_text: int) -> int:

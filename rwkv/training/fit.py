@@ -29,7 +29,6 @@ from rwkv.training import graphs, kernel_check, on_paper
 from rwkv.training.callbacks.divergence import Diverged
 from rwkv.training.callbacks.interruption import Interrupted
 from rwkv.training.device import device_for, dtype_for, is_planned_elsewhere, process_count, set_product_precision, share
-from rwkv.training.length import with_steps_of_epochs
 from rwkv.training.loggers import loggers, require
 from rwkv.training.memory.capacity import Needs, needs_here, require_capacity
 from rwkv.training.memory.estimate import gives_back
@@ -37,6 +36,7 @@ from rwkv.training.plan import announce_needs, announce_training, is_timed, vali
 from rwkv.training.run.card import write_card
 from rwkv.training.run.directory import Run, as_plain, create
 from rwkv.training.run.opening import open_run
+from rwkv.training.run.resolve import Context, Stage, resolve
 from rwkv.training.run.resume import require_unfinished
 from rwkv.training.setup import data_for, kernel_for, new_model
 from rwkv.training.sharding import whole
@@ -128,8 +128,8 @@ def train(run: Run) -> None:
     data = data_for(run, device)
     if config.data.preview:
         show_conversations(data)
-    config = with_steps_of_epochs(config, data)
-    run = replace(run, config=config)
+    config, notes = resolve(config, Stage.DATA, Context(data=data))
+    run = replace(run, config=config, notes=run.notes + notes)
     distributed.broadcast_from_rank0(lambda: require_unfinished(run))
     data.tokenizer.drop_library()
     give_back_free_blocks()              # left by data preparation

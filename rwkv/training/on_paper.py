@@ -30,7 +30,6 @@ from rwkv.errors import UserError
 from rwkv.io.lines import counted, labelled
 from rwkv.model.base import generation, n_parameters
 from rwkv.training.device import dtype_for
-from rwkv.training.length import with_steps_of_epochs
 from rwkv.training.memory.estimate import (
     FLOAT,
     Memory,
@@ -45,6 +44,7 @@ from rwkv.training.memory.lines import would_fit
 from rwkv.training.memory.remedies import remedies, with_keys
 from rwkv.training.plan import in_words
 from rwkv.training.run.directory import Run
+from rwkv.training.run.resolve import Context, Stage, resolve
 from rwkv.training.setup import data_for
 
 GIB = 2 ** 30
@@ -181,8 +181,8 @@ def _product_parameters(model: object, vocab_size: int) -> int:
 def announce(run: Run) -> None:
     """Prints the plan on standard error. Raises UserError if the run does not fit into a device's memory."""
     data = data_for(run, torch.device("cpu"))
-    config = with_steps_of_epochs(_with_devices(run.config), data)
-    vocab_size = run.init_checkpoint.vocab_size if run.init_checkpoint else data.tokenizer.vocab_size
+    config, _ = resolve(_with_devices(run.config), Stage.DATA, Context(data=data))
+    vocab_size = run.vocab_size(data.tokenizer)
     gpu, why = chosen_gpu(config.plan)
     config, warning = with_whole_rows(config)
     result = on_paper(config, vocab_size, gpu)

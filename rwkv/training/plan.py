@@ -32,12 +32,11 @@ from rwkv.model.base import generation, n_parameters
 from rwkv.model.fused import form as fused_form
 from rwkv.training import graphs
 from rwkv.training.device import dtype_for, why_precision
-from rwkv.training.length import MAX_EPOCHS, steps_per_epoch
 from rwkv.training.memory.capacity import Needs, free_disk
 from rwkv.training.memory.estimate import checkpoint_bytes, n_checkpoints, n_trained, readable
 from rwkv.training.memory.lines import memory_lines
-from rwkv.training.run import rates
 from rwkv.training.run.directory import Run, backup_folder
+from rwkv.training.run.length import MAX_EPOCHS, steps_per_epoch
 from rwkv.training.task import LanguageModel
 from rwkv.training.tuning import guard
 from rwkv.training.tuning.same_data import warn_of_split
@@ -147,12 +146,9 @@ def _model(run: Run, V: int) -> Iterator[tuple[str, str]]:
         yield from _tuning(run, n_trained(config, V))
     if config.tune.prefers:
         yield "objective", _objective(config.tune)
-    if run.default_rates:
-        yield "rate", rates.describe(config, run.default_rates)
     if guard.is_compared(config):
         yield "guard", guard.describe(config)
-    for line in run.saved_memory:
-        yield "memory", line
+    yield from run.notes
 
 
 def _computation(config: TrainConfig, kernel: str, kernel_error: str | None, device: torch.device,
@@ -280,8 +276,8 @@ def _training(run: Run, device: torch.device, task: LanguageModel | None, data: 
     elif trainer.strategy == "fsdp":
         duration = "duration unknown (not timed under fsdp)"
     else:
-        V = run.init_checkpoint.vocab_size if run.init_checkpoint else data.tokenizer.vocab_size
-        estimated = in_words((training + validation) * _estimated_seconds(config, V, device)).removeprefix("about ")
+        seconds = _estimated_seconds(config, run.vocab_size(data.tokenizer), device)
+        estimated = in_words((training + validation) * seconds).removeprefix("about ")
         duration = f"very roughly {estimated} (from the speed of a matrix product; plan=timed measures steps)"
 
     passes = steps / per_epoch

@@ -4,16 +4,14 @@ import subprocess
 import sys
 
 import pytest
-import torch
 import yaml
 from programs import PROGRAMS, Run, composed
 
 from kernels.select import selectable
 from rwkv import cli
 from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig
-from rwkv.model.operators import operator_for
-from rwkv.training.length import with_max_steps
 from rwkv.training.run.directory import as_plain
+from rwkv.training.run.length import with_max_steps
 
 CHOICES = [(path.parent.name, path.stem) for path in sorted(cli.CONFIGS.glob("*/*.yaml"))]
 
@@ -32,16 +30,6 @@ def test_every_choice_composes_to_the_schema(group: str, name: str) -> None:
 @pytest.mark.parametrize("name", ["auto", *selectable("wkv4")])
 def test_every_kernel_can_be_chosen(name: str) -> None:
     assert composed("generate", f"kernel={name}").kernel.name == name
-
-
-def test_a_name_that_a_kernel_had_before_is_taken_with_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    config = composed("train", "kernel=taichi_v4", "model=rwkv7_tiny")
-    wkv = operator_for(config.model, config.kernel.name, "cpu", torch.float32)
-    assert wkv.name == "c_v0"
-    told = capsys.readouterr().err
-    assert told.count("\n") == 1
-    assert "taichi_v4" in told
-    assert "c_v0" in told
 
 
 def test_the_defaults_are_those_of_the_dataclasses() -> None:

@@ -107,7 +107,8 @@ def split_documents(texts: Iterable[tuple[str, str, int | None]], fraction: floa
         return
     splitter = Splitter(fraction)
     for text, where, weight in chain(repeat(first, equal), [different], filled):
-        yield Document(chunks_of(text), where=where, weight=weight, **splitter.place(fingerprint([text]))._asdict())
+        place = splitter.place(fingerprint([text]))
+        yield Document(chunks_of(text), place.val, where, weight, copy=place.copy)
 
 
 def _divided(text: str, where: str, fraction: float, times: int) -> Iterator[Document]:
@@ -115,7 +116,7 @@ def _divided(text: str, where: str, fraction: float, times: int) -> Iterator[Doc
     cut = validation_begins(len(text), fraction, where)
     for begin, part, val in ((0, text[:cut], False), (cut, text[cut:], True)):
         for number in range(times):
-            yield Document(chunks_of(part), val, where, before=begin, copy=number > 0 and val, moved=times > 1)
+            yield Document(chunks_of(part), val, where, before=begin, copy=number > 0 and val)
 
 
 def repeated_share(documents: Iterable[Document]) -> float:

@@ -16,7 +16,7 @@ class Document(NamedTuple):
     """A text in consecutive `chunks`, in one split. where: the name of its file, for errors.
 
     weight: its bytes in the source, for the progress bar; None for the bytes of its text. before: the number of characters
-    before it in `where`. copy, moved: as in copies.Placed.
+    before it in `where`. copy: as in copies.Placed.
     """
 
     chunks: Iterable[str]
@@ -25,7 +25,6 @@ class Document(NamedTuple):
     weight: int | None = None
     before: int = 0
     copy: bool = False
-    moved: bool = False
 
 
 @dataclass(frozen=True)

@@ -78,9 +78,9 @@ def source(config: DataConfig, cache: Path) -> Source:
     template = template_of(config)
 
     def documents() -> Iterator[Document]:
-        for parts, val, where, weight, copy, moved in conversations(config):
-            text = "".join(text for text, _ in parts).replace(END, "")
-            yield Document(chunks_of(text), val, where, weight, copy=copy, moved=moved)
+        for conversation in conversations(config):
+            text = "".join(text for text, _ in conversation.parts).replace(END, "")
+            yield Document(chunks_of(text), conversation.val, conversation.where, conversation.weight, copy=conversation.copy)
 
     paths = [path for _, path in named]
     about = f"conversations of {paths[0].name if len(paths) == 1 else config.path}, template {template.name}"

@@ -56,7 +56,7 @@ def _several_files(files: list[tuple[str, Path]], file_contents: list[Content], 
 
     def documents() -> Iterator[Document]:
         for val in (False, True):
-            yield from (Document(chunks(path), where=str(path), **place._asdict())
+            yield from (Document(chunks(path), val, str(path), copy=place.copy)
                         for (_, path), place in zip(files, placed, strict=True) if place.val == val)
 
     count = sum(place.val for place in placed)

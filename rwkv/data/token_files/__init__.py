@@ -58,8 +58,7 @@ class Tokens(NamedTuple):
     """sha256: of the index and the checksum of the ids. bytes_per_token: bytes of the validation text per predicted token.
 
     gzip_bpb: bits per byte of `gzip -9` on that text. unknown: the share of its ids that are the unknown token; None if the
-    tokenizer's definition shows that it loses nothing. copies: the number of documents that repeat an earlier one; moved: of
-    those that the copies put in another split.
+    tokenizer's definition shows that it loses nothing. copies: the number of documents that repeat an earlier one.
     """
 
     train: TokenArray
@@ -70,7 +69,6 @@ class Tokens(NamedTuple):
     gzip_bpb: float
     unknown: float | None
     copies: int
-    moved: int
 
 
 class Places(NamedTuple):
@@ -108,12 +106,11 @@ def read(files: Sequence[TokenFile], tokenizer: Tokenizer, val_fraction: float, 
     copies = len(starts) - 1 - int(group.max())
     plain = np.arange(len(starts)) >= first
     in_val = _join_copies(group, np.diff(starts, append=len(whole)), plain, val_fraction) if copies else plain
-    moved = int((in_val != plain).sum())
     train, val = whole.between(0, cut), whole.between(cut, len(whole))
-    if moved:
+    if (in_val != plain).any():
         train, val = (_selected(whole, in_val == is_val, cache / f"{files[0].kind}-{digest[:12]}-{val_fraction}-{split}.npy")
                       for is_val, split in ((False, "train"), (True, "val")))
-    return Tokens(train, val, len(starts), digest, *_measure(val, tokenizer), copies, moved)
+    return Tokens(train, val, len(starts), digest, *_measure(val, tokenizer), copies)
 
 
 def _require_known(path: Path, entry: dict[str, Any], tokenizer: Tokenizer) -> None:

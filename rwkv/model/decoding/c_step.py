@@ -220,7 +220,7 @@ class Builder:
         trained = any(parameter.requires_grad for parameter in model.parameters())
         in_float32 = [cast(Tensor, layer.weight) for layer in linears if _form_of(layer) == "float32"]
         copies = None if trained else exact_copies(in_float32)
-        self._copies = dict(zip(map(id, in_float32), copies or (), strict=False))
+        self._copies = {} if copies is None else dict(zip(map(id, in_float32), copies, strict=True))
 
     @property
     def reads_copies(self) -> bool:

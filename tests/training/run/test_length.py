@@ -13,7 +13,7 @@ from training_runs import TEXT, configured, content, done_here, losses, same
 from rwkv.config import LENGTHS, DataConfig, ModelConfig, TrainConfig, TrainerConfig
 from rwkv.data.loaders import DataModule
 from rwkv.data.prepare import Corpus, prepare
-from rwkv.training.length import steps_per_epoch, with_default_length, with_max_steps, with_steps_of_epochs
+from rwkv.training.run.length import steps_per_epoch, with_default_length, with_max_steps, with_steps_of_epochs
 
 KINDS = ("text", "chat", "tbptt")
 SMALL = ("model.n_layer=1", "model.n_embd=32", "model.ctx_len=32", "data.tokenizer=byte", "data.batch_size=2", "trainer=cpu",
