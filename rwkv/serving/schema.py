@@ -126,6 +126,9 @@ class Shared(SamplingFields, forbid_unknown_fields=True, kw_only=True):
 
 if TYPE_CHECKING:
     class ForeignFields(Shared):
+        """The fields of other servers that every request for text may have."""
+
+        repetition_penalty: float | None = None
         repeat_penalty: float | None = None
         repeat_last_n: Any = None
 else:
@@ -384,7 +387,7 @@ class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
     include_obfuscation: bool | None = None      # ignored
 
 
-class ResponseRequest(Shared, forbid_unknown_fields=True, kw_only=True):
+class ResponseRequest(ForeignFields, forbid_unknown_fields=True, kw_only=True):
     input: str | list[dict[str, Any]] | None = None
     instructions: str | None = None
     previous_response_id: Annotated[str, msgspec.Meta(max_length=64)] | None = None

@@ -37,6 +37,15 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
         "stream": True, "model": "tiny", "messages": HELLO, "stream_options": {"include_usage": True}, "max_tokens": 50,
         "format": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
         "chat_template_kwargs": {"enable_thinking": True}}),
+    "Open WebUI, Responses": ("/v1/responses", {
+        **{name: value for name, value in OLLAMA_OPTIONS.items() if name not in (
+            "stop", "frequency_penalty", "presence_penalty", "reasoning_effort")},
+        "stream": True, "model": "tiny", "instructions": "be", "max_output_tokens": 50, "keep_alive": "5m",
+        "tools": [{"type": "function", "name": "get_current_timestamp", "description": "w", "parameters": NO_ARGUMENTS,
+                   "strict": False}], "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
+            {"type": "function_call", "call_id": "call_1", "name": "get_current_timestamp", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "call_1", "output": RESULT}]}),
     "Open WebUI, Ollama": ("/api/chat", {
         "model": "tiny:latest", "messages": HELLO, "stream": True, "keep_alive": "5m", "tools": TOOLS, "think": True,
         "options": {**OLLAMA_OPTIONS, "logit_bias": "97:1,98:-1", "num_predict": 50}}),
@@ -113,8 +122,9 @@ def test_other_servers_names_of_an_option_have_its_effect(g1: Running) -> None:
     ("ignore_eos", True), ("stop_token_ids", [3]), ("skip_special_tokens", False), ("mirostat", "x"), ("format", "xml"),
     ("format", {"type": "nothing"}), ("repeat_penalty", -1), ("unknown", 0)])
 def test_an_option_that_only_other_servers_have_must_be_off(g1: Running, field: str, value: Any) -> None:
-    for path, prompt in (("completions", {"prompt": "a"}), ("chat/completions", {"messages": HELLO})):
-        refused(httpx.post(f"{g1.url}/v1/{path}", json={**prompt, "max_tokens": 1, field: value}, timeout=60), field)
+    for path, body in (("completions", {"prompt": "a", "max_tokens": 1}), ("chat/completions", {"messages": HELLO}),
+                       ("responses", {"input": "a", "max_output_tokens": 1})):
+        refused(httpx.post(f"{g1.url}/v1/{path}", json={**body, field: value}, timeout=60), field)
 
 
 def test_two_names_of_an_option_must_agree(g1: Running) -> None:
