@@ -404,7 +404,8 @@ class ResponseRequest(ForeignFields, forbid_unknown_fields=True, kw_only=True):
     metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
     background: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None        # no effect: the state's size is constant
-    max_tool_calls: Any = None           # ignored
+    max_tool_calls: Any = None           # ignored, like the next, which Codex sends
+    client_metadata: Any = None
     conversation: None = None            # not supported, like those below
     prompt: None = None
     context_management: None = None

@@ -46,6 +46,22 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "hello"}]},
             {"type": "function_call", "call_id": "call_1", "name": "get_current_timestamp", "arguments": "{}"},
             {"type": "function_call_output", "call_id": "call_1", "output": RESULT}]}),
+    "Codex": ("/v1/responses", {
+        "model": "tiny", "stream": True, "tool_choice": "auto", "parallel_tool_calls": True, "reasoning": {"summary": "auto"},
+        "store": False, "include": ["reasoning.encrypted_content"], "prompt_cache_key": "01a2", "max_output_tokens": 50,
+        "client_metadata": {"session_id": "01a2"}, "tools": [
+            {"type": "function", "name": "exec_command", "description": "w", "strict": False, "parameters": NO_ARGUMENTS}],
+        "input": [{"type": "message", "id": "msg_01", "role": role, "content": [{"type": "input_text", "text": "be"}]}
+                  for role in ("developer", "user")]}),
+    "Agents SDK, a tool's result": ("/v1/responses", {
+        "model": "tiny", "stream": True, "include": [], "max_output_tokens": 50, "input": [
+            {"content": "hello", "role": "user"},
+            {"arguments": "{}", "call_id": "call_1", "name": "weather", "type": "function_call", "id": "fc_1",
+             "status": "completed"},
+            {"call_id": "call_1", "output": "rain", "type": "function_call_output"}],
+        "tools": [{"name": "weather", "type": "function", "strict": True, "description": "Tells the weather.", "parameters": {
+            "properties": {"city": {"title": "City", "type": "string"}}, "required": ["city"], "title": "weather_args",
+            "type": "object", "additionalProperties": False}}]}),
     "Open WebUI, Ollama": ("/api/chat", {
         "model": "tiny:latest", "messages": HELLO, "stream": True, "keep_alive": "5m", "tools": TOOLS, "think": True,
         "options": {**OLLAMA_OPTIONS, "logit_bias": "97:1,98:-1", "num_predict": 50}}),
