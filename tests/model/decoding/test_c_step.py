@@ -13,6 +13,7 @@ from kernels import native
 from kernels.matvec import FORMS
 from rwkv.generation.decoder import CDecoder, Decoder
 from rwkv.model.base import form
+from rwkv.model.decoding import c_step
 from rwkv.model.decoding.c_step import CStep, step_of, why_not
 from rwkv.pretrained import RWKV
 
@@ -79,6 +80,25 @@ def test_heads_and_ranks_of_other_sizes(head_size: int, rank: int) -> None:
     decoder, plain = CDecoder(model, model.empty_state(3)), Decoder(model, model.empty_state(3))
     for t in range(4):
         torch.testing.assert_close(decoder.step(several[:, t]), plain.step(several[:, t]), rtol=0, atol=1e-5)
+
+
+@in_c
+@each_generation
+@torch.no_grad()
+def test_a_matrix_that_is_read_where_it_lies_gives_the_bits_of_its_copy_by_input(
+        level: str, generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_in("bfloat16", generation, n_embd=40, n_ffn=1032)
+    several, steps = tokens(model, B=7, T=3), []
+    for copied in (c_step.COPIED, 0):
+        monkeypatch.setattr(c_step, "COPIED", copied)
+        step = CStep(model)
+        decoder = CDecoder(model, model.empty_state(7))
+        decoder._c_step, decoder._weights = step, []
+        steps.append((sum(tensor.nbytes for tensor in step.own), [decoder.step(several[:, t]).clone() for t in range(3)]))
+    (with_copy, expected), (in_place, logits) = steps
+    assert in_place <= with_copy - 3 * 2 * 40 * 1032
+    for right, read in zip(expected, logits, strict=True):
+        assert torch.equal(right, read)
 
 
 @in_c

@@ -1,7 +1,7 @@
 // Building blocks of a decoding step, shared by all generations. A step reads one token in each of R rows; a row that starts from
 // the state of the row before reads the next token of the same sequence. A step is a series of phases: loops over tiles with a barrier after each
 // (threads.h). Each row has a workspace of `size` numbers and a state of `state_size`. All widths are multiples of 8, and buffers
-// in the workspace are padded to a multiple of PANEL. c_step.py fills the structs.
+// in the workspace are padded to a multiple of 32. c_step.py fills the structs.
 
 #pragma once
 #include "../../../../kernels/matvec/csrc/products.h"
@@ -21,11 +21,15 @@ struct norm {
     double eps;
 };
 
+// How W is stored and summed: by output, (N,K), or by input, (K,N); DENSE: matmul and matmul_by_columns, with equal bits; SPARSE:
+// matmul_in_order and matmul_sparse, with equal bits.
+enum order { DENSE_BY_OUTPUT, SPARSE_BY_INPUT, DENSE_BY_INPUT, SPARSE_BY_OUTPUT };
+
 struct matrix {                          // a layer's weight, in a form of kernels/matvec
     int64_t kind, N, K;
     const void *w, *scale, *shift;
     int64_t levels, offset;              // int8: quantization of x (prepare_input)
-    int64_t by_input;                    // stored (K,N), for sparse inputs
+    int64_t order;
 };
 
 // Common part of all models. Offsets of buffers in a row's workspace: x (C); normal (C), normalized x; floats and q, the prepared
@@ -158,7 +162,9 @@ INLINE floats activate(enum activation f, floats y) {
     return max(splat(0.0f), y) * max(splat(0.0f), y);
 }
 
-INLINE int rounds_x(const struct job *job) { return job->matrix->kind >= WX_BFLOAT16 && !job->matrix->by_input; }
+INLINE int rounds_x(const struct job *job) {
+    return job->matrix->kind >= WX_BFLOAT16 && job->matrix->order == DENSE_BY_OUTPUT;
+}
 
 // A row's prepared input of job i.
 INLINE float *prepared_floats(const struct step *s, int64_t row, int i) {
@@ -208,7 +214,17 @@ INLINE int64_t tile_outputs(const struct step *s, int64_t N, int64_t unit) {
 }
 
 INLINE int64_t matrix_tile(const struct step *s, const struct matrix *m) {
-    return tile_outputs(s, m->N, m->by_input ? SPARSE_TILE : 8);
+    static const int64_t units[] = {8, SPARSE_TILE, COLUMN_TILE, 16};
+    return tile_outputs(s, m->N, units[m->order]);
+}
+
+INLINE void multiply_tile(const struct product *product, const struct matrix *m, int64_t begin, int64_t end) {
+    switch ((enum order)m->order) {
+    case DENSE_BY_OUTPUT: matmul(product, begin, end); break;
+    case SPARSE_BY_INPUT: matmul_sparse(product, m->N, begin, end); break;
+    case DENSE_BY_INPUT: matmul_by_columns(product, m->N, begin, end); break;
+    case SPARSE_BY_OUTPUT: matmul_in_order(product, begin, end); break;
+    }
 }
 
 // Runs independent products.
@@ -222,25 +238,11 @@ static inline void multiply(struct step *s, int n, const struct job *jobs) {
         const struct job *job = &jobs[i];
         struct product product = make_product(s, job, i);
         int64_t N = job->matrix->N, each = matrix_tile(s, job->matrix), begin = tile * each, end = min_int64(N, begin + each);
-        if (job->matrix->by_input) matmul_sparse(&product, N, begin, end);
-        else matmul(&product, begin, end);
+        multiply_tile(&product, job->matrix, begin, end);
         if (job->f == IDENTITY) continue;
         for (int64_t row = 0; row < s->R; row++)
             for (float *y = job->y + row * job->y_row + begin; y < job->y + row * job->y_row + end; y += 8)
                 store(y, activate(job->f, load(y)));
-    }
-}
-
-// The same for matrices stored by input, without activation.
-static inline void multiply_by_input(struct step *s, int n, const struct job *jobs) {
-    int64_t counts[MAX_JOBS], total = 0;
-    for (int i = 0; i < n; i++) total += counts[i] = tiles(jobs[i].matrix->N, tile_outputs(s, jobs[i].matrix->N, PANEL));
-    FOR_EACH_TILE(number, s, total) {
-        int64_t tile = number;
-        int i = find_job(&tile, n, counts);
-        struct product product = make_product(s, &jobs[i], i);
-        int64_t N = jobs[i].matrix->N, each = tile_outputs(s, N, PANEL);
-        matmul_by_input(&product, tile * each, min_int64(N, (tile + 1) * each));
     }
 }
 

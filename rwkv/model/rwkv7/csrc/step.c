@@ -5,7 +5,7 @@
 
 enum { USUAL_N = 64 };                   // head size of all released models, which gets a specialized loop
 
-// A low-rank gate f(m w1) w2 stores w1 by output, (rank,C), and w2 by input, in panels.
+// A low-rank gate f(m w1) w2 stores w1 (C,rank) and w2 (rank,C) by input, as the files do.
 struct layer {
     struct norm ln0, ln1, ln2, ln_x;     // ln0: first layer only
     vector mixes;                        // (MIXES,C): mu of each
@@ -108,7 +108,7 @@ static void time_mix(struct step *s, const struct model *m, const struct layer *
         {&l->g1, mixed + MIX_G * C, base + m->hidden_g, size, SIGMOID},
         {&l->v1, mixed + MIX_V * C, base + m->hidden_v, size, IDENTITY},
     });
-    multiply_by_input(s, is_first ? 3 : 4, (struct job[]){
+    multiply(s, is_first ? 3 : 4, (struct job[]){
         {&l->w2, base + m->hidden_w, base + m->zw, size, IDENTITY},
         {&l->a2, base + m->hidden_a, base + m->za, size, IDENTITY},
         {&l->g2, base + m->hidden_g, base + m->g, size, IDENTITY},
