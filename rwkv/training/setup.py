@@ -5,6 +5,8 @@
     new_model     the model, with initial weights or those of the file that init_from= names
 """
 
+import sys
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,7 +16,10 @@ from kernels.select import AUTO, why_auto
 from rwkv import distributed
 from rwkv.checkpoint.files import Checkpoint
 from rwkv.config import ModelConfig, TuneConfig
+from rwkv.data.conversations import marked
 from rwkv.data.prepare import Corpus, prepare
+from rwkv.errors import UserError
+from rwkv.io.lines import harmless
 from rwkv.model.base import MATRICES, Model, generation
 from rwkv.model.lora import add_adapters
 from rwkv.model.operators import operator_for, size_for
@@ -45,6 +50,15 @@ def data_for(run: Run, device: torch.device) -> Corpus:
     if not config.only_plans:
         distributed.broadcast_from_rank0(lambda: require_capacity(needs_here(config, smallest, device), run.out_dir))
     return distributed.rank0_first(lambda: prepare(config.data, config.model.ctx_len, run.tokenizer, config.tune.prefers))
+
+
+def show_conversations(data: Corpus) -> None:
+    """data.preview: prints two training conversations as the model sees them, with trained text in [[ ]], and exits."""
+    if data.conversations is None:
+        raise UserError("data.preview requires data=chat: it shows conversations")
+    if distributed.rank() == 0:
+        print(harmless("\n\n".join(islice(marked(data.conversations[0], data.tokenizer), 2)), sys.stdout))
+    sys.exit(0)
 
 
 def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: Any,

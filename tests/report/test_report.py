@@ -33,7 +33,7 @@ from rwkv.report.numbers import columns, compare
 from rwkv.report.reading import Run, read
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools import report as report_tool
-from rwkv.training import fit, sweep
+from rwkv.training import finish, fit, sweep
 from rwkv.training.launchers import End, Processes, Task
 from rwkv.training.run.opening import open_run
 
@@ -390,7 +390,7 @@ def test_a_report_lists_damaged_files(tmp_path: Path, name: str, content: bytes)
 
 
 def test_a_run_does_not_fail_when_its_report_cannot_be_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fit.write_report(folder)
+    finish.write_report(folder)
     assert "no report: " in capsys.readouterr().err
 
 

@@ -11,12 +11,8 @@ from lightning.pytorch.callbacks import Callback
 from torch import Tensor
 
 from rwkv.distributed import all_sum
-from rwkv.errors import UserError
+from rwkv.training.errors import Diverged
 from rwkv.training.sharding import Sharded, total_norm
-
-
-class Diverged(UserError):
-    """The loss or a weight is not finite. The checkpoints saved before are intact."""
 
 
 @dataclass(eq=False)

@@ -10,10 +10,7 @@ from lightning.pytorch.callbacks import Callback
 from rwkv.distributed import log
 from rwkv.io.signals import StopRequest
 from rwkv.training.callbacks.checkpoints import Checkpoints
-
-
-class Interrupted(Exception):
-    """Training was stopped by a signal, between two steps, and has saved a checkpoint."""
+from rwkv.training.errors import Interrupted
 
 
 class StopCleanly(Callback):

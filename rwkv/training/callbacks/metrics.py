@@ -15,9 +15,9 @@ from lightning.pytorch.callbacks import Callback
 from rwkv.distributed import all_gather, all_sum, log, rank, world_size
 from rwkv.io.lines import counted
 from rwkv.model.base import Model
-from rwkv.report.numbers import REWARDS
 from rwkv.training.loggers import norm_names
 from rwkv.training.sharding import total_norm
+from rwkv.training.tuning.preferences import REWARDS
 
 
 @dataclass(eq=False)
