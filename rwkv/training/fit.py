@@ -22,7 +22,7 @@ from rwkv.distributed import log
 from rwkv.errors import UserError
 from rwkv.io.signals import caught_signals
 from rwkv.model.base import generation
-from rwkv.training import graphs, kernel_check, on_paper
+from rwkv.training import graphs, kernel_check
 from rwkv.training.callbacks.before_after import compared
 from rwkv.training.device import device_for, dtype_for, is_planned_elsewhere, process_count, set_product_precision, share
 from rwkv.training.errors import Diverged, Interrupted
@@ -30,7 +30,9 @@ from rwkv.training.finish import Result, write_report, write_results
 from rwkv.training.loggers import loggers, require
 from rwkv.training.memory.capacity import Needs, needs_here, require_capacity
 from rwkv.training.memory.estimate import gives_back
-from rwkv.training.plan import announce_needs, announce_training, is_timed
+from rwkv.training.plan import on_paper
+from rwkv.training.plan.duration import is_timed
+from rwkv.training.plan.here import announce_needs, announce_training
 from rwkv.training.run.directory import Run, as_plain, create
 from rwkv.training.run.opening import open_run
 from rwkv.training.run.resolve import Context, Stage, resolve

@@ -28,9 +28,9 @@ from rwkv.errors import UserError
 from rwkv.model.base import Model
 from rwkv.model.loss import IGNORED, head_loss
 from rwkv.tokenizer.tokenizers import Tokenizer
-from rwkv.training.loss_scale import LossScale
-from rwkv.training.optim import OPTIMISERS, lr_factor, parameter_groups, update_in_backward
-from rwkv.training.sharding import Sharded, total_norm
+from rwkv.training.optim.loss_scale import LossScale
+from rwkv.training.optim.optimisers import OPTIMISERS, lr_factor, parameter_groups, update_in_backward
+from rwkv.training.sharding.strategy import Sharded, total_norm
 from rwkv.training.tbptt import Carried, forward_segments
 from rwkv.training.tuning.preferences import REWARDS, Preferences
 

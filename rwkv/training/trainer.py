@@ -32,7 +32,7 @@ from rwkv.training.callbacks.progress_bar import ProgressBar
 from rwkv.training.callbacks.samples import Samples, sample_every
 from rwkv.training.device import dtype_for
 from rwkv.training.run.directory import Run
-from rwkv.training.sharding import Sharded
+from rwkv.training.sharding.strategy import Sharded
 from rwkv.training.tuning.guard import is_compared
 
 UNHELPFUL = (".*set_vital", ".*LeafSpec", "Checkpoint directory", ".*does not have many workers", ".*sync_dist=True",

@@ -4,7 +4,7 @@
     checkpoints/last-1.ckpt    the previous one, and so on: trainer.keep_last in all
     checkpoints/best.ckpt      the one with the lowest val/loss
 
-With trainer=fsdp each is a folder, written while training continues (rwkv/training/shards.py).
+With trainer=fsdp each is a folder, written while training continues (rwkv/training/sharding/saving.py).
 
 In addition to what Lightning saves (weights, optimiser, schedule, gradient scaler, data position), each holds the states of
 all random number generators. Checkpoints are saved only in hooks of fit: after fit, the loaders have lost their position.
@@ -34,8 +34,8 @@ from rwkv.distributed import all_gather, rank
 from rwkv.errors import CheckpointError, UnreadableError, UserError
 from rwkv.io.atomic import remove, replace_folder, replaced_by, write_file
 from rwkv.training.callbacks.divergence import Divergence
-from rwkv.training.sharding import Sharded
-from rwkv.training.shards import unwritable
+from rwkv.training.sharding.saving import unwritable
+from rwkv.training.sharding.strategy import Sharded
 
 BEST = Path(FOLDER) / "best.ckpt"
 NEXT = "next.ckpt"

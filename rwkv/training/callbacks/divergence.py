@@ -12,7 +12,7 @@ from torch import Tensor
 
 from rwkv.distributed import all_sum
 from rwkv.training.errors import Diverged
-from rwkv.training.sharding import Sharded, total_norm
+from rwkv.training.sharding.strategy import Sharded, total_norm
 
 
 @dataclass(eq=False)

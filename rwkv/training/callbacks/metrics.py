@@ -16,7 +16,7 @@ from rwkv.distributed import all_gather, all_sum, log, rank, world_size
 from rwkv.io.lines import counted
 from rwkv.model.base import Model
 from rwkv.training.loggers import norm_names
-from rwkv.training.sharding import total_norm
+from rwkv.training.sharding.strategy import total_norm
 from rwkv.training.tuning.preferences import REWARDS
 
 
