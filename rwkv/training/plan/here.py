@@ -17,13 +17,14 @@ from kernels.machine.memory import resident_memory
 from rwkv.chat.names import Choice, choose_template
 from rwkv.checkpoint.tuned import is_exact, surviving
 from rwkv.config import ORTHOGONAL, TrainConfig, TrainerConfig, TuneConfig
-from rwkv.data import documents, separators
+from rwkv.data import segments
+from rwkv.data.documents import separators
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
 from rwkv.io.lines import counted
-from rwkv.model import fused_form
 from rwkv.model.base import generation, n_parameters
+from rwkv.model.fused import form as fused_form
 from rwkv.training import graphs
 from rwkv.training.device import dtype_for, why_precision
 from rwkv.training.memory.capacity import Needs, free_disk
@@ -98,7 +99,7 @@ def _data(run: Run, data: Corpus) -> Iterator[tuple[str, str]]:
         yield "texts", f"end with {end}"
     if config.trainer.tbptt:
         streams = config.data.batch_size * config.trainer.accumulate
-        yield "streams", documents.describe(data, config.model.ctx_len, streams, config.trainer.tbptt)
+        yield "streams", segments.describe(data, config.model.ctx_len, streams, config.trainer.tbptt)
     elif data.conversations:
         yield "rows", rows_of(data.conversations[0], config.model.ctx_len).describe()
     if data.conversations:
@@ -222,7 +223,7 @@ def _objective(tune: TuneConfig) -> str:
 
 
 def _blocks(compiled: bool, method: str, conversations: bool, device: str) -> str:
-    """The form of blocks in training, which fused.can_fuse and fused_form choose. method: tune.method."""
+    """The form of blocks in training, which fused.can_fuse and fused.form choose. method: tune.method."""
     if compiled:
         return "plain formulas: trainer.compile=true fuses them"
     why = ""

@@ -2,12 +2,10 @@
 
 from collections.abc import Collection
 from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 
-from rwkv.config import GENERATIONS, ModelConfig, TrainConfig
-from rwkv.errors import UserError
-from rwkv.model.base import generation
+from rwkv.config import TrainConfig
+from rwkv.model import base
 from rwkv.training.run.directory import Run, new_folder, require_unused
 from rwkv.training.run.options import check_new_run, require_one_beginning
 from rwkv.training.run.resolve import Context, Stage, resolve
@@ -31,8 +29,8 @@ def open_run(config: TrainConfig, user_keys: Collection[str] = (), chosen: Colle
     context = Context(user_keys, chosen)
     config, notes = resolve(config, Stage.COMMAND_LINE, context)
     if config.init_from is not None:
-        config, base, tokenizer = open_init_checkpoint(config, user_keys)
-        context = replace(context, base=base, tokenizer=tokenizer)
+        config, checkpoint, tokenizer = open_init_checkpoint(config, user_keys)
+        context = replace(context, base=checkpoint, tokenizer=tokenizer)
     require_own_options(config)
     config, more_notes = resolve(config, Stage.BASE, context)
     return Run(out_dir, config, init_checkpoint=context.base, tokenizer=context.tokenizer, notes=notes + more_notes)
@@ -40,17 +38,5 @@ def open_run(config: TrainConfig, user_keys: Collection[str] = (), chosen: Colle
 
 def require_own_options(config: TrainConfig) -> None:
     """Raises UserError for the first option of another generation that is not at its default."""
-    supported = _own_options(config.model)
-    default = TrainConfig()
-    for name in GENERATIONS:
-        for key in _own_options(replace(config.model, generation=name)):
-            get = attrgetter(key)
-            if key not in supported and get(config) != get(default):
-                raise UserError(f"{key} is an option of {name}, and the model is {config.model.generation}: leave it out, or "
-                                "use another model=")
-
-
-def _own_options(model: ModelConfig) -> list[str]:
-    """The dotted keys of the options that are specific to the model's generation."""
-    module = generation(model)
-    return [*(f"model.{name}" for name in module.OPTIONS), *(f"optim.{name}" for name in module.LR_SCALES.values())]
+    base.require_own_options(config.model)
+    base.require_own(config.model, config.optim, "optim.", lambda module: module.LR_SCALES.values())
