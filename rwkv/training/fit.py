@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 
 from kernels.machine.allocator import give_back_free_blocks, keep_large_blocks, return_large_blocks
+from kernels.operator import Operator
 from kernels.select import AUTO
 from rwkv import cli, distributed
 from rwkv.checkpoint.files import describe
@@ -54,7 +55,7 @@ class Prepared:
     run: Run
     device: torch.device
     rows: int
-    operator: Any
+    operator: Operator
     kernel: str
     kernel_error: str | None
     use_graphs: bool

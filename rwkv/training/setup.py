@@ -7,11 +7,11 @@
 
 import sys
 from itertools import islice
-from typing import Any
 
 import torch
 
 from kernels.machine.allocator import give_back_free_blocks
+from kernels.operator import Operator
 from kernels.select import AUTO, why_auto
 from rwkv import distributed
 from rwkv.checkpoint.files import Checkpoint
@@ -31,7 +31,7 @@ from rwkv.training.run.directory import Run
 
 
 def kernel_for(model: ModelConfig, kernel: str, device: torch.device, precision: str | None,
-               rows: int = 1) -> tuple[Any, str]:
+               rows: int = 1) -> tuple[Operator, str]:
     """The operator for batches of `rows`, and its name; with kernel=auto also the reason for the choice."""
     dtype = dtype_for(precision)
     size = size_for(model, rows, model.ctx_len)
@@ -61,7 +61,7 @@ def show_conversations(data: Corpus) -> None:
     sys.exit(0)
 
 
-def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: Any,
+def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer: Tokenizer, wkv: Operator,
               tune: TuneConfig | None = None) -> Model:
     """A model to train. config: sizes, as in init_checkpoint except for ctx_len. tune: None trains all weights."""
     if init_checkpoint is None:
@@ -77,7 +77,7 @@ def new_model(config: ModelConfig, init_checkpoint: Checkpoint | None, tokenizer
     return model
 
 
-def _frozen_model(config: ModelConfig, wkv: Any, checkpoint: Checkpoint, base: str) -> Model:
+def _frozen_model(config: ModelConfig, wkv: Operator, checkpoint: Checkpoint, base: str) -> Model:
     """The frozen model with its blocks' matrices in `base`. Each conversion frees memory before the next.
 
     The embedding and the head stay in the file's dtype: bfloat16 is exact, and products convert such a head in chunks. But

@@ -64,7 +64,8 @@ def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: C
         **precision | {"plugins": [VerifiedFiles(), environment(), *precision.get("plugins", [])]},
         max_steps=options.max_steps, max_epochs=-1, accumulate_grad_batches=options.accumulate,
         val_check_interval=options.val_every * options.accumulate, check_val_every_n_epoch=None, num_sanity_val_steps=0,
-        limit_train_batches=options.overfit_batches or None, gradient_clip_val=config.optim.grad_clip or None, logger=loggers,
+        limit_train_batches=options.overfit_batches or None,     # debug=overfit: can the model learn one batch by heart?
+        gradient_clip_val=config.optim.grad_clip or None, logger=loggers,
         log_every_n_steps=1,
         callbacks=[probe, metrics, ProgressBar(metrics), divergence, *samples,
                    *compared, checkpoints, StopCleanly(checkpoints), RandomState(config.seed)],
@@ -75,7 +76,10 @@ def build_trainer(run: Run, device: torch.device, loggers: list[Logger], data: C
 
 
 def _validate_alone(trainer: lightning.Trainer) -> None:
-    """The last validation of a run that was stopped during it. Lightning's loop would skip it, since no steps are left."""
+    """The last validation of a run that was stopped or killed during it.
+
+    Lightning's loop would skip it, since no steps are left, and the run would end without its last val/loss.
+    """
     loop = trainer.fit_loop
     loop.setup_data()
     loop.reset()

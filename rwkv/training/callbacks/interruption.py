@@ -23,7 +23,7 @@ class StopCleanly(Callback):
         self.checkpoints = checkpoints
         self._stop = StopRequest(on_signal=_announce_stop)
 
-    def on_train_start(self, *_: Any) -> None:
+    def on_train_start(self, *_: object) -> None:
         self._stop.install()
 
     def on_train_batch_end(self, trainer: lightning.Trainer, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -31,10 +31,10 @@ class StopCleanly(Callback):
         if between_steps and not self.checkpoints.validation_follows(trainer):
             self._stop_if_requested(trainer)
 
-    def on_validation_start(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_validation_start(self, trainer: lightning.Trainer, *_: object) -> None:
         self._stop_if_requested(trainer)
 
-    def on_validation_batch_end(self, trainer: lightning.Trainer, *_: Any) -> None:
+    def on_validation_batch_end(self, trainer: lightning.Trainer, *_: object) -> None:
         self._stop_if_requested(trainer)
 
     def teardown(self, trainer: lightning.Trainer, pl_module: Any, stage: str) -> None:
