@@ -42,7 +42,7 @@ from rwkv.training.memory.estimate import (
 )
 from rwkv.training.memory.lines import would_fit
 from rwkv.training.memory.remedies import remedies, with_keys
-from rwkv.training.plan import in_words
+from rwkv.training.plan.duration import in_words
 from rwkv.training.run.directory import Run
 from rwkv.training.run.resolve import Context, Stage, resolve
 from rwkv.training.setup import data_for
