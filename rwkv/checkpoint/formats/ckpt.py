@@ -13,6 +13,7 @@ from rwkv.checkpoint.formats._torch_file import load, stored, weights_in
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 
+SUFFIXES = (".ckpt",)
 PREFIX = "model."                        # Lightning's, from the name of the model's attribute in rwkv/training/task.py
 
 

@@ -32,6 +32,7 @@ from rwkv.errors import CheckpointError, UserError
 from rwkv.gguf import MAGIC, SPLIT_COUNT, parts_of
 from rwkv.io.atomic import write_file
 
+SUFFIXES = (".gguf",)
 TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32,                       # general.file_type, by the type of most tensors
               "Q4_0": 2, "Q4_1": 3, "Q5_0": 8, "Q5_1": 9, "Q8_0": 7}

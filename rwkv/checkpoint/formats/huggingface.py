@@ -29,13 +29,14 @@ from rwkv.checkpoint import card
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing
 from rwkv.checkpoint.formats import FORMS, _torch_file, pth, require_no_pointer, safetensors
 from rwkv.checkpoint.generations import generation_of, generations, require_supported, supported, unread
-from rwkv.checkpoint.location import ADAPTER, SUFFIXES
+from rwkv.checkpoint.location import ADAPTER, WEIGHT_SUFFIXES
 from rwkv.checkpoint.stored import same_numbers
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.atomic import write_file, write_folder
 from rwkv.model.base import MATRICES
 from rwkv.tokenizer import special, world_json
 
+SUFFIXES = ("",)                         # a directory
 TOKENIZER = "tokenizer.json"
 WEIGHTS = "model.safetensors"
 SPECIAL_TOKENS = "special_tokens_map.json"
@@ -212,7 +213,7 @@ def _weights(path: Path) -> Content:
                                   "complete the download")
         indices = [name for name in indices if name not in bare]
     if not whole and not indices:
-        others = sorted(file.name for file in path.iterdir() if file.suffix in SUFFIXES and file.name not in ADAPTERS)
+        others = sorted(file.name for file in path.iterdir() if file.suffix in WEIGHT_SUFFIXES and file.name not in ADAPTERS)
         hint = f"; it contains {', '.join(others[:3])}: name one of these files" if others else "; is the download incomplete?"
         raise CheckpointError(f"{path} has no weights beside its config.json: expected {' or '.join((*WHOLE, *INDICES))}{hint}")
     if (path / ADAPTER).is_file():

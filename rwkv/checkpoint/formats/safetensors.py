@@ -22,6 +22,7 @@ from rwkv.checkpoint.stored import Stored, raw
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 
+SUFFIXES = (".safetensors",)
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
