@@ -21,6 +21,7 @@ from rwkv.checkpoint.formats import _int4, first_bytes
 from rwkv.checkpoint.stored import Stored, raw
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
+from rwkv.io.json_types import JsonObject
 
 SUFFIXES = (".safetensors",)
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
@@ -54,7 +55,7 @@ def write(path: Path, outgoing: Outgoing) -> None:
 def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str, str], packed: Iterable[Stored] = ()) -> None:
     """Writes the widest dtypes first, so that each tensor is aligned to its element size, and `packed` last."""
     ordered = [*sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize), *packed]
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | metadata}
+    header: JsonObject = {"__metadata__": {"format": "pt"} | metadata}
     end = 0
     for tensor in ordered:
         start = end
