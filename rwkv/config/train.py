@@ -37,7 +37,7 @@ def given_length(config: "TrainConfig", user_keys: Collection[str]) -> str | Non
 
 @dataclass
 class ModelConfig:
-    """The sizes of a model. rwkv/model/GENERATION.py lists the options of one generation and resolves null."""
+    """The sizes of a model. rwkv/model/GENERATION/ lists the options of one generation and resolves null."""
 
     generation: str = option("rwkv4", "architecture; set by model=", one_of=GENERATIONS, heading="Model")
     n_layer: int = option(4, "number of blocks", least=1, most=10_000)

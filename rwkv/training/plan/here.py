@@ -96,7 +96,7 @@ def _data(run: Run, data: Corpus) -> Iterator[tuple[str, str]]:
                           f"{100 * config.data.val_fraction:g} %: the split is by {unit}; split the longest ones, or "
                           "change their order or names")
     if end := data.tokenizer.end_line():
-        yield "texts", f"end with {end}"
+        yield "sequences", f"end with {end}"
     if config.trainer.tbptt:
         streams = config.data.batch_size * config.trainer.accumulate
         yield "streams", segments.describe(data, config.model.ctx_len, streams, config.trainer.tbptt)
