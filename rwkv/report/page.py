@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from html import escape
 from pathlib import Path
-from typing import Any
 
+from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted
 from rwkv.report import svg, tuned, units
 from rwkv.report.findings import BAD, NOTE, Finding
@@ -305,7 +305,7 @@ def _setting(comparison: Comparison) -> list[str]:
             f"{_pairs(comparison.config)}</details>"]
 
 
-def _pairs(values: dict[str, Any]) -> str:
+def _pairs(values: JsonObject) -> str:
     return "<dl>" + "".join(f"<dt>{escape(key)}</dt><dd>{escape(str(value))}</dd>" for key, value in values.items()) + "</dl>"
 
 
