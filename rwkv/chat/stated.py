@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rwkv.errors import UserError
-from rwkv.io.gguf import MAGIC, header_of, parts_of
+from rwkv.gguf import MAGIC, header_of, parts_of
 from rwkv.io.json_types import JsonObject
 from rwkv.io.utf8 import read_text
 

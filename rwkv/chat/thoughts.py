@@ -11,9 +11,9 @@ import re
 from collections.abc import Sequence
 from typing import Literal
 
+from rwkv.chat.marks import begun_at_end
 from rwkv.chat.messages import Message
 from rwkv.io.json_types import JsonObject
-from rwkv.io.pieces import begun_at_end
 
 Think = bool | Literal["fake"]
 

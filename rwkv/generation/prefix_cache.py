@@ -11,7 +11,7 @@ from threading import Lock
 from typing import TYPE_CHECKING, NamedTuple
 
 from rwkv.errors import UserError
-from rwkv.io.fair_lru import FairLRU
+from rwkv.fair_lru import FairLRU
 from rwkv.model.base import Model
 from rwkv.model.weights_watch import WeightsWatch
 

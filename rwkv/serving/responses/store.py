@@ -7,8 +7,8 @@ from pathlib import Path
 import msgspec
 
 from rwkv.config import MIB, ServeConfig
+from rwkv.fair_lru import FairLRU
 from rwkv.io.atomic import write_file
-from rwkv.io.fair_lru import FairLRU
 from rwkv.io.json_types import JsonObject
 from rwkv.serving.engine.remote import RemoteEngine
 from rwkv.serving.http.errors import ApiError

@@ -18,10 +18,10 @@ import msgspec
 from rwkv.chat.messages import ROLES
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
+from rwkv.fair_lru import FairLRU
 from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.states import LONGEST_HEADER, StateForm, metadata_of
 from rwkv.io.atomic import write_file
-from rwkv.io.fair_lru import FairLRU
 from rwkv.serving.log import say
 from rwkv.serving.messages import FolderChanges, SavedState, Turn
 from rwkv.serving.states.folder import STATE, files_in
