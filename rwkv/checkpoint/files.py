@@ -8,21 +8,20 @@
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from kernels.matvec import Int4
 from rwkv.chat.names import trained_length
 from rwkv.checkpoint import adapters, card, formats, time_states, tuned
-from rwkv.checkpoint.content import ENTRY, Content, Outgoing
+from rwkv.checkpoint.content import ENTRY, Content, Outgoing, PackedMatrix
 from rwkv.checkpoint.generations import config_of, fit, recognise, require_sizes, tuned_kind
 from rwkv.checkpoint.location import locate
 from rwkv.checkpoint.stored import DTYPES, Stored, same_numbers
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UnreadableError, UserError
 from rwkv.io import hub
+from rwkv.io.json_types import JsonObject
 from rwkv.model.base import fingerprint, generation
 from rwkv.tokenizer.tokenizers import Tokenizer, end_option
 
@@ -30,6 +29,7 @@ MAX_UNUSED_ROWS = 255                    # of an embedding: vocabulary sizes are
 WORLD_VOCABULARY = 65536
 SUGGESTED = {50277: "20B_tokenizer.json (a vocabulary of 50277 is that of the Pile models, GPT-NeoX's)"}
 WITH_STATES = ("pth", "safetensors", "st")               # formats that can hold tuned states beside weights
+PACKED = formats.QUANTISED["safetensors"]                # forms of kernels/matvec, which stay packed when they are loaded
 DEFAULT_CTX_LEN = 1024                   # if neither the file nor its name states one; no weight depends on it
 
 
@@ -60,8 +60,8 @@ class Weights(Mapping[str, Tensor]):
 class Checkpoint:
     """The content of a file: weights by official name and, if present, the tokenizer's definition and the run's configuration.
 
-    packed: as in Content. fingerprint: Model.fingerprint of the weights before they were packed in int4; None if the file
-    has none. unadapted: the matrices into which `weights` merges adapters, without any adapter. about: the kind of another
+    packed: as in Content. fingerprint: Model.fingerprint of the weights before they were packed; None if the file has
+    none. unadapted: the matrices into which `weights` merges adapters, without any adapter. about: the kind of another
     program's adapter. data_sha256: of the run's data. A pickle contains only the path; the other process reads the file again.
     """
 
@@ -69,12 +69,12 @@ class Checkpoint:
     config: ModelConfig
     vocab_size: int
     weights: Weights
-    tokenizer: dict[str, Any] | None = None
-    run: dict[str, Any] | None = None
+    tokenizer: JsonObject | None = None
+    run: JsonObject | None = None
     step: int = 0
     tokenizer_hash: str | None = None
     time_states: list[Stored] | None = None      # if learnt: each layer's state before the first token, (H,N,N)
-    packed: Mapping[str, Callable[[], Int4]] = field(default_factory=dict)
+    packed: Mapping[str, PackedMatrix] = field(default_factory=dict)
     fingerprint: str | None = None
     unadapted: Mapping[str, Stored] = field(default_factory=dict)
     data_sha256: str | None = None
@@ -82,7 +82,7 @@ class Checkpoint:
     about: str = ""
     begins: str = ""                     # a message about time_states stored beside the weights
 
-    def __reduce__(self) -> Any:
+    def __reduce__(self) -> tuple[object, ...]:
         return read_checkpoint, (self.path,)
 
     def stored_in(self, dtype: str | None) -> dict[str, Stored]:
@@ -98,7 +98,7 @@ class Checkpoint:
         return {name: tensor.get(copy=not mmap).to(device) for name, tensor in self.stored_in(dtype).items()}
 
 
-def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Any = None, config: ModelConfig | None = None,
+def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Tokenizer | None = None, config: ModelConfig | None = None,
                   source: str = "the weights") -> Checkpoint:
     """A checkpoint of tensors in memory. Raises CheckpointError if they are not the weights of a model."""
     stored = {name: Stored.of(name, source, tensor) for name, tensor in weights.items()}
@@ -110,7 +110,7 @@ def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Any = None, config: 
     return replace(checkpoint, tokenizer=tokenizer.to_dict(), tokenizer_hash=tokenizer.hash)
 
 
-def describe(run: dict[str, Any], vocab_size: int, tokenizer: Any) -> dict[str, Any]:
+def describe(run: JsonObject, vocab_size: int, tokenizer: Tokenizer | None) -> JsonObject:
     """Our entry for a file: plain containers only, so that loading it executes nothing."""
     return {"format": 1, "run": run, "vocab_size": vocab_size, "tokenizer": tokenizer and tokenizer.to_dict(),
             "tokenizer_hash": tokenizer and tokenizer.hash}
@@ -213,7 +213,7 @@ def _tuned(content: Content, user_base: Checkpoint | None = None) -> Checkpoint:
 
 
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None = None, format: str | None = None,
-                     progress: Callable[[int, int], Any] = lambda count, total: None, form: str | None = None,
+                     progress: Callable[[int, int], object] = lambda count, total: None, form: str | None = None,
                      source: str | None = None, command: str | None = None) -> None:
     """Writes a checkpoint with one tensor in memory at a time. Calls progress(its bytes, bytes of all tensors) after each.
 
@@ -223,14 +223,15 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     path = Path(path)
     format = format or formats.by_suffix(path)
     module = formats.load(format)
-    if checkpoint.time_states and (format not in WITH_STATES or dtype == "int4"):
+    if checkpoint.time_states and (format not in WITH_STATES or dtype in PACKED):
         raise UserError(f"{checkpoint.path} has a tuned state beside its weights, which {dtype or format} cannot hold: "
                         f"choose {', '.join(WITH_STATES)}, or convert its weights alone")
     if form is not None and format != "huggingface":
         raise UserError(f"the form {form} requires a Hugging Face directory: give {path.name} no suffix, or omit the form")
     block_formats = formats.QUANTISED.get(format, ())
-    if dtype is None and checkpoint.packed and "int4" in block_formats:
-        dtype = "int4"
+    forms = {matrix.form for matrix in checkpoint.packed.values()}
+    if dtype is None and len(forms) == 1 and forms <= {*block_formats}:
+        dtype = forms.pop()
     quantised = dtype if dtype in block_formats else None
     if dtype is not None and dtype not in DTYPES and not quantised:
         blocks = "".join(f"; in {name} also {', '.join(dtypes)}" for name, dtypes in formats.QUANTISED.items())
@@ -248,14 +249,14 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     entry = describe(run, checkpoint.vocab_size, None)
     entry |= {"tokenizer": checkpoint.tokenizer, "tokenizer_hash": checkpoint.tokenizer_hash,
               "data_sha256": checkpoint.data_sha256}
-    if quantised == "int4":
-        entry["fingerprint"] = checkpoint.fingerprint or fingerprint(generation(checkpoint.config), checkpoint.weights)
+    if quantised in PACKED:
+        entry["fingerprint"] = checkpoint.fingerprint or fingerprint_of(checkpoint)
     text = card.of_directory(path.name, checkpoint.path, source, command) if format == "huggingface" else ""
     module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised, form, checkpoint.packed,
                                 text))
 
 
-def require_tokenizer(checkpoint: Checkpoint, tokenizer: Any, name: str) -> None:
+def require_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer, name: str) -> None:
     """Raises CheckpointError if the weights were not trained with `tokenizer`. name: of the tokenizer, for the message.
 
     Compares hashes if the file has one, otherwise vocabulary sizes; a few rows of the embedding may be unused.
@@ -295,7 +296,7 @@ def tokenizer_of(checkpoint: Checkpoint, name: str | None = None, end_of_text: s
     return tokenizer
 
 
-def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Any, name: str = "the tokenizer") -> None:
+def _require_vocabulary(checkpoint: Checkpoint, tokenizer: Tokenizer, name: str = "the tokenizer") -> None:
     if tokenizer.vocab_size > checkpoint.vocab_size:
         raise CheckpointError(f"{name} has {tokenizer.vocab_size} tokens and {checkpoint.path} {checkpoint.vocab_size}: they "
                               "do not belong together")
@@ -316,7 +317,7 @@ def _interpret(content: Content) -> Checkpoint:
     config, vocab_size = config_of(path, module, tensors, length)
     require_sizes(path, content.declared, config, vocab_size)
     weights = Weights(fit(path, module, tensors, config, vocab_size))
-    packed = {name: read for name, read in content.packed.items() if name in weights}
+    packed = {name: matrix for name, matrix in content.packed.items() if name in weights}
     checkpoint = Checkpoint(path, config, vocab_size, weights, content.tokenizer, step=content.step, packed=packed,
                             notes=content.notes)
     if learnt:
@@ -326,7 +327,7 @@ def _interpret(content: Content) -> Checkpoint:
     return checkpoint if content.entry is None else _with_entry(checkpoint, content.entry)
 
 
-def _with_entry(checkpoint: Checkpoint, entry: dict[str, Any]) -> Checkpoint:
+def _with_entry(checkpoint: Checkpoint, entry: JsonObject) -> Checkpoint:
     """The checkpoint with our entry's configuration, tokenizer and run. Raises CheckpointError if they do not match."""
     path = checkpoint.path
     try:
@@ -348,7 +349,32 @@ def _with_entry(checkpoint: Checkpoint, entry: dict[str, Any]) -> Checkpoint:
                    tokenizer_hash=tokenizer_hash, fingerprint=weights_fingerprint, data_sha256=data_sha256)
 
 
-def _with_progress(tensor: Stored, progress: Callable[[int], Any]) -> Stored:
+class _Peeked(Mapping[str, Tensor]):
+    """Tensors by name, of which each is valid until the next is read. Mapped pages are released then."""
+
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
+        self._stored = stored
+        self._last: Stored | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._last is not None:
+            self._last.drop_pages()
+        self._last = self._stored[name]
+        return self._last.peek()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+def fingerprint_of(checkpoint: Checkpoint) -> str:
+    """Model.fingerprint of the checkpoint's weights, with one tensor in memory at a time."""
+    return fingerprint(generation(checkpoint.config), _Peeked(checkpoint.weights.stored))
+
+
+def _with_progress(tensor: Stored, progress: Callable[[int], object]) -> Stored:
     def data() -> Tensor:
         read = tensor.data()
         progress(tensor.nbytes)

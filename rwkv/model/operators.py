@@ -4,10 +4,9 @@ from typing import Any
 
 import torch
 
-from kernels.registry import UnknownKernel, all_names, name_now
+from kernels.registry import UnknownKernel, all_names
 from kernels.select import AUTO, Size, runnable_on, select
 from rwkv.config import GENERATIONS, ModelConfig
-from rwkv.distributed import log
 from rwkv.model.base import generation
 
 
@@ -24,13 +23,9 @@ def operator_for(config: ModelConfig, kernel: str, device: str | torch.device, d
 
     size: the size for auto; by default that of one sequence.
 
-    A kernel's former name is accepted, with a line about the present one. Raises UnknownKernel for a kernel that computes only
-    another generation's operator, and the errors of kernels.select.select.
+    Raises UnknownKernel for a kernel that computes only another generation's operator, and the errors of kernels.select.select.
     """
     model = generation(config)
-    former, kernel = kernel, name_now(model.OPERATOR, kernel)
-    if kernel != former:
-        log(f"the kernel {former} is called {kernel} now")
     if kernel != AUTO and kernel not in all_names(model.OPERATOR):
         others = [generation(ModelConfig(generation=name)) for name in GENERATIONS]
         owners = [other.NAME for other in others if kernel in all_names(other.OPERATOR)]

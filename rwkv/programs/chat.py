@@ -30,7 +30,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -38,12 +38,17 @@ from kernels.arguments import from_home
 from kernels.machine import allocator, threads
 from rwkv import cli
 from rwkv.chat.thoughts import Think, ThoughtParser, parse_think
+from rwkv.cli.garbage import uncollected
 from rwkv.config import ChatConfig, Sampling
 from rwkv.errors import UserError
-from rwkv.io.garbage import uncollected
+from rwkv.io.json_types import JsonObject
 from rwkv.io.lines import counted, harmless, wrapped
 from rwkv.io.utf8 import decode
 from rwkv.programs.sampling import SAMPLING_OPTIONS, SamplingChoice, preset
+
+if TYPE_CHECKING:
+    from rwkv.chat.template import ChatTemplate
+    from rwkv.generation.conversation import Chat
 
 DIM = "\033[2m"                          # terminal codes
 NORMAL = "\033[0m"
@@ -72,14 +77,16 @@ def chat(config: ChatConfig, line: cli.CommandLine) -> None:
 
 
 @uncollected()
-def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoice]:
+def _open(config: ChatConfig, line: cli.CommandLine) -> tuple["Chat", SamplingChoice]:
     """The conversation, and the chooser of its sampling options."""
     from rwkv.chat.templates import chat_template
     from rwkv.generation.conversation import Chat
     from rwkv.generation.decoder import decoding_line
     from rwkv.pretrained import open_checkpoint, template_choice, template_line
+    from rwkv.programs.draft import load_draft, open_draft
 
     opened = open_checkpoint(config)
+    draft = open_draft(config, opened)
     choice = template_choice(opened.checkpoint, config.template)
     template = chat_template(choice.template)
     think = parse_think(config.think)
@@ -92,7 +99,7 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoic
     model, context = opened.model_and_context(config.state, config.state_layout)
     _say(decoding_line(model))
     talk = Chat(model, opened.tokenizer, template, chosen.sampling, chosen.max_new_tokens or config.max_new_tokens, config.seed,
-                think, context, stop=chosen.stop)
+                think, context, stop=chosen.stop, draft=load_draft(draft, model))
     if config.system:
         talk.reset(config.system)
     return talk, sampling
@@ -104,10 +111,10 @@ class Terminal:
     sampling: chooses the options of sampling again after /think; None: they do not change.
     """
 
-    def __init__(self, talk: Any, sampling: SamplingChoice | None = None) -> None:
+    def __init__(self, talk: "Chat", sampling: SamplingChoice | None = None) -> None:
         self.talk = talk
         self._sampling = sampling
-        self._overrides: dict[str, Any] = {}             # options of sampling changed by /set
+        self._overrides: JsonObject = {}             # options of sampling changed by /set
         self._max_new_tokens_is_set = False              # by /set
         self._commands: dict[str, Callable[[str], None]] = {
             "reset": lambda _: self.talk.reset(), "undo": lambda _: self.talk.undo(), "system": self.talk.reset,
@@ -224,13 +231,14 @@ class Terminal:
         stats = self.talk.stats
         rate = stats.written / max(stats.all_s - stats.first_s, 1e-9)
         _say(f"prefill {counted(stats.read, 'token')}; first token after {stats.first_s:.2f} s; "
-             f"wrote {counted(stats.written, 'token')}, {rate:.0f} tokens/s")
+             f"wrote {counted(stats.written, 'token')}, {rate:.0f} tokens/s"
+             + (f"; {stats.accepted} of {counted(stats.proposed, 'proposed token')} accepted" if self.talk.draft else ""))
 
 
 class _Answer:
     """Prints an answer as it is generated. in_thoughts: only thoughts so far."""
 
-    def __init__(self, template: Any, think: Think) -> None:
+    def __init__(self, template: "ChatTemplate", think: Think) -> None:
         self._parser = ThoughtParser(template.answer_start(think), template.thinks)
         terminal = sys.stdout.isatty()
         self._marks = (DIM, f"{NORMAL}\n") if terminal else ("<think>\n", "\n</think>\n")

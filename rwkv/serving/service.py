@@ -1,24 +1,31 @@
-"""Shared by the endpoints: the server's parts, a request's owner, and model names."""
+"""Shared by the endpoints: the server's parts, a request's body and owner, and model names."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from starlette.requests import Request
 
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import Think
-from rwkv.config import ServeConfig
-from rwkv.serving.compiling import Compilers
-from rwkv.serving.errors import ApiError
+from rwkv.config import MIB, ServeConfig
+from rwkv.serving.engine.compiling import Compilers
+from rwkv.serving.engine.remote import RemoteEngine
+from rwkv.serving.http.bodies import read_json
+from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import Defaults, ModelInfo
 from rwkv.serving.metrics import Metrics
-from rwkv.serving.remote import RemoteEngine
-from rwkv.serving.responses import Responses
+from rwkv.serving.responses.store import Responses
 from rwkv.serving.sharing import SharedFolder
-from rwkv.serving.states import ClientStates
+from rwkv.serving.states.client_states import ClientStates
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 COMPLETION_TOKENS = 16                   # max_tokens of a completion, OpenAI's
+LATEST = ":latest"                       # ends each name in Ollama's list of models
+LONG = 2**16                             # a body of more bytes is handled in a thread, not in the event loop
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -41,6 +48,12 @@ class Service:
     stopping: bool = False
 
 
+async def from_body(service: Service, request: Request, work: Callable[[Service, bytes], Result]) -> Result:
+    """work(service, body). A long body is handled in a thread, so that no other request waits."""
+    sent = await read_json(request, service.config.max_body_mib * MIB)
+    return await asyncio.to_thread(work, service, sent) if len(sent) > LONG else work(service, sent)
+
+
 def owner(request: Request) -> str:
     owner: str = request.scope["state"]["owner"]
     return owner
@@ -49,14 +62,17 @@ def owner(request: Request) -> str:
 def resolve_adapter(service: Service, name: str | None) -> str:
     """The adapter that a request names; "" for the checkpoint's own model. Raises ApiError for an unknown name.
 
-    A name may have a prefix that a gateway added: openai/NAME.
+    A name may have a prefix that a gateway added, openai/NAME, and end with ":latest".
     """
     if name is None:
         return ""
     by_id = {service.model: "", **{adapter: adapter for adapter in service.engine.adapters}}
-    for model_id, adapter in by_id.items():
-        if name == model_id or (name not in by_id and name.endswith(f"/{model_id}")):
-            return adapter
+    for spelling in (name, name.removesuffix(LATEST)):
+        if spelling in by_id:
+            return by_id[spelling]
+        for model_id, adapter in by_id.items():
+            if spelling.endswith(f"/{model_id}"):
+                return adapter
     raise ApiError(404, f"unknown model {name[:100]!r}; this server has {', '.join(map(repr, by_id))}", "model",
                    "model_not_found")
 

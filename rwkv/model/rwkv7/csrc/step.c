@@ -5,7 +5,7 @@
 
 enum { USUAL_N = 64 };                   // head size of all released models, which gets a specialized loop
 
-// A low-rank gate f(m w1) w2 stores w1 by output, (rank,C), and w2 by input, in panels.
+// A low-rank gate f(m w1) w2 stores w1 (C,rank) and w2 (rank,C) by input, as the files do.
 struct layer {
     struct norm ln0, ln1, ln2, ln_x;     // ln0: first layer only
     vector mixes;                        // (MIXES,C): mu of each
@@ -25,9 +25,10 @@ struct model {
     struct layer layers[];
 };
 
-// A row's state in a layer: att_x (C); S (H,N,N), rows: value, columns: key; ffn_x (C).
-static float *layer_state(const struct step *s, const struct model *m, int64_t row, const struct layer *l) {
-    return row_state(s, row) + (l - m->layers) * m->common.C * (2 + m->N);
+// row_state in a layer, which has att_x (C); S (H,N,N), rows: value, columns: key; ffn_x (C).
+static float *layer_state(const struct step *s, const struct model *m, int64_t row, const struct layer *l, int64_t offset,
+                          int64_t size) {
+    return row_state(s, row, (l - m->layers) * m->common.C * (2 + m->N) + offset, size);
 }
 
 // S = S diag(w) + (S a) b^T + v k^T, and y = S r, row by row
@@ -96,7 +97,7 @@ static void time_mix(struct step *s, const struct model *m, const struct layer *
             add(x, work + m->out, C);
         }
         layer_norm(&l->ln1, x, normal, C);
-        token_shift(MIXES, l->mixes, normal, layer_state(s, m, row, l), work + m->mixed, C);
+        token_shift(MIXES, l->mixes, normal, layer_state(s, m, row, l, 0, C), work + m->mixed, C);
     }
     multiply(s, is_first ? 6 : 7, (struct job[]){
         {&l->receptance, mixed + MIX_R * C, base + m->r, size, IDENTITY},
@@ -107,7 +108,7 @@ static void time_mix(struct step *s, const struct model *m, const struct layer *
         {&l->g1, mixed + MIX_G * C, base + m->hidden_g, size, SIGMOID},
         {&l->v1, mixed + MIX_V * C, base + m->hidden_v, size, IDENTITY},
     });
-    multiply_by_input(s, is_first ? 3 : 4, (struct job[]){
+    multiply(s, is_first ? 3 : 4, (struct job[]){
         {&l->w2, base + m->hidden_w, base + m->zw, size, IDENTITY},
         {&l->a2, base + m->hidden_a, base + m->za, size, IDENTITY},
         {&l->g2, base + m->hidden_g, base + m->g, size, IDENTITY},
@@ -115,7 +116,7 @@ static void time_mix(struct step *s, const struct model *m, const struct layer *
     });
     FOR_EACH_TILE(tile, s, s->call->R * m->H) FOR_EACH_TOKEN(row, s, tile / m->H) {
         int64_t channel = tile % m->H * N;
-        wkv(m, l, row_work(s, row), layer_state(s, m, row, l) + C + channel * N, channel);
+        wkv(m, l, row_work(s, row), layer_state(s, m, row, l, C + channel * N, N * N), channel);
     }
     multiply(s, 1, &(struct job){&l->output, base + m->y, base + m->out, size, IDENTITY});
 }
@@ -127,7 +128,7 @@ static void channel_mix(struct step *s, const struct model *m, const struct laye
         float *work = row_work(s, row), *x = work + m->common.x, *normal = work + m->common.normal;
         add(x, work + m->out, C);
         layer_norm(&l->ln2, x, normal, C);
-        token_shift(1, l->ffn_mixes, normal, layer_state(s, m, row, l) + C * (1 + m->N), work + m->mixed, C);
+        token_shift(1, l->ffn_mixes, normal, layer_state(s, m, row, l, C * (1 + m->N), C), work + m->mixed, C);
     }
     multiply(s, 1, &(struct job){&l->ffn_key, base + m->mixed, base + m->relu, size, RELU2});
     multiply(s, 1, &(struct job){&l->ffn_value, base + m->relu, base + m->out, size, IDENTITY});

@@ -1,0 +1,140 @@
+"""The sources of data=mix, as data.sources defines them.
+
+    data.sources=[{path: web/*.jsonl.gz, weight: 0.7}, {name: code, data: hf, path: ORG/NAME, field: content, weight: 0.3}]
+
+weight: relative to the sum of all weights, the source's share of the training tokens. name: of its validation loss,
+val/loss/NAME; default: the last part of its path. data: its kind, as in data=; default: inferred from its path. The other
+entries are the options of a run on that source alone (SOURCE_OPTIONS).
+
+Each source has its own validation split, as in a run on that source alone; all share a tokenizer. Does not import PyTorch.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NamedTuple
+
+from kernels.arguments import from_home
+from rwkv.config import SOURCES, TOKENS, DataConfig
+from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
+
+SOURCE_OPTIONS = ("path", "field", "separator", "split", "val_fraction")
+ENTRIES = ("name", "data", "weight", *SOURCE_OPTIONS)
+KINDS = tuple(kind for kind in (*SOURCES, *TOKENS) if kind != "chat")
+EXAMPLE = "data.sources=[{path: A.jsonl, weight: 0.7}, {path: B.txt, weight: 0.3}]"
+SUFFIXES = {".txt": "text", ".md": "text", ".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".jsonl.zst": "jsonl", ".parquet": "hf",
+           ".arrow": "hf", ".csv": "hf", ".tsv": "hf", ".bin": "binidx", ".idx": "binidx",
+           ".ds": "datatrove"}
+
+
+class MixedSource(NamedTuple):
+    """A source's name, its share of the training tokens (shares sum to 1), and the options of a run on it alone."""
+
+    name: str
+    share: float
+    config: DataConfig
+
+
+def mixed_sources(config: DataConfig) -> list[MixedSource]:
+    """The sources of data=mix. Raises UserError for an invalid entry."""
+    if not config.sources:
+        raise UserError(f"data=mix requires data.sources: {EXAMPLE}")
+    for number, entry in enumerate(config.sources):
+        _check_entry(entry, f"data.sources[{number}]")
+    total = sum(entry["weight"] for entry in config.sources)
+    sources = [MixedSource(str(entry.get("name") or _default_name(entry)), entry["weight"] / total,
+                           _config_of(entry, config, f"data.sources[{number}]")) for number, entry in enumerate(config.sources)]
+    names = [source.name for source in sources]
+    duplicate = next((name for name in names if names.count(name) > 1), None)
+    if duplicate is not None:
+        raise UserError(f"names of data.sources must be unique; got {duplicate} twice: set name: NAME")
+    return sources
+
+
+def names_of(config: DataConfig) -> list[str]:
+    """The names of the sources; empty for other kinds of data."""
+    return [source.name for source in mixed_sources(config)] if config.name == "mix" else []
+
+
+def source_metric(name: str) -> str:
+    """The name of a source's validation loss among the metrics."""
+    return f"val/loss/{name}"
+
+
+@contextmanager
+def naming(source: str) -> Iterator[None]:
+    """Names the source in a UserError from inside."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"data.sources, {source}: {error}") from None
+
+
+def _check_entry(entry: object, where: str) -> None:
+    if not isinstance(entry, dict):
+        raise UserError(f"{where} must be {{path: PATH, weight: NUMBER}}; got {entry}")
+    for key in entry:
+        if key not in ENTRIES:
+            close = get_close_matches(str(key), ENTRIES, n=1)
+            raise UserError(f"{where} has the unknown entry {key}; "
+                            + (f"did you mean {close[0]}?" if close else f"there are: {', '.join(ENTRIES)}"))
+    weight = entry.get("weight")
+    if isinstance(weight, bool) or not isinstance(weight, (int, float)) or not 0 < weight < math.inf:
+        raise UserError(f"{where}.weight must be a positive finite number; got {weight}")
+    fraction = entry.get("val_fraction", 0.1)
+    if isinstance(fraction, bool) or not isinstance(fraction, (int, float)):
+        raise UserError(f"{where}.val_fraction must be a number between 0 and 1; got {fraction}")
+    name = str(entry.get("name") or "")
+    if not re.fullmatch(r"[^\s/,\"]*", name):
+        raise UserError(f"{where}.name must be without spaces, commas and slashes, because metrics contain it; got {name}")
+
+
+def _config_of(entry: JsonObject, config: DataConfig, where: str) -> DataConfig:
+    path = None if entry.get("path") is None else from_home(str(entry["path"]))
+    kind = entry.get("data") or _kind_of(path, where)
+    if kind not in KINDS:
+        alone = "; conversations cannot be mixed" if kind == "chat" else ""
+        raise UserError(f"{where}.data must be one of {', '.join(KINDS)}; got {kind}{alone}")
+    overrides = {name: entry[name] for name in SOURCE_OPTIONS if entry.get(name) is not None} | {"path": path}
+    try:
+        return replace(config, sources=[], **overrides, name=kind)
+    except UserError as error:
+        raise UserError(f"{where}: {error}") from None
+
+
+def _kind_of(path: str | None, where: str) -> str:
+    """The kind of data at a path, inferred from its suffix or those of the files in a folder. Raises UserError if unknown."""
+    if path is None:
+        raise UserError(f"{where} has no path: {EXAMPLE}")
+    folder = Path(path)
+    if any((folder / name).exists() for name in ("state.json", "dataset_dict.json")):
+        return "hf"
+    if folder.is_dir():
+        kinds = {_kind_by_suffix(file.name) for file in folder.rglob("[!.]*") if file.is_file()} - {None}
+        if len(kinds) == 1:
+            return str(*kinds)
+    elif kind := _kind_by_suffix(folder.name):
+        return kind
+    elif Path(f"{path}.bin").is_file():
+        return "binidx"
+    elif not folder.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", path):         # a dataset's name
+        return "hf"
+    raise UserError(f"{where}: cannot infer the kind of data from the path {path}: add data: {'|'.join(KINDS)}")
+
+
+def _kind_by_suffix(name: str) -> str | None:
+    return next((kind for ending, kind in SUFFIXES.items() if name.endswith(ending)), None)
+
+
+def _default_name(entry: JsonObject) -> str:
+    """The last part of the path without wildcards and suffixes, or else the kind."""
+    parts = [part for part in re.split(r"[/\\]", str(entry.get("path") or "")) if part and "*" not in part]
+    name = re.sub(r"[\s,\"]+", "_", parts[-1]) if parts else str(entry.get("data"))
+    for ending in sorted(SUFFIXES, key=len, reverse=True):
+        name = name.removesuffix(ending)
+    return name

@@ -1,0 +1,41 @@
+"""llguidance, imported when it is needed, and its errors as sentences."""
+
+from types import ModuleType
+from typing import Protocol
+
+from rwkv.errors import UserError
+
+MISSING = 'grammars and schemas need llguidance, which is not installed: pip install "timemix[serve]" or pip install llguidance'
+
+
+class LibraryMatcher(Protocol):
+    """llguidance's LLMatcher."""
+
+    def deep_copy(self) -> "LibraryMatcher": ...
+    def compute_bitmask(self) -> bytes: ...
+    def consume_token(self, token: int) -> bool: ...
+    def is_error(self) -> bool: ...
+    def get_error(self) -> str: ...
+    def stop_reason(self) -> str: ...
+
+
+def llguidance_module() -> ModuleType:
+    try:
+        import llguidance
+    except ImportError:
+        raise UserError(MISSING) from None
+    return llguidance
+
+
+def grammar_error(definition: str) -> str:
+    return sentence(llguidance_module().LLMatcher.validate_grammar(definition))
+
+
+def sentence(message: str) -> str:
+    """llguidance's message without the lines that quote the grammar; "" for a warning."""
+    if message.startswith("WARNING"):
+        return ""
+    if "coerce_one_of" in message:       # an option of llguidance
+        return "oneOf cannot be enforced, because its schemas may overlap: use anyOf"
+    lines = [line.strip() for line in message.strip().splitlines()]
+    return " ".join(line for i, line in enumerate(lines) if i == 0 or line.startswith("error:"))

@@ -1,0 +1,66 @@
+"""Errors: a status and a sentence. Their bodies have OpenAI's form; other interfaces have forms of their own."""
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+
+import msgspec
+from starlette.responses import Response
+
+from rwkv.config import Sampling
+from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
+
+TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error", 500: "server_error", 503: "server_error"}
+STATE_GONE = "state_not_found"           # a code
+SAMPLING_FIELDS = tuple(item.name for item in fields(Sampling))
+PLACE = re.compile(r"[a-z_]\w*(?:\[\d+\]|\.\w+)*")       # messages[1].content
+
+
+class ApiError(Exception):
+    """param: the wrong field. code: for programs. retry_after: seconds."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None,
+                 retry_after: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
+        self.retry_after = retry_after
+        self.body = {"error": {"message": message, "type": TYPES.get(status, "invalid_request_error"), "param": param,
+                               "code": code}}
+
+    def response(self, form: Callable[["ApiError"], JsonObject] | None = None) -> Response:
+        """form: makes the body; OpenAI's by default."""
+        headers = {"retry-after": str(self.retry_after)} if self.retry_after else {}
+        if self.status == 415:
+            headers["accept-encoding"] = "gzip"
+        return json_response(form(self) if form else self.body, self.status, headers)
+
+
+def user_error(error: UserError) -> ApiError:
+    """A user's mistake as an ApiError. param: the field that begins the message, if any."""
+    message = str(error)
+    word = message.split(maxsplit=1)[0].rstrip(":,")
+    is_field = word.startswith(("messages", "tools", "response_format", "format", "grammar")) or word in SAMPLING_FIELDS
+    return ApiError(400, message, word if is_field else None)
+
+
+@contextmanager
+def renaming(rename: Callable[[str], str]) -> Iterator[None]:
+    """Errors raised inside name fields of a translated request: rename() returns a field's name in the client's request."""
+    try:
+        yield
+    except (ApiError, UserError) as error:
+        raise renamed(error if isinstance(error, ApiError) else user_error(error), rename) from None
+
+
+def renamed(error: ApiError, rename: Callable[[str], str]) -> ApiError:
+    content = error.body["error"]
+    message = str(error)
+    if begins := PLACE.match(message):
+        message = rename(begins[0]) + message[begins.end():]
+    return ApiError(error.status, message, content["param"] and rename(content["param"]), content["code"], error.retry_after)
+
+
+def json_response(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, "application/json")
