@@ -9,11 +9,14 @@ No Hydra here.
 from rwkv.config.chat import ChatConfig
 from rwkv.config.common import (
     BITS,
+    DRAFT_TOKENS,
     DTYPES,
     LARGEST_SEED,
     LATEST,
     MIB,
+    NGRAM,
     STATE_LAYOUTS,
+    DraftedConfig,
     KernelConfig,
     Pooling,
     SavedModelConfig,

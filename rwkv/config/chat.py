@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from rwkv.config.common import MODEL_TEMPLATE, THINK, SavedModelConfig, layout_option
+from rwkv.config.common import MODEL_TEMPLATE, THINK, DraftedConfig, layout_option
 from rwkv.config.sampling import Sampling, preset_option, with_sampling
 from rwkv.config.schema import PATH, check_options, option
 
 
 @dataclass
 @with_sampling
-class ChatConfig(SavedModelConfig):
+class ChatConfig(DraftedConfig):
     template: str | None = option(None, f"chat template: {MODEL_TEMPLATE}", verbatim=PATH, heading="Conversation")
     system: str | None = option(None, "system message")
     state: str | None = option(None, "state file before the conversation: of save_state=, or a tuned state of any program",

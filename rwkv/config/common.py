@@ -14,6 +14,8 @@ LATEST = Path("runs") / "latest"         # a link to the latest run; for a sweep
 TEMPLATES = "world, g1, flower or a jinja2 file"        # chat templates, for help
 MODEL_TEMPLATE = f"{TEMPLATES}; null: that of the run's data, else the checkpoint's, else guessed from its name"
 THINK = ("false", "true", "fake")        # how answers begin: rwkv/chat/thoughts.py
+NGRAM = "ngram"                          # the draft that is no model
+DRAFT_TOKENS = 8                         # the default of draft_tokens
 STATE_LAYOUTS = ("official", "transposed")
 Pooling = Literal["mean", "last"]        # of hidden states, for embeddings
 
@@ -39,6 +41,17 @@ class SavedModelConfig:
     device: str = option("auto", "auto, cpu or cuda", one_of=("auto", "cpu", "cuda"))
     dtype: str | None = option(None, "float32, bfloat16, float16 (GPU), or int8 or int4 (matrices only); null: bfloat16 on a "
                                "GPU that supports it, else float32", one_of=DTYPES)
+
+
+@dataclass
+class DraftedConfig(SavedModelConfig):
+    """Options shared by generate.py, chat.py and serve.py."""
+
+    draft: str | None = option(None, "speeds up decoding on a CPU, and changes no text: ngram, for texts that repeat parts of "
+                               "themselves or their prompts; or a small model of the same vocabulary, as for checkpoint=",
+                               verbatim=PATH, filled=True)
+    draft_tokens: int = option(DRAFT_TOKENS, "maximum tokens that draft= proposes at a time; fewer where it is often wrong",
+                               least=1, most=32)
 
 
 def layout_option(source: str) -> Any:

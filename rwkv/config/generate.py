@@ -2,14 +2,14 @@
 
 from dataclasses import dataclass
 
-from rwkv.config.common import SavedModelConfig, layout_option
+from rwkv.config.common import DraftedConfig, layout_option
 from rwkv.config.sampling import Sampling, preset_option, with_sampling
 from rwkv.config.schema import PATH, TEXT, check_options, option
 
 
 @dataclass
 @with_sampling
-class GenerateConfig(SavedModelConfig):
+class GenerateConfig(DraftedConfig):
     """rwkv/generation/options.py checks combinations of options."""
 
     prompt: str | None = option(None, "prompt; -: read from standard input", heading="Samples", verbatim=TEXT)

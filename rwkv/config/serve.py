@@ -3,7 +3,7 @@
 import re
 from dataclasses import dataclass
 
-from rwkv.config.common import MODEL_TEMPLATE, SavedModelConfig, layout_option
+from rwkv.config.common import MODEL_TEMPLATE, DraftedConfig, layout_option
 from rwkv.config.sampling import Sampling, preset_option, with_sampling
 from rwkv.config.schema import PATH, check_options, option
 from rwkv.errors import UserError
@@ -13,7 +13,7 @@ NEXT_PAIR = re.compile(r",(?=[^,=/\\]+=)")              # the comma before the n
 
 @dataclass
 @with_sampling
-class ServeConfig(SavedModelConfig):
+class ServeConfig(DraftedConfig):
     model_name: str | None = option(None, "model id for clients; null: the checkpoint's name")
     adapters: list[str] = option(list, "NAME=PATH,...: further models, which requests name. PATH: the directory or .ckpt of a "
                                  "tune=state or tune=lora run from this checkpoint, a state file, or another program's tuned "

@@ -174,14 +174,21 @@ def through_blocks(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     return _run_blocks(blocks, x, None, [None] * len(blocks))[0]
 
 
-def _require_own_options(config: ModelConfig) -> None:
-    """Raises UserError for an option that only other generations have, unless it is at its default."""
-    options = generation(config).OPTIONS
-    default = ModelConfig()
+def require_own_options(config: ModelConfig) -> None:
+    """Raises UserError for the first option that only other generations have and that is not at its default."""
+    require_own(config, config, "model.", lambda module: module.OPTIONS)
+
+
+def require_own(model: ModelConfig, group: object, prefix: str, options: Callable[[Generation], Collection[str]]) -> None:
+    """require_own_options for a group of a configuration, with its prefix in messages. options: its options that a generation
+    has."""
+    own = options(generation(model))
+    default = type(group)()
     for name in GENERATIONS:
-        for option in generation(replace(config, generation=name)).OPTIONS:
-            if option not in options and getattr(config, option) != getattr(default, option):
-                raise UserError(f"model.{option} requires model.generation={name}; got {config.generation}")
+        for option in options(generation(replace(model, generation=name))):
+            if option not in own and getattr(group, option) != getattr(default, option):
+                raise UserError(f"{prefix}{option} is an option of {name}, and the model is {model.generation}: leave it out, "
+                                "or use another model=")
 
 
 class _NoInitialisation(TorchFunctionMode):
@@ -198,7 +205,7 @@ class Model(nn.Module):
 
     def __init__(self, config: ModelConfig, vocab_size: int, operator: Operator) -> None:
         super().__init__()
-        _require_own_options(config)
+        require_own_options(config)
         one_thread_in_forks()
         self.config, self.vocab_size, self.operator = config, vocab_size, operator
         self.fingerprint_before: str | None = None       # before the weights were quantised or merged

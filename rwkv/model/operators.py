@@ -11,9 +11,10 @@ from rwkv.model.base import generation
 
 
 def size_for(config: ModelConfig, rows: int, steps: int) -> Size | None:
-    """The size of a batch of `rows` sequences for kernel=auto; None where its choice does not depend on sizes."""
-    heads = max(1, config.n_embd // config.head_size)
-    return Size(rows * heads, steps, config.head_size) if generation(config).OPERATOR == "wkv7" else None
+    """The size of a batch of `rows` sequences for kernel=auto; None for an operator without heads."""
+    if "head_size" not in generation(config).OPTIONS:
+        return None
+    return Size(rows * max(1, config.n_embd // config.head_size), steps, config.head_size)
 
 
 def operator_for(config: ModelConfig, kernel: str, device: str | torch.device, dtype: torch.dtype,

@@ -179,6 +179,11 @@ def exact_copies(weights: Sequence[Tensor]) -> list[Tensor] | None:
     return copies
 
 
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are; one pass, without the temporary of torch.isfinite."""
+    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
+
+
 def _spaced(tensor: Tensor, n: int) -> Tensor:
     """Evenly spaced elements: about n of them, or all."""
     step = max(1, tensor.numel() // n) | 1               # odd, so that it reads several columns of a matrix

@@ -10,8 +10,8 @@ from programs import PROGRAMS, Run, composed
 from kernels.select import selectable
 from rwkv import cli
 from rwkv.config import EvaluateConfig, GenerateConfig, TrainConfig
-from rwkv.training.length import with_max_steps
 from rwkv.training.run.directory import as_plain
+from rwkv.training.run.length import with_max_steps
 
 CHOICES = [(path.parent.name, path.stem) for path in sorted(cli.CONFIGS.glob("*/*.yaml"))]
 

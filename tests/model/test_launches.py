@@ -49,16 +49,16 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """A mode that also counts Triton's kernels, with the forms of a GPU on this CPU."""
     from rwkv.model.fused import loss_triton
     from rwkv.model.fused import triton as fused_triton
+    from rwkv.model.rwkv7 import fused_triton as rwkv7_triton
 
     mode = Launches()
 
     def counted(kernel: Any, *_: Any, **__: Any) -> None:
         mode.counts[kernel.__name__] += 1
 
-    for module in (fused_triton, loss_triton):
+    for module in (fused_triton, loss_triton, rwkv7_triton):
         monkeypatch.setattr(module, "launch", counted)
-    monkeypatch.setitem(fused_form.FORMS, "cpu", "rwkv.model.fused.triton")
-    monkeypatch.setitem(fused_form.LOSS_FORMS, "cpu", "rwkv.model.fused.loss_triton")
+    monkeypatch.setitem(fused_form.SUFFIXES, "cpu", "triton")
     for module in (fused, loss):
         monkeypatch.setattr(module, "WIDE_PRODUCTS", ("cpu",))
     return mode

@@ -13,8 +13,9 @@ enum kind { W_FLOAT32, W_BFLOAT16, WX_BFLOAT16, W_INT8, W_INT4 };
 enum {
     GROUP = 32,              // int4: neighbours that share a scale
     BLOCK = 8 * GROUP,       // int4: eight groups, interleaved
-    PANEL = 32,              // W stored by input: outputs stored side by side
+    COLUMN_TILE = 32,        // W stored by input: outputs in a tile, a cache line in bfloat16
     SPARSE_TILE = 128,       // sparse product: outputs in a tile, four cache lines in bfloat16
+    PREFETCH_COLUMNS = 8,    // inputs that matmul_by_columns prefetches ahead
 };
 
 // A product's operands. x (R,K) has rows x_row numbers apart. Kinds that round x read the output of prepare_input instead: q, the
@@ -31,20 +32,23 @@ struct product {
 };
 
 #define matmul WITH_LEVEL(matmul, LEVEL)
-#define matmul_by_input WITH_LEVEL(matmul_by_input, LEVEL)
+#define matmul_by_columns WITH_LEVEL(matmul_by_columns, LEVEL)
 #define matmul_sparse WITH_LEVEL(matmul_sparse, LEVEL)
+#define matmul_in_order WITH_LEVEL(matmul_in_order, LEVEL)
 #define prepare_input WITH_LEVEL(prepare_input, LEVEL)
 
 // Outputs begin <= n < end of all rows.
 void matmul(const struct product *p, int64_t begin, int64_t end);
 
-// The same for a float32 or bfloat16 W stored by input in panels, (N / PANEL,K,PANEL). begin and end are multiples of PANEL. Each
-// output is summed by a single lane.
-void matmul_by_input(const struct product *p, int64_t begin, int64_t end);
+// The same, to the bit, for a float32 or bfloat16 W stored by input, (K,N), whose x is not rounded.
+void matmul_by_columns(const struct product *p, int64_t N, int64_t begin, int64_t end);
 
-// The same for a finite W stored by input, (K,N): skips weights whose inputs are zero in every row of a tile. begin is a multiple
-// of SPARSE_TILE.
+// Each output is the sum of a single lane, input after input. W is finite and stored by input, (K,N): skips weights whose inputs
+// are zero in every row of a tile. begin is a multiple of SPARSE_TILE. Rounds x itself.
 void matmul_sparse(const struct product *p, int64_t N, int64_t begin, int64_t end);
+
+// The same, to the bit, for a bfloat16 W stored by output, (N,K), of which it reads all.
+void matmul_in_order(const struct product *p, int64_t begin, int64_t end);
 
 // Rounds numbers first to first + n - 1 of a row x (K) for a product of that kind: writes q and, as the product's x, `floats`.
 //     int8          n = K. levels: integer steps up to the row's largest magnitude; offset: zero point of q, 0 where x >= 0

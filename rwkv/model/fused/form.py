@@ -4,13 +4,15 @@
     result = form.mix(...) if form else ...              # the formulas in PyTorch's operations
 
 A form is a module with the functions of FusedForm. Its results and gradients are those of the formulas beside the call, except
-for rounding: a form computes in float32 and rounds only its results.
+for rounding: a form computes in float32 and rounds only its results. A generation's own forms are selected in the same way:
+rwkv7/fused_c.py and fused_triton.py by module_for("rwkv.model.rwkv7.fused_", device).
 """
 
 import importlib
+import importlib.util
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -18,13 +20,12 @@ from torch import Tensor
 from kernels import native
 from kernels.machine import triton
 
-FORMS = {"cpu": "rwkv.model.fused.c", "cuda": "rwkv.model.fused.triton"}         # by device type
-LOSS_FORMS = {"cuda": "rwkv.model.fused.loss_triton"}
+SUFFIXES = {"cpu": "c", "cuda": "triton"}        # of the names of forms, by device type
 Tensors = tuple[Tensor, ...]
 
 
 class FusedForm(Protocol):
-    """The arguments are those of the functions of these names in __init__.py and ../rwkv7/fused.py."""
+    """The arguments are those of the functions of these names in __init__.py."""
 
     def supports(self, *tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool: ...
 
@@ -35,25 +36,13 @@ class FusedForm(Protocol):
 
     def squared_relu(self, x: Tensor, grad: Tensor | None = None) -> Tensor: ...
 
-    def gates(self, k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors) -> Tensors: ...
-
-    def gates_backward(self, k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors,
-                       inverse: Tensor, grads: Tensors, extra: tuple[Tensor | None, Tensor | None],
-                       ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors, Tensors]: ...
-
-    def gated(self, y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int, vectors: Tensors) -> Tensor: ...
-
-    def gated_backward(self, y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int, vectors: Tensors,
-                       grad: Tensor) -> tuple[Tensors, Tensors]: ...
-
 
 def form_for(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> FusedForm | None:
     """The fused form that supports these tensors, or None.
 
     dtype: that of the results, if it differs. N: the channels of a head, for functions with heads.
     """
-    device = tensors[0].device.type
-    form = cast(FusedForm, _form(FORMS[device])) if device in FORMS and why_not(device) is None else None
+    form: FusedForm | None = module_for("rwkv.model.fused.", tensors[0].device.type)
     return form if form is not None and form.supports(*tensors, dtype=dtype, N=N) else None
 
 
@@ -70,9 +59,13 @@ class LossForm(Protocol):
 
 def loss_form_for(logits: Tensor) -> LossForm | None:
     """The fused cross-entropy for these logits (rows,V), or None."""
-    device = logits.device.type
-    form = cast(LossForm, _form(LOSS_FORMS[device])) if device in LOSS_FORMS and why_not(device) is None else None
+    form: LossForm | None = module_for("rwkv.model.fused.loss_", logits.device.type)
     return form if form is not None and form.supports(logits) else None
+
+
+def module_for(prefix: str, device: str) -> Any:
+    """The module of that name and the suffix of the type of device, if there is one and it can run here; otherwise None."""
+    return _module(prefix + SUFFIXES[device]) if device in SUFFIXES and why_not(device) is None else None
 
 
 def describe(device: str) -> str:
@@ -92,5 +85,5 @@ def why_not(device: str) -> str | None:
 
 
 @cache
-def _form(module: str) -> Any:
-    return importlib.import_module(module)
+def _module(name: str) -> Any:
+    return importlib.import_module(name) if importlib.util.find_spec(name) is not None else None

@@ -8,10 +8,10 @@
 B rows, T steps, C channels in H heads of N, d the ranks of the low-rank gates. Formulas: mix.py.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,9 +30,34 @@ from rwkv.model.fused import (
     squared_relu_backward,
     wide_sum,
 )
-from rwkv.model.fused.form import form_for
-from rwkv.model.rwkv7.architecture import EPS, FASTEST_LOG_W, LEAST_NORM
+from rwkv.model.fused.form import module_for
+from rwkv.model.rwkv7.architecture import EPS, FASTEST_LOG_W, GATES, LEAST_NORM, MIXES
 from rwkv.model.weight_cache import rounded, to_save
+
+SQUARES = {"r": "receptance", "k": "key", "v": "value"}          # the matrices (C,C), by the name of their mix
+
+
+class _Form(Protocol):
+    """A fused form: fused_c.py, fused_triton.py. The arguments are those of _gates, _gated and their backward functions."""
+
+    def supports(self, *tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool: ...
+
+    def gates(self, k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors) -> Tensors: ...
+
+    def gates_backward(self, k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors,
+                       inverse: Tensor, grads: Tensors, extra: tuple[Tensor | None, Tensor | None],
+                       ) -> tuple[tuple[Tensor, Tensor, Tensor | None], Tensors, Tensors]: ...
+
+    def gated(self, y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int, vectors: Tensors) -> Tensor: ...
+
+    def gated_backward(self, y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, N: int, vectors: Tensors,
+                       grad: Tensor) -> tuple[Tensors, Tensors]: ...
+
+
+def _form_for(*tensors: Tensor, N: int) -> _Form | None:
+    """The fused form that supports these tensors and heads of N channels, or None."""
+    form: _Form | None = module_for("rwkv.model.rwkv7.fused_", tensors[0].device.type)
+    return form if form is not None and form.supports(*tensors, N=N) else None
 
 
 class Parameters(NamedTuple):
@@ -129,18 +154,19 @@ class _Inputs(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, N: int, x: Tensor, last_x: Tensor | None, v_first: Tensor | None,
                 *parameters: Tensor | None) -> tuple[Tensor | None, ...]:
-        p = Parameters(*parameters)      # type: ignore[arg-type]
-        weights = p.receptance, p.key, p.value, *_not_none(p.w1, p.a1, p.g1, p.v1)
+        p = dict(zip(Parameters._fields, parameters, strict=True))
+        names = GATES[:-1] if v_first is None else GATES
+        weights = _named(p, (*SQUARES.values(), *_matrix_names(1, names)))
         multiplied = rounded(dtype, weights)
-        squares, downs = multiplied[:3], multiplied[3:]
-        saved_x, mixes = mix(dtype, x, last_x, p[:6], to_previous=True)
-        m_r, m_w, m_k, m_v, m_a, m_g = mixes
-        r, k, v = map(linear, (m_r, m_k, m_v), squares)
-        hidden = tuple(m @ down for m, down in zip((m_w, m_a, m_g, m_v), downs, strict=False))
-        vectors = _not_none(p.k_k, p.k_a, p.w0, p.a0, p.v0)
-        gates, saved_gates = _low_rank_gates(k, v, v_first, hidden, N, vectors, _not_none(p.w2, p.a2, p.g2, p.v2))
-        ctx.N, ctx.sizes = N, _save(ctx, mixes, saved_x, to_save(weights, multiplied), *saved_gates)
-        ctx.dtype, ctx.weight_dtype = dtype, p.key.dtype
+        squares, downs = multiplied[:len(SQUARES)], multiplied[len(SQUARES):]
+        saved_x, mixes = mix(dtype, x, last_x, _named(p, [f"x_{name}" for name in MIXES]), to_previous=True)
+        m = dict(zip(MIXES, mixes, strict=True))
+        r, k, v = (linear(m[name], square) for name, square in zip(SQUARES, squares, strict=True))
+        hidden = tuple(m[name] @ down for name, down in zip(names, downs, strict=True))
+        gates, saved_gates = _low_rank_gates(k, v, v_first, hidden, N, _named(p, _vector_names(names)),
+                                             _named(p, _matrix_names(2, names)))
+        ctx.N, ctx.names, ctx.sizes = N, names, _save(ctx, mixes, saved_x, to_save(weights, multiplied), *saved_gates)
+        ctx.dtype, ctx.weight_dtype = dtype, weights[0].dtype
         operator_inputs = (_by_head(tensor, N) for tensor in (r, *gates[:5]))
         return *operator_inputs, r, gates.k.detach(), gates.v.detach(), gates.g, v.detach() if v_first is None else None
 
@@ -149,7 +175,7 @@ class _Inputs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         mixes, saved_x, weights, *saved_gates = _saved(ctx)
         weights = rounded(ctx.dtype, weights)
-        squares, downs = weights[:3], weights[3:]
+        squares, downs = weights[:len(SQUARES)], weights[len(SQUARES):]
         grad = Inputs(*grads)
         gates = Gates(log_w=grad.log_w.flatten(2), k=grad.k.flatten(2), v=grad.v.flatten(2), a=grad.a.flatten(2),
                       b=grad.b.flatten(2), g=grad.output_g)
@@ -158,21 +184,22 @@ class _Inputs(torch.autograd.Function):
         grad_r, grad_v = grad.r.flatten(2) + grad.output_r, gate_grads.v
         if grad.v_first is not None:
             grad_v = grad_v + grad.v_first
-        m_r, m_w, m_k, m_v, m_a, m_g = mixes
-        (grad_m_r, grad_R), (grad_m_k, grad_K), (grad_m_v, grad_V) = map(
-            partial(product_backward, dtype=ctx.weight_dtype), (grad_r, gate_grads.k, grad_v), (m_r, m_k, m_v), squares)
-        (grad_m_w, grad_w1), (grad_m_a, grad_a1), (grad_m_g, grad_g1), *v_gate = map(
-            partial(_row_product_backward, dtype=ctx.weight_dtype), gate_grads.hidden, (m_w, m_a, m_g, m_v), downs)
-        for grad_mix, _ in v_gate:
-            grad_m_v += grad_mix
-        grad_x, grad_last_x, *grad_x_n = mix_backward(saved_x, (grad_m_r, grad_m_w, grad_m_k, grad_m_v, grad_m_a, grad_m_g),
-                                                      to_previous=True)
-        weight_grads: dict[str, Any] = dict(zip(("x_r", "x_w", "x_k", "x_v", "x_a", "x_g"), grad_x_n, strict=True))
-        weight_grads |= {"receptance": grad_R, "key": grad_K, "value": grad_V, "w1": grad_w1, "a1": grad_a1, "g1": grad_g1}
-        weight_grads |= dict(zip(("k_k", "k_a", "w0", "a0", "v0"), gate_grads.vectors, strict=False))        # layer 0 has no v0
-        weight_grads |= dict(zip(("w2", "a2", "g2", "v2"), gate_grads.matrices, strict=False))
-        weight_grads |= dict(zip(("v1",), (grad for _, grad in v_gate), strict=False))
-        return None, None, grad_x, grad_last_x, gate_grads.v_first, *map(weight_grads.get, Parameters._fields)
+        m = dict(zip(MIXES, mixes, strict=True))
+        grad_m: dict[str, Tensor] = {}
+        by_name: dict[str, Tensor | None] = {}           # the gradients of the parameters
+        for name, grad_product, square in zip(SQUARES, (grad_r, gate_grads.k, grad_v), squares, strict=True):
+            grad_m[name], by_name[SQUARES[name]] = product_backward(grad_product, m[name], square, ctx.weight_dtype)
+        for name, grad_hidden, down in zip(ctx.names, gate_grads.hidden, downs, strict=True):
+            grad_mix, by_name[f"{name}1"] = _row_product_backward(grad_hidden, m[name], down, ctx.weight_dtype)
+            if name in grad_m:           # v's mix is the input of V and of v's gate
+                grad_m[name] += grad_mix
+            else:
+                grad_m[name] = grad_mix
+        grad_x, grad_last_x, *grad_mus = mix_backward(saved_x, tuple(grad_m[name] for name in MIXES), to_previous=True)
+        by_name |= zip([f"x_{name}" for name in MIXES], grad_mus, strict=True)
+        by_name |= zip(_vector_names(ctx.names), gate_grads.vectors, strict=True)
+        by_name |= zip(_matrix_names(2, ctx.names), gate_grads.matrices, strict=True)
+        return None, None, grad_x, grad_last_x, gate_grads.v_first, *map(by_name.get, Parameters._fields)
 
 
 class _Gates(torch.autograd.Function):
@@ -244,7 +271,7 @@ def _low_rank_gates_backward(saved: SavedGates, N: int, grads: Gates, extra: tup
 
 def _gates(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N: int, vectors: Tensors) -> Tensors:
     """(log_w, k, v, a, b, 1 / |k k_k|) from z = (tanh(m_w w1) w2, (m_a a1) a2[, (m_v v1) v2]) and k_k, k_a, w0, a0[, v0]."""
-    if form := form_for(k, v, *z, *_not_none(v_first), N=N):
+    if form := _form_for(k, v, *z, *_not_none(v_first), N=N):
         return form.gates(k, v, v_first, z, N, vectors)
     decay, rate, factor = _decay_rate_factor(z, vectors)
     keys = _by_head(k * vectors[0].to(k.dtype), N)
@@ -261,7 +288,7 @@ def _gates_backward(k: Tensor, v: Tensor, v_first: Tensor | None, z: Tensors, N:
 
     extra: gradients to add to those of k and v.
     """
-    if form := form_for(k, v, *z, *_not_none(v_first), N=N):
+    if form := _form_for(k, v, *z, *_not_none(v_first), N=N):
         return form.gates_backward(k, v, v_first, z, N, vectors, inverse, grads, extra)
     grad_log_w, grad_k, grad_v, grad_a, grad_b = grads
     grad_k, grad_v = (grad if other is None else grad + other for grad, other in zip((grad_k, grad_v), extra, strict=True))
@@ -339,7 +366,7 @@ class _Gated(torch.autograd.Function):
 def _gated(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vectors: Tensors) -> Tensor:
     """(GroupNorm(y) + (sum over the head of r k r_k) v) g, from vectors r_k, weight and bias."""
     N = y.shape[-1]
-    if form := form_for(y, r, k, v, g, N=N):
+    if form := _form_for(y, r, k, v, g, N=N):
         return form.gated(y, r, k, v, g, N, vectors)
     ungated, _, _, _, _ = _ungated(y, r, k, v, cast(g.dtype, vectors))
     return ungated * g
@@ -349,7 +376,7 @@ def _gated_backward(y: Tensor, r: Tensor, k: Tensor, v: Tensor, g: Tensor, vecto
                     grad: Tensor) -> tuple[Tensors, Tensors]:
     """The gradients of y, r, k, v and g, and of the vectors (C,), from that of _gated's result."""
     N = y.shape[-1]
-    if form := form_for(y, r, k, v, g, N=N):
+    if form := _form_for(y, r, k, v, g, N=N):
         return form.gated_backward(y, r, k, v, g, N, vectors, grad)
     r_k, weight, bias = cast(g.dtype, vectors)
     ungated, normal, bonus, mean, inverse_std = _ungated(y, r, k, v, (r_k, weight, bias))
@@ -410,6 +437,21 @@ def _save(ctx: Any, *groups: Iterable[Tensor | None]) -> list[int]:
 def _saved(ctx: Any) -> list[tuple[Any, ...]]:
     tensors = iter(ctx.saved_tensors)
     return [tuple(next(tensors) for _ in range(size)) for size in ctx.sizes]
+
+
+def _matrix_names(part: int, gates: str) -> list[str]:
+    """w1, a1, g1[, v1] for part 1 of the gates "wag[v]"; w2, a2, ... for part 2."""
+    return [f"{gate}{part}" for gate in gates]
+
+
+def _vector_names(gates: str) -> list[str]:
+    """k_k, k_a, and the biases of the gates, of which g has none: w0, a0[, v0]."""
+    return ["k_k", "k_a", *(f"{gate}0" for gate in gates if gate != "g")]
+
+
+def _named(parameters: Mapping[str, Tensor | None], names: Iterable[str]) -> Tensors:
+    """The parameters of these names, which the layer has."""
+    return tuple(parameters[name] for name in names)     # type: ignore[misc]
 
 
 def _not_none(*tensors: Tensor | None) -> Tensors:

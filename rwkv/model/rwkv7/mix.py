@@ -128,14 +128,15 @@ class TimeMix(nn.Module):
         past = [1 - mu for mu in self._mixes()]
         m_r, m_w, m_k, m_v, m_a, m_g = fused.token_shift(x, last_x, *past, first=packing.shift_mask if packing else None)
         r, k, v = self.receptance(m_r), self.key(m_k), self.value(m_v)
-        g = torch.sigmoid(m_g @ self.g1) @ self.g2
-        rate = torch.sigmoid(self.a0 + (m_a @ self.a1) @ self.a2)
-        z = torch.tanh(m_w @ self.w1) @ self.w2
+        low_rank = partial(self._low_rank, m_r.dtype)
+        g = torch.sigmoid(m_g @ low_rank("g1")) @ low_rank("g2")
+        rate = torch.sigmoid(self.a0 + (m_a @ low_rank("a1")) @ low_rank("a2"))
+        z = torch.tanh(m_w @ low_rank("w1")) @ low_rank("w2")
         log_w = FASTEST_LOG_W * torch.sigmoid(self.w0 + z.to(torch.promote_types(z.dtype, torch.float32)))
         if v_first is None:
             v_first = v
         else:
-            v = v + (v_first - v) * torch.sigmoid(self.v0 + (m_v @ self.v1) @ self.v2)
+            v = v + (v_first - v) * torch.sigmoid(self.v0 + (m_v @ low_rank("v1")) @ low_rank("v2"))
         keys = self._heads(k * self.k_k)
         kk = normalize(keys.to(torch.promote_types(keys.dtype, torch.float32)), dim=-1, eps=LEAST_NORM)
         kk = kk.to(r.dtype).flatten(2)
@@ -167,7 +168,8 @@ class TimeMix(nn.Module):
         mixes = m_r, m_w, m_k, m_v, m_a, m_g = fused.token_shift(x, last_x, *past, first=first)
         with fused.recompute_mixes(recompute_x, last_x, past, first, mixes):
             r, k, v = self.receptance(m_r), self.key(m_k), self.value(m_v)
-            hidden = [m_w @ self.w1, m_a @ self.a1, m_g @ self.g1] + ([] if v_first is None else [m_v @ self.v1])
+            inputs = {"w1": m_w, "a1": m_a, "g1": m_g} | ({} if v_first is None else {"v1": m_v})
+            hidden = [mix @ self._low_rank(mix.dtype, name) for name, mix in inputs.items()]
         mixed, after = checkpoint(self._between_products, before, packing, r, k, v, v_first, *hidden, use_reentrant=False,
                                   preserve_rng_state=False, determinism_check="none")
         return self.output(mixed), after, v if v_first is None else v_first
@@ -177,7 +179,7 @@ class TimeMix(nn.Module):
         """The input of O, and the operator's state after the sequence, from r, k, v and the hidden layers of the gates."""
         v_gate = "" if v_first is None else "v"
         biases = [getattr(self, f"{name}0") for name in f"wa{v_gate}"]
-        second = [getattr(self, f"{name}2") for name in f"wag{v_gate}"]
+        second = [self._low_rank(k.dtype, f"{name}2") for name in f"wag{v_gate}"]
         # products in int8 are float32 under autocast too, and then so is everything here
         with torch.autocast(k.device.type, enabled=False):
             hidden = tuple(part.to(k.dtype) for part in hidden)
@@ -185,6 +187,11 @@ class TimeMix(nn.Module):
             y, after = self._wkv(r, gates.log_w, gates.k, gates.v, gates.a, gates.b, before, packing)
             mixed = rwkv7_fused.gated(y, r, gates.k, gates.v, gates.g, self.r_k, self.ln_x.weight, self.ln_x.bias)
         return mixed, after
+
+    def _low_rank(self, dtype: torch.dtype, name: str) -> Tensor:
+        """A gate's matrix for products in `dtype`. A quantised model has it as in the file, for products in float32."""
+        weight: Tensor = getattr(self, name)
+        return weight.float() if (weight.dtype, dtype) == (torch.bfloat16, torch.float32) else weight
 
     def _initial_state(self, B: int) -> Tensor | None:
         """The operator's state before the first token, for B rows; None for zeros."""

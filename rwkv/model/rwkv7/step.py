@@ -34,7 +34,7 @@ class Step:
         self._att, self._ffn_x_k = att, ffn.x_k[0]
         gates = STEP_MIXES[3:] if block.first else STEP_MIXES[2:]              # the first block has no v gate
         self._mu = torch.stack([getattr(att, f"x_{name}")[0] for name in STEP_MIXES])                          # (6,1,C)
-        self._gates = LowRank(*([getattr(att, f"{name}{part}") for name in gates] for part in "12"))
+        self._gates = LowRank(*([getattr(att, f"{name}{part}").to(att.k_k.dtype) for name in gates] for part in "12"))
         self._products = products_function(att.receptance, att.key, att.value)
         self._output, self._key, self._value = map(product_function, (att.output, ffn.key, ffn.value))
 

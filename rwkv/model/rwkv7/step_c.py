@@ -5,7 +5,16 @@ from typing import Any, NamedTuple, cast
 from torch import Tensor
 
 from rwkv.model import base
-from rwkv.model.decoding.c_step import NO_MATRIX, NO_NORM, Builder, Common, Matrix, Norm
+from rwkv.model.decoding.c_step import (
+    DENSE_BY_INPUT,
+    NO_MATRIX,
+    NO_NORM,
+    SPARSE_BY_INPUT,
+    Builder,
+    Common,
+    Matrix,
+    Norm,
+)
 from rwkv.model.rwkv7.architecture import GATES, STEP_MIXES
 from rwkv.model.rwkv7.mix import Block
 
@@ -80,8 +89,8 @@ def _layer(block: Block, builder: Builder) -> Layer:
     gates: dict[str, Any] = {}
     for gate in GATES:
         exists = gate != "v" or not block.first
-        gates[f"{gate}1"] = builder.by_output(getattr(att, f"{gate}1")) if exists else NO_MATRIX
-        gates[f"{gate}2"] = builder.by_input(getattr(att, f"{gate}2")) if exists else NO_MATRIX
+        for part, order in ("1", DENSE_BY_INPUT), ("2", SPARSE_BY_INPUT):
+            gates[gate + part] = builder.low_rank(getattr(att, gate + part), order) if exists else NO_MATRIX
     vectors: dict[str, Any] = {name: builder.vector(getattr(att, name)) for name in ("w0", "a0", "v0", "k_k", "k_a", "r_k")}
     return Layer(
         ln0=norm(block.ln0) if block.first else NO_NORM, ln1=norm(block.ln1), ln2=norm(block.ln2), ln_x=norm(att.ln_x),

@@ -17,6 +17,7 @@ from rwkv.chat.thoughts import Think
 from rwkv.checkpoint import time_states
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
+from rwkv.generation.draft import Draft
 from rwkv.generation.engine import Engine
 from rwkv.generation.grammar.matcher import compiled
 from rwkv.generation.prefill import PrefillResult
@@ -60,7 +61,7 @@ class LoadedAdapter(NamedTuple):
 
 
 class Loaded(NamedTuple):
-    """The result of loading. adapters: by name. The other fields are those of Ready and ModelInfo."""
+    """The result of loading. adapters: by name. draft: of all models. The other fields are those of Ready and ModelInfo."""
 
     model: Any
     tokenizer: Tokenizer
@@ -71,6 +72,7 @@ class Loaded(NamedTuple):
     trained_tokens: int | None = None
     adapters: Mapping[str, LoadedAdapter] = MappingProxyType({})
     dtype: str = "float32"
+    draft: Draft | None = None
 
 
 Load = Callable[[ServeConfig], Loaded]
@@ -85,7 +87,7 @@ def main(connection: Connection, config: ServeConfig, load: Load) -> None:
         loaded = load(config)
         cache = PrefixCache(config.cache_mib * MIB) if config.cache_mib else None
         adapters = {"": LoadedAdapter(loaded.model, None, 0, ""), **loaded.adapters}
-        engines = {adapter.model: Engine(adapter.model, loaded.tokenizer, cache=cache) for adapter in adapters.values()}
+        engines = {adapter.model: Engine(adapter.model, loaded.tokenizer, cache, loaded.draft) for adapter in adapters.values()}
         for engine in engines.values():
             engine.warm_up(config.max_rows)
         forms = {name: StateForm.of(adapter.model, loaded.tokenizer) for name, adapter in adapters.items()}
@@ -150,6 +152,8 @@ class _Job:
             event.prompt_tokens = context_tokens + len(self.row.prompt_ids)
             event.cached_tokens = context_tokens + self.row.cached_tokens
             event.completion_tokens = len(sample.tokens)
+            event.proposed_tokens = self.row.proposed_tokens
+            event.accepted_tokens = self.row.accepted_tokens
             event.prompt_logprobs = self.row.prompt_logprobs
             if self.row.request.pooling is not None and self.row.prompt_read:
                 event.embedding = self.row.embedding.tolist()

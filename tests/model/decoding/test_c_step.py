@@ -13,6 +13,7 @@ from kernels import native
 from kernels.matvec import FORMS
 from rwkv.generation.decoder import CDecoder, Decoder
 from rwkv.model.base import form
+from rwkv.model.decoding import c_step
 from rwkv.model.decoding.c_step import CStep, step_of, why_not
 from rwkv.pretrained import RWKV
 
@@ -83,6 +84,25 @@ def test_heads_and_ranks_of_other_sizes(head_size: int, rank: int) -> None:
 
 @in_c
 @each_generation
+@torch.no_grad()
+def test_a_matrix_that_is_read_where_it_lies_gives_the_bits_of_its_copy_by_input(
+        level: str, generation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_in("bfloat16", generation, n_embd=40, n_ffn=1032)
+    several, steps = tokens(model, B=7, T=3), []
+    for copied in (c_step.COPIED, 0):
+        monkeypatch.setattr(c_step, "COPIED", copied)
+        step = CStep(model)
+        decoder = CDecoder(model, model.empty_state(7))
+        decoder._c_step, decoder._weights = step, []
+        steps.append((sum(tensor.nbytes for tensor in step.own), [decoder.step(several[:, t]).clone() for t in range(3)]))
+    (with_copy, expected), (in_place, logits) = steps
+    assert in_place <= with_copy - 3 * 2 * 40 * 1032
+    for right, read in zip(expected, logits, strict=True):
+        assert torch.equal(right, read)
+
+
+@in_c
+@each_generation
 @pytest.mark.parametrize("form", FORMS)
 @torch.no_grad()
 def test_no_number_becomes_finite_that_was_not(level: str, form: str, generation: str) -> None:
@@ -136,6 +156,58 @@ def test_a_text_read_in_one_call_has_the_bits_of_its_steps(level: str, form: str
     found = decoders[1].read(several[[3, 0, 2], 1:])
     assert torch.equal(found, expected)
     assert all(map(torch.equal, decoders[1].state(), decoders[0].state()))
+
+
+@in_c
+@each_generation
+@pytest.mark.parametrize("form", FORMS)
+@torch.inference_mode()
+def test_tokens_read_ahead_have_the_bits_of_steps(level: str, form: str, generation: str) -> None:
+    """The logits and the state after each token, for rows that read ahead and rows that read one token. Each row then continues
+    from another of its states, and free memory holds other numbers."""
+    model = model_in(form, generation)
+    several = tokens(model, B=3, T=20)
+    rows, lengths = [2, 0, 1], (7, 1, 4)
+    alone = [CDecoder(model, model.empty_state(1)) for _ in rows]
+    decoder = CDecoder(model, model.empty_state(3))
+    decoder.step(several[:, 0])
+    decoder.keep(rows)
+    for row, single in zip(rows, alone, strict=True):
+        single.step(several[row:row + 1, 0])
+    at = [1, 1, 1]
+    for accepted in ((1, 1, 4), (7, 1, 2), (3, 1, 1)):
+        before = decoder.state()
+        found = decoder.read_ahead([several[row, i:i + n].tolist() for row, i, n in zip(rows, at, lengths, strict=True)])
+        assert all(map(torch.equal, decoder.state(), before))
+        for index, (row, n, single, logits) in enumerate(zip(rows, accepted, alone, found.split(lengths), strict=True)):
+            for t in range(n):
+                assert torch.equal(single.step(several[row:row + 1, at[index] + t])[0], logits[t])
+            decoder.advance(index, n)
+            at[index] += n
+        decoder.drop_ahead()
+        for index, single in enumerate(alone):
+            assert all(map(torch.equal, decoder.state([index]), single.state()))
+        decoder._states[sorted(set(range(len(decoder._states))) - set(decoder._state_rows))] = torch.nan
+
+
+@in_c
+@each_generation
+@torch.no_grad()
+def test_rows_join_and_leave_while_others_have_read_ahead(generation: str) -> None:
+    model = model_in("float32", generation)
+    several = tokens(model, B=3, T=9)
+    alone = CDecoder(model, model.empty_state(1))
+    expected = [alone.step(several[1:2, t]).clone() for t in range(6)]
+    decoder = CDecoder(model, model.empty_state(2))
+    decoder.read_ahead([several[0, :3].tolist(), several[1, :2].tolist()])
+    decoder.read_ahead([[], several[1, 2:4].tolist()])
+    decoder.join(model.empty_state(2))
+    decoder.keep([3, 1])
+    decoder.advance(1, 3)
+    assert torch.equal(decoder.read_ahead([several[2, :2].tolist(), several[1, 4:6].tolist()])[2:3], expected[4])
+    decoder.advance(1, 1)
+    decoder.drop_ahead()
+    assert torch.equal(decoder.step(several[[2, 1], 4])[1:], expected[4])
 
 
 @in_c

@@ -1,4 +1,4 @@
-"""The kernels of fused/triton.py as training launches them, compiled without a GPU: `python fused_triton_cubins.py 90`.
+"""The kernels of the fused forms as training launches them, compiled without a GPU: `python fused_triton_cubins.py 90`.
 
 Prints JSON as tests/kernels/triton_cubins.py does, whose machinery this uses.
 """
@@ -17,6 +17,7 @@ from triton_cubins import cubins
 
 from rwkv.model.fused import loss_triton
 from rwkv.model.fused import triton as fused_triton
+from rwkv.model.rwkv7 import fused_triton as rwkv7_triton
 
 
 def launches(N: int) -> Iterator[Any]:
@@ -37,11 +38,11 @@ def launches(N: int) -> Iterator[Any]:
             n = 2 if first is None else 3
             vectors, z = (vector,) * (n + 2), (x,) * n
             inverse = torch.empty(B, T, H)
-            yield lambda x=x, f=first, z=z, v=vectors: fused_triton.gates(x, x, f, z, N, v)
-            yield lambda x=x, f=first, z=z, v=vectors, i=inverse, w=wide: fused_triton.gates_backward(
+            yield lambda x=x, f=first, z=z, v=vectors: rwkv7_triton.gates(x, x, f, z, N, v)
+            yield lambda x=x, f=first, z=z, v=vectors, i=inverse, w=wide: rwkv7_triton.gates_backward(
                 x, x, f, z, N, v, i, (w, x, x, x, x), (x, x))
-        yield lambda x=x, y=y, m=matrix, v=vector: fused_triton.gated(y, x, x, x, x, N, (m, v, v))
-        yield lambda x=x, y=y, m=matrix, v=vector: fused_triton.gated_backward(y, x, x, x, x, N, (m, v, v), x)
+        yield lambda x=x, y=y, m=matrix, v=vector: rwkv7_triton.gated(y, x, x, x, x, N, (m, v, v))
+        yield lambda x=x, y=y, m=matrix, v=vector: rwkv7_triton.gated_backward(y, x, x, x, x, N, (m, v, v), x)
         logits, targets = torch.empty(3, 65536, dtype=dtype), torch.zeros(3, dtype=torch.long)
         for penalty in (0.0, 0.1):
             yield lambda x=logits, t=targets, p=penalty: loss_triton.replace_by_gradient(x, t, 1e-4, p, -100)

@@ -16,14 +16,17 @@ from rwkv.model.fused import form as fused_form
 from rwkv.model.fused import loss_triton
 from rwkv.model.fused import triton as fused_triton
 from rwkv.model.loss import IGNORED, head_loss
+from rwkv.model.rwkv7 import fused_triton as rwkv7_triton
 
 
 @pytest.fixture(autouse=True)
 def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small blocks: there are to be several of them, whole and not."""
-    monkeypatch.setitem(fused_form.FORMS, "cpu", "rwkv.model.fused.triton")
+    monkeypatch.setitem(fused_form.SUFFIXES, "cpu", "triton")
     for name, size in (("ROWS", 8), ("ROWS_BACK", 4), ("BLOCK", 16), ("ELEMENTS", 64)):
         monkeypatch.setattr(fused_triton, name, size)
+    monkeypatch.setattr(rwkv7_triton, "ROWS", 8)
+    monkeypatch.setattr(loss_triton, "MAX_BLOCK", 8)
 
 
 @test_fused_c.DTYPES
@@ -37,7 +40,7 @@ def test_each_function_computes_the_formulas(dtype: torch.dtype, shape: tuple[in
 def gradients(generation: str, form: str, half: bool, monkeypatch: pytest.MonkeyPatch,
               packed: bool = False) -> dict[str, Tensor]:
     """The head's input of a model of 2 layers, and the gradient of every parameter."""
-    monkeypatch.setitem(fused_form.FORMS, "cpu", f"rwkv.model.fused.{form}")
+    monkeypatch.setitem(fused_form.SUFFIXES, "cpu", form)
     model = small_model("c_v0", generation=generation, n_layer=2)
     x = tokens(model, 2, 9)
     starts = torch.zeros(x.shape, dtype=torch.bool).index_fill_(1, torch.tensor([0, 5]), True) if packed else None
@@ -98,7 +101,7 @@ def test_no_rows_launch_nothing() -> None:
     empty = torch.empty(0, 4, 16)
     assert fused_triton.squared_relu(empty).shape == empty.shape
     vectors = torch.ones(2, 8), torch.ones(16), torch.ones(16)
-    _, grads = fused_triton.gated_backward(empty.view(0, 4, 2, 8), *[empty] * 4, 8, vectors, empty)
+    _, grads = rwkv7_triton.gated_backward(empty.view(0, 4, 2, 8), *[empty] * 4, 8, vectors, empty)
     assert [tuple(grad.shape) for grad in grads] == [(16,)] * 3
 
 
@@ -115,24 +118,17 @@ def test_rows_with_gaps_are_read_as_they_are() -> None:
 def test_heads_that_are_no_power_of_two_are_left_to_the_formulas() -> None:
     k = torch.randn(1, 2, 12)
     assert fused_form.form_for(k, N=6) is None
-    assert fused_form.form_for(k, N=4) is fused_form._form("rwkv.model.fused.triton")
+    assert fused_form.form_for(k, N=4) is fused_triton
     assert fused_form.form_for(k.double(), N=4) is None
 
 
-# The loss
-
-
-@pytest.fixture
-def triton_loss(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, but for products with a wider result, which a CPU has not."""
-    monkeypatch.setitem(fused_form.LOSS_FORMS, "cpu", "rwkv.model.fused.loss_triton")
-    monkeypatch.setattr("rwkv.model.fused.loss_triton.MAX_BLOCK", 8)
+# The loss: as on a GPU, but for products with a wider result, which a CPU has not
 
 
 @pytest.mark.parametrize("penalty", [0.0, 0.2])
 @pytest.mark.parametrize("l2_wrap", [0.0, 0.3])
 @pytest.mark.parametrize(("N", "ignored", "V"), [(1, 0, 11), (7, 3, 11), (5, 4, 8), (3, 0, 3), (4, 1, 1)])
-def test_the_loss_and_its_gradients(triton_loss: None, N: int, ignored: int, V: int, l2_wrap: float, penalty: float) -> None:
+def test_the_loss_and_its_gradients(N: int, ignored: int, V: int, l2_wrap: float, penalty: float) -> None:
     generator = torch.Generator().manual_seed(N)
     hidden, weight = torch.randn(N, 6, generator=generator), torch.randn(V, 6, generator=generator)
     targets = torch.randint(V, (N,), generator=generator)
@@ -145,7 +141,7 @@ def test_the_loss_and_its_gradients(triton_loss: None, N: int, ignored: int, V: 
         assert float((head_loss(hidden, weight, targets) - expected[0]).abs()) < 2e-6
 
 
-def test_the_loss_in_bfloat16_is_the_float32_loss_of_its_rounded_logits(triton_loss: None) -> None:
+def test_the_loss_in_bfloat16_is_the_float32_loss_of_its_rounded_logits() -> None:
     torch.manual_seed(0)
     logits, targets = (4 * torch.randn(6, 37)).bfloat16(), torch.tensor([0, 36, IGNORED, 5, 17, 8])
     expected = logits.float().requires_grad_()
@@ -156,7 +152,7 @@ def test_the_loss_in_bfloat16_is_the_float32_loss_of_its_rounded_logits(triton_l
     torch.testing.assert_close(logits.float(), expected.grad, rtol=2 ** -7, atol=1e-6)       # truncated
 
 
-def test_extreme_logits_stay_exact_and_nan_shows(triton_loss: None) -> None:
+def test_extreme_logits_stay_exact_and_nan_shows() -> None:
     logits = torch.tensor([[1e4, -1e4, 0.0], [-3e38, -3e38, -3e38], [float("nan"), 0.0, 1.0]])
     targets = torch.tensor([1, 0, 2])
     nll = torch.stack([loss_triton.negative_log_likelihood(row[None], target[None], IGNORED)

@@ -22,7 +22,7 @@ from rwkv.errors import UserError
 from rwkv.model.base import n_parameters
 from rwkv.model.rwkv7 import UNUSED, State, resolved, shapes
 from rwkv.pretrained import RWKV
-from rwkv.training.optim import parameter_groups
+from rwkv.training.optim.optimisers import parameter_groups
 
 LETTERS = "rwkvag"
 KERNELS = kernels("wkv7")

@@ -18,23 +18,24 @@ struct model {
     struct layer layers[];
 };
 
-// A row's state in a layer: att_x (C); a, b, p (A); ffn_x (C).
-static float *layer_state(const struct step *s, const struct model *m, int64_t row, const struct layer *l) {
-    return row_state(s, row) + (l - m->layers) * (2 * m->common.C + 3 * m->A);
+// row_state in a layer, which has att_x (C); a, b, p (A); ffn_x (C).
+static float *layer_state(const struct step *s, const struct model *m, int64_t row, const struct layer *l, int64_t offset,
+                          int64_t size) {
+    return row_state(s, row, (l - m->layers) * (2 * m->common.C + 3 * m->A) + offset, size);
 }
 
-// y = sigmoid(r) wkv(k, v) for 8 channels
-INLINE void wkv(const struct layer *l, int64_t channel, vector k_row, vector v_row, vector r_row, float *a_row, float *b_row,
-                float *p_row, float *y_row) {
+// y = sigmoid(r) wkv(k, v) for 8 channels, whose state is at a_state, b_state and p_state
+INLINE void wkv(const struct layer *l, int64_t channel, vector k_row, vector v_row, vector r_row, float *a_state, float *b_state,
+                float *p_state, float *y_row) {
     floats k = load(k_row + channel), v = load(v_row + channel), r = load(r_row + channel);
-    floats a = load(a_row + channel), b = load(b_row + channel), p = load(p_row + channel);
+    floats a = load(a_state), b = load(b_state), p = load(p_state);
     floats w = load(l->decay + channel), u = load(l->first + channel);
     floats top = max(p, u + k), past = exp_neg_clamped(p - top), new = exp_neg_clamped(u + k - top);
     store(y_row + channel, sigmoid(r) * (fma(past, a, new * v) / fma(past, b, new)));
     top = max(p + w, k), past = exp_neg_clamped(p + w - top), new = exp_neg_clamped(k - top);
-    store(a_row + channel, fma(past, a, new * v));
-    store(b_row + channel, fma(past, b, new));
-    store(p_row + channel, top);
+    store(a_state, fma(past, a, new * v));
+    store(b_state, fma(past, b, new));
+    store(p_state, top);
 }
 
 // x = x + sigmoid(gate) y
@@ -55,7 +56,7 @@ static void time_mix(struct step *s, const struct model *m, const struct layer *
             add_gated(x, work + m->gate, work + m->out, C);
         }
         layer_norm(&l->ln1, x, normal, C);
-        token_shift(3, l->mixes, normal, layer_state(s, m, row, l), work + m->mixed, C);
+        token_shift(3, l->mixes, normal, layer_state(s, m, row, l, 0, C), work + m->mixed, C);
     }
     multiply(s, 3, (struct job[]){
         {&l->key, base + m->mixed, base + m->k, size, IDENTITY},
@@ -64,10 +65,11 @@ static void time_mix(struct step *s, const struct model *m, const struct layer *
     });
     int64_t row_tiles = tiles(A, TILE_CHANNELS);
     FOR_EACH_TILE(tile, s, s->call->R * row_tiles) FOR_EACH_TOKEN(row, s, tile / row_tiles) {
-        float *work = row_work(s, row), *a = layer_state(s, m, row, l) + C;
-        int64_t begin = tile % row_tiles * TILE_CHANNELS, end = min_int64(A, begin + TILE_CHANNELS);
-        for (int64_t channel = begin; channel < end; channel += 8)
-            wkv(l, channel, work + m->k, work + m->v, work + m->r, a, a + A, a + 2 * A, work + m->y);
+        int64_t begin = tile % row_tiles * TILE_CHANNELS, end = min_int64(A, begin + TILE_CHANNELS), size = end - begin;
+        float *work = row_work(s, row), *a = layer_state(s, m, row, l, C + begin, size);
+        float *b = layer_state(s, m, row, l, C + A + begin, size), *p = layer_state(s, m, row, l, C + 2 * A + begin, size);
+        for (int64_t channel = begin; channel < end; channel += 8, a += 8, b += 8, p += 8)
+            wkv(l, channel, work + m->k, work + m->v, work + m->r, a, b, p, work + m->y);
     }
     multiply(s, 1, &(struct job){&l->output, base + m->y, base + m->out, size, IDENTITY});
 }
@@ -79,7 +81,7 @@ static void channel_mix(struct step *s, const struct model *m, const struct laye
         float *work = row_work(s, row), *x = work + m->common.x, *normal = work + m->common.normal;
         add(x, work + m->out, C);
         layer_norm(&l->ln2, x, normal, C);
-        token_shift(2, l->ffn_mixes, normal, layer_state(s, m, row, l) + C + 3 * m->A, work + m->mixed, C);
+        token_shift(2, l->ffn_mixes, normal, layer_state(s, m, row, l, C + 3 * m->A, C), work + m->mixed, C);
     }
     multiply(s, 2, (struct job[]){
         {&l->ffn_key, base + m->mixed, base + m->relu, size, RELU2},

@@ -17,12 +17,11 @@
 #include "../../../../kernels/native/csrc/threads.h"
 #include "../../../../kernels/native/csrc/vectors.h"
 #include "../../fused/csrc/partial_sums.h"
+#include "rwkv7.h"
 
 enum { ROWS = 32 };
 
-static const float FASTEST_LOG_W = -0.6065306597126334f, LEAST_NORM = 1e-12f, EPS = 64e-5f;
-
-// Arguments, in the order of ../../fused/c.py. v_first, zv and v0 are null in layer 0.
+// Arguments, in the order of ../fused_c.py. v_first, zv and v0 are null in layer 0.
 struct gates_call {
     int64_t rows, H, N;
     const void *k, *v, *v_first, *zw, *za, *zv;

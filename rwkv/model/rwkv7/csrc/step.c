@@ -1,15 +1,14 @@
 // RWKV-7's decoding step: the formulas of ../mix.py at T = 1.
 
 #include "../../decoding/csrc/step.h"
+#include "rwkv7.h"
 
-#define FASTEST_LOG_W -0.6065306597126334f      // -e^-0.5, the log of the fastest decay
-#define LEAST_NORM 1e-12f                // lower bound of |k k_k|, as in torch.nn.functional.normalize
 enum { USUAL_N = 64 };                   // head size of all released models, which gets a specialized loop
 
-// A low-rank gate f(m w1) w2 stores w1 by output, (rank,C), and w2 by input, in panels.
+// A low-rank gate f(m w1) w2 stores w1 (C,rank) and w2 (rank,C) by input, as the files do.
 struct layer {
     struct norm ln0, ln1, ln2, ln_x;     // ln0: first layer only
-    vector mixes;                        // (6,C): mu of r, k, v, w, a, g
+    vector mixes;                        // (MIXES,C): mu of each
     struct matrix receptance, key, value, output;
     struct matrix w1, w2, a1, a2, g1, g2, v1, v2;        // v1, v2: not in the first layer
     vector w0, a0, v0, k_k, k_a, r_k;
@@ -20,15 +19,16 @@ struct layer {
 struct model {
     struct common common;
     int64_t H, N;
-    // offsets in a row's workspace: mixed (6,C); hidden_* (rank), the gates' hidden activations; relu (F); all others (C), where
+    // offsets in a row's workspace: mixed (MIXES,C); hidden_* (rank), the gates' hidden activations; relu (F); all others (C), where
     // zw, za, zv are the gates' outputs, before their sigmoid
     int64_t mixed, hidden_w, hidden_a, hidden_g, hidden_v, v_first, r, k, v, zw, za, zv, g, kk, y, out, relu;
     struct layer layers[];
 };
 
-// A row's state in a layer: att_x (C); S (H,N,N), rows: value, columns: key; ffn_x (C).
-static float *layer_state(const struct step *s, const struct model *m, int64_t row, const struct layer *l) {
-    return row_state(s, row) + (l - m->layers) * m->common.C * (2 + m->N);
+// row_state in a layer, which has att_x (C); S (H,N,N), rows: value, columns: key; ffn_x (C).
+static float *layer_state(const struct step *s, const struct model *m, int64_t row, const struct layer *l, int64_t offset,
+                          int64_t size) {
+    return row_state(s, row, (l - m->layers) * m->common.C * (2 + m->N) + offset, size);
 }
 
 // S = S diag(w) + (S a) b^T + v k^T, and y = S r, row by row
@@ -87,8 +87,7 @@ static void wkv(const struct model *m, const struct layer *l, float *work, float
 static void time_mix(struct step *s, const struct model *m, const struct layer *l) {
     int64_t C = m->common.C, N = m->N, size = m->common.size;
     int is_first = l == m->layers;
-    float *base = s->call->work, *m_r = base + m->mixed, *m_k = m_r + C, *m_v = m_k + C;
-    float *m_w = m_v + C, *m_a = m_w + C, *m_g = m_a + C;
+    float *base = s->call->work, *mixed = base + m->mixed;
     FOR_EACH_TILE(first, s, s->call->R) FOR_EACH_TOKEN(row, s, first) {
         float *work = row_work(s, row), *x = work + m->common.x, *normal = work + m->common.normal;
         if (is_first) {
@@ -98,18 +97,18 @@ static void time_mix(struct step *s, const struct model *m, const struct layer *
             add(x, work + m->out, C);
         }
         layer_norm(&l->ln1, x, normal, C);
-        token_shift(6, l->mixes, normal, layer_state(s, m, row, l), work + m->mixed, C);
+        token_shift(MIXES, l->mixes, normal, layer_state(s, m, row, l, 0, C), work + m->mixed, C);
     }
     multiply(s, is_first ? 6 : 7, (struct job[]){
-        {&l->receptance, m_r, base + m->r, size, IDENTITY},
-        {&l->key, m_k, base + m->k, size, IDENTITY},
-        {&l->value, m_v, base + m->v, size, IDENTITY},
-        {&l->w1, m_w, base + m->hidden_w, size, TANH},
-        {&l->a1, m_a, base + m->hidden_a, size, IDENTITY},
-        {&l->g1, m_g, base + m->hidden_g, size, SIGMOID},
-        {&l->v1, m_v, base + m->hidden_v, size, IDENTITY},
+        {&l->receptance, mixed + MIX_R * C, base + m->r, size, IDENTITY},
+        {&l->key, mixed + MIX_K * C, base + m->k, size, IDENTITY},
+        {&l->value, mixed + MIX_V * C, base + m->v, size, IDENTITY},
+        {&l->w1, mixed + MIX_W * C, base + m->hidden_w, size, TANH},
+        {&l->a1, mixed + MIX_A * C, base + m->hidden_a, size, IDENTITY},
+        {&l->g1, mixed + MIX_G * C, base + m->hidden_g, size, SIGMOID},
+        {&l->v1, mixed + MIX_V * C, base + m->hidden_v, size, IDENTITY},
     });
-    multiply_by_input(s, is_first ? 3 : 4, (struct job[]){
+    multiply(s, is_first ? 3 : 4, (struct job[]){
         {&l->w2, base + m->hidden_w, base + m->zw, size, IDENTITY},
         {&l->a2, base + m->hidden_a, base + m->za, size, IDENTITY},
         {&l->g2, base + m->hidden_g, base + m->g, size, IDENTITY},
@@ -117,7 +116,7 @@ static void time_mix(struct step *s, const struct model *m, const struct layer *
     });
     FOR_EACH_TILE(tile, s, s->call->R * m->H) FOR_EACH_TOKEN(row, s, tile / m->H) {
         int64_t channel = tile % m->H * N;
-        wkv(m, l, row_work(s, row), layer_state(s, m, row, l) + C + channel * N, channel);
+        wkv(m, l, row_work(s, row), layer_state(s, m, row, l, C + channel * N, N * N), channel);
     }
     multiply(s, 1, &(struct job){&l->output, base + m->y, base + m->out, size, IDENTITY});
 }
@@ -129,7 +128,7 @@ static void channel_mix(struct step *s, const struct model *m, const struct laye
         float *work = row_work(s, row), *x = work + m->common.x, *normal = work + m->common.normal;
         add(x, work + m->out, C);
         layer_norm(&l->ln2, x, normal, C);
-        token_shift(1, l->ffn_mixes, normal, layer_state(s, m, row, l) + C * (1 + m->N), work + m->mixed, C);
+        token_shift(1, l->ffn_mixes, normal, layer_state(s, m, row, l, C * (1 + m->N), C), work + m->mixed, C);
     }
     multiply(s, 1, &(struct job){&l->ffn_key, base + m->mixed, base + m->relu, size, RELU2});
     multiply(s, 1, &(struct job){&l->ffn_value, base + m->relu, base + m->out, size, IDENTITY});

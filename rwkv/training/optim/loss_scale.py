@@ -1,0 +1,63 @@
+"""trainer.precision=fp16-mixed: repeats a step whose gradients overflow with a smaller loss scale until it succeeds.
+
+torch's GradScaler skips such a step and halves its scale. The step would still count, with its data and its place in the
+schedule, but change no weight. So its batches are recomputed, from the same states of trainer.tbptt.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import lightning
+import torch
+from lightning.pytorch.strategies import ParallelStrategy
+
+from rwkv.training.errors import Diverged
+from rwkv.training.tbptt import Carried
+
+MAX_ATTEMPTS = 30                        # per step: the initial scale, 2^16, is then far below 1
+
+
+class LossScale:
+    """The batches of the current step, for repeating it. scaler: a GradScaler."""
+
+    def __init__(self, trainer: lightning.Trainer, scaler: Any, carried: Carried) -> None:
+        self._trainer, self._scaler, self._carried = trainer, scaler, carried
+        self._batches: list[tuple[Any, int]] = []
+        self._states = carried.states()
+
+    def begin(self, batch: Any, batch_idx: int) -> None:
+        """Called before each batch of a step."""
+        if batch_idx % self._trainer.accumulate_grad_batches == 0:
+            self._batches, self._states = [], self._carried.states()
+        self._batches.append((batch, batch_idx))
+
+    def step(self, take: Callable[[], None], optimizer: Any) -> None:
+        """Calls take(), which computes the step's last batch and steps the optimiser, until the scaler has not skipped it.
+
+        Raises Diverged after MAX_ATTEMPTS.
+        """
+        for attempt in range(MAX_ATTEMPTS):
+            if attempt:
+                self._compute_earlier_batches(optimizer)
+            scale = self._scaler.get_scale()
+            take()
+            if self._scaler.get_scale() >= scale:        # only a skipped step lowers the scale
+                return
+        step, scale = self._trainer.global_step + 1, self._scaler.get_scale()
+        raise Diverged(f"training diverged: at step {step} the gradients in float16 are not finite, even with a loss scale of "
+                       f"{scale:.3g}; try a lower optim.lr or trainer.precision=bf16-mixed in a new run; the checkpoints of "
+                       "earlier steps are intact")
+
+    def _compute_earlier_batches(self, optimizer: torch.optim.Optimizer) -> None:
+        """Recomputes the gradients of all batches of the step but the last, as Lightning's loop does."""
+        optimizer.zero_grad()
+        self._carried.restore(self._states)
+        strategy = self._trainer.strategy
+        for batch, batch_idx in self._batches[:-1]:
+            no_sync: AbstractContextManager[None] = (
+                strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else nullcontext())
+            with no_sync:
+                loss = strategy.training_step(batch, batch_idx)
+                assert isinstance(loss, torch.Tensor)
+                strategy.backward(loss / self._trainer.accumulate_grad_batches, optimizer)

@@ -1,0 +1,194 @@
+"""trainer=fsdp: torch's FSDP2. Each process holds a shard of every weight, its gradient and the optimiser's state.
+
+A block's matrices are gathered, in the dtype of the products, while it is computed; after its backward pass the gradients are
+reduce-scattered. Everything else (the embedding, the head, vectors, adapters, trained states) is gathered in float32 for a
+whole step: it is used outside of blocks, or rounding would change its meaning.
+
+Lightning's ModelParallelStrategy creates the device mesh and sets up the model. Checkpoints and gradient accumulation are ours:
+Lightning writes checkpoints in place, blocking training, and reduces gradients after every batch.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch.core.optimizer import LightningOptimizer
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, distributed, nn
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+from rwkv.checkpoint.formats import _shards, _torch_file
+from rwkv.config import TrainerConfig
+from rwkv.distributed import RANK0_TIMEOUT, world_size
+from rwkv.model.base import Model
+from rwkv.training.device import dtype_for
+from rwkv.training.sharding.saving import Saving
+
+WEIGHTS, STATES = "state_dict", "optimizer_states"       # keys of Lightning's checkpoints
+
+
+class Sharded(ModelParallelStrategy):
+    """after_save: called in rank 0, in a thread, when a checkpoint is complete."""
+
+    def __init__(self, options: TrainerConfig) -> None:
+        super().__init__(data_parallel_size=world_size(), tensor_parallel_size=1)
+        self.options = options
+        self.after_save: Callable[[], None] = lambda: None
+        self._saving: Saving | None = None
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self._group = distributed.new_group(backend="gloo", timeout=RANK0_TIMEOUT)       # for the threads that save
+
+    def shard(self, task: nn.Module, model: Model) -> None:
+        """Shards the weights of task.model."""
+        mesh = self.device_mesh["data_parallel"]
+        dtype = dtype_for(self.options.precision)
+        products = MixedPrecisionPolicy(None if dtype == torch.float32 else dtype, torch.float32, cast_forward_inputs=False)
+        offload = CPUOffloadPolicy(torch.cuda.is_available()) if self.options.offload else OffloadPolicy()
+        common: dict[str, Any] = {"mesh": mesh, "offload_policy": offload,
+                                  "shard_placement_fn": lambda weight: _placement(weight, mesh.size())}
+        fully_shard(task, ignored_params={weight for block in model.blocks for weight in _matrices(model, block)}, **common)
+        for block in model.blocks:
+            fully_shard(block, ignored_params={weight for weight in block.parameters() if isinstance(weight, DTensor)},
+                        mp_policy=products, reshard_after_forward=self.options.reshard, **common)
+        for name in ("training_step", "validation_step"):
+            register_fsdp_forward_method(task, name)
+
+    def model_to_device(self) -> None:
+        if self.options.offload:         # FSDP moves the weights
+            self.lightning_module._device = self.root_device     # type: ignore[union-attr]
+        else:
+            super().model_to_device()
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Disables gradient reduction for all batches of a step but the last."""
+        assert isinstance(self.model, FSDPModule)
+        self.model.set_requires_gradient_sync(False)
+        try:
+            yield
+        finally:
+            self.model.set_requires_gradient_sync(True)
+
+    def reshard(self) -> None:
+        """Frees gathered weights, so that parameters() are shards. Validation leaves weights outside of blocks gathered."""
+        assert isinstance(self.model, nn.Module)
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    # Checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        return self.lightning_module.state_dict()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        return (optimizer._optimizer if isinstance(optimizer, LightningOptimizer) else optimizer).state_dict()
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Starts writing, after the previous checkpoint is complete, and returns. Raises UserError as finish()."""
+        self.finish()
+        self._saving = Saving(checkpoint, Path(filepath), self._group, self.after_save)
+
+    def finish(self) -> None:
+        """Waits for a checkpoint that is being written. A collective operation. Raises UserError if it cannot be written."""
+        saving, self._saving = self._saving, None
+        if saving is not None:
+            saving.wait()
+
+    def on_exception(self, exception: BaseException) -> None:
+        if self._saving is not None:
+            self._saving.wait_alone()
+
+    @property
+    def lightning_restore_optimizer(self) -> bool:
+        return True
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """A checkpoint's dictionary with this process's shards, whatever number of processes wrote it."""
+        path = Path(checkpoint_path)
+        if path.is_dir():
+            return _shards.read(path, lambda place, shape, dtype: _empty_shard(self._parameter(place), shape, dtype))
+        content = _torch_file.load(path)
+        assert self.lightning_module is not None
+        weights = [(WEIGHTS, name) for name, _ in self.lightning_module.named_parameters() if name in content[WEIGHTS]]
+        states = [(STATES, number, "state", index, name) for number, state in enumerate(content[STATES])
+                  for index, values in state["state"].items() for name, value in values.items() if value.dim()]
+        for place in (*weights, *states):
+            value = _shards.value_at(content, place)
+            _shards.insert(content, place, _shard_of(self._parameter(place), value))
+        return content
+
+    def load_model_state_dict(self, checkpoint: Any, strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.load_state_dict(checkpoint[WEIGHTS], strict=strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Any) -> None:
+        for optimizer, state in zip(self.optimizers, checkpoint[STATES], strict=True):
+            optimizer.load_state_dict(state)
+
+    def _parameter(self, place: _shards.Place) -> DTensor:
+        """The parameter that a place in a checkpoint belongs to, as weight or optimiser state."""
+        if place[0] == WEIGHTS:
+            assert self.lightning_module is not None
+            parameter: Any = self.lightning_module.get_parameter(str(place[1]))
+        else:
+            _, optimizer, _, number, _ = place
+            groups = self.optimizers[int(optimizer)].param_groups
+            parameter = [weight for group in groups for weight in group["params"]][int(number)]
+        assert isinstance(parameter, DTensor)
+        return parameter
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full tensor of a sharded one, in all processes (a collective operation); other tensors unchanged."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def total_norm(tensors: Iterable[Tensor]) -> Tensor:
+    """The 2-norm of all tensors together, sharded or not."""
+    return whole(torch.nn.utils.get_total_norm(tensors))
+
+
+def _matrices(model: Model, block: nn.Module) -> list[nn.Parameter]:
+    """The weights that are gathered per block."""
+    group = model.generation.group
+    return [weight for name, weight in block.named_parameters()
+            if weight.dim() == 2 and group(f"blocks.0.{name}".replace(".base.", ".")) != "vector"]
+
+
+def _placement(weight: Tensor, processes: int) -> Shard | None:
+    """The sharded axis: the first one, or for (1,1,C) the last one if torch can shard it."""
+    use_last = weight.dim() > 1 and weight.shape[0] == 1 and weight.shape[-1] % processes == 0
+    return Shard(weight.dim() - 1) if use_last else None
+
+
+def _shard_of(parameter: DTensor, value: Tensor) -> DTensor:
+    """This process's shard of a full tensor, placed like the parameter."""
+    share = _empty_shard(parameter, tuple(value.shape), value.dtype)
+    sizes, offsets = compute_local_shape_and_global_offset(share.shape, share.device_mesh, share.placements)
+    slices = tuple(slice(offset, offset + size) for size, offset in zip(sizes, offsets, strict=True))
+    share.to_local().copy_(value[slices])
+    return share
+
+
+def _empty_shard(parameter: DTensor, shape: tuple[int, ...], dtype: torch.dtype) -> DTensor:
+    """An empty tensor with the parameter's device and placement. Axes that are not sharded may be shorter."""
+    part = parameter.detach()[tuple(slice(None if size == whole else size)
+                                    for size, whole in zip(shape, parameter.shape, strict=True))]
+    share = torch.empty_like(part, dtype=dtype)
+    assert isinstance(share, DTensor)
+    return share

@@ -1,0 +1,390 @@
+"""A sweep: `python train.py -m kernel=conv1d,taichi_v3 seed=0,1`, each run in its own process, sweep.jobs at a time.
+
+    DIR/sweep.json            all runs, with the status of each; rewritten after each run
+    DIR/NAME/                 the directory of a run, named by the options in which the runs differ: kernel=conv1d,seed=0
+    DIR/logs/NAME.txt         the standard error of the run
+    DIR/logs/NAME.reason.txt  the error that ended it, if one did (child.py)
+    DIR/logs/JOB/             files of submitit's, with sweep.launcher=submitit
+    DIR/report.html           the report on all runs, and report.csv (rwkv/report/)
+
+The order is shuffled with ORDER_SEED, so that a slow hour of the machine does not hit only one kernel. The report names kernels
+that cannot run here and runs that failed; the other runs are trained regardless. Ctrl-C is passed on to the current runs, which
+save. `python train.py -m resume=auto out_dir=DIR` keeps finished runs and resumes the others from their last checkpoints; more
+options add runs. launchers.py starts the processes.
+"""
+
+import json
+import random
+import re
+import signal
+import sys
+import time
+from collections import deque
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from shlex import quote
+
+from kernels.registry import KernelUnavailable, UnknownKernel
+from rwkv import cli, report
+from rwkv.checkpoint.location import follow
+from rwkv.config import LATEST, SweepConfig, TrainConfig, require_effect
+from rwkv.errors import CheckpointError, UserError
+from rwkv.io.atomic import write_file
+from rwkv.io.lines import counted, labelled
+from rwkv.io.signals import STOPPING, StopRequest, end_of
+from rwkv.report import reading
+from rwkv.training.run.directory import new_folder, require_unused
+from rwkv.training.run.lock import RunLock
+from rwkv.training.run.options import check_new_run
+from rwkv.training.sweep import child
+from rwkv.training.sweep.launchers import End, Launcher, Processes, Task, launcher_for
+
+CHILD = Path(child.__file__)       # the program that trains one run
+LOGS = "logs"
+ORDER_SEED = 0
+FINISHED = "finished"
+FAILED = "failed"
+UNAVAILABLE = "unavailable"
+STOPPED = "stopped"
+WAITING = "waiting"
+RESUME = "-m resume=auto"
+SWEEP_OPTIONS = ("out_dir", "resume")    # options of the sweep; each run has its own values
+SETTINGS = "sweep."                      # prefix of options that are not passed to runs
+UNSUPPORTED = ("hydra/launcher", "hydra.launcher", "hydra/sweeper")
+SOME_FAILED = 1                          # exit statuses
+NONE_RAN = 2
+
+
+@dataclass
+class Entry:
+    """A run of a sweep. swept: the options in which runs differ. order: its position in the shuffled order, from 1. job: the id
+    of its submitit job.
+    """
+
+    name: str
+    swept: dict[str, str]
+    arguments: list[str]
+    kernel: str
+    seed: int
+    order: int = 0
+    status: str = WAITING
+    reason: str | None = None
+    seconds: float | None = None
+    job: str | None = None
+
+
+@dataclass
+class Sweep:
+    """The entries of sweep.json, in the order of the command line, and each run's configuration by name.
+
+    settings: how this process starts runs. setting_overrides: the same options as typed on the command line.
+    """
+
+    folder: Path
+    settings: SweepConfig = field(default_factory=SweepConfig)
+    setting_overrides: list[str] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
+    configs: dict[str, TrainConfig] = field(default_factory=dict)
+
+    def save(self) -> None:
+        content = {"order_seed": ORDER_SEED, "runs": [asdict(entry) for entry in self.entries]}
+        write_file(self.folder / reading.SWEEP, lambda file: file.write(json.dumps(content, indent=1).encode()))
+
+    def count(self, status: str) -> int:
+        return sum(entry.status == status for entry in self.entries)
+
+
+def run(line: cli.CommandLine, jobs_of: cli.Jobs) -> None:
+    """Trains all unfinished runs and writes the report. Exit status: 0; 1 if a run failed; 2 if no kernel can run here; 130
+    after Ctrl-C.
+    """
+    sweep = opened(line, jobs_of)
+    launcher = open_launcher(sweep)
+    lock = RunLock()
+    sweep.folder.mkdir(parents=True, exist_ok=True)
+    lock.hold(sweep.folder)
+    if "resume" not in line.verbatim:
+        require_unused(sweep.folder, RESUME)     # again: another process may have used the folder before the lock
+    sweep.save()
+    try:
+        stopped = train_all(sweep, launcher)
+    finally:
+        lock.release()
+    conclude(sweep)
+    sys.exit(status_of(sweep, stopped))
+
+
+def train_all(sweep: Sweep, launcher: Launcher) -> bool:
+    """Trains the unfinished runs, launcher.places at a time. Returns whether a signal stopped it."""
+    to_do = _to_do(sweep)
+    log(labelled("sweep", f"{sweep.folder}: {counted(len(sweep.entries), 'run')}, {len(to_do)} to do, in random order "
+                 f"(seed {ORDER_SEED}){_concurrency(launcher)}", sys.stderr))
+    waiting = deque(enumerate(to_do, start=1))
+    running: dict[str, tuple[Entry, float]] = {}         # current runs and their start times
+    with StopRequest(on_signal=launcher.stop, every_signal=True) as stop:
+        try:
+            while running or (waiting and not stop.requested):
+                while waiting and len(running) < launcher.places and not stop.requested:
+                    number, entry = waiting.popleft()
+                    log(f"\n[{number}/{len(to_do)}] {entry.name}")
+                    if _is_available(sweep, entry):
+                        running[entry.name] = (entry, time.monotonic())
+                        entry.job = launcher.start(_task(sweep, entry, number), entry.job)
+                        if entry.job is not None:
+                            log(f"job {entry.job}")
+                    sweep.save()
+                    if stop.requested:   # perhaps before the launcher had this run
+                        launcher.stop(signal.SIGINT)
+                for end in launcher.ends() if running else ():
+                    entry, start = running.pop(end.name)
+                    entry.seconds = time.monotonic() - start
+                    _store(sweep, entry, end, stop.requested)
+                    sweep.save()
+                    if entry.status == STOPPED:
+                        waiting.clear()
+        finally:
+            if running:                  # an error of the sweep itself, such as a full disk
+                launcher.close()
+    return stop.requested
+
+
+def _to_do(sweep: Sweep) -> list[Entry]:
+    return sorted((entry for entry in sweep.entries if entry.status != FINISHED), key=lambda entry: entry.order)
+
+
+def _concurrency(launcher: Launcher) -> str:
+    """The number of concurrent runs, for the plan; empty for one."""
+    if launcher.places == 1:
+        return ""
+    threads = f" with {counted(launcher.threads, 'thread')} each" if isinstance(launcher, Processes) else ""
+    return f", {launcher.places} at a time{threads}"
+
+
+def open_launcher(sweep: Sweep) -> Launcher:
+    """The launcher that the settings choose. Raises UserError for settings that conflict with the runs or this machine."""
+    to_do = [sweep.configs[entry.name] for entry in _to_do(sweep)]
+    gpus = 0
+    if sweep.settings.launcher == "local" and (sweep.settings.jobs or 1) > 1:
+        import torch
+
+        from rwkv.training.device import device_for
+
+        on_gpu = [config for config in to_do if device_for(config.trainer.accelerator).type == "cuda"]
+        gpus = torch.cuda.device_count() if on_gpu else 0
+        if any(config.trainer.strategy != "single" for config in on_gpu):
+            raise UserError("sweep.jobs gives each run one GPU, and conflicts with trainer=ddp and trainer=fsdp, which use "
+                            "several: leave one of them out")
+    return launcher_for(sweep.settings, len(to_do), sweep.folder / LOGS, gpus)
+
+
+def opened(line: cli.CommandLine, jobs_of: cli.Jobs) -> Sweep:
+    """A new sweep, or the one that `resume` continues, with the runs that the command line adds."""
+    unsupported = [key for key in line.keys if key.startswith(UNSUPPORTED)]
+    if unsupported:
+        raise UserError(f"{unsupported[0]} has no effect here: leave it out; sweep.jobs and sweep.launcher choose how runs "
+                        "are started")
+    options = {key: value for key, value in line.verbatim.items() if key in SWEEP_OPTIONS}
+    rest = cli.CommandLine(line.overrides, {key: value for key, value in line.verbatim.items() if key not in options}, [])
+    new_jobs = jobs_of(rest)
+    settings, setting_overrides = _settings(new_jobs, rest)
+    adds_runs = any(not key.startswith(SETTINGS) for key in rest.keys)
+    folder = Path(str(options.get("out_dir") or new_folder("sweep_")))
+    entries: list[Entry] = []
+    if "resume" not in options:
+        require_unused(folder, RESUME)
+    elif options["resume"] != "auto" or "out_dir" not in options:
+        raise UserError("to continue a sweep, use resume=auto out_dir=DIR with the directory of the sweep")
+    else:
+        entries = read(folder)
+        if not entries and not adds_runs:
+            raise UserError(f"no sweep to continue in {folder}: it has no {reading.SWEEP}")
+        if not entries:
+            require_unused(folder, RESUME)
+    jobs = [job for entry in entries for job in jobs_of(cli.split(entry.arguments, TrainConfig))]
+    configs = {entry.name: job.config for entry, job in zip(entries, jobs, strict=True)}
+    sweep = Sweep(folder, settings, setting_overrides, entries, configs)
+    if adds_runs or not entries:
+        _add(sweep, new_jobs)
+    return sweep
+
+
+def _settings(jobs: list[cli.Job], line: cli.CommandLine) -> tuple[SweepConfig, list[str]]:
+    """The options sweep.*, parsed and as typed on the command line. Raises UserError if one has several values."""
+    for key in (key for job in jobs for key in job.swept if key.startswith(SETTINGS)):
+        raise UserError(f"{key} must be one value: it is a setting of the sweep, not of its runs")
+    require_effect(jobs[0].config, [key for key in line.keys if key.startswith(SETTINGS)])
+    arguments = [f"sweep.arguments={value}" for value in line.verbatim.get("sweep.arguments", [])]
+    return jobs[0].config.sweep, [text for text in line.overrides if text.startswith(SETTINGS)] + arguments
+
+
+def read(folder: Path) -> list[Entry]:
+    """The entries of DIR/sweep.json; none without the file. Runs may have finished after it was written."""
+    if not (folder / reading.SWEEP).is_file():
+        return []
+    entries = [Entry(**entry) for entry in json.loads((folder / reading.SWEEP).read_text(encoding="utf-8"))["runs"]]
+    for entry in entries:
+        if entry.status == FINISHED or reading.is_finished(folder / entry.name):
+            entry.status = FINISHED
+            entry.reason = None
+    return entries
+
+
+def _add(sweep: Sweep, jobs: list[cli.Job]) -> None:
+    """Adds the jobs that the sweep does not have yet. Raises UserError for one that it has with other options."""
+    entries = {entry.name: entry for entry in sweep.entries}
+    added = []
+    for job in jobs:
+        if job.config.only_plans:
+            raise UserError("plan=true conflicts with a sweep, which trains: leave out -m for the plan of one run, or "
+                            "plan=true to train")
+        arguments = [argument for argument in job.arguments if not argument.startswith(SETTINGS)]
+        entry = Entry(name_of(job), job.swept, arguments, job.config.kernel.name, job.config.seed)
+        if entry.name not in entries:
+            try:
+                check_new_run(job.config, cli.split(arguments, TrainConfig).keys)
+            except UserError as error:
+                raise UserError(f"{entry.name}: {error}") from None
+            entries[entry.name] = entry
+            added.append(entry)
+            sweep.configs[entry.name] = job.config
+        elif sorted(entries[entry.name].arguments) != sorted(entry.arguments):
+            raise UserError(f"the sweep in {sweep.folder} has {entry.name} with other options: give the same options, or "
+                            "another out_dir")
+    _require_possible([sweep.configs[entry.name] for entry in added])
+    shuffled = random.Random(ORDER_SEED).sample(added, len(added))
+    for order, entry in enumerate(shuffled, start=len(sweep.entries) + 1):
+        entry.order = order
+    sweep.entries += added
+
+
+def _require_possible(configs: list[TrainConfig]) -> None:
+    """Raises UserError or UnknownKernel for a run with a kernel or an option of another generation. Kernels that this machine
+    cannot run are accepted here and reported when their run starts.
+    """
+    if not configs:
+        return
+    log("loading    PyTorch, then the kernels of all runs")
+    from rwkv.training.run.opening import require_own_options
+
+    for config in configs:
+        if config.init_from is None:
+            require_own_options(config)
+        with suppress(KernelUnavailable):
+            _require_kernel(config)
+
+
+def _require_kernel(config: TrainConfig) -> None:
+    """Raises the errors of kernel_for and, for the file of init_from=, which determines the generation, of read_checkpoint."""
+    from rwkv.checkpoint.files import read_checkpoint
+    from rwkv.training.device import device_for
+    from rwkv.training.run.resolve import Context, Stage, resolve
+    from rwkv.training.setup import kernel_for
+
+    if config.init_from is not None:
+        config = replace(config, model=read_checkpoint(config.init_from).config)
+    config, _ = resolve(config, Stage.BASE, Context())
+    kernel_for(config.model, config.kernel.name, device_for(config.trainer.accelerator), config.trainer.precision)
+
+
+def name_of(job: cli.Job) -> str:
+    """The name of the run and of its directory; characters other than letters, digits and .,=+- become _."""
+    text = ",".join(f"{key}={value}" for key, value in job.swept.items())
+    return re.sub(r"[^\w.,=+-]", "_", text) or f"kernel={job.config.kernel.name}"
+
+
+def _is_available(sweep: Sweep, entry: Entry) -> bool:
+    """Whether this machine can run the kernel. If not, stores the reason in the entry."""
+    if sweep.settings.launcher == "submitit":
+        return True                      # checked on the job's machine
+    try:
+        with suppress(CheckpointError):  # a resumed run needs no file; a new run reports the error itself
+            _require_kernel(sweep.configs[entry.name])
+    except (KernelUnavailable, UnknownKernel) as error:
+        entry.status = UNAVAILABLE
+        entry.reason = getattr(error, "reason", str(error))
+        log(f"cannot run here: {error}")
+        return False
+    return True
+
+
+def _task(sweep: Sweep, entry: Entry, number: int) -> Task:
+    log_file, reason_file = _files(sweep, entry)
+    log_file.parent.mkdir(exist_ok=True)
+    if entry.job is None:
+        reason_file.unlink(missing_ok=True)
+    program = [sys.executable, str(CHILD), str(reason_file.absolute())]
+    return Task(entry.name, program, sweep.folder / entry.name, entry.arguments, log_file, number)
+
+
+def _files(sweep: Sweep, entry: Entry) -> tuple[Path, Path]:
+    """The files for a run's standard error and for the error that ended it."""
+    logs = sweep.folder / LOGS
+    return logs / f"{entry.name}.txt", logs / f"{entry.name}.reason.txt"
+
+
+def _store(sweep: Sweep, entry: Entry, end: End, stop_requested: bool) -> None:
+    """Stores the result of a run in its entry."""
+    entry.reason = entry.job = None
+    if end.status == 0:
+        entry.status = FINISHED
+    elif stop_requested or end.status in (cli.INTERRUPTED, *(-number for number in STOPPING)):
+        entry.status = STOPPED
+    else:
+        entry.status = FAILED
+        entry.reason = end.reason or reason_of(end.status, *reversed(_files(sweep, entry)))
+        log(f"failed: {entry.name}: {entry.reason}")
+
+
+def reason_of(status: int, reason_file: Path, log_file: Path) -> str:
+    """Why a run failed: the signal that ended it, the error that it wrote to reason_file, or the last line of its log."""
+    if status < 0:
+        return f"ended by {end_of(status)}"
+    if reason_file.is_file():
+        return reason_file.read_text(encoding="utf-8")
+    text = log_file.read_text(encoding="utf-8", errors="replace") if log_file.is_file() else ""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else f"exit status {status}"
+
+
+def conclude(sweep: Sweep) -> None:
+    """Writes the report to the directory and the logger, and prints how to continue an unfinished sweep."""
+    result = report.write(sweep.folder)
+    counts = [f"{sweep.count(status)} {word}" for status, word in (
+        (FINISHED, "finished"), (FAILED, "failed"), (UNAVAILABLE, "cannot run here"), (STOPPED, "stopped"), (WAITING, "to do"))
+        if sweep.count(status)]
+    log("\n" + labelled("sweep", ", ".join(counts), sys.stderr))
+    for sentence in result.sentences:
+        log(labelled("", sentence, sys.stderr))
+    _log_best(sweep.folder, result.best)
+    log(labelled("report", str(result.page), sys.stderr))
+    if sweep.count(STOPPED) + sweep.count(WAITING) + sweep.count(FAILED):
+        options = ["resume=auto", quote(f"out_dir={sweep.folder}"), *map(quote, sweep.setting_overrides)]
+        log(f"continue with: {cli.command('train')} -m {' '.join(options)}")
+    if sweep.count(FINISHED):
+        from rwkv.training.loggers import log_report
+
+        log_report(next(iter(sweep.configs.values())).logger, sweep.folder, *report.table(sweep.folder))
+
+
+def _log_best(folder: Path, best: tuple[str, float] | None) -> None:
+    """Prints the run with the lowest validation loss, and which run runs/latest is."""
+    if best is not None:
+        name, loss = best
+        more = f"{cli.command('generate')} {quote(f'checkpoint={folder / name}')} prompt=..."
+        log(labelled("best", f"{name} has the lowest val/loss, {loss:.4f}: {more}", sys.stderr))
+    latest = follow(LATEST).resolve()
+    if latest.parent == folder.resolve():
+        log(labelled("latest", f"{LATEST} is the run trained last, {latest.name}", sys.stderr))
+
+
+def status_of(sweep: Sweep, stopped: bool) -> int:
+    if stopped or sweep.count(STOPPED):
+        return cli.INTERRUPTED
+    if sweep.count(FAILED):
+        return SOME_FAILED
+    return 0 if sweep.count(FINISHED) else NONE_RAN
+
+
+def log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

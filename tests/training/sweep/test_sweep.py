@@ -1,0 +1,290 @@
+"""Sweeps whose runs are trained at the same time: killed, stopped, continued, and equal to the bit to runs one by one."""
+
+import importlib.util
+import json
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from training_runs import KILLED, OF_PROBE, SMALL, assert_same_training, done_here, finish, start, steps_done
+
+from rwkv import cli
+from rwkv.config import SweepConfig, TrainConfig
+from rwkv.errors import UserError
+from rwkv.report import table
+from rwkv.training.sweep import sweep
+from rwkv.training.sweep.launchers import End, Launcher, Processes, Task, launcher_for
+
+SHORT = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=120",
+         "trainer.val_every=20", "trainer.checkpoint_every=20")
+LOCAL_JOBS = ("sweep.launcher=submitit", "sweep.arguments=cluster=local")
+NEEDS_PROC = pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+NEEDS_SUBMITIT = pytest.mark.skipif(importlib.util.find_spec("submitit") is None, reason="submitit is not installed")
+
+
+def statuses(folder: Path) -> dict[str, str]:
+    return {run["name"]: run["status"] for run in json.loads((folder / "sweep.json").read_text())["runs"]}
+
+
+def processes_of(run: Path) -> list[int]:
+    """The processes that train a run, by its directory on their command line."""
+    return [int(file.parent.name) for file in Path("/proc").glob("[0-9]*/cmdline") if f"out_dir={run}" in words_of(file)]
+
+
+def words_of(file: Path) -> list[str]:
+    try:
+        return file.read_bytes().decode().split("\0")
+    except OSError:                      # it has ended
+        return []
+
+
+def until(condition: Callable[[], object], seconds: float = 240) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def assert_as_alone(folder: Path, swept: Path) -> None:
+    """Each run of the sweep is to the bit that of train.py with the same options."""
+    for name in statuses(swept):
+        alone = folder / f"alone {name}"
+        if not alone.exists():
+            done = done_here(folder, "train", *SHORT, *name.split(","), "trainer.probe=true", f"out_dir={alone.name}")
+            assert done.status == 0, done.error
+        assert_same_training(swept / name, alone, OF_PROBE)
+
+
+@NEEDS_PROC
+@pytest.mark.soak
+def test_a_run_that_is_killed_is_named_and_continued_and_the_others_finish(folder: Path) -> None:
+    swept = folder / "killed"
+    process = start(folder, "train", "-m", "seed=0,1", *SHORT, "sweep.jobs=2", f"out_dir={swept}")
+    victim = swept / "seed=0"
+    until(lambda: steps_done(victim) > 30 or process.poll() is not None)
+    at_once = len(processes_of(swept / "seed=1"))
+    for number in processes_of(victim):
+        subprocess.run(["kill", "-9", str(number)], check=True)
+    first = finish(process)
+    assert first.status == 1, first.error
+    assert at_once == 1
+    assert statuses(swept) == {"seed=0": "failed", "seed=1": "finished"}
+    assert "failed: seed=0: ended by SIGKILL" in first.error
+    assert f"out_dir={swept} sweep.jobs=2" in first.error.replace("'", ""), "how to continue it"
+    again = finish(start(folder, "train", "-m", "resume=auto", f"out_dir={swept}", "sweep.jobs=2"))
+    assert again.status == 0, again.error
+    assert set(statuses(swept).values()) == {"finished"}
+    assert_as_alone(folder, swept)
+
+
+@NEEDS_PROC
+@pytest.mark.soak
+def test_four_runs_two_at_a_time_are_those_of_one_after_the_other(folder: Path) -> None:
+    """Ctrl-C ends all processes, a kill of the sweep does too, and both are continued."""
+    options = ("-m", "seed=0,1", "optim.lr=1e-3,3e-3", *SHORT)
+    one, two = folder / "one", folder / "two"
+    assert finish(start(folder, "train", *options, f"out_dir={one}")).status == 0
+    runs = [two / name for name in statuses(one)]
+
+    process = start(folder, "train", *options, "sweep.jobs=2", f"out_dir={two}", apart=True)
+    until(lambda: sum(steps_done(run) > 20 for run in runs) == 2 or process.poll() is not None)
+    process.send_signal(signal.SIGINT)
+    stopped = finish(process)
+    assert stopped.status == 130, stopped.error
+    assert not [number for run in runs for number in processes_of(run)]
+    assert sorted(statuses(two).values()) == ["stopped", "stopped", "waiting", "waiting"]
+
+    more = ("-m", "resume=auto", f"out_dir={two}", "sweep.jobs=2")
+    process = start(folder, "train", *more, apart=True)
+    until(lambda: sum(steps_done(run) > 60 for run in runs) == 2 or process.poll() is not None)
+    process.kill()
+    assert finish(process).status == KILLED
+    until(lambda: not [number for run in runs for number in processes_of(run)])
+    last = finish(start(folder, "train", *more))
+    assert last.status == 0, last.error
+    assert_as_alone(folder, two)
+    for name in statuses(one):
+        assert_same_training(one / name, two / name, OF_PROBE)
+    of_one, of_two = ([(row["kernel"], row["val_loss"]) for row in table(swept)[0]] for swept in (one, two))
+    assert of_one == of_two, "the report's"
+
+
+@NEEDS_SUBMITIT
+@pytest.mark.soak
+def test_jobs_of_submitit_train_the_same_runs(folder: Path) -> None:
+    """They go on when the sweep is killed, which finds them again, and are cancelled when it is stopped."""
+    swept = folder / "jobs"
+    more = (*LOCAL_JOBS, f"out_dir={swept}")
+    runs = [swept / "seed=0", swept / "seed=1"]
+
+    def jobs() -> list[str]:
+        return [run["job"] for run in json.loads((swept / "sweep.json").read_text())["runs"]]
+
+    process = start(folder, "train", "-m", "seed=0,1", *SHORT, *more)
+    until(lambda: all(steps_done(run) > 10 for run in runs) or process.poll() is not None)
+    process.kill()
+    process.wait()                       # not until its pipes end, which its jobs hold
+    first = jobs()
+    assert all(first)
+    done = finish(start(folder, "train", "-m", "resume=auto", *more))
+    assert (finish(process).status, done.status) == (KILLED, 0), done.error
+    submitted = {path.name.partition("_")[0] for path in swept.rglob("*_submitted.pkl")}
+    assert submitted == {*first}, "they were not started a second time"
+    assert_as_alone(folder, swept)
+
+
+@NEEDS_PROC
+@NEEDS_SUBMITIT
+@pytest.mark.soak
+def test_a_stopped_sweep_cancels_its_jobs(folder: Path) -> None:
+    swept = folder / "cancelled"
+    runs = [swept / "seed=0", swept / "seed=1"]
+    process = start(folder, "train", "-m", "seed=0,1", *SHORT, "trainer.max_steps=3000", *LOCAL_JOBS, f"out_dir={swept}")
+    until(lambda: all(steps_done(run) > 10 for run in runs) or process.poll() is not None)
+    process.send_signal(signal.SIGINT)
+    done = finish(process)
+    assert done.status == 130, done.error
+    until(lambda: not [number for run in runs for number in processes_of(run)], 60)
+    assert set(statuses(swept).values()) == {"stopped"}
+    assert all((run / "checkpoints" / "last.ckpt").exists() for run in runs), "they saved"
+
+
+# Launchers, with programs that take no time
+
+
+def ends_of(launcher: Launcher, count: int) -> list[End]:
+    ends: list[End] = []
+    until(lambda: ends.extend(launcher.ends()) or len(ends) == count, 60)
+    return sorted(ends, key=lambda end: end.name)
+
+
+def task(folder: Path, name: str, program: str) -> Task:
+    return Task(name, [sys.executable, "-c", program], folder / name, [], folder / f"{name}.txt", number=int(name))
+
+
+def test_runs_share_the_threads_and_each_has_a_gpu(tmp_path: Path) -> None:
+    """GPUs go to runs that begin when others have ended."""
+    launcher = Processes(2, threads=5, gpus=2)
+    show = "import sys; print(sys.argv[1], file=sys.stderr)"
+    for name in ("0", "1"):
+        launcher.start(task(tmp_path, name, show), None)
+    assert ends_of(launcher, 2) == [End("0", 0), End("1", 0)]
+    launcher.start(task(tmp_path, "2", show), None)
+    ends_of(launcher, 1)
+    shares = [(tmp_path / f"{name}.txt").read_text().strip() for name in range(3)]
+    assert shares[:2] == ["--share=2,0", "--share=2,1"]
+    assert shares[2] in shares[:2]
+
+
+@pytest.mark.parametrize(("share", "before", "after"), [
+    ("3,", {}, "3 None"), ("3,", {"OMP_NUM_THREADS": "7"}, "7 None"), (",1", {}, "None 1"),
+    ("2,1", {"CUDA_VISIBLE_DEVICES": "5, 6,7"}, "2 6")])
+def test_a_process_takes_its_share(share: str, before: dict[str, str], after: str, tmp_path: Path) -> None:
+    child = tmp_path / "rwkv" / "training" / "sweep" / "child.py"
+    child.parent.mkdir(parents=True)
+    child.write_text(sweep.CHILD.read_text())
+    root = Path(__file__).parents[3]
+    (tmp_path / "kernels" / "machine").mkdir(parents=True)
+    (tmp_path / "kernels" / "machine" / "shares.py").write_text((root / "kernels" / "machine" / "shares.py").read_text())
+    (tmp_path / "train.py").write_text("import os, sys\nprint(os.environ.get('OMP_NUM_THREADS'), "
+                                       "os.environ.get('CUDA_VISIBLE_DEVICES'), *sys.argv[1:])\n")
+    done = subprocess.run([sys.executable, child, tmp_path / "reason", f"--share={share}", "seed=3"], env=before, check=True,
+                          capture_output=True, text=True)
+    assert done.stdout == f"{after} seed=3\n"
+
+
+def test_lines_of_runs_have_their_number_and_samples_stay_whole(tmp_path: Path) -> None:
+    """Runs write at the same time, lines to standard error and half lines to standard output, which are two files here."""
+    half = ("import sys, time\nfor n in range(20):\n"
+            "  for s in (sys.stdout, sys.stderr): print(NAME, file=s, end='', flush=True)\n"
+            "  time.sleep(0.001)\n  print(file=sys.stderr, flush=True)")
+    program = ("import pathlib, sys\nfrom rwkv.training.sweep.launchers import Processes, Task\nlauncher = Processes(2, 2, 0)\n"
+               f"for name in '12':\n  launcher.start(Task(name, [sys.executable, '-c', {half!r}.replace('NAME', name)],\n"
+               f"    pathlib.Path('x'), [], pathlib.Path({str(tmp_path)!r}, name), int(name)), None)\n"
+               "ends = 0\nwhile ends < 2: ends += len(launcher.ends())")
+    root = sweep.CHILD.parents[3]
+    done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.split()) == ["1" * 20, "2" * 20]
+    assert sorted(done.stderr.splitlines()) == ["[1] 1"] * 20 + ["[2] 2"] * 20
+    assert (tmp_path / "1").read_text() == "1\n" * 20
+
+
+@pytest.mark.parametrize("end", ["the sweep is killed", "the sweep has an error"])
+def test_runs_end_with_their_sweep(tmp_path: Path, end: str) -> None:
+    """A killed process passes no signal on; its pipe to the run ends."""
+    root = sweep.CHILD.parents[3]
+    saves = (f"import os, pathlib, signal, sys, time\nsys.path[0] = {str(root)!r}\nfrom rwkv.training.sweep import child\n"
+             f"def stop(*_): pathlib.Path({str(tmp_path / 'saved')!r}).touch(); sys.exit(130)\n"
+             "signal.signal(signal.SIGTERM, stop)\nchild.stop_with_parent()\n"
+             f"pathlib.Path({str(tmp_path / 'begun')!r}).touch()\ntime.sleep(60)")
+    program = ("import pathlib, sys, time\nfrom rwkv.training.sweep.launchers import Processes, Task\n"
+               "launcher = Processes(1, 1, 0)\n"
+               f"folder = pathlib.Path({str(tmp_path)!r})\n"
+               f"launcher.start(Task('run', [sys.executable, '-c', {saves!r}], folder, [], folder / 'log'), None)\n"
+               "while not (folder / 'begun').exists(): time.sleep(0.01)\n"
+               + ("time.sleep(60)" if "killed" in end else "launcher.close()"))
+    process = subprocess.Popen([sys.executable, "-c", program], cwd=root)
+    until((tmp_path / "begun").exists, 60)
+    if "killed" in end:
+        process.kill()
+    process.wait(60)
+    until((tmp_path / "saved").exists, 60)
+
+
+# Mistakes
+
+
+def opened(*arguments: str) -> Launcher:
+    line = cli.split(["-m", *arguments], TrainConfig)
+    return sweep.open_launcher(sweep.opened(line, lambda line: cli.jobs(line, TrainConfig, "train")))
+
+
+@pytest.mark.parametrize(("arguments", "words"), [
+    (("sweep.jobs=0",), ("sweep.jobs", "at least 1")), (("sweep.jobs=1,2",), ("sweep.jobs", "one value")),
+    (("sweep.launcher=joblib",), ("sweep.launcher", "local, submitit")),
+    (("sweep.arguments=timeout_min=3",), ("sweep.arguments", "sweep.launcher=submitit")),
+    (("hydra/launcher=joblib",), ("hydra/launcher", "sweep.jobs"))])
+def test_mistakes_are_sentences(arguments: tuple[str, ...], words: tuple[str, ...], tmp_path: Path,
+                                monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("text")
+    with pytest.raises(UserError) as error:
+        opened("seed=0,1", *SMALL, "kernel=conv1d", "logger=csv", *arguments)
+    assert all(word in str(error.value) for word in words)
+    assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
+
+
+def test_more_runs_at_a_time_than_gpus_are_refused() -> None:
+    with pytest.raises(UserError, match=r"sweep\.jobs must be at most 2"):
+        Processes(3, threads=8, gpus=2)
+
+
+@NEEDS_SUBMITIT
+@pytest.mark.parametrize(("argument", "words"), [
+    ("cluster=moon", ("moon", "slurm, local")), ("nonsense=1", ("nonsense",)), ("timeout_min=soon", ("timeout_min", "soon")),
+    ("timeout_min", ("NAME=VALUE",)), ("timeout_min=[", ("NAME=VALUE",))])
+def test_submitit_s_mistakes_are_sentences(argument: str, words: tuple[str, ...], tmp_path: Path) -> None:
+    arguments = ["cluster=local"] * ("cluster" not in argument) + [argument]
+    with pytest.raises(UserError) as error:
+        launcher_for(SweepConfig(launcher="submitit", arguments=arguments), 2, tmp_path / "logs", 0)
+    assert all(word in str(error.value) for word in words)
+    assert "\n" not in str(error.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_program_without_m_has_no_options_of_sweeps(run: Callable[..., tuple[int, str, str]]) -> None:
+    status, _, error = run("train", "sweep.jobs=2")
+    assert (status, error.count("\n")) == (2, 1)
+    assert "add -m" in error
+
+
+def test_several_values_of_a_list_reach_every_run() -> None:
+    """logger.arguments and the like, which may be given several times."""
+    line = cli.split(["-m", "seed=0,1", "logger=mlflow", "logger.arguments=a=1", "logger.arguments=b=2"], TrainConfig)
+    jobs = cli.jobs(line, TrainConfig, "train")
+    assert [cli.split(job.arguments, TrainConfig).verbatim["logger.arguments"] for job in jobs] == [["a=1", "b=2"]] * 2
+    assert [job.config.logger.arguments for job in jobs] == [["a=1", "b=2"]] * 2
