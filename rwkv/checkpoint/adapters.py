@@ -235,7 +235,8 @@ def _official_change(path: Path, module: str, config: ModelConfig, weights: Mapp
         official_name = generation.official_name(adapter_name)
         name = official_name.removesuffix("_transposed")
         if name in weights and len(weights[name].shape) == 2:
-            in_directory = official_name != adapter_name or "rwkv7" in parts[:start]
+            prefix = getattr(generation, "OFFICIAL_PREFIX", None)
+            in_directory = official_name != adapter_name or prefix in [f"{part}." for part in parts[:start]]
             factor = generation.directory_factor(name, config) if in_directory else 1.0
             shape = weights[name].shape
             _require_shape(path, module, change, shape[::-1] if name != official_name else shape)

@@ -29,7 +29,7 @@ import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -38,13 +38,6 @@ from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError, UserError
 from rwkv.io.json_types import JsonMapping
 from rwkv.model.base import TIME_STATE
-
-if TYPE_CHECKING:                        # mypy reports an incomplete generation
-    from rwkv.model import rwkv4, rwkv7
-    from rwkv.model.base import DeepEmbedGeneration, Generation
-
-    _RWKV4: Generation = rwkv4
-    _RWKV7: DeepEmbedGeneration = rwkv7
 
 Shape = tuple[int, ...]
 

@@ -5,6 +5,7 @@ Official names and shapes are those of rwkv/model/rwkv4. GGUF does not support R
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -12,6 +13,10 @@ from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.io.json_types import JsonMapping, JsonObject
 from rwkv.model import rwkv4 as model
+from rwkv.model.base import Generation
+
+if TYPE_CHECKING:                        # mypy reports what the generation lacks
+    _GENERATION: Generation = model
 
 FOREIGN = r".*\.(time_mix_g|(gate|ln_x)\.weight)"         # names in RWKV-5, which also has time_first and time_mix_k
 

@@ -33,7 +33,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -42,18 +42,21 @@ from rwkv.config import ModelConfig
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonMapping, JsonObject
 from rwkv.model import rwkv7 as model
-from rwkv.model.base import TIME_STATE
+from rwkv.model.base import TIME_STATE, DeepEmbedGeneration
 from rwkv.model.rwkv7.architecture import EPS
+
+if TYPE_CHECKING:                        # mypy reports what the generation lacks
+    _GENERATION: DeepEmbedGeneration = model
 
 # Later versions, which also have r_k, with names of tensors unique to them and to the versions before them in this list
 EXTENSIONS = {"RWKV-8": r".*\.(rosa|rosa_qkv)\..*|.*\.(enn|ennk)(\.weight)?", "RWKV-7b (DEA)": r".*\.qkv\..*"}
 EMBED = ".ffn.s_emb.weight"
 EMBED_X = ".ffn.s_emb_x.weight"
 HEAD_SIZE = 64                           # of every released model
-JOINED = "x_rwkvag"
+JOINED = f"x_{model.MIXES}"
 TRANSPOSED = "_transposed"               # added to the name of a low-rank matrix that is stored transposed
 LOW_RANK = tuple(f".{name}{part}" for name in model.LOW_RANK for part in "12")
-VECTOR = r".*\.(x_[rwkvag]|w0|a0|v0|k_k|k_a|s0)"
+VECTOR = rf".*\.(x_[{model.MIXES}]|w0|a0|v0|k_k|k_a|s0)"
 
 HUGGING_FACE_TYPE = "rwkv7"              # model_type in config.json
 HUGGING_FACE_OTHER_TYPES = ("rwkv7_native", "rwkv7_hf_adapter")      # of rwkv7-hf, whose tensors are fla's

@@ -154,6 +154,9 @@ def nearest(config: TrainConfig) -> Measured:
     """The measured run of the same generation and precision with the nearest width. float16 counts as bfloat16."""
     model, precision = config.model, str(config.trainer.precision).replace("fp16", "bf16")
     candidates = [row for row in MEASURED if (row.generation, row.precision) == (model.generation, precision)]
+    if not candidates:
+        raise UserError(f"plan= requires a measured training step, and there is none of {generation(model).NAME} in "
+                        f"{precision}: leave plan= out")
     return min(candidates, key=lambda row: abs(math.log(row.n_embd / model.n_embd)))
 
 
