@@ -64,7 +64,7 @@ RULES = [
     Rule(r"timemix (doctor|smoke)\b"),
     not_run(r"python -m benchmarks\.gpu_check", "needs a GPU"),
     not_run(r"python -m (kernels\.bench|benchmarks)\.tables", "writes into the documentation"),
-    not_run(r"python -m benchmarks\.(first_token|generations|training|tuning_memory)", "has no short form: minutes"),
+    not_run(r"python -m benchmarks\.(first_token|in_place|generations|training|tuning_memory)", "has no short form: minutes"),
     not_run(r"python train\.py kernel=NAME", "is of a kernel that the reader writes"),
     not_run(r"python -m kernels\.bench timex --only NAME", "is of a kernel that the reader writes"),
     Rule(r"curl "),

@@ -55,6 +55,11 @@ class Weights(Mapping[str, Tensor]):
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.stored.values())
 
+    @property
+    def count(self) -> int:
+        """The number of weights."""
+        return sum(tensor.count for tensor in self.stored.values())
+
 
 @dataclass
 class Checkpoint:

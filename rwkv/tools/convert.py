@@ -33,7 +33,7 @@ EPILOG = """IN's format is detected from its content: .pth, .ckpt, .safetensors,
 OUT's format is that of its suffix: .pth, .ckpt, .safetensors; .st for web-rwkv and ai00, in float16; .bin or .ggmf for
 rwkv.cpp; .gguf for llama.cpp (RWKV-7); none for a Hugging Face directory. IN may also be a tuned state, for a .pth or
 .st. Decays (time_decay, time_first, w0) are float32 in every dtype; ggmf supports float32 and float16; ggmf and GGUF
-keep vectors in float32; q4_0 to q8_0 require GGUF, and int4 requires .safetensors, which all programs here read.
+keep vectors in float32; q4_0 to q8_0 require GGUF, and int8 and int4 require .safetensors, which all programs here read.
 llama.cpp requires the tokenizer in the file.
 """
 DTYPES = ("float32", "float16", "bfloat16", *chain(*formats.QUANTISED.values()))     # as in stored.py, which imports PyTorch

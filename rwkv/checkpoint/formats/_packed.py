@@ -120,7 +120,7 @@ def _matrix(name: str, tensors: Mapping[str, Stored]) -> PackedMatrix:
         return PackedMatrix("int8", (N, size), lambda: Int8(*_read(parts)))
     if kinds == [((N, size, TOGETHER, GROUP // 4), torch.int16), *[((N, size * TOGETHER), torch.bfloat16)] * 2]:
         K = size * TOGETHER * GROUP
-        return PackedMatrix("int4", (N, K), lambda: Int4(*_read(parts), K))
+        return PackedMatrix("int4", (N, K), lambda: Int4(*_read(parts), width=K))
     if kinds == [((N, size, GROUP // 2), torch.uint8), *[((N, size), torch.bfloat16)] * 2]:
         K = size * GROUP
         return PackedMatrix("int4", (N, K), lambda: Int4.from_groups(_read(parts), K), _is_interleaved(K))
