@@ -176,7 +176,7 @@ class OpenCheckpoint(NamedTuple):
         if self.assumed:
             notes.append(("tokenizer", f"{self.assumed} (guessed from the vocabulary size, {self.checkpoint.vocab_size:,})"))
         if end := self.tokenizer.end_line():
-            notes.append(("texts", f"end with {end}"))
+            notes.append(("sequences", f"end with {end}"))
         rounding = [*second_rounding(self.checkpoint, self.dtype), *rounded_adapters(self.checkpoint, self.dtype),
                     *repacked(self.checkpoint, self.dtype), *self._packing_lines()]
         return notes + [("weights", line) for line in rounding]

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from kernels.arguments import from_home
 from rwkv.chat.templates import chat_template
 from rwkv.checkpoint.location import locate
-from rwkv.config import NGRAM, SavedModelConfig, ServeConfig
+from rwkv.config import DRAFT_TOKENS, NGRAM, DraftedConfig, SavedModelConfig, ServeConfig
 from rwkv.errors import UserError
 from rwkv.io import hub
 from rwkv.io.state_file import state_file
@@ -27,10 +27,8 @@ def require_files(config: SavedModelConfig, template: str | None = None, state: 
         raise UserError("lora_alpha requires lora=")
     if config.tokenizer is not None:
         Tokenizer.check_named(config.tokenizer)
-    draft = getattr(config, "draft", None)
-    if draft is not None and draft != NGRAM:
-        with errors_of(f"draft={draft}"):
-            locate(draft)
+    if isinstance(config, DraftedConfig):
+        _require_draft(config)
     if template is not None:
         chat_template(template)
     layout = getattr(config, "state_layout", None)
@@ -38,6 +36,14 @@ def require_files(config: SavedModelConfig, template: str | None = None, state: 
         state_file(state)
     elif layout is not None and not getattr(config, "adapters", None):
         raise UserError("state_layout requires state=")
+
+
+def _require_draft(config: DraftedConfig) -> None:
+    if config.draft is None and config.draft_tokens != DRAFT_TOKENS:
+        raise UserError("draft_tokens requires draft=")
+    if config.draft not in (None, NGRAM):
+        with errors_of(f"draft={config.draft}"):
+            locate(str(config.draft))
 
 
 def require_adapters(config: ServeConfig) -> None:

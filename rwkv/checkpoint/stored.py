@@ -106,7 +106,7 @@ class Stored:
             self._release(data)
         return result
 
-    def pass_on(self, use: Callable[[Tensor], Any]) -> None:
+    def pass_on(self, use: Callable[[Tensor], object]) -> None:
         """Calls use(tensor), which must not keep the tensor. Raises CheckpointError as get does."""
         data = self.data()
         use(self._converted(data).contiguous())

@@ -23,5 +23,4 @@ class ChatConfig(DraftedConfig):
 
     def __post_init__(self) -> None:
         check_options(self)
-        super().__post_init__()
         Sampling.of(self)

@@ -5,7 +5,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 from rwkv.config.schema import GRAMMAR, NAME, PATH, option
-from rwkv.errors import UserError
 
 LARGEST_SEED = 2**63 - 1                 # for torch's generators
 MIB = 2**20                              # bytes; the unit of options named *_mib
@@ -55,10 +54,6 @@ class DraftedConfig(SavedModelConfig):
                                verbatim=PATH, filled=True)
     draft_tokens: int = option(DRAFT_TOKENS, "maximum tokens that draft= proposes at a time; fewer where it is often wrong",
                                least=1, most=32)
-
-    def __post_init__(self) -> None:
-        if self.draft is None and self.draft_tokens != DRAFT_TOKENS:
-            raise UserError("draft_tokens requires draft=")
 
 
 def layout_option(source: str) -> Any:

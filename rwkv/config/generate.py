@@ -35,5 +35,4 @@ class GenerateConfig(DraftedConfig):
 
     def __post_init__(self) -> None:
         check_options(self)
-        super().__post_init__()
         Sampling.of(self)

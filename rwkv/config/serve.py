@@ -47,7 +47,6 @@ class ServeConfig(DraftedConfig):
         keys = self.api_key or []        # a file of options may have one key, or null
         self.api_key = [key for key in ([keys] if isinstance(keys, str) else keys) if key != "null"]
         check_options(self)
-        super().__post_init__()
         _ = self.adapter_paths           # raises UserError unless all are NAME=PATH
         if self.port > 65535:
             raise UserError(f"port must be from 0 to 65535; got {self.port}")

@@ -114,7 +114,7 @@ def convert(source: Path, target: Path, dtype: str | None = None, format: str | 
         _log(_adapter_line(checkpoint, dtype))
     with suppress(UserError):            # the end-of-text token may be unknown
         if checkpoint.tokenizer and (end := tokenizer_of(checkpoint).end_line()):
-            _log(f"texts end with {end}")
+            _log(f"sequences end with {end}")
     with tqdm(unit="B", unit_scale=True, unit_divisor=1024, dynamic_ncols=True, delay=0.5, file=sys.stderr) as bar:
         def progress(count: int, total: int) -> None:
             bar.total = total

@@ -141,7 +141,7 @@ def _matrix(name: str, tensors: Mapping[str, Stored]) -> PackedMatrix:
         return PackedMatrix("int8", (N, size), lambda: Int8(*_read(parts)))
     if kinds == [((N, size, TOGETHER, GROUP // 4), torch.int16), *[((N, size * TOGETHER), torch.bfloat16)] * 2]:
         K = size * TOGETHER * GROUP
-        return PackedMatrix("int4", (N, K), lambda: Int4(*_read(parts), width=K))
+        return PackedMatrix("int4", (N, K), lambda: _int4(parts, K))
     if kinds == [((N, size, GROUP // 2), torch.uint8), *[((N, size), torch.bfloat16)] * 2]:
         K = size * GROUP
         return PackedMatrix("int4", (N, K), lambda: Int4.from_groups(_read(parts), K), _is_interleaved(K))
@@ -149,6 +149,11 @@ def _matrix(name: str, tensors: Mapping[str, Stored]) -> PackedMatrix:
                           f"torch.int8 with {name}.scale (N) in float32, or int4, (N,G/8,8,8) in torch.int16 or (N,G,16) in "
                           f"torch.uint8 with {name}.scale and {name}.shift (N,G) in bfloat16: other quantised weights "
                           "are not supported")
+
+
+def _int4(parts: list[Stored], K: int) -> Int4:
+    weight, scale, shift = _read(parts)
+    return Int4(weight, scale, shift, K)
 
 
 def _read(parts: list[Stored]) -> Any:

@@ -38,6 +38,7 @@ FIELD_HEADER = 4                         # bytes of an extra field's header
 EPOCH = (1980, 1, 1, 0, 0, 0)            # zip's earliest date: equal weights give equal files
 OTHER_OBJECTS = "Unsupported"            # in torch's message about a class or an operation that it does not execute
 READ_BYTES = 1 << 20                     # per read, for a checksum
+Dictionary = dict[Any, Any]              # of a file of torch.save
 STORAGES = {torch.float32: torch.FloatStorage, torch.float16: torch.HalfStorage, torch.bfloat16: torch.BFloat16Storage}
 
 
@@ -46,7 +47,7 @@ def recognises(path: Path) -> bool:
     return path.is_file() and first_bytes(path, 2) in (ZIP, *PICKLES)
 
 
-def load(path: Path) -> dict[Any, Any]:
+def load(path: Path) -> Dictionary:
     """The file's dictionary, with tensors mapped if it is a zip. Executes nothing. Raises CheckpointError."""
     mapped = first_bytes(path, 2) == ZIP
     if mapped:
@@ -79,7 +80,7 @@ def _require_plain(path: Path) -> None:
                               "the tensors alone, torch.save(model.state_dict(), FILE)")
 
 
-def weights_in(path: Path, content: Mapping[Any, Any]) -> Mapping[Any, Any]:
+def weights_in(path: Path, content: Mapping[object, object]) -> Mapping[object, object]:
     """The tensors by name in a loaded dictionary: itself, or the one nested in it, as in {"model": weights, "step": 7}.
 
     Raises CheckpointError if there are several.
@@ -92,29 +93,31 @@ def weights_in(path: Path, content: Mapping[Any, Any]) -> Mapping[Any, Any]:
     return weights_in(path, *nested.values()) if nested else content
 
 
-def _holds_weights(content: Mapping[Any, Any]) -> bool:
+def _holds_weights(content: Mapping[object, object]) -> bool:
     """Whether a dictionary or one nested in it has tensors by names with a dot."""
     return any(_is_weight(item) or (isinstance(item[1], Mapping) and _holds_weights(item[1])) for item in content.items())
 
 
-def _is_weight(item: tuple[Any, Any]) -> bool:
+def _is_weight(item: tuple[object, object]) -> bool:
     name, value = item
     return isinstance(name, str) and "." in name and isinstance(value, Tensor)
 
 
-def stored(path: Path, content: Mapping[Any, Any]) -> dict[str, Stored]:
+def stored(path: Path, content: Mapping[object, object]) -> dict[str, Stored]:
     """The tensors of a loaded dictionary. Raises CheckpointError if a value is not a plain tensor."""
     mapped = first_bytes(path, 2) == ZIP
+    result = {}
     for name, tensor in content.items():
         if not isinstance(name, str) or not isinstance(tensor, Tensor):
             raise CheckpointError(f"{path} is not a checkpoint: its {name} is a {type(tensor).__name__}, not a tensor")
         if not _plain(tensor):
             raise CheckpointError(f"{path}: {name} must be a plain tensor with all data of its shape {tuple(tensor.shape)}: "
                                   "sparse, quantised and expanded tensors are not supported")
-    return {name: Stored.of(name, str(path), tensor, mapped) for name, tensor in content.items()}
+        result[name] = Stored.of(name, str(path), tensor, mapped)
+    return result
 
 
-def save(file: BinaryIO, content: Any) -> None:
+def save(file: BinaryIO, content: object) -> None:
     """Writes plain containers of Stored tensors, with one tensor in memory at a time."""
     structure, tensors = pickled(content)
     with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
@@ -126,7 +129,7 @@ def save(file: BinaryIO, content: Any) -> None:
         _add_bytes(archive, "version", b"3\n")
 
 
-def pickled(content: Any) -> tuple[bytes, list[Stored]]:
+def pickled(content: object) -> tuple[bytes, list[Stored]]:
     """The bytes of data.pkl, and the tensors that it refers to by number."""
     buffer = io.BytesIO()
     pickler = _Pickler(buffer, protocol=2)
@@ -144,11 +147,11 @@ class _Storage:
 class _Pickler(pickle.Pickler):
     """Pickles Stored tensors as torch does: as a call of _rebuild_tensor_v2 on a storage with a persistent id."""
 
-    def __init__(self, file: Any, protocol: int) -> None:
+    def __init__(self, file: io.BytesIO, protocol: int) -> None:
         super().__init__(file, protocol)
         self.tensors: list[Stored] = []
 
-    def persistent_id(self, item: Any) -> Any:
+    def persistent_id(self, item: object) -> object:
         if not isinstance(item, _Storage):
             return None
         self.tensors.append(item.tensor)
@@ -156,7 +159,7 @@ class _Pickler(pickle.Pickler):
         elements = math.prod(item.tensor.shape)
         return ("storage", kind, str(len(self.tensors) - 1), "cpu", elements)
 
-    def reducer_override(self, item: Any) -> Any:
+    def reducer_override(self, item: object) -> Any:
         if not isinstance(item, Stored):
             return NotImplemented
         strides = torch.empty(item.shape, device="meta").stride()

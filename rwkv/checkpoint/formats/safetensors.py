@@ -21,7 +21,9 @@ from rwkv.checkpoint.formats import _packed, first_bytes
 from rwkv.checkpoint.stored import Stored, raw
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
+from rwkv.io.json_types import JsonObject
 
+SUFFIXES = (".safetensors",)
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8,
           "I8": torch.int8, "I16": torch.int16}
 LENGTH = struct.Struct("<Q")             # of the header
@@ -66,7 +68,7 @@ def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str,
     These are last, the widest dtypes first, so that each is aligned to its element size. The format allows no gaps.
     """
     ordered = sorted(tensors, key=lambda tensor: tensor.nbytes % ALIGNMENT and ALIGNMENT - tensor.dtype.itemsize)
-    header: dict[str, Any] = {"__metadata__": {"format": "pt"} | metadata}
+    header: JsonObject = {"__metadata__": {"format": "pt"} | metadata}
     end = 0
     for tensor in ordered:
         start = end
