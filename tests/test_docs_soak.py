@@ -59,6 +59,7 @@ RULES = [
     not_run(r"python -m pytest", "is a part of this suite"),
     not_run(r"timemix (chat|list|pull)\b", "needs the Hub"),
     not_run(r"timemix (serve|convert)\b", "is in other words on another page"),
+    not_run(r"python generate\.py checkpoint=MODEL", "is of the large file of the command before it"),
     not_run(r"python -m rwkv\.tools\.convert .*--lora", "is of a file that another program has written"),
     not_run(r"python \S+ .*((state|NAME)=(time_state|STATE)|=ADAPTER)", "is of a file that another program has written"),
     Rule(r"timemix (doctor|smoke)\b"),
