@@ -53,7 +53,8 @@ class Outgoing:
     """Tensors by official name in the dtypes to write, and our entry, for formats that can hold it.
 
     quantised: the block format of the large matrices, as in formats.QUANTISED; None keeps the dtypes of `tensors`.
-    packed: as in Content. form: of a Hugging Face directory, one of formats.FORMS. card: the text of its README.md.
+    packed: as in Content. form: of a Hugging Face directory, one of formats.FORMS. card: the text of its README.md. by_input:
+    store matrices with sparse inputs by input, as decoding on a CPU reads them.
     """
 
     tensors: dict[str, Stored]
@@ -64,6 +65,7 @@ class Outgoing:
     form: str | None = None
     packed: Mapping[str, PackedMatrix] = field(default_factory=dict)
     card: str = ""
+    by_input: bool = False
 
 
 def plain_entry(path: Path, entry: object) -> JsonObject:

@@ -55,6 +55,11 @@ class Weights(Mapping[str, Tensor]):
     def nbytes(self) -> int:
         return sum(tensor.nbytes for tensor in self.stored.values())
 
+    @property
+    def count(self) -> int:
+        """The number of weights."""
+        return sum(tensor.count for tensor in self.stored.values())
+
 
 @dataclass
 class Checkpoint:
@@ -95,7 +100,10 @@ class Checkpoint:
 
     def tensors(self, dtype: str, device: str = "cpu", mmap: bool = False) -> dict[str, Tensor]:
         """The tensors of stored_in(dtype) on the device. mmap: on a CPU, map the tensors that the file stores in `dtype`."""
-        return {name: tensor.get(copy=not mmap).to(device) for name, tensor in self.stored_in(dtype).items()}
+        tensors = {name: tensor.get(copy=not mmap).to(device) for name, tensor in self.stored_in(dtype).items()}
+        if torch.device(device).type == "cpu":           # whose step reads matrices by input
+            return tensors
+        return {name: tensor.contiguous() for name, tensor in tensors.items()}
 
 
 def checkpoint_of(weights: Mapping[str, Tensor], tokenizer: Tokenizer | None = None, config: ModelConfig | None = None,
@@ -214,11 +222,12 @@ def _tuned(content: Content, user_base: Checkpoint | None = None) -> Checkpoint:
 
 def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None = None, format: str | None = None,
                      progress: Callable[[int, int], object] = lambda count, total: None, form: str | None = None,
-                     source: str | None = None, command: str | None = None) -> None:
+                     source: str | None = None, command: str | None = None, by_input: bool = False) -> None:
     """Writes a checkpoint with one tensor in memory at a time. Calls progress(its bytes, bytes of all tensors) after each.
 
     form: of a Hugging Face directory, one of formats.FORMS. source, command: for its model card, the name of the source and
-    the command. Raises UserError as save_pretrained does, before anything is written.
+    the command. by_input: as in Outgoing; requires bfloat16 in .safetensors. Raises UserError as save_pretrained does, before
+    anything is written.
     """
     path = Path(path)
     format = format or formats.by_suffix(path)
@@ -236,6 +245,8 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     if dtype is not None and dtype not in DTYPES and not quantised:
         blocks = "".join(f"; in {name} also {', '.join(dtypes)}" for name, dtypes in formats.QUANTISED.items())
         raise UserError(f"dtype must be one of {', '.join(DTYPES)}{blocks}; got {dtype!r}")
+    if by_input and (format, dtype) != ("safetensors", "bfloat16"):
+        raise UserError(f"by-input requires bfloat16 in .safetensors; got {dtype or 'the dtypes of the original'} in {format}")
     if hasattr(module, "dtype_for"):
         group = generation(checkpoint.config).group
         tensors = {name: tensor.cast(module.dtype_for(tensor, group(name), dtype))
@@ -253,7 +264,7 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
         entry["fingerprint"] = checkpoint.fingerprint or fingerprint_of(checkpoint)
     text = card.of_directory(path.name, checkpoint.path, source, command) if format == "huggingface" else ""
     module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised, form, checkpoint.packed,
-                                text))
+                                text, by_input))
 
 
 def require_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer, name: str) -> None:

@@ -67,6 +67,8 @@ class Int8Linear(nn.Module):
         self.out_features, self.in_features = packed.weight.shape
         self.rounding = packed.rounding
         self._rounded = [packed]         # empty once only FBGEMM's order is in memory
+        if isinstance(weight, Int8):
+            self.packed = packed
 
     def __getstate__(self) -> dict[str, object]:
         """Without _c_product, which reads this layer's weight by its address."""

@@ -47,7 +47,7 @@ def read(path: Path) -> Content:
                               f"({error}); copy or download it again") from error
     entry = entry_in(path, metadata)
     _packed.require_known_version(path, entry)
-    tensors, packed = _packed.joined(tensors)
+    tensors, packed = _packed.joined(_packed.by_output(tensors))
     return Content(path, tensors, entry, packed=packed)
 
 
@@ -56,6 +56,9 @@ def write(path: Path, outgoing: Outgoing) -> None:
     if outgoing.quantised:
         tensors = _packed.outgoing(outgoing)
         entry = entry | {"packed": {"form": outgoing.quantised, "version": _packed.VERSION}}
+    elif outgoing.by_input:
+        tensors = _packed.stored_by_input(outgoing)
+        entry = entry | {"packed": {"form": "bfloat16", "version": _packed.VERSION}}
     write_file(path, lambda file: write_tensors(file, tensors, {ENTRY: json.dumps(entry)}))
 
 
