@@ -68,6 +68,7 @@ RULES = [
     not_run(r"python -m benchmarks\.(first_token|in_place|generations|training|tuning_memory)", "has no short form: minutes"),
     not_run(r"python train\.py kernel=NAME", "is of a kernel that the reader writes"),
     not_run(r"python -m kernels\.bench timex --only NAME", "is of a kernel that the reader writes"),
+    not_run(r"python train\.py .*sweep\.launcher=submitit", "needs SLURM"),
     Rule(r"curl "),
     Rule(r"python serve\.py", "max_tokens=200"),
     Rule(r"python chat\.py", "max_new_tokens=4"),

@@ -58,6 +58,10 @@ class End:
     reason: str | None = None
 
 
+class JobRejected(UserError):
+    """The batch system accepts no such job, or no more of them."""
+
+
 class Launcher(ABC):
     """Starts runs and waits for them. places: the number of concurrent runs."""
 
@@ -65,7 +69,10 @@ class Launcher(ABC):
 
     @abstractmethod
     def start(self, task: Task, earlier_job: str | None) -> str | None:
-        """Starts a run, or attaches to the job of an earlier process if it still runs. Returns the job's id."""
+        """Starts a run, or attaches to the job of an earlier process if it still runs. Returns the job's id.
+
+        Raises JobRejected.
+        """
 
     @abstractmethod
     def ends(self) -> list[End]:
@@ -188,7 +195,10 @@ class SubmititJobs(Launcher):
         job = self._earlier(earlier_job) if earlier_job is not None else None
         if job is None:
             run = child.Submitted(task.program, task.folder, task.arguments, task.log_file)
-            job = self._executor_in(self._folder).submit(run)
+            try:
+                job = self._executor_in(self._folder).submit(run)
+            except self._submitit.core.utils.FailedJobError as error:
+                raise JobRejected(f"SLURM rejected the job: {' '.join(str(error).split())}") from None
         self._jobs[task.name] = job
         return str(job.job_id)
 

@@ -38,7 +38,7 @@ from rwkv.training.run.directory import new_folder, require_unused
 from rwkv.training.run.lock import RunLock
 from rwkv.training.run.options import check_new_run
 from rwkv.training.sweep import child
-from rwkv.training.sweep.launchers import End, Launcher, Processes, Task, launcher_for
+from rwkv.training.sweep.launchers import End, JobRejected, Launcher, Processes, Task, launcher_for
 
 CHILD = Path(child.__file__)       # the program that trains one run
 LOGS = "logs"
@@ -130,7 +130,16 @@ def train_all(sweep: Sweep, launcher: Launcher) -> bool:
                     log(f"\n[{number}/{len(to_do)}] {entry.name}")
                     if _is_available(sweep, entry):
                         running[entry.name] = (entry, time.monotonic())
-                        entry.job = launcher.start(_task(sweep, entry, number), entry.job)
+                        try:
+                            entry.job = launcher.start(_task(sweep, entry, number), entry.job)
+                        except JobRejected as error:     # perhaps a limit of the user's jobs
+                            del running[entry.name]
+                            if not running:
+                                raise
+                            log(f"{error}\nat most {counted(len(running), 'job')} at a time from now on")
+                            launcher.places = len(running)
+                            waiting.appendleft((number, entry))
+                            break
                         if entry.job is not None:
                             log(f"job {entry.job}")
                     sweep.save()

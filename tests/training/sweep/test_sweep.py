@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -17,7 +18,7 @@ from rwkv.config import SweepConfig, TrainConfig
 from rwkv.errors import UserError
 from rwkv.report import table
 from rwkv.training.sweep import sweep
-from rwkv.training.sweep.launchers import End, Launcher, Processes, Task, launcher_for
+from rwkv.training.sweep.launchers import End, JobRejected, Launcher, Processes, Task, launcher_for
 
 SHORT = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=120",
          "trainer.val_every=20", "trainer.checkpoint_every=20")
@@ -238,9 +239,9 @@ def test_runs_end_with_their_sweep(tmp_path: Path, end: str) -> None:
 # Mistakes
 
 
-def opened(*arguments: str) -> Launcher:
+def opened(*arguments: str) -> sweep.Sweep:
     line = cli.split(["-m", *arguments], TrainConfig)
-    return sweep.open_launcher(sweep.opened(line, lambda line: cli.jobs(line, TrainConfig, "train")))
+    return sweep.opened(line, lambda line: cli.jobs(line, TrainConfig, "train"))
 
 
 @pytest.mark.parametrize(("arguments", "words"), [
@@ -253,7 +254,7 @@ def test_mistakes_are_sentences(arguments: tuple[str, ...], words: tuple[str, ..
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text("text")
     with pytest.raises(UserError) as error:
-        opened("seed=0,1", *SMALL, "kernel=conv1d", "logger=csv", *arguments)
+        sweep.open_launcher(opened("seed=0,1", *SMALL, "kernel=conv1d", "logger=csv", *arguments))
     assert all(word in str(error.value) for word in words)
     assert [path.name for path in tmp_path.iterdir()] == ["text.txt"]
 
@@ -274,6 +275,46 @@ def test_submitit_s_mistakes_are_sentences(argument: str, words: tuple[str, ...]
     assert all(word in str(error.value) for word in words)
     assert "\n" not in str(error.value)
     assert not list(tmp_path.iterdir())
+
+
+@NEEDS_SUBMITIT
+def test_a_job_that_slurm_rejects_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, script in (("srun", "exit 0"), ("sbatch", "echo 'sbatch: error: invalid partition specified: gpu' >&2; exit 1")):
+        (tmp_path / name).write_text(f"#!/bin/sh\n{script}\n")
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    jobs = launcher_for(SweepConfig(launcher="submitit", arguments=["slurm_partition=gpu"]), 2, tmp_path / "logs", 0)
+    with pytest.raises(JobRejected, match="invalid partition specified: gpu") as error:
+        jobs.start(Task("seed=0", [], tmp_path, [], tmp_path / "log.txt"), None)
+    assert "\n" not in str(error.value)
+
+
+def test_a_limit_of_jobs_is_the_number_of_runs_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A batch system that takes one job at a time; each run ends at once."""
+    class Limited(Launcher):
+        places = 3
+        running: str | None = None
+
+        def start(self, task: Task, earlier_job: str | None) -> str | None:
+            if self.running:
+                raise JobRejected("no more jobs")
+            self.running = task.name
+            return None
+
+        def ends(self) -> list[End]:
+            name, self.running = self.running, None
+            return [End(str(name), 0)]
+
+        def stop(self, number: int) -> None: ...
+
+        def close(self) -> None: ...
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("text")
+    swept = opened("seed=0,1,2", *SMALL, "kernel=conv1d", "logger=csv")
+    swept.folder.mkdir(parents=True)
+    assert not sweep.train_all(swept, Limited())
+    assert {entry.status for entry in swept.entries} == {"finished"}
 
 
 def test_a_program_without_m_has_no_options_of_sweeps(run: Callable[..., tuple[int, str, str]]) -> None:
