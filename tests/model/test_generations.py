@@ -7,7 +7,7 @@ from pathlib import Path
 RWKV = Path(__file__).parent.parent.parent / "rwkv"
 OWN = r"(model|checkpoint)/rwkv\d+\b"
 NAME = re.compile(r"r?wkv\d+")
-MAY_NAME = {"config/train.py": {"rwkv4"},       # the default of model.generation
+MAY_NAME = {"config/train.py": {"rwkv4"},        # the default of model.generation
             "training/plan/on_paper.py": {"rwkv4", "rwkv7"}}          # measured training steps
 
 
