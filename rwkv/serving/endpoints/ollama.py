@@ -23,7 +23,7 @@ from rwkv.serving.engine.queue import Ticket
 from rwkv.serving.http.errors import ApiError, json_response, renaming
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, JSON, LINES, Endpoint
-from rwkv.serving.schema import CompletionRequest, TokenId, TranslatedChat, converted, read
+from rwkv.serving.schema import CompletionRequest, TokenId, TranslatedChat, Unchecked, converted, read
 from rwkv.serving.service import Service, from_body, owner, resolve_adapter
 from rwkv.serving.submission import prompt_ids, submit
 
@@ -66,7 +66,7 @@ class OllamaGenerate(OllamaRequest, kw_only=True):
     context: list[TokenId] | None = None
     suffix: str | None = None
     template: str | None = None
-    images: list[object] | None = None
+    images: list[Unchecked] | None = None
 
 
 def error_body(error: ApiError) -> JsonObject:
