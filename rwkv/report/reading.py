@@ -48,7 +48,7 @@ SWEEP_STRUCTURE = [{"name": str, "status": str, "reason": (str, type(None)), "or
 class Run:
     """One run. order: its place in the shuffled order of a sweep, from 1. metrics: curves by column of metrics.csv. samples:
     the lines of samples.jsonl. measured: the content of kernel.json (rwkv/training/callbacks/kernel_probe.py). tuned: the
-    content of tuned.json (rwkv/training/tuning/before_after.py).
+    content of tuned.json (rwkv/training/callbacks/before_after.py).
     """
 
     name: str

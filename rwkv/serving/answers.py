@@ -25,6 +25,8 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 REASONS = {"length": "length", "stop": "stop", "end_of_text": "stop", "cancelled": "length", "no_token": "length"}
 LINE_END = "\n"
+# Characters at which some clients split lines, as Python's str.splitlines does; JSON has raw line ends only between values
+LINE_ENDS = {"\n": " ", "\r": " ", "\u0085": "\\u0085", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 SEND_TIMEOUT = 30                        # seconds after which a client that reads nothing is cut off
 
 
@@ -152,20 +154,20 @@ class Answer:
 
     async def _chunks(self) -> AsyncIterator[bytes]:
         usage = {"usage": None} if self._spec.include_usage else {}
-        first = b"".join(_sse({**self._spec.envelope([piece], stream=True), **usage})
+        first = b"".join(sse({**self._spec.envelope([piece], stream=True), **usage})
                          for choice in self._choices for piece in choice.first())
         if first:
             yield first
         try:
             async for number, event in self._ticket:
                 for piece in self._choices[number].pieces(event):
-                    yield _sse({**self._spec.envelope([piece], stream=True), **usage})
+                    yield sse({**self._spec.envelope([piece], stream=True), **usage})
         except ApiError as error:
-            yield _sse(error.body)
+            yield sse(error.body)
         else:
             self._complete = True
             if self._spec.include_usage:
-                yield _sse({**self._spec.envelope([], stream=True), "usage": self._usage()})
+                yield sse({**self._spec.envelope([], stream=True), "usage": self._usage()})
         yield b"data: [DONE]\n\n"
 
     def _usage(self) -> JsonObject:
@@ -392,5 +394,15 @@ def token_string(entry: Entry) -> str:
     return text if text and UNKNOWN not in text else f"token_id:{entry['token']}"
 
 
-def _sse(content: JsonObject) -> bytes:
-    return b"data: " + msgspec.json.encode(content) + b"\n\n"
+def one_line(content: JsonObject) -> bytes:
+    """The content as JSON in one line, without its end. A msgspec.Raw in it may have line ends."""
+    line = msgspec.json.encode(content)
+    for character, escape in LINE_ENDS.items():
+        line = line.replace(character.encode(), escape.encode())
+    return line
+
+
+def sse(content: JsonObject) -> bytes:
+    """A server-sent event, named by the content's type if it has one."""
+    name = b"event: %s\n" % content["type"].encode() if "type" in content else b""
+    return b"%sdata: %s\n\n" % (name, one_line(content))

@@ -33,9 +33,10 @@ from rwkv.report.numbers import rows as numbers_rows
 from rwkv.report.reading import Run, read
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools import report as report_tool
-from rwkv.training import fit, sweep
-from rwkv.training.launchers import End, Processes, Task
+from rwkv.training import finish, fit
 from rwkv.training.run.opening import open_run
+from rwkv.training.sweep import sweep
+from rwkv.training.sweep.launchers import End, Processes, Task
 
 ROOT = Path(__file__).parent.parent.parent
 BREAKS = '\n_backward, _calls = backward, []\n\n\ndef backward(*inputs):\n    _calls.append(1)\n' \
@@ -71,7 +72,7 @@ def start(tree: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Call
         return int(stop.value.code or 0)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sweep, "CHILD", tree / "rwkv" / "training" / "sweep_child.py")
+        patch.setattr(sweep, "CHILD", tree / "rwkv" / "training" / "sweep" / "child.py")
         patch.setenv("OMP_NUM_THREADS", "1")
         patch.chdir(folder)
         yield call
@@ -221,7 +222,7 @@ def test_ctrl_c_is_passed_on_and_waited_for(tmp_path: Path) -> None:
 def test_a_sweep_keeps_the_order_of_its_runs_lines_in_one_file(tmp_path: Path) -> None:
     """Standard output and standard error of a run go to the same file, as with `> log.txt 2>&1`."""
     run = "import sys\nfor n in range(50): print(n, file=(sys.stdout, sys.stderr)[n % 2], flush=True)"
-    program = ("import pathlib, sys\nfrom rwkv.training.launchers import Processes, Task\nlauncher = Processes(1, 1, 0)\n"
+    program = ("import pathlib, sys\nfrom rwkv.training.sweep.launchers import Processes, Task\nlauncher = Processes(1, 1, 0)\n"
                f"file = pathlib.Path({str(tmp_path / 'run.txt')!r})\n"
                f"launcher.start(Task('run', [sys.executable, '-c', {run!r}], file.parent, [], file), None)\n"
                "while not launcher.ends(): pass")
@@ -248,7 +249,7 @@ def test_the_reason_of_a_failed_run(status: int, error: str | None, log: str, re
     ("sys.exit(1)", None), ("", None)])
 def test_a_run_of_a_sweep_writes_the_error_that_ends_it(program: str, reason: str | None, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(f"import sys\n{program}\n")
-    child = tmp_path / "rwkv" / "training" / "sweep_child.py"
+    child = tmp_path / "rwkv" / "training" / "sweep" / "child.py"
     child.parent.mkdir(parents=True)
     shutil.copy(sweep.CHILD, child)
     found = tmp_path / "reason.txt"
@@ -390,7 +391,7 @@ def test_a_report_lists_damaged_files(tmp_path: Path, name: str, content: bytes)
 
 
 def test_a_run_does_not_fail_when_its_report_cannot_be_made(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    fit.write_report(folder)
+    finish.write_report(folder)
     assert "no report: " in capsys.readouterr().err
 
 

@@ -15,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rwkv.io.json_types import JsonObject
-from rwkv.serving.answers import Answer, ResponseSpec
+from rwkv.serving.answers import Answer, ResponseSpec, sse
 from rwkv.serving.endpoints.chat import chat_sequences
 from rwkv.serving.engine.queue import Ticket
 from rwkv.serving.http.errors import ApiError, json_response, renaming
@@ -263,16 +263,16 @@ class MessagesAnswer(Answer):
     async def _chunks(self) -> AsyncIterator[bytes]:
         usage = {"input_tokens": _prompt_tokens(self._ticket.sequences[0]), "output_tokens": 0}
         start = {**self._message(), "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-        yield _sse({"type": "message_start", "message": start}) + _sse({"type": "ping"})
+        yield sse({"type": "message_start", "message": start}) + sse({"type": "ping"})
         try:
             async for _, event in self._ticket:
-                if chunk := b"".join(map(_sse, self._events(event))):
+                if chunk := b"".join(map(sse, self._events(event))):
                     yield chunk
         except ApiError as error:
-            yield _sse(error_body(error))
+            yield sse(error_body(error))
             return
         self._complete = True
-        yield _sse({"type": "message_delta", "delta": self._ending(), "usage": self._counts()}) + _sse({"type": "message_stop"})
+        yield sse({"type": "message_delta", "delta": self._ending(), "usage": self._counts()}) + sse({"type": "message_stop"})
 
     def _message(self) -> JsonObject:
         return {"id": f"msg_{self._spec.id}", "type": "message", "role": "assistant", "model": self._spec.model}
@@ -337,10 +337,6 @@ class MessagesAnswer(Answer):
 
     def _delta(self, kind: str, name: str, text: str) -> JsonObject:
         return {"type": "content_block_delta", "index": len(self._blocks) - 1, "delta": {"type": kind, name: text}}
-
-
-def _sse(event: JsonObject) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(event))
 
 
 ENDPOINTS = (

@@ -16,23 +16,21 @@ from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from rwkv.io.json_types import JsonObject
-from rwkv.serving.answers import Answer, ResponseSpec
+from rwkv.serving.answers import Answer, ResponseSpec, one_line
 from rwkv.serving.endpoints.chat import chat_sequences
 from rwkv.serving.endpoints.completions import completion_sequences
 from rwkv.serving.engine.queue import Ticket
 from rwkv.serving.http.errors import ApiError, json_response, renaming
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, JSON, LINES, Endpoint
-from rwkv.serving.schema import CompletionRequest, TokenId, TranslatedChat, Unchecked, converted, read
+from rwkv.serving.schema import OFF, CompletionRequest, TokenId, TranslatedChat, Unchecked, converted, read, require_off
 from rwkv.serving.service import Service, from_body, owner, resolve_adapter
 from rwkv.serving.submission import prompt_ids, submit
 
-LATEST = ":latest"
 GENERATED: JsonObject = {**GENERATION, "answers": (JSON, LINES), "error": "OllamaError"}         # of an Endpoint
 OPTIONS = {"num_predict": "max_tokens", "repeat_penalty": "repetition_penalty", "temperature": "temperature", "top_k": "top_k",
            "top_p": "top_p", "min_p": "min_p", "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
            "seed": "seed", "stop": "stop"}
-OFF = {"mirostat": 0, "tfs_z": 1, "typical_p": 1}        # samplers that this server lacks, and the values that turn them off
 NAMES = {**{here: f"options.{option}" for option, here in OPTIONS.items()}, "reasoning_content": "thinking",
          "enable_thinking": "think", "reasoning_effort": "think", "response_format": "format"}
 
@@ -85,10 +83,7 @@ def _renamed(field: str) -> str:
 
 def model_id(service: Service, body: Model) -> str:
     """The id of the model that a request names, perhaps with ":latest". Raises ApiError for an unknown name."""
-    name = body.model or body.name or service.model
-    models = (service.model, *service.engine.adapters)
-    plain = name if name in models else name.removesuffix(LATEST)
-    return resolve_adapter(service, plain) or service.model
+    return resolve_adapter(service, body.model or body.name or None) or service.model
 
 
 async def chat(service: Service, request: Request) -> ASGIApp:
@@ -169,9 +164,7 @@ def _raw(service: Service, body: OllamaGenerate, prompt: str, fields: JsonObject
 def _fields(body: OllamaRequest, model: str) -> JsonObject:
     """The fields of a ChatRequest that chat and generate share."""
     options = {name: value for name, value in (body.options or {}).items() if value is not None}
-    for name, off in OFF.items():
-        if options.get(name, off) != off:
-            raise ApiError(400, f"options.{name} must be {off}: this server has no such sampler", f"options.{name}")
+    require_off({name: options[name] for name in OFF if name in options}, OFF, "sampler", "options.")
     fields = {here: options[option] for option, here in OPTIONS.items() if option in options}
     limit = fields.get("max_tokens")
     if limit is None or (isinstance(limit, int) and limit <= 0):         # Ollama: no limit
@@ -261,12 +254,12 @@ class OllamaAnswer(Answer):
                 for piece in self._choices[0].pieces(event):
                     reason = piece["finish_reason"]
                     if reason is None:
-                        yield msgspec.json.encode(self._choice_line(piece)) + b"\n"
+                        yield one_line(self._choice_line(piece)) + b"\n"
         except ApiError as error:
-            yield msgspec.json.encode(error_body(error)) + b"\n"
+            yield one_line(error_body(error)) + b"\n"
         else:
             self._complete = True
-            yield msgspec.json.encode(_line(self._spec.model, {}, self._is_chat) | self._end(reason)) + b"\n"
+            yield one_line(_line(self._spec.model, {}, self._is_chat) | self._end(reason)) + b"\n"
 
     def _choice_line(self, choice: JsonObject) -> JsonObject:
         """The line for a choice of a chat or of a completion."""

@@ -41,7 +41,7 @@ def user_error(error: UserError) -> ApiError:
     """A user's mistake as an ApiError. param: the field that begins the message, if any."""
     message = str(error)
     word = message.split(maxsplit=1)[0].rstrip(":,")
-    is_field = word.startswith(("messages", "tools", "response_format", "grammar")) or word in SAMPLING_FIELDS
+    is_field = word.startswith(("messages", "tools", "response_format", "format", "grammar")) or word in SAMPLING_FIELDS
     return ApiError(400, message, word if is_field else None)
 
 

@@ -8,7 +8,7 @@ import msgspec
 from starlette.responses import Response
 
 from rwkv.io.json_types import JsonObject
-from rwkv.serving.answers import Answer, ResponseSpec, chat_entry
+from rwkv.serving.answers import Answer, ResponseSpec, chat_entry, sse
 from rwkv.serving.engine.queue import Ticket
 from rwkv.serving.engine.remote import RemoteEngine
 from rwkv.serving.http.errors import STATE_GONE, ApiError, json_response
@@ -112,26 +112,26 @@ class ResponseAnswer(Answer):
     async def _chunks(self) -> AsyncIterator[bytes]:
         number = 0
 
-        def sse(event: JsonObject) -> bytes:
+        def numbered(event: JsonObject) -> bytes:
             nonlocal number
-            numbered = {**event, "sequence_number": number}
             number += 1
-            return b"event: %s\ndata: %s\n\n" % (event["type"].encode(), msgspec.json.encode(numbered))
+            return sse({**event, "sequence_number": number - 1})
 
         start = self._response("in_progress")
-        yield sse({"type": "response.created", "response": start}) + sse({"type": "response.in_progress", "response": start})
+        yield numbered({"type": "response.created", "response": start})
+        yield numbered({"type": "response.in_progress", "response": start})
         try:
             async for _, event in self._ticket:
-                if chunk := b"".join(map(sse, self._events(event))):
+                if chunk := b"".join(map(numbered, self._events(event))):
                     yield chunk
         except ApiError as error:
             content = self._client_error(error).body["error"]
-            yield sse({"type": "error", **{name: content[name] for name in ("code", "message", "param")}})
+            yield numbered({"type": "error", **{name: content[name] for name in ("code", "message", "param")}})
             return
         self._complete = True
         await self._finish()
         response = self._response()
-        yield sse({"type": f"response.{response['status']}", "response": response})
+        yield numbered({"type": f"response.{response['status']}", "response": response})
 
     def _events(self, event: Event) -> Iterator[JsonObject]:
         thoughts, parts = self._choice.parsed(event)

@@ -106,22 +106,30 @@ def _chat_request(prepared: Prepared, items: list[JsonObject], instructions: boo
     names = [name for name in body.__struct_fields__ if name in ChatRequest.__struct_fields__ and name not in TRANSLATED]
     fields = {name: msgspec.to_builtins(value) for name in names if (value := getattr(body, name)) is not None}
     logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
-    choice: Any = msgspec.to_builtins(body.tool_choice)
-    if isinstance(choice, dict):
-        choice = {"type": "function", "function": {"name": choice["name"]}}
     form = body.text.format if body.text else None
     if form == {"type": "text"}:
         form = None
     elif form and form.get("type") == "json_schema":     # chat completions have these fields inside another object
         form = {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
     tools = [{"type": tool.pop("type"), "function": tool} for tool in map(msgspec.to_builtins, body.tools or ())]
-    translated = {"tools": tools or None, "tool_choice": choice,
+    translated = {"tools": tools or None, "tool_choice": _tool_choice(body),
             "max_completion_tokens": body.max_output_tokens, "logprobs": logprobs or None,
             "top_logprobs": body.top_logprobs if logprobs else None,
             "reasoning_effort": body.reasoning.effort if body.reasoning else None,
             "response_format": form}
     translated = {name: value for name, value in translated.items() if value is not None}
     return converted({"messages": messages, **fields, **translated}, ChatRequest)
+
+
+def _tool_choice(body: ResponseRequest) -> Any:
+    """The tool_choice of a chat request."""
+    choice: Any = msgspec.to_builtins(body.tool_choice)
+    if not isinstance(choice, dict):
+        return choice
+    if choice["type"] == "function":
+        return {"type": "function", "function": {"name": choice["name"]}}
+    tools = [{"type": "function", "function": {"name": tool["name"]}} for tool in choice["tools"]]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": choice["mode"], "tools": tools}}
 
 
 def renamed(error: ApiError) -> ApiError:

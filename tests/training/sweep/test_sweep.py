@@ -16,8 +16,8 @@ from rwkv import cli
 from rwkv.config import SweepConfig, TrainConfig
 from rwkv.errors import UserError
 from rwkv.report import table
-from rwkv.training import sweep
-from rwkv.training.launchers import End, Launcher, Processes, Task, launcher_for
+from rwkv.training.sweep import sweep
+from rwkv.training.sweep.launchers import End, Launcher, Processes, Task, launcher_for
 
 SHORT = (*SMALL, "logger=csv", "kernel=conv1d", "model.n_layer=1", "model.ctx_len=16", "trainer.max_steps=120",
          "trainer.val_every=20", "trainer.checkpoint_every=20")
@@ -184,10 +184,10 @@ def test_runs_share_the_threads_and_each_has_a_gpu(tmp_path: Path) -> None:
     ("3,", {}, "3 None"), ("3,", {"OMP_NUM_THREADS": "7"}, "7 None"), (",1", {}, "None 1"),
     ("2,1", {"CUDA_VISIBLE_DEVICES": "5, 6,7"}, "2 6")])
 def test_a_process_takes_its_share(share: str, before: dict[str, str], after: str, tmp_path: Path) -> None:
-    child = tmp_path / "rwkv" / "training" / "sweep_child.py"
+    child = tmp_path / "rwkv" / "training" / "sweep" / "child.py"
     child.parent.mkdir(parents=True)
     child.write_text(sweep.CHILD.read_text())
-    root = Path(__file__).parent.parent.parent
+    root = Path(__file__).parents[3]
     (tmp_path / "kernels" / "machine").mkdir(parents=True)
     (tmp_path / "kernels" / "machine" / "shares.py").write_text((root / "kernels" / "machine" / "shares.py").read_text())
     (tmp_path / "train.py").write_text("import os, sys\nprint(os.environ.get('OMP_NUM_THREADS'), "
@@ -202,11 +202,11 @@ def test_lines_of_runs_have_their_number_and_samples_stay_whole(tmp_path: Path) 
     half = ("import sys, time\nfor n in range(20):\n"
             "  for s in (sys.stdout, sys.stderr): print(NAME, file=s, end='', flush=True)\n"
             "  time.sleep(0.001)\n  print(file=sys.stderr, flush=True)")
-    program = ("import pathlib, sys\nfrom rwkv.training.launchers import Processes, Task\nlauncher = Processes(2, 2, 0)\n"
+    program = ("import pathlib, sys\nfrom rwkv.training.sweep.launchers import Processes, Task\nlauncher = Processes(2, 2, 0)\n"
                f"for name in '12':\n  launcher.start(Task(name, [sys.executable, '-c', {half!r}.replace('NAME', name)],\n"
                f"    pathlib.Path('x'), [], pathlib.Path({str(tmp_path)!r}, name), int(name)), None)\n"
                "ends = 0\nwhile ends < 2: ends += len(launcher.ends())")
-    root = sweep.CHILD.parents[2]
+    root = sweep.CHILD.parents[3]
     done = subprocess.run([sys.executable, "-c", program], cwd=root, capture_output=True, text=True, check=True)
     assert sorted(done.stdout.split()) == ["1" * 20, "2" * 20]
     assert sorted(done.stderr.splitlines()) == ["[1] 1"] * 20 + ["[2] 2"] * 20
@@ -216,12 +216,13 @@ def test_lines_of_runs_have_their_number_and_samples_stay_whole(tmp_path: Path) 
 @pytest.mark.parametrize("end", ["the sweep is killed", "the sweep has an error"])
 def test_runs_end_with_their_sweep(tmp_path: Path, end: str) -> None:
     """A killed process passes no signal on; its pipe to the run ends."""
-    root = sweep.CHILD.parents[2]
-    saves = (f"import os, pathlib, signal, sys, time\nsys.path[0] = {str(root)!r}\nfrom rwkv.training import sweep_child\n"
+    root = sweep.CHILD.parents[3]
+    saves = (f"import os, pathlib, signal, sys, time\nsys.path[0] = {str(root)!r}\nfrom rwkv.training.sweep import child\n"
              f"def stop(*_): pathlib.Path({str(tmp_path / 'saved')!r}).touch(); sys.exit(130)\n"
-             "signal.signal(signal.SIGTERM, stop)\nsweep_child.stop_with_parent()\n"
+             "signal.signal(signal.SIGTERM, stop)\nchild.stop_with_parent()\n"
              f"pathlib.Path({str(tmp_path / 'begun')!r}).touch()\ntime.sleep(60)")
-    program = ("import pathlib, sys, time\nfrom rwkv.training.launchers import Processes, Task\nlauncher = Processes(1, 1, 0)\n"
+    program = ("import pathlib, sys, time\nfrom rwkv.training.sweep.launchers import Processes, Task\n"
+               "launcher = Processes(1, 1, 0)\n"
                f"folder = pathlib.Path({str(tmp_path)!r})\n"
                f"launcher.start(Task('run', [sys.executable, '-c', {saves!r}], folder, [], folder / 'log'), None)\n"
                "while not (folder / 'begun').exists(): time.sleep(0.01)\n"
