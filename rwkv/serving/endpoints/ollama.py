@@ -23,7 +23,7 @@ from rwkv.serving.engine.queue import Ticket
 from rwkv.serving.http.errors import ApiError, json_response, renaming
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, JSON, LINES, Endpoint
-from rwkv.serving.schema import OFF, CompletionRequest, TokenId, TranslatedChat, converted, read, require_off
+from rwkv.serving.schema import OFF, CompletionRequest, TokenId, TranslatedChat, Unchecked, converted, read, require_off
 from rwkv.serving.service import Service, from_body, owner, resolve_adapter
 from rwkv.serving.submission import prompt_ids, submit
 
@@ -64,7 +64,7 @@ class OllamaGenerate(OllamaRequest, kw_only=True):
     context: list[TokenId] | None = None
     suffix: str | None = None
     template: str | None = None
-    images: list[object] | None = None
+    images: list[Unchecked] | None = None
 
 
 def error_body(error: ApiError) -> JsonObject:

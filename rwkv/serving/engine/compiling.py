@@ -17,6 +17,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from time import process_time
+from typing import Any
 
 from rwkv.config import MIB
 from rwkv.errors import UserError
@@ -114,7 +115,7 @@ class _Process:
         self._tokenizer = tokenizer
         self._seconds = seconds
         self._process: SpawnProcess | None = None
-        self._connection: Connection
+        self._connection: Any = None     # of another type on Windows
         self._stopped = False
 
     def reason(self, grammar: Grammar) -> str:
