@@ -250,12 +250,12 @@ def test_conversion_needs_the_memory_of_the_largest_tensor(tmp_path: Path) -> No
     model = small_model("reference", generation="rwkv7", n_embd=512, n_layer=12, vocab_size=2000)
     model.save_pretrained(source, dtype="bfloat16")
     largest = 4 * 512 * 512 * 2
-    assert source.stat().st_size > 20 * largest
+    assert source.stat().st_size > 30 * largest
     for dtype in ROUNDED:
         program = PEAK.format(arguments=[str(source), str(tmp_path / "packed.safetensors"), "--dtype", dtype])
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
                               env={**os.environ, "OMP_NUM_THREADS": "1"})
-        assert int(done.stdout) < 6 * largest
+        assert int(done.stdout) < 8 * largest
 
 
 PEAK = """
