@@ -1,5 +1,6 @@
 """The public model, RWKV: Model with from_pretrained and save_pretrained. The tokenizer and chat template of a checkpoint."""
 
+import shlex
 import sys
 import warnings
 from pathlib import Path
@@ -8,11 +9,13 @@ from typing import Any, NamedTuple, Self
 import torch
 
 from kernels.machine.cpu import why_slow
+from kernels.machine.memory import available_memory
 from kernels.matvec import pack
 from rwkv.chat.names import Choice, Length, choose_template, trained_length
-from rwkv.checkpoint import time_states
+from rwkv.checkpoint import packed_cache, time_states
 from rwkv.checkpoint.files import (
     DEFAULT_CTX_LEN,
+    PACKED,
     Checkpoint,
     assumed_tokenizer,
     checkpoint_of,
@@ -22,6 +25,8 @@ from rwkv.checkpoint.files import (
     with_adapter,
     write_checkpoint,
 )
+from rwkv.checkpoint.location import locate
+from rwkv.checkpoint.memory import GIB, require_memory, weights_nbytes
 from rwkv.checkpoint.stored import Stored
 from rwkv.checkpoint.tuned import surviving
 from rwkv.config import DTYPES, SavedModelConfig
@@ -35,7 +40,6 @@ from rwkv.model.operators import operator_for
 from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8, to_packed
 from rwkv.tokenizer.tokenizers import Tokenizer
 
-QUANTISED = ("int8", "int4")             # dtypes of a model with quantised matrices, on a CPU
 ALL_SURVIVES = 0.995                     # no line for a larger share
 REQUANTISED = "blocks.0.att.key.weight"        # the matrix whose error of a second rounding is measured
 
@@ -77,8 +81,10 @@ class RWKV(Model):
     @classmethod
     def from_checkpoint(cls, checkpoint: Checkpoint, wkv: Any, device: str = "cpu", dtype: str = "float32",
                         mmap: bool = True) -> Self:
-        """The model of a checkpoint, in evaluation mode and without gradients."""
-        if dtype in QUANTISED:
+        """The model of a checkpoint, in evaluation mode and without gradients. Raises UserError if memory is short."""
+        if torch.device(device).type == "cpu":
+            require_memory(checkpoint, dtype, available_memory())
+        if dtype in PACKED:
             model = cls._quantised(checkpoint, wkv, device, dtype, mmap)
         else:
             model = cls.with_weights(checkpoint.config, wkv, checkpoint.tensors(dtype, device, mmap))
@@ -98,7 +104,7 @@ class RWKV(Model):
         if kind not in ("cpu", "cuda"):
             raise UserError(f"dtype={dtype} requires a CPU or a CUDA device; got {device}: use dtype=bfloat16")
         group = generation(checkpoint.config).group
-        packed = {name: matrix.read() for name, matrix in checkpoint.packed.items()
+        packed = {name: matrix.read() if mmap else matrix.read().map(torch.clone) for name, matrix in checkpoint.packed.items()
                   if matrix.form == dtype and checkpoint.fingerprint is not None}        # packed weights have no fingerprint
         stored = checkpoint.weights.stored
         later = {name: tensor.get for name, tensor in stored.items()
@@ -143,7 +149,8 @@ class RWKV(Model):
 class OpenCheckpoint(NamedTuple):
     """A checkpoint, read and checked; its model is not loaded yet.
 
-    assumed: the name of a guessed tokenizer, if neither the file nor the user names one.
+    assumed: the name of a guessed tokenizer, if neither the file nor the user names one. caches: model() keeps the packed
+    weights (rwkv/checkpoint/packed_cache.py).
     """
 
     checkpoint: Checkpoint
@@ -152,6 +159,7 @@ class OpenCheckpoint(NamedTuple):
     device: str
     dtype: str
     assumed: str | None = None
+    caches: bool = False
 
     def lines(self) -> list[tuple[str, str]]:
         """Labels and notes: slow matmuls, a GPU's dtype, a guessed tokenizer, end-of-text tokens, losses by rounding."""
@@ -168,18 +176,34 @@ class OpenCheckpoint(NamedTuple):
         if self.assumed:
             notes.append(("tokenizer", f"{self.assumed} (guessed from the vocabulary size, {self.checkpoint.vocab_size:,})"))
         if end := self.tokenizer.end_line():
-            notes.append(("texts", f"end with {end}"))
+            notes.append(("sequences", f"end with {end}"))
         rounding = [*second_rounding(self.checkpoint, self.dtype), *rounded_adapters(self.checkpoint, self.dtype),
-                    *repacked(self.checkpoint, self.dtype)]
+                    *repacked(self.checkpoint, self.dtype), *self._packing_lines()]
         return notes + [("weights", line) for line in rounding]
 
     def print_notes(self) -> None:
         """Prints the lines on standard error."""
-        for label, note in self.lines():
+        notes = self.lines()
+        needed, free = weights_nbytes(self.checkpoint, self.dtype), available_memory()
+        if self.device == "cpu" and needed >= GIB and free is not None:
+            notes.append(("memory", f"the weights need {needed / GIB:.1f} of {free / GIB:.1f} GiB that are free"))
+        for label, note in notes:
             print(wrapped(f"{label}: {note}", sys.stderr), file=sys.stderr)
 
+    def _packing_lines(self) -> list[str]:
+        """A line if the weights are packed at each start: how to do it once."""
+        checkpoint, dtype = self.checkpoint, self.dtype
+        if self.caches:
+            return [f"packed in {dtype} once, into {packed_cache.entry_of(checkpoint.path, dtype)}"]
+        if not _is_packed_on_loading(checkpoint, self.device, dtype) or not packed_cache.can_hold(checkpoint):
+            return []
+        target = f"{checkpoint.path.stem}-{dtype}.safetensors"
+        return [f"packed in {dtype} at each start; cache_packed=true keeps them, and a file of their own loads at once: "
+                f"timemix convert {shlex.quote(str(checkpoint.path))} {shlex.quote(target)} --dtype {dtype}"]
+
     def model(self) -> RWKV:
-        return RWKV.from_checkpoint(self.checkpoint, self.wkv, self.device, self.dtype)
+        checkpoint = packed_cache.write(self.checkpoint, self.dtype) if self.caches else self.checkpoint
+        return RWKV.from_checkpoint(checkpoint, self.wkv, self.device, self.dtype)
 
     def model_and_context(self, state: str | None, layout: str | None) -> tuple[RWKV, PrefillResult | None]:
         """The model, and the context in the file `state`, if any: of save_state=, or a tuned state. layout: of the latter.
@@ -206,11 +230,20 @@ def open_checkpoint(config: SavedModelConfig) -> OpenCheckpoint:
     device = ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
     dtype = config.dtype or default_dtype(device)
     require_dtype(dtype, device)
-    checkpoint = _read(config.checkpoint, config.lora, config.lora_alpha)
+    adapters = config.lora or getattr(config, "adapters", None)          # are merged into the exact weights
+    may_cache = config.cache_packed and not adapters and device == "cpu" and dtype in PACKED
+    cached = packed_cache.read(locate(config.checkpoint), dtype) if may_cache else None
+    checkpoint = cached or _read(config.checkpoint, config.lora, config.lora_alpha)
+    caches = may_cache and _is_packed_on_loading(checkpoint, device, dtype) and packed_cache.can_hold(checkpoint)
     wkv = operator_for(checkpoint.config, config.kernel.name, device, computed_in(dtype))
     tokenizer = tokenizer_of(checkpoint, config.tokenizer, config.end_of_text)
     assumed = assumed_tokenizer(checkpoint) if config.tokenizer is None else None
-    return OpenCheckpoint(checkpoint, wkv, tokenizer, device, dtype, assumed)
+    return OpenCheckpoint(checkpoint, wkv, tokenizer, device, dtype, assumed, caches)
+
+
+def _is_packed_on_loading(checkpoint: Checkpoint, device: str, dtype: str) -> bool:
+    """Whether loading the checkpoint on a CPU quantises it."""
+    return device == "cpu" and dtype in PACKED and not any(matrix.form == dtype for matrix in checkpoint.packed.values())
 
 
 def _read(path: str | Path, lora: str | Path | None, alpha: float | None) -> Checkpoint:
@@ -234,7 +267,7 @@ def default_dtype(device: str) -> str:
 def second_rounding(checkpoint: Checkpoint, dtype: str) -> list[str]:
     """A line with the error of requantising a matrix of a quantised file to `dtype`; none for other files."""
     stored = checkpoint.weights.stored[REQUANTISED]
-    if dtype not in QUANTISED or stored.blocks is None:
+    if dtype not in PACKED or stored.blocks is None:
         return []
     exact = stored.get().float()
     error = (pack(exact, dtype).dense() - exact).norm() / exact.norm()
@@ -259,7 +292,7 @@ def repacked(checkpoint: Checkpoint, dtype: str) -> list[str]:
 
 def computed_in(dtype: str) -> torch.dtype:
     """The dtype of the operator's inputs in a model of this dtype."""
-    return torch.float32 if dtype in QUANTISED else getattr(torch, dtype)
+    return torch.float32 if dtype in PACKED else getattr(torch, dtype)
 
 
 def template_choice(checkpoint: Checkpoint, name: str | None = None) -> Choice:

@@ -41,6 +41,8 @@ class SavedModelConfig:
     device: str = option("auto", "auto, cpu or cuda", one_of=("auto", "cpu", "cuda"))
     dtype: str | None = option(None, "float32, bfloat16, float16 (GPU), or int8 or int4 (matrices only); null: bfloat16 on a "
                                "GPU that supports it, else float32", one_of=DTYPES)
+    cache_packed: bool = option(False, "keep weights packed in int8 or int4 in ~/.cache/timemix/packed, for the next start on "
+                                "a CPU; at most 32 GiB in all")
 
 
 @dataclass

@@ -19,6 +19,7 @@ import msgspec
 from rwkv.chat.thoughts import Think, parse_think
 from rwkv.config import Sampling
 from rwkv.generation.grammar import Grammar
+from rwkv.io.json_types import JsonObject
 from rwkv.serving.http.errors import ApiError
 from rwkv.tokenizer.tokenizers import Tokenizer
 
@@ -50,6 +51,9 @@ WITHOUT_EFFECT = (
     "dry_sequence_breakers", "dynatemp_exponent", "smoothing_curve", "repeat_last_n", "num_ctx", "num_batch", "num_keep",
     "num_gpu", "main_gpu", "num_thread", "use_mmap", "use_mlock", "low_vram", "keep_alive", "cache_prompt")
 
+
+Ignored = Any                            # a field that is accepted and has no effect
+Unchecked = Any                          # checked where it is used, with the place of a mistake
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 
@@ -69,7 +73,7 @@ class ObjectFormat(msgspec.Struct, tag="json_object", tag_field="type", forbid_u
 class JsonSchema(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     name: Name
     description: str | None = None
-    schema: dict[str, Any]
+    schema: JsonObject
     strict: bool | None = None           # ignored: schemas are always enforced
 
 
@@ -84,11 +88,11 @@ class GrammarText(msgspec.Struct, forbid_unknown_fields=True):
     definition: Annotated[str, msgspec.Meta(min_length=1)]
 
 
-def _field(item: Field) -> tuple[str, Any, None]:
+def _field(item: Field) -> tuple[str, object, None]:
     """The request's field for an option of Sampling: its name, type (with range and help) and default."""
     low, high = item.metadata["served"] or (item.metadata["least"], item.metadata["most"])
     limits = msgspec.Meta(ge=low, le=None if high == math.inf else high)
-    kinds: dict[Any, Any] = {
+    kinds: dict[object, Any] = {
         float: Annotated[float, limits], int: Annotated[int, limits], str: Literal[tuple(item.metadata["one_of"] or ("",))],
         tuple[int, ...]: list[TokenId], tuple[int | str, ...]: str | list[str | TokenId],
         Mapping[int, float]: dict[TokenId, Annotated[float, limits]]}
@@ -110,12 +114,12 @@ class Shared(SamplingFields, forbid_unknown_fields=True, kw_only=True):
     seed: Seed | None = None
     state: StateId | None = None         # the state that the prompt continues
     save_state: bool | None = None       # save each sequence's final state
-    user: Any = None                     # ignored, like those below
-    service_tier: Any = None
-    safety_identifier: Any = None
-    prompt_cache_key: Any = None
-    prompt_cache_options: Any = None
-    prompt_cache_retention: Any = None
+    user: Ignored = None
+    service_tier: Ignored = None
+    safety_identifier: Ignored = None
+    prompt_cache_key: Ignored = None
+    prompt_cache_options: Ignored = None
+    prompt_cache_retention: Ignored = None
 
     def first_seed(self) -> int:
         """The seed of the first sequence, from 0 to 2**63 - 1 - MOST_ROWS. The others' seeds follow it."""
@@ -148,8 +152,8 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
     response_format: TextFormat | ObjectFormat | SchemaFormat | None = None
     format: Literal["", "json"] | dict[str, Any] | None = None   # Ollama's response_format
     grammar: GrammarText | None = None
-    store: Any = None                    # ignored, like the next
-    metadata: Any = None
+    store: Ignored = None
+    metadata: Ignored = None
 
     def stops(self) -> tuple[str, ...]:
         stops = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
@@ -184,7 +188,7 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
         if self.repeat_penalty is not None and self.repetition_penalty not in (None, self.repeat_penalty):
             raise ApiError(400, "repeat_penalty conflicts with repetition_penalty: send one of them", "repeat_penalty")
         own = {"repetition_penalty": 1.0 if self.repeat_last_n == 0 else self.repeat_penalty}
-        overrides: dict[str, Any] = {}
+        overrides: JsonObject = {}
         for item in fields(Sampling):
             value = getattr(self, item.name)
             value = own.get(item.name) if value is None else value
@@ -235,7 +239,7 @@ class TemplateOptions(msgspec.Struct, forbid_unknown_fields=True):
 class Function(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None           # also enforce the schema in calls that tool_choice does not require
 
 
@@ -277,7 +281,7 @@ class Thinking(NamedTuple):
 class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     most_stops: ClassVar[int] = 4
 
-    messages: Any
+    messages: Unchecked
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     max_completion_tokens: NewTokens | None = None
@@ -289,8 +293,8 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     reasoning_effort: Effort | None = None
     think: bool | Literal["", "low", "medium", "high", "max"] | None = None      # Ollama's: a switch or an effort
     modalities: list[Literal["text"]] | None = None
-    verbosity: Any = None                # ignored, like the next: wishes about style and speed
-    prediction: Any = None
+    verbosity: Ignored = None            # wishes about style and speed
+    prediction: Ignored = None
     functions: None = None               # not supported, like those below
     function_call: None = None
     audio: None = None
@@ -353,7 +357,7 @@ class ResponseTool(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=Tru
     type: Literal["function"]
     name: Name
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
 
 
@@ -374,13 +378,13 @@ Included = Literal["message.output_text.logprobs", "reasoning.encrypted_content"
 
 class Reasoning(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     effort: Effort | None = None
-    summary: Any = None                  # ignored, like the next: thoughts come whole
-    generate_summary: Any = None
+    summary: Ignored = None              # thoughts come whole
+    generate_summary: Ignored = None
 
 
 class TextOptions(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
-    format: dict[str, Any] | None = None         # checked as response_format
-    verbosity: Any = None                # ignored
+    format: JsonObject | None = None    # checked as response_format
+    verbosity: Ignored = None
 
 
 class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
@@ -388,7 +392,7 @@ class ResponseStreamOptions(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class ResponseRequest(ForeignFields, forbid_unknown_fields=True, kw_only=True):
-    input: str | list[dict[str, Any]] | None = None
+    input: str | list[JsonObject] | None = None
     instructions: str | None = None
     previous_response_id: Annotated[str, msgspec.Meta(max_length=64)] | None = None
     stream_options: ResponseStreamOptions | None = None
@@ -404,8 +408,8 @@ class ResponseRequest(ForeignFields, forbid_unknown_fields=True, kw_only=True):
     metadata: Annotated[dict[str, str], msgspec.Meta(max_length=16)] | None = None
     background: bool | None = None
     truncation: Literal["auto", "disabled"] | None = None        # no effect: the state's size is constant
-    max_tool_calls: Any = None           # ignored, like the next, which Codex sends
-    client_metadata: Any = None
+    max_tool_calls: Ignored = None
+    client_metadata: Ignored = None      # of Codex
     conversation: None = None            # not supported, like those below
     prompt: None = None
     context_management: None = None
@@ -415,7 +419,7 @@ class StateRequest(msgspec.Struct, forbid_unknown_fields=True):
     """A prompt or messages to read into a state, after `state`."""
 
     prompt: str | list[TokenId] | None = None
-    messages: Any = None
+    messages: Unchecked = None
     tools: Annotated[list[Tool], msgspec.Meta(min_length=1, max_length=MOST_TOOLS)] | None = None
     state: StateId | None = None
     model: str | None = None
@@ -458,7 +462,7 @@ def read(body: bytes, kind: type[Body]) -> Body:
         raise ApiError(400, f"the body must be JSON: {error}") from None
 
 
-def converted(fields: dict[str, Any], kind: type[Body]) -> Body:
+def converted(fields: JsonObject, kind: type[Body]) -> Body:
     """The fields as a `kind`. Raises ApiError as read does."""
     try:
         return msgspec.convert(fields, kind)
@@ -487,6 +491,6 @@ def _json_types(match: re.Match[str]) -> str:
     return " or ".join(JSON_TYPES.get(name, name) for name in match[0].strip("`").split(" | "))
 
 
-def schema_of(kind: type) -> tuple[dict[str, Any], dict[str, Any]]:
+def schema_of(kind: type) -> tuple[JsonObject, JsonObject]:
     (schema,), components = msgspec.json.schema_components([kind], ref_template="#/components/schemas/{name}")
     return schema, components

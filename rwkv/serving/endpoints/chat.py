@@ -6,7 +6,6 @@ chat_sequences() translates a ChatRequest for the engine. Other chat interfaces 
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -19,6 +18,7 @@ from rwkv.chat.thoughts import begun_by, thoughts_end
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.request import Request as EngineRequest
+from rwkv.io.json_types import JsonObject
 from rwkv.serving.answers import Answer, ResponseSpec
 from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import Generate
@@ -119,7 +119,7 @@ def _thinking(service: Service, body: ChatRequest, calls: bool) -> Thinking:
     return thinking
 
 
-def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[dict[str, Any]] | None, str]:
+def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[JsonObject] | None, str]:
     """The tools for the template (None for no tools), and the answer's first text if tool_choice requires a call, else "".
 
     Raises ApiError for a choice that the tools or the template do not allow.
@@ -144,13 +144,13 @@ def tools_and_call(service: Service, body: ChatRequest) -> tuple[list[dict[str, 
     return tools, f"{before}{names[0]}{after}" if len(names) == 1 else before
 
 
-def shown_tools(service: Service, tools: list[Tool] | None) -> list[dict[str, Any]] | None:
+def shown_tools(service: Service, tools: list[Tool] | None) -> list[JsonObject] | None:
     """The tools for the template. A tool without parameters, which templates expect, gets empty ones. Raises ApiError."""
     if not tools:
         return None
     if not service.template.supports_tools:
         raise ApiError(400, f"tools: {service.template.no_tools}", "tools")
-    result: list[dict[str, Any]] = msgspec.to_builtins(tools)
+    result: list[JsonObject] = msgspec.to_builtins(tools)
     for tool in result:
         parameters = tool["function"].setdefault("parameters", {})
         parameters.setdefault("type", "object")

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from rwkv.errors import UserError
+from rwkv.io.json_types import JsonObject
 from rwkv.serving.answers import ResponseSpec
 from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import Generate, SavedState
@@ -33,8 +34,8 @@ class Prepared:
 
     body: ResponseRequest
     owner: str
-    input: list[dict[str, Any]]
-    tools: list[dict[str, Any]]
+    input: list[JsonObject]
+    tools: list[JsonObject]
 
 
 def prepare(body: ResponseRequest, owner: str, model: str, responses: Responses, states: ClientStates,
@@ -81,7 +82,7 @@ def _start(previous: Stored, prepared: Prepared, model: str, states: ClientState
     return state
 
 
-def _items_up_to(last: Stored, owner: str, responses: Responses) -> list[dict[str, Any]]:
+def _items_up_to(last: Stored, owner: str, responses: Responses) -> list[JsonObject]:
     """The items of a response and of all responses before it.
 
     Raises ApiError if one of those is gone, or if edited files name each other in a circle.
@@ -96,7 +97,7 @@ def _items_up_to(last: Stored, owner: str, responses: Responses) -> list[dict[st
     return [item for each in reversed(chain.values()) for item in (*each.input, *input_items(each.response["output"]))]
 
 
-def _chat_request(prepared: Prepared, items: list[dict[str, Any]], instructions: bool = True) -> ChatRequest:
+def _chat_request(prepared: Prepared, items: list[JsonObject], instructions: bool = True) -> ChatRequest:
     body = prepared.body
     system = [{"role": "system", "content": body.instructions}] if body.instructions and instructions else []
     messages = [*system, *messages_of(items)]
