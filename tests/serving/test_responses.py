@@ -173,7 +173,7 @@ def test_calls_are_items_and_their_results_go_on(tool_client: "openai.OpenAI", s
         subset = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "time_of_day"}]}
         some = ask(input=question, tool_choice=subset)
         assert [item.name for item in some.output if item.type == "function_call"] == names
-        assert (some.tool_choice.mode, some.usage.input_tokens) == (mode, ask(input=question).usage.input_tokens)
+        assert some.tool_choice.mode == mode
 
 
 def test_log_probabilities_are_those_of_the_text(client: "openai.OpenAI") -> None:
