@@ -40,6 +40,25 @@ def thoughts_end(start: str) -> str:
     return f"{bracket}\n" if "</think" in start else f"{bracket}\n{END}\n"
 
 
+def begun_in(answer: str, thinks: bool) -> tuple[str, bool]:
+    """Where an answer's beginning ends, as `start` and `continues` of a ThoughtParser for the rest.
+
+    ("", True): in its text. (a mark, False): directly after the beginning or the end of its thoughts. ("<think>", True): in
+    its thoughts. thinks: as in ChatTemplate.
+    """
+    text = answer.lstrip()
+    if not thinks or not text.startswith(BEGUN[True]):
+        return "", True
+    if begun_by(text) == text:
+        return text, False
+    if not text.startswith(START):       # a longer word
+        return "", True
+    _, mark, rest = text.partition(END)
+    if not mark:
+        return START, True
+    return ("", True) if rest.strip() else (f"{START}{END}", False)
+
+
 def with_hint(messages: Sequence[Message], effort: str | None) -> list[Message]:
     """The messages with the hint for `effort`, if any, after the user's last text, unless that ends with a hint."""
     result = list(messages)
@@ -63,23 +82,24 @@ class ThoughtParser:
 
     Thoughts begin with <think> at the answer's beginning, and end with </think> or with the answer. White space around them is
     dropped. start: the beginning of the answer that is in the prompt, from begun_by. thinks: as in ChatTemplate; if it is
-    False, the whole answer is text, without white space before it.
+    False, the whole answer is text, without white space before it. continues: what is pushed continues thoughts or a text that
+    has begun, as begun_in() says; the white space before it then belongs to it.
 
     Offsets count from the first character pushed. thinking: inside thoughts. text_place: the offset of the text after the
     thoughts; before that text, the number of characters pushed. decided: the offset before which thoughts and text are told
     apart.
     """
 
-    def __init__(self, start: str = "", thinks: bool = True) -> None:
+    def __init__(self, start: str = "", thinks: bool = True, continues: bool = False) -> None:
         begins = start.startswith(BEGUN[True])
         ends = "</think" in start
         self.thinking = begins and not ends
-        self._looking = thinks and not begins       # for <think>, before anything else
+        self._looking = thinks and not begins and not continues  # for <think>, before anything else
         self._skips = ">" if begins and not start.rstrip().endswith(">") else ""        # the rest of the prompt's last mark
         self._buffer = ""                # undecided: thoughts or text
-        self._shows = False              # more than white space of the current part (thoughts or text) has come
+        self._shows = continues          # more than white space of the current part (thoughts or text) has come
         self._pushed = 0
-        self._text_place: int | None = None
+        self._text_place: int | None = 0 if continues and not self.thinking else None
 
     @property
     def text_place(self) -> int:

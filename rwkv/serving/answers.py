@@ -36,8 +36,8 @@ class ResponseSpec:
 
     n: sequences per prompt, one after the other. functions: the names of those that the answer may call. call_start: the
     beginning of a call with which the prompt ends. most_calls: further calls are not shown. thinks: answers may begin with
-    thoughts; their first characters may be in `before`. after: the last ids before each prompt. saves: each sequence's final
-    state is saved.
+    thoughts; their first characters may be in `before`. continues: as in ThoughtParser. after: the last ids before each prompt.
+    saves: each sequence's final state is saved.
     """
 
     kind: str                            # "cmpl" or "chatcmpl"
@@ -52,6 +52,7 @@ class ResponseSpec:
     call_start: str = ""
     most_calls: int | None = None
     thinks: bool = False
+    continues: bool = False
     after: Sequence[int] = ()
     saves: bool = False
     id: str = field(default_factory=lambda: uuid4().hex)
@@ -201,7 +202,7 @@ class _Choice:
         self._content = "" if spec.chat else spec.before[number]
         self._logprobs: list[Entry] = []
         self._thoughts = ""
-        self._answer = ThoughtParser(spec.before[number], spec.thinks) if spec.chat else None
+        self._answer = ThoughtParser(spec.before[number], spec.thinks, spec.continues) if spec.chat else None
         self._written = 0                # characters
         before = [*spec.after, *prompt]
         self._tokens = ShownTokens(spec.tokenizer.decoder(before)) if spec.logprobs else None

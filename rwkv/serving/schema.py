@@ -45,6 +45,7 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,), "ignore_eos": (False,), "stop_token_ids": ([],), "include_stop_str_in_output": (False,),
     "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "use_beam_search": (False,),
     "length_penalty": (1,), "early_stopping": (False,), "add_generation_prompt": (True,), "continue_final_message": (False,)}
+CONTINUATION = ("add_generation_prompt", "continue_final_message")       # those of NEUTRAL that chat completions have
 # Ignored: parameters of those samplers, and options of loading and memory. A state has one size, and the model stays loaded
 WITHOUT_EFFECT = (
     "mirostat_eta", "mirostat_tau", "xtc_threshold", "dry_base", "dry_allowed_length", "dry_penalty_last_n",
@@ -145,6 +146,7 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
     """The fields that completions and chat completions share."""
 
     most_stops: ClassVar[int]
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = NEUTRAL
 
     stream_options: StreamOptions | None = None
     n: Count | None = None
@@ -183,7 +185,7 @@ class Options(ForeignFields, forbid_unknown_fields=True, kw_only=True):
 
         Raises UserError for ids outside the vocabulary, and ApiError for an option of other servers that is not off.
         """
-        for options, lacks in ((OFF, "sampler"), (NEUTRAL, "option")):
+        for options, lacks in ((OFF, "sampler"), (self.neutral, "option")):
             require_off({name: getattr(self, name) for name in options}, options, lacks)
         if self.repeat_penalty is not None and self.repetition_penalty not in (None, self.repeat_penalty):
             raise ApiError(400, "repeat_penalty conflicts with repetition_penalty: send one of them", "repeat_penalty")
@@ -280,8 +282,13 @@ class Thinking(NamedTuple):
 
 class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     most_stops: ClassVar[int] = 4
+    neutral: ClassVar[Mapping[str, tuple[Any, ...]]] = {name: NEUTRAL[name] for name in NEUTRAL if name not in CONTINUATION}
 
     messages: Unchecked
+    continue_final_message: Annotated[bool | None, msgspec.Meta(
+        description="Continue the last message, the beginning of an answer; the response has only what follows it.")] = None
+    add_generation_prompt: Annotated[bool | None, msgspec.Meta(
+        description="false requires continue_final_message=true, and true conflicts with it.")] = None
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=20)] | None = None
     max_completion_tokens: NewTokens | None = None
@@ -300,6 +307,15 @@ class ChatRequest(Options, forbid_unknown_fields=True, kw_only=True):
     audio: None = None
     web_search_options: None = None
     moderation: None = None
+
+    def continues(self) -> bool:
+        """Whether the answer continues the last message. Raises ApiError for conflicting fields."""
+        continues = self.continue_final_message is True
+        if self.add_generation_prompt is continues:      # neither of them is null
+            problem = "must be false with continue_final_message=true" if continues else (
+                "must be true, unless continue_final_message is true")
+            raise ApiError(400, f"add_generation_prompt {problem}", "add_generation_prompt")
+        return continues
 
     def callable_tools(self) -> list[tuple[int, Function]]:
         """The functions that the answer may call, with their places in `tools`.

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from rwkv.chat.thoughts import ThoughtParser, answer_message, begun_by, thoughts_end, with_hint
+from rwkv.chat.thoughts import END, START, ThoughtParser, answer_message, begun_by, begun_in, thoughts_end, with_hint
 
 ANSWERS: list[tuple[str, str, str, str]] = [     # the prompt's beginning, what is written, the thoughts, the text
     ("", "Yes.", "", "Yes."), ("", " \n Yes.", "", "Yes."), ("", "", "", ""),
@@ -37,6 +37,27 @@ def test_thoughts_are_parted_from_the_text(start: str, written: str, thoughts: s
     assert parsed(start, list(written)) == (thoughts, text)
     message = answer_message(start, written)
     assert (message.get("reasoning_content", ""), message["content"]) == (thoughts, text.rstrip())
+
+
+@pytest.mark.parametrize("answer", [written for start, written, _, _ in ANSWERS if not start])
+def test_an_answer_that_is_cut_and_continued_has_the_same_thoughts_and_text(answer: str) -> None:
+    inside = {place + cut for mark in (START, END) for place in range(len(answer)) if answer.startswith(mark, place)
+              for cut in range(1, len(mark))}
+    thoughts, text = ThoughtParser().push(answer, last=True)
+    for cut in set(range(1, len(answer))) - inside:
+        begun, rest = answer[:cut], answer[cut:]
+        if START.startswith(begun.strip()):
+            continue                     # too little to tell
+        first = ThoughtParser().push(begun, last=True)
+        start, continues = begun_in(begun, thinks=True)
+        parser = ThoughtParser(start, continues=continues)
+        pairs = [*(parser.push(piece) for piece in rest), parser.push("", last=True)]
+        second = ["".join(pair[part] for pair in pairs) for part in (0, 1)]
+        assert "".join((first[0] + second[0]).split()) == "".join(thoughts.split()), begun
+        assert "".join((first[1] + second[1]).split()) == "".join(text.split()), begun
+        assert rest[parser.text_place:] == second[1]
+        if continues and not start:
+            assert second == ["", rest], "white space, too"
 
 
 @given(st.sampled_from(["", "<think", "<think></think", "<think>\n"]), st.lists(st.one_of(

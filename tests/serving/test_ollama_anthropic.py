@@ -291,7 +291,8 @@ def test_anthropic_takes_back_its_own_blocks(writer: Running) -> None:
 WRONG_MESSAGES: list[tuple[dict[str, Any], str]] = [
     ({"max_tokens": None}, "max_tokens"), ({"max_tokens": 10**6}, "max_tokens"), ({"model": "other"}, "other"),
     ({"temperature": 9}, "temperature"), ({"messages": []}, "messages"), ({"unknown": 1}, "unknown"),
-    ({"messages": [*QUESTION, {"role": "assistant", "content": "I"}]}, "messages"),
+    ({"messages": [*QUESTION, {"role": "assistant", "content": [
+        {"type": "tool_use", "id": "t", "name": "f", "input": {}}]}]}, "messages[1]"),
     ({"messages": [{"role": "user", "content": [IMAGE]}]}, "messages[0].content[0]"),
     ({"system": "x", "messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0].content[0]"),
     ({"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]}, "messages[0].content[0]"),

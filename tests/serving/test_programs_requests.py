@@ -37,6 +37,10 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
         "stream": True, "model": "tiny", "messages": HELLO, "stream_options": {"include_usage": True}, "max_tokens": 50,
         "format": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
         "chat_template_kwargs": {"enable_thinking": True}}),
+    "Open WebUI, llama.cpp, Continue Response": ("/v1/chat/completions", {
+        "stream": True, "model": "tiny", "stream_options": {"include_usage": True}, "tools": TOOLS, "max_tokens": 50,
+        "messages": [*HELLO, {"role": "assistant", "content": "Hello, I am"}], "continue_final_message": True,
+        "add_generation_prompt": False}),
     "Open WebUI, Responses": ("/v1/responses", {
         **{name: value for name, value in OLLAMA_OPTIONS.items() if name not in (
             "stop", "frequency_penalty", "presence_penalty", "reasoning_effort")},
@@ -70,6 +74,9 @@ REQUESTS: dict[str, tuple[str, dict[str, Any]]] = {
             *HELLO, {"role": "assistant", "content": "", "tool_calls": [
                 {"index": 0, "id": "call_1", "function": {"name": "get_current_timestamp", "arguments": {}}}]},
             {"role": "tool", "content": RESULT, "tool_call_id": "call_1"}]}),
+    "Open WebUI, Ollama, Continue Response": ("/api/chat", {
+        "model": "tiny:latest", "stream": True, "tools": TOOLS, "options": {"num_predict": 50},
+        "messages": [*HELLO, {"role": "assistant", "content": "Hello, I am"}]}),
     "Open WebUI, a title": ("/api/chat", {"model": "tiny:latest", "messages": HELLO, "options": {"num_predict": 50},
                                           "stream": False}),
     "Open WebUI, an Ollama server's own OpenAI interface": ("/v1/chat/completions", {"model": "tiny:latest", "messages": HELLO,

@@ -95,6 +95,22 @@ def test_an_answer_with_its_thoughts_can_be_sent_back(client: "openai.OpenAI") -
     assert bare.usage.prompt_tokens < second.usage.prompt_tokens, "the template shows thoughts of earlier turns"
 
 
+@pytest.mark.parametrize(("begun", "thoughts", "content"), [
+    ("<think>\nHm.", "Well", "No!"), ("<think", "Hm. Well", "No!"), ("<think>", "One, \n\ntwo.", "€ for STOP all"),
+    ("<think></think", "", "Hm. Well </think>\nNo!"), ("<think>So</think>\n", "", "€ for STOP all"),
+    ("<think>So</think>\n\nNo", "", "!"), ("So\nNo", "", "!"), ("So <think>\nHm.", "", " Well </think>\nNo!")])
+def test_an_answer_is_continued_in_its_thoughts_or_in_its_text(client: "openai.OpenAI", begun: str, thoughts: str,
+                                                               content: str) -> None:
+    asked: dict[str, Any] = {"model": NAME, "messages": [{"role": "user", "content": "Hi"},
+                                                         {"role": "assistant", "content": begun}], "temperature": 0,
+                             "max_tokens": 20, "extra_body": {"continue_final_message": True}}
+    message = client.chat.completions.create(**asked).choices[0].message
+    assert (getattr(message, "reasoning_content", "").strip(), message.content) == (thoughts, content)
+    deltas = [chunk.choices[0].delta for chunk in client.chat.completions.create(**asked, stream=True)]
+    assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in deltas).strip() == thoughts
+    assert "".join(delta.content or "" for delta in deltas) == content
+
+
 @pytest.mark.parametrize(("options", "field"), [
     ({"reasoning_effort": "much"}, "reasoning_effort"), ({"reasoning_effort": 3}, "reasoning_effort"),
     ({"enable_thinking": "yes"}, "enable_thinking"),

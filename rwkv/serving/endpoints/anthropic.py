@@ -126,7 +126,8 @@ def _translated(service: Service, sent: bytes, owner: str, counts: bool = False)
               "tools": [_tool(tool, f"tools[{i}]") for i, tool in enumerate(body.tools or ())] or None,
               "enable_thinking": None if thinking == "adaptive" else thinking == "enabled",
               "reasoning_effort": None if thinking == "disabled" else output.effort,
-              "response_format": schema and {"type": "json_schema", "json_schema": schema}, **_choice(body.tool_choice)}
+              "response_format": schema and {"type": "json_schema", "json_schema": schema},
+              "continue_final_message": bool(chat) and chat[-1]["role"] == "assistant", **_choice(body.tool_choice)}
     rename = partial(_renamed, places=places)
     with renaming(rename):
         return *chat_sequences(service, converted(fields, TranslatedChat), owner), body, rename
@@ -181,9 +182,11 @@ def _messages(body: MessagesRequest) -> tuple[list[JsonObject], list[str]]:
         where = f"messages[{i}]"
         for turn in _turns(message.role, message.content, f"{where}.content"):
             add(turn, where)
-    if not body.messages or body.messages[-1].role == "assistant":
-        raise ApiError(400, "messages must end with a user message: this server cannot continue the beginning of an "
-                            "answer", "messages")
+    if not body.messages:
+        raise ApiError(400, "messages must have at least one message", "messages")
+    last = chat[-1]
+    if last["role"] == "assistant" and len(last) == 2 and not any(block["text"] for block in last["content"]):
+        chat.pop()                       # Anthropic allows an empty answer only at the end
     return chat, places
 
 

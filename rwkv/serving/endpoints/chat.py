@@ -11,10 +11,11 @@ import msgspec
 from starlette.requests import Request
 
 from rwkv.chat.calls import START, call_stop
+from rwkv.chat.messages import check_messages
 from rwkv.chat.rendered import for_tokenizer
 from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import START as START_OF_THOUGHTS
-from rwkv.chat.thoughts import begun_by, thoughts_end
+from rwkv.chat.thoughts import begun_by, begun_in, thoughts_end
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.request import Request as EngineRequest
@@ -54,7 +55,12 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
     answer_start = service.template.answer_start(thinking.think)
     start = service.states.start(body.state, owner, model)
     context = service.states.after(before, tools, start) if before else start
-    prompt = service.states.prompt(context, body.messages, tools, thinking.think, thinking.effort)
+    continues = False
+    if body.continues():
+        answer_start, continues = begun_in(_answer_to_continue(body, call_start), service.template.thinks)
+        prompt = service.states.continued_prompt(context, body.messages, tools, thinking.think, thinking.effort)
+    else:
+        prompt = service.states.prompt(context, body.messages, tools, thinking.think, thinking.effort)
     if call_start and answer_start:      # thoughts, which end before the call
         end = thoughts_end(answer_start)
         prompt = f"{prompt}{end}"
@@ -74,8 +80,9 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
     n = body.n or 1
     n_logprobs = (body.top_logprobs or 0) if body.logprobs else None
     ids = prompt_ids(service, [*before, *message_ids(service, prompt, context)], "messages", start)
-    begun = answer_start or begun_by(prompt)
-    grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True)
+    begun = answer_start or ("" if continues else begun_by(prompt))
+    in_text = continues and not begun
+    grammar = _grammar(service, body, bool(tools), call_start, begun, thinking.think is True, in_text)
     first = EngineRequest(ids, body.first_seed(), stopping(service, maximum, stops, limit),
                           body.sampling(usual.sampling, service.tokenizer), n_logprobs, grammar=grammar)
     sequences = make_sequences(service, body, first, n, start, owner, model, service.states.turn_of_answer(tools, start))
@@ -83,8 +90,22 @@ def chat_sequences(service: Service, body: ChatRequest, owner: str,
     spec = ResponseSpec("chatcmpl", model or service.model, include_usage(body), bool(body.logprobs),
                         [answer_start] * n, n, service.tokenizer, functions=functions, call_start=call_start.lstrip(),
                         most_calls=1 if one_call else None, thinks=service.template.thinks,
-                        after=start.last_ids if start else (), saves=bool(body.save_state))
+                        continues=continues, after=start.last_ids if start else (), saves=bool(body.save_state))
     return sequences, spec
+
+
+def _answer_to_continue(body: ChatRequest, call_start: str) -> str:
+    """The content of the last message. call_start: as tools_and_call returns it. Raises ApiError and UserError."""
+    messages = check_messages(body.messages)
+    last = messages[-1]
+    if last["role"] != "assistant" or last.get("tool_calls") or not last["content"]:
+        where = f"messages[{len(messages) - 1}]"
+        raise ApiError(400, f"{where}, which the answer continues, must have the role assistant, a text and no calls of tools",
+                       where)
+    if call_start:
+        raise ApiError(400, "tool_choice must be auto or none when the answer continues a message", "tool_choice")
+    answer: str = last["content"]
+    return answer
 
 
 def _with_template(service: Service, body: ChatRequest) -> Service:
@@ -158,13 +179,18 @@ def shown_tools(service: Service, tools: list[Tool] | None) -> list[JsonObject] 
     return result
 
 
-def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, begun: str, think: bool) -> Grammar | None:
+def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, begun: str, think: bool,
+             in_text: bool) -> Grammar | None:
     """The grammar of the answer; None for any text. tools: the answer may call them. call_start: as tools_and_call returns it.
-    begun: the beginning of thoughts with which the prompt ends. think: the answer may begin with thoughts.
+    begun: the beginning of thoughts with which the prompt ends. think: the answer may begin with thoughts. in_text: the prompt
+    ends in the answer's text, and the grammar is that of the rest.
 
-    Raises ApiError if the form of a call is unknown.
+    Raises ApiError if the form of a call is unknown, and for JSON whose text has begun.
     """
     answer = body.answer_grammar()
+    if answer and in_text and body.grammar is None:
+        field = "format" if body.format else "response_format"
+        raise ApiError(400, f"{field} conflicts with continuing an answer, because JSON cannot begin inside its text", field)
     callable_tools = body.callable_tools() if tools else []
     functions = [(function.name, function.parameters or {}, f"tools[{place}].function.parameters")
                  for place, function in callable_tools]
@@ -185,6 +211,8 @@ def _grammar(service: Service, body: ChatRequest, tools: bool, call_start: str, 
         return Grammar.text_with_calls(strict) if tools and strict and can_hold else None
     if "</think" in begun:               # an empty thought, perhaps without the last ">"
         return answer.after_space() if begun.rstrip().endswith(">") else answer.after_space().after(">")
+    if in_text:
+        return answer
     if begun:
         return answer.after_thoughts()
     return answer.after_thoughts(START_OF_THOUGHTS) if think else answer.after_space()

@@ -118,6 +118,12 @@ def _chat(service: Service, sent: bytes, owner: str) -> Translated:
     fields = _fields(body, name)
     fields["messages"] = [_message(message, f"messages[{i}]") for i, message in enumerate(body.messages)]
     fields["tools"] = [{"type": "function", **tool} for tool in body.tools or ()] or None
+    last = fields["messages"][-1]
+    if last.get("role") == "assistant" and not last.get("tool_calls"):   # Ollama continues it
+        if last["content"] or last.get("reasoning_content"):
+            fields["continue_final_message"] = True
+        else:
+            fields["messages"].pop()
     with renaming(_renamed):
         return *chat_sequences(service, converted(fields, TranslatedChat), owner), body
 

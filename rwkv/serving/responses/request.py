@@ -18,14 +18,15 @@ from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import Generate, SavedState
 from rwkv.serving.responses.items import input_items, messages_of
 from rwkv.serving.responses.store import Responses, Stored
-from rwkv.serving.schema import ChatRequest, ResponseRequest, converted
+from rwkv.serving.schema import CONTINUATION, NEUTRAL, ChatRequest, ResponseRequest, converted, require_off
 from rwkv.serving.states.client_states import ClientStates
 
 LOGPROBS = "message.output_text.logprobs"        # a value in `include`
 RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
            "response_format": "text.format"}     # fields of chat completions, and their names here
 # Fields that a ChatRequest also has, but that are translated for it
-TRANSLATED = ("tools", "tool_choice", "stream_options", "store", "metadata", "save_state", "top_logprobs")
+TRANSLATED = ("tools", "tool_choice", "stream_options", "store", "metadata", "save_state", "top_logprobs",
+              *CONTINUATION)
 
 
 @dataclass
@@ -49,6 +50,7 @@ def prepare(body: ResponseRequest, owner: str, model: str, responses: Responses,
     if body.background:
         raise ApiError(400, "background is not supported: send stream, and read the answer as it comes",
                        "background", "unsupported_parameter")
+    require_off({name: getattr(body, name) for name in CONTINUATION}, NEUTRAL, "option")
     if body.previous_response_id is not None and body.state is not None:
         raise ApiError(400, "state conflicts with previous_response_id: send one of them", "state")
     prepared = Prepared(body, owner, input_items(body.input), [msgspec.to_builtins(tool) for tool in body.tools or ()])

@@ -14,9 +14,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rwkv.chat.messages import Message, Tools, check_messages
-from rwkv.chat.rendered import encode
+from rwkv.chat.rendered import encode, marked
 from rwkv.chat.template import ChatTemplate
-from rwkv.chat.thoughts import Think
+from rwkv.chat.thoughts import BEGUN, Think, begun_by
 from rwkv.config import MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.io.json_types import JsonObject
@@ -27,6 +27,7 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 FORMS = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")         # media types of a file
 PLACEHOLDER = secrets.token_hex(16)
+CONTINUED = secrets.token_hex(16)        # a placeholder for the answer that a prompt continues
 BEFORE: dict[str, list[JsonObject]] = {      # turns that a template may require before the placeholder, by its role
     "assistant": [{"role": "user", "content": "."}],
     "tool": [{"role": "user", "content": "."}, {"role": "assistant", "content": "", "tool_calls": [
@@ -116,6 +117,25 @@ class ClientStates:
         except UserError as error:
             raise self._shift_place(error, before, tools) from None
         return self._after_placeholder(rendered).removeprefix(turn.tail)
+
+    def continued_prompt(self, start: SavedState | None, messages: Sequence[Message], tools: Tools, think: Think = False,
+                         effort: str | None = None) -> str:
+        """A prompt that ends with the content of the last message, exactly as it is: the beginning of an answer.
+
+        A template may end that turn and change its white space. So it renders a placeholder, at which the prompt is cut. Raises
+        ApiError and UserError.
+        """
+        *earlier, last = check_messages(messages)
+        answer = last["content"]
+        self.prompt(start, messages, tools, add_generation_prompt=False)     # refuses what the template cannot write
+        rendered = self.prompt(start, [*earlier, {**last, "content": CONTINUED}], tools, think, effort, False)
+        before, placeholder, after = rendered.partition(CONTINUED)
+        if not placeholder or CONTINUED in after:
+            raise ApiError(400, f"messages[{len(earlier)}] cannot be continued: the chat template {self.template.name} must "
+                                "write an answer once", f"messages[{len(earlier)}]")
+        if answer.lstrip().startswith(BEGUN[True]):         # instead of an empty thought that the template writes before a text
+            before = before.removesuffix(begun_by(before))
+        return before + marked(self.tokenizer, answer)
 
     def _shift_place(self, error: UserError, before: list[JsonObject], tools: Tools) -> ApiError | UserError:
         """An error of rendering the request's messages after `before`, with places as in the request; an error of the state,
