@@ -60,7 +60,8 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
     try:
         from rwkv.serving import server
     except ModuleNotFoundError as error:
-        raise UserError(f"serving requires the package {error.name}: in the clone, pip install -e '.[serve]'") from None
+        raise UserError(f"serving requires the package {error.name}: in a clone of the repository, run "
+                        "pip install -e '.[serve]'") from None
     require_files(config, config.template)
     require_adapters(config)
     say("loading", config.checkpoint)

@@ -13,7 +13,7 @@ from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 
 SUFFIXES = (".ckpt",)
-PREFIX = "model."                        # Lightning's, from the name of the model's attribute in rwkv/training/task.py
+PREFIX = "model."                        # Lightning names weights by attribute: LanguageModel.model in rwkv/training/task.py
 
 
 def recognises(path: Path) -> bool:
