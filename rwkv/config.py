@@ -27,8 +27,9 @@ GPUS = ("a100", "h100", "h200", "rtx3060", "rtx4090", "rtx5090")         # known
 LENGTHS = ("trainer.max_steps", "trainer.max_tokens", "trainer.epochs")      # set the training length
 LARGEST_SEED = 2**63 - 1                 # for torch's generators
 MIB = 2**20                              # bytes; the unit of options named *_mib
-BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 5}      # per matrix weight, with the scales of int4
-DTYPES = tuple(BITS)
+BLOCKS = "blocks"                        # the dtype of a GGUF file's quantised blocks as they are
+BITS = {"float32": 32, "bfloat16": 16, "float16": 16, "int8": 8, "int4": 5, BLOCKS: 8}     # per matrix weight, about
+DTYPES = ("auto", *BITS)
 BASES = ("float32", "bfloat16", "int8", "int4")          # dtypes of frozen weights (tune.base)
 LATEST = Path("runs") / "latest"         # a link to the latest run; for a sweep, to its latest
 PREFERENCES = ("dpo", "ipo")             # objectives that train on pairs of answers
@@ -677,8 +678,9 @@ class SavedModelConfig:
     end_of_text: str | None = option(None, "end-of-text token; null: as the checkpoint or FILE.json says", verbatim=NAME)
     kernel: KernelConfig = field(default_factory=KernelConfig)
     device: str = option("auto", "auto, cpu or cuda", one_of=("auto", "cpu", "cuda"))
-    dtype: str | None = option(None, "float32, bfloat16, float16 (GPU), or int8 or int4 (matrices only); null: bfloat16 on a "
-                               "GPU that supports it, else float32", one_of=DTYPES)
+    dtype: str | None = option(None, "float32, bfloat16, float16 (GPU), int8 or int4 (matrices only), or blocks (the quantised "
+                               "matrices of a GGUF file as they are, CPU); auto or null: bfloat16 on a GPU that supports it, "
+                               "else blocks if the file has them, else float32", one_of=DTYPES)
 
 
 @dataclass
@@ -741,7 +743,8 @@ class EvaluateDataConfig:
 
 @dataclass
 class EvaluateConfig(SavedModelConfig):
-    dtype: str | None = option("float32", "as for generate.py: float32, bfloat16, float16, int8 or int4", one_of=DTYPES)
+    dtype: str | None = option("float32", "as for generate.py: auto, float32, bfloat16, float16, int8, int4 or blocks",
+                               one_of=DTYPES)
     data: EvaluateDataConfig = field(default_factory=EvaluateDataConfig)
     chunk_len: int = option(1024, "tokens per forward pass", least=1)
     batch_size: int = option(16, "batch size, of FILE.jsonl", least=1)

@@ -11,13 +11,12 @@ import weakref
 from collections.abc import Callable, Sequence
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from rwkv.model.base import Model, State
 from rwkv.model.decoding import c_step, triton_step
 from rwkv.model.decoding.c_step import CStep, are_in_order, is_plain, step_of, why_not
-from rwkv.model.decoding.layers import norm_function, product_function
+from rwkv.model.decoding.layers import embedding_function, norm_function, product_function
 from rwkv.model.weights_watch import tensors_of
 
 
@@ -68,7 +67,7 @@ class Decoder:
 @torch.inference_mode()
 def _block_steps(model: Model) -> Callable[[Tensor, State], tuple[Tensor, State]]:
     """A function that computes the model for one token of each row, from its present weights, without calling modules."""
-    embedding = model.emb.weight
+    embedding = embedding_function(model.emb)
     dtype = model.ln_out.weight.dtype
     blocks = [model.generation.Step(block) for block in model.blocks]
     ln_out = norm_function(model.ln_out)
@@ -76,7 +75,7 @@ def _block_steps(model: Model) -> Callable[[Tensor, State], tuple[Tensor, State]
 
     @torch.inference_mode()
     def forward(tokens: Tensor, state: State) -> tuple[Tensor, State]:
-        x = F.embedding(tokens, embedding).to(dtype)
+        x = embedding(tokens).to(dtype)
         carry = None
         layers = []
         for block, before in zip(blocks, state.layers(), strict=True):
