@@ -41,8 +41,8 @@ from rwkv.generation.prefill import prefill
 from rwkv.generation.request import Request
 from rwkv.generation.sampling import drawing_on, next_tokens
 from rwkv.generation.stopping import StoppingCriteria
-from rwkv.model import fused_form
 from rwkv.model.base import generation
+from rwkv.model.fused import form as fused_form
 from rwkv.model.quantized import to_packed
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -231,16 +231,13 @@ def _gradients(check: Check, shape: Shape, way: Way) -> dict[str, Tensor]:
 @contextlib.contextmanager
 def _forms(fused: bool) -> Iterator[None]:
     """With the fused forms, or without any."""
-    tables = fused_form.FORMS, fused_form.LOSS_FORMS
-    before = [dict(table) for table in tables]
+    before = dict(fused_form.SUFFIXES)
     if not fused:
-        for table in tables:
-            table.clear()
+        fused_form.SUFFIXES.clear()
     try:
         yield
     finally:
-        for table, entries in zip(tables, before, strict=True):
-            table.update(entries)
+        fused_form.SUFFIXES.update(before)
 
 
 def _autocast(check: Check, way: Way) -> torch.autocast:

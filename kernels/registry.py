@@ -20,7 +20,6 @@ if TYPE_CHECKING:                        # the names of kernels are known withou
 
 NOT_IMPLEMENTATIONS = {"__init__", "cases"}
 COMPOSED = {"wkv4": "timex"}             # operators that can also be computed from another one
-RENAMED = {"wkv7": {"taichi_v4": "c_v0"}}                # former names by operator, which saved configurations may contain
 LAST_PYTHON = {"taichi": (3, 13)}        # the newest Python that a package has wheels for
 COMPILERS = {"darwin": "clang++", "win32": "cl"}     # what torch.compile calls unless told otherwise; elsewhere g++
 
@@ -86,11 +85,6 @@ def names(op: str) -> tuple[str, ...]:
     folder = Path(__file__).parent / op
     stems = (path.stem for path in sorted(folder.glob("*.py")))
     return tuple(stem for stem in stems if stem not in NOT_IMPLEMENTATIONS and not stem.startswith("_"))
-
-
-def name_now(op: str, name: str) -> str:
-    """The current name of an implementation that may have been renamed."""
-    return RENAMED.get(op, {}).get(name, name)
 
 
 def all_names(op: str) -> set[str]:

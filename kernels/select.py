@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kernels.registry import COMPOSED, KernelUnavailable, UnknownKernel, load, name_now, names, operators, why_not
+from kernels.registry import COMPOSED, KernelUnavailable, UnknownKernel, load, names, operators, why_not
 
 AUTO = "auto"
 Dtype = torch.dtype | str                # of the inputs; for matvec the form of the weights
@@ -117,10 +117,10 @@ def folder(operator: str, name: str) -> str:
 
 def resolve(operator: str, name: str, device: str | torch.device = "cpu", dtype: Dtype = torch.float32,
             size: Size | None = None) -> str:
-    """The kernel that `auto` selects for `dtype` and `size` on `device`, the rule's last if none can run; any other name, as
-    name_now gives it."""
+    """The kernel that `auto` selects for `dtype` and `size` on `device`, the rule's last if none can run; any other name as it
+    is."""
     if name != AUTO or not _has_rule(operator):
-        return name_now(operator, name)
+        return name
     device = torch.device(device).type
     choices = rule(operator, device, dtype, size).order
     return next((choice for choice in choices if _why_not(operator, choice, device, size) is None), choices[-1])

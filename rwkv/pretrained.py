@@ -18,11 +18,13 @@ from rwkv.checkpoint.files import (
     Checkpoint,
     assumed_tokenizer,
     checkpoint_of,
+    fingerprint_of,
     read_checkpoint,
     tokenizer_of,
     with_adapter,
     write_checkpoint,
 )
+from rwkv.checkpoint.stored import Stored
 from rwkv.checkpoint.tuned import surviving
 from rwkv.config import BLOCKS, DTYPES, SavedModelConfig
 from rwkv.errors import UserError
@@ -30,7 +32,7 @@ from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.states import beginning, is_state_file, load_context
 from rwkv.io.lines import counted, wrapped
 from rwkv.io.state_file import state_file
-from rwkv.model.base import MATRICES, Model, fingerprint, generation, is_linear_weight
+from rwkv.model.base import MATRICES, Model, generation, is_linear_weight
 from rwkv.model.operators import operator_for
 from rwkv.model.quantized import IN_C, BlockLinear, Int4Linear, Int8Linear, to_blocks, to_int4, to_int8, to_packed
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -69,7 +71,7 @@ class RWKV(Model):
         for note in [*checkpoint.notes, *([line] if dtype == "float32" and line else [])]:
             warnings.warn(note, stacklevel=2)
         wkv = operator_for(checkpoint.config, kernel, device, computed_in(dtype))
-        for line in rounded_adapters(checkpoint, dtype):
+        for line in [*rounded_adapters(checkpoint, dtype), *repacked(checkpoint, dtype)]:
             warnings.warn(line, stacklevel=2)
         if trainable:
             model = cls.with_weights(checkpoint.config, wkv, checkpoint.tensors(dtype, device))
@@ -104,22 +106,27 @@ class RWKV(Model):
         if kind not in ("cpu", "cuda"):
             raise UserError(f"dtype={dtype} requires a CPU or a CUDA device; got {device}: use dtype=bfloat16")
         group = generation(checkpoint.config).group
-        as_packed = dtype == "int4" and checkpoint.fingerprint is not None       # packed weights cannot be fingerprinted
-        packed = {name: read() for name, read in checkpoint.packed.items()} if as_packed else {}
+        packed = {name: matrix.read() for name, matrix in checkpoint.packed.items()
+                  if matrix.form == dtype and checkpoint.fingerprint is not None}        # packed weights have no fingerprint
         stored = checkpoint.weights.stored
         later = {name: tensor.get for name, tensor in stored.items()
                  if name not in packed and is_linear_weight(name, group(name)) and not tensor.mapped}
+
+        def keeps_dtype(name: str, tensor: Stored) -> bool:
+            low_rank = kind == "cpu" and group(name) == "low rank" and not checkpoint.config.deep_embed_dim
+            return group(name) in MATRICES or (low_rank and tensor.dtype == torch.bfloat16)
+
         weights = {name: torch.empty(tensor.shape, device="meta") if name in packed or name in later else
-                   (tensor if group(name) in MATRICES else tensor.cast(torch.float32)).get(copy=not mmap)
+                   (tensor if keeps_dtype(name, tensor) else tensor.cast(torch.float32)).get(copy=not mmap)
                    for name, tensor in stored.items()}
         model = cls.with_weights(checkpoint.config, wkv, weights).requires_grad_(False).eval()
         model.fingerprint_before = checkpoint.fingerprint
         if later and checkpoint.fingerprint is None:
-            model.fingerprint_before = fingerprint(generation(checkpoint.config), checkpoint.weights)
+            model.fingerprint_before = fingerprint_of(checkpoint)
         model.merge()
         if kind == "cuda":
             return to_packed(model, dtype, device, packed, later)
-        return to_int8(model, later=later) if dtype == "int8" else to_int4(model, packed, later)
+        return to_int8(model, later=later, packed=packed) if dtype == "int8" else to_int4(model, packed, later)
 
     @classmethod
     def _in_blocks(cls, checkpoint: Checkpoint, wkv: Any, mmap: bool) -> Self:
@@ -137,14 +144,14 @@ class RWKV(Model):
 
         The suffix of `path` chooses the format (.pth .ckpt .safetensors, .bin or .ggmf for rwkv.cpp, .gguf for llama.cpp, none
         for a Hugging Face directory), unless `format` names it. dtype: float32, float16, bfloat16, in GGUF also q4_0, q4_1,
-        q5_0, q5_1 and q8_0, in .safetensors also int4, or None for the model's own. Raises UserError for another suffix, a
-        dtype, generation or tokenizer that the format lacks, a tokenizer with more tokens than the model, and a model in int8
-        or int4.
+        q5_0, q5_1 and q8_0, in .safetensors also int8 and int4, or None for the model's own. Raises UserError for another
+        suffix, a dtype, generation or tokenizer that the format lacks, a tokenizer with more tokens than the model, and a model
+        in int8 or int4.
         """
         quantised = next((layer for layer in self.modules() if isinstance(layer, Int8Linear | Int4Linear | BlockLinear)), None)
         if quantised is not None:
             raise UserError(f"a model in {quantised.form} cannot be saved, because its matrices are quantised: load it with "
-                            "dtype=float32 or bfloat16 and save that (dtype=int4 packs it in a .safetensors)")
+                            "dtype=float32 or bfloat16 and save that (dtype=int8 and int4 pack it in .safetensors)")
         if self.time_states():
             raise UserError("save_pretrained cannot write the model's tuned state: timemix convert writes both as .pth, "
                             ".safetensors or .st; or save its base")
@@ -183,7 +190,8 @@ class OpenCheckpoint(NamedTuple):
             notes.append(("tokenizer", f"{self.assumed} (guessed from the vocabulary size, {self.checkpoint.vocab_size:,})"))
         if end := self.tokenizer.end_line():
             notes.append(("texts", f"end with {end}"))
-        rounding = [*second_rounding(self.checkpoint, self.dtype), *rounded_adapters(self.checkpoint, self.dtype)]
+        rounding = [*second_rounding(self.checkpoint, self.dtype), *rounded_adapters(self.checkpoint, self.dtype),
+                    *repacked(self.checkpoint, self.dtype)]
         return notes + [("weights", line) for line in rounding]
 
     def print_notes(self) -> None:
@@ -296,6 +304,14 @@ def rounded_adapters(checkpoint: Checkpoint, dtype: str) -> list[str]:
     if share > ALL_SURVIVES:
         return []
     return [f"{dtype} rounds the merged adapters: {share:.0%} of their training survives; dtype=float32 keeps all of it"]
+
+
+def repacked(checkpoint: Checkpoint, dtype: str) -> list[str]:
+    """A line if the file's packed matrices of this dtype are in an order of earlier versions."""
+    if not any(matrix.repacked for matrix in checkpoint.packed.values() if matrix.form == dtype):
+        return []
+    return [f"{checkpoint.path} has {dtype} matrices in the order of an earlier version, which takes memory and time at each "
+            "start: timemix convert it to a new .safetensors once"]
 
 
 def computed_in(dtype: str) -> torch.dtype:

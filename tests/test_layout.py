@@ -22,7 +22,7 @@ PRODUCT = sorted([*(ROOT / "kernels").rglob("*.py"), *(ROOT / "rwkv").rglob("*.p
 ENVIRONMENT = ("environ", "environb", "getenv", "getenvb", "putenv")
 SET_ENVIRONMENT = [ROOT / "rwkv" / "distributed.py", *(              # of libraries, and torchrun's for its processes
     ROOT / "kernels" / name
-    for name in ("machine/threads.py", "machine/shares.py", "machine/allocator.py", "backends/taichi.py"))]
+    for name in ("machine/threads.py", "machine/shares.py", "machine/allocator.py", "backends/_taichi_startup.py"))]
 
 FLOORS = (                               # of rwkv/, from the top: a part imports parts of lower floors alone
     ("programs",),
@@ -31,8 +31,8 @@ FLOORS = (                               # of rwkv/, from the top: a part import
     ("checkpoint", "data", "evaluation", "generation"),
     ("chat",),
     ("model", "tokenizer", "report", "cli"),
-    ("config", "io", "distributed"),
-    ("errors",),
+    ("config", "io", "distributed", "fair_lru", "gguf"),
+    ("errors", "commands"),
 )
 HEIGHT = {part: len(FLOORS) - i for i, parts in enumerate(FLOORS) for part in parts}
 
@@ -56,7 +56,7 @@ RULES = (
     Rule(r"kernels\b.*", r"rwkv|lightning|pytorch_lightning|hydra|omegaconf|wandb"),
     Rule(r"(?!kernels\b|rwkv\.model\.).*", BACK_ENDS),
     Rule(r"rwkv\.model\.(?!.*triton).*", BACK_ENDS),              # a generation's forms in Triton are beside its others
-    Rule(r"(?!kernels\.backends\.taichi$).*", r"taichi"),
+    Rule(r"(?!kernels\.backends\._taichi_startup$).*", r"taichi"),
     Rule(rf"kernels\.({OPERATORS})(\.cases)?", BACK_ENDS),
     Rule(r".*", IMPLEMENTATIONS),                                # an implementation is loaded by its name
     Rule(rf"(?!kernels\.(bench|{'|'.join(MUSEUM)})\b|kernels\.wkv4\.timex$).*", rf"kernels\.({'|'.join(MUSEUM)})"),
@@ -70,10 +70,10 @@ RULES = (
     Rule(r"(?!rwkv\.training\.loggers$).*", r"wandb"),
     Rule(r".*", r"wandb", at_import_only=True),
     Rule(r"(?!rwkv\.serving\b).*", r"starlette|uvicorn|msgspec|prometheus_client"),
-    Rule(r"rwkv\.serving\.(?!(worker|state_store)$).*",
+    Rule(r"rwkv\.serving\.(?!(engine\.worker|states\.store)$).*",
          r"torch|rwkv\.(generation(?!\.(grammar|request|stopping))|model|pretrained|checkpoint)"),
     Rule(r"rwkv\.model\b(?!\.(operators|quantized|decoding\.c_step)$).*", r"kernels\.select"),   # a model is given its operator
-    Rule(r"rwkv\.(cli(\.help)?|config|errors|__main__|programs\.(train|generate|chat|serve)|tools\.(evaluate|convert|report|doctor|smoke|completion))",
+    Rule(r"rwkv\.(cli(\.\w+)?|config(\.\w+)?|errors|__main__|programs\.(train|generate|chat|serve)|tools\.(evaluate|convert|report|doctor|smoke|completion))",
          r"torch|lightning|hydra|numpy",
          at_import_only=True),
 )
@@ -155,6 +155,7 @@ def test_a_wrong_import_is_noticed() -> None:
         ("rwkv.training.loggers", "import wandb"), ("rwkv.training.task", "from omegaconf import DictConfig"),
         ("rwkv.model.rwkv4", "from kernels.wkv4.reference import forward"), ("rwkv.cli", "import train"),
         ("rwkv.cli", "import torch"), ("rwkv.serving.api", "import torch"), ("rwkv.programs.serve", "import uvicorn"),
+        ("rwkv.serving.engine.remote", "import torch"), ("rwkv.serving.states.folder", "import rwkv.generation.states"),
         ("rwkv.programs.train", "import lightning"), ("rwkv.data.shards", "import rwkv.pretrained"),
         ("rwkv.training.setup", "import rwkv.pretrained"), ("rwkv.io.cache", "from rwkv.config import ModelConfig"))
     right = (
@@ -281,7 +282,7 @@ def test_importing_has_no_effects(package: str, tmp_path: Path) -> None:
 
 @pytest.mark.programs
 @pytest.mark.parametrize(("modules", "absent"), [
-    ([module_of(path) for path in (ROOT / "rwkv" / "model").glob("*.py") if not path.stem.endswith("_triton")],
+    ([module_of(path) for path in (ROOT / "rwkv" / "model").rglob("*.py") if "triton" not in path.stem],
      ("hydra", "omegaconf", "lightning", "wandb", "taichi", "triton")),
     (["rwkv.pretrained", "rwkv.generation.output"], ("hydra", "lightning", "wandb")),
     (["rwkv.tools.evaluate", "rwkv.tools.convert", "rwkv.tools.doctor", "rwkv.tools.smoke", "rwkv.tools.completion",

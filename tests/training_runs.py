@@ -19,6 +19,7 @@ from forked import ROOT, Forked
 from programs import status_of
 
 from rwkv.checkpoint.formats._shards import read_whole
+from rwkv.config import DataConfig, ModelConfig, TrainConfig, TrainerConfig
 
 TEXT = "".join(f"line {number}: the quick brown fox — {number * number % 97}\n" for number in range(200))
 SMALL = ("debug=fast", "data=text", "data.path=text.txt", "data.val_fraction=0.1", "data.cache_dir=cache", "trainer=cpu")
@@ -27,6 +28,12 @@ OWN = ("/timemix/run/out_dir", "/timemix/run/resume")    # what two runs of the 
 OF_PROBE = (*OWN, "/timemix/run/trainer/probe")
 KILLED = -signal.SIGKILL
 Process = subprocess.Popen[str] | Forked
+
+
+def configured(L: int, C: int, B: int, T: int, generation: str = "rwkv4", **trainer: Any) -> TrainConfig:
+    """L layers of C channels, and batches of B rows of T tokens. trainer: options of trainer."""
+    return TrainConfig(model=ModelConfig(generation=generation, n_layer=L, n_embd=C, ctx_len=T), data=DataConfig(batch_size=B),
+                       trainer=TrainerConfig(**trainer))
 
 
 class Done(NamedTuple):

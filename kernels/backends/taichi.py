@@ -1,103 +1,30 @@
-"""The one place that imports Taichi and calls ti.init: `from kernels.backends.taichi import launch, ti`.
+"""The way to Taichi for all kernels: `from kernels.backends.taichi import launch, ti`.
 
 Importing starts nothing: the first `launch(kernel, *args)` starts Taichi. launch raises KernelUnavailable for what Taichi
 does not support: a second arch in one process, a forked child, a GPU but the first, a tensor too long for 32-bit indices.
 
-Of Taichi's own environment variables only those of its cache, TI_OFFLINE_CACHE and TI_OFFLINE_CACHE_FILE_PATH, count here: with
-another TI_DEFAULT_FP, TI_ARCH or TI_FAST_MATH these kernels would compute something else, or end the process. So Taichi is
-imported and started without them. They still apply to a program that calls ti.init itself.
+_taichi_startup.py imports and starts it.
 """
 
 import contextlib
 import ctypes
-import inspect
-import io
 import os
-import sys
-import tempfile
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from kernels.backends._taichi_startup import start, ti
 from kernels.registry import KernelUnavailable
-
-
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    """Hides Taichi's banner, in sys.__stdout__ too: with sys.stdout alone redirected, Taichi prints more, as in a notebook."""
-    streams = sys.stdout, sys.__stdout__
-    sys.stdout = sys.__stdout__ = io.StringIO()  # type: ignore[assignment,misc]
-    try:
-        yield
-    finally:
-        sys.stdout, sys.__stdout__ = streams  # type: ignore[misc]
-
-
-@contextlib.contextmanager
-def _importlib_has_no_source() -> Iterator[None]:
-    """Lets inspect answer at once about frames of importlib, which it would look for in all modules.
-
-    Taichi's decorators look up the source line of such a frame at a module's top level: 1 to 2 ms per function once torch is
-    imported, most of the time of importing Taichi.
-    """
-    look_up = inspect.getframeinfo
-
-    def getframeinfo(frame: Any, context: int = 1) -> Any:
-        if isinstance(frame, FrameType) and frame.f_code.co_filename.startswith("<frozen"):
-            return inspect.Traceback(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name, None, None)
-        return look_up(frame, context)
-
-    inspect.getframeinfo = getframeinfo
-    try:
-        yield
-    finally:
-        inspect.getframeinfo = look_up
-
-
-@contextlib.contextmanager
-def _no_variables() -> Iterator[None]:
-    """Hides the variables that Taichi reads, in Python and in C++, and sets HOME, without which it ends the process."""
-    hidden = {name: os.environ.pop(name) for name in list(os.environ) if name.startswith("TI_")}
-    has_home = "HOME" in os.environ
-    os.environ.setdefault("HOME", os.path.expanduser("~"))       # noqa: PTH111 (Path raises for a user without one)
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
-        if not has_home:
-            del os.environ["HOME"]
-
-
-# Taichi uses what newer Pythons deprecate
-with _no_variables(), _silent(), _importlib_has_no_source(), warnings.catch_warnings(action="ignore"):
-    import taichi as ti
-
-
-def _look_up_quickly(inside_class: Callable[[int], bool]) -> Callable[[int], bool]:
-    """Taichi's test whether a function is decorated in a class, without its slow look-ups; the results are the same."""
-    def wrapped(level_of_class_stackframe: int) -> bool:
-        with _importlib_has_no_source():
-            return inside_class(level_of_class_stackframe + 1)
-
-    return wrapped
-
-
-if hasattr(ti.lang.kernel_impl, "_inside_class"):
-    ti.lang.kernel_impl._inside_class = _look_up_quickly(ti.lang.kernel_impl._inside_class)
 
 NUMEL_MAX = 2**30
 INDEX = NUMEL_MAX - 1  # `at & INDEX` tells LLVM that at + constant does not overflow, so that it merges neighbouring loads
 BLOCK = 512  # iterations of a CPU kernel's outermost loop that Taichi gives to one thread at a time; see share
 
-TRIED = 2**20  # bytes for which a disk must have room: about the compiled kernels of a model
 KNOWN = ((1, 7, 4),)  # versions of Taichi whose internal launch calls _Compiled repeats
 
 _compiled: dict[Any, "_Compiled"] = {}
@@ -246,7 +173,10 @@ def _ensure(device: torch.device) -> None:
         raise KernelUnavailable(f"Taichi runs on the first GPU only, not on {device}: move the tensors to cuda:0, "
                                 "or set CUDA_VISIBLE_DEVICES")
     if ti.lang.impl.get_runtime().prog is None:
-        _start(arch)
+        try:
+            start(arch)
+        except RuntimeError as error:
+            raise KernelUnavailable(f"Taichi cannot start on {_name(arch)} ({error}): use another kernel") from error
     if ti.cfg.arch != arch:
         raise KernelUnavailable(f"Taichi has one arch per process and runs on {_name(ti.cfg.arch)} here, not on "
                                 f"{_name(arch)}: use another process, or another kernel")
@@ -270,57 +200,6 @@ def _let_forks_end() -> None:
 
 def _keep_program() -> None:
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(ti.lang.impl.get_runtime().prog))
-
-
-def _start(arch: Any) -> None:
-    """Starts Taichi on `arch`.
-
-    real_matrix_scalarize=False keeps ti vectors as LLVM vectors: several times faster on a CPU. fast_math, Taichi's default,
-    stays on: LLVM may reorder sums, and NaN and infinity still propagate.
-    """
-    try:
-        cache = _cache()
-        with _no_variables(), _silent(), _no_version_check():
-            ti.init(arch=arch, enable_fallback=False, cpu_max_num_threads=torch.get_num_threads(),
-                    real_matrix_scalarize=False, log_level=ti.ERROR, **cache)
-    except RuntimeError as error:
-        raise KernelUnavailable(f"Taichi cannot start on {_name(arch)} ({error}): use another kernel") from error
-
-
-def _cache() -> dict[str, Any]:
-    """The arguments of ti.init for the cache of compiled kernels on the disk.
-
-    If Taichi's cache folder does not exist and cannot be created, Taichi ends the process with a segmentation fault at exit,
-    even with the cache off; where a file of the cache cannot be opened, it aborts, or waits for ever. Where the folder or such
-    a file cannot be written, the cache is off and its folder is one that always exists.
-    """
-    folder = os.environ.get("TI_OFFLINE_CACHE_FILE_PATH") or ti.lang.impl.default_cfg().offline_cache_file_path
-    if os.environ.get("TI_OFFLINE_CACHE") != "0" and _can_write(Path(folder).absolute()):
-        return {"offline_cache": True, "offline_cache_file_path": str(Path(folder).absolute())}
-    return {"offline_cache": False, "offline_cache_file_path": os.sep}
-
-
-def _can_write(folder: Path) -> bool:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(bytes(TRIED))
-            file.flush()
-        files = [file for pattern in ("ticache.*", "*.tic") for file in folder.glob(pattern)]
-        return all(file.is_file() and os.access(file, os.R_OK | os.W_OK) for file in files)
-    except (OSError, ValueError):        # ValueError: a name with a zero byte
-        return False
-
-
-@contextlib.contextmanager
-def _no_version_check() -> Iterator[None]:
-    """Stops ti.init from asking a server for the newest version."""
-    check = ti._version_check.start_version_check_thread
-    ti._version_check.start_version_check_thread = lambda: None
-    try:
-        yield
-    finally:
-        ti._version_check.start_version_check_thread = check
 
 
 @contextlib.contextmanager

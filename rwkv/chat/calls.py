@@ -27,8 +27,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 from uuid import uuid4
 
+from rwkv.chat.marks import begun_at_end
 from rwkv.errors import UserError
-from rwkv.io.pieces import begun_at_end
 from rwkv.io.utf8 import WrongCharacter, require_unicode
 
 START, END = "<tool_call>", "</tool_call>"

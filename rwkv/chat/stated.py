@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rwkv.errors import UserError
-from rwkv.io.gguf import MAGIC, header_of, parts_of
+from rwkv.gguf import MAGIC, header_of, parts_of
 from rwkv.io.utf8 import read_text
 
 JINJA = "chat_template.jinja"

@@ -11,8 +11,8 @@ import re
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from rwkv.chat.marks import begun_at_end
 from rwkv.chat.messages import Message
-from rwkv.io.pieces import begun_at_end
 
 Think = bool | Literal["fake"]
 

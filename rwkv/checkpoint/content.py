@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from kernels.matvec import Int4
+from kernels.matvec import Packed
 from rwkv.checkpoint.stored import Stored
 from rwkv.config import ModelConfig
 from rwkv.errors import CheckpointError
@@ -14,13 +14,27 @@ from rwkv.errors import CheckpointError
 ENTRY = "timemix"                        # the key of our entry (files.describe), in formats that can hold it
 
 
+@dataclass(frozen=True)
+class PackedMatrix:
+    """A matrix W of `shape` (N,K) that a file has in a form of kernels/matvec, by the form's name.
+
+    read(): a view of the mapped file where the file's order is that of the form. repacked: it is not, and `timemix convert`
+    writes a file where it is.
+    """
+
+    form: str
+    shape: tuple[int, ...]
+    read: Callable[[], Packed]
+    repacked: bool = False
+
+
 @dataclass
 class Content:
     """A file's tensors by the file's own names, our entry, and other metadata.
 
     declared: sizes that the file states, by their names in ModelConfig, and vocab_size; also constants that the tensors assume,
-    such as an epsilon, by the generation's names. tied: the head is the embedding. packed: functions that read the file's int4
-    matrices, which `tensors` has in float32. notes: messages on what was assumed or not read.
+    such as an epsilon, by the generation's names. tied: the head is the embedding. packed: matrices that the file
+    has packed, and `tensors` in float32. notes: messages on what was assumed or not read.
     """
 
     path: Path
@@ -30,7 +44,7 @@ class Content:
     tokenizer: dict[str, Any] | None = None
     tied: bool = False
     step: int = 0
-    packed: Mapping[str, Callable[[], Int4]] = field(default_factory=dict)
+    packed: Mapping[str, PackedMatrix] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
 
@@ -48,7 +62,7 @@ class Outgoing:
     entry: dict[str, Any]
     quantised: str | None = None
     form: str | None = None
-    packed: Mapping[str, Callable[[], Int4]] = field(default_factory=dict)
+    packed: Mapping[str, PackedMatrix] = field(default_factory=dict)
     card: str = ""
 
 

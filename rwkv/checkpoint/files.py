@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kernels.matvec import Int4
 from rwkv.chat.names import trained_length
 from rwkv.checkpoint import adapters, card, formats, time_states, tuned
-from rwkv.checkpoint.content import ENTRY, Content, Outgoing
+from rwkv.checkpoint.content import ENTRY, Content, Outgoing, PackedMatrix
 from rwkv.checkpoint.generations import config_of, fit, recognise, require_sizes, tuned_kind
 from rwkv.checkpoint.location import locate
 from rwkv.checkpoint.stored import DTYPES, Stored, same_numbers
@@ -30,6 +29,7 @@ MAX_UNUSED_ROWS = 255                    # of an embedding: vocabulary sizes are
 WORLD_VOCABULARY = 65536
 SUGGESTED = {50277: "20B_tokenizer.json (a vocabulary of 50277 is that of the Pile models, GPT-NeoX's)"}
 WITH_STATES = ("pth", "safetensors", "st")               # formats that can hold tuned states beside weights
+PACKED = formats.QUANTISED["safetensors"]                # forms of kernels/matvec, which stay packed when they are loaded
 DEFAULT_CTX_LEN = 1024                   # if neither the file nor its name states one; no weight depends on it
 
 
@@ -60,8 +60,8 @@ class Weights(Mapping[str, Tensor]):
 class Checkpoint:
     """The content of a file: weights by official name and, if present, the tokenizer's definition and the run's configuration.
 
-    packed: as in Content. fingerprint: Model.fingerprint of the weights before they were packed in int4; None if the file
-    has none. unadapted: the matrices into which `weights` merges adapters, without any adapter. about: the kind of another
+    packed: as in Content. fingerprint: Model.fingerprint of the weights before they were packed; None if the file has
+    none. unadapted: the matrices into which `weights` merges adapters, without any adapter. about: the kind of another
     program's adapter. data_sha256: of the run's data. A pickle contains only the path; the other process reads the file again.
     """
 
@@ -74,7 +74,7 @@ class Checkpoint:
     step: int = 0
     tokenizer_hash: str | None = None
     time_states: list[Stored] | None = None      # if learnt: each layer's state before the first token, (H,N,N)
-    packed: Mapping[str, Callable[[], Int4]] = field(default_factory=dict)
+    packed: Mapping[str, PackedMatrix] = field(default_factory=dict)
     fingerprint: str | None = None
     unadapted: Mapping[str, Stored] = field(default_factory=dict)
     data_sha256: str | None = None
@@ -223,14 +223,15 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     path = Path(path)
     format = format or formats.by_suffix(path)
     module = formats.load(format)
-    if checkpoint.time_states and (format not in WITH_STATES or dtype == "int4"):
+    if checkpoint.time_states and (format not in WITH_STATES or dtype in PACKED):
         raise UserError(f"{checkpoint.path} has a tuned state beside its weights, which {dtype or format} cannot hold: "
                         f"choose {', '.join(WITH_STATES)}, or convert its weights alone")
     if form is not None and format != "huggingface":
         raise UserError(f"the form {form} requires a Hugging Face directory: give {path.name} no suffix, or omit the form")
     block_formats = formats.QUANTISED.get(format, ())
-    if dtype is None and checkpoint.packed and "int4" in block_formats:
-        dtype = "int4"
+    forms = {matrix.form for matrix in checkpoint.packed.values()}
+    if dtype is None and len(forms) == 1 and forms <= {*block_formats}:
+        dtype = forms.pop()
     quantised = dtype if dtype in block_formats else None
     if dtype is not None and dtype not in DTYPES and not quantised:
         blocks = "".join(f"; in {name} also {', '.join(dtypes)}" for name, dtypes in formats.QUANTISED.items())
@@ -248,8 +249,8 @@ def write_checkpoint(checkpoint: Checkpoint, path: str | Path, dtype: str | None
     entry = describe(run, checkpoint.vocab_size, None)
     entry |= {"tokenizer": checkpoint.tokenizer, "tokenizer_hash": checkpoint.tokenizer_hash,
               "data_sha256": checkpoint.data_sha256}
-    if quantised == "int4":
-        entry["fingerprint"] = checkpoint.fingerprint or fingerprint(generation(checkpoint.config), checkpoint.weights)
+    if quantised in PACKED:
+        entry["fingerprint"] = checkpoint.fingerprint or fingerprint_of(checkpoint)
     text = card.of_directory(path.name, checkpoint.path, source, command) if format == "huggingface" else ""
     module.write(path, Outgoing(tensors, checkpoint.config, checkpoint.vocab_size, entry, quantised, form, checkpoint.packed,
                                 text))
@@ -316,7 +317,7 @@ def _interpret(content: Content) -> Checkpoint:
     config, vocab_size = config_of(path, module, tensors, length)
     require_sizes(path, content.declared, config, vocab_size)
     weights = Weights(fit(path, module, tensors, config, vocab_size))
-    packed = {name: read for name, read in content.packed.items() if name in weights}
+    packed = {name: matrix for name, matrix in content.packed.items() if name in weights}
     checkpoint = Checkpoint(path, config, vocab_size, weights, content.tokenizer, step=content.step, packed=packed,
                             notes=content.notes)
     if learnt:
@@ -346,6 +347,31 @@ def _with_entry(checkpoint: Checkpoint, entry: dict[str, Any]) -> Checkpoint:
                               "wrong type: the file is damaged")
     return replace(checkpoint, config=config, run=entry["run"], tokenizer=tokenizer or checkpoint.tokenizer,
                    tokenizer_hash=tokenizer_hash, fingerprint=weights_fingerprint, data_sha256=data_sha256)
+
+
+class _Peeked(Mapping[str, Tensor]):
+    """Tensors by name, of which each is valid until the next is read. Mapped pages are released then."""
+
+    def __init__(self, stored: Mapping[str, Stored]) -> None:
+        self._stored = stored
+        self._last: Stored | None = None
+
+    def __getitem__(self, name: str) -> Tensor:
+        if self._last is not None:
+            self._last.drop_pages()
+        self._last = self._stored[name]
+        return self._last.peek()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._stored)
+
+    def __len__(self) -> int:
+        return len(self._stored)
+
+
+def fingerprint_of(checkpoint: Checkpoint) -> str:
+    """Model.fingerprint of the checkpoint's weights, with one tensor in memory at a time."""
+    return fingerprint(generation(checkpoint.config), _Peeked(checkpoint.weights.stored))
 
 
 def _with_progress(tensor: Stored, progress: Callable[[int], Any]) -> Stored:

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from kernels.arguments import from_home
 from rwkv.chat.templates import chat_template
 from rwkv.checkpoint.location import locate
-from rwkv.config import SavedModelConfig, ServeConfig
+from rwkv.config import DRAFT_TOKENS, NGRAM, DraftedConfig, SavedModelConfig, ServeConfig
 from rwkv.errors import UserError
 from rwkv.io import hub
 from rwkv.io.state_file import state_file
@@ -27,6 +27,8 @@ def require_files(config: SavedModelConfig, template: str | None = None, state: 
         raise UserError("lora_alpha requires lora=")
     if config.tokenizer is not None:
         Tokenizer.check_named(config.tokenizer)
+    if isinstance(config, DraftedConfig):
+        _require_draft(config)
     if template is not None:
         chat_template(template)
     layout = getattr(config, "state_layout", None)
@@ -36,10 +38,18 @@ def require_files(config: SavedModelConfig, template: str | None = None, state: 
         raise UserError("state_layout requires state=")
 
 
+def _require_draft(config: DraftedConfig) -> None:
+    if config.draft is None and config.draft_tokens != DRAFT_TOKENS:
+        raise UserError("draft_tokens requires draft=")
+    if config.draft not in (None, NGRAM):
+        with errors_of(f"draft={config.draft}"):
+            locate(str(config.draft))
+
+
 def require_adapters(config: ServeConfig) -> None:
     """Raises UserError for the first path of adapters= that does not exist."""
     for name, path in config.adapter_paths.items():
-        with errors_of_adapter(name):
+        with errors_of(f"adapters={name}=..."):
             locate(from_home(path))
 
 
@@ -49,8 +59,9 @@ def on_disk(config: ServeConfig) -> ServeConfig:
         return name if name is None or hub.parse(name) is None else str(hub.local(name, noun))
 
     adapters = [f"{name}={path(from_home(file), 'adapter')}" for name, file in config.adapter_paths.items()]
+    draft = config.draft if config.draft == NGRAM else path(config.draft, "draft")
     return replace(config, checkpoint=str(path(config.checkpoint, "checkpoint")), lora=path(config.lora, "adapter"),
-                   tokenizer=path(config.tokenizer, "tokenizer"),
+                   draft=draft, tokenizer=path(config.tokenizer, "tokenizer"),
                    template=path(config.template, "chat template"), adapters=adapters,
                    model_name=config.model_name or _model_id(config.checkpoint))
 
@@ -65,9 +76,9 @@ def _model_id(checkpoint: str) -> str | None:
 
 
 @contextmanager
-def errors_of_adapter(name: str) -> Iterator[None]:
-    """Prefixes a UserError with the name of the adapter."""
+def errors_of(option: str) -> Iterator[None]:
+    """Prefixes a UserError with the option, NAME=VALUE."""
     try:
         yield
     except UserError as error:
-        raise UserError(f"adapters={name}=...: {error}") from None
+        raise UserError(f"{option}: {error}") from None

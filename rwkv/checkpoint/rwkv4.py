@@ -1,6 +1,6 @@
 """RWKV-4 in files: recognising its tensors, their Hugging Face names, and the sizes inferred from their shapes.
 
-Official names and shapes are those of rwkv/model/rwkv4.py. GGUF does not support RWKV-4: llama.cpp runs only RWKV-6 and 7.
+Official names and shapes are those of rwkv/model/rwkv4. GGUF does not support RWKV-4: llama.cpp runs only RWKV-6 and 7.
 """
 
 import re

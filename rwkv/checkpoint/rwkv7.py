@@ -1,6 +1,6 @@
 """RWKV-7 in files: recognising its tensors, and their names and arrangement in each format.
 
-Official names and shapes are those of rwkv/model/rwkv7.py. Other formats:
+Official names and shapes are those of rwkv/model/rwkv7. Other formats:
 
     huggingface    fla's names; w1 .. g2 transposed, as weights of linear layers; k_k, k_a, the biases and ffn.x_k are [C]
     official       a Hugging Face directory in transformers' form: official names and shapes, with the prefix rwkv7. except for
@@ -42,7 +42,7 @@ from rwkv.config import ModelConfig
 from rwkv.errors import UserError
 from rwkv.model import rwkv7 as model
 from rwkv.model.base import TIME_STATE
-from rwkv.model.rwkv7_fused import EPS
+from rwkv.model.rwkv7.architecture import EPS
 
 # Later versions, which also have r_k, with names of tensors unique to them and to the versions before them in this list
 EXTENSIONS = {"RWKV-8": r".*\.(rosa|rosa_qkv)\..*|.*\.(enn|ennk)(\.weight)?", "RWKV-7b (DEA)": r".*\.qkv\..*"}

@@ -141,6 +141,10 @@ class Stored:
         use(self._converted(data))
         self._release(data)
 
+    def peek(self) -> Tensor:
+        """The tensor, unchecked. The caller must not keep it, and calls drop_pages() afterwards."""
+        return self.data().cpu().to(self.dtype).reshape(self.shape)
+
     def drop_pages(self) -> None:
         """Releases the pages of a mapped tensor; they are read again on access. The tensor must be unmodified."""
         if self.mapped:
@@ -156,6 +160,8 @@ class Stored:
             release(data)
 
     def _require_finite(self, data: Tensor, result: Tensor) -> None:
+        if not data.dtype.is_floating_point:
+            return
         if _finite(min(result, data, key=Tensor.element_size)):          # the wider dtype, which loses nothing
             return
         if _finite(data):

@@ -1,37 +1,53 @@
 """The text of --help: about the program, every option with its help and current value, and the choices of each group."""
 
+import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import Field
 from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
-from rwkv.io.commands import as_typed
+from rwkv.cli import configs
+from rwkv.cli.arguments import CommandLine
+from rwkv.cli.checks import check
+from rwkv.cli.composition import compose
+from rwkv.cli.configs import KERNELS, choices
+from rwkv.commands import as_typed
+from rwkv.config import options
 
 WIDTH = 80                               # columns of the page
 COLUMN = 30                              # where the text beside a name begins
 
 
-def page(about: str, kernels: Iterable[str], choices: Mapping[str, Mapping[str, str]], options: Mapping[str, Field],
-         config: Any) -> str:
-    """choices: descriptions by group and choice. options: fields by dotted key. config: the current values."""
+def help_page(line: CommandLine, schema: type, config_name: str, about: str) -> str:
+    """The text of --help: `about`, every option with its current value, and the choices of each group."""
+    check(line, schema)
+    defaults = (configs.CONFIGS / f"{config_name}.yaml").read_text(encoding="utf-8")
+    groups = re.findall(r"^  - (?:optional )?(\w+): ", defaults, re.MULTILINE)
+    descriptions = {group: {choice: _description(configs.CONFIGS / group / f"{choice}.yaml") for choice in choices(group)}
+                    for group in groups if group != "kernel"}
+    return _page(about, descriptions, options(schema), compose(line, schema, config_name))
+
+
+def _page(about: str, descriptions: Mapping[str, Mapping[str, str]], items: Mapping[str, Field], config: Any) -> str:
+    """descriptions: by group and choice. items: the options by dotted key. config: the current values."""
     lines = [as_typed(about.strip()), "", "Options, OPTION=VALUE, with [current value]:"]
     heading = None
-    for key, item in options.items():
+    for key, item in items.items():
         if item.metadata["heading"] not in (None, heading):
             heading = item.metadata["heading"]
             lines += ["", heading]
         lines += _entry(key, f"{item.metadata['help']}{_shown(attrgetter(key)(config))}")
     lines += ["", "Choices, GROUP=NAME:"]
-    for group, descriptions in choices.items():
-        for name, text in descriptions.items():
+    for group, texts in descriptions.items():
+        for name, text in texts.items():
             lines += _entry(f"{group}={name}", text)
-    lines += _entry("kernel=", f"{', '.join(kernels)}; descriptions: {as_typed('python -m kernels')}")
+    lines += _entry("kernel=", f"{', '.join(KERNELS)}; descriptions: {as_typed('python -m kernels')}")
     return "\n".join(lines)
 
 
-def description(path: Path) -> str:
+def _description(path: Path) -> str:
     """The first comment of a YAML file other than `# @package`; empty if there is none."""
     comments = [line for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("# ")]
     return next((line[2:] for line in comments if not line.startswith("# @")), "")

@@ -8,7 +8,7 @@ end_of_text follows, unless the chat template has written it. It is learnt after
 end_of_text precedes a conversation, since none precedes a prompt.
 
 Rows are filled by best fit, the longest conversations first. A conversation longer than a row is truncated. trainer.tbptt reads
-whole conversations (rwkv/data/documents.py); its validation does so if one is longer than a row.
+whole conversations (rwkv/data/segments.py); its validation does so if one is longer than a row.
 
 The folder cache/chat-KEY has the ids, a byte per id that tells whether it is learnt, and the offsets of conversations.
 """
@@ -30,9 +30,9 @@ from torch.utils.data import Dataset
 
 from rwkv.chat.rendered import encode, encode_each, for_tokenizer, shown, written
 from rwkv.config import DataConfig
+from rwkv.data.files import crc32
 from rwkv.data.shards import SPLITS, dtype_of
 from rwkv.data.sources.chat import Conversation, conversations, template_of
-from rwkv.data.text_files import crc32
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.data.windows import ShuffleIterator, ShuffleSampler
 from rwkv.errors import UserError
@@ -49,10 +49,10 @@ AT_ONCE = 1000                           # conversations per call of the tokeniz
 class Tokenised(NamedTuple):
     """The ids of a split and, for each, 1 if a model learns it. bytes: of its text; learnt_bytes: of the learnt text.
 
-    left_out: the number of conversations in neither split, because none of their answers is learnt. copies, moved: the number
-    of such conversations (or pairs) in both splits (rwkv/data/copies.py). lost: the text that the tokenizer cannot represent;
+    left_out: the number of conversations in neither split, because none of their answers is learnt. copies: the number
+    of such conversations (or pairs) in both splits (documents/copies.py). lost: the text that the tokenizer cannot represent;
     learnt_lost: that of the learnt text. paired: sequences 2i and 2i+1 are a pair, with the chosen and the rejected answer
-    (rwkv/data/pairs.py).
+    (pairs.py).
     """
 
     tokens: TokenArray
@@ -63,7 +63,6 @@ class Tokenised(NamedTuple):
     learnt_lost: Lost
     left_out: int = 0
     copies: int = 0
-    moved: int = 0
     paired: bool = False
 
 
@@ -122,13 +121,12 @@ def _write_tokens(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs:
     lost = {split: [NOTHING, NOTHING] for split in SPLITS}         # of unlearnt and of learnt text
     packer = zlib.compressobj(9, wbits=31)
     packed = 0
-    left_out = copies = moved = 0
+    left_out = copies = 0
     for conversation, part_ids in _encoded(config, tokenizer, pairs):
         if not conversation.learnt:
             left_out += 1
             continue
         copies += conversation.copy
-        moved += conversation.moved
         split = SPLITS[conversation.val]
         for (rendered, is_learnt), part in zip(conversation.parts, part_ids, strict=True):
             text = written(rendered)
@@ -152,8 +150,7 @@ def _write_tokens(config: DataConfig, tokenizer: Tokenizer, folder: Path, pairs:
         write(folder / f"{split}-starts.npy", partial(np.save, arr=np.cumsum([0, *lengths])[:-1]))
         sizes[split] |= {"tokens": sum(lengths), "conversations": len(lengths)}
     names = [f"{split}{ending}" for split in SPLITS for ending in (".ids", ".learnt", "-starts.npy")]
-    manifest = {"dtype": dtype.name, "splits": sizes, "left_out": left_out,
-                "copies": copies // (1 + pairs), "moved": moved // (1 + pairs),
+    manifest = {"dtype": dtype.name, "splits": sizes, "left_out": left_out, "copies": copies // (1 + pairs),
                 "gzip_bpb": 8 * packed / max(sizes["val"]["learnt_bytes"], 1),
                 "files": {name: crc32(folder / name) for name in names},
                 "lost": {split: [asdict(text) for text in lost[split]] for split in SPLITS}}
@@ -188,7 +185,7 @@ def _tokenised(folder: Path, manifest: dict[str, Any], split: str) -> Tokenised:
                       for ending, dtype in ((".ids", manifest["dtype"]), (".learnt", "uint8")))
     unlearnt_lost, learnt_lost = (Lost(**text) for text in manifest["lost"][split])
     return Tokenised(tokens, learnt, sizes["bytes"], sizes["learnt_bytes"], unlearnt_lost + learnt_lost, learnt_lost,
-                     manifest["left_out"], manifest["copies"], manifest["moved"])
+                     manifest["left_out"], manifest["copies"])
 
 
 def marked(split: Tokenised, tokenizer: Tokenizer) -> Iterator[str]:

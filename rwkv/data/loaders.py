@@ -5,8 +5,8 @@ so no two windows predict the same token. Training reads all whole windows in a 
 without end: every token except the first and the last ones, fewer than T, is predicted once per epoch. From the second epoch on
 the grid is shifted by a seeded offset and wraps around, so that a token has another context in each epoch. The order is the
 same for any number of workers and processes (each has every world-th window of a common batch), and continues from any step.
-Validation reads all windows in order; the remaining tokens are a last window, padded with IGNORED targets. documents.py has
-the segments of trainer.tbptt, mixed_windows.py the windows of data=mix, conversations.py conversations, pairs.py pairs of
+Validation reads all windows in order; the remaining tokens are a last window, padded with IGNORED targets. segments.py has
+the segments of trainer.tbptt, mixture/windows.py the windows of data=mix, conversations.py conversations, pairs.py pairs of
 answers.
 """
 
@@ -27,12 +27,12 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rwkv.config import DataConfig
 from rwkv.data.conversations import RowSampler, WholeConversations, longer_than
-from rwkv.data.documents import SegmentDataset, SegmentSampler, StepLayout, chunks_of
-from rwkv.data.lanes import StreamLoader
-from rwkv.data.mixed_windows import MixedValidation, MixedWindows, MixSampler, seed_of
+from rwkv.data.mixture.windows import MixedValidation, MixedWindows, MixSampler, seed_of
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
-from rwkv.data.windows import ShuffleSampler, Windows
+from rwkv.data.segments import SegmentDataset, SegmentSampler, chunks_of
+from rwkv.data.streaming.lanes import StreamLoader
+from rwkv.data.windows import ShuffleSampler, StepLayout, Windows
 from rwkv.errors import UserError
 from rwkv.io.signals import STOPPING
 
@@ -125,10 +125,10 @@ class DataModule(LightningDataModule):
 
     def state_dict(self) -> dict[str, Any]:
         mixed = {"shares": {part.name: part.share for part in self.corpus.parts}} if self.corpus.parts else {}
-        return {"sha256": self.corpus.sha256, "moved": self.corpus.moved} | mixed
+        return {"sha256": self.corpus.sha256} | mixed
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Raises UserError if the run began with other data or another split."""
+        """Raises UserError if the run began with other data."""
         shares = {part.name: part.share for part in self.corpus.parts}
         if state_dict.get("shares", {}) != shares:
             before, now = (", ".join(f"{name} {100 * share:.4g} %" for name, share in each.items())
@@ -139,9 +139,6 @@ class DataModule(LightningDataModule):
             raise UserError(f"the data have changed since the run began: their SHA-256 was {state_dict['sha256'][:12]} and is "
                             f"{self.corpus.sha256[:12]}; restore them to resume, name their place with data.path= or "
                             "data.sources=, or begin a new run with init_from=")
-        if state_dict.get("moved", 0) != self.corpus.moved:              # earlier versions compared no documents
-            raise UserError("the run began with copies of a document in both splits, and now all are in the same split: "
-                            "begin a new run, so that validation has no training text")
 
 
 def _unchanged(batch: Any) -> Any:

@@ -1,11 +1,10 @@
 """Check the data options before any data is read. Does not import PyTorch."""
 
 from rwkv.config import SOURCES, STREAMED, TOKENS, DataConfig
-from rwkv.data import binidx, datatrove
 from rwkv.data.mixture import mixed_sources, naming
 from rwkv.data.sources import check_path
 from rwkv.data.sources.chat import template_of
-from rwkv.data.token_files import TokenFile
+from rwkv.data.token_files import open_files
 from rwkv.errors import UserError
 from rwkv.tokenizer.tokenizers import MADE_FROM_DATA, NAMES, Tokenizer
 
@@ -27,16 +26,11 @@ def check_data(config: DataConfig, tokenizer: bool = True, template: bool = True
     if config.name in SOURCES:
         check_path(config)
     else:
-        token_files_of(config)
+        open_files(config)
     if tokenizer:
         _check_tokenizer(config)
     if template and config.name == "chat":
         template_of(config)
-
-
-def token_files_of(config: DataConfig) -> list[TokenFile]:
-    """The files of tokenised data. Raises UserError if one is missing."""
-    return (binidx if config.name == "binidx" else datatrove).files(config.path)
 
 
 def _check_tokenizer(config: DataConfig) -> None:

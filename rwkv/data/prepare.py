@@ -13,7 +13,7 @@ The validation split depends only on the data (f = val_fraction):
   document;
 - binidx and datatrove: the last documents, from the first that begins after 1-f of all ids;
 - mix: the validation split of each source, one after the other.
-Copies of a document are in the same split (copies.py).
+Copies of a document are in the same split (documents/copies.py).
 """
 
 import math
@@ -28,14 +28,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from rwkv.config import TOKENS, DataConfig
-from rwkv.data import datatrove, shards, token_files
+from rwkv.data import shards, token_files
 from rwkv.data.conversations import Tokenised, tokenise
-from rwkv.data.copies_between import trained_elsewhere, without
+from rwkv.data.documents.source import Source
 from rwkv.data.mixture import MixedSource, mixed_sources, naming
-from rwkv.data.options import check_data, token_files_of
-from rwkv.data.source import Source
+from rwkv.data.mixture.copies import trained_elsewhere, without
+from rwkv.data.options import check_data
 from rwkv.data.sources import open_source
-from rwkv.data.streamed import Streamed, hold_out
+from rwkv.data.streaming.encoding import Streamed, hold_out
 from rwkv.data.token_array import TokenArray, TokensInMemory
 from rwkv.distributed import log
 from rwkv.errors import UserError
@@ -70,10 +70,10 @@ class Corpus:
     """Tokenised data. source: one line about its origin. sha256: of the text's content, order and names.
 
     conversations: the training and the validation split of data=chat. unknown: the share of unknown tokens in external ids;
-    None if the tokenizer loses nothing. copies: the number of documents that repeat an earlier one; moved: of those that the
-    copies put in another split. repeated: the share of a single file's validation text that its training text contains. marks:
-    the counts of marks that usually end a document. parts: the sources of data=mix, whose splits train and val concatenate.
-    stream: the stream of data.streaming; train is then empty.
+    None if the tokenizer loses nothing. copies: the number of documents that repeat an earlier one. repeated: the share of
+    a single file's validation text that its training text contains. marks: the counts of marks that usually end a document.
+    parts: the sources of data=mix, whose splits train and val concatenate. stream: the stream of data.streaming; train is then
+    empty.
     """
 
     tokenizer: Tokenizer
@@ -85,7 +85,6 @@ class Corpus:
     conversations: tuple[Tokenised, Tokenised] | None = None
     unknown: float | None = None
     copies: int = 0
-    moved: int = 0
     repeated: float = 0.0
     marks: Mapping[str, int] = field(default_factory=dict)
     parts: "tuple[CorpusPart, ...]" = ()
@@ -262,8 +261,7 @@ def mixed(parts: Sequence[CorpusPart]) -> Corpus:
                   TokenArray.joined([corpus.val for corpus in corpora]), sizes, f"{len(parts)} sources",
                   sha256(text for part in parts for text in (part.name, part.corpus.sha256)),
                   unknown=mean(corpus.val_lost for corpus in corpora) if uncertain else None,
-                  copies=sum(corpus.copies for corpus in corpora), moved=sum(corpus.moved for corpus in corpora),
-                  marks=marks, parts=tuple(parts))
+                  copies=sum(corpus.copies for corpus in corpora), marks=marks, parts=tuple(parts))
 
 
 def _from_conversations(config: DataConfig, tokenizer: Tokenizer | None, cache: Path, pairs: bool) -> Corpus:
@@ -273,23 +271,22 @@ def _from_conversations(config: DataConfig, tokenizer: Tokenizer | None, cache: 
     train, val, gzip_bpb = tokenise(config, identity, tokenizer, cache, pairs)
     sizes = Sizes(len(train.tokens), len(val.tokens), train.bytes, val.bytes, gzip_bpb, train.lost, val.lost)
     about = source.about + (f", {train.left_out:,} others omitted that have no answer to learn" if train.left_out else "")
-    return Corpus(tokenizer, train.tokens, val.tokens, sizes, about, source.sha256, (train, val), copies=train.copies,
-                  moved=train.moved)
+    return Corpus(tokenizer, train.tokens, val.tokens, sizes, about, source.sha256, (train, val), copies=train.copies)
 
 
 def _from_token_files(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
     tokenizer = tokenizer or Tokenizer.named(config.tokenizer, "data.tokenizer", end_of_text=config.end_of_text)
-    files = token_files_of(config)
+    files = token_files.open_files(config)
     tokens = token_files.read(files, tokenizer, config.val_fraction, cache)
     _require_context(ctx_len, len(tokens.train), len(tokens.val))
     train, val = (round(tokens.bytes_per_token * (len(split) - 1)) for split in (tokens.train, tokens.val))
     sizes = Sizes(len(tokens.train), len(tokens.val), train, val, tokens.gzip_bpb)
     name = Path(str(config.path)).name if len(files) == 1 else f"{len(files)} files of {config.path}"
-    tokenizers = datatrove.tokenizers(files) if config.name == "datatrove" else ()
+    tokenizers = {file.tokenizer for file in files} - {""}
     origin = f", tokenized with {' and '.join(sorted(tokenizers))}" if tokenizers else ""
     about = f"{name}{origin}, {counted(tokens.documents, 'document')}, the last {100 * config.val_fraction:g} % for validation"
     return Corpus(tokenizer, tokens.train, tokens.val, sizes, about, tokens.sha256, unknown=tokens.unknown,
-                  copies=tokens.copies, moved=tokens.moved)
+                  copies=tokens.copies)
 
 
 def _from_text(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, cache: Path) -> Corpus:
@@ -304,8 +301,8 @@ def _from_text(config: DataConfig, ctx_len: int, tokenizer: Tokenizer | None, ca
     lost = shards.lost(manifest)
     _require_context(ctx_len, len(train), len(val), lost=lost)
     sizes = Sizes(len(train), len(val), *shards.text_bytes(manifest), manifest["gzip_bpb"], *lost)
-    return Corpus(tokenizer, train, val, sizes, source.about, source.sha256, copies=shards.count(manifest, "copies"),
-                  moved=shards.count(manifest, "moved"), repeated=manifest["repeated"], marks=shards.all_marks(manifest))
+    return Corpus(tokenizer, train, val, sizes, source.about, source.sha256, copies=shards.copies(manifest),
+                  repeated=manifest["repeated"], marks=shards.all_marks(manifest))
 
 
 def _require_context(ctx_len: int, train: int, val: int, about: str = "", lost: tuple[Lost, Lost] = (NOTHING, NOTHING)) -> None:

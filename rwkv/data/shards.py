@@ -28,10 +28,10 @@ import numpy as np
 from filelock import AcquireReturnProxy, FileLock, Timeout
 from tqdm import tqdm
 
-from rwkv.data.copies import repeated_share
-from rwkv.data.separators import marks
-from rwkv.data.source import Source
-from rwkv.data.text_files import crc32, stamp, unchanged
+from rwkv.data.documents.copies import repeated_share
+from rwkv.data.documents.separators import marks
+from rwkv.data.documents.source import Source
+from rwkv.data.files import crc32, stamp, unchanged
 from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
 from rwkv.errors import UserError
 from rwkv.io.cache import cannot_write, read_json, sha256, write, write_bytes, write_json
@@ -49,8 +49,8 @@ SHOWN_AFTER = 2.0                        # seconds before the progress bar appea
 
 
 class Piece(NamedTuple):
-    """A document or a part of one. starts_document: it is the first part. Other fields as in Document; copy and moved only for
-    the first part.
+    """A document or a part of one. starts_document: it is the first part. Other fields as in Document; copy only for the first
+    part.
     """
 
     text: str
@@ -60,7 +60,6 @@ class Piece(NamedTuple):
     weight: int
     before: int = 0
     copy: bool = False
-    moved: bool = False
 
 
 class Shard(NamedTuple):
@@ -98,13 +97,13 @@ def text_bytes(manifest: dict[str, Any]) -> tuple[int, int]:
     return train, val
 
 
-def count(manifest: dict[str, Any], name: str) -> int:
-    """The number of documents of both splits that are copies, or moved (rwkv/data/copies.py)."""
-    return sum(shard[split][name] for shard in manifest["shards"] for split in SPLITS)
+def copies(manifest: dict[str, Any]) -> int:
+    """The number of documents of both splits that are copies (rwkv/data/documents/copies.py)."""
+    return sum(shard[split]["copies"] for shard in manifest["shards"] for split in SPLITS)
 
 
 def all_marks(manifest: dict[str, Any]) -> dict[str, int]:
-    """The counts of marks that end documents in the texts (rwkv/data/separators.py)."""
+    """The counts of marks that end documents in the texts (rwkv/data/documents/separators.py)."""
     total: Counter[str] = Counter()
     for shard in manifest["shards"]:
         for split in SPLITS:
@@ -256,8 +255,7 @@ def _pieces(source: Source, split: SafeSplit) -> Iterator[Piece]:
         for number, text in enumerate(pieces(document.chunks, split)):
             size = len(text.encode()) if weight is None else weight
             first = number == 0
-            yield Piece(text, document.val, first, document.where, size, before, first and document.copy,
-                        first and document.moved)
+            yield Piece(text, document.val, first, document.where, size, before, first and document.copy)
             weight = None if weight is None else 0       # a known weight belongs to the document's first piece
             before += len(text)
 
@@ -284,7 +282,7 @@ def _write_split(parts: list[Piece], tokenizer: Tokenizer, counter: LossCounter,
     split_lost = sum((batch_lost for _, batch_lost in batches), NOTHING)
     return {"tokens": len(ids), "bytes": split_lost.of, "crc32": zlib.crc32(ids.tobytes()), "lost": split_lost.bytes,
             "unknown": split_lost.unknown, "copies": sum(part.copy for part in parts),
-            "moved": sum(part.moved for part in parts), "marks": marks(part.text for part in parts)}
+            "marks": marks(part.text for part in parts)}
 
 
 def _write_starts(folder: Path, shards: list[dict[str, Any]], split: str, dtype: np.dtype, end_of_text: int) -> int:

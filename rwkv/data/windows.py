@@ -6,6 +6,7 @@ Each epoch is one permutation of the windows. The order can continue from any po
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -130,3 +131,24 @@ class ShuffleIterator(Iterator[list[int]]):
         if "drawn" not in state:
             raise UserError("the run began with trainer.tbptt and cannot continue without it: omit trainer.tbptt= to resume")
         self.drawn = state["drawn"]
+
+
+class StepLayout(NamedTuple):
+    """The batches of an optimiser step: `parts` accumulated batches of `rows` rows each, in the process `rank` of `world`."""
+
+    rows: int
+    parts: int = 1
+    rank: int = 0
+    world: int = 1
+
+    @property
+    def streams(self) -> int:
+        return self.rows * self.parts * self.world
+
+    def own(self, part: int) -> range:
+        """The streams of this process's rows in batch `part`: every world-th one."""
+        return self.common(part)[self.rank::self.world]
+
+    def common(self, part: int) -> range:
+        """The streams of the rows of batch `part` in all processes."""
+        return range(part * self.rows * self.world, (part + 1) * self.rows * self.world)

@@ -16,10 +16,11 @@ from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import Think, answer_message
 from rwkv.config import Sampling
 from rwkv.errors import UserError
+from rwkv.generation.draft import Draft
 from rwkv.generation.engine import Engine
 from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.request import Request
-from rwkv.generation.row import Sample
+from rwkv.generation.row import Row
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model
 from rwkv.model.weights_watch import WeightsWatch
@@ -28,12 +29,15 @@ from rwkv.tokenizer.tokenizers import Tokenizer
 
 @dataclass
 class Stats:
-    """Of one answer: prompt tokens read, tokens written, seconds to the first token, and seconds in all."""
+    """Of one answer: prompt tokens read, tokens written, seconds to the first token, and seconds in all; tokens that the draft
+    proposed, and those accepted."""
 
     read: int = 0
     written: int = 0
     first_s: float = 0.0
     all_s: float = 0.0
+    proposed: int = 0
+    accepted: int = 0
 
 
 @dataclass
@@ -42,7 +46,7 @@ class Chat:
 
     stop: strings that end an answer, besides the template's. think: how answers begin, as in thoughts.py. A message keeps its
     thoughts as reasoning_content; the template decides whether later turns show them. kept_bytes: the most memory of saved
-    results; the oldest are evicted first.
+    results; the oldest are evicted first. draft: as for Engine.
     """
 
     model: Model
@@ -55,6 +59,7 @@ class Chat:
     context: PrefillResult | None = None
     kept_bytes: int = 2**30
     stop: tuple[str, ...] = ()
+    draft: Draft | None = None
     messages: list[Message] = field(default_factory=list)
     stats: Stats = field(default_factory=Stats)
     _saved_results: list[tuple[str, PrefillResult]] = field(default_factory=list)
@@ -101,14 +106,14 @@ class Chat:
     def _answer_after(self, before: list[Message]) -> Iterator[str]:
         """The answer to the messages. If prefill fails, the messages are reset to `before`."""
         try:
-            engine, sample, prompt, started = self._prepare()
+            engine, row, prompt, started = self._prepare()
         except BaseException:
             self.messages = before
             raise
-        return self._answer(engine, sample, prompt, started)
+        return self._answer(engine, row, prompt, started)
 
-    def _prepare(self) -> tuple[Engine, Sample, str, float]:
-        """An engine after prefill of the conversation, the sample that will hold the answer, the conversation's text with marks
+    def _prepare(self) -> tuple[Engine, Row, str, float]:
+        """An engine after prefill of the conversation, the row that will hold the answer, the conversation's text with marks
         (rendered.py), and the time at which prefill began."""
         started = time.perf_counter()
         if self._weights is None or not self._weights.unchanged():
@@ -119,17 +124,19 @@ class Chat:
                               key=lambda saved: len(saved[0]), default=("", self.context))
         before = prefix or self.tokenizer.decode(context.last_ids if context else ())
         # Penalties count the whole conversation, so that an answer does not depend on the length of the saved prefix
-        earlier = encode(self.tokenizer, [prompt])[0] if self.sampling.repetition_penalty != 1 else ()
-        engine = Engine(self.model, self.tokenizer)
+        counted = self.sampling.repetition_penalty != 1 or self.draft is not None
+        earlier = encode(self.tokenizer, [prompt])[0] if counted else ()
+        engine = Engine(self.model, self.tokenizer, draft=self.draft)
         ids, = encode(self.tokenizer, [prompt[len(prefix):]], before)
         stopping = StoppingCriteria(self.max_new_tokens, (*self.template.stop, *self.stop))
         row, = engine.add_all([Request(ids, self.seed, stopping, self.sampling, context=context, earlier=earlier)])
         self.seed += 1
         self.stats = Stats(len(row.prompt_ids))
         self._save_result(prompt, engine.context())
-        return engine, row.sample, prompt, started
+        return engine, row, prompt, started
 
-    def _answer(self, engine: Engine, sample: Sample, prompt: str, started: float) -> Iterator[str]:
+    def _answer(self, engine: Engine, row: Row, prompt: str, started: float) -> Iterator[str]:
+        sample = row.sample
         stats = self.stats
         think = self.think
         before = engine.context().last_ids
@@ -149,6 +156,7 @@ class Chat:
             else:
                 self.messages.append({"role": "assistant", "content": sample.text.strip()})
             stats.written = len(sample.tokens)
+            stats.proposed, stats.accepted = row.proposed_tokens, row.accepted_tokens
             stats.all_s = time.perf_counter() - started
 
     def _save_result(self, text: str, result: PrefillResult) -> None:

@@ -1,7 +1,7 @@
 """Decoders: read one token per step for a batch of rows.
 
 A CDecoder makes one call of C per step, on a CPU (model/decoding/c_step.py). A GpuDecoder replays one CUDA graph per step
-(model/decoding/triton_step.py). A Decoder uses PyTorch: the generation's step for each block (model/decoding/rwkvN_step.py),
+(model/decoding/triton_step.py). A Decoder uses PyTorch: the generation's step for each block (model/rwkvN/step.py),
 which reads the weights and calls no module. For a model with adapters, hooks, other layers or moved blocks it calls the model
 itself.
 """
@@ -9,11 +9,12 @@ itself.
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
 
-from rwkv.model.base import Model, State
+from rwkv.model.base import Model, State, form
 from rwkv.model.decoding import c_step, triton_step
 from rwkv.model.decoding.c_step import CStep, are_in_order, is_plain, step_of, why_not
 from rwkv.model.decoding.layers import embedding_function, norm_function, product_function
@@ -69,7 +70,8 @@ def _block_steps(model: Model) -> Callable[[Tensor, State], tuple[Tensor, State]
     """A function that computes the model for one token of each row, from its present weights, without calling modules."""
     embedding = embedding_function(model.emb)
     dtype = model.ln_out.weight.dtype
-    blocks = [model.generation.Step(block) for block in model.blocks]
+    step = form(model.config, "step").Step
+    blocks = [step(block) for block in model.blocks]
     ln_out = norm_function(model.ln_out)
     head = product_function(model.head)
 
@@ -99,6 +101,7 @@ class CDecoder:
         self._sizes = [math.prod(shape) for shape in self._shapes]
         self._c_step: CStep | None = None
         self._state_rows: list[int] = []                 # each row's index in self._states
+        self._ahead: list[list[int]] = []                # the indices of each row's states after the tokens read ahead
         self._states = torch.empty(0, len(model.blocks), sum(self._sizes), dtype=torch.float32, device="cpu")
         self.join(state)
 
@@ -106,7 +109,7 @@ class CDecoder:
         """The logits (B,V) that follow tokens (B,), in memory that the next step overwrites."""
         if self._state_rows:
             c = self._shared_step()
-            c(tokens.long().contiguous(), self._state_index, self._states, self._work, self._logits)
+            c(tokens.long().contiguous(), self._state_index, self._states, self._workspace(len(self._state_rows)), self._logits)
         return self._logits
 
     def with_state(self, state: State) -> "CDecoder":
@@ -121,28 +124,55 @@ class CDecoder:
         """The logits (B,V) that follow B prompts (t,), with the bits of t steps, in one call; the next call overwrites them."""
         c = self._shared_step()
         lengths = torch.tensor([*map(len, prompts)], device="cpu")
-        work = self._states.new_empty(int(lengths.sum()), c.size)
+        work = self._workspace(int(lengths.sum()))
         c(torch.cat([*prompts]).long(), self._state_index.repeat_interleave(lengths), self._states, work, self._logits)
         return self._logits
 
     @torch.inference_mode()
+    def read_ahead(self, sequences: Sequence[Sequence[int]]) -> Tensor:
+        """The logits (n,V) after each of the n tokens of all sequences, one sequence per row, with the bits of n steps, in one
+        call.
+
+        The rows stay where they are: the states after the tokens are saved, also those of the next calls, until advance() or
+        drop_ahead().
+        """
+        tokens = [*chain.from_iterable(sequences)]
+        free = iter(self._free_places(len(tokens)))
+        sources, places = [], []
+        for row, sequence in enumerate(sequences):
+            ahead = self._ahead[row]
+            for _ in sequence:
+                sources.append(ahead[-1] if ahead else self._state_rows[row])
+                ahead.append(next(free))
+                places.append(ahead[-1])
+        logits = torch.empty(len(tokens), self._model.vocab_size, dtype=torch.float32, device="cpu")
+        step = self._shared_step()
+        step(_on_cpu(tokens), _on_cpu(places), self._states, self._workspace(len(tokens)), logits, _on_cpu(sources),
+             all_logits=True)
+        return logits
+
+    def advance(self, row: int, n: int = 1) -> None:
+        """Moves the row to its state after the first n tokens read ahead."""
+        if n:
+            self._state_rows[row] = self._ahead[row][n - 1]
+            del self._ahead[row][:n]
+            self._state_index = _on_cpu(self._state_rows)
+
+    def drop_ahead(self) -> None:
+        """Drops the states after tokens read ahead."""
+        self._ahead = [[] for _ in self._state_rows]
+
+    @torch.inference_mode()
     def keep(self, rows: list[int]) -> None:
         """Keeps only these rows, each once, in this order."""
-        self._set_rows([self._state_rows[row] for row in rows])
+        self._set_rows([self._state_rows[row] for row in rows], [self._ahead[row] for row in rows])
 
     @torch.inference_mode()
     def join(self, state: State) -> None:
-        n = state[0].shape[1]
-        capacity = len(self._states)
-        rows = len(self._state_rows) + n
-        if rows > capacity:
-            states = self._states.new_empty(max(rows, capacity + capacity // 2), *self._states.shape[1:])
-            states[:capacity] = self._states
-            self._states = states
-        free = sorted(set(range(len(self._states))) - set(self._state_rows))[:n]
+        free = self._free_places(state[0].shape[1])
         for tensor, part in zip(state, self._states.split(self._sizes, 2), strict=True):
             part[free] = tensor.transpose(0, 1).flatten(2).to(part)
-        self._set_rows([*self._state_rows, *free])
+        self._set_rows([*self._state_rows, *free], [*self._ahead, *([] for _ in free)])
 
     @torch.inference_mode()
     def state(self, rows: list[int] | None = None) -> State:
@@ -152,22 +182,41 @@ class CDecoder:
         return self._state_type(*(part[:, state_rows].contiguous().unflatten(2, shape)
                                   for part, shape in zip(parts, self._shapes, strict=True)))
 
-    def _set_rows(self, state_rows: list[int]) -> None:
+    def _set_rows(self, state_rows: list[int], ahead: list[list[int]]) -> None:
         if not state_rows:
             self._states = self._states[:0].clone()
         self._state_rows = state_rows
-        self._state_index = torch.tensor(state_rows, dtype=torch.int64, device="cpu")
+        self._ahead = ahead
+        self._state_index = _on_cpu(state_rows)
         self._logits = torch.empty(len(state_rows), self._model.vocab_size, dtype=torch.float32, device="cpu")
         self._work = self._states.new_empty(0)
 
+    def _free_places(self, n: int) -> list[int]:
+        """n unused indices in self._states, which grows if it has fewer."""
+        used = {*self._state_rows, *chain.from_iterable(self._ahead)}
+        capacity = len(self._states)
+        if len(used) + n > capacity:
+            states = self._states.new_empty(max(len(used) + n, capacity + capacity // 2), *self._states.shape[1:])
+            states[:capacity] = self._states
+            self._states = states
+        return sorted(set(range(len(self._states))) - used)[:n]
+
+    def _workspace(self, rows: int) -> Tensor:
+        """The decoder's working memory, for that many rows or more."""
+        if len(self._work) < rows:
+            self._work = self._states.new_empty(rows, self._shared_step().size)
+        return self._work
+
     def _shared_step(self) -> CStep:
-        """The step, which all decoders of the model share; allocates the decoder's working memory."""
+        """The step, which all decoders of the model share."""
         if self._c_step is None:
             self._c_step = step_of(self._model)
             self._weights = [tensor.detach() for tensor in tensors_of(self._model)]      # keeps the memory alive for C
-        if not len(self._work):
-            self._work = self._states.new_empty(len(self._state_rows), self._c_step.size)
         return self._c_step
+
+
+def _on_cpu(numbers: Sequence[int]) -> Tensor:
+    return torch.tensor([*numbers], dtype=torch.int64, device="cpu")
 
 
 class GpuDecoder:

@@ -1,15 +1,16 @@
 """The engine: generates a batch of sequences, one row each, and draws one token per row and step.
 
 Prefill reads a prompt in chunks of many tokens (prefill.py). After that each step reads one token per row (decoder.py), so
-memory and time per token do not depend on the length of the sequence. Rows join and leave between steps. The output depends
-only on the prompt, the seed and the options, not on the other rows or on streaming.
+memory and time per token do not depend on the length of the sequence. With a draft, a step may read and draw several tokens
+of a row (speculation.py). Rows join and leave between steps. The output depends only on the prompt, the seed and the options,
+not on the other rows, the draft or streaming.
 """
 
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -18,13 +19,15 @@ from kernels.backends.transfer import to_device
 from rwkv.config import LARGEST_SEED, Sampling, strings, whole_number, whole_numbers
 from rwkv.errors import UserError
 from rwkv.generation.decoder import CDecoder, GpuDecoder, decoder_of
+from rwkv.generation.draft import Draft
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.logprobs import entry, logprobs
-from rwkv.generation.pooling import pooled
-from rwkv.generation.prefill import EMPTY, SHORT_PROMPT, Prefill, PrefillResult, PrefixCache, advance_all, chunks_on, prefill
+from rwkv.generation.prefill import SHORT_PROMPT, Prefill, PrefillResult, advance_all, chunks_on, pooled, prefill
+from rwkv.generation.prefix_cache import EMPTY, PrefixCache
 from rwkv.generation.request import Request
 from rwkv.generation.row import CANCELLED, Row, Sample
 from rwkv.generation.sampling import Penalties, PenaltyTable, TablePenalties, drawing_on, not_finite, queued_tokens, to_host
+from rwkv.generation.speculation import Speculation
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.model.base import Model, State
 from rwkv.model.decoding.triton_step import SPARE_SLOTS
@@ -42,15 +45,16 @@ WATCH_INTERVAL_GPU = 64                        # steps between checks of the wei
 
 def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_tokens: int = 200, seed: int = 0,
              stop: Sequence[str] = (), stop_tokens: Sequence[int] = (), context: PrefillResult | None = None,
-             cache: PrefixCache | None = None, grammar: Grammar | None = None, **sampling: Any) -> Iterator[str]:
+             cache: PrefixCache | None = None, grammar: Grammar | None = None, draft: Draft | None = None,
+             **sampling: Any) -> Iterator[str]:
     """Yields the continuation of `prompt`, without the prompt, in pieces of whole characters as they are generated.
 
-    sampling: the fields of rwkv.config.Sampling. grammar: constrains the text (rwkv/generation/grammar.py). context: the result
-    of what precedes the prompt. Without a context and a prompt, generation starts from the end-of-text token, which also ends a
-    sequence. Raises ValueError, before the first piece is requested, if an option is wrong, the prompt cannot be encoded or the
-    tokenizer does not fit the model.
+    sampling: the fields of rwkv.config.Sampling. grammar: constrains the text (rwkv/generation/grammar). context: the result
+    of what precedes the prompt. draft: as for Engine. Without a context and a prompt, generation starts from the end-of-text
+    token, which also ends a sequence. Raises ValueError, before the first piece is requested, if an option is wrong, the prompt
+    cannot be encoded or the tokenizer does not fit the model.
     """
-    engine = Engine(model, tokenizer, cache)
+    engine = Engine(model, tokenizer, cache, draft)
     prompt, = strings("prompts", [prompt])
     engine.add_all([Request(prompt, seed, StoppingCriteria(max_new_tokens, stop, stop_tokens), Sampling(**sampling),
                             grammar=grammar, context=context)])
@@ -60,7 +64,7 @@ def generate(model: Model, tokenizer: Tokenizer, prompt: str = "", max_new_token
 def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], max_new_tokens: int = 200,
                    seeds: Sequence[int] | None = None, stop: Sequence[str] = (), stop_tokens: Sequence[int] = (),
                    cache: PrefixCache | None = None, logprobs: int = 0, grammar: Grammar | None = None,
-                   **sampling: Any) -> list[Sample]:
+                   draft: Draft | None = None, **sampling: Any) -> list[Sample]:
     """A finished Sample for each prompt, generated as one batch, with the text that `generate` yields for that prompt and seed.
 
     The tokens are exactly the same for small models, for int8, and for large models on a CPU with C kernels (kernels/native).
@@ -76,7 +80,7 @@ def generate_batch(model: Model, tokenizer: Tokenizer, prompts: Sequence[str], m
     stopping = StoppingCriteria(max_new_tokens, stop, stop_tokens)
     options = Sampling(**sampling)
     n_logprobs = whole_number("logprobs", logprobs) or None
-    engine = Engine(model, tokenizer, cache)
+    engine = Engine(model, tokenizer, cache, draft)
     rows = engine.add_all([Request(prompt, seed, stopping, options, n_logprobs, grammar=grammar)
                            for prompt, seed in zip(prompts, seeds, strict=True)])
     engine.run()
@@ -88,18 +92,23 @@ class Engine:
     text), empty pieces included.
 
     add() adds a row. Its prefill runs between the steps of the other rows, with the work of about Chunks.budget tokens at a
-    time. cache: also gets the result of each whole sequence when it ends. If the model's weights change, the next step (on a
+    time. cache: also gets the result of each whole sequence when it ends. draft: proposes tokens, which changes no sequence; it
+    is ignored where the decoding step is not in C (speculates). If the model's weights change, the next step (on a
     GPU one of the next 64) uses the new weights with the old states, as far as rwkv/model/weights_watch.py detects the change.
     Not thread-safe. Raises UserError if the tokenizer has more tokens than the model.
     """
 
-    def __init__(self, model: Model, tokenizer: Tokenizer, cache: PrefixCache | None = None) -> None:
+    def __init__(self, model: Model, tokenizer: Tokenizer, cache: PrefixCache | None = None,
+                 draft: Draft | None = None) -> None:
         if tokenizer.vocab_size > model.vocab_size:
             raise UserError(f"the tokenizer must have at most the model's {model.vocab_size} tokens; got "
                             f"{tokenizer.vocab_size}")
         self._model = model
         self._tokenizer = tokenizer
         self._cache = cache
+        self._draft = draft
+        self._speculation = Speculation(draft) if draft else None
+        self._ahead: dict[int, _Ahead] = {}              # by position; in a step only
         self._prefills: deque[_SharedPrefill] = deque()  # unfinished prefills, the next one first
         self._rows: list[Row] = []                       # in the decoder's order; finished rows leave at the next step
         self._logits = torch.empty(0, model.vocab_size, device=model.emb.weight.device)       # (rows, V)
@@ -145,7 +154,7 @@ class Engine:
         budget, longest, _ = self._chunks
         for tokens in (budget, longest, budget - 1, 1):  # kernels may treat short, odd and single lengths differently
             prefill(self._model, torch.zeros(1, tokens, dtype=torch.long, device="cpu"))
-        engine = Engine(self._model, self._tokenizer)    # without the cache
+        engine = Engine(self._model, self._tokenizer, draft=self._draft)     # without the cache
         for n_logprobs in (None, 1):                     # one row, then two
             engine.add(Request([0], stopping=StoppingCriteria(WARM_TOKENS), n_logprobs=n_logprobs))
             engine.step()
@@ -169,7 +178,8 @@ class Engine:
             yield from self.step()
 
     def step(self) -> list[tuple[int, str]]:
-        """Draws one token for each unfinished row after prefill; returns (row's index, piece of text) for each.
+        """Draws a token for each unfinished row after prefill, with a draft often several; returns (row's index, piece of text)
+        for each.
 
         Before that, finished rows leave, and prefills advance by the work of about Chunks.budget tokens.
         """
@@ -179,18 +189,32 @@ class Engine:
         if self._steps % self._watch_interval == 0 and not self._weights.unchanged():
             self._reload_weights()
         self._drop_finished()
-        self._step_decoder()
+        self._step_decoder(speculate=True)
         self._advance_prefills()
-        pieces = [(row.index, row.end_without_token()) for row in self._rows if row.unfinished and not row.update_forbidden()]
-        for position, row in enumerate(self._rows):
+        pieces: dict[int, str] = {}
+        positions = [*range(len(self._rows))]
+        while positions:
+            for index, piece in self._draw_next(positions):
+                pieces[index] = pieces.get(index, "") + piece
+            positions = [position for position, ahead in self._ahead.items() if self._accept(position, ahead)]
+        self._drop_ahead()
+        return [*pieces.items()]
+
+    def _draw_next(self, positions: Sequence[int]) -> list[tuple[int, str]]:
+        """Draws a token for each of these rows that is unfinished; returns (row's index, piece of text) for each."""
+        rows = [(position, self._rows[position]) for position in positions]
+        pieces = [(row.index, row.end_without_token()) for _, row in rows if row.unfinished and not row.update_forbidden()]
+        for position, row in rows:
             if row.needs_final_context:  # its last token has now been read
                 self._set_final_context(position)
-        self._drop_finished()
-        if not self._rows:
+        unfinished = [(position, row) for position, row in rows if row.unfinished]
+        if not unfinished:
             return pieces
-        tokens = self._draw()
-        self._drawn = torch.tensor(tokens, device="cpu")
-        for position, (row, token) in enumerate(zip(self._rows, tokens, strict=True)):
+        tokens = self._draw([position for position, _ in unfinished])
+        if self._drawn is None:
+            self._drawn = torch.zeros(len(self._rows), dtype=torch.int64, device="cpu")
+        for (position, row), token in zip(unfinished, tokens, strict=True):
+            self._drawn[position] = token
             if row.damaged:
                 continue
             pieces.append((row.index, row.push(token)))
@@ -201,12 +225,32 @@ class Engine:
                 self._set_final_context(position)
         return pieces
 
+    def _accept(self, position: int, ahead: "_Ahead") -> bool:
+        """Whether the row's last token is the next one of its draft: then the row moves to the state and logits after it."""
+        if not self._rows[position].unfinished or ahead.accepted == len(ahead.draft):
+            return False
+        assert self._drawn is not None
+        if ahead.draft[ahead.accepted] != self._drawn[position]:
+            return False
+        ahead.accepted += 1
+        cast(CDecoder, self._decoder).advance(position)
+        self._logits[position] = ahead.logits[ahead.accepted]
+        return True
+
+    def _drop_ahead(self) -> None:
+        for position, ahead in self._ahead.items():
+            assert self._speculation is not None
+            self._speculation.record(self._rows[position], len(ahead.draft), ahead.accepted)
+        if self._ahead:
+            cast(CDecoder, self._decoder).drop_ahead()
+            self._ahead = {}
+
     def context(self) -> PrefillResult:
         """The result of the only row's whole sequence: `generate(..., context=...)` continues from there."""
         row, = self._rows
         if not self._weights.unchanged():
             self._reload_weights()
-        if row.last_token_in_text:
+        if row.last_token_unread:
             self._step_decoder()
         return self._final_context(0)
 
@@ -259,11 +303,31 @@ class Engine:
             self._drawn = self._drawn[positions]
         self._rows = [self._rows[position] for position in positions]
 
-    def _step_decoder(self) -> None:
+    def _step_decoder(self, speculate: bool = False) -> None:
+        """Reads the tokens drawn last. speculate: reads also those that a draft proposes, into self._ahead."""
         if self._drawn is not None:
-            if self._rows:
+            drafts = self._speculation.propose(self._rows) if speculate and self._speculation and self.speculates else []
+            if any(drafts):
+                self._read_ahead(drafts)
+            elif self._rows:
                 self._logits = self._decoder.step(self._drawn)
             self._drawn = None
+
+    def _read_ahead(self, drafts: Sequence[list[int]]) -> None:
+        """Reads the last token of each row and its draft."""
+        assert self._drawn is not None
+        decoder = cast(CDecoder, self._decoder)
+        sequences = [[token, *draft] for token, draft in zip(self._drawn.tolist(), drafts, strict=True)]
+        logits = decoder.read_ahead(sequences).split([*map(len, sequences)])
+        self._logits = torch.stack([each[0] for each in logits])
+        self._ahead = {position: _Ahead(draft, logits[position]) for position, draft in enumerate(drafts) if draft}
+        for position in range(len(self._rows)):
+            decoder.advance(position)
+
+    @property
+    def speculates(self) -> bool:
+        """Whether the engine uses its draft: it has one, and its decoding step is in C."""
+        return self._draft is not None and isinstance(self._decoder, CDecoder)
 
     def _advance_prefills(self) -> None:
         """Advances prefills in turn, by the work of Chunks.budget tokens in all; rows whose prefill is done join the batch."""
@@ -318,58 +382,51 @@ class Engine:
         else:
             row.final_context = context
 
-    def _draw(self) -> list[int]:
-        """The next token of each row; rows with equal options are drawn together.
+    def _draw(self, positions: Sequence[int]) -> list[int]:
+        """The next token of each of these rows; rows with equal options are drawn together.
 
         Rows whose logits are not finite because of their context (it may come from a damaged file) are cancelled, with token 0.
         """
-        logits = self._mask_forbidden(self._logits[:, :self._tokenizer.vocab_size].to(self._draw_device))
-        tokens = [0] * len(self._rows)
+        rows = [self._rows[position] for position in positions]
+        logits = self._logits[:, :self._tokenizer.vocab_size]
+        if len(rows) < len(self._rows):
+            logits = logits[to_device(torch.tensor(positions, device="cpu"), logits.device)]
+        logits = _mask_forbidden(logits.to(self._draw_device), rows)
+        tokens = [0] * len(rows)
         groups: dict[Sampling, list[int]] = {}
-        for position, row in enumerate(self._rows):
-            groups.setdefault(row.request.sampling, []).append(position)
+        for index, row in enumerate(rows):
+            groups.setdefault(row.request.sampling, []).append(index)
         queued = []
-        for options, positions in groups.items():
-            rows = [self._rows[position] for position in positions]
-            penalties: Any = [row.penalties for row in rows if row.penalties is not None] or None
-            indices = to_device(torch.tensor(positions, device="cpu"), logits.device)
-            group_logits = logits if len(rows) == len(self._rows) else logits[indices]
-            uniform = torch.tensor([row.uniform() for row in rows], dtype=torch.float64, device="cpu")
+        for options, indices in groups.items():
+            group = [rows[index] for index in indices]
+            penalties: Any = [row.penalties for row in group if row.penalties is not None] or None
+            on_device = to_device(torch.tensor(indices, device="cpu"), logits.device)
+            group_logits = logits if len(group) == len(rows) else logits[on_device]
+            uniform = torch.tensor([row.uniform() for row in group], dtype=torch.float64, device="cpu")
             queued.append(queued_tokens(group_logits, uniform, options, penalties, self._draw_function))
-        for position, token in zip(chain.from_iterable(groups.values()), to_host(queued).tolist(), strict=True):
-            row = self._rows[position]
+        for index, token in zip(chain.from_iterable(groups.values()), to_host(queued).tolist(), strict=True):
+            row = rows[index]
             if token < 0 and row.request.context is None:
                 raise not_finite()
             if token < 0:
                 row.cancel_damaged()
                 continue
-            tokens[position] = token
+            tokens[index] = token
             if row.penalties is not None:
                 row.penalties.add(token)
-        self._append_logprobs(logits, tokens)
+        self._append_logprobs(rows, logits, tokens)
         return tokens
 
-    def _mask_forbidden(self, logits: Tensor) -> Tensor:
-        """The logits, or a copy of them with -inf for each token that a row's grammar forbids."""
-        masks = [(position, row.forbidden) for position, row in enumerate(self._rows) if row.forbidden is not None]
-        if masks:
-            logits = logits.clone()
-        for position, forbidden in masks:
-            logits[position].masked_fill_(to_device(forbidden, logits.device), -torch.inf)
-        return logits
-
-    def _append_logprobs(self, logits: Tensor, tokens: list[int]) -> None:
-        positions = [position for position, row in enumerate(self._rows)
-                     if row.request.n_logprobs is not None and not row.damaged]
-        if not positions:
+    def _append_logprobs(self, rows: Sequence[Row], logits: Tensor, tokens: Sequence[int]) -> None:
+        wanted = [index for index, row in enumerate(rows) if row.request.n_logprobs is not None and not row.damaged]
+        if not wanted:
             return
-        n = max(self._rows[position].request.n_logprobs or 0 for position in positions)
-        drawn = torch.tensor([tokens[position] for position in positions], device="cpu")
-        drawn_logprobs, top_ids, top_logprobs = logprobs(logits[positions], drawn, n)
-        for index, position in enumerate(positions):
-            row = self._rows[position]
-            row.sample.logprobs.append(entry(self._tokenizer, tokens[position], drawn_logprobs[index], top_ids[index],
-                                             top_logprobs[index], row.request.n_logprobs, row.last_ids()))
+        n = max(rows[index].request.n_logprobs or 0 for index in wanted)
+        drawn = torch.tensor([tokens[index] for index in wanted], device="cpu")
+        for index, logprob, top_ids, top_logprobs in zip(wanted, *logprobs(logits[wanted], drawn, n), strict=True):
+            row = rows[index]
+            row.sample.logprobs.append(entry(self._tokenizer, tokens[index], logprob, top_ids, top_logprobs,
+                                             row.request.n_logprobs, row.last_ids()))
 
     def _append_prompt_logprobs(self, shared: "_SharedPrefill") -> None:
         """Makes the entries of the last chunk. Making those of a long prompt at once would take seconds."""
@@ -382,6 +439,25 @@ class Engine:
                 shared.logprobs.append(entry(self._tokenizer, token, logprob, top_ids, top_logprobs,
                                              shared.request.n_logprobs, before))
         shared.prefill.logprobs.clear()
+
+
+def _mask_forbidden(logits: Tensor, rows: Sequence[Row]) -> Tensor:
+    """The logits (B,V), or a copy of them with -inf for each token that a row's grammar forbids."""
+    masks = [(index, row.forbidden) for index, row in enumerate(rows) if row.forbidden is not None]
+    if masks:
+        logits = logits.clone()
+    for index, forbidden in masks:
+        logits[index].masked_fill_(to_device(forbidden, logits.device), -torch.inf)
+    return logits
+
+
+@dataclass
+class _Ahead:
+    """A row's draft while the row draws after it. logits: (n+1,V), after the row's last token and each of the draft's n."""
+
+    draft: list[int]
+    logits: Tensor
+    accepted: int = 0
 
 
 @dataclass

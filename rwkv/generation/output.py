@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TextIO
 
 from rwkv.config import GenerateConfig, Sampling
+from rwkv.generation.draft import Draft
 from rwkv.generation.engine import Engine
 from rwkv.generation.options import grammar_from
 from rwkv.generation.prefill import PrefillResult
@@ -31,9 +32,10 @@ SEPARATOR = "---\n"                      # between two texts on standard output
 
 
 def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, prompts: Sequence[str],
-                   context: PrefillResult | None = None, sampling: Sampling | None = None, stop: Sequence[str] = ()) -> bool:
+                   context: PrefillResult | None = None, sampling: Sampling | None = None, stop: Sequence[str] = (),
+                   draft: Draft | None = None) -> bool:
     """Generates and writes num_samples texts per prompt. sampling: replaces the configuration's options. stop: further stop
-    strings.
+    strings. draft: as for Engine.
 
     After a signal such as Ctrl-C it writes the texts so far and returns False.
     """
@@ -47,7 +49,7 @@ def run_generation(model: Model, tokenizer: Tokenizer, config: GenerateConfig, p
         written = 0
         while batch := list(itertools.islice(jobs, config.batch_size)):
             started = time.perf_counter()
-            engine = Engine(model, tokenizer)
+            engine = Engine(model, tokenizer, draft=draft)
             rows = engine.add_all([Request(prompt, seed, stopping, sampling, config.logprobs or None, grammar=grammar,
                                            context=context) for prompt, seed in batch])
             samples = [row.sample for row in rows]
@@ -101,6 +103,9 @@ class _Clock:
         seconds = finished - self._first_step_end
         if written > self._first_step_tokens and seconds > 0:
             line += f" ({(written - self._first_step_tokens) / seconds:.0f} tokens/s after the first)"
+        if self._engine.speculates:
+            accepted = sum(row.accepted_tokens for row in self._rows)
+            line += f", {accepted} of {counted(sum(row.proposed_tokens for row in self._rows), 'proposed token')} accepted"
         return line
 
     def _tokens_written(self) -> int:

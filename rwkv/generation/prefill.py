@@ -1,4 +1,4 @@
-"""Prefill: reads prompts in chunks of bounded size, and caches the results by the tokens read.
+"""Prefill: reads prompts in chunks of bounded size.
 
 A chunk has at most Chunks.longest tokens. It begins at a multiple of that from the prompt's start, or where a cached prefix
 ends, so the result does not depend on other prompts. A chunk goes through the blocks in stages, each with about the work of
@@ -7,28 +7,21 @@ at most SHORT_PROMPT tokens is one call of C: the blocks in PyTorch take as long
 a GPU such a chunk is one replay of a CUDA graph, which saves the host some 30 launches a layer. Several prompts share a replay:
 each token has the bits of a decoding step, whatever its batch. Longer prompts run alone, because the libraries behind the
 blocks' products choose the order of summation by the number of rows.
-
-A prefill result has the same size for every length, so the cache holds many; results of a GPU are moved to host memory. A
-prompt that begins with an earlier prompt, or with an earlier prompt and its answer, continues from there.
 """
 
-import secrets
 from collections.abc import Generator, Iterator, Sequence
-from itertools import accumulate, count, repeat
 from math import ceil
-from threading import Lock
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from kernels.backends.transfer import to_device
-from rwkv.errors import UserError
+from rwkv.config import Pooling
 from rwkv.generation.decoder import CDecoder, GpuDecoder
 from rwkv.generation.logprobs import logprobs
-from rwkv.io.fair_lru import FairLRU
+from rwkv.generation.prefix_cache import EMPTY, Key, PrefixCache
 from rwkv.model.base import Model, State
-from rwkv.model.weights_watch import WeightsWatch
 
 LOGPROB_ROWS = 32                        # prompt tokens whose log-probabilities are computed at a time
 SHORT_PROMPT = 64                        # tokens: C is no slower than PyTorch in any dtype, and a GPU graph holds them
@@ -75,100 +68,6 @@ class PrefillResult(NamedTuple):
     def cat(results: Sequence["PrefillResult"]) -> "PrefillResult":
         """One result with the rows of all, in order."""
         return PrefillResult(torch.cat([result.logits for result in results]), State.cat([result.state for result in results]))
-
-
-class Key(NamedTuple):
-    """A key of PrefixCache: the number and the hash of the tokens, the model and the owner.
-
-    Different models, and different owners, share no entries.
-    """
-
-    length: int = 0
-    hash: int = 0
-    model: str = ""
-    owner: str = ""
-
-
-EMPTY = Key()
-
-
-class PrefixCache:
-    """A cache of prefill results by the tokens read, of at most max_bytes. It evicts the least recently used; an owner within
-    its fair share loses nothing to others.
-
-    The key has a polynomial hash of all tokens, modulo a prime of 127 bits and at a random point. The longest match takes one
-    look-up per prompt token, for any number of entries, and the key of a sequence is computed from that of its prefix. Two
-    prefixes have the same hash with a probability of about their length / 2^127. A model's name in the keys stands for one
-    model: its entries are removed when another model gets the name, and when the weights change. Thread-safe. Raises UserError
-    for a max_bytes below 0.
-    """
-
-    _PRIME = 2**127 - 1
-
-    def __init__(self, max_bytes: int = 256 * 2**20) -> None:
-        if max_bytes < 0:
-            raise UserError(f"max_bytes must be 0 or more; got {max_bytes}")
-        self.max_bytes = max_bytes
-        self._point = secrets.randbelow(self._PRIME)
-        self._entries: dict[Key, PrefillResult] = {}
-        self._lru = FairLRU[Key]()
-        self._watches: dict[str, WeightsWatch] = {}                     # by model name
-        self._lock = Lock()              # guards all of these
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    @property
-    def bytes(self) -> int:
-        return self._lru.total
-
-    def begin(self, model: Model, name: str = "") -> None:
-        """Removes the entries under the model's name if they are of another model, or if the weights have changed."""
-        with self._lock:
-            watch = self._watches.get(name)
-            if watch is not None and watch.model is model and watch.unchanged():
-                return
-            if watch is not None:
-                for key in [key for key in self._entries if key.model == name]:
-                    self._remove(key)
-            self._watches[name] = WeightsWatch(model)
-
-    def key(self, tokens: Sequence[int], after: Key = EMPTY) -> Key:
-        """The key of a prefix and these tokens. after: the key of the prefix."""
-        *_, last = self._keys(tokens, after)
-        return last
-
-    def longest(self, tokens: Sequence[int], after: Key = EMPTY) -> tuple[Key, PrefillResult | None]:
-        """The key of the longest cached prefix of `tokens` and its result; (after, None) if there is none."""
-        keys = list(self._keys(tokens, after))
-        with self._lock:
-            longest = next((key for key in reversed(keys) if key in self._entries), None)
-            if longest is None:
-                return after, None
-            self._lru.use(longest)
-            return longest, self._entries[longest]
-
-    def put(self, key: Key, result: PrefillResult) -> None:
-        result = result.to("cpu")
-        size = result.nbytes()
-        with self._lock:
-            if key in self._entries:
-                self._remove(key)
-            if size > self.max_bytes:
-                return
-            self._entries[key] = result
-            self._lru.add(key, key.owner, size)
-            while self._lru.total > self.max_bytes:
-                self._remove(self._lru.victim(self.max_bytes))
-
-    def _keys(self, tokens: Sequence[int], after: Key = EMPTY) -> Iterator[Key]:
-        """The key of each prefix of `tokens`, the empty one first, after the sequence with the key `after`."""
-        hashes = accumulate(tokens, lambda value, token: (value * self._point + token + 1) % self._PRIME, initial=after.hash)
-        return map(Key, count(after.length), hashes, repeat(after.model), repeat(after.owner))
-
-    def _remove(self, key: Key) -> None:
-        del self._entries[key]
-        self._lru.remove(key)
 
 
 class Prefill:
@@ -312,6 +211,14 @@ def advance_all(prompts: Sequence[Prefill]) -> None:
     logits, state = decoder.read([prompt._chunk_ids for prompt in prompts]), decoder.state()
     for row, prompt in enumerate(prompts):
         prompt._finish_chunk(PrefillResult(logits[row:row + 1], state.rows(slice(row, row + 1))))
+
+
+def pooled(prefill: Prefill, pooling: Pooling) -> Tensor:
+    """The embedding (C) float32, of length 1, after a prefill with pool_hidden=True."""
+    assert prefill.hidden_sum is not None
+    assert prefill.last_hidden is not None
+    vector = prefill.hidden_sum if pooling == "mean" else prefill.last_hidden.double()
+    return nn.functional.normalize(vector, dim=0).float().cpu()
 
 
 def prefill(model: Model, tokens: Tensor, start: PrefillResult | None = None) -> PrefillResult:

@@ -9,7 +9,8 @@ from rwkv.generation.grammar import Grammar
 from rwkv.generation.stopping import StoppingCriteria
 
 if TYPE_CHECKING:
-    from rwkv.generation.prefill import Key, PrefillResult
+    from rwkv.generation.prefill import PrefillResult
+    from rwkv.generation.prefix_cache import Key
 
 
 @dataclass(frozen=True, eq=False)

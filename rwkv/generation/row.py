@@ -1,13 +1,15 @@
 """One sequence while it is generated: its allowed tokens, drawn tokens, text and finish reason. Rows are independent."""
 
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from rwkv.generation.grammar import Matcher
-from rwkv.generation.prefill import PrefillResult, PrefixCache
+from rwkv.generation.grammar.matcher import Matcher, matcher_of
+from rwkv.generation.prefill import PrefillResult
+from rwkv.generation.prefix_cache import PrefixCache
 from rwkv.generation.request import Request
 from rwkv.generation.sampling import Penalties, TablePenalties
 from rwkv.generation.stopping import StopStrings
@@ -47,7 +49,7 @@ class Row:
     each prompt token except the first. embedding: (C), if requested, after prefill. forbidden: (V) bool, True for tokens that
     the grammar does not allow next; None without a grammar. final_context: if requested, the result of the whole sequence,
     including its last token and a stop string; None for a cancelled row. damaged: the row was cancelled because the logits
-    after its context are not finite.
+    after its context are not finite. proposed_tokens, accepted_tokens: of its draft.
     """
 
     def __init__(self, index: int, request: Request, prompt_ids: list[int], tokenizer: Tokenizer,
@@ -59,6 +61,8 @@ class Row:
         self.penalties = penalties
         self.cache = cache
         self.cached_tokens = 0
+        self.proposed_tokens = 0
+        self.accepted_tokens = 0
         self.prompt_read = False
         self.prompt_logprobs: list[dict[str, Any]] = []
         self.embedding = torch.empty(0)
@@ -70,7 +74,7 @@ class Row:
         self._stop_tokens = {*stopping.stop_tokens, *tokenizer.starting(stopping.stop)}
         self._matcher: Matcher | None = None
         if request.grammar is not None:
-            self._matcher = request.grammar.matcher(tokenizer, [*self._stop_tokens])
+            self._matcher = matcher_of(request.grammar, tokenizer, [*self._stop_tokens])
         self.forbidden: Tensor | None = None
         self._generator = torch.Generator().manual_seed(request.seed)
         self._uniform: list[float] = []  # unused random numbers, the next one last
@@ -111,6 +115,11 @@ class Row:
         """The text in final_context after the text shown: a stop string, and the rest of its last token."""
         return self._stop_strings.rest
 
+    @property
+    def last_token_unread(self) -> bool:
+        """Whether the state lacks the last token of the text: the row has not read it before it ended."""
+        return self.last_token_in_text and self.sample.finish_reason != NO_TOKEN
+
     def cancel(self) -> None:
         """Ends the sequence; the row leaves at the next step."""
         if not self.complete:
@@ -129,11 +138,32 @@ class Row:
         """The last ids read or drawn, including those before the prompt."""
         return [*self._preceding_ids, *self.sample.tokens[-LAST_IDS:]][-LAST_IDS:]
 
+    @property
+    def known_ids(self) -> list[int]:
+        """The ids before the continuation: those of the prompt, after the known ones of its context."""
+        earlier = [*self.request.earlier]
+        includes_prompt = earlier[len(earlier) - len(self.prompt_ids):] == self.prompt_ids
+        return earlier if includes_prompt else earlier + self.prompt_ids
+
+    @property
+    def tokens_left(self) -> int:
+        """The most tokens that can still be drawn."""
+        return self.request.stopping.max_new_tokens - len(self.sample.tokens)
+
+    def before_end(self, tokens: list[int]) -> list[int]:
+        """The tokens before the first that would end the sequence."""
+        return [*takewhile(lambda token: token not in self._ends and token not in self._stop_tokens, tokens)]
+
     def uniform(self) -> float:
-        if not self._uniform:
-            numbers = torch.rand(RANDOM_BLOCK, generator=self._generator, dtype=torch.float64, device="cpu")
-            self._uniform = numbers.tolist()[::-1]
+        self.next_uniform(1)
         return self._uniform.pop()
+
+    def next_uniform(self, n: int) -> list[float]:
+        """The next n results of uniform()."""
+        while len(self._uniform) < n:
+            numbers = torch.rand(RANDOM_BLOCK, generator=self._generator, dtype=torch.float64, device="cpu")
+            self._uniform = numbers.tolist()[::-1] + self._uniform
+        return self._uniform[:-n - 1:-1]
 
     def update_forbidden(self) -> bool:
         """Sets `forbidden` from the grammar; returns whether any token is allowed and not banned."""

@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
+from rwkv.commands import as_typed
 from rwkv.errors import UserError
 from rwkv.io import hub
-from rwkv.io.commands import as_typed
 
 
 def state_file(path: str | Path) -> Path:

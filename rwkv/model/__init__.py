@@ -1,1 +1,1 @@
-"""The architectures: one file for each generation, its fused form, states and losses; decoding/: one token at a time."""
+"""A folder for each generation; states, losses, packed weights; fused/ and decoding/: what the forms of generations share."""

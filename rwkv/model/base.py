@@ -2,15 +2,17 @@
 
 A model reads whole sequences (T > 1), chunks with the state carried between them, or one token at a time (T = 1), with the
 same logits. The operator that it is built with, block.att.wkv, is the kernel that mixes time; the weights do not depend on
-it. A generation is a module beside this one, imported by its name: rwkv4.py has all of RWKV-4's architecture, as `Generation`
-lists it.
+it. A generation is a folder beside this file, imported by its name: rwkv4/ has all of RWKV-4's architecture, as `Generation`
+lists it, and its further forms, as `FORMS` lists them.
 """
 
 import hashlib
 import importlib
+import importlib.util
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, Protocol, Self, cast
 
 import torch
@@ -20,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 from kernels.machine.allocator import give_back_free_blocks
 from kernels.machine.threads import one_thread_in_forks
 from kernels.matvec import Blocks
+from kernels.operator import Operator
 from rwkv.config import GENERATIONS, ModelConfig
 from rwkv.errors import UserError
 from rwkv.model.hooks import untouched
@@ -32,9 +35,27 @@ MATRICES = ("matrix", "gate", "embedding")       # groups of the weights of line
 TIME_STATE = "att.time_state"            # suffix of the name of a layer's learnt initial state
 OVERRIDABLE = ("forward", "hidden", "hidden_in_parts")          # by a subclass
 SAMPLED = 4096                           # elements of each tensor, evenly spaced, that the fingerprint reads
+FORMS = {                                # optional files of a generation, for decoding one token at a time
+    "step": "PLAIN, the classes of modules whose computation it includes, and Step: a block without calls of modules",
+    "step_c": "c_model(model, builder): the structs that its step in C reads (decoding/c_step.py)",
+    "step_triton": "launches(model, builder): the launches of its step on a GPU (decoding/triton_step.py)"}
+
+
+class Layer(Protocol):
+    """A block, an nn.Module: the norms ln1 and ln2 (in the first block also ln0), time mixing att, channel mixing ffn.
+
+    att.wkv is the operator; att.time_state, if the generation learns one, its state before the first token.
+    """
+
+    def __call__(self, x: Tensor, before: State | None, carry: object,
+                 packing: Packing | None = None) -> tuple[Tensor, State | None, object]:
+        """x (B,T,C), the layer's state before x (None for the empty one), and the carry of the block below (None before the
+        first) -> x, the state after x, and the carry. With a packing each sequence starts from the empty state, and the state
+        after the row is None."""
+
 
 class Generation(Protocol):
-    """The interface of a generation's module."""
+    """The interface of a generation's package."""
 
     NAME: str                            # the name in messages
     OPERATOR: str                        # the folder of kernels/ that mixes time
@@ -43,29 +64,28 @@ class Generation(Protocol):
     LR_SCALES: dict[str, str]            # prefix of a parameter's name: the option of optim that scales its rate
     UNUSED: tuple[str, ...]              # unused tensors, which some files lack
     LEARNS_STATE: bool                   # whether a state before the first token can be trained (tune=state)
-    PLAIN: Any                           # classes of modules that Step computes without calling
-    Block: Any                           # forward: (x, its state or None, carry, packing or None) -> (x, state, carry)
-    Step: Any                            # a class: a Block for one token (rwkv/generation/decoder.py)
-    State: Any                           # a class of rwkv.model.state
 
-    def shapes(self, config: ModelConfig, V: int) -> dict[str, Any]:
+    @property
+    def Block(self) -> Callable[..., nn.Module]:
+        """A class: Block(config, layer, operator) is a Layer."""
+
+    @property
+    def State(self) -> Callable[..., State]:
+        """A class of rwkv.model.state, made from its tensors by name."""
+
+    def shapes(self, config: ModelConfig, V: int) -> dict[str, tuple[int, ...]]:
         """Every tensor's name and shape, the source of all counts, checks and translations."""
 
     def resolved(self, config: ModelConfig) -> ModelConfig:
         """The configuration with its default widths filled in."""
 
-    def empty_state(self, config: ModelConfig, B: int, device: torch.device | str = "cpu") -> Any: ...
+    def empty_state(self, config: ModelConfig, B: int, device: torch.device | str = "cpu") -> Any:
+        """The State before the first token, of the generation's own class; its part wkv is learnt where LEARNS_STATE."""
 
-    def init_weights(self, model: Any) -> None: ...
+    def init_weights(self, model: "Model") -> None: ...
 
     def group(self, name: str) -> str:
         """The optimiser's group of a parameter."""
-
-    def c_model(self, model: Any, builder: Any) -> Any:
-        """The structs that the step in C reads (decoding/c_step.py)."""
-
-    def gpu_launches(self, model: Any, builder: Any) -> Any:
-        """The launches of the step on a GPU (decoding/triton_step.py)."""
 
     def non_negative(self, config: ModelConfig) -> tuple[str, ...]:
         """Linear layers whose inputs are never negative, for int8."""
@@ -81,19 +101,29 @@ class Generation(Protocol):
 class DeepEmbedGeneration(Generation, Protocol):
     """A generation whose ModelConfig may have a deep_embed_dim."""
 
-    def add_deep_embed(self, model: Any) -> None:
+    def add_deep_embed(self, model: "Model") -> None:
         """Adds the tables of a new model."""
 
-    def merge(self, model: Any) -> None:
+    def merge(self, model: "Model") -> None:
         """Merges the weights that are separate only for training."""
 
-    def first_carry(self, tokens: Tensor) -> Any:
+    def first_carry(self, tokens: Tensor) -> object:
         """The carry that the first block receives."""
 
 
 def generation(config: ModelConfig) -> Generation:
     """The module of the configuration's generation."""
     return cast(Generation, importlib.import_module(f"rwkv.model.{config.generation}"))
+
+
+def has_form(config: ModelConfig, name: str) -> bool:
+    """Whether the generation has the form of that name in FORMS."""
+    return importlib.util.find_spec(f"rwkv.model.{config.generation}.{name}") is not None
+
+
+def form(config: ModelConfig, name: str) -> ModuleType:
+    """The module of the generation's form of that name in FORMS, which has_form."""
+    return importlib.import_module(f"rwkv.model.{config.generation}.{name}")
 
 
 def n_parameters(config: ModelConfig, vocab_size: int) -> int:
@@ -130,13 +160,13 @@ def fingerprint(generation: Generation, weights: Mapping[str, Tensor | Blocks]) 
     return digest.hexdigest()
 
 
-def _run_blocks(blocks: Iterable[nn.Module], x: Tensor, carry: Any, before: Iterable[Any], packing: Packing | None = None,
-                give_back: bool = False) -> tuple[Tensor, Any, list[Any]]:
+def _run_blocks(blocks: Iterable[nn.Module], x: Tensor, carry: object, before: Iterable[State | None],
+                packing: Packing | None = None, give_back: bool = False) -> tuple[Tensor, object, list[State]]:
     """x and carry after these blocks, and the states after the last token. give_back: return free memory after each block."""
-    after = []
-    for block, layer_state in zip(blocks, before, strict=True):
+    after: list[State] = []
+    for block, layer_state in zip(cast(Iterable[Layer], blocks), before, strict=True):
         x, layer_state, carry = block(x, layer_state, carry, packing)
-        after.append(layer_state)
+        after.append(cast(State, layer_state))           # None with a packing, whose caller ignores it
         if give_back and x.requires_grad:
             give_back_free_blocks()
             x.register_hook(lambda grad: give_back_free_blocks())        # after the next block's backward pass
@@ -148,20 +178,28 @@ def through_blocks(blocks: nn.ModuleList, x: Tensor) -> Tensor:
     return _run_blocks(blocks, x, None, [None] * len(blocks))[0]
 
 
-def _require_own_options(config: ModelConfig) -> None:
-    """Raises UserError for an option that only other generations have, unless it is at its default."""
-    options = generation(config).OPTIONS
-    default = ModelConfig()
+def require_own_options(config: ModelConfig) -> None:
+    """Raises UserError for the first option that only other generations have and that is not at its default."""
+    require_own(config, config, "model.", lambda module: module.OPTIONS)
+
+
+def require_own(model: ModelConfig, group: object, prefix: str, options: Callable[[Generation], Collection[str]]) -> None:
+    """require_own_options for a group of a configuration, with its prefix in messages. options: its options that a generation
+    has."""
+    own = options(generation(model))
+    default = type(group)()
     for name in GENERATIONS:
-        for option in generation(replace(config, generation=name)).OPTIONS:
-            if option not in options and getattr(config, option) != getattr(default, option):
-                raise UserError(f"model.{option} requires model.generation={name}; got {config.generation}")
+        for option in options(generation(replace(model, generation=name))):
+            if option not in own and getattr(group, option) != getattr(default, option):
+                raise UserError(f"{prefix}{option} is an option of {name}, and the model is {model.generation}: leave it out, "
+                                "or use another model=")
 
 
 class _NoInitialisation(TorchFunctionMode):
     """Skips random initialisation, which has no effect on the meta device and imports modules for seconds."""
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(self, function: Callable[..., object], types: Sequence[type], args: Sequence[object] = (),
+                           kwargs: Mapping[str, object] | None = None) -> object:
         skipped = getattr(function, "__module__", None) == nn.init.__name__
         return None if skipped else function(*args, **(kwargs or {}))
 
@@ -169,9 +207,9 @@ class _NoInitialisation(TorchFunctionMode):
 class Model(nn.Module):
     """model(tokens (B,T) int64, state=None) -> (logits (B,T,V), state); the argument state is not changed."""
 
-    def __init__(self, config: ModelConfig, vocab_size: int, operator: Any) -> None:
+    def __init__(self, config: ModelConfig, vocab_size: int, operator: Operator) -> None:
         super().__init__()
-        _require_own_options(config)
+        require_own_options(config)
         one_thread_in_forks()
         self.config, self.vocab_size, self.operator = config, vocab_size, operator
         self.fingerprint_before: str | None = None       # before the weights were quantised or merged
@@ -187,7 +225,7 @@ class Model(nn.Module):
         self.head = nn.Linear(config.n_embd, vocab_size, bias=False)
 
     @classmethod
-    def with_weights(cls, config: ModelConfig, operator: Any, weights: dict[str, Tensor]) -> Self:
+    def with_weights(cls, config: ModelConfig, operator: Operator, weights: dict[str, Tensor]) -> Self:
         """The model of these tensors, which are not copied; no others are allocated or initialised."""
         with torch.device("meta"), _NoInitialisation():
             model = cls(config, len(weights["emb.weight"]), operator)
@@ -224,7 +262,7 @@ class Model(nn.Module):
         x, _, after = _run_blocks(self.blocks, x, carry, before, packing, self.gives_back)
         return self.ln_out(x), after
 
-    def _embedded(self, tokens: Tensor, state: State | None) -> tuple[Tensor, Sequence[Any], Any]:
+    def _embedded(self, tokens: Tensor, state: State | None) -> tuple[Tensor, Sequence[State | None], object]:
         """The first block's input, the state of each layer (None for an empty one), and the carry for the first block."""
         if tokens.dim() != 2 or tokens.shape[1] == 0:
             raise ValueError(f"tokens must be (B,T) with T at least 1; got {tuple(tokens.shape)}")

@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 
 from rwkv.model.first_derivative import first_derivative
 from rwkv.model.fused import WIDE_PRODUCTS, product_dtype, product_in
-from rwkv.model.fused_form import loss_form_for
+from rwkv.model.fused.form import loss_form_for
 from rwkv.model.weight_cache import rounded
 
 CHUNK_LOGITS = 2 ** 21                   # logits in one chunk on a CPU: 8 MiB

@@ -4,17 +4,17 @@ from typing import Any
 
 import torch
 
-from kernels.registry import UnknownKernel, all_names, name_now
+from kernels.registry import UnknownKernel, all_names
 from kernels.select import AUTO, Size, runnable_on, select
 from rwkv.config import GENERATIONS, ModelConfig
-from rwkv.distributed import log
 from rwkv.model.base import generation
 
 
 def size_for(config: ModelConfig, rows: int, steps: int) -> Size | None:
-    """The size of a batch of `rows` sequences for kernel=auto; None where its choice does not depend on sizes."""
-    heads = max(1, config.n_embd // config.head_size)
-    return Size(rows * heads, steps, config.head_size) if generation(config).OPERATOR == "wkv7" else None
+    """The size of a batch of `rows` sequences for kernel=auto; None for an operator without heads."""
+    if "head_size" not in generation(config).OPTIONS:
+        return None
+    return Size(rows * max(1, config.n_embd // config.head_size), steps, config.head_size)
 
 
 def operator_for(config: ModelConfig, kernel: str, device: str | torch.device, dtype: torch.dtype,
@@ -23,13 +23,9 @@ def operator_for(config: ModelConfig, kernel: str, device: str | torch.device, d
 
     size: the size for auto; by default that of one sequence.
 
-    A kernel's former name is accepted, with a line about the present one. Raises UnknownKernel for a kernel that computes only
-    another generation's operator, and the errors of kernels.select.select.
+    Raises UnknownKernel for a kernel that computes only another generation's operator, and the errors of kernels.select.select.
     """
     model = generation(config)
-    former, kernel = kernel, name_now(model.OPERATOR, kernel)
-    if kernel != former:
-        log(f"the kernel {former} is called {kernel} now")
     if kernel != AUTO and kernel not in all_names(model.OPERATOR):
         others = [generation(ModelConfig(generation=name)) for name in GENERATIONS]
         owners = [other.NAME for other in others if kernel in all_names(other.OPERATOR)]

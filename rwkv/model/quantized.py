@@ -10,6 +10,7 @@ instructions where the CPU has them. kernels/matvec multiplies few rows, and all
 the same rounding; that needs no second copy of the weights in FBGEMM's order. Everything else is computed in float32.
 """
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache, cached_property
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from kernels.backends import fbgemm
 from kernels.machine.cpu import multiplies
-from kernels.matvec import FORMS, MOST_ROWS, Blocks, Int4, Int8, MatVec
+from kernels.matvec import FORMS, MOST_ROWS, Blocks, Int4, Int8, MatVec, Packed
 from kernels.registry import load, why_not
 from kernels.select import AUTO, select
 from rwkv.errors import UserError
@@ -32,6 +33,7 @@ from rwkv.model.first_derivative import first_derivative
 from rwkv.model.fused import product_dtype
 
 IN_C = "c_v0"                            # the kernel of matvec for few rows in int8
+ROWS_IN_C = 64                           # rows that C multiplies at a time: more do not stay in the cache
 UNPACKED = 2**22                         # elements of a matrix that are converted to floats at a time
 M = TypeVar("M", bound=Model)
 
@@ -44,22 +46,26 @@ def matvec_for(form: str) -> MatVec:
 
 
 class Int8Linear(nn.Module):
-    """nn.Linear without a bias, from its float weight (N,K): x (...,K) float32 -> (...,N) float32.
+    """nn.Linear without a bias, from its weight (N,K), floating-point or packed: x (...,K) float32 -> (...,N) float32.
 
     non_negative: inputs are never negative, as after a ReLU, and use all bits for their magnitude. bits: the width of an
     input, by default 8. It is 7 where the CPU has no VNNI: there two products are added in 16 bits, and 8 bits would saturate.
     in_c: C may multiply few rows. It reads the weight row by row; the first call with many rows makes a copy in FBGEMM's order.
+    C multiplies all rows by a packed weight, which is a mapped file's: a copy would double the memory.
     """
 
     form = "int8"
 
-    def __init__(self, weight: Tensor, non_negative: bool = False, bits: int | None = None, in_c: bool = True) -> None:
+    def __init__(self, weight: Tensor | Int8, non_negative: bool = False, bits: int | None = None, in_c: bool = True) -> None:
         super().__init__()
-        self.out_features, self.in_features = weight.shape
         self._matvec = matvec_for("int8")
         self._by_fbgemm = self._matvec.name == "fbgemm"
-        self._in_c = in_c and self._by_fbgemm and why_not("matvec", IN_C) is None
-        packed = Int8.of(weight, bits or (8 if multiplies(torch.int8) else 7), non_negative)
+        in_c = in_c and self._by_fbgemm and why_not("matvec", IN_C) is None
+        self._most_rows_in_c = 0 if not in_c else sys.maxsize if isinstance(weight, Int8) else MOST_ROWS
+        bits = bits or (8 if multiplies(torch.int8) else 7)
+        packed = (replace(weight, bits=bits, non_negative=non_negative) if isinstance(weight, Int8)
+                  else Int8.of(weight, bits, non_negative))
+        self.out_features, self.in_features = packed.weight.shape
         self.rounding = packed.rounding
         self._rounded = [packed]         # empty once only FBGEMM's order is in memory
 
@@ -100,8 +106,8 @@ class Int8Linear(nn.Module):
 
         def multiply(rows: Tensor) -> Tensor:
             integers = (rows.double() * per_step + offset).float().round_() - offset     # as FBGEMM's fused multiply-add rounds
-            y: Tensor = product(integers.unsqueeze(0))[0]
-            return y
+            outputs: list[Tensor] = [product(block.unsqueeze(0))[0] for block in integers.split(ROWS_IN_C)]
+            return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
         return multiply
 
@@ -115,7 +121,7 @@ class Int8Linear(nn.Module):
 
     def product(self, rows: Tensor) -> Tensor:
         """The product without the scale of each row: rows (B,K) within [-1, 1] -> (B,N)."""
-        if self._in_c and 0 < len(rows) <= MOST_ROWS:
+        if 0 < len(rows) <= self._most_rows_in_c:
             return self._c_product(rows)
         return fbgemm.product(rows, 1 / self.rounding.steps, self.rounding.offset, self._ordered)
 
@@ -222,19 +228,25 @@ def products(layers: Sequence[Int8Linear], inputs: Tensor) -> list[Tensor]:
 
 @torch.no_grad()
 def to_int8(model: M, head: bool = True, replaced: Callable[[str], Any] = lambda name: None,
-            later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}), in_c: bool = True) -> M:
+            later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}), in_c: bool = True,
+            packed: Mapping[str, Packed] = MappingProxyType({})) -> M:
     """Converts every matrix of a model on a CPU to int8, one at a time, and its embeddings to bfloat16.
 
     The model can then generate, but not be trained or saved. head: the head too. replaced(name): a callback after each layer.
     later: functions that read matrices, by the name of the weight; the model has placeholders for these, and its
-    fingerprint_before is set. in_c: as in Int8Linear. Raises UserError if neither torch nor C has the products.
+    fingerprint_before is set. in_c: as in Int8Linear. packed: matrices in int8, by the name of the weight; the model has
+    placeholders for these. Raises UserError if neither torch nor C has the products.
     """
     reasons = [why_not("matvec", name) for name in ("fbgemm", IN_C)]
     if None not in reasons:
         raise UserError(f"dtype=int8 cannot run here: {'; '.join(filter(None, reasons))}: use dtype=bfloat16 or float32")
     non_negative = model.generation.non_negative(model.config)
-    return _quantised(model, lambda name, read: Int8Linear(read(), name.endswith(non_negative), in_c=in_c), later, head,
-                      replaced)
+
+    def make_layer(name: str, read: Callable[[], Tensor]) -> nn.Module:
+        weight = cast(Int8 | None, packed.get(f"{name}.weight"))
+        return Int8Linear(read() if weight is None else weight, name.endswith(non_negative), in_c=in_c)
+
+    return _quantised(model, make_layer, later, head, replaced)
 
 
 class Int4Linear(nn.Module):
@@ -271,16 +283,14 @@ class Int4Linear(nn.Module):
 
 
 @torch.no_grad()
-def to_int4(model: M, packed: Mapping[str, Int4] | None = None,
+def to_int4(model: M, packed: Mapping[str, Packed] = MappingProxyType({}),
             later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({}), head: bool = True,
             replaced: Callable[[str], Any] = lambda name: None) -> M:
-    """As to_int8, in int4; everything but the matrices is computed in float32.
+    """As to_int8, in int4; everything but the matrices is computed in float32."""
+    def make_layer(name: str, read: Callable[[], Tensor]) -> nn.Module:
+        return Int4Linear(cast(Int4 | None, packed.get(f"{name}.weight")) or Int4.of(read()))
 
-    packed: matrices in int4, by the name of the weight; the model has placeholders for these.
-    """
-    matrices = packed or {}
-    return _quantised(model, lambda name, read: Int4Linear(matrices.get(f"{name}.weight") or Int4.of(read())), later, head,
-                      replaced)
+    return _quantised(model, make_layer, later, head, replaced)
 
 
 class BlockLinear(nn.Module):
@@ -342,16 +352,14 @@ def to_blocks(model: M, blocks: Mapping[str, Blocks]) -> M:
 
 
 @torch.no_grad()
-def to_packed(model: M, form: str, device: torch.device | str, packed: Mapping[str, Int4] | None = None,
+def to_packed(model: M, form: str, device: torch.device | str, packed: Mapping[str, Packed] = MappingProxyType({}),
               later: Mapping[str, Callable[[], Tensor]] = MappingProxyType({})) -> M:
     """Converts every matrix of a model on a CPU to int8 or int4, one at a time, and moves the model to a GPU.
 
-    packed, later: as in to_int4.
+    packed, later: as in to_int8.
     """
-    matrices = packed or {}
-
     def make_layer(name: str, read: Callable[[], Tensor]) -> nn.Module:
-        matrix = matrices.get(f"{name}.weight") or FORMS[form].of(read())
+        matrix = packed.get(f"{name}.weight") or FORMS[form].of(read())
         return PackedLinear(cast(Int8 | Int4, matrix.map(lambda tensor: tensor.contiguous().to(device))))
 
     return _quantised(model, make_layer, later, True, lambda name: None).to(device)

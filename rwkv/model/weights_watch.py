@@ -13,8 +13,8 @@ detected, a change of a few elements is not. So write `with torch.no_grad(): wei
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,8 @@ WATCHED = 8                              # elements in the middle of each tensor
 SAMPLED = 64                             # elements of each tensor that CachedFromWeights compares at each sequence
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))         # of every module: they change no result, or are tensors
+Watched = TypeVar("Watched", bound=nn.Module)
+Value = TypeVar("Value")
 
 
 class WeightsWatch:
@@ -60,9 +62,9 @@ class WeightsWatch:
 class _Place(NamedTuple):
     """An attribute that is a tensor or may become one, and its value when the watch was made."""
 
-    container: dict[str, Any]
+    container: Mapping[str, object]
     name: str
-    value: Any                           # the tensor, a Packed that has it, or None
+    value: object                        # the tensor, a Packed that has it, or None
     tensor: Tensor | None = None
     version: int | None = None
     address: int = 0
@@ -86,7 +88,7 @@ def _places(module: nn.Module) -> Iterator[_Place]:
                 yield _Place(container, name, value, tensor, _version(tensor), tensor.data_ptr(), tensor.stride())
 
 
-def _settings(module: nn.Module) -> tuple[tuple[str, ...], tuple[Any, ...]]:
+def _settings(module: nn.Module) -> tuple[tuple[str, ...], tuple[object, ...]]:
     """The names and values of the attributes beside tensors that a module may compute with, such as a norm's epsilon.
 
     `forward` is among them: None, unless it is set on the instance.
@@ -97,7 +99,7 @@ def _settings(module: nn.Module) -> tuple[tuple[str, ...], tuple[Any, ...]]:
     return tuple(settings), tuple(settings.values())
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain(value: object) -> bool:
     """Whether two such values can be compared with ==."""
     if isinstance(value, tuple):
         return all(map(_is_plain, value))
@@ -114,22 +116,22 @@ class CachedFromWeights:
     model begins without a value."""
 
     def __init__(self) -> None:
-        self._value: Any = None
-        self._signature: list[Any] = []
+        self._value: object = None
+        self._signature: list[object] = []
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return CachedFromWeights, ()
 
-    def of(self, model: nn.Module, compute: Callable[[Any], Any]) -> Any:
+    def of(self, model: Watched, compute: Callable[[Watched], Value]) -> Value:
         """compute(model) for the present weights, as far as changes are detected: see the top of this file."""
         if self._value is None or _signature(model) != self._signature:
             self._value = None                           # free its memory before allocating more
             self._value = compute(model)
             self._signature = _signature(model)
-        return self._value
+        return cast(Value, self._value)
 
 
-def _signature(model: nn.Module) -> list[Any]:
+def _signature(model: nn.Module) -> list[object]:
     """A value that differs once the model has changed: modules and their settings, the weights' addresses, the changes that
     torch has counted, some elements.
 
@@ -175,6 +177,11 @@ def exact_copies(weights: Sequence[Tensor]) -> list[Tensor] | None:
             return None
         copies.append(copy)
     return copies
+
+
+def is_finite(tensor: Tensor) -> bool:
+    """Whether all elements are; one pass, without the temporary of torch.isfinite."""
+    return bool(torch.stack(torch.aminmax(tensor)).isfinite().all())
 
 
 def _spaced(tensor: Tensor, n: int) -> Tensor:

@@ -14,7 +14,7 @@ from kernels.arguments import from_home
 from kernels.machine.memory import available_memory
 from rwkv.checkpoint import time_states
 from rwkv.checkpoint.files import Checkpoint, read_tuned, require_tokenizer
-from rwkv.checkpoint.named import errors_of_adapter
+from rwkv.checkpoint.named import errors_of
 from rwkv.config import BITS, MIB, ServeConfig
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult
@@ -88,7 +88,7 @@ def require_room(weights: int, n_merged: int, available: int | None) -> None:
 
 
 def _read(name: str, path: str, opened: OpenCheckpoint, form: StateForm, config: ServeConfig) -> Adapter:
-    with errors_of_adapter(name):
+    with errors_of(f"adapters={name}=..."):
         path = str(hub.local(path, "adapter"))
         if Path(path).is_file() and is_state_file(path):
             context = form.load(path)

@@ -38,9 +38,9 @@ from kernels.arguments import from_home
 from kernels.machine import allocator, threads
 from rwkv import cli
 from rwkv.chat.thoughts import Think, ThoughtParser, parse_think
+from rwkv.cli.garbage import uncollected
 from rwkv.config import ChatConfig, Sampling
 from rwkv.errors import UserError
-from rwkv.io.garbage import uncollected
 from rwkv.io.lines import counted, harmless, wrapped
 from rwkv.io.utf8 import decode
 from rwkv.programs.sampling import SAMPLING_OPTIONS, SamplingChoice, preset
@@ -78,8 +78,10 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoic
     from rwkv.generation.conversation import Chat
     from rwkv.generation.decoder import decoding_line
     from rwkv.pretrained import open_checkpoint, template_choice, template_line
+    from rwkv.programs.draft import load_draft, open_draft
 
     opened = open_checkpoint(config)
+    draft = open_draft(config, opened)
     choice = template_choice(opened.checkpoint, config.template)
     template = chat_template(choice.template)
     think = parse_think(config.think)
@@ -92,7 +94,7 @@ def _open(config: ChatConfig, line: cli.CommandLine) -> tuple[Any, SamplingChoic
     model, context = opened.model_and_context(config.state, config.state_layout)
     _say(decoding_line(model))
     talk = Chat(model, opened.tokenizer, template, chosen.sampling, chosen.max_new_tokens or config.max_new_tokens, config.seed,
-                think, context, stop=chosen.stop)
+                think, context, stop=chosen.stop, draft=load_draft(draft, model))
     if config.system:
         talk.reset(config.system)
     return talk, sampling
@@ -224,7 +226,8 @@ class Terminal:
         stats = self.talk.stats
         rate = stats.written / max(stats.all_s - stats.first_s, 1e-9)
         _say(f"prefill {counted(stats.read, 'token')}; first token after {stats.first_s:.2f} s; "
-             f"wrote {counted(stats.written, 'token')}, {rate:.0f} tokens/s")
+             f"wrote {counted(stats.written, 'token')}, {rate:.0f} tokens/s"
+             + (f"; {stats.accepted} of {counted(stats.proposed, 'proposed token')} accepted" if self.talk.draft else ""))
 
 
 class _Answer:

@@ -19,8 +19,8 @@ from typing import Any
 
 from kernels.machine import allocator, threads
 from rwkv import cli
+from rwkv.cli.garbage import uncollected
 from rwkv.config import GenerateConfig
-from rwkv.io.garbage import uncollected
 from rwkv.io.lines import wrapped
 from rwkv.io.unread import abandon, raise_unwritten, unread
 from rwkv.programs.sampling import Chosen, SamplingChoice
@@ -28,7 +28,7 @@ from rwkv.programs.sampling import Chosen, SamplingChoice
 
 def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     allocator.keep_large_blocks()
-    model, tokenizer, prompts, context, chosen = _open(config, line)
+    model, tokenizer, prompts, context, chosen, draft = _open(config, line)
 
     from rwkv.generation.decoder import decoding_line
     from rwkv.generation.output import run_generation
@@ -37,7 +37,7 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
     output = unread(sys.stdout) if files else sys.stdout         # files are completed even if standard output is closed
     with redirect_stdout(output):
         try:
-            completed = run_generation(model, tokenizer, config, prompts, context, chosen.sampling, chosen.stop)
+            completed = run_generation(model, tokenizer, config, prompts, context, chosen.sampling, chosen.stop, draft)
         except BrokenPipeError:          # the reader of standard output has gone, as in: generate.py | head
             abandon(sys.stdout)
             return
@@ -49,8 +49,8 @@ def generate(config: GenerateConfig, line: cli.CommandLine) -> None:
 
 
 @uncollected()
-def _open(config: GenerateConfig, line: cli.CommandLine) -> tuple[Any, Any, list[str], Any, Chosen]:
-    """The model, the tokenizer, the prompts, the context before them, and the options of sampling."""
+def _open(config: GenerateConfig, line: cli.CommandLine) -> tuple[Any, Any, list[str], Any, Chosen, Any]:
+    """The model, the tokenizer, the prompts, the context before them, the options of sampling, and the draft."""
     from rwkv.checkpoint.named import require_files
     from rwkv.generation.options import check_config, prompts_from
 
@@ -59,14 +59,16 @@ def _open(config: GenerateConfig, line: cli.CommandLine) -> tuple[Any, Any, list
     prompts = prompts_from(config)
     print(f"loading {config.checkpoint}", file=sys.stderr, flush=True)
     from rwkv.pretrained import open_checkpoint
+    from rwkv.programs.draft import load_draft, open_draft
 
     opened = open_checkpoint(config)
+    draft = open_draft(config, opened)
     opened.print_notes()
     chosen = SamplingChoice(config, line.keys, opened.checkpoint.path, opened.checkpoint.run).for_answers()
     if chosen.max_new_tokens is not None:
         config.max_new_tokens = chosen.max_new_tokens
     model, context = opened.model_and_context(config.state, config.state_layout)
-    return model, opened.tokenizer, prompts, context, chosen
+    return model, opened.tokenizer, prompts, context, chosen, load_draft(draft, model)
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ from rwkv.serving.log import say
 
 if TYPE_CHECKING:
     from rwkv.model.base import Model
-    from rwkv.serving.worker import Loaded
+    from rwkv.serving.engine.worker import Loaded
 
 
 def serve(config: ServeConfig, line: cli.CommandLine) -> None:
@@ -69,7 +69,7 @@ def serve(config: ServeConfig, line: cli.CommandLine) -> None:
 
 def run_engine(connection: Connection, config: ServeConfig, user_keys: Collection[str]) -> None:
     """The engine's process, the only one that imports torch."""
-    from rwkv.serving import worker
+    from rwkv.serving.engine import worker
 
     worker.main(connection, config, partial(load, user_keys=user_keys))
 
@@ -84,8 +84,9 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
     from rwkv.model.decoding.c_step import step_of, why_not
     from rwkv.pretrained import open_checkpoint, template_choice, template_line, trained_with
     from rwkv.programs.adapters import read_adapters
+    from rwkv.programs.draft import open_draft
+    from rwkv.serving.engine.worker import Loaded, LoadedAdapter
     from rwkv.serving.messages import Defaults
-    from rwkv.serving.worker import Loaded, LoadedAdapter
 
     opened = open_checkpoint(config)
     choice = template_choice(opened.checkpoint, config.template)
@@ -93,12 +94,14 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
     sampling = SamplingChoice(config, user_keys, opened.checkpoint.path, opened.checkpoint.run, template)
     chosen = {(think, tools): sampling.for_answers(think, tools) for tools in (False, True) for think in BEGUN}
     adapters = read_adapters(config, opened)
+    opened_draft = open_draft(config, opened)
     model = opened.model()
     n = n_parameters(model.config, model.vocab_size)
     weights = n * BITS[opened.dtype] // 8
     row = state_nbytes(model.config) + 4 * model.vocab_size
     if why_not(model) is None:
         weights += sum(tensor.nbytes for tensor in step_of(model).own)
+    draft, draft_line = opened_draft.load(model) if opened_draft else (None, "")
     loaded = {}
     for adapter in adapters:
         loaded[adapter.name] = LoadedAdapter(*adapter.load(opened, model), adapter.tokens, adapter.digest)
@@ -108,6 +111,7 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
             ("kernel", f"{opened.wkv.name} on {opened.device}, {opened.dtype}, threads {torch.get_num_threads()}"),
             *opened.lines(),
             ("decoding", decoding_line(model).partition(": ")[2]),
+            *([("draft", draft_line)] if draft_line else []),
             ("chat", f"template {template_line(opened.checkpoint, choice)}"),
             *(("sampling", line) for line in _sampling_lines(chosen)),
             *(("adapter", f"{adapter.name}: {line}") for adapter in adapters for line in (adapter.about, *adapter.notes)),
@@ -117,7 +121,7 @@ def load(config: ServeConfig, user_keys: Collection[str] = ()) -> "Loaded":
             ("states", _states_line(config, row))]
     defaults = {kind: Defaults(each.sampling, each.stop, each.max_new_tokens) for kind, each in chosen.items()}
     return Loaded(model, opened.tokenizer, choice.template, plan, row, defaults, trained_with(opened.checkpoint).tokens, loaded,
-                  opened.dtype)
+                  opened.dtype, draft)
 
 
 def _gpu_lines(model: "Model", config: ServeConfig, copies: int, device: str) -> list[tuple[str, str]]:

@@ -1,11 +1,13 @@
 """The HTTP server around the engine, with the interfaces of OpenAI, Ollama and Anthropic, in two processes.
 
-    HTTP        server       starts everything; http, origins: connections and who may use them
-                api          routes, authorisation and errors; endpoints/: a file for each interface
-                schema       request bodies; bodies: reading them; openapi: their description; page.html
-                submission   sequences from a request's options, and the queue; service: shared by the endpoints
-                answers      sequences as OpenAI's objects and events; logprobs; responses, states: the saved ones
-                remote       the engine's process, its queue, and the events of each request
-    between     messages     between the two processes
-    engine      worker       loads the model and generates; state_store: the content of the states
+    server       starts everything; api: routes, authorisation and errors
+    http/        HTTP itself: connections, errors, bodies, and who may connect
+    endpoints/   a file for each interface; service: what they share; page.html; openapi: their description
+    schema       request bodies
+    submission   sequences from a request's options
+    answers      sequences as OpenAI's objects and events; logprobs
+    responses/   OpenAI's Responses: their store, the translation of a request, the events of an answer
+    states/      clients' saved states, in memory and in files; sharing: several servers on one folder
+    engine/      worker: the process that loads the model and generates; remote: its side in the HTTP process; queue
+    messages     between the two processes; metrics and log of what happens
 """

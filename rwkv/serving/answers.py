@@ -13,10 +13,11 @@ from starlette.types import Receive, Scope, Send
 
 from rwkv.chat.calls import CallParser
 from rwkv.chat.thoughts import ThoughtParser
-from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.engine.queue import Ticket
+from rwkv.serving.engine.remote import RemoteEngine
+from rwkv.serving.http.errors import ApiError, json_response
 from rwkv.serving.logprobs import UNKNOWN, ShownTokens, with_text
 from rwkv.serving.messages import Event
-from rwkv.serving.remote import RemoteEngine, Ticket
 from rwkv.tokenizer.decoders import Decoder
 from rwkv.tokenizer.tokenizers import Tokenizer
 

@@ -29,12 +29,12 @@ from rwkv.serving.endpoints import (
     status,
     tokenizer,
 )
-from rwkv.serving.errors import ApiError, json_response, user_error
+from rwkv.serving.http.errors import ApiError, json_response, user_error
+from rwkv.serving.http.origins import check_origin
 from rwkv.serving.log import say_refused
 from rwkv.serving.openapi import Endpoint, Handler
-from rwkv.serving.origins import check_origin
 from rwkv.serving.service import Service
-from rwkv.serving.states import owner_digest
+from rwkv.serving.states.client_states import owner_digest
 
 OPEN_PATHS = ("/", "/health", "/ready")  # without a key
 

@@ -175,8 +175,8 @@ class Event:
     """The new part of a sequence. Its last Event has finish_reason, stop, the counts of tokens, prompt_logprobs, state and
     embedding.
 
-    stop: the stop string that ended it. state: its saved final state. error: why it failed. state_gone: because the state that
-    it continues is gone.
+    stop: the stop string that ended it. proposed_tokens, accepted_tokens: of its draft. state: its saved final state. error:
+    the reason if it failed. state_gone: because the state that it continues is gone.
     """
 
     id: int
@@ -187,6 +187,8 @@ class Event:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     completion_tokens: int = 0
+    proposed_tokens: int = 0
+    accepted_tokens: int = 0
     prompt_logprobs: list[dict[str, Any]] = field(default_factory=list)
     state: SavedState | None = None
     embedding: list[float] | None = None

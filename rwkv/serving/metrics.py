@@ -19,6 +19,8 @@ class Metrics:
         self._prompt = Counter("timemix_prompt_tokens", "Tokens of prompts", registry=registry)
         self._cached = Counter("timemix_cached_tokens", "Tokens of prompts that were cached", registry=registry)
         self._generated = Counter("timemix_generated_tokens", "Tokens of answers", registry=registry)
+        self._proposed = Counter("timemix_proposed_tokens", "Tokens that the draft proposed", registry=registry)
+        self._accepted = Counter("timemix_accepted_tokens", "Proposed tokens that were accepted", registry=registry)
         self._finished = Counter("timemix_texts", "Finished sequences, by reason", ["reason"], registry=registry)
         self._gaps = Histogram("timemix_step_gap_seconds", "Time between two events of a streamed sequence", buckets=SECONDS,
                                registry=registry)
@@ -48,6 +50,8 @@ class Metrics:
             self._prompt.inc(event.prompt_tokens)
             self._cached.inc(event.cached_tokens)
             self._generated.inc(event.completion_tokens)
+            self._proposed.inc(event.proposed_tokens)
+            self._accepted.inc(event.accepted_tokens)
         self._cache_bytes.set(step.cache_bytes)
         self._cache_entries.set(step.cache_entries)
         self._state_bytes.set(step.state_bytes)

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from rwkv.serving.schema import schema_of
-from rwkv.serving.states import FORMS
+from rwkv.serving.states.client_states import FORMS
 
 JSON = "application/json"
 EVENTS = "text/event-stream"

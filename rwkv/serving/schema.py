@@ -18,7 +18,7 @@ import msgspec
 from rwkv.chat.thoughts import Think, parse_think
 from rwkv.config import Sampling
 from rwkv.generation.grammar import Grammar
-from rwkv.serving.errors import ApiError
+from rwkv.serving.http.errors import ApiError
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONGEST_STOP = 256                       # characters

@@ -17,18 +17,18 @@ from rwkv.errors import UserError
 from rwkv.io.lines import counted
 from rwkv.io.signals import STOPPING, StopRequest
 from rwkv.serving.api import application
-from rwkv.serving.compiling import Compilers
-from rwkv.serving.folder import claim
-from rwkv.serving.http import Protocol, Server
+from rwkv.serving.engine.compiling import Compilers
+from rwkv.serving.engine.remote import RemoteEngine, Work
+from rwkv.serving.http.connections import Protocol, Server
+from rwkv.serving.http.origins import LOCAL
 from rwkv.serving.log import say
 from rwkv.serving.messages import Ready
 from rwkv.serving.metrics import Metrics
-from rwkv.serving.origins import LOCAL
-from rwkv.serving.remote import RemoteEngine, Work
-from rwkv.serving.responses import Responses
+from rwkv.serving.responses.store import Responses
 from rwkv.serving.service import Service
 from rwkv.serving.sharing import SharedFolder
-from rwkv.serving.states import ClientStates
+from rwkv.serving.states.client_states import ClientStates
+from rwkv.serving.states.folder import claim
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 LONG = "a long text. " * 6000            # longer than SHORT of rwkv/tokenizer/world.py, which therefore loads its library
@@ -88,8 +88,8 @@ def _run(config: ServeConfig, engine: RemoteEngine, ready: Ready, listener: sock
     responses = Responses(config, engine)
     service = Service(config, ready.model_info, ready.defaults, engine, tokenizer, template,
                       Metrics(lambda: engine.n_running, lambda: engine.n_queued),
-                      ClientStates(config, engine, tokenizer, template, ready.state_bytes), responses,
-                      compilers, _model_name(config), int(time.time()),
+                      ClientStates(config, engine.states, engine.adapters, tokenizer, template, ready.state_bytes),
+                      responses, compilers, _model_name(config), int(time.time()),
                       SharedFolder(Path(config.states_dir), engine, responses) if config.states_dir else None)
     engine.observe = service.metrics.observe
     Protocol.receive_s = config.receive_s

@@ -1,24 +1,30 @@
-"""Shared by the endpoints: the server's parts, a request's owner, and model names."""
+"""Shared by the endpoints: the server's parts, a request's body and owner, and model names."""
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 from starlette.requests import Request
 
 from rwkv.chat.template import ChatTemplate
 from rwkv.chat.thoughts import Think
-from rwkv.config import ServeConfig
-from rwkv.serving.compiling import Compilers
-from rwkv.serving.errors import ApiError
+from rwkv.config import MIB, ServeConfig
+from rwkv.serving.engine.compiling import Compilers
+from rwkv.serving.engine.remote import RemoteEngine
+from rwkv.serving.http.bodies import read_json
+from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import Defaults, ModelInfo
 from rwkv.serving.metrics import Metrics
-from rwkv.serving.remote import RemoteEngine
-from rwkv.serving.responses import Responses
+from rwkv.serving.responses.store import Responses
 from rwkv.serving.sharing import SharedFolder
-from rwkv.serving.states import ClientStates
+from rwkv.serving.states.client_states import ClientStates
 from rwkv.tokenizer.tokenizers import Tokenizer
 
 COMPLETION_TOKENS = 16                   # max_tokens of a completion, OpenAI's
+LONG = 2**16                             # a body of more bytes is handled in a thread, not in the event loop
+
+Result = TypeVar("Result")
 
 
 @dataclass
@@ -39,6 +45,12 @@ class Service:
     created: int
     shared: SharedFolder | None = None   # states_dir=
     stopping: bool = False
+
+
+async def from_body(service: Service, request: Request, work: Callable[[Service, bytes], Result]) -> Result:
+    """work(service, body). A long body is handled in a thread, so that no other request waits."""
+    sent = await read_json(request, service.config.max_body_mib * MIB)
+    return await asyncio.to_thread(work, service, sent) if len(sent) > LONG else work(service, sent)
 
 
 def owner(request: Request) -> str:

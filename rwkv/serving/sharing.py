@@ -9,9 +9,9 @@ import os
 import time
 from pathlib import Path
 
-from rwkv.serving.folder import STATE
-from rwkv.serving.remote import RemoteEngine
-from rwkv.serving.responses import Responses
+from rwkv.serving.engine.remote import RemoteEngine
+from rwkv.serving.responses.store import Responses
+from rwkv.serving.states.folder import STATE
 
 SETTLED_NS = 50_000_000                  # a folder that changed within this time may change again under the same time stamp
 

@@ -8,9 +8,9 @@ from rwkv.generation.request import Request
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.io.lines import counted
 from rwkv.serving.answers import Answer, ResponseSpec
-from rwkv.serving.errors import ApiError
+from rwkv.serving.engine.queue import Ticket
+from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import Generate, SavedState, Turn
-from rwkv.serving.remote import Ticket
 from rwkv.serving.schema import Options
 from rwkv.serving.service import Service
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from kernels.arguments import Parser
 from kernels.machine import threads
 from rwkv.cli import exit_on_user_error
-from rwkv.io.commands import as_typed
+from rwkv.commands import as_typed
 from rwkv.io.lines import hung
 
 FOLDERS = (Path(__file__).parent.parent / "programs", Path(__file__).parent)

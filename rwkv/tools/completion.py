@@ -137,7 +137,7 @@ def _flags(module: str) -> Iterator[str]:
 
 
 def _values(choices: ast.expr | None, modules: dict[str, str]) -> Sequence[str]:
-    """The values of `choices=`: a literal, or a constant of rwkv/config.py; else none."""
+    """The values of `choices=`: a literal, or a constant of rwkv.config; else none."""
     if isinstance(choices, (ast.Tuple, ast.List)):
         return [str(item.value) for item in choices.elts if isinstance(item, ast.Constant)]
     if isinstance(choices, ast.Name) and modules.get(choices.id) == config.__name__:

@@ -29,15 +29,16 @@ from rwkv.training import graphs, kernel_check, on_paper
 from rwkv.training.callbacks.divergence import Diverged
 from rwkv.training.callbacks.interruption import Interrupted
 from rwkv.training.device import device_for, dtype_for, is_planned_elsewhere, process_count, set_product_precision, share
-from rwkv.training.length import with_steps_of_epochs
 from rwkv.training.loggers import loggers, require
-from rwkv.training.memory import gives_back
+from rwkv.training.memory.capacity import Needs, needs_here, require_capacity
+from rwkv.training.memory.estimate import gives_back
 from rwkv.training.plan import announce_needs, announce_training, is_timed, validated_part
 from rwkv.training.run.card import write_card
 from rwkv.training.run.directory import Run, as_plain, create
 from rwkv.training.run.opening import open_run
+from rwkv.training.run.resolve import Context, Stage, resolve
 from rwkv.training.run.resume import require_unfinished
-from rwkv.training.setup import data_for, kernel_for, new_model, require_capacity
+from rwkv.training.setup import data_for, kernel_for, new_model
 from rwkv.training.sharding import whole
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import build_trainer, compared, log_losses, prepare_blocks, show_sample, trained_model, write_report
@@ -127,8 +128,8 @@ def train(run: Run) -> None:
     data = data_for(run, device)
     if config.data.preview:
         show_conversations(data)
-    config = with_steps_of_epochs(config, data)
-    run = replace(run, config=config)
+    config, notes = resolve(config, Stage.DATA, Context(data=data))
+    run = replace(run, config=config, notes=run.notes + notes)
     distributed.broadcast_from_rank0(lambda: require_unfinished(run))
     data.tokenizer.drop_library()
     give_back_free_blocks()              # left by data preparation
@@ -139,16 +140,17 @@ def train(run: Run) -> None:
     use_graphs = graphs.chosen(config, device, wkv.name)
     V = run.init_checkpoint.vocab_size if run.init_checkpoint else data.tokenizer.vocab_size
     timed = is_timed(config, V, device)
-    announce_needs(run, kernel, kernel_error, device, data, timed)
+    needs = needs_here(config, V, device)
+    announce_needs(run, needs, kernel, kernel_error, data, timed)
     if config.only_plans and not timed:
         announce_training(run, device, data)
-    distributed.broadcast_from_rank0(lambda: require_capacity(config, run.out_dir, device, V))
+    distributed.broadcast_from_rank0(lambda: require_capacity(needs, run.out_dir))
     if config.only_plans and not timed:
         sys.exit(0)
     window = len(data.val) if config.trainer.tbptt else config.model.ctx_len
     validated = with_part(data, config.trainer.val_tokens, window)
     resolved = as_plain(config) | {"kernel": {"name": wkv.name}}
-    task = _build_task(run, wkv, use_graphs, data, validated, resolved)
+    task = _build_task(run, needs, wkv, use_graphs, data, validated, resolved)
     announce_training(run, device, data, task if timed else None)
     if config.only_plans:
         sys.exit(0)
@@ -165,12 +167,12 @@ def train(run: Run) -> None:
     _write_results(trainer, task, run, data, validated)
 
 
-def _build_task(run: Run, wkv: Any, use_graphs: bool, data: Corpus, validated: Corpus,
+def _build_task(run: Run, needs: Needs, wkv: Any, use_graphs: bool, data: Corpus, validated: Corpus,
                 resolved: dict[str, Any]) -> LanguageModel:
     config = run.config
     lightning.seed_everything(config.seed, verbose=False)
     model = prepare_blocks(new_model(config.model, run.init_checkpoint, data.tokenizer, wkv, config.tune), config.trainer)
-    model.gives_back = gives_back(config, model.vocab_size)
+    model.gives_back = gives_back(config, needs.memory)
     if use_graphs:
         model.replay = graphs.Replay(model)
     task = LanguageModel(model, config.optim, config.trainer.max_steps, validated.val_bytes_per_token, validated.val_lost)

@@ -1,7 +1,7 @@
 """The plan of a run on GPUs that this machine lacks: plan=h100 names the GPU, trainer.devices and trainer.num_nodes the
 number. Nothing is trained and no model is built.
 
-    memory      the formulas of memory.py, and CONTEXT per process
+    memory      the formulas of memory/estimate.py, and CONTEXT per process
     exchange    bytes that a device sends in a step, n devices, P parameters:
                   ddp     2 (n - 1) / n 4 P             ring all-reduce of the gradients in float32
                   fsdp    (n - 1) / n (2 b (P - E) + 4 E) a      all-gather for each of a step's a batches: block weights, b
@@ -30,20 +30,21 @@ from rwkv.errors import UserError
 from rwkv.io.lines import counted, labelled
 from rwkv.model.base import generation, n_parameters
 from rwkv.training.device import dtype_for
-from rwkv.training.length import with_steps_of_epochs
-from rwkv.training.memory import (
+from rwkv.training.memory.estimate import (
     FLOAT,
+    Memory,
     estimate,
     n_checkpoints,
     n_outside_blocks,
     n_trained,
     one_checkpoint_bytes,
     readable,
-    with_options,
 )
-from rwkv.training.plan import in_words, would_fit
-from rwkv.training.remedies import remedies
+from rwkv.training.memory.lines import would_fit
+from rwkv.training.memory.remedies import remedies, with_keys
+from rwkv.training.plan import in_words
 from rwkv.training.run.directory import Run
+from rwkv.training.run.resolve import Context, Stage, resolve
 from rwkv.training.setup import data_for
 
 GIB = 2 ** 30
@@ -108,13 +109,18 @@ class Estimate:
     """The estimate of a step. Bytes and seconds per device; tokens of all devices."""
 
     devices: int
-    memory: int
+    need: Memory
     exchanged: float
     link_gbps: float
     exchange_s: float
     compute_s: float
     tokens: int
     measured: Measured
+
+    @property
+    def memory(self) -> int:
+        """The memory of a process, its CUDA context included."""
+        return self.need.total + CONTEXT
 
     @property
     def tokens_per_second(self) -> tuple[float, float]:
@@ -129,7 +135,7 @@ def on_paper(config: TrainConfig, vocab_size: int, gpu: Gpu) -> Estimate:
     sent = exchanged_bytes(config, vocab_size, n)
     link = trainer.link_gbps or (gpu.between if trainer.num_nodes > 1 else gpu.inside)
     row = nearest(config)
-    return Estimate(n, estimate(config, vocab_size, n, round(gpu.gib * GIB)).total + CONTEXT, sent, link,
+    return Estimate(n, estimate(config, vocab_size, n, round(gpu.gib * GIB)), sent, link,
                     sent * BITS_OF_A_BYTE / (link * 1e9), _compute_seconds(config, vocab_size, n, gpu, row),
                     config.tokens_per_step, row)
 
@@ -175,8 +181,8 @@ def _product_parameters(model: object, vocab_size: int) -> int:
 def announce(run: Run) -> None:
     """Prints the plan on standard error. Raises UserError if the run does not fit into a device's memory."""
     data = data_for(run, torch.device("cpu"))
-    config = with_steps_of_epochs(_with_devices(run.config), data)
-    vocab_size = run.init_checkpoint.vocab_size if run.init_checkpoint else data.tokenizer.vocab_size
+    config, _ = resolve(_with_devices(run.config), Stage.DATA, Context(data=data))
+    vocab_size = run.vocab_size(data.tokenizer)
     gpu, why = chosen_gpu(config.plan)
     config, warning = with_whole_rows(config)
     result = on_paper(config, vocab_size, gpu)
@@ -198,7 +204,7 @@ def _with_devices(config: TrainConfig) -> TrainConfig:
         return config
     if not torch.cuda.is_available():
         raise UserError("a plan for GPUs requires their number per machine, such as trainer.devices=8")
-    return with_options(config, devices=torch.cuda.device_count())
+    return with_keys(config, {"trainer.devices": torch.cuda.device_count()})
 
 
 def chosen_gpu(plan: str) -> tuple[Gpu, str]:
@@ -245,7 +251,7 @@ def _lines(config: TrainConfig, vocab_size: int, gpu: Gpu, why: str, result: Est
 
 def _memory(config: TrainConfig, vocab_size: int, gpu: Gpu, result: Estimate) -> Iterator[tuple[str, str]]:
     capacity = round(gpu.gib * GIB)
-    need = estimate(config, vocab_size, result.devices, capacity)
+    need = result.need
     yield "memory", f"about {readable(result.memory)} of the {readable(capacity)} of each device, by formula"
     yield "", (f"weights {readable(need.weights)}, gradients {readable(need.gradients)}, optimiser {readable(need.optimiser)}, "
                f"activations {readable(need.activations)}, loss {readable(need.loss)}, CUDA {readable(CONTEXT)} (assumed)")

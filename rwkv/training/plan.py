@@ -1,13 +1,12 @@
 """The plan of a run, printed before it starts: its settings, and the memory, disk and time it needs. plan=true stops there.
 
-Sizes come from formulas (rwkv/training/memory.py) and are printed before the model is built and before a run that does not fit
+Sizes come from formulas (rwkv/training/memory/) and are printed before the model is built and before a run that does not fit
 is refused. The duration comes from two timed training steps, which change nothing. If these would take longer than PATIENCE, it
 is estimated from the speed of a matrix product, unless plan=timed.
 """
 
 import math
 import os
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -22,30 +21,22 @@ from rwkv import distributed
 from rwkv.chat.names import Choice, choose_template
 from rwkv.checkpoint.tuned import is_exact, surviving
 from rwkv.config import ORTHOGONAL, TrainConfig, TrainerConfig, TuneConfig
-from rwkv.data import documents, separators
+from rwkv.data import segments
 from rwkv.data.conversations import Tokenised
+from rwkv.data.documents import separators
 from rwkv.data.pairs import rows_of
 from rwkv.data.prepare import Corpus
 from rwkv.distributed import log, rank, world_size
 from rwkv.io.lines import counted, labelled
-from rwkv.model import fused_form
 from rwkv.model.base import generation, n_parameters
+from rwkv.model.fused import form as fused_form
 from rwkv.training import graphs
 from rwkv.training.device import dtype_for, why_precision
-from rwkv.training.length import MAX_EPOCHS, steps_per_epoch
-from rwkv.training.memory import (
-    checkpoint_bytes,
-    estimate,
-    free_disk,
-    free_memory,
-    n_checkpoints,
-    n_trained,
-    readable,
-    with_options,
-)
-from rwkv.training.remedies import Remedy, remedies
-from rwkv.training.run import rates
+from rwkv.training.memory.capacity import Needs, free_disk
+from rwkv.training.memory.estimate import checkpoint_bytes, n_checkpoints, n_trained, readable
+from rwkv.training.memory.lines import memory_lines
 from rwkv.training.run.directory import Run, backup_folder
+from rwkv.training.run.length import MAX_EPOCHS, steps_per_epoch
 from rwkv.training.task import LanguageModel
 from rwkv.training.tuning import guard
 from rwkv.training.tuning.same_data import warn_of_split
@@ -60,7 +51,7 @@ FORWARD = 1 / 3                          # forward pass as a fraction of a train
 UNITS = (("days", 86400), ("hours", 3600), ("minutes", 60))       # durations use the first unit of which they have two
 
 
-def announce_needs(run: Run, kernel: str, kernel_error: str | None, device: torch.device, data: Corpus, timed: bool) -> None:
+def announce_needs(run: Run, needs: Needs, kernel: str, kernel_error: str | None, data: Corpus, timed: bool) -> None:
     """Prints the run's settings, and the memory and disk it needs, on standard error, before the model is built.
 
     kernel: its name, with the reason if auto chose it. kernel_error: the message of kernel_check.check. timed: is_timed(...).
@@ -69,7 +60,7 @@ def announce_needs(run: Run, kernel: str, kernel_error: str | None, device: torc
         return
     if run.config.resume is not None and run.resume_from is None:
         log(_why_from_the_start(run))
-    _show(_needs(run, kernel, kernel_error, device, data))
+    _show(_needs(run, needs, kernel, kernel_error, data))
     if timed or not run.config.only_plans:
         _show([("building", f"the model{', and timing its first steps' if timed else ''}")])
 
@@ -105,14 +96,13 @@ def _show(lines: Iterable[tuple[str, str]]) -> None:
         log(labelled(subject, text, sys.stderr))
 
 
-def _needs(run: Run, kernel: str, kernel_error: str | None, device: torch.device, data: Corpus) -> Iterator[tuple[str, str]]:
-    config = run.config
-    V = run.init_checkpoint.vocab_size if run.init_checkpoint else data.tokenizer.vocab_size
+def _needs(run: Run, needs: Needs, kernel: str, kernel_error: str | None, data: Corpus) -> Iterator[tuple[str, str]]:
+    config, V, device, _ = needs
     programs = resident_memory() if device.type == "cpu" else 0       # before pages of the data are read below
     yield from _data(run, data)
     yield from _model(run, V)
     yield from _computation(config, kernel, kernel_error, device, bool(data.conversations))
-    yield from _memory(config, V, device, programs)
+    yield from memory_lines(needs, programs)
     checkpoints = counted(n_checkpoints(config.trainer.keep_last), "checkpoint")
     yield "disk", f"{readable(checkpoint_bytes(config, V))} for {checkpoints}; {readable(free_disk(run.out_dir))} is free"
 
@@ -136,7 +126,7 @@ def _data(run: Run, data: Corpus) -> Iterator[tuple[str, str]]:
         yield "texts", f"end with {end}"
     if config.trainer.tbptt:
         streams = config.data.batch_size * config.trainer.accumulate
-        yield "streams", documents.describe(data, config.model.ctx_len, streams, config.trainer.tbptt)
+        yield "streams", segments.describe(data, config.model.ctx_len, streams, config.trainer.tbptt)
     elif data.conversations:
         yield "rows", rows_of(data.conversations[0], config.model.ctx_len).describe()
     if data.conversations:
@@ -156,12 +146,9 @@ def _model(run: Run, V: int) -> Iterator[tuple[str, str]]:
         yield from _tuning(run, n_trained(config, V))
     if config.tune.prefers:
         yield "objective", _objective(config.tune)
-    if run.default_rates:
-        yield "rate", rates.describe(config, run.default_rates)
     if guard.is_compared(config):
         yield "guard", guard.describe(config)
-    for line in run.saved_memory:
-        yield "memory", line
+    yield from run.notes
 
 
 def _computation(config: TrainConfig, kernel: str, kernel_error: str | None, device: torch.device,
@@ -263,7 +250,7 @@ def _objective(tune: TuneConfig) -> str:
 
 
 def _blocks(compiled: bool, method: str, conversations: bool, device: str) -> str:
-    """The form of blocks in training, which fused.can_fuse and fused_form choose. method: tune.method."""
+    """The form of blocks in training, which fused.can_fuse and fused.form choose. method: tune.method."""
     if compiled:
         return "plain formulas: trainer.compile=true fuses them"
     why = ""
@@ -273,38 +260,6 @@ def _blocks(compiled: bool, method: str, conversations: bool, device: str) -> st
         why = "conversations are packed into rows"
     recomputed = f"; recomputes activations, because {why}" if why else ""
     return f"fused {fused_form.describe(device)}, with a custom backward pass{recomputed}"
-
-
-def _memory(config: TrainConfig, vocab_size: int, device: torch.device, programs: int) -> Iterator[tuple[str, str]]:
-    """The memory of one process. programs: bytes in use by its program and libraries; 0 on a GPU."""
-    need = estimate(config, vocab_size, world_size())
-    checkpointing = config.trainer.activation_checkpointing
-    alternative = estimate(with_options(config, activation_checkpointing=not checkpointing), vocab_size, world_size())
-    already = f", {readable(programs)} of it already in use" if programs else ""
-    yield "memory", (f"about {readable(programs + need.total)} for each process{already}; {readable(free_memory(device))} "
-                     "is free")
-    yield "", ((f"program and libraries {readable(programs)}, " if programs else "")
-               + f"weights {readable(need.weights)}, gradients {readable(need.gradients)}, "
-               + f"optimiser {readable(need.optimiser)}, loss {readable(need.loss)}"
-               + (f", data workers {readable(need.workers)}" if need.workers else ""))
-    yield "", (f"activations {readable(need.activations)}; {readable(alternative.activations)} with "
-               f"trainer.activation_checkpointing={str(not checkpointing).lower()}")
-    free = free_memory(device)
-    if free is not None and need.total > free:
-        yield from would_fit(remedies(config, vocab_size, world_size(), device.type), free, programs)
-
-
-def would_fit(candidates: Iterable[Remedy], free: int, programs: int) -> Iterator[tuple[str, str]]:
-    """A line for each remedy that fits into `free` bytes, with its memory, programs included. Of remedies that differ only in
-    numbers, the first.
-    """
-    subject, kinds = "would fit", set()
-    for options, need in candidates:
-        kind = re.sub(r" data.batch_size=.*|\d+", "", options)
-        if need <= free and kind not in kinds:
-            yield subject, f"{readable(programs + need)} with {options}"
-            kinds.add(kind)
-            subject = ""
 
 
 def _training(run: Run, device: torch.device, task: LanguageModel | None, data: Corpus) -> Iterator[tuple[str, str]]:
@@ -321,8 +276,8 @@ def _training(run: Run, device: torch.device, task: LanguageModel | None, data: 
     elif trainer.strategy == "fsdp":
         duration = "duration unknown (not timed under fsdp)"
     else:
-        V = run.init_checkpoint.vocab_size if run.init_checkpoint else data.tokenizer.vocab_size
-        estimated = in_words((training + validation) * _estimated_seconds(config, V, device)).removeprefix("about ")
+        seconds = _estimated_seconds(config, run.vocab_size(data.tokenizer), device)
+        estimated = in_words((training + validation) * seconds).removeprefix("about ")
         duration = f"very roughly {estimated} (from the speed of a matrix product; plan=timed measures steps)"
 
     passes = steps / per_epoch

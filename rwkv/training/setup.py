@@ -5,39 +5,23 @@
     new_model     the model, with initial weights or those of the file that init_from= names
 """
 
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from kernels.machine.allocator import give_back_free_blocks
-from kernels.machine.memory import resident_memory
 from kernels.select import AUTO, why_auto
 from rwkv import distributed
 from rwkv.checkpoint.files import Checkpoint
-from rwkv.config import ModelConfig, TrainConfig, TuneConfig
+from rwkv.config import ModelConfig, TuneConfig
 from rwkv.data.prepare import Corpus, prepare
-from rwkv.distributed import world_size
-from rwkv.errors import UserError
-from rwkv.io.atomic import size_on_disk
-from rwkv.model.base import MATRICES, Model, generation, n_parameters
+from rwkv.model.base import MATRICES, Model, generation
 from rwkv.model.lora import add_adapters
 from rwkv.model.operators import operator_for, size_for
 from rwkv.model.quantized import BFloat16Linear, to_bfloat16, to_int4, to_int8
 from rwkv.tokenizer.tokenizers import Tokenizer
-from rwkv.training.callbacks.checkpoints import FOLDER
 from rwkv.training.device import dtype_for
-from rwkv.training.memory import (
-    FLOAT,
-    checkpoint_bytes,
-    estimate,
-    free_disk,
-    free_memory,
-    frozen_bytes,
-    n_checkpoints,
-    readable,
-)
-from rwkv.training.remedies import remedies
+from rwkv.training.memory.capacity import needs_here, require_capacity
 from rwkv.training.run.directory import Run
 
 
@@ -59,7 +43,7 @@ def data_for(run: Run, device: torch.device) -> Corpus:
     config = run.config
     smallest = run.tokenizer.vocab_size if run.tokenizer else 1
     if not config.only_plans:
-        distributed.broadcast_from_rank0(lambda: require_capacity(config, run.out_dir, device, smallest))
+        distributed.broadcast_from_rank0(lambda: require_capacity(needs_here(config, smallest, device), run.out_dir))
     return distributed.rank0_first(lambda: prepare(config.data, config.model.ctx_len, run.tokenizer, config.tune.prefers))
 
 
@@ -109,62 +93,3 @@ def _frozen_model(config: ModelConfig, wkv: Any, checkpoint: Checkpoint, base: s
     if base == "int4":
         return to_int4(model, head=False, replaced=converted)
     return to_int8(model, head=False, replaced=converted, in_c=False)
-
-
-def require_capacity(config: TrainConfig, out_dir: Path, device: torch.device, vocab_size: int) -> None:
-    """Raises UserError if the run's minimum exceeds this machine's memory or the disk of out_dir."""
-    processes = world_size() // config.trainer.num_nodes
-    sharing = processes                  # processes that share the memory of `device`
-    if device.type == "cuda":            # each process builds the whole model in host memory before it moves to its GPU
-        weights = FLOAT * n_parameters(config.model, vocab_size)
-        _require_memory(processes * weights, torch.device("cpu"), processes, "take a smaller model=")
-        sharing = 1
-    need = sharing * estimate(config, vocab_size, world_size()).least
-    _require_memory(need, device, sharing, _remedy(config, vocab_size, device, sharing))
-    _require_disk(config, out_dir, vocab_size)
-
-
-def _require_memory(need: int, device: torch.device, processes: int, remedy: str) -> None:
-    """need: the bytes that all `processes` on the device need beyond what they use already."""
-    free = free_memory(device)
-    if free is not None and need > free:
-        where = "the GPU" if device.type == "cuda" else "this machine"
-        used = _used_already(device, processes)
-        already = f", {readable(used)} of it already in use," if used else ""
-        raise UserError(f"training needs at least {readable(need + used)} of memory{already} and {where} has "
-                        f"{readable(free)} free: {remedy}")
-
-
-def _used_already(device: torch.device, processes: int) -> int:
-    """The bytes in use by the processes; 0 on a GPU, where nothing is built yet."""
-    return processes * resident_memory() if device.type == "cpu" else 0
-
-
-def _require_disk(config: TrainConfig, out_dir: Path, vocab_size: int) -> None:
-    """Earlier checkpoints of the run will be replaced, so their space counts as free."""
-    reusable = sum(map(size_on_disk, (out_dir / FOLDER).glob("*.ckpt")))
-    need, free = checkpoint_bytes(config, vocab_size), free_disk(out_dir) + reusable
-    if need > free:
-        raise UserError(f"{n_checkpoints(config.trainer.keep_last)} checkpoints need {readable(need)} of disk, and "
-                        f"{readable(free)} is free at {out_dir}: free some, set out_dir= on another disk, or use "
-                        "trainer.keep_last=1")
-
-
-def _remedy(config: TrainConfig, vocab_size: int, device: torch.device, sharing: int) -> str:
-    """The first remedy that fits, as advice."""
-    free = free_memory(device)
-    for options, need in remedies(config, vocab_size, world_size(), device.type):
-        if free is not None and sharing * need <= free:
-            return f"with {options} it would be {readable(sharing * need + _used_already(device, sharing))}"
-    return f"take {_largest_option(config, vocab_size, free, sharing)}"
-
-
-def _largest_option(config: TrainConfig, vocab_size: int, free: int | None, sharing: int) -> str:
-    """The options that the largest part of the memory depends on."""
-    need = estimate(config, vocab_size, world_size())
-    if 2 * need.workers > need.total:
-        return "fewer data.num_workers"
-    if free is None or sharing * need.fixed < free:
-        return "a smaller data.batch_size or model.ctx_len"
-    adapters = config.tune.method == "lora" and need.gradients > frozen_bytes(config, vocab_size)
-    return "a smaller tune.rank" if adapters else "a smaller model="

@@ -277,13 +277,14 @@ def _require_possible(configs: list[TrainConfig]) -> None:
 def _require_kernel(config: TrainConfig) -> None:
     """Raises the errors of kernel_for and, for the file of init_from=, which determines the generation, of read_checkpoint."""
     from rwkv.checkpoint.files import read_checkpoint
-    from rwkv.training.device import device_for, resolved_precision
+    from rwkv.training.device import device_for
+    from rwkv.training.run.resolve import Context, Stage, resolve
     from rwkv.training.setup import kernel_for
 
     if config.init_from is not None:
         config = replace(config, model=read_checkpoint(config.init_from).config)
-    precision = resolved_precision(config.trainer.precision, config.trainer.accelerator)
-    kernel_for(config.model, config.kernel.name, device_for(config.trainer.accelerator), precision)
+    config, _ = resolve(config, Stage.BASE, Context())
+    kernel_for(config.model, config.kernel.name, device_for(config.trainer.accelerator), config.trainer.precision)
 
 
 def name_of(job: cli.Job) -> str:

@@ -19,10 +19,10 @@ from kernels.machine.allocator import give_back_free_blocks
 from rwkv.checkpoint.content import ENTRY
 from rwkv.config import OptimConfig
 from rwkv.data.conversations import Packed, Whole
-from rwkv.data.documents import Segments
-from rwkv.data.mixed_windows import SourceBatch
 from rwkv.data.mixture import source_metric
+from rwkv.data.mixture.windows import SourceBatch
 from rwkv.data.pairs import Pairs
+from rwkv.data.segments import Segments
 from rwkv.distributed import all_sum, rank, world_size
 from rwkv.errors import UserError
 from rwkv.model.base import Model

@@ -14,7 +14,7 @@ from kernels import native
 from kernels.machine.cpu import multiplies
 from kernels.registry import why_not
 from rwkv.errors import UserError
-from rwkv.generation.decoder import Decoder, decoder_of
+from rwkv.generation.decoder import CDecoder, Decoder, decoder_of
 from rwkv.model.quantized import Int8Linear, to_int8
 from rwkv.model.state import State
 from rwkv.pretrained import RWKV
@@ -42,28 +42,33 @@ def test_steps_are_the_models_own(dtype: str, allowed: float, generation: str) -
     assert_same_state(decoder.state(), state, 10 * allowed)
 
 
-@pytest.mark.thorough
+IN_C = pytest.mark.skipif(bool(why_native := native.why_not()), reason=str(why_native))
+
+
 @each_generation
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize(("decoder_class", "dtype"), [
+    (Decoder, "float32"), pytest.param(CDecoder, "float32", marks=IN_C),
+    *(pytest.param(Decoder, dtype, marks=pytest.mark.thorough) for dtype in ("bfloat16", "int8"))])
 @torch.no_grad()
-def test_rows_join_and_leave(dtype: str, generation: str) -> None:
+def test_rows_join_and_leave(decoder_class: type[Decoder | CDecoder], dtype: str, generation: str) -> None:
     """A decoder that begins without rows; each row goes on as in a decoder of its own."""
     model = model_in(dtype, generation)
     several = tokens(model, B=3, T=8)
     starts = [model.prefill(several[row:row + 1, :4 + row])[1] for row in range(3)]
-    decoder = Decoder(model, model.empty_state(0))
+    decoder = decoder_class(model, model.empty_state(0))
     decoder.join(starts[0])
     decoder.step(several[:1, 4])
     decoder.join(State.cat(starts[1:]))
     decoder.step(several[:, 5])
     decoder.keep([2, 0])
-    decoder.step(several[[2, 0], 6])
+    logits = decoder.step(several[[2, 0], 6]).clone()
     for row, read in ((0, (4, 5, 6)), (2, (5, 6))):
         alone = Decoder(model, starts[row])
-        for t in read:
-            alone.step(several[row:row + 1, t])
+        alone_logits = [alone.step(several[row:row + 1, t]) for t in read][-1]
         allowed = 0.1 if dtype == "bfloat16" else 1e-4
-        assert_same_state(decoder.state([0 if row == 2 else 1]), alone.state(), allowed)
+        position = 0 if row == 2 else 1
+        torch.testing.assert_close(logits[position:position + 1], alone_logits, rtol=0, atol=allowed)
+        assert_same_state(decoder.state([position]), alone.state(), allowed)
 
 
 @each_generation

@@ -8,7 +8,8 @@ from rwkv import embed
 from rwkv.config import Sampling
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine
-from rwkv.generation.prefill import ON_CPU, PrefixCache
+from rwkv.generation.prefill import ON_CPU
+from rwkv.generation.prefix_cache import PrefixCache
 from rwkv.generation.request import Request
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.tokenizer.tokenizers import ByteTokenizer

@@ -20,6 +20,7 @@ from rwkv.config import GenerateConfig, Sampling
 from rwkv.errors import UserError
 from rwkv.generation.engine import Engine, generate, generate_batch
 from rwkv.generation.grammar import Grammar
+from rwkv.generation.grammar.matcher import matcher_of
 from rwkv.generation.options import check_config
 from rwkv.generation.output import run_generation
 from rwkv.generation.request import Request
@@ -67,7 +68,7 @@ def test_every_finished_text_of_many_schemas_is_valid(temperature: float) -> Non
 
 
 def allows(grammar: Grammar, text: str) -> bool:
-    matcher = grammar.matcher(BYTES)
+    matcher = matcher_of(grammar, BYTES)
     for byte in text.encode():
         mask = matcher.allowed()
         if mask is None or not mask[byte // 8] >> byte % 8 & 1:
@@ -180,7 +181,7 @@ def test_what_is_banned_may_leave_no_token() -> None:
     (Grammar.json_schema({"enum": ["\ud800"]}), "json_schema:"),
     (Grammar.lark("start: missing"), "grammar:"), (Grammar.regex("a(b"), "regex:"), (Grammar.regex(r"(a)\1"), "regex:")])
 def test_what_cannot_be_compiled_is_refused_with_the_place(grammar: Grammar, place: str) -> None:
-    for refuse in (grammar.check, lambda: grammar.matcher(BYTES)):
+    for refuse in (grammar.check, lambda: matcher_of(grammar, BYTES)):
         with pytest.raises(UserError) as error:
             refuse()
         assert str(error.value).startswith(place)

@@ -11,8 +11,9 @@ from models import small_model
 
 from rwkv.errors import UserError
 from rwkv.generation.engine import generate_batch
-from rwkv.generation.grammar import Grammar, compiled, require_ends
-from rwkv.generation.json_schema import rust_pattern
+from rwkv.generation.grammar import Grammar
+from rwkv.generation.grammar.matcher import compiled, matcher_of, require_ends
+from rwkv.generation.grammar.patterns import rust_pattern
 from rwkv.tokenizer.tokenizers import ByteTokenizer, CharTokenizer
 
 BYTES = ByteTokenizer()
@@ -95,7 +96,7 @@ ENFORCED: dict[str, tuple[dict[str, Any], list[str], list[str]]] = {
 
 def allows(grammar: Grammar, text: str) -> bool:
     """Whether a text may begin so; a whole JSON text may also end so."""
-    matcher = grammar.matcher(BYTES)
+    matcher = matcher_of(grammar, BYTES)
     for byte in text.encode():
         mask = matcher.allowed()
         if mask is None or not mask[byte // 8] >> byte % 8 & 1:
@@ -106,7 +107,7 @@ def allows(grammar: Grammar, text: str) -> bool:
 
 
 def is_finished(grammar: Grammar, text: str) -> bool:
-    matcher = grammar.matcher(BYTES)
+    matcher = matcher_of(grammar, BYTES)
     for byte in text.encode():
         matcher.push(byte)
     mask = matcher.allowed()
@@ -129,7 +130,7 @@ def test_what_is_allowed(name: str) -> None:
 
 def walk(grammar: Grammar, seed: int, most: int = 500) -> bytes | None:
     """A text of random bytes; None where it has not ended after `most`. It closes what is open after 80."""
-    matcher = grammar.matcher(BYTES)
+    matcher = matcher_of(grammar, BYTES)
     draw = random.Random(seed)
     written = b""
     while len(written) < most:
@@ -189,7 +190,7 @@ REFUSED: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_enforced_is_refused(name: str) -> None:
     grammar = Grammar.json_schema(REFUSED[name])
-    for refuse in (grammar.check, lambda: grammar.matcher(BYTES)):
+    for refuse in (grammar.check, lambda: matcher_of(grammar, BYTES)):
         with pytest.raises(UserError, match=r"^json_schema.*: ") as error:
             refuse()
         assert "coerce" not in str(error.value)

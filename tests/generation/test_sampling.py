@@ -126,6 +126,24 @@ def test_a_draw_is_that_of_float64_also_of_equal_tokens(draw: Draw | None, value
     assert drawn.tolist() == ranked[wanted[ranked] > 1e-3].tolist()
 
 
+@pytest.mark.parametrize(("V", "options", "expected"), [
+    (4, {"top_p": 0.5}, {0, 1}),         # the tokens before 2 sum to exactly top_p
+    (4, {"top_p": 0.75}, {0, 1, 2}),
+    (4, {"top_p": 0.5, "top_k": 3}, {0, 1}),
+    (3, {"top_p": 0.5}, {0, 1}),
+    (8, {"top_p": 0.5, "order": "rwkv", "temperature": 2.0}, {0, 1, 2, 3}),
+    (8, {"top_p": 0.25, "top_k": 7, "order": "rwkv"}, {0, 1}),
+    (4, {"top_k": 2}, {0, 1}),
+    (300, {"top_k": 2}, {0, 1}),         # where C looks for the second largest logit before it collects tokens
+    (300, {"top_k": 2, "order": "rwkv"}, {0, 1}),
+    (3, {"min_p": 1.0}, {0, 1, 2}),
+], ids=str)
+def test_of_equal_tokens_at_a_filters_bound_the_lower_ids_stay(draw: Draw | None, V: int, options: dict[str, Any],
+                                                               expected: set[int]) -> None:
+    """top_p drops a token if those before it sum to exactly top_p, as transformers does."""
+    assert {*draws(draw, torch.zeros(V), 64, **options).tolist()} == expected
+
+
 def penalties_of(options: Sampling, prompt: list[int], text: list[int]) -> Penalties:
     """After a text; no_penalty holds ids alone."""
     penalties = Penalties(options, prompt, [token for token in options.no_penalty if isinstance(token, int)])

@@ -84,8 +84,8 @@ def test_nothing_undefined_happens_in_c(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-m", "kernels.native.build", "--sanitize", "--zig", str(zig()),
                     f"{here.system}-{here.machine}"], check=True, cwd=tmp_path)
     assert b"csrc/products.c" in (tmp_path / here.path.relative_to(build.ROOT)).read_bytes()     # its lines name sources
-    tests = ("model/test_c_step.py", "model/test_fused_c.py", "kernels/test_matvec.py", "kernels/test_conformance.py",
-             "generation/test_sampling.py")
+    tests = ("model/decoding/test_c_step.py", "model/fused/test_fused_c.py", "kernels/test_matvec.py",
+             "kernels/test_conformance.py", "generation/test_sampling.py")
     subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k", "not taichi and not triton",
                     *(f"tests/{test}" for test in tests)], check=True, cwd=tmp_path)
 
@@ -315,8 +315,8 @@ def test_a_field_in_c_alone_is_refused(tmp_path: Path, monkeypatch: pytest.Monke
             text = text.replace(f"struct {struct} {{\n", f"struct {struct} {{\n    int64_t extra;\n")
         copy.write_text(text)
     here = native._here()
-    sources = ("kernels/native/csrc/threads.c", "kernels/matvec/csrc/products.c", "rwkv/model/csrc/fused.c",
-               "rwkv/model/decoding/csrc/rwkv7.c")
+    sources = ("kernels/native/csrc/threads.c", "kernels/matvec/csrc/products.c", "rwkv/model/fused/csrc/fused.c",
+               "rwkv/model/rwkv7/csrc/step.c")
     subprocess.run([str(zig()), "-m", "ziglang", "cc", "-target", f"{here.machine}-{build.SYSTEMS[here.system]}", "-shared",
                     *build.FLAGS, *build.LEVEL_FLAGS[level], f"-DLEVEL={level}", *sources, "-o", "extended"], check=True,
                    cwd=tmp_path)

@@ -12,7 +12,7 @@ from torch import nn
 from kernels import native
 from rwkv.generation.decoder import decoder_of
 from rwkv.generation.engine import Engine, generate_batch
-from rwkv.generation.prefill import PrefixCache
+from rwkv.generation.prefix_cache import PrefixCache
 from rwkv.generation.request import Request
 from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria

@@ -1,4 +1,4 @@
-"""A generation is its two files, which no code outside rwkv/model and rwkv/checkpoint imports."""
+"""A generation is its folder and its file in checkpoint/, which no code outside rwkv/model and rwkv/checkpoint imports."""
 
 import re
 from pathlib import Path

@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from rwkv.config import TrainerConfig
-from rwkv.model import fused, fused_form, loss
+from rwkv.model import fused, loss
 from rwkv.model.base import Model
+from rwkv.model.fused import form as fused_form
 from rwkv.training.trainer import prepare_blocks
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -46,17 +47,18 @@ class Launches(TorchDispatchMode):
 @pytest.fixture
 def launches(monkeypatch: pytest.MonkeyPatch) -> Launches:
     """A mode that also counts Triton's kernels, with the forms of a GPU on this CPU."""
-    from rwkv.model import fused_triton, loss_triton
+    from rwkv.model.fused import loss_triton
+    from rwkv.model.fused import triton as fused_triton
+    from rwkv.model.rwkv7 import fused_triton as rwkv7_triton
 
     mode = Launches()
 
     def counted(kernel: Any, *_: Any, **__: Any) -> None:
         mode.counts[kernel.__name__] += 1
 
-    for module in (fused_triton, loss_triton):
+    for module in (fused_triton, loss_triton, rwkv7_triton):
         monkeypatch.setattr(module, "launch", counted)
-    monkeypatch.setitem(fused_form.FORMS, "cpu", "rwkv.model.fused_triton")
-    monkeypatch.setitem(fused_form.LOSS_FORMS, "cpu", "rwkv.model.loss_triton")
+    monkeypatch.setitem(fused_form.SUFFIXES, "cpu", "triton")
     for module in (fused, loss):
         monkeypatch.setattr(module, "WIDE_PRODUCTS", ("cpu",))
     return mode

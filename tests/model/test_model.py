@@ -1,6 +1,6 @@
 """A model of every generation in all its forms, which agree, and in training, under every kernel.
 
-That RWKV-4 is the paper's: test_parity.py; RWKV-7: test_rwkv7.py.
+That RWKV-4 is the paper's: test_parity.py; RWKV-7: rwkv7/test_rwkv7.py.
 """
 
 import copy

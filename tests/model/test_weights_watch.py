@@ -14,7 +14,7 @@ from rwkv.chat.templates import chat_template
 from rwkv.generation.conversation import Chat
 from rwkv.generation.decoder import decoder_of
 from rwkv.generation.engine import Engine, generate
-from rwkv.generation.prefill import PrefixCache
+from rwkv.generation.prefix_cache import PrefixCache
 from rwkv.generation.request import Request
 from rwkv.generation.sampling import Sampling
 from rwkv.generation.stopping import StoppingCriteria

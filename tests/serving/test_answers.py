@@ -7,7 +7,7 @@ from models import world_vocabulary
 
 from rwkv.serving.answers import ResponseSpec, _Choice, chat_entry
 from rwkv.serving.messages import Event
-from rwkv.serving.responses import Output
+from rwkv.serving.responses.events import Output
 from rwkv.tokenizer.tokenizers import WorldTokenizer
 
 CALL = '{"name":"f","arguments":{"a":"é東"}}'

@@ -14,7 +14,7 @@ from serving_runs import Running
 
 from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
-from rwkv.serving.compiling import PROCESSES, Compilers
+from rwkv.serving.engine.compiling import PROCESSES, Compilers
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 pytestmark = pytest.mark.programs

@@ -21,7 +21,7 @@ from serving_runs import ROOT, Running, post, reset, wait_until
 
 from rwkv.config import ServeConfig
 from rwkv.errors import UserError
-from rwkv.serving.http import UNREAD_S
+from rwkv.serving.http.connections import UNREAD_S
 from rwkv.serving.server import _bind
 
 pytestmark = pytest.mark.programs

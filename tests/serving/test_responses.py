@@ -9,7 +9,7 @@ from serving_runs import LETTERS
 from test_limits import refused
 from test_tools import TOOLS
 
-from rwkv.serving.responses import input_items, messages_of
+from rwkv.serving.responses.items import input_items, messages_of
 
 if TYPE_CHECKING:
     import openai

@@ -12,7 +12,7 @@ from rwkv.config import ServeConfig
 from rwkv.errors import UserError
 from rwkv.model.decoding import triton_step
 from rwkv.programs.serve import _gpu_lines
-from rwkv.serving import worker
+from rwkv.serving.engine import worker
 from rwkv.serving.messages import Ready
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 

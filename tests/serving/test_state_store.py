@@ -27,9 +27,9 @@ from rwkv.generation.request import Request
 from rwkv.generation.states import CHECKSUM, StateForm, load_context, metadata_of, save_context
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.pretrained import RWKV
-from rwkv.serving.errors import ApiError
-from rwkv.serving.state_store import StateGone, StateStore
-from rwkv.serving.states import ClientStates
+from rwkv.serving.http.errors import ApiError
+from rwkv.serving.states.client_states import ClientStates
+from rwkv.serving.states.store import StateGone, StateStore
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 
 pytestmark = pytest.mark.programs
@@ -220,7 +220,7 @@ def test_a_stop_string_that_was_read_is_not_read_again(api: httpx.Client, model:
 def test_turns_after_a_state_are_those_of_the_whole_conversation(name: str) -> None:
     """Whatever the last message was: what is read before and after are together what the template writes."""
     template = chat_template(name)
-    keeper = ClientStates(ServeConfig(), None, BYTES, template, 0)                 # type: ignore[arg-type]
+    keeper = ClientStates(ServeConfig(), {}, {}, BYTES, template, 0)
     tool = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
     said: list[dict[str, Any]] = [{"role": "system", "content": "be"}, {"role": "user", "content": "hi"},
                                   {"role": "assistant", "content": "yes"}, {"role": "user", "content": "so"},
@@ -249,7 +249,7 @@ def test_an_error_after_a_state_names_what_is_wrong_and_where_the_request_has_it
     path.write_text("{% for message in messages %}{% if message.role == 'tool' %}{{ raise_exception('no') }}{% endif %}"
                     "{{ message.role }}: {{ message.content }}\n{% endfor %}")
     template = chat_template(str(path) if name == "file" else name)
-    keeper = ClientStates(ServeConfig(), None, BYTES, template, 0)                             # type: ignore[arg-type]
+    keeper = ClientStates(ServeConfig(), {}, {}, BYTES, template, 0)
     turn = replace(keeper.turn_of_answer(None, None), role=role)
     start: Any = type("State", (), {"turn": turn, "last_ids": ()})
     with pytest.raises((ApiError, UserError)) as error:

@@ -16,7 +16,7 @@ from rwkv.config import DataConfig, ModelConfig, TrainConfig, TrainerConfig
 from rwkv.errors import UserError
 from rwkv.model.base import n_parameters
 from rwkv.training.device import is_planned_elsewhere
-from rwkv.training.memory import estimate, one_checkpoint_bytes
+from rwkv.training.memory.estimate import estimate, one_checkpoint_bytes
 from rwkv.training.on_paper import GIB, GPUS, MEASURED, Measured, exchanged_bytes, nearest, on_paper, with_whole_rows
 from rwkv.training.run.options import check_new_run
 

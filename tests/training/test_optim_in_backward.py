@@ -12,11 +12,11 @@ from training_runs import OWN, SMALL, TEXT, assert_same_training, done_here, kil
 from kernels.bench.profiler import extra_bytes
 from kernels.select import select
 from rwkv.config import DataConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
-from rwkv.data.documents import Segments
+from rwkv.data.segments import Segments
 from rwkv.errors import UserError
 from rwkv.model.lora import add_adapters
 from rwkv.pretrained import RWKV
-from rwkv.training.memory import estimate
+from rwkv.training.memory.estimate import estimate
 from rwkv.training.run.options import check_new_run
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import prepare_blocks

@@ -1,4 +1,4 @@
-"""The plan of a run: parameters, memory and disk from formulas, what the machine has, and what is refused before it begins."""
+"""The plan of a run: what it prints, its warnings and its duration."""
 
 import json
 import os
@@ -13,276 +13,19 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import yaml
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from models import OPERATORS
-from programs import Run, one_sentence
-from training_runs import TEXT
+from programs import Run
+from training_runs import TEXT, configured
 
-from kernels.bench.profiler import extra_bytes
 from kernels.machine import threads
 from kernels.machine.memory import resident_memory
 from kernels.select import select
-from rwkv import cli
-from rwkv.config import LENGTHS, DataConfig, ModelConfig, OptimConfig, TrainConfig, TrainerConfig
-from rwkv.data.documents import Segments
-from rwkv.errors import UserError
+from rwkv.config import OptimConfig
 from rwkv.pretrained import RWKV
-from rwkv.training import memory, plan, setup
-from rwkv.training.callbacks.metrics import peak_memory_mib
-from rwkv.training.length import with_default_length, with_max_steps
-from rwkv.training.memory import free_disk, free_memory
+from rwkv.training import plan
 from rwkv.training.task import LanguageModel
-from rwkv.training.trainer import prepare_blocks
 
 CPU = torch.device("cpu")
-VOCABULARIES = {"rwkv4": 50277, "rwkv7": 65536}          # of released files; tiny and small have 2,048 tokens
-PRESETS = {"tiny": 2_712_576, "small": 13_101_312, "169m": 169_342_464, "430m": 430_397_440, "1b5": 1_515_106_304,
-           "3b": 2_984_627_200, "7b": 7_392_649_216, "rwkv7_tiny": 2_817_024, "rwkv7_small": 13_414_656,
-           "rwkv7_0.1b": 191_084_544, "rwkv7_0.4b": 450_834_432, "rwkv7_1.5b": 1_527_668_736, "rwkv7_2.9b": 2_948_065_280,
-           "rwkv7_7.2b": 7_199_932_416, "rwkv7_13.3b": 13_238_317_056}
-GB, MIB = 10 ** 9, 2 ** 20
-KERNELS = {"rwkv4": "torch_scan", "rwkv7": "torch_chunk"}
-
-
-def parameters_on_meta(config: ModelConfig, vocab_size: int) -> int:
-    with torch.device("meta"):
-        return sum(parameter.numel() for parameter in RWKV(config, vocab_size, select("wkv4", "reference")).parameters())
-
-
-# Parameters
-
-
-def test_every_preset_is_known() -> None:
-    assert {path.stem for path in (cli.CONFIGS / "model").glob("*.yaml")} == set(PRESETS)
-
-
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_preset_has_the_published_parameters(name: str) -> None:
-    text = (cli.CONFIGS / "model" / f"{name}.yaml").read_text()
-    config = ModelConfig(**yaml.safe_load(text))
-    V = 2048 if "tiny" in name or "small" in name else VOCABULARIES[config.generation]
-    assert memory.n_parameters(config, V) == PRESETS[name]
-    assert f"{PRESETS[name]:,} " in text, "the file says so itself"
-
-
-WIDTHS = st.integers(1, 90)
-
-
-@settings(deadline=None, max_examples=25)
-@given(st.integers(1, 3), WIDTHS, st.none() | WIDTHS, st.none() | WIDTHS, WIDTHS)
-def test_the_formula_counts_any_model(L: int, C: int, A: int | None, F: int | None, V: int) -> None:
-    config = ModelConfig(n_layer=L, n_embd=C, n_att=A, n_ffn=F)
-    assert memory.n_parameters(config, V) == parameters_on_meta(config, V)
-
-
-# Memory
-
-
-def configured(L: int, C: int, B: int, T: int, generation: str = "rwkv4", **trainer: Any) -> TrainConfig:
-    return TrainConfig(model=ModelConfig(generation=generation, n_layer=L, n_embd=C, ctx_len=T), data=DataConfig(batch_size=B),
-                       trainer=TrainerConfig(**trainer))
-
-
-def measured_peak(config: TrainConfig, V: int, kernel: str) -> int:
-    """The peak of building and two steps, in Lightning's order: gradients live until the next backward pass."""
-    batch, half = batch_of(config, V), config.trainer.precision == "bf16-mixed"
-
-    def train() -> tuple[()]:
-        model = prepare_blocks(RWKV(config.model, V, select(OPERATORS[config.model.generation], kernel)), config.trainer)
-        task = LanguageModel(model, config.optim, 10, 1.0)
-        optimizer = task.configure_optimizers()["optimizer"]
-        for _ in range(2):
-            with torch.autocast("cpu", torch.bfloat16, enabled=half):
-                loss = task.training_step(batch, 0)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        return ()
-
-    return extra_bytes(train, "cpu")
-
-
-def batch_of(config: TrainConfig, V: int) -> tuple[torch.Tensor, torch.Tensor] | Segments:
-    B, T, K = config.data.batch_size, config.model.ctx_len, config.trainer.tbptt
-    x = torch.randint(V, (B, max(1, K), T))
-    return Segments(x, x, torch.arange(K).expand(B, K) == 0, 0, 1.0, x.numel()) if K else (x[:, 0], x[:, 0])
-
-
-@pytest.mark.thorough
-@pytest.mark.parametrize(("generation", "sizes", "V", "options"), [
-    ("rwkv4", (2, 192, 2, 64), 8192, {}),                                  # weights, and the loss
-    ("rwkv4", (2, 64, 8, 128), 256, {"precision": "bf16-mixed"}),
-    ("rwkv4", (2, 64, 2, 64), 256, {"tbptt": 4}),
-    ("rwkv7", (2, 64, 8, 128), 256, {}),
-    ("rwkv7", (4, 64, 4, 128), 256, {"activation_checkpointing": True}),
-    *(pytest.param(*case, marks=pytest.mark.soak) for case in (
-        ("rwkv4", (2, 64, 8, 128), 256, {}), ("rwkv4", (4, 64, 4, 128), 256, {"activation_checkpointing": True}),
-        ("rwkv7", (2, 64, 8, 128), 256, {"precision": "bf16-mixed"}), ("rwkv7", (2, 64, 2, 64), 256, {"tbptt": 4})))], ids=str)
-def test_the_estimate_is_near_the_measured_peak(generation: str, sizes: tuple[int, ...], V: int,
-                                                options: dict[str, Any]) -> None:
-    config = configured(*sizes, generation=generation, **options)
-    assert memory.estimate(config, V).total == pytest.approx(measured_peak(config, V, KERNELS[generation]), rel=0.25)
-
-
-def test_processes_share_a_batch_and_fsdp_the_weights() -> None:
-    config = configured(2, 64, 8, 128)
-    alone = memory.estimate(config, 256)
-    ddp, fsdp = (memory.estimate(replace(config, trainer=TrainerConfig(strategy=strategy)), 256, processes=4)
-                 for strategy in ("ddp", "fsdp"))
-    assert (ddp.fixed, 4 * fsdp.fixed) == (alone.fixed, alone.fixed)
-    assert 4 * ddp.activations == pytest.approx(alone.activations, rel=0.1)
-    several = TrainerConfig(strategy="fsdp", accumulate=2)       # the gradients of the first batch are not divided
-    assert memory.estimate(replace(config, trainer=several), 256, processes=4).gradients == alone.gradients
-
-
-# Host memory and disks
-
-
-def written(root: Path, **files: str) -> Path:
-    for name, text in files.items():
-        path = root / name.replace("__", "/")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
-    return root
-
-
-MEMINFO = {"proc__meminfo": "MemTotal: 16000000 kB\nMemFree: 1000000 kB\nMemAvailable:    8000000 kB\n"}
-HERE, UP = "sys__fs__cgroup__job__", "sys__fs__cgroup__"
-
-
-@pytest.mark.parametrize(("files", "free"), [
-    ({}, 8_000_000 * 1024),
-    ({"proc__self__cgroup": "0::/job\n", f"{HERE}memory.max": "max\n", f"{HERE}memory.current": "5\n"}, 8_000_000 * 1024),
-    ({"proc__self__cgroup": "0::/job\n", f"{HERE}memory.max": "1000\n", f"{HERE}memory.current": "700\n",
-      f"{HERE}memory.stat": "anon 600\ninactive_file 100\n"}, 400),
-    ({"proc__self__cgroup": "0::/job\n", f"{HERE}memory.max": "1000\n", f"{HERE}memory.current": "700\n",
-      f"{UP}memory.max": "900\n", f"{UP}memory.current": "800\n"}, 100),
-    ({"proc__self__cgroup": "0::/out/of/sight\n", f"{UP}memory.max": "900\n", f"{UP}memory.current": "850\n"}, 50),
-    ({"proc__self__cgroup": "5:cpu,memory:/job\n0::/\n", f"{UP}memory__job__memory.limit_in_bytes": "1000\n",
-      f"{UP}memory__job__memory.usage_in_bytes": "900\n", f"{UP}memory__job__memory.stat": "total_inactive_file 30\n"}, 130),
-    ({"proc__self__cgroup": "0::/job\n", f"{HERE}memory.max": "10\n", f"{HERE}memory.current": "700\n"}, 0),
-], ids=["machine", "no limit", "limit", "parent's limit", "container", "version 1", "above its limit"])
-def test_the_limit_of_a_container_counts(tmp_path: Path, files: dict[str, str], free: int) -> None:
-    assert free_memory(CPU, written(tmp_path, **MEMINFO, **files)) == free
-
-
-def test_what_there_is_here_can_be_told(tmp_path: Path) -> None:
-    found = free_memory(CPU)
-    assert found is None or found > 10 * MIB
-    assert free_disk(tmp_path / "not" / "there") > 0
-    installed = free_memory(CPU, tmp_path)               # where there is no /proc
-    assert found is None or installed is None or installed >= found
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
-def test_the_memory_of_this_process_can_be_told(tmp_path: Path) -> None:
-    held = torch.ones(64 * MIB // 4)
-    assert held.nbytes + 100 * MIB < resident_memory() <= peak_memory_mib(CPU) * MIB
-    assert resident_memory(tmp_path) == 0, "where there is no /proc"
-
-
-# The capacity check
-
-
-def test_a_model_that_cannot_fit_is_refused_before_anything_is_done(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_memory(8 * GB, 10 * GB, monkeypatch)
-    one_sentence(run("train", "model=7b", "trainer=cpu"),
-                 "GB of memory, 10.0 GB of it already in use", "8.0 GB free", "model=")
-    assert not list(Path().iterdir())
-
-
-def fits(config: TrainConfig, free: int, V: int, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    """The error message if the configuration does not fit into `free` bytes, else None."""
-    with_memory(free, GB // 10, monkeypatch)
-    try:
-        setup.require_capacity(config, Path("run"), CPU, V)
-    except UserError as error:
-        return str(error)
-    return None
-
-
-def with_memory(free: int, used: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, found in (("free_memory", lambda device: free), ("resident_memory", lambda: used)):
-        monkeypatch.setattr(setup, name, found)
-
-
-@pytest.mark.parametrize(("free", "remedy"), [
-    (7, "with trainer.activation_checkpointing=true it would be 3.4 GB"),
-    (2, "with trainer.activation_checkpointing=true data.batch_size=4 trainer.accumulate=8 it would be 1.9 GB"),
-    (1, "with trainer.activation_checkpointing=true optim=adamw8bit trainer.optim_in_backward=true optim.grad_clip=0 "
-        "data.batch_size=1 it would be 917 MB"),
-    (0.5, "take a smaller model="),
-])
-def test_the_remedy_is_the_least_that_helps(free: float, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = configured(12, 768, 32, 512)
-    said = fits(config, int(free * GB), 2048, monkeypatch)
-    assert said is not None
-    assert said.startswith("training needs at least 1")
-    assert said.endswith(remedy)
-    options = dict(option.split("=") for option in remedy.split() if "=" in option)
-    if "model" not in options and "optim" not in options:
-        B, accumulate = int(options.get("data.batch_size", 32)), int(options.get("trainer.accumulate", 1))
-        changed = configured(12, 768, B, 512, activation_checkpointing=True, accumulate=accumulate)
-        assert fits(changed, int(free * GB), 2048, monkeypatch) is None
-        assert changed.tokens_per_step == config.tokens_per_step
-
-
-def test_where_no_option_suffices_the_advice_is_what_to_lessen(monkeypatch: pytest.MonkeyPatch) -> None:
-    wide, busy = configured(1, 64, 1, 10**7), configured(1, 64, 1, 16)
-    busy.data.num_workers = 1000
-    assert str(fits(wide, GB, 2048, monkeypatch)).endswith("take a smaller data.batch_size or model.ctx_len")
-    assert str(fits(busy, GB, 2048, monkeypatch)).endswith("take fewer data.num_workers")
-
-
-def test_a_run_is_refused_only_if_three_quarters_of_the_estimate_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights, gradients and optimiser count fully."""
-    config = configured(2, 64, 8, 128)
-    need = memory.estimate(config, 256)
-    least = need.fixed + round(0.75 * (need.total - need.fixed))
-    assert need.least == least
-    assert fits(config, least, 256, monkeypatch) is None
-    assert fits(config, least - 1, 256, monkeypatch) is not None
-
-
-def test_checkpoints_that_the_disk_cannot_hold_are_refused(tmp_path: Path) -> None:
-    """Checkpoints that the run has already are replaced, so that their space is free."""
-    need = 2 * free_disk(tmp_path)
-    size = 12 * memory.n_parameters(ModelConfig(n_layer=2, n_embd=64), 256)
-    config = configured(2, 64, 8, 128, keep_last=need // size)
-    with pytest.raises(UserError):
-        setup.require_capacity(config, tmp_path, CPU, 256)
-    (tmp_path / "checkpoints").mkdir()
-    with (tmp_path / "checkpoints" / "last.ckpt").open("wb") as file:
-        file.truncate(need)              # it takes no room
-    setup.require_capacity(config, tmp_path, CPU, 256)
-
-
-# Tokens and steps
-
-
-@given(st.floats(1, 1e12), st.integers(1, 20), st.integers(1, 20), st.integers(1, 4), st.integers(0, 4))
-def test_max_tokens_is_the_fewest_steps_that_read_them(tokens: float, B: int, T: int, accumulate: int, tbptt: int) -> None:
-    config = configured(1, 8, B, T, max_tokens=tokens, accumulate=accumulate, tbptt=tbptt)
-    steps = with_max_steps(config, ["trainer.max_tokens"]).trainer.max_steps
-    assert config.tokens_per_step == B * T * accumulate * max(1, tbptt)
-    assert (steps - 1) * config.tokens_per_step < tokens <= steps * config.tokens_per_step
-
-
-def test_the_length_that_is_given_replaces_the_others() -> None:
-    config = configured(1, 8, 4, 10, max_tokens=1000.0, max_steps=7, epochs=2.0)
-    found = [with_max_steps(config, [key]).trainer for key in LENGTHS]
-    assert [(each.max_steps, each.max_tokens, each.epochs) for each in found] == [(7, None, None), (25, 1000.0, None),
-                                                                                  (7, None, 2.0)]
-
-
-def test_conversations_are_read_twice_where_nothing_gives_a_length() -> None:
-    chat, text = (TrainConfig(data=DataConfig(name=name)) for name in ("chat", "text"))
-    assert with_default_length(chat, ["data"]).trainer.epochs == 2
-    assert with_default_length(text, ["data"]).trainer.epochs is None
-    for key in LENGTHS:                  # by the user, an experiment or debug=fast
-        assert with_default_length(chat, [key]).trainer.epochs is None
+GB = 10 ** 9
 
 
 # The plan
@@ -317,19 +60,6 @@ def test_validation_that_holds_most_of_the_text_is_said(run: Run) -> None:
     status, _, error = run("train", *PLANNED, "data=jsonl", "data.path=long.jsonl")
     assert status == 0, error
     assert "data.val_fraction" in error
-
-
-@pytest.mark.programs
-def test_the_plan_of_a_model_that_cannot_fit_comes_before_the_refusal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    with_memory(8 * GB, GB, monkeypatch)
-    Path("text.txt").write_text(TEXT)
-    status, output, error = run("train", *PLANNED, "data.path=text.txt", "model.n_embd=8192", "model.n_layer=24")
-    assert (status, output) == (2, "")
-    *table, last = error.splitlines()
-    assert last.startswith("error: training needs at least")
-    for subject in ("data", "model", "memory", "disk", "training"):
-        assert [line for line in table if line.startswith(f"{subject} ")], subject
-    assert {path.name for path in Path().iterdir()} == {"cache", "text.txt"}
 
 
 @pytest.mark.parametrize(("width", "options", "timed"), [

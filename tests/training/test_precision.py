@@ -14,7 +14,7 @@ from rwkv.model import loss
 from rwkv.pretrained import default_dtype
 from rwkv.training import device
 from rwkv.training.device import dtype_for, resolved_precision, set_product_precision, why_precision
-from rwkv.training.memory import estimate
+from rwkv.training.memory.estimate import estimate
 from rwkv.training.run.directory import as_plain
 from rwkv.training.run.opening import open_run
 from rwkv.training.trainer import precision_for

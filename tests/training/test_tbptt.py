@@ -16,7 +16,8 @@ from torch import Tensor
 
 from kernels.bench.profiler import extra_bytes
 from rwkv.config import OptimConfig, TrainerConfig
-from rwkv.data.documents import DocumentChunks, SegmentDataset, Segments, SegmentSampler, StepLayout
+from rwkv.data.segments import DocumentChunks, SegmentDataset, Segments, SegmentSampler
+from rwkv.data.windows import StepLayout
 from rwkv.model.loss import IGNORED
 from rwkv.training.task import LanguageModel
 from rwkv.training.trainer import precision_for, prepare_blocks

@@ -275,40 +275,46 @@ void matmul(const struct product *p, int64_t begin, int64_t end) {
     }
 }
 
-enum { VECTORS = PANEL / WIDE };
-
-INLINE void accumulate_column(enum kind kind, int rows, const void *w, int64_t k, const float *x, int64_t x_row,
-                              wide (*acc)[VECTORS]) {
-    wide weights[VECTORS];
-    UNROLL for (int c = 0; c < VECTORS; c++)
-        weights[c] = load_weights(kind, (const uint8_t *)w + (k * PANEL + c * WIDE) * element_size(kind), WIDE);
-    UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int c = 0; c < VECTORS; c++) acc[i][c] = wide_fma(weights[c], wide_splat(x[i * x_row + k]), acc[i][c]);
-}
-
-INLINE void panel(enum kind kind, const struct product *p, int rows, int64_t n, int64_t first) {
-    const uint8_t *w = (const uint8_t *)p->w + n * p->K * element_size(kind);
-    const float *x = p->x + first * p->x_row;
-    float *y = p->y + first * p->y_row + n;
-    wide acc[MAX_ROWS][VECTORS];
-    UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int c = 0; c < VECTORS; c++) acc[i][c] = wide_splat(0.0f);
-    UNROLL_4 for (int64_t k = 0; k < p->K; k++) accumulate_column(kind, rows, w, k, x, p->x_row, acc);
-    UNROLL for (int i = 0; i < rows; i++)
-        UNROLL for (int c = 0; c < VECTORS; c++) wide_store(y + i * p->y_row + c * WIDE, acc[i][c]);
-}
-
-INLINE void panels(enum kind kind, const struct product *p, int64_t begin, int64_t end) {
-    for (int64_t n = begin; n < end; n += PANEL) {
-        int64_t r = 0;
-        for (; r + 4 <= p->R; r += 4) panel(kind, p, 4, n, r);
-        for (; r < p->R; r++) panel(kind, p, 1, n, r);
+// W stored by input: a tile has the sums of every lane of matmul's accumulator for `width` <= COLUMN_TILE outputs. Adding input k
+// to lane k % WIDE, and then the lanes as wide_hsum does, gives the bits of matmul on the transpose.
+INLINE void add_columns(enum kind kind, const void *w, float x, int64_t width, float *sums) {
+    for (int64_t n = 0; n < width; n += WIDE) {
+        wide sum;
+        memcpy(&sum, sums + n, sizeof sum);
+        wide_store(sums + n, wide_fma(load_weights(kind, (const uint8_t *)w + n * element_size(kind), width - n), wide_splat(x), sum));
     }
 }
 
-void matmul_by_input(const struct product *p, int64_t begin, int64_t end) {
-    if (p->kind == W_FLOAT32) panels(W_FLOAT32, p, begin, end);
-    else panels(W_BFLOAT16, p, begin, end);
+INLINE void add_lanes(int lanes, float (*sums)[COLUMN_TILE]) {
+    for (; lanes > 1; lanes /= 2)
+        for (int lane = 0; lane < lanes / 2; lane++)
+            for (int n = 0; n < COLUMN_TILE; n++) sums[lane][n] += sums[lane + lanes / 2][n];
+}
+
+INLINE void columns_tile(enum kind kind, const struct product *p, int64_t N, int64_t row, int64_t n, int64_t width) {
+    float sums[WIDE][COLUMN_TILE] = {0};
+    const uint8_t *w = (const uint8_t *)p->w + n * element_size(kind);
+    const float *x = p->x + row * p->x_row;
+    int64_t stride = N * element_size(kind);
+    for (int64_t k = 0; k < p->K; k++) {
+        __builtin_prefetch(w + (k + PREFETCH_COLUMNS) * stride, 0, 2);
+        add_columns(kind, w + k * stride, x[k], width, sums[k % WIDE]);
+    }
+    add_lanes(WIDE, sums);
+    memcpy(p->y + row * p->y_row + n, sums[0], (size_t)width * sizeof(float));
+}
+
+INLINE void columns_range(enum kind kind, const struct product *p, int64_t N, int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; n += COLUMN_TILE)
+        for (int64_t row = 0; row < p->R; row++) {
+            if (end - n >= COLUMN_TILE) columns_tile(kind, p, N, row, n, COLUMN_TILE);
+            else columns_tile(kind, p, N, row, n, end - n);
+        }
+}
+
+void matmul_by_columns(const struct product *p, int64_t N, int64_t begin, int64_t end) {
+    if (p->kind == W_FLOAT32) columns_range(W_FLOAT32, p, N, begin, end);
+    else columns_range(W_BFLOAT16, p, N, begin, end);
 }
 
 // Sparse inputs. For each CHUNK of inputs, collects the indices of those that are nonzero in any row of the tile, and prefetches
@@ -383,6 +389,96 @@ void matmul_sparse(const struct product *p, int64_t N, int64_t begin, int64_t en
     if (p->kind == W_FLOAT32) sparse_range(W_FLOAT32, p, N, begin, end);
     else if (p->kind == W_BFLOAT16) sparse_range(W_BFLOAT16, p, N, begin, end);
     else sparse_range(WX_BFLOAT16, p, N, begin, end);
+}
+
+// W stored by output, summed in the order of sparse inputs: each output by one lane, input after input. A block is PAIRS pairs of
+// neighbouring inputs of WIDE outputs. It is transposed in registers, so that a vector holds one input of all outputs.
+enum { PAIRS = WIDE, IN_ORDER_ROWS = 4, PREFETCH_BLOCKS = 4 };
+
+// Every second block of `step` lanes of a, with those of b between them.
+INLINE wide_ints every(int step, int odd, wide_ints a, wide_ints b) {
+#ifdef __AVX512F__
+    if (step == 1) return odd ? __builtin_shufflevector(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31)
+                              : __builtin_shufflevector(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30);
+    if (step == 2) return odd ? __builtin_shufflevector(a, b, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31)
+                              : __builtin_shufflevector(a, b, 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29);
+    if (step == 4) return odd ? __builtin_shufflevector(a, b, 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31)
+                              : __builtin_shufflevector(a, b, 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27);
+    return odd ? __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31)
+               : __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23);
+#else
+    if (step == 1) return odd ? __builtin_shufflevector(a, b, 1, 9, 3, 11, 5, 13, 7, 15)
+                              : __builtin_shufflevector(a, b, 0, 8, 2, 10, 4, 12, 6, 14);
+    if (step == 2) return odd ? __builtin_shufflevector(a, b, 2, 3, 10, 11, 6, 7, 14, 15)
+                              : __builtin_shufflevector(a, b, 0, 1, 8, 9, 4, 5, 12, 13);
+    return odd ? __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15)
+               : __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11);
+#endif
+}
+
+// Transposes a matrix of WIDE x WIDE: rows become lanes.
+INLINE void transpose_wide(wide_ints *rows) {
+    UNROLL for (int step = 1; step < WIDE; step *= 2)
+        UNROLL for (int i = 0; i < WIDE; i++)
+            if (!(i & step)) {
+                wide_ints a = rows[i], b = rows[i + step];
+                rows[i] = every(step, 0, a, b);
+                rows[i + step] = every(step, 1, a, b);
+            }
+}
+
+INLINE void load_inputs(enum kind kind, const float *x, int64_t n, float *inputs) {
+    for (int64_t k = 0; k < n; k += 8) {
+        floats values = load(x + k);
+        store(inputs + k, kind == WX_BFLOAT16 ? from_bfloat16(to_bfloat16(values)) : values);
+    }
+}
+
+// Adds inputs k to k + n - 1, n <= 2 PAIRS, to the sums of outputs ns of each row.
+INLINE void add_block(enum kind kind, const struct product *p, int rows, const uint16_t *const *w, int64_t first, int64_t k,
+                      int64_t n, wide *acc) {
+    wide_ints pairs_of[PAIRS];
+    float inputs[IN_ORDER_ROWS][2 * PAIRS];
+    UNROLL for (int o = 0; o < WIDE; o++) {
+        __builtin_prefetch(w[o] + k + PREFETCH_BLOCKS * 2 * PAIRS, 0, 2);
+        load_first(&pairs_of[o], w[o] + k, 2 * n, 4 * WIDE, 1);
+    }
+    transpose_wide(pairs_of);
+    UNROLL for (int i = 0; i < rows; i++) load_inputs(kind, p->x + (first + i) * p->x_row + k, n, inputs[i]);
+    UNROLL for (int pair = 0; pair < PAIRS; pair++) {
+        if (2 * pair >= n) break;
+        wide even = __builtin_bit_cast(wide, pairs_of[pair] << 16);
+        wide odd = __builtin_bit_cast(wide, pairs_of[pair] & (int32_t)0xFFFF0000);
+        UNROLL for (int i = 0; i < rows; i++) {
+            acc[i] = wide_fma(even, wide_splat(inputs[i][2 * pair]), acc[i]);
+            acc[i] = wide_fma(odd, wide_splat(inputs[i][2 * pair + 1]), acc[i]);
+        }
+    }
+}
+
+INLINE void in_order_tile(enum kind kind, const struct product *p, int rows, int64_t n, int64_t end, int64_t first) {
+    const uint16_t *w[WIDE];
+    wide acc[IN_ORDER_ROWS];
+    int64_t k = 0;
+    UNROLL for (int o = 0; o < WIDE; o++) w[o] = (const uint16_t *)p->w + (n + o < end ? n + o : end - 1) * p->K;
+    UNROLL for (int i = 0; i < rows; i++) acc[i] = wide_splat(0.0f);
+    for (; k + 2 * PAIRS <= p->K; k += 2 * PAIRS) add_block(kind, p, rows, w, first, k, 2 * PAIRS, acc);
+    if (k < p->K) add_block(kind, p, rows, w, first, k, p->K - k, acc);
+    UNROLL for (int i = 0; i < rows; i++)
+        for (int64_t l = 0; l < WIDE && n + l < end; l++) p->y[(first + i) * p->y_row + n + l] = acc[i][l];
+}
+
+INLINE void in_order_range(enum kind kind, const struct product *p, int64_t begin, int64_t end) {
+    for (int64_t n = begin; n < end; n += WIDE) {
+        int64_t r = 0;
+        for (; r + 4 <= p->R; r += 4) in_order_tile(kind, p, IN_ORDER_ROWS, n, end, r);
+        for (; r < p->R; r++) in_order_tile(kind, p, 1, n, end, r);
+    }
+}
+
+void matmul_in_order(const struct product *p, int64_t begin, int64_t end) {
+    if (p->kind == W_BFLOAT16) in_order_range(W_BFLOAT16, p, begin, end);
+    else in_order_range(WX_BFLOAT16, p, begin, end);
 }
 
 // Rounds 8 numbers of x to bfloat16: into q, or into `rounded` where the CPU has no bfloat16 dot products.

@@ -17,8 +17,9 @@ enum kind {
 enum {
     GROUP = 32,              // int4: neighbours that share a scale
     BLOCK = 8 * GROUP,       // int4: eight groups, interleaved; k-quants: a block
-    PANEL = 32,              // W stored by input: outputs stored side by side
+    COLUMN_TILE = 32,        // W stored by input: outputs in a tile, a cache line in bfloat16
     SPARSE_TILE = 128,       // sparse product: outputs in a tile, four cache lines in bfloat16
+    PREFETCH_COLUMNS = 8,    // inputs that matmul_by_columns prefetches ahead
 };
 #define WORD_LEVELS 16383.0f             // of x beside k-quants; a lane's sum of 32 products by up to 4096 fits into 32 bits
 
@@ -37,10 +38,11 @@ struct product {
 };
 
 #define matmul WITH_LEVEL(matmul, LEVEL)
-#define matmul_by_input WITH_LEVEL(matmul_by_input, LEVEL)
+#define matmul_by_columns WITH_LEVEL(matmul_by_columns, LEVEL)
 #define matmul_sparse WITH_LEVEL(matmul_sparse, LEVEL)
 #define matmul_blocks WITH_LEVEL(matmul_blocks, LEVEL)
 #define unpack_blocks WITH_LEVEL(unpack_blocks, LEVEL)
+#define matmul_in_order WITH_LEVEL(matmul_in_order, LEVEL)
 #define prepare_input WITH_LEVEL(prepare_input, LEVEL)
 
 INLINE int rounds_input(enum kind kind) { return kind >= WX_BFLOAT16 && !(kind >= W_Q8_0 && kind <= W_Q5_1); }
@@ -54,13 +56,15 @@ void matmul_blocks(const struct product *p, int64_t begin, int64_t end);
 // Row n of a W (N,K) of GGUF's blocks, in float32: the values that GGUF defines, to the bit.
 void unpack_blocks(enum kind kind, const void *w, int64_t K, int64_t n, float *row);
 
-// matmul for a float32 or bfloat16 W stored by input in panels, (N / PANEL,K,PANEL). begin and end are multiples of PANEL. Each
-// output is summed by a single lane.
-void matmul_by_input(const struct product *p, int64_t begin, int64_t end);
+// matmul, to the bit, for a float32 or bfloat16 W stored by input, (K,N), whose x is not rounded.
+void matmul_by_columns(const struct product *p, int64_t N, int64_t begin, int64_t end);
 
-// The same for a finite W stored by input, (K,N): skips weights whose inputs are zero in every row of a tile. begin is a multiple
-// of SPARSE_TILE.
+// Each output is the sum of a single lane, input after input. W is finite and stored by input, (K,N): skips weights whose inputs
+// are zero in every row of a tile. begin is a multiple of SPARSE_TILE. Rounds x itself.
 void matmul_sparse(const struct product *p, int64_t N, int64_t begin, int64_t end);
+
+// The same, to the bit, for a bfloat16 W stored by output, (N,K), of which it reads all.
+void matmul_in_order(const struct product *p, int64_t begin, int64_t end);
 
 // Rounds numbers first to first + n - 1 of a row x (K) for a product of that kind: writes q and, as the product's x, `floats`.
 //     int8          n = K. levels: integer steps up to the row's largest magnitude; offset: zero point of q, 0 where x >= 0

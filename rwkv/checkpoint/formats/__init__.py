@@ -23,7 +23,7 @@ from rwkv.errors import CheckpointError, UserError
 
 SUFFIXES = {".pth": "pth", ".ckpt": "ckpt", ".safetensors": "safetensors", ".st": "st", "": "huggingface", ".bin": "ggmf",
             ".ggmf": "ggmf", ".gguf": "gguf"}            # to the format
-QUANTISED = {"gguf": ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), "safetensors": ("int4",)}     # block formats
+QUANTISED = {"gguf": ("q4_0", "q4_1", "q5_0", "q5_1", "q8_0"), "safetensors": ("int8", "int4")}     # block formats
 FORMS = ("fla", "official", "transformers-rwkv")         # of Hugging Face directories of RWKV-7
 TEXT = frozenset(b"\t\n\r") | frozenset(range(32, 127))
 BYTES_SHOWN = 16                         # of an unknown file; in every format some of these are not in TEXT

@@ -1,4 +1,4 @@
-"""The header of a GGUF file: the metadata (rwkv/io/gguf.py), and the offset of each tensor's data.
+"""The header of a GGUF file: the metadata (rwkv/gguf.py), and the offset of each tensor's data.
 
     tensor      name, number of dimensions, dimensions from the innermost, type, offset from the start of the data
     data        at the next multiple of general.alignment (32), each tensor at a multiple of it
@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from rwkv.checkpoint.formats._gguf_types import block_type
 from rwkv.errors import CheckpointError
-from rwkv.io.gguf import Cursor, header_of
+from rwkv.gguf import Cursor, header_of
 
 ALIGNMENT_KEY = "general.alignment"
 ALIGNMENT = 32

@@ -29,8 +29,8 @@ from rwkv.checkpoint.generations import generation_of, generations, require_supp
 from rwkv.checkpoint.stored import DTYPES as DTYPES_BY_NAME
 from rwkv.checkpoint.stored import Stored, raw
 from rwkv.errors import CheckpointError, UserError
+from rwkv.gguf import MAGIC, SPLIT_COUNT, parts_of
 from rwkv.io.atomic import write_file
-from rwkv.io.gguf import MAGIC, SPLIT_COUNT, parts_of
 
 TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 FILE_TYPES = {"F32": 0, "F16": 1, "BF16": 32,                       # general.file_type, by the type of most tensors

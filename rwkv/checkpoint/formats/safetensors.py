@@ -1,4 +1,4 @@
-""".safetensors: official names, and our entry as JSON in the metadata; _int4.py describes matrices in int4.
+""".safetensors: official names, and our entry as JSON in the metadata; _packed.py describes matrices in int8 and int4.
 
     8 bytes: N, little endian      N bytes: JSON {name: {dtype, shape, data_offsets}}      the data, in that order
 
@@ -17,12 +17,15 @@ from safetensors import safe_open
 from torch import Tensor
 
 from rwkv.checkpoint.content import ENTRY, Content, Outgoing, entry_in
-from rwkv.checkpoint.formats import _int4, first_bytes
+from rwkv.checkpoint.formats import _packed, first_bytes
 from rwkv.checkpoint.stored import Stored, raw
 from rwkv.errors import CheckpointError
 from rwkv.io.atomic import write_file
 
-DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8}
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "U8": torch.uint8,
+          "I8": torch.int8, "I16": torch.int16}
+LENGTH = struct.Struct("<Q")             # of the header
+ALIGNMENT = 64                           # bytes: a cache line, the widest vector
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -40,19 +43,26 @@ def read(path: Path) -> Content:
     except Exception as error:           # the library raises its own and other errors
         raise CheckpointError(f"{path} cannot be read as .safetensors: it is truncated, damaged or of a newer version "
                               f"({error}); copy or download it again") from error
-    tensors, packed = _int4.joined(tensors)
-    return Content(path, tensors, entry_in(path, metadata), packed=packed)
+    entry = entry_in(path, metadata)
+    _packed.require_known_version(path, entry)
+    tensors, packed = _packed.joined(tensors)
+    return Content(path, tensors, entry, packed=packed)
 
 
 def write(path: Path, outgoing: Outgoing) -> None:
-    floats, packed = _int4.outgoing(outgoing) if outgoing.quantised else (list(outgoing.tensors.values()), [])
-    metadata = {ENTRY: json.dumps(outgoing.entry)}
-    write_file(path, lambda file: write_tensors(file, floats, metadata, packed))
+    tensors, entry = list(outgoing.tensors.values()), outgoing.entry
+    if outgoing.quantised:
+        tensors = _packed.outgoing(outgoing)
+        entry = entry | {"packed": {"form": outgoing.quantised, "version": _packed.VERSION}}
+    write_file(path, lambda file: write_tensors(file, tensors, {ENTRY: json.dumps(entry)}))
 
 
-def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str, str], packed: Iterable[Stored] = ()) -> None:
-    """Writes the widest dtypes first, so that each tensor is aligned to its element size, and `packed` last."""
-    ordered = [*sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize), *packed]
+def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str, str]) -> None:
+    """Writes each tensor at a multiple of ALIGNMENT in the file, except for those after the first one of an uneven size.
+
+    These are last, the widest dtypes first, so that each is aligned to its element size. The format allows no gaps.
+    """
+    ordered = sorted(tensors, key=lambda tensor: tensor.nbytes % ALIGNMENT and ALIGNMENT - tensor.dtype.itemsize)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"} | metadata}
     end = 0
     for tensor in ordered:
@@ -60,8 +70,8 @@ def write_tensors(file: BinaryIO, tensors: Iterable[Stored], metadata: dict[str,
         end += tensor.nbytes
         header[tensor.name] = {"dtype": NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    file.write(struct.pack("<Q", len(text)) + text)
+    text += b" " * (-(LENGTH.size + len(text)) % ALIGNMENT)
+    file.write(LENGTH.pack(len(text)) + text)
     for tensor in ordered:
         tensor.pass_on(lambda data: file.write(raw(data)))
 

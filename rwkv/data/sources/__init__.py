@@ -5,7 +5,7 @@
         document.val, document.where, "".join(document.chunks)
 
 A source can be read repeatedly, always in the same order, and is never entirely in memory. data=binidx and data=datatrove
-contain tokens, not text (rwkv/data/token_files.py).
+contain tokens, not text (rwkv/data/token_files/).
 
 A kind has source(config, cache) -> Source; PATH, what data.path is, for errors ("" if there is none); and LOCAL, whether
 data.path is always a file, a folder or a pattern on this machine.
@@ -16,7 +16,7 @@ import importlib
 from pathlib import Path
 
 from rwkv.config import DataConfig
-from rwkv.data.source import Source
+from rwkv.data.documents.source import Source
 from rwkv.errors import UserError
 
 

@@ -15,7 +15,7 @@ The list is also called conversation, items or interactions, and its messages ma
 value of the role function_call may be JSON in a string. Null fields count as missing, as `datasets` writes them.
 
 A conversation is a document, rendered by the chat template data.template. The first one and one of every 1/val_fraction that
-follow are for validation, with their copies (rwkv/data/copies.py). An answer is context, and not learnt, if it or its
+follow are for validation, with their copies (rwkv/data/documents/copies.py). An answer is context, and not learnt, if it or its
 conversation has "weight": 0 or an equivalent field (rwkv/chat/messages.py), if "label": false accompanies prompt and
 completion (KTO, in TRL), or if it is in a list `prompt`, as in TRL. A conversation without learnt answers is omitted, and
 counted.
@@ -31,10 +31,10 @@ from rwkv.chat.template import END, ChatTemplate, Part
 from rwkv.chat.templates import chat_template
 from rwkv.chat.thoughts import parse_think
 from rwkv.config import DataConfig
-from rwkv.data.copies import Placed, Splitter, fingerprint
-from rwkv.data.source import Document, Source, chunks_of
+from rwkv.data.documents.copies import Placed, Splitter, fingerprint
+from rwkv.data.documents.source import Document, Source, chunks_of
+from rwkv.data.files import matching, names_and_hashes
 from rwkv.data.sources.jsonl import ENDINGS, entries, files
-from rwkv.data.text_files import matching, names_and_hashes
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
 
@@ -57,7 +57,7 @@ INSTEAD_OF_CONTENT = ("tool_calls", "function_call", "refusal", "reasoning_conte
 
 class Conversation(NamedTuple):
     """parts: the text in parts, and whether each is learnt. where: the file and the line. weight: the bytes read for it. copy,
-    moved: as in rwkv/data/copies.py; a pair of answers is a copy if one of its conversations is.
+    moved: as in rwkv/data/documents/copies.py; a pair of answers is a copy if one of its conversations is.
     """
 
     parts: list[Part]
@@ -78,9 +78,9 @@ def source(config: DataConfig, cache: Path) -> Source:
     template = template_of(config)
 
     def documents() -> Iterator[Document]:
-        for parts, val, where, weight, copy, moved in conversations(config):
-            text = "".join(text for text, _ in parts).replace(END, "")
-            yield Document(chunks_of(text), val, where, weight, copy=copy, moved=moved)
+        for conversation in conversations(config):
+            text = "".join(text for text, _ in conversation.parts).replace(END, "")
+            yield Document(chunks_of(text), conversation.val, conversation.where, conversation.weight, copy=conversation.copy)
 
     paths = [path for _, path in named]
     about = f"conversations of {paths[0].name if len(paths) == 1 else config.path}, template {template.name}"

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rwkv.config import DataConfig
-from rwkv.data.copies import split_documents
-from rwkv.data.source import Source
+from rwkv.data.documents.copies import split_documents
+from rwkv.data.documents.source import Source
+from rwkv.data.files import contents, matching, natural
 from rwkv.data.sources.jsonl import between_separators
-from rwkv.data.text_files import contents, matching, natural
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
 from rwkv.io.lines import counted

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from rwkv.config import DataConfig
-from rwkv.data.copies import split_documents
-from rwkv.data.separators import Text, separate
-from rwkv.data.source import Source, chunks_of
-from rwkv.data.text_files import matching, names_and_hashes
+from rwkv.data.documents.copies import split_documents
+from rwkv.data.documents.separators import Text, separate
+from rwkv.data.documents.source import Source, chunks_of
+from rwkv.data.files import matching, names_and_hashes
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
 from rwkv.io.compressed import BROKEN, COMPRESSED, decompressed

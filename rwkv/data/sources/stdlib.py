@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rwkv.config import DataConfig
-from rwkv.data.copies import fingerprint, place_in_order
-from rwkv.data.source import Document, Source, chunks_of, rank
+from rwkv.data.documents.copies import fingerprint, place_in_order
+from rwkv.data.documents.source import Document, Source, chunks_of, rank
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
 

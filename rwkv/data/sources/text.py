@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from rwkv.config import DataConfig
-from rwkv.data.copies import place_in_order, split_documents
-from rwkv.data.separators import separate
-from rwkv.data.source import Document, Source, rank, validation_begins
-from rwkv.data.text_files import Content, contents, matching, names_and_hashes
+from rwkv.data.documents.copies import place_in_order, split_documents
+from rwkv.data.documents.separators import separate
+from rwkv.data.documents.source import Document, Source, rank, validation_begins
+from rwkv.data.files import Content, contents, matching, names_and_hashes
 from rwkv.errors import UserError
 from rwkv.io.cache import sha256
 from rwkv.io.lines import counted
@@ -56,7 +56,7 @@ def _several_files(files: list[tuple[str, Path]], file_contents: list[Content], 
 
     def documents() -> Iterator[Document]:
         for val in (False, True):
-            yield from (Document(chunks(path), where=str(path), **place._asdict())
+            yield from (Document(chunks(path), val, str(path), copy=place.copy)
                         for (_, path), place in zip(files, placed, strict=True) if place.val == val)
 
     count = sum(place.val for place in placed)

@@ -1,1 +1,1 @@
-"""Decoding steps: a block in PyTorch (rwkvN_step.py); a model in one C call (c_step.py) or one CUDA graph (triton_step.py)."""
+"""What the decoding steps of all generations share: a model in one C call (c_step.py) or one CUDA graph (triton_step.py)."""

@@ -1,7 +1,8 @@
-"""A model's step for one token in one call of C (csrc/): the structs of numbers and addresses that the C reads.
+"""A model's step for one token in one call of C: the structs of numbers and addresses that the C reads.
 
-The named tuples here and in rwkvN_c.py mirror the structs of csrc/step.h and csrc/rwkvN.c, field by field; CStep compares their
-sizes. A generation's c_model(model, builder) makes its own. A model caches its CStep for all decoders until its weights change.
+The named tuples here and in a generation's step_c.py mirror the structs of csrc/step.h and of its csrc/step.c, field by field;
+CStep compares their sizes. A generation's c_model(model, builder) makes its own. A model caches its CStep for all decoders
+until its weights change.
 """
 
 from collections.abc import Iterator
@@ -11,23 +12,25 @@ from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels import native, registry
 from kernels.draw import Draw
 from kernels.machine.memory import available_memory
-from kernels.matvec import BLOCKS, FORMS, KINDS, Int8
+from kernels.matvec import BLOCKS, FORMS, KINDS, Int8, exact_copy
 from kernels.select import AUTO, resolve
+from rwkv.model.base import Model, form, has_form
 from rwkv.model.decoding.layers import PLAIN
 from rwkv.model.hooks import untouched
 from rwkv.model.quantized import BlockEmbedding, BlockLinear, Int4Linear, Int8Linear, PackedLinear
-from rwkv.model.weights_watch import exact_copies, tensors_of
+from rwkv.model.weights_watch import exact_copies, is_finite, tensors_of
 
 LANES = 8                                # all widths are multiples
-PART = 32                                # offsets in the workspace are multiples; outputs per part of a matrix stored by input
+PART = 32                                # offsets in the workspace are multiples
 BLOCK = 256                              # of an int4 matrix: prepared inputs are padded to multiples
 PREPARED = 3                             # inputs prepared at a time
+COPIED = 2**26                           # bytes: larger matrices with sparse inputs, in bfloat16, all together, are not copied
+DENSE_BY_OUTPUT, SPARSE_BY_INPUT, DENSE_BY_INPUT, SPARSE_BY_OUTPUT = range(4)            # as in step.h
 PACKED = (Int8Linear, Int4Linear, BlockLinear)
 LINEAR = (nn.Linear, *PACKED)
 NORMS = (nn.LayerNorm, nn.GroupNorm)
@@ -50,7 +53,7 @@ class Matrix(NamedTuple):                # W (N,K) in a form of kernels/matvec
     shift: Tensor | None = None
     levels: int = 0
     offset: int = 0
-    by_input: int = 0
+    order: int = DENSE_BY_OUTPUT
 
 
 NOTHING = torch.empty(0, device="cpu")
@@ -78,9 +81,9 @@ class Common(NamedTuple):                # the common part of all generations
 class CStep:
     """The step of a model with its present weights. own: the tensors made for it; all others are the model's."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         builder = Builder(model)
-        structs = model.generation.c_model(model, builder)
+        structs = form(model.config, "step_c").c_model(model, builder)
         _require_sizes(model.config.generation, structs)
         numbers = list(_numbers(structs))
         model_storages = {tensor.untyped_storage().data_ptr() for tensor in tensors_of(model)}
@@ -89,19 +92,21 @@ class CStep:
         self.size, self.reads_copies = structs.common.size, builder.reads_copies
         self._name, self._structs = f"{model.config.generation}_step", torch.tensor(numbers, device="cpu")
 
-    def __call__(self, tokens: Tensor, places: Tensor, states: Tensor, work: Tensor, logits: Tensor) -> None:
+    def __call__(self, tokens: Tensor, places: Tensor, states: Tensor, work: Tensor, logits: Tensor,
+                 sources: Tensor | None = None, all_logits: bool = False) -> None:
         """Reads R tokens, int64, each into the row places[i] of `states`. work: the workspace (R or more,size).
 
-        Consecutive tokens with the same place belong to one sequence, in order. Writes the logits (V) after the last token of
-        each sequence.
+        sources: the row of `states` that each token starts from, which does not change unless it is the token's own place;
+        default: `places`. A token that starts from the place of the token before it belongs to the same sequence. Writes the
+        logits (V) after the last token of each sequence; all_logits: after each token.
         """
-        native.run(self._name, torch.get_num_threads(), self._structs, tokens.numel(), tokens, places, states, work, logits)
+        native.run(self._name, torch.get_num_threads(), self._structs, tokens.numel(), all_logits, tokens,
+                   places if sources is None else sources, places, states, work, logits)
 
 
-def step_of(model: Any) -> CStep:
+def step_of(model: Model) -> CStep:
     """The step of a model for which why_not is None. The model's weights must live as long as the step is used."""
-    step: CStep = model.decoding_step.of(model, CStep)
-    return step
+    return model.decoding_step.of(model, CStep)
 
 
 @cache
@@ -112,11 +117,13 @@ def drawing() -> Draw | None:
     return function
 
 
-def why_not(model: Any) -> str | None:
+def why_not(model: Model) -> str | None:
     """None if the model's step can be C, otherwise the reason.
 
     C reads addresses and identifies layers by position, so all its assumptions are checked here.
     """
+    if not has_form(model.config, "step_c"):
+        return f"{model.generation.NAME} has no step in C"
     tensors = tensors_of(model)
     devices = {tensor.device.type for tensor in tensors} - {"cpu"}
     if devices:
@@ -133,7 +140,7 @@ def why_not(model: Any) -> str | None:
     return native.why_not()
 
 
-def why_changed(model: Any) -> str | None:
+def why_changed(model: Model) -> str | None:
     """None if the model has its generation's structure, which compiled steps assume, otherwise the reason."""
     if model.config.deep_embed_dim:
         return "a compiled step has no DeepEmbed"
@@ -148,10 +155,8 @@ def why_changed(model: Any) -> str | None:
     return None
 
 
-def _expected_shapes(model: Any) -> dict[str, tuple[int, ...]]:
-    config = replace(model.config, n_layer=len(model.blocks))
-    shapes: dict[str, tuple[int, ...]] = model.generation.shapes(config, model.vocab_size)
-    return shapes
+def _expected_shapes(model: Model) -> dict[str, tuple[int, ...]]:
+    return model.generation.shapes(replace(model.config, n_layer=len(model.blocks)), model.vocab_size)
 
 
 def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -165,29 +170,32 @@ def _shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return packed | {name: tuple(tensor.shape) for name, tensor in named}
 
 
-def is_plain(model: Any) -> bool:
-    """Whether a step may read the weights without calling the model's modules."""
-    return model.is_untouched() and all(_plain(module, model) for module in model.modules() if module is not model)
+def is_plain(model: Model) -> bool:
+    """Whether a step may read the weights without calling the model's modules: the generation has one for all of them."""
+    if not has_form(model.config, "step"):
+        return False
+    kinds = (*PLAIN, *form(model.config, "step").PLAIN)
+    return model.is_untouched() and all(_plain(module, kinds) for module in model.modules() if module is not model)
 
 
-def are_in_order(model: Any) -> bool:
+def are_in_order(model: Model) -> bool:
     """Whether the blocks of a plain model are in the order that a step expects: the first one first, and no other.
 
     The model itself accepts any order.
     """
-    fits = model.generation.Step.fits
+    fits = form(model.config, "step").Step.fits
     return len(model.blocks) > 0 and all(fits(block, i == 0) for i, block in enumerate(model.blocks))
 
 
-def _plain(module: nn.Module, model: Any) -> bool:
+def _plain(module: nn.Module, kinds: tuple[type, ...]) -> bool:
     """Whether the module computes its class's formula from its weights: linear layers without bias, norms with bias."""
-    return (type(module) in (*PLAIN, *model.generation.PLAIN) and untouched(module)
+    return (type(module) in kinds and untouched(module)
             and not (isinstance(module, nn.Linear) and module.bias is not None)
             and not (isinstance(module, NORMS) and (module.weight is None or module.bias is None))
             and not (isinstance(module, nn.Embedding) and module.max_norm is not None))
 
 
-def decoding_line(model: Any) -> str:
+def decoding_line(model: Model) -> str:
     """The printed line about what computes a decoding step on a CPU."""
     reason = why_not(model)
     if reason is not None:
@@ -212,14 +220,14 @@ class Builder:
     step reads half as much.
     """
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Model) -> None:
         self._model, self._size = model, 0
         linears = [layer for layer in model.modules() if isinstance(layer, LINEAR)]
         self._widest = max(layer.in_features for layer in linears)
         trained = any(parameter.requires_grad for parameter in model.parameters())
         in_float32 = [cast(Tensor, layer.weight) for layer in linears if _form_of(layer) == "float32"]
         copies = None if trained else exact_copies(in_float32)
-        self._copies = dict(zip(map(id, in_float32), copies or (), strict=False))
+        self._copies = {} if copies is None else dict(zip(map(id, in_float32), copies, strict=True))
 
     @property
     def reads_copies(self) -> bool:
@@ -273,37 +281,37 @@ class Builder:
     def sparse_matrix(self, layer: nn.Module) -> Matrix:
         """The matrix of a layer with sparse inputs, as after a ReLU: in a trained model nine of ten are 0.
 
-        Stored by input, so that weights with a zero input are skipped. This requires memory for a copy, and finite floats,
-        since an infinity times 0 is NaN; otherwise the matrix is stored by output.
+        Stored by input, weights with a zero input are skipped. A bfloat16 weight that is not stored so is copied if small,
+        and otherwise read where it lies, all of it, with the same bits. A float32 weight is copied if memory allows. The copy
+        requires finite weights, since an infinity times 0 is NaN.
         """
         if isinstance(layer, PACKED):
             return self.matrix(layer)
-        weight = cast(Tensor, layer.weight)
-        copy = self._copies.pop(id(weight), None)
-        weight = weight.detach() if copy is None else copy
+        weight = cast(Tensor, layer.weight).detach()
+        copy = self._copies.pop(id(layer.weight), None)
+        by_input = self._may_store_by_input(weight, copy) and is_finite(weight)
+        kind = _form_of(layer)
+        if copy is not None:
+            kind, weight = "bfloat16 as float32", copy
+        if by_input:
+            return _matrix(kind, weight.T)._replace(N=len(weight), K=weight.shape[1], order=SPARSE_BY_INPUT)
+        return _matrix(kind, weight)._replace(order=DENSE_BY_OUTPUT if kind == "float32" else SPARSE_BY_OUTPUT)
+
+    def _may_store_by_input(self, weight: Tensor, copy: Tensor | None) -> bool:
+        """Whether a weight (N,K) is stored by input, or there is room for a copy of it or of its copy in bfloat16."""
+        if weight.T.is_contiguous():
+            return True
         available = available_memory()
-        out_of_memory = available is not None and weight.nbytes > available
-        if out_of_memory or not torch.isfinite(weight).all():
-            return _matrix("bfloat16 as float32", copy) if copy is not None else self.matrix(layer)
-        kind = _form_of(layer) if copy is None else "bfloat16 as float32"
-        return _matrix(kind, weight.T)._replace(N=len(weight), K=weight.shape[1], by_input=1)
+        if available is not None and (weight if copy is None else copy).nbytes > available:
+            return False
+        return copy is not None or weight.dtype != torch.bfloat16 or weight.nbytes * len(self._model.blocks) <= COPIED
 
-    def by_output(self, weight: Tensor) -> Matrix:
-        """The matrix for x @ weight, with weight (K,N); its outputs are zero-padded to a multiple of LANES."""
-        return _small(F.pad(weight.detach().T, (0, 0, 0, -weight.shape[1] % LANES)))
-
-    def by_input(self, weight: Tensor) -> Matrix:
-        """The same, stored by input in parts of PART outputs. Only the first K numbers of x are read."""
-        K, N = weight.shape
-        parts = F.pad(weight.detach(), (0, -N % PART)).view(K, -1, PART).transpose(0, 1)
-        return _small(parts)._replace(N=N, K=K)
-
-
-def _small(weight: Tensor) -> Matrix:
-    """A copy of a small matrix, in bfloat16 if that is exact."""
-    bfloat16, float32 = weight.bfloat16(), weight.float()
-    exact = torch.equal(bfloat16.float(), float32)
-    return _matrix("bfloat16 as float32", bfloat16) if exact else _matrix("float32", float32)
+    def low_rank(self, weight: Tensor, order: int) -> Matrix:
+        """The matrix for x @ weight, with weight (K,N), in bfloat16 if exact. order: DENSE_BY_INPUT or SPARSE_BY_INPUT."""
+        weight = weight.detach()
+        copy = exact_copy(weight) if weight.dtype == torch.float32 else weight
+        kind, weight = ("float32", weight) if copy is None else ("bfloat16 as float32", copy)
+        return _matrix(kind, weight)._replace(N=weight.shape[1], K=len(weight), order=order)
 
 
 def _matrix(kind: str, weight: Tensor) -> Matrix:

@@ -1,4 +1,4 @@
-"""A model's decoding step on a GPU: Triton kernels (triton_kernels.py, rwkvN_triton.py), replayed as one CUDA graph a step.
+"""A model's decoding step on a GPU: Triton kernels (triton_kernels.py, rwkvN/step_triton.py), one CUDA graph a step.
 
 A step reads one token of each sequence. A sequence has a slot, which holds its recurrent state while it runs; slot 0 is for
 padding rows. A step for n rows runs in the smallest bucket of at least n rows (1, 2, 4, 8, ...), and each bucket is captured
@@ -24,8 +24,10 @@ from torch import Tensor, nn
 from kernels.backends.graphs import capture
 from kernels.backends.transfer import to_device
 from kernels.machine import triton
+from rwkv.model.base import Model, form, has_form
 from rwkv.model.decoding.c_step import why_changed
 from rwkv.model.quantized import PackedLinear
+from rwkv.model.state import State
 
 ALIGNED = 8                              # widths are multiples, so that a thread loads 16 bytes at a time
 OFFSET_ALIGNMENT = 16                    # offsets in a row of a buffer are multiples
@@ -57,7 +59,7 @@ class Launch:
                                      enable_fp_fusion=True)
 
 
-def why_not(model: Any) -> str | None:
+def why_not(model: Model) -> str | None:
     """None if the model's step can be a graph of Triton kernels, otherwise the reason."""
     device = model.emb.weight.device
     if device.type != "cuda":
@@ -65,14 +67,15 @@ def why_not(model: Any) -> str | None:
     return why_not_on_gpu(model) or triton.why_not(device)
 
 
-def step_of(model: Any) -> "GpuStep":
+def step_of(model: Model) -> "GpuStep":
     """The step of a model for which why_not is None."""
-    step: GpuStep = model.decoding_step.of(model, GpuStep)
-    return step
+    return model.decoding_step.of(model, GpuStep)
 
 
-def why_not_on_gpu(model: Any) -> str | None:
+def why_not_on_gpu(model: Model) -> str | None:
     """why_not without the check of the device."""
+    if not has_form(model.config, "step_triton"):
+        return f"{model.generation.NAME} has no step on a GPU"
     if changed := why_changed(model):
         return changed
     linears = [layer for layer in model.modules() if isinstance(layer, nn.Linear | PackedLinear)]
@@ -89,7 +92,7 @@ class GpuStep:
     Several decoders may share a step.
     """
 
-    def __init__(self, model: Any, capacity: int = 2) -> None:
+    def __init__(self, model: Model, capacity: int = 2) -> None:
         self._model = weakref.ref(model)                 # weak, because the model caches this step
         self._device = model.emb.weight.device
         self._L = len(model.blocks)
@@ -105,13 +108,14 @@ class GpuStep:
     def grow(self, capacity: int) -> None:
         """Makes slots for that many sequences, and new buffers. Graphs are captured again at their next use."""
         n = len(self.states)
-        model: Any = self._model()
+        model = self._model()
+        assert model is not None
         states = self.states.new_zeros(capacity + 1, self.states.shape[1])
         states[:n] = self.states
         self.states = states
         self._free += range(n, capacity + 1)
         self._builder = Builder(model, states, _rows_for(capacity))
-        self.launches: list[Launch] = model.generation.gpu_launches(model, self._builder)
+        self.launches: list[Launch] = form(model.config, "step_triton").launches(model, self._builder)
         self._graphs: dict[int, Callable[[], None]] = {}         # by bucket
         self._prompt_graphs: dict[int, Callable[[], None]] = {}
 
@@ -147,7 +151,7 @@ class GpuStep:
     def release(self, slots: Sequence[int]) -> None:
         self._free += slots
 
-    def write(self, slots: Sequence[int], state: Any) -> None:
+    def write(self, slots: Sequence[int], state: State) -> None:
         """Writes a state with a row for each slot."""
         index = self.on_device(slots)
         for part, tensor in zip(self._parts(), state, strict=True):
@@ -240,7 +244,7 @@ class Builder:
     All offsets must be assigned before the first launch is made, which allocates the buffers.
     """
 
-    def __init__(self, model: Any, states: Tensor, rows: int) -> None:
+    def __init__(self, model: Model, states: Tensor, rows: int) -> None:
         from rwkv.model.decoding import triton_kernels  # Triton is imported where it runs
 
         self._kernels = triton_kernels

@@ -15,13 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rwkv.serving.answers import Answer, ResponseSpec
-from rwkv.serving.bodies import from_body
 from rwkv.serving.endpoints.chat import chat_sequences
-from rwkv.serving.errors import ApiError, json_response, renaming
+from rwkv.serving.http.errors import ApiError, json_response, renaming
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import Effort, NewTokens, SamplingFields, Seed, TranslatedChat, converted, read
-from rwkv.serving.service import Service, owner
+from rwkv.serving.service import Service, from_body, owner
 from rwkv.serving.submission import submit
 
 ERRORS = {401: "authentication_error", 403: "permission_error", 404: "not_found_error",

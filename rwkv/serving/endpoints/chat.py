@@ -20,12 +20,11 @@ from rwkv.errors import UserError
 from rwkv.generation.grammar import Grammar
 from rwkv.generation.request import Request as EngineRequest
 from rwkv.serving.answers import Answer, ResponseSpec
-from rwkv.serving.bodies import from_body
-from rwkv.serving.errors import ApiError
+from rwkv.serving.http.errors import ApiError
 from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import ChatRequest, TemplateOptions, Thinking, Tool, read
-from rwkv.serving.service import Service, default_max_tokens, owner, resolve_adapter
+from rwkv.serving.service import Service, default_max_tokens, from_body, owner, resolve_adapter
 from rwkv.serving.submission import NO_LIMIT, answer, include_usage, make_sequences, message_ids, prompt_ids, stopping
 
 TEMPLATE_NAMES = {"bot": "flower", "assistant": "g1", "function_calling": "g1"}          # by rwkv_prompt_template

@@ -15,12 +15,11 @@ from rwkv.config import Pooling
 from rwkv.generation.request import Request as EngineRequest
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.serving.answers import Answer, ResponseSpec
-from rwkv.serving.bodies import from_body
-from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.http.errors import ApiError, json_response
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import TokenId, read
-from rwkv.serving.service import Service, owner, resolve_adapter
+from rwkv.serving.service import Service, from_body, owner, resolve_adapter
 from rwkv.serving.submission import prompt_ids, submit
 
 MOST_INPUTS = 2048                       # of one request, as in OpenAI's API

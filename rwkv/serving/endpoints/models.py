@@ -6,7 +6,7 @@ from typing import Any
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rwkv.serving.errors import json_response
+from rwkv.serving.http.errors import json_response
 from rwkv.serving.openapi import Endpoint
 from rwkv.serving.service import Service, default_max_tokens, resolve_adapter
 

@@ -15,14 +15,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rwkv.serving.answers import Answer, ResponseSpec
-from rwkv.serving.bodies import from_body
 from rwkv.serving.endpoints.chat import chat_sequences
 from rwkv.serving.endpoints.completions import completion_sequences
-from rwkv.serving.errors import ApiError, json_response, renaming
+from rwkv.serving.http.errors import ApiError, json_response, renaming
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import GENERATION, JSON, LINES, Endpoint
 from rwkv.serving.schema import CompletionRequest, TokenId, TranslatedChat, converted, read
-from rwkv.serving.service import Service, owner, resolve_adapter
+from rwkv.serving.service import Service, from_body, owner, resolve_adapter
 from rwkv.serving.submission import prompt_ids, submit
 
 LATEST = ":latest"

@@ -11,14 +11,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rwkv.config import BITS
-from rwkv.serving.bodies import from_body
 from rwkv.serving.endpoints.embeddings import EmbeddingAnswer, Render, at_once, embedding_sequences
 from rwkv.serving.endpoints.ollama import GENERATED, LATEST, OPTIONS, Model, error_body, model_id
-from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.http.errors import ApiError, json_response
 from rwkv.serving.messages import Event, Generate
 from rwkv.serving.openapi import LINES, Endpoint
 from rwkv.serving.schema import read
-from rwkv.serving.service import Service, owner, resolve_adapter
+from rwkv.serving.service import Service, from_body, owner, resolve_adapter
 from rwkv.serving.submission import encoded, submit
 
 VERSION = "0.12.6"                       # of the interface: clients refuse older ones

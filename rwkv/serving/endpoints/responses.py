@@ -5,16 +5,17 @@ from functools import partial
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rwkv.serving import responses
 from rwkv.serving.answers import Answer, ResponseSpec
-from rwkv.serving.bodies import from_body
 from rwkv.serving.endpoints.chat import chat_sequences, tools_and_call
-from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.http.errors import ApiError, json_response
 from rwkv.serving.messages import Generate
 from rwkv.serving.openapi import GENERATION, Endpoint
-from rwkv.serving.responses import ResponseAnswer
+from rwkv.serving.responses.events import ResponseAnswer
+from rwkv.serving.responses.items import listed
+from rwkv.serving.responses.request import Prepared, prepare, renamed
+from rwkv.serving.responses.store import Stored
 from rwkv.serving.schema import ResponseRequest, read
-from rwkv.serving.service import Service, owner, resolve_adapter
+from rwkv.serving.service import Service, from_body, owner, resolve_adapter
 from rwkv.serving.submission import submit
 
 
@@ -23,13 +24,13 @@ async def make_response(service: Service, request: Request) -> Answer:
     try:
         ticket = await submit(service, sequences)
     except ApiError as error:
-        raise responses.renamed(error) from None
+        raise renamed(error) from None
     return ResponseAnswer(service.engine, ticket, spec, service.config.timeout_s, prepared, service.responses)
 
 
-def _prepare(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, responses.Prepared]:
+def _prepare(service: Service, sent: bytes, owner: str) -> tuple[list[Generate], ResponseSpec, Prepared]:
     body = read(sent, ResponseRequest)
-    return responses.prepare(body, owner, resolve_adapter(service, body.model), service.responses, service.states,
+    return prepare(body, owner, resolve_adapter(service, body.model), service.responses, service.states,
                          lambda body: tools_and_call(service, body)[0], lambda body: chat_sequences(service, body, owner))
 
 
@@ -38,7 +39,7 @@ async def count_tokens(service: Service, request: Request) -> Response:
     try:
         (sequence, *_), *_ = await from_body(service, request, partial(_prepare, owner=owner(request)))
     except ApiError as error:
-        raise responses.renamed(error) from None
+        raise renamed(error) from None
     count = len(sequence.request.prompt_ids) + ((sequence.start and sequence.start.tokens) or 0)
     return json_response({"object": "response.input_tokens", "input_tokens": count})
 
@@ -62,10 +63,10 @@ async def cancel_response(service: Service, request: Request) -> Response:
 
 
 async def response_input(service: Service, request: Request) -> Response:
-    return json_response(responses.listed(_stored(service, request).input, request.query_params))
+    return json_response(listed(_stored(service, request).input, request.query_params))
 
 
-def _stored(service: Service, request: Request) -> responses.Stored:
+def _stored(service: Service, request: Request) -> Stored:
     return service.responses.get(request.path_params["id"], owner(request))
 
 

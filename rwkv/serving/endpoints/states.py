@@ -10,14 +10,14 @@ from rwkv.config import MIB, STATE_LAYOUTS
 from rwkv.generation.request import Request as EngineRequest
 from rwkv.generation.stopping import StoppingCriteria
 from rwkv.serving.answers import Answer, ResponseSpec
-from rwkv.serving.bodies import from_body, read_body
 from rwkv.serving.endpoints.chat import shown_tools
-from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.http.bodies import read_body
+from rwkv.serving.http.errors import ApiError, json_response
 from rwkv.serving.messages import Generate, SavedState
 from rwkv.serving.openapi import FILE, GENERATION, Endpoint
 from rwkv.serving.schema import StateRequest, read
-from rwkv.serving.service import Service, owner, resolve_adapter
-from rwkv.serving.states import FORMS, shown
+from rwkv.serving.service import Service, from_body, owner, resolve_adapter
+from rwkv.serving.states.client_states import FORMS, shown
 from rwkv.serving.submission import message_ids, prompt_ids, submit
 
 
@@ -34,7 +34,8 @@ class StateAnswer(Answer):
 async def make_state(service: Service, request: Request) -> Any:
     """Makes a state from the content of a state file, or by reading a prompt or messages."""
     if request.headers.get("content-type", "").partition(";")[0].strip().lower() in FORMS:
-        content = await read_body(service, request, least=2 * service.states.state_bytes + MIB)
+        limit = max(service.config.max_body_mib * MIB, 2 * service.states.state_bytes + MIB)
+        content = await read_body(request, limit)
         layout = request.query_params.get("state_layout")
         if layout not in (None, *STATE_LAYOUTS):
             raise ApiError(400, f"state_layout must be {' or '.join(STATE_LAYOUTS)}; got {layout[:40]!r}", "state_layout")

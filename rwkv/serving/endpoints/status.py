@@ -5,7 +5,7 @@ from importlib import resources
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.http.errors import ApiError, json_response
 from rwkv.serving.openapi import TEXT, Endpoint
 from rwkv.serving.service import Service
 

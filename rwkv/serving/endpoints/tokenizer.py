@@ -5,11 +5,10 @@ from starlette.responses import Response
 
 from rwkv.errors import UserError
 from rwkv.serving.answers import token_string
-from rwkv.serving.bodies import from_body
-from rwkv.serving.errors import ApiError, json_response
+from rwkv.serving.http.errors import ApiError, json_response
 from rwkv.serving.openapi import GENERATION, Endpoint
 from rwkv.serving.schema import DetokenizeRequest, TokenizeRequest, read
-from rwkv.serving.service import Service, resolve_adapter
+from rwkv.serving.service import Service, from_body, resolve_adapter
 from rwkv.serving.submission import encoded
 from rwkv.tokenizer.decoders import LAST_IDS
 

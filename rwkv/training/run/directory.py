@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import datetime
 from pathlib import Path
 from shlex import quote
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import yaml
 
@@ -29,13 +29,19 @@ CONFIG_FILE = "config.yaml"
 LOGS = (".log", ".out", ".err", "log", "out", "err", "stdout", "stderr")       # names and suffixes of program output
 
 
+class Note(NamedTuple):
+    """A line of the plan on an option that the run chose itself."""
+
+    subject: str
+    text: str
+
+
 @dataclass(frozen=True)
 class Run:
     """A run's directory and its configuration, and the checkpoint and step that it resumes from (None for a new run).
 
     init_checkpoint, tokenizer: with init_from=, the source of the weights and the tokenizer for the data.
-    default_rates: in a new run, the options of optim set by rwkv/training/run/rates.py.
-    saved_memory: in a new run with init_from=, notes of rwkv/training/tuning/passes.py for the plan.
+    notes: what the run chose itself (rwkv/training/run/resolve.py), for the plan.
     exists: the directory belongs to this run already. lock: held by a resumed run, and by a new one after `create`.
     """
 
@@ -45,10 +51,13 @@ class Run:
     resume_step: int | None = None
     init_checkpoint: "Checkpoint | None" = None
     tokenizer: Tokenizer | None = None
-    default_rates: tuple[str, ...] = ()
-    saved_memory: tuple[str, ...] = ()
+    notes: tuple[Note, ...] = ()
     exists: bool = False
     lock: RunLock = field(default_factory=RunLock, compare=False, repr=False)
+
+    def vocab_size(self, tokenizer: Tokenizer) -> int:
+        """Of the base model, which may have more ids than its tokenizer, or of a new model."""
+        return self.init_checkpoint.vocab_size if self.init_checkpoint else tokenizer.vocab_size
 
 
 def new_folder(kind: str = "") -> Path:

@@ -2,22 +2,15 @@
 
 from collections.abc import Collection
 from dataclasses import replace
-from operator import attrgetter
 from pathlib import Path
 
-from rwkv.config import GENERATIONS, ModelConfig, TrainConfig
-from rwkv.errors import UserError
-from rwkv.model.base import generation
-from rwkv.training.device import device_for, is_planned_elsewhere
-from rwkv.training.length import with_default_length
-from rwkv.training.memory import free_memory
+from rwkv.config import TrainConfig
+from rwkv.model import base
 from rwkv.training.run.directory import Run, new_folder, require_unused
 from rwkv.training.run.options import check_new_run, require_one_beginning
-from rwkv.training.run.rates import with_default_rates
-from rwkv.training.run.resume import Request, resolved, resumed_run
-from rwkv.training.tuning.guard import with_guard
+from rwkv.training.run.resolve import Context, Stage, resolve
+from rwkv.training.run.resume import Request, resumed_run
 from rwkv.training.tuning.init_from import open_init_checkpoint
-from rwkv.training.tuning.passes import fit_memory, with_passes
 
 
 def open_run(config: TrainConfig, user_keys: Collection[str] = (), chosen: Collection[str] = ()) -> Run:
@@ -31,39 +24,19 @@ def open_run(config: TrainConfig, user_keys: Collection[str] = (), chosen: Colle
         if resumed is not None:
             return resumed
     check_new_run(config, user_keys)
-    config = with_default_length(config, {*user_keys, *chosen})
     out_dir = Path(config.out_dir) if config.out_dir else new_folder()
     require_unused(out_dir)
-    config, rates = with_default_rates(config, {*user_keys, *chosen})
-    if config.init_from is None:
-        require_own_options(config)
-        return Run(out_dir, resolved(config, user_keys), default_rates=rates)
-    config, checkpoint, tokenizer = open_init_checkpoint(config, user_keys)
+    context = Context(user_keys, chosen)
+    config, notes = resolve(config, Stage.COMMAND_LINE, context)
+    if config.init_from is not None:
+        config, checkpoint, tokenizer = open_init_checkpoint(config, user_keys)
+        context = replace(context, base=checkpoint, tokenizer=tokenizer)
     require_own_options(config)
-    config = resolved(with_guard(config, tokenizer, user_keys), user_keys)
-    notes: list[str | None] = []
-    if not is_planned_elsewhere(config):
-        config, passes_note = with_passes(config, checkpoint.vocab_size, user_keys)
-        free = free_memory(device_for(config.trainer.accelerator))
-        config, memory_note = fit_memory(config, checkpoint.vocab_size, user_keys, free)
-        notes = [passes_note, memory_note]
-    return Run(out_dir, config, init_checkpoint=checkpoint, tokenizer=tokenizer, default_rates=rates,
-               saved_memory=tuple(note for note in notes if note))
+    config, more_notes = resolve(config, Stage.BASE, context)
+    return Run(out_dir, config, init_checkpoint=context.base, tokenizer=context.tokenizer, notes=notes + more_notes)
 
 
 def require_own_options(config: TrainConfig) -> None:
     """Raises UserError for the first option of another generation that is not at its default."""
-    supported = _own_options(config.model)
-    default = TrainConfig()
-    for name in GENERATIONS:
-        for key in _own_options(replace(config.model, generation=name)):
-            get = attrgetter(key)
-            if key not in supported and get(config) != get(default):
-                raise UserError(f"{key} is an option of {name}, and the model is {config.model.generation}: leave it out, or "
-                                "use another model=")
-
-
-def _own_options(model: ModelConfig) -> list[str]:
-    """The dotted keys of the options that are specific to the model's generation."""
-    module = generation(model)
-    return [*(f"model.{name}" for name in module.OPTIONS), *(f"optim.{name}" for name in module.LR_SCALES.values())]
+    base.require_own_options(config.model)
+    base.require_own(config.model, config.optim, "optim.", lambda module: module.LR_SCALES.values())

@@ -17,13 +17,13 @@ from rwkv.errors import UserError
 from rwkv.report.reading import is_finished
 from rwkv.tokenizer.tokenizers import Tokenizer
 from rwkv.training.callbacks.checkpoints import newest_sound, settle
-from rwkv.training.device import AUTO, is_planned_elsewhere, resolved_precision
-from rwkv.training.length import with_max_steps
+from rwkv.training.device import AUTO
+from rwkv.training.memory.savings import same_step
 from rwkv.training.run.directory import CONFIG_FILE, Run, as_plain
 from rwkv.training.run.lock import RunLock
 from rwkv.training.run.options import nothing_at, resumed_path
+from rwkv.training.run.resolve import Context, Stage, resolve
 from rwkv.training.tuning.init_from import NOT_A_SIZE, open_init_checkpoint
-from rwkv.training.tuning.passes import same_step
 from rwkv.training.tuning.tuned import tuned_files
 
 FIXED = ("model", "data", "tune", "seed",    # options and groups that must not change on resume
@@ -32,9 +32,6 @@ FIXED = ("model", "data", "tune", "seed",    # options and groups that must not 
          "trainer.val_tokens")           # best.ckpt compares losses
 NOT_FIXED = ("data.cache_dir", "data.sample_prompt", "data.tokenize_workers", "data.preview",      # exceptions
              "data.path", "data.sources")        # data may have moved; the loader refuses other data
-DELETED = {"optim.matrix_every": 1, "optim.matrix_iterations": 3}        # removed options and their defaults
-# New options, with values that keep the behaviour of older runs
-ADDED = {"tune.guard": None, "trainer.graphs": False}
 
 
 class Request(NamedTuple):
@@ -123,7 +120,7 @@ def _merge(request: Request, out_dir: Path, saved: dict[str, Any]) -> TrainConfi
     conflict.
     """
     config, user_keys, chosen = request
-    merged = _from_plain(_migrated(saved, out_dir))
+    merged = _from_plain(saved)
     overrides = [*user_keys, *_group_options(chosen, user_keys, merged.init_from)]
     for key in overrides:
         if key.startswith(("resume", "out_dir", "experiment", "debug", "hydra")) or is_dataclass(attrgetter(key)(config)):
@@ -142,42 +139,14 @@ def _merge(request: Request, out_dir: Path, saved: dict[str, Any]) -> TrainConfi
         setattr(attrgetter(group)(merged) if group else merged, name, new)
     checked = _from_plain(as_plain(merged))
     checked.require_separate_updates()
-    return resolved(replace(checked, resume=config.resume, out_dir=str(out_dir)), overrides)
-
-
-def resolved(config: TrainConfig, user_keys: Collection[str]) -> TrainConfig:
-    """The configuration with one length, max_steps if known, and trainer.precision resolved."""
-    config = with_max_steps(config, user_keys)
-    precision = config.trainer.precision
-    if not is_planned_elsewhere(config):
-        precision = resolved_precision(precision, config.trainer.accelerator)
-    elif precision in (None, AUTO):
-        precision = "bf16-mixed"
-    return replace(config, trainer=replace(config.trainer, precision=precision))
-
-
-def _migrated(saved: dict[str, Any], out_dir: Path) -> dict[str, Any]:
-    """The configuration with ADDED options and without DELETED ones. Raises UserError if a DELETED option was set."""
-    current = {name: dict(value) if isinstance(value, dict) else value for name, value in saved.items()}
-    for option, before in ADDED.items():
-        group, name = option.split(".")
-        current.setdefault(group, {}).setdefault(name, before)
-    for option, default in DELETED.items():
-        group, name = option.split(".")
-        value = current[group].pop(name, default)
-        if value != default:
-            raise UserError(f"the run in {out_dir} has {option}={value}, and this version has no such option: continue it "
-                            "with the version that started it, or start a new run with its weights, init_from=")
-    return current
+    context = Context(overrides, resumed=True)
+    return resolve(replace(checked, resume=config.resume, out_dir=str(out_dir)), Stage.BASE, context)[0]
 
 
 def _group_options(chosen: Collection[str], user_keys: Collection[str], init_from: str | None) -> list[str]:
-    """The options set by groups, except: the length if the user sets one, the sizes if they come from init_from's file, and
-    val_tokens, which debug= of earlier versions did not set.
-    """
+    """The options set by groups, except the length if the user sets one, and the sizes if they come from init_from's file."""
     user_length = not set(LENGTHS).isdisjoint(user_keys)
-    options = [option for option in chosen
-               if not (option in LENGTHS and user_length) and option != "trainer.val_tokens"]
+    options = [option for option in chosen if not (option in LENGTHS and user_length)]
     if init_from is None or "model" in user_keys:
         return options
     return [option for option in options if not option.startswith("model.") or option == f"model.{NOT_A_SIZE}"]

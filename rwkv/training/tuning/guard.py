@@ -33,29 +33,27 @@ def guard_path(config: TrainConfig) -> Path | None:
     return Path(__file__).with_name("english.txt") if guard == ENGLISH else Path(guard)
 
 
-def with_guard(config: TrainConfig, tokenizer: Tokenizer, user_keys: Collection[str]) -> TrainConfig:
-    """A new run's configuration. tune.guard becomes null if unwanted, or if the tokenizer cannot encode ENGLISH.
+def with_guard(config: TrainConfig, tokenizer: Tokenizer, user_keys: Collection[str]) -> tuple[TrainConfig, str | None]:
+    """A new run's configuration, and a note. tune.guard becomes null if unwanted, or if the tokenizer cannot encode ENGLISH.
 
     Raises UserError if the file of tune.guard is unreadable or empty, or cannot be encoded.
     """
-    from rwkv.distributed import log
     from rwkv.evaluation import count_tokens
 
     without = replace(config, tune=replace(config.tune, guard=None))
     if not wants_guard(config, user_keys):
-        return without
+        return without, None
     path = guard_path(config)
     if path is None:
-        return config if config.tune.guard else without
+        return (config if config.tune.guard else without), None
     try:
         count_tokens(tokenizer, path, "tune.guard")
     except ValueError as error:
         if config.tune.guard == ENGLISH:
-            log(f"guard      none: the tokenizer cannot encode the text of tune.guard={ENGLISH} ({error})")
-            return without
+            return without, f"none: the tokenizer cannot encode the text of tune.guard={ENGLISH} ({error})"
         option = f"tune.guard={path}"
         raise UserError(str(error) if option in str(error) else f"{option} cannot be encoded: {error}") from None
-    return config
+    return config, None
 
 
 def describe(config: TrainConfig) -> str:

@@ -24,14 +24,21 @@ def base(tmp_path: Path) -> str:
 def test_a_new_run_takes_the_rates_of_its_method(base: str, tmp_path: Path, method: str) -> None:
     config = TrainConfig(tune=TuneConfig(method=method), init_from=base, out_dir=str(tmp_path / "run"))
     run = open_run(config, ["tune", "init_from"], ["tune.method"])
-    assert {name: getattr(run.config.optim, name) for name in run.default_rates} == TUNING_DEFAULTS[method]
+    assert {name: getattr(run.config.optim, name) for name in TUNING_DEFAULTS[method]} == TUNING_DEFAULTS[method]
+    (note,) = [note for note in run.notes if note.subject == "rate"]
+    assert all(f"optim.{name}=" in note.text for name in TUNING_DEFAULTS[method])
 
 
-@pytest.mark.parametrize(("width", "share"), [(64, 1), (WIDEST, 1), (2 * WIDEST, 1 / 2), (4096, WIDEST / 4096)])
-def test_a_wide_model_trained_from_nothing_takes_less(tmp_path: Path, width: int, share: float) -> None:
+@pytest.mark.parametrize(("width", "lr"), [(64, 3e-3), (384, 3e-3), (768, 1.5e-3), (4096, 2.8e-4)])
+def test_a_wide_model_trained_from_nothing_takes_less(tmp_path: Path, width: int, lr: float) -> None:
     run = open_run(TrainConfig(model=ModelConfig(n_embd=width), out_dir=str(tmp_path / "run")), ["model.n_embd"], [])
-    assert run.config.optim.lr == pytest.approx(share * OptimConfig.lr, rel=0.05)
-    assert run.default_rates == (() if share == 1 else ("lr",))
+    assert run.config.optim.lr == lr
+    assert [note.subject for note in run.notes] == ([] if lr == OptimConfig.lr else ["rate"])
+
+
+def test_a_model_is_wide_from_385_channels_on() -> None:
+    configs = [TrainConfig(model=ModelConfig(n_embd=width)) for width in (384, 385)]
+    assert [with_default_rates(config, ())[1] for config in configs] == [(), ("lr",)]
 
 
 @pytest.mark.parametrize(("optim", "chosen"), [(OptimConfig(lr=2e-3), "optim.lr"), (OptimConfig(name="normuon"), "optim.name")])

@@ -2,9 +2,7 @@
 
 import json
 import subprocess
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,8 +21,7 @@ from rwkv.model.lora import add_adapters
 from rwkv.pretrained import RWKV
 from rwkv.tokenizer.tokenizers import ByteTokenizer
 from rwkv.tools.convert import convert
-from rwkv.training.memory import estimate
-from rwkv.training.tuning.passes import fit_memory, with_passes
+from rwkv.training.memory.estimate import estimate
 
 OPTIONS = ("data=chat", "data.path=talks.jsonl", "data.batch_size=2", "data.cache_dir=cache", "trainer=cpu", "logger=csv",
            "model.ctx_len=64", "optim.lr=1e-2", "optim.warmup_steps=0", "trainer.sample_tokens=4", "trainer.log_every=1",
@@ -295,33 +292,6 @@ def test_a_step_that_is_read_in_passes_is_continued_by_the_same_command(folder: 
     whole, continued = (torch.load(Path(name) / "checkpoints/last.ckpt", weights_only=True)["state_dict"]
                         for name in ("whole", "out"))
     assert all(torch.equal(whole[name], continued[name]) for name in whole)
-
-
-@pytest.mark.parametrize(("options", "rows"), [({}, 1), ({"method": "full"}, 8), ({"ctx_len": 128}, 4), ({"tbptt": 2}, 8),
-                                               ({"given": ("trainer.accumulate",)}, 8),
-                                               ({"method": "full", "n_layer": 12, "n_embd": 768}, 1)])
-def test_passes_have_512_tokens_where_weights_are_frozen_or_many(options: dict[str, Any], rows: int) -> None:
-    sizes = ModelConfig(generation="rwkv7", ctx_len=options.get("ctx_len", 512), n_layer=options.get("n_layer", 2),
-                        n_embd=options.get("n_embd", 64))
-    config = TrainConfig(model=sizes, data=DataConfig(batch_size=8),
-                         trainer=TrainerConfig(accelerator="cpu", tbptt=options.get("tbptt", 0)),
-                         tune=TuneConfig(method=options.get("method", "lora")))
-    divided, line = with_passes(config, 65536, options.get("given", ()))
-    assert (divided.data.batch_size, divided.tokens_per_step) == (rows, config.tokens_per_step)
-    assert (line is None) == (rows == 8)
-
-
-def test_a_run_that_is_short_of_memory_computes_activations_again() -> None:
-    config = TrainConfig(model=ModelConfig(generation="rwkv7", n_layer=24, n_embd=2048, ctx_len=2048),
-                         data=DataConfig(batch_size=4), tune=TuneConfig(method="lora"),
-                         trainer=TrainerConfig(accelerator="cpu"))
-    need = estimate(config, 65536).total
-    returned = estimate(replace(config, trainer=replace(config.trainer, malloc="small")), 65536).total
-    assert returned < need
-    for free, malloc, checkpointing in ((need, "tuned", False), (returned, "small", False), (returned - 1, "small", True)):
-        found, line = fit_memory(config, 65536, (), free)
-        assert (found.trainer.malloc, found.trainer.activation_checkpointing) == (malloc, checkpointing)
-        assert (line is None) == (malloc == "tuned")
 
 
 def test_the_memory_of_released_shapes_is_planned_by_what_is_frozen() -> None:

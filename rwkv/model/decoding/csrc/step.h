@@ -1,7 +1,7 @@
-// Building blocks of a decoding step, shared by all generations. A step reads one token in each of R rows; consecutive rows with
-// the same state are consecutive tokens of one sequence. A step is a series of phases: loops over tiles with a barrier after each
+// Building blocks of a decoding step, shared by all generations. A step reads one token in each of R rows; a row that starts from
+// the state of the row before reads the next token of the same sequence. A step is a series of phases: loops over tiles with a barrier after each
 // (threads.h). Each row has a workspace of `size` numbers and a state of `state_size`. All widths are multiples of 8, and buffers
-// in the workspace are padded to a multiple of PANEL. c_step.py fills the structs.
+// in the workspace are padded to a multiple of 32. c_step.py fills the structs.
 
 #pragma once
 #include "../../../../kernels/matvec/csrc/products.h"
@@ -21,11 +21,15 @@ struct norm {
     double eps;
 };
 
+// How W is stored and summed: by output, (N,K), or by input, (K,N); DENSE: matmul and matmul_by_columns, with equal bits; SPARSE:
+// matmul_in_order and matmul_sparse, with equal bits.
+enum order { DENSE_BY_OUTPUT, SPARSE_BY_INPUT, DENSE_BY_INPUT, SPARSE_BY_OUTPUT };
+
 struct matrix {                          // a layer's weight, in a form of kernels/matvec
     int64_t kind, N, K;
     const void *w, *scale, *shift;
     int64_t levels, offset;              // int8: quantization of x (prepare_input)
-    int64_t by_input;                    // stored (K,N), for sparse inputs
+    int64_t order;
 };
 
 // Common part of all models. Offsets of buffers in a row's workspace: x (C); normal (C), normalized x; floats and q, the prepared
@@ -40,12 +44,13 @@ struct common {
     int64_t x, normal, floats, q, widest;
 };
 
-// Arguments. model: the generation's struct, which starts with the common part. slots (R): index of each row's state in `states`.
-// work (R,size). logits: (V) for each sequence, after its last row.
+// Arguments. model: the generation's struct, which starts with the common part. sources, slots (R): index in `states` of a row's
+// state before and after its token; if they differ, the state before is preserved. work (R,size). logits: (V) for each sequence,
+// after its last row; with all_logits, after each row.
 struct call {
     const struct common *model;
-    int64_t R;
-    const int64_t *tokens, *slots;
+    int64_t R, all_logits;
+    const int64_t *tokens, *sources, *slots;
     float *states, *work, *logits;
 };
 
@@ -63,25 +68,35 @@ struct step {
 INLINE int64_t min_int64(int64_t a, int64_t b) { return a < b ? a : b; }
 INLINE int64_t tiles(int64_t size, int64_t tile) { return (size + tile - 1) / tile; }
 INLINE float *row_work(const struct step *s, int64_t row) { return s->call->work + row * s->common->size; }
-INLINE float *row_state(const struct step *s, int64_t row) {
-    return s->call->states + s->call->slots[row] * s->common->state_size;
-}
 
 INLINE int starts_sequence(const struct step *s, int64_t row) {
-    return row == 0 || s->call->slots[row] != s->call->slots[row - 1];
+    return row == 0 || s->call->sources[row] != s->call->slots[row - 1];
 }
 
 INLINE int ends_sequence(const struct step *s, int64_t row) { return row + 1 == s->call->R || starts_sequence(s, row + 1); }
 
-INLINE int64_t sequence_index(const struct step *s, int64_t row) {
-    int64_t sequence = 0;
-    for (int64_t r = 1; r <= row; r++) sequence += starts_sequence(s, r);
-    return sequence;
+INLINE int has_logits(const struct step *s, int64_t row) { return s->call->all_logits || ends_sequence(s, row); }
+
+// The number of rows with logits before this one.
+INLINE int64_t logits_index(const struct step *s, int64_t row) {
+    int64_t n = 0;
+    for (int64_t r = 0; r < row; r++) n += has_logits(s, r);
+    return n;
 }
 
 // Runs its body for the rows of the sequence that starts at row `first`; not at all if none starts there.
 #define FOR_EACH_TOKEN(row, s, first) \
     for (int64_t row = first, more = starts_sequence(s, row); more; more = !ends_sequence(s, row), row++)
+
+// The `size` numbers at `offset` of a row's state, for its token to update; a multiple of 8.
+INLINE float *row_state(const struct step *s, int64_t row, int64_t offset, int64_t size) {
+    int64_t source = s->call->sources[row], slot = s->call->slots[row];
+    float *after = s->call->states + slot * s->common->state_size + offset;
+    const float *before = s->call->states + source * s->common->state_size + offset;
+    if (source != slot)
+        for (int64_t j = 0; j < size; j += 8) store(after + j, load(before + j));
+    return after;
+}
 
 INLINE float square_root(float x) { return __builtin_elementwise_sqrt(x); }
 
@@ -153,7 +168,7 @@ INLINE floats activate(enum activation f, floats y) {
 }
 
 INLINE int rounds_x(const struct job *job) {
-    return rounds_input((enum kind)job->matrix->kind) && !job->matrix->by_input;
+    return rounds_input((enum kind)job->matrix->kind) && job->matrix->order == DENSE_BY_OUTPUT;
 }
 
 // A row's prepared input of job i.
@@ -204,7 +219,17 @@ INLINE int64_t tile_outputs(const struct step *s, int64_t N, int64_t unit) {
 }
 
 INLINE int64_t matrix_tile(const struct step *s, const struct matrix *m) {
-    return tile_outputs(s, m->N, m->by_input ? SPARSE_TILE : 8);
+    static const int64_t units[] = {8, SPARSE_TILE, COLUMN_TILE, 16};
+    return tile_outputs(s, m->N, units[m->order]);
+}
+
+INLINE void multiply_tile(const struct product *product, const struct matrix *m, int64_t begin, int64_t end) {
+    switch ((enum order)m->order) {
+    case DENSE_BY_OUTPUT: matmul(product, begin, end); break;
+    case SPARSE_BY_INPUT: matmul_sparse(product, m->N, begin, end); break;
+    case DENSE_BY_INPUT: matmul_by_columns(product, m->N, begin, end); break;
+    case SPARSE_BY_OUTPUT: matmul_in_order(product, begin, end); break;
+    }
 }
 
 // Runs independent products.
@@ -218,8 +243,7 @@ static inline void multiply(struct step *s, int n, const struct job *jobs) {
         const struct job *job = &jobs[i];
         struct product product = make_product(s, job, i);
         int64_t N = job->matrix->N, each = matrix_tile(s, job->matrix), begin = tile * each, end = min_int64(N, begin + each);
-        if (job->matrix->by_input) matmul_sparse(&product, N, begin, end);
-        else matmul(&product, begin, end);
+        multiply_tile(&product, job->matrix, begin, end);
         if (job->f == IDENTITY) continue;
         for (int64_t row = 0; row < s->R; row++)
             for (float *y = job->y + row * job->y_row + begin; y < job->y + row * job->y_row + end; y += 8)
@@ -227,26 +251,13 @@ static inline void multiply(struct step *s, int n, const struct job *jobs) {
     }
 }
 
-// The same for matrices stored by input, without activation.
-static inline void multiply_by_input(struct step *s, int n, const struct job *jobs) {
-    int64_t counts[MAX_JOBS], total = 0;
-    for (int i = 0; i < n; i++) total += counts[i] = tiles(jobs[i].matrix->N, tile_outputs(s, jobs[i].matrix->N, PANEL));
-    FOR_EACH_TILE(number, s, total) {
-        int64_t tile = number;
-        int i = find_job(&tile, n, counts);
-        struct product product = make_product(s, &jobs[i], i);
-        int64_t N = jobs[i].matrix->N, each = tile_outputs(s, N, PANEL);
-        matmul_by_input(&product, tile * each, min_int64(N, (tile + 1) * each));
-    }
-}
-
-// logits = head(ln_out(x)) of each sequence's last row
+// logits = head(ln_out(x)) of the rows that have logits
 static inline void compute_logits(struct step *s) {
     const struct common *m = s->common;
     FOR_EACH_TILE(row, s, s->call->R)
-        if (ends_sequence(s, row))
-            layer_norm(&m->ln_out, row_work(s, row) + m->x, row_work(s, sequence_index(s, row)) + m->normal, m->C);
-    s->R = 1 + sequence_index(s, s->call->R - 1);
+        if (has_logits(s, row))
+            layer_norm(&m->ln_out, row_work(s, row) + m->x, row_work(s, logits_index(s, row)) + m->normal, m->C);
+    s->R = logits_index(s, s->call->R);
     multiply(s, 1, &(struct job){&m->head, s->call->work + m->normal, s->call->logits, m->V, IDENTITY});
 }
 

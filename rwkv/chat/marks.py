@@ -1,0 +1,9 @@
+"""Marks in text that arrives in pieces."""
+
+from collections.abc import Iterable
+
+
+def begun_at_end(text: str, marks: Iterable[str]) -> int:
+    """The length of the longest suffix of `text` that is a prefix of one of the marks; 0 if there is none."""
+    return max((length for mark in marks for length in range(1, min(len(mark), len(text) + 1)) if text.endswith(mark[:length])),
+               default=0)

@@ -1,0 +1,134 @@
+"""Packed matrices in .safetensors, in the order in which kernels/matvec reads them, so that a mapped file needs no copy.
+
+    int8    NAME          (N,K) I8
+            NAME.scale    (N) F32
+    int4    NAME          (N,G/8,8,8) I16: the words of eight groups of 32, side by side, as in kernels.matvec.Int4
+            NAME.scale    (N,G) BF16
+            NAME.shift    (N,G) BF16
+
+An int4 matrix whose G is not a multiple of 8 is stored as kernels.matvec.Int4.groups: NAME is (N,G,16) U8, one group after the
+other, two integers per byte. So are all matrices in files of earlier versions. These are repacked when they are read.
+
+The embedding is BF16, because it is looked up, not multiplied. Low-rank matrices keep BF16. Everything else is F32.
+"""
+
+from collections.abc import Callable, Mapping
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kernels.matvec import FORMS, GROUP, TOGETHER, Int4, Int8, Packed
+from rwkv.checkpoint.content import Outgoing, PackedMatrix
+from rwkv.checkpoint.stored import Stored
+from rwkv.errors import CheckpointError, UserError
+from rwkv.model.base import generation, is_linear_weight
+
+VERSION = 2                              # in our entry; 1: int4 as groups, without a version
+EMBEDDING = "emb.weight"                 # the suffix of embeddings' names
+SCALE, SHIFT = ".scale", ".shift"        # added to a matrix's name
+
+
+def outgoing(content: Outgoing) -> list[Stored]:
+    """The tensors to write, in the model's order: the parts of each matrix in content.quantised, and all others."""
+    assert content.quantised is not None
+    group = generation(content.config).group
+
+    @lru_cache(maxsize=1)                # the parts of a matrix are read one after another
+    def packed(name: str) -> tuple[Tensor, ...]:
+        return _arranged(_packed(content, name))
+
+    stored: list[Stored] = []
+    for name, tensor in content.tensors.items():
+        if is_linear_weight(name, group(name)):
+            stored += _parts(name, tensor.shape, content.quantised, packed)
+        elif name.endswith(EMBEDDING) or (group(name) == "low rank" and tensor.dtype == torch.bfloat16):
+            stored.append(tensor.cast(torch.bfloat16))
+        else:
+            stored.append(tensor.cast(torch.float32))
+    return stored
+
+
+def _packed(content: Outgoing, name: str) -> Packed:
+    matrix = content.packed.get(name)
+    if matrix is not None and matrix.form == content.quantised:
+        return matrix.read()
+    packed: list[Packed] = []
+    content.tensors[name].pass_on(lambda weight: packed.append(FORMS[str(content.quantised)].of(weight)))
+    return packed[0]
+
+
+def _arranged(packed: Packed) -> tuple[Tensor, ...]:
+    if isinstance(packed, Int4) and not _is_interleaved(packed.K):
+        return packed.groups()
+    return tuple(packed)
+
+
+def _is_interleaved(K: int) -> bool:
+    return K % (GROUP * TOGETHER) == 0
+
+
+def _parts(name: str, shape: tuple[int, ...], form: str, packed: Callable[[str], tuple[Tensor, ...]]) -> list[Stored]:
+    N, K = shape
+    if form == "int8":
+        return [Stored(name, name, (N, K), torch.int8, lambda: packed(name)[0]),
+                Stored(name + SCALE, name, (N,), torch.float32, lambda: packed(name)[1])]
+    if K % GROUP:
+        raise UserError(f"int4 in .safetensors requires rows of a multiple of {GROUP} numbers; {name} has {K}: choose another "
+                        "dtype")
+    G = K // GROUP
+    interleaved = (N, G // TOGETHER, TOGETHER, GROUP // 4), torch.int16
+    weight_shape, dtype = interleaved if _is_interleaved(K) else ((N, G, GROUP // 2), torch.uint8)
+    return [Stored(name, name, weight_shape, dtype, lambda: packed(name)[0]),
+            Stored(name + SCALE, name, (N, G), torch.bfloat16, lambda: packed(name)[1]),
+            Stored(name + SHIFT, name, (N, G), torch.bfloat16, lambda: packed(name)[2])]
+
+
+def require_known_version(path: Path, entry: dict[str, Any] | None) -> None:
+    version = ((entry or {}).get("packed") or {}).get("version", 1)
+    if version not in range(1, VERSION + 1):
+        raise CheckpointError(f"{path} has packed matrices of version {version}, and this program reads 1 to {VERSION}: was it "
+                              "written by a newer version?")
+
+
+def joined(tensors: Mapping[str, Stored]) -> tuple[dict[str, Stored], dict[str, PackedMatrix]]:
+    """The file's tensors, with each packed matrix as one float32 tensor, and the packed matrices.
+
+    Raises CheckpointError if a part of a matrix is missing or does not fit.
+    """
+    packed = {name: _matrix(name, tensors) for name, tensor in tensors.items()
+              if name + SCALE in tensors or not tensor.dtype.is_floating_point}
+    part_names = {name + end for name in packed for end in ("", SCALE, SHIFT)}
+    whole = {name: tensor for name, tensor in tensors.items() if name not in part_names}
+    for name, matrix in packed.items():
+        whole[name] = Stored(name, tensors[name].source, matrix.shape, torch.float32, partial(_dense, matrix))
+    return whole, packed
+
+
+def _dense(matrix: PackedMatrix) -> Tensor:
+    return matrix.read().dense()
+
+
+def _matrix(name: str, tensors: Mapping[str, Stored]) -> PackedMatrix:
+    parts = [tensors[name + end] for end in ("", SCALE, SHIFT) if name + end in tensors]
+    weight = parts[0]
+    kinds = [(part.shape, part.dtype) for part in parts]
+    N, size = (*weight.shape, 0, 0)[:2]
+    if kinds == [((N, size), torch.int8), ((N,), torch.float32)]:
+        return PackedMatrix("int8", (N, size), lambda: Int8(*_read(parts)))
+    if kinds == [((N, size, TOGETHER, GROUP // 4), torch.int16), *[((N, size * TOGETHER), torch.bfloat16)] * 2]:
+        K = size * TOGETHER * GROUP
+        return PackedMatrix("int4", (N, K), lambda: Int4(*_read(parts), K))
+    if kinds == [((N, size, GROUP // 2), torch.uint8), *[((N, size), torch.bfloat16)] * 2]:
+        K = size * GROUP
+        return PackedMatrix("int4", (N, K), lambda: Int4.from_groups(_read(parts), K), _is_interleaved(K))
+    raise CheckpointError(f"{weight.source}: {name} is {weight.dtype} of shape {weight.shape}, expected int8, (N,K) in "
+                          f"torch.int8 with {name}.scale (N) in float32, or int4, (N,G/8,8,8) in torch.int16 or (N,G,16) in "
+                          f"torch.uint8 with {name}.scale and {name}.shift (N,G) in bfloat16: other quantised weights "
+                          "are not supported")
+
+
+def _read(parts: list[Stored]) -> Any:
+    return tuple(part.get() for part in parts)

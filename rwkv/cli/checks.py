@@ -1,0 +1,100 @@
+"""Checks of options and choices by name, before Hydra and torch are imported."""
+
+from difflib import get_close_matches
+from pathlib import Path
+
+from kernels.arguments import from_home
+from rwkv.cli import configs, recipe
+from rwkv.cli.arguments import FLAGS, CommandLine
+from rwkv.cli.configs import EXPERIMENT, OPTIONAL, check_choice, groups, sets_all_groups
+from rwkv.config import options
+from rwkv.errors import UserError
+
+
+def check(line: CommandLine, schema: type) -> None:
+    """Raises UserError for an unknown flag, option or choice of a group."""
+    for flag in (flag for flag in line.flags if flag.startswith("-") and flag not in FLAGS):
+        name, _, value = flag.lstrip("-").partition("=")
+        raise UserError(f"unknown flag {flag}; options are written without dashes: {_best_match(name, schema)}="
+                        f"{value or 'VALUE'}")
+    for override in line.overrides:
+        check_override(override, schema)
+
+
+def check_override(override: str, schema: type) -> None:
+    key, equals, value = override.partition("=")
+    if not equals:
+        raise UserError(f"cannot read {override!r}: options are written key=value, such as {_example(override, schema)}")
+    key = key.lstrip("+")
+    if key.startswith(("~", "hydra.", "hydra/")):
+        return
+    if key == "kernel.name" or key in groups(schema):
+        for choice in choices_in(key, value):
+            check_choice(key.removesuffix(".name"), choice)
+            _check_file(key, choice, schema)
+    elif key not in options(schema):
+        close = close_to(key, _names(schema))
+        hint = f"did you mean {' or '.join(close)}?" if close else "--help lists them all"
+        raise UserError(f"unknown option {key}; {hint}")
+
+
+def choices_in(group: str, value: str) -> list[str]:
+    """The choices in a comma-separated value; a file's path may contain commas."""
+    if group == EXPERIMENT and Path(from_home(value)).exists():
+        return [value]
+    return [choice.strip() for choice in value.split(",")]
+
+
+def _check_file(group: str, choice: str, schema: type) -> None:
+    """Raises UserError if a choice's file cannot be read, or sets an unknown option."""
+    file = recipe.located(choice, configs.CONFIGS / group)
+    if not file.is_file() and (group != EXPERIMENT or not recipe.is_path(choice)):
+        return                           # a kernel, or null
+    settings = recipe.read(file, groups(schema) if group in OPTIONAL else ())
+    prefix = "" if group in OPTIONAL or sets_all_groups(file) else f"{group}."
+    chosen = [(key.removeprefix("override /"), value) for entry in settings.hydra.get("defaults", []) if isinstance(entry, dict)
+              for key, value in entry.items() if key.startswith("override /")]
+    try:
+        for group in {*settings.choices, *dict(chosen)} & {*OPTIONAL}:
+            raise UserError(f"a recipe cannot set {group}=: copy its options here, or set it on the command line")
+        for key in {f"{prefix}{key}" for key in settings.options} - options(schema).keys():
+            check_override(f"{key}=", schema)
+        for key, value in [*settings.choices.items(), *chosen]:
+            check_override(f"{key}={value}", schema)
+    except UserError as error:
+        raise UserError(f"{file}: {error}") from None
+
+
+def _names(schema: type) -> list[str]:
+    """The names of all options and groups."""
+    return [*options(schema), *groups(schema)]
+
+
+def _best_match(name: str, schema: type) -> str:
+    """The only option close to a wrong name, such as trainer.max_steps for max-steps; else `name` itself."""
+    close = [] if name in _names(schema) else close_to(name, _names(schema))
+    return close[0] if len(close) == 1 else name
+
+
+def _example(word: str, schema: type) -> str:
+    """An example for a word without "=": the option of that name, or one that takes the word as a path."""
+    name = _best_match(word, schema)
+    if name in _names(schema):
+        return f"{name}=VALUE"
+    if Path(word).suffix or "/" in word:
+        return f"{'checkpoint' if 'checkpoint' in options(schema) else 'data=text data.path'}={word}"
+    return "kernel=conv1d"
+
+
+def close_to(key: str, names: list[str]) -> list[str]:
+    """At most three names close to a wrong key: those with the same last part, or else those spelt alike."""
+    last = key.rpartition(".")[2]
+    same = [name for name in names if name.rpartition(".")[2] == last]
+    if same:
+        return get_close_matches(key, same, n=3, cutoff=0.0)
+    whole = get_close_matches(key, names, n=1, cutoff=0.75)
+    if whole:
+        return whole
+    leaves = get_close_matches(last, [name.rpartition(".")[2] for name in names], n=1, cutoff=0.7)
+    candidates = [name for name in names if name.rpartition(".")[2] in leaves]
+    return get_close_matches(key, candidates, n=3, cutoff=0.0) or get_close_matches(key, names, n=1)

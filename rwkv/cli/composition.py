@@ -1,0 +1,236 @@
+"""Composition of a configuration by Hydra, and of the jobs of a sweep.
+
+Free text and paths (prompt=, data.path=, ...) bypass Hydra's grammar: commas, quotes, equals signs and newlines need no
+escaping.
+"""
+
+import itertools
+import json
+import operator
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import UnionType
+from typing import Any, get_args, get_origin
+
+import yaml
+
+from rwkv.cli import configs, recipe
+from rwkv.cli.arguments import CommandLine
+from rwkv.cli.checks import check, check_override, choices_in
+from rwkv.cli.configs import EXPERIMENT, KERNELS, NULL_CHOICES, OPTIONAL, groups
+from rwkv.config import PATH, TEXT, TrainConfig, free_text, options
+from rwkv.errors import UserError
+
+RECIPE = "recipe"                        # name of a recipe in Hydra's store
+CANNOT_BE_NULL = "{0} cannot be null: give a value, or leave {0}= out"
+NUMBERS = "a list of numbers, such as [0.9,0.99]"
+EXPECTED = {bool: "true or false", int: "a whole number, such as 1000", float: "a number", list: "a list, such as [A,B]",
+            list[float]: NUMBERS, tuple: NUMBERS,
+            list[dict[str, Any]]: 'a list, such as [{path: A.jsonl, weight: 0.7}, {path: "other text", weight: 0.3}], with '
+                                  "quotes around a path with characters other than A-Z a-z 0-9 / . _ -"}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One run of a sweep: its swept options, its complete arguments, and its configuration."""
+
+    swept: dict[str, str]
+    arguments: list[str]
+    config: Any
+
+
+Jobs = Callable[[CommandLine], list[Job]]
+
+
+def compose(line: CommandLine, schema: type, config_name: str) -> Any:
+    """The `schema` object for a command line. Raises UserError for a value of the wrong type, and for a sweep."""
+    with _hydra(schema, config_name):
+        for _, swept in _combinations(line.overrides, schema):
+            if swept:
+                raise UserError(f"several values of {', '.join(swept)} require a sweep: train.py -m")
+        return _compose(config_name, schema, line.overrides, line.verbatim)
+
+
+def jobs(line: CommandLine, schema: type, config_name: str) -> list[Job]:
+    """The jobs of a sweep: all combinations of the options with several values, and of an experiment's hydra.sweeper.params.
+
+    Raises UserError like check and compose.
+    """
+    check(line, schema)
+    with _hydra(schema, config_name):
+        params = _params(config_name, schema, line)
+        for override in params:
+            check_override(override, schema)
+        verbatim = [f"{key}={value}" for key, values in line.verbatim.items()
+                    for value in (values if isinstance(values, list) else [values])]
+        return [Job(swept, [*chosen, *verbatim], _compose(config_name, schema, chosen, line.verbatim))
+                for chosen, swept in _combinations([*params, *line.overrides], schema)]
+
+
+@contextmanager
+def _hydra(schema: type, config_name: str) -> Iterator[None]:
+    """Registers the schema, the kernels and the folder of configurations with Hydra."""
+    import hydra
+    from hydra.core.config_store import ConfigStore
+
+    _restore_parser_asserts()
+    store = ConfigStore.instance()
+    store.store(name=f"{config_name}_schema", node=schema)
+    for name in KERNELS:
+        store.store(group="kernel", name=name, node={"name": name})
+    with hydra.initialize_config_dir(str(configs.CONFIGS), version_base="1.3"):
+        yield
+
+
+def as_yaml(config: Any) -> str:
+    plain = json.loads(json.dumps(asdict(config)))               # tuples as lists
+    text: str = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+    return text
+
+
+def _params(config_name: str, schema: type, line: CommandLine) -> list[str]:
+    """The configuration's hydra.sweeper.params as overrides, without the keys that the command line sets."""
+    from omegaconf import OmegaConf
+
+    single = [override for override in line.overrides if not any(swept for _, swept in _combinations([override], schema))]
+    with _composed(config_name, schema, single, return_hydra_config=True) as composed:
+        params = OmegaConf.select(composed, "hydra.sweeper.params") or {}
+    return [f"{key}={value}" for key, value in params.items() if key not in line.keys]
+
+
+def _combinations(overrides: list[str], schema: type) -> list[tuple[list[str], dict[str, str]]]:
+    """For each combination of values: the overrides of the job, and its swept options."""
+    alternatives = [_alternatives(override, schema) for override in overrides]
+    return [([text for text, _ in job if text not in NULL_CHOICES],
+             {key: value for _, swept in job for key, value in swept.items()}) for job in itertools.product(*alternatives)]
+
+
+def _alternatives(override: str, schema: type) -> list[tuple[str, dict[str, str]]]:
+    """For each value of an override: the override of the job, and the option if it is swept."""
+    key, value = _split(override)
+    if key == EXPERIMENT:                # may be a path, which Hydra's grammar rejects
+        several = choices_in(key, value)
+        return [(f"{key}={choice}", {key: choice} if len(several) > 1 else {}) for choice in several]
+    item = _parse(override, schema)
+    if not item.is_sweep_override():
+        return [(override, {})]
+    return [(f"{item.key_or_group}={value}", {str(item.key_or_group): value}) for value in item.sweep_string_iterator()]
+
+
+def _parse(override: str, schema: type) -> Any:
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    try:
+        return OverridesParser.create().parse_overrides([override])[0]
+    except HydraException as error:
+        key = override.partition("=")[0].lstrip("+")
+        expected = _expectedchoices_in(key, schema)
+        reason = f"{key} must be {expected}" if expected else _first_line(error)
+        raise UserError(f"cannot read {override}: {reason}") from None
+
+
+def _compose(config_name: str, schema: type, overrides: list[str], verbatim: dict[str, str | list[str]]) -> Any:
+    with _composed(config_name, schema, overrides) as composed:
+        return build(composed, verbatim)
+
+
+@contextmanager
+def _composed(config_name: str, schema: type, overrides: list[str], **more: bool) -> Iterator[Any]:
+    """Hydra's composition. Raises UserError for a value of the wrong type, also inside the block, and for all other errors of
+    Hydra.
+    """
+    import hydra
+    from hydra.core.config_store import ConfigStore
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    recipes = _recipes(overrides, schema)
+    others = [override for override in overrides if _split(override)[0] not in recipes]
+    try:
+        for group, settings in recipes.items():
+            ConfigStore.instance().store(RECIPE, settings.content, group, "_global_")
+        yield hydra.compose(config_name, [*others, *(f"{group}={RECIPE}" for group in recipes)], **more)
+    except (HydraException, OmegaConfBaseException) as error:
+        cause = error if isinstance(error, OmegaConfBaseException) else error.__cause__ or error.__context__
+        is_type = isinstance(cause, OmegaConfBaseException)
+        raise UserError(_type_error(cause, schema, overrides, recipes) if is_type else _first_line(error)) from None
+
+
+def _recipes(overrides: list[str], schema: type) -> dict[str, recipe.Recipe]:
+    """The recipes that the overrides choose, by group."""
+    chosen = dict(map(_split, overrides)) if schema is TrainConfig else {}
+    paths = {key for key, item in options(schema).items() if free_text(item) == PATH}
+    return {group: recipe.read(recipe.located(chosen[group], configs.CONFIGS / group), groups(schema)).from_home(paths)
+            for group in OPTIONAL if chosen.get(group, "null") != "null"}
+
+
+def _split(override: str) -> tuple[str, str]:
+    """The key and the value of an override."""
+    key, _, value = override.lstrip("+").partition("=")
+    return key, value
+
+
+def _type_error(error: Any, schema: type, overrides: list[str], recipes: dict[str, recipe.Recipe]) -> str:
+    """The message about a value that OmegaConf has rejected."""
+    key = str(error.full_key or "").partition("[")[0]    # without the index of a list
+    values: dict[str, Any] = dict(map(_split, overrides))
+    where = ""
+    for settings in recipes.values() if key not in values else ():
+        if key in settings.options or not key:
+            values, where = settings.options, f"{settings.path}: "
+    expected = _expectedchoices_in(key, schema)
+    if key in values and values[key] in (None, "null"):
+        return f"{where}{CANNOT_BE_NULL.format(key)}"
+    if expected and key in values:
+        return f"{where}{key} must be {expected}; got {values[key]}"
+    return f"{where}{key}: {_first_line(error)}" if key else f"{where}{_first_line(error)}"
+
+
+def _expectedchoices_in(key: str, schema: type) -> str | None:
+    """The values that the option takes, in words; None if only its help describes them."""
+    item = options(schema).get(key)
+    if item is None:
+        return None
+    if item.metadata["one_of"]:
+        return f"one of {', '.join(item.metadata['one_of'])}"
+    kind: Any = get_args(item.type)[0] if isinstance(item.type, UnionType) else item.type        # int | None
+    return EXPECTED.get(kind) or EXPECTED.get(get_origin(kind))
+
+
+def _restore_parser_asserts() -> None:
+    """Compiles Hydra's override parser with its assert statements, which python -O drops: they advance the parser."""
+    if sys.flags.optimize == 0:
+        return
+    from hydra.core.override_parser import overrides_parser, overrides_visitor
+
+    source = Path(overrides_visitor.__file__).read_text(encoding="utf-8")
+    exec(compile(source, overrides_visitor.__file__, "exec", optimize=0), vars(overrides_visitor))
+    vars(overrides_parser)["HydraOverrideVisitor"] = overrides_visitor.HydraOverrideVisitor
+
+
+def build(composed: Any, verbatim: dict[str, str | list[str]]) -> Any:
+    """The schema's object with the verbatim values. null means None, except for TEXT options."""
+    from omegaconf import OmegaConf
+
+    config = OmegaConf.to_object(composed)
+    items = options(type(config))
+    changed = []
+    for key, value in verbatim.items():
+        group, _, name = key.rpartition(".")
+        target = operator.attrgetter(group)(config) if group else config
+        is_null = value == "null" and free_text(items[key]) != TEXT
+        if is_null and type(None) not in get_args(items[key].type):
+            raise UserError(CANNOT_BE_NULL.format(key))
+        setattr(target, name, None if is_null else value)
+        changed.append(target)
+    for target in changed:
+        getattr(target, "__post_init__", lambda: None)()         # checks the new values
+    return config
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0]

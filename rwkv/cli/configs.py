@@ -1,0 +1,76 @@
+"""The folder configs/: its groups, their choices, and the options that a choice sets.
+
+The group `kernel` has a choice for each implementation of any generation's operator. The files of the groups `experiment` and
+`debug` set options of all groups.
+"""
+
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from kernels.registry import all_names, operators
+from rwkv.cli import recipe
+from rwkv.config import TrainConfig
+from rwkv.errors import UserError
+
+PACKAGE = Path(__file__).resolve().parent.parent
+CONFIGS = PACKAGE / "configs" if (PACKAGE / "configs").is_dir() else PACKAGE.parent / "configs"      # installed, or in a clone
+TIME_MIXING = [name for name in operators() if name.startswith("wkv")]      # one operator for each generation
+KERNELS = tuple(sorted({"auto"}.union(*map(all_names, TIME_MIXING))))       # a model uses those of its operator
+EXPERIMENT = "experiment"
+OPTIONAL = (EXPERIMENT, "debug")         # groups of train.py that default to null; their files are recipes
+NULL_CHOICES = tuple(f"{group}=null" for group in OPTIONAL)         # the defaults, which Hydra rejects as overrides
+GLOBAL = "# @package _global_"           # in a choice's file: its options have full names, outside the group
+
+
+def groups(schema: type) -> list[str]:
+    """The groups of a program."""
+    names = {item.name for item in fields(schema)}
+    names = names.union(OPTIONAL) if schema is TrainConfig else names & {"kernel", "sampling"}
+    return sorted(name for name in names if name == "kernel" or (CONFIGS / name).is_dir())
+
+
+def choices(group: str) -> list[str]:
+    """The names of a group's choices, without null."""
+    return list(KERNELS) if group == "kernel" else sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
+
+
+def sets_all_groups(file: Path) -> bool:
+    """Whether a choice's file sets options of all groups."""
+    return GLOBAL in file.read_text(encoding="utf-8")
+
+
+def check_choice(group: str, choice: str) -> None:
+    """Raises UserError for an unknown choice of a group."""
+    if group == EXPERIMENT and recipe.is_path(choice):
+        return
+    if choice not in choices(group) and not (choice == "null" and group in OPTIONAL):
+        close = get_close_matches(choice, choices(group), n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        paths = f"; for your own file give its path, such as ./{choice or 'mine'}.yaml" if group == EXPERIMENT else ""
+        raise UserError(f"unknown {group} {choice!r}; {hint}there are: {', '.join(choices(group))}{paths}")
+
+
+def preset(group: str, choice: str) -> dict[str, Any]:
+    """The options that a choice sets, by name. Raises UserError for an unknown choice."""
+    check_choice(group, choice)
+    values: dict[str, Any] = yaml.safe_load((CONFIGS / group / f"{choice}.yaml").read_text(encoding="utf-8"))
+    return values
+
+
+def keys_set_by(group: str, choice: str) -> list[str]:
+    """The dotted keys that a group's choice sets; [] for null, and for an option outside groups."""
+    if group == "kernel":
+        return ["kernel.name"]
+    file = recipe.located(choice, CONFIGS / group)
+    if not file.is_file():
+        return []
+    settings = recipe.read(file, groups(TrainConfig) if group in OPTIONAL else ())
+    if group not in OPTIONAL:
+        return [name if sets_all_groups(file) else f"{group}.{name}" for name in settings.options]
+    overridden = [pair for entry in settings.content["defaults"] for pair in entry.items()]
+    chosen = [option for key, value in overridden for option in keys_set_by(key.removeprefix("override /"), value)]
+    return chosen + list(settings.options)

@@ -1,0 +1,61 @@
+"""A program's ends: a user's error in a sentence, an interruption, a reader that has gone; and their exit statuses."""
+
+import atexit
+import io
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from kernels.registry import KernelUnavailable, UnknownKernel
+from rwkv.errors import UserError
+from rwkv.io import signals
+from rwkv.io.unread import abandon
+
+READER_GONE = 1                          # exit statuses
+USER_ERROR = 2
+INTERRUPTED = 130
+
+
+@contextmanager
+def exit_on_user_error() -> Iterator[None]:
+    """Prints a user's error as one sentence, with exit status 2. Any other error is a bug and keeps its traceback.
+
+    Arguments that are not UTF-8 are a user's error. The signals of rwkv/io/signals.py end the block like Ctrl-C, with exit
+    status 130, and are ignored after it. Characters outside the encoding of standard output are printed as ?.
+    """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
+    try:
+        with signals.raising():
+            _require_utf8(sys.argv[1:])
+            yield
+    except signals.Signalled as signalled:
+        print(f"interrupted by {signalled.name}", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(INTERRUPTED)
+    except BrokenPipeError:              # the reader of standard output has gone, as in: train.py --help | head
+        abandon(sys.stdout)
+        sys.exit(READER_GONE)
+    except (UserError, UnknownKernel, KernelUnavailable) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    except OSError as error:             # a full disk, a forbidden folder
+        message = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+        print(f"error: {message}", file=sys.stderr)
+        sys.exit(USER_ERROR)
+    finally:
+        atexit.register(signals.ignore)  # runs before all other exit functions: atexit is last in, first out
+
+
+def _require_utf8(arguments: list[str]) -> None:
+    """Raises UserError for other bytes, which Python decodes to lone surrogates: no file of a run can hold them."""
+    for argument in arguments:
+        try:
+            argument.encode()
+        except UnicodeEncodeError:
+            shown = os.fsencode(argument).decode(errors="backslashreplace")
+            raise UserError(f"the argument {shown} must be UTF-8: rename the file, or set PYTHONUTF8=1 if the locale "
+                            "is C") from None

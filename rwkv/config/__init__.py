@@ -1,0 +1,52 @@
+"""The options of all programs, with type, default, help and allowed values: a dataclass per group of configs.
+
+A dataclass checks its values when it is built and raises UserError with the option's name. rwkv/cli/help.py prints the help
+texts. The options of a program are in NAME.py, as their values are in configs/NAME.yaml; common.py and sampling.py have those
+that several programs share. schema.py: how an option is declared and checked. values.py: parsers and checks of single values.
+No Hydra here.
+"""
+
+from rwkv.config.chat import ChatConfig
+from rwkv.config.common import (
+    BITS,
+    BLOCKS,
+    DRAFT_TOKENS,
+    DTYPES,
+    LARGEST_SEED,
+    LATEST,
+    MIB,
+    NGRAM,
+    STATE_LAYOUTS,
+    DraftedConfig,
+    KernelConfig,
+    Pooling,
+    SavedModelConfig,
+)
+from rwkv.config.evaluate import EvaluateConfig
+from rwkv.config.generate import GenerateConfig
+from rwkv.config.sampling import Sampling
+from rwkv.config.schema import PATH, TEXT, free_text, options, require_effect
+from rwkv.config.serve import ServeConfig
+from rwkv.config.train import (
+    EIGHT_BITS,
+    ENGLISH,
+    GENERATIONS,
+    GPUS,
+    LENGTHS,
+    ORTHOGONAL,
+    PREFERENCES,
+    SCALED,
+    SOURCES,
+    STREAMED,
+    TOKENS,
+    DataConfig,
+    LoggerConfig,
+    ModelConfig,
+    OptimConfig,
+    SweepConfig,
+    TrainConfig,
+    TrainerConfig,
+    TuneConfig,
+    given_length,
+)
+from rwkv.config.values import strings, whole_number, whole_numbers

@@ -1,0 +1,26 @@
+"""The options of chat.py."""
+
+from dataclasses import dataclass
+
+from rwkv.config.common import MODEL_TEMPLATE, THINK, DraftedConfig, layout_option
+from rwkv.config.sampling import Sampling, preset_option, with_sampling
+from rwkv.config.schema import PATH, check_options, option
+
+
+@dataclass
+@with_sampling
+class ChatConfig(DraftedConfig):
+    template: str | None = option(None, f"chat template: {MODEL_TEMPLATE}", verbatim=PATH, heading="Conversation")
+    system: str | None = option(None, "system message")
+    state: str | None = option(None, "state file before the conversation: of save_state=, or a tuned state of any program",
+                               verbatim=PATH)
+    state_layout: str | None = layout_option("state=")
+    think: str = option("false", "true: answers begin with thoughts; fake: with an empty thought (templates g1, flower)",
+                        one_of=THINK)
+    seed: int = option(0, "random seed of the first answer; the next answer has seed + 1", least=0)
+    max_new_tokens: int = option(500, "maximum tokens per answer", least=1)
+    sampling: str = preset_option("chat")
+
+    def __post_init__(self) -> None:
+        check_options(self)
+        Sampling.of(self)

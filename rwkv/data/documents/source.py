@@ -1,0 +1,83 @@
+"""Documents and sources of text, and the rules of the training and validation split."""
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rwkv.errors import UserError
+
+SPLIT_SEED = 0
+CHUNK = 1 << 16                          # characters at a time
+
+
+class Document(NamedTuple):
+    """A text in consecutive `chunks`, in one split. where: the name of its file, for errors.
+
+    weight: its bytes in the source, for the progress bar; None for the bytes of its text. before: the number of characters
+    before it in `where`. copy: as in copies.Placed.
+    """
+
+    chunks: Iterable[str]
+    val: bool
+    where: str
+    weight: int | None = None
+    before: int = 0
+    copy: bool = False
+
+
+@dataclass(frozen=True)
+class Source:
+    """documents(): all documents, none empty, in an order that depends only on the data.
+
+    about: one line for messages. sha256: of the contents and their order. size: bytes to read, an estimate.
+    at_most: upper bounds on bytes plus documents of (training, validation); None if they are unknown before reading.
+    """
+
+    documents: Callable[[], Iterator[Document]]
+    about: str
+    sha256: str
+    size: int
+    at_most: tuple[int, int] | None = None
+
+
+def chunks_of(text: str) -> Iterator[str]:
+    return (text[start:start + CHUNK] for start in range(0, len(text), CHUNK))
+
+
+def rank(name: str) -> bytes:
+    """A sort key for a fixed random order, which depends only on the name."""
+    return hashlib.sha256(f"{SPLIT_SEED} {name}".encode()).digest()
+
+
+def count_reaching(fraction: float, sizes: Sequence[int]) -> int:
+    """The number of first documents that contain `fraction` of all bytes: at least one, and fewer than all."""
+    target = fraction * sum(sizes)
+    reached = count = 0
+    while reached < target and count < len(sizes) - 1:
+        reached += sizes[count]
+        count += 1
+    return max(count, 1)
+
+
+def in_validation(fraction: float) -> Iterator[bool]:
+    """Whether each document of an endless series is for validation: the first one, and one of each following block of
+    1/fraction, chosen by a hash of the block's number.
+    """
+    block = picked = number = 0
+    while True:
+        yield number == picked
+        number += 1
+        if number == math.ceil((block + 1) / fraction):
+            block += 1
+            span = math.ceil((block + 1) / fraction) - number
+            picked = number + int.from_bytes(rank(str(block))[:8], "big") % span
+
+
+def validation_begins(characters: int, fraction: float, where: str) -> int:
+    """The index of the first validation character of a single document. Raises UserError if it is too short."""
+    cut = int(characters * (1 - fraction))
+    if not 0 < cut < characters:
+        raise UserError(f"{where} has {characters} characters: too few to split into training and validation")
+    return cut

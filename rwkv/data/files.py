@@ -1,0 +1,159 @@
+"""The files of data.path, and cached hashes of their contents."""
+
+import glob
+import hashlib
+import os
+import re
+import time
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rwkv.data.documents.copies import Fingerprint
+from rwkv.errors import UserError
+from rwkv.io.cache import read_json, sha256, write_json
+from rwkv.io.utf8 import chunks, open_file
+
+SETTLED = 2_000_000_000                  # ns: two changes of a file within this time may have equal timestamps
+VERSION = "2"                            # of the cached entries
+BLOCK = 1 << 20                          # bytes read at a time for hashing
+SLASH = rf"[/{re.escape(os.sep)}]"
+ANY_DEPTH = re.compile(rf"(?:^|(?<={SLASH}))\*\*(?:{SLASH}+|$)")       # ** between slashes
+
+
+class Content(NamedTuple):
+    """characters, fingerprint: of the text (rwkv/data/documents/copies.py); 0 if the file was not read as text."""
+
+    sha256: str
+    characters: int
+    fingerprint: int
+
+
+def matching(path: str, endings: Sequence[str]) -> list[tuple[str, Path]]:
+    """(name, file) of the file `path`, of the files in a folder with one of the suffixes, or of the files that match a pattern.
+
+    Sorted by name, which is relative to the folder. A file with several names through links is listed once.
+    """
+    if Path(path).is_file():
+        return [(Path(path).name, Path(path))]
+    patterns = [f"{glob.escape(path)}/**/*{ending}" for ending in endings] if Path(path).is_dir() else [path]
+    files = _unique_files(file for pattern in patterns for file in _glob(pattern) if file.is_file())
+    if not files:
+        raise UserError(_no_files(path, endings))
+    root = Path(path)                    # the folder, or the part of a pattern before its first wildcard
+    while glob.has_magic(str(root)) and not root.exists():
+        root = root.parent
+    return [(file.relative_to(root).as_posix(), file) for file in files]
+
+
+def natural(name: str) -> list[tuple[int, str]]:
+    """A sort key for names with numbers: part-2 before part-10."""
+    return [(int(number or 0), text) for text, number in re.findall(r"(\D*)(\d*)", name)]
+
+
+def contents(paths: Sequence[Path], cache: Path, text: bool = False) -> list[Content]:
+    """The Content of each file, cached. A file is read again if its size or timestamp differs from the cache, or if it changed
+    within two seconds before it was read, since a second change may have the same timestamp.
+
+    text: the files must be UTF-8; raises UserError if one is not.
+    """
+    cached = cache / f"contents-{sha256([VERSION, str(text), *(str(path.absolute()) for path in paths)])[:16]}.json"
+    previous = read_json(cached) or {}
+    entries = {str(path): _entry(path, previous.get(str(path)), text) for path in paths}
+    if entries != previous:
+        with suppress(UserError):        # a read-only cache may contain all other files
+            write_json(cached, entries)
+    return [Content(*(entry[name] for name in Content._fields)) for entry in entries.values()]
+
+
+def names_and_hashes(files: Sequence[tuple[str, Path]], cache: Path, text: bool = False) -> list[str]:
+    """The name and the hash of each file in turn, which together identify a source."""
+    file_contents = contents([path for _, path in files], cache, text)
+    return [part for (name, _), content in zip(files, file_contents, strict=True) for part in (name, content.sha256)]
+
+
+def stamp(path: Path) -> list[int]:
+    """The size and modification time, in ns, of a file. Raises UserError if it is missing."""
+    try:
+        status = path.stat()
+    except OSError as error:
+        raise UserError(f"cannot read data.path={path}: {error.strerror}") from None
+    return [status.st_size, status.st_mtime_ns]
+
+
+def unchanged(path: Path, entry: dict[str, Any]) -> bool:
+    """True if the file has certainly not changed since `entry` was created, by its stamp and time."""
+    return stamp(path) == entry["stamp"] and entry["stamp"][1] + SETTLED < entry["time"]
+
+
+def crc32(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
+
+
+def _entry(path: Path, previous: dict[str, Any] | None, text: bool) -> dict[str, Any]:
+    if previous and unchanged(path, previous):
+        return previous
+    now = time.time_ns()
+    return {"stamp": stamp(path), "time": now, **_read_content(path, text)._asdict()}
+
+
+def _read_content(path: Path, text: bool) -> Content:
+    hashed = hashlib.sha256()
+    if not text:
+        with open_file(path) as file:
+            while block := file.read(BLOCK):
+                hashed.update(block)
+        return Content(hashed.hexdigest(), 0, 0)
+    characters = 0
+    computed = Fingerprint()
+    for chunk in chunks(path, hashed.update):
+        characters += len(chunk)
+        computed.update(chunk)
+    return Content(hashed.hexdigest(), characters, computed.value())
+
+
+def _glob(pattern: str) -> Iterator[Path]:
+    """Like glob.glob with `recursive`, but `**` visits each folder once, even with cyclic links."""
+    before, *after = ANY_DEPTH.split(pattern, maxsplit=1)
+    if not after:
+        yield from map(Path, glob.glob(pattern))                     # noqa: PTH207
+        return
+    for top in glob.glob(before or "."):                             # noqa: PTH207
+        for folder in _folders(Path(top)):
+            yield from _glob(f"{glob.escape(str(folder))}/{after[0] or '*'}")
+
+
+def _folders(top: Path) -> Iterator[Path]:
+    """`top` and the non-hidden folders below it, each once: by its own path if possible, else by that of a link."""
+    visited: set[Path] = set()
+    pending = [top]
+    links: list[Path] = []
+    while pending or links:
+        folder = (pending or links).pop()
+        if folder.resolve() not in visited:
+            visited.add(folder.resolve())
+            yield folder
+            below = [folder / name for name in sorted(glob.glob("*/", root_dir=folder))]              # noqa: PTH207
+            pending += [path for path in below if not path.is_symlink()]
+            links += [path for path in below if path.is_symlink()]
+
+
+def _unique_files(files: Iterable[Path]) -> list[Path]:
+    """The files sorted by path. Of several paths of one file, the first that is not a link."""
+    unique: dict[Path, Path] = {}
+    for file in sorted(set(files), key=lambda file: (file.is_symlink(), file)):
+        unique.setdefault(file.resolve(), file)
+    return sorted(unique.values())
+
+
+def _no_files(path: str, endings: Sequence[str]) -> str:
+    if Path(path).is_dir():
+        return (f"data.path={path} has no {' or '.join(endings)} files in it: name others by a pattern, "
+                f"data.path={path.rstrip('/')}/**/*.ending")
+    return f"data.path={path} matches no file"

@@ -1,0 +1,267 @@
+"""Data for trainer.tbptt=K: streams that read one document after another, K segments of ctx_len tokens per step.
+
+    stream 0   [ document 3 ............ | 3 ............... | 3 ... padding ]    a segment belongs to one document;
+    stream 1   [ document 0 ... padding  ][ document 7 ..... | 7 ............ ]   [ resets the state
+
+B rows of a batch, T = ctx_len. There is one stream per row of an optimiser step: with trainer.accumulate=A, a step is A
+batches of `batch_size` streams each. Documents come in a seeded permutation, then in the next one, without end; a stream that
+finishes its document takes the next one. The order depends only on the seed, the number of streams and ctx_len.
+
+A document longer than one stream's share of all segments is divided into chunks of whole segments, each read from an empty
+state: otherwise all streams would read the same part of a single long file. The ids of a document are end_of_text and its text.
+Each predicts the next one, and the last predicts the following end_of_text, so every token except the very first is predicted
+once per epoch. In a corpus (binidx) without end_of_text between documents, their first tokens are not predicted. In
+conversations (rwkv/data/conversations.py) only learnt tokens are predicted, and conversations are not divided, since an answer
+needs the messages before it.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from rwkv.data.conversations import longer_than
+from rwkv.data.prepare import Corpus
+from rwkv.data.token_array import TokenArray
+from rwkv.data.windows import Permutations, StepLayout
+from rwkv.errors import UserError
+from rwkv.io.lines import counted
+from rwkv.model.loss import IGNORED
+
+
+class Segments(NamedTuple):
+    """A batch: x, y (B,K,T) int64; starts_document (B,K) bool: the state is reset before this segment.
+
+    part: the number of this batch within its accumulated step. weight: as in Packed. tokens: of this batch in all processes,
+    without padding.
+    """
+
+    x: Tensor
+    y: Tensor
+    starts_document: Tensor
+    part: int
+    weight: float
+    tokens: int
+
+
+class Segment(NamedTuple):
+    """The place of a segment: `inputs` ids from `start` on, of which the first `targets` predict the next id.
+
+    counted: the number of targets that contribute to the loss: in conversations only learnt ones.
+    """
+
+    start: int
+    inputs: int
+    targets: int
+    starts_document: bool
+    counted: int
+
+
+class BatchPlan(NamedTuple):
+    """The places of a batch: K segments for each of its B rows; other fields as in Segments."""
+
+    rows: list[list[Segment]]
+    part: int
+    weight: float
+    tokens: int
+
+
+class DocumentChunks:
+    """Documents; those longer than one stream's share are divided into chunks. segments (P,): each chunk's length.
+
+    learnt: for conversations, whether each token is a target; None for documents, where all tokens are.
+    """
+
+    def __init__(self, tokens: TokenArray, end_of_text: int, ctx_len: int, streams: int,
+                 learnt: TokenArray | None = None) -> None:
+        self.tokens = tokens
+        self.end_of_text = end_of_text
+        self.ctx_len = ctx_len
+        bounds = np.unique(np.concatenate([[0], tokens.starts, [len(tokens)]]))
+        self.documents = len(bounds) - 1
+        segments = -(-np.diff(bounds) // ctx_len)
+        counts, length = _divided(segments, streams)
+        if learnt is not None:
+            counts = np.ones_like(segments)
+            length = segments
+        document = np.repeat(np.arange(self.documents), counts)                                # (P,), of each chunk
+        nth = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)         # (P,), within its document
+        self._starts = bounds[document] + nth * length[document] * ctx_len
+        self._ends = np.append(self._starts[1:], len(tokens))
+        self._ends_document = np.append(np.diff(document) > 0, True)
+        self.segments = -(-(self._ends - self._starts) // ctx_len)
+        self._learnt_before = None if learnt is None else np.cumsum(np.append(0, learnt[:]), dtype=np.int64)
+
+    def __len__(self) -> int:
+        return len(self.segments)
+
+    def segment(self, chunk: int, number: int) -> Segment:
+        start = int(self._starts[chunk]) + number * self.ctx_len
+        end = int(self._ends[chunk])
+        stop = min(start + self.ctx_len, end)
+        end_of_text_follows = self.tokens[end:end + 1].tolist() == [self.end_of_text]
+        all_predict = stop < end or not self._ends_document[chunk] or end_of_text_follows
+        targets = stop - start - (not all_predict)
+        before = self._learnt_before
+        counted = targets if before is None else int(before[start + 1 + targets] - before[start + 1])
+        return Segment(start, stop - start, targets, number == 0, counted)
+
+    def padding(self) -> float:
+        """The fraction of the positions in all segments without a token."""
+        return 1 - len(self.tokens) / (int(self.segments.sum()) * self.ctx_len)
+
+
+def _divided(segments: np.ndarray, streams: int) -> tuple[np.ndarray, np.ndarray]:
+    """For documents of `segments` (D,) segments: the number of chunks of each (D,), and their length in segments (D,).
+
+    The last chunk of a document may be shorter.
+    """
+    share = -(-segments.sum() // streams)
+    length = -(-segments // -(-segments // share))
+    return -(-segments // length), length
+
+
+@dataclass(eq=False)
+class SegmentDataset(Dataset[Segments]):
+    """Reads the tokens of a BatchPlan. learnt: as in DocumentChunks."""
+
+    tokens: TokenArray
+    ctx_len: int
+    learnt: TokenArray | None = None
+
+    def __getitems__(self, plan: BatchPlan) -> Segments:
+        x = np.zeros((len(plan.rows), len(plan.rows[0]), self.ctx_len), np.int64)
+        y = np.full_like(x, IGNORED)
+        for row, segments in enumerate(plan.rows):
+            for k, segment in enumerate(segments):
+                tokens = self.tokens[segment.start:segment.start + segment.inputs + 1]
+                x[row, k, :segment.inputs] = tokens[:segment.inputs]
+                y[row, k, :segment.targets] = tokens[1:segment.targets + 1]
+                if self.learnt is not None:
+                    counts = self.learnt[segment.start + 1:segment.start + 1 + segment.targets]
+                    y[row, k, :segment.targets][counts == 0] = IGNORED
+        starts = torch.tensor([[segment.starts_document for segment in segments] for segments in plan.rows])
+        return Segments(torch.from_numpy(x), torch.from_numpy(y), starts, plan.part, plan.weight, plan.tokens)
+
+
+@dataclass(eq=False)
+class SegmentSampler(Sampler[BatchPlan]):
+    """The plans of this process's batches, `batches` in all, with K segments of each stream."""
+
+    chunks: DocumentChunks
+    K: int
+    layout: StepLayout
+    batches: int
+    seed: int
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> "SegmentIterator":
+        return SegmentIterator(self)
+
+
+class StreamPositions:
+    """The position of each stream: its chunk and the segments left in it. assigned: the number of chunks assigned so far."""
+
+    def __init__(self, chunks: DocumentChunks, streams: int, seed: int) -> None:
+        self.chunks = chunks
+        self.order = Permutations(len(chunks), seed)
+        self.assigned = 0
+        self.chunk = [0] * streams
+        self.left = [0] * streams
+
+    def step(self, K: int) -> list[list[Segment]]:
+        """The next K segments of each stream. All streams advance together, so the assignment does not depend on K."""
+        columns = [[self._next(stream) for stream in range(len(self.left))] for _ in range(K)]
+        return [list(segments) for segments in zip(*columns, strict=True)]
+
+    def _next(self, stream: int) -> Segment:
+        if not self.left[stream]:
+            self.chunk[stream] = self.order[self.assigned]
+            self.left[stream] = int(self.chunks.segments[self.chunk[stream]])
+            self.assigned += 1
+        chunk = self.chunk[stream]
+        number = int(self.chunks.segments[chunk]) - self.left[stream]
+        self.left[stream] -= 1
+        return self.chunks.segment(chunk, number)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"dealt": self.assigned, "piece": [*self.chunk], "left": [*self.left]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.assigned = state["dealt"]
+        self.chunk = [*state["piece"]]
+        self.left = [*state["left"]]
+
+
+class SegmentIterator(Iterator[BatchPlan]):
+    """One pass over a SegmentSampler. A whole step is planned at once, since the weights need its number of targets."""
+
+    def __init__(self, sampler: SegmentSampler) -> None:
+        self.sampler = sampler
+        self._batches = 0
+        self._positions = StreamPositions(sampler.chunks, sampler.layout.streams, sampler.seed)
+        self._before: dict[str, Any] = {}        # the positions at the beginning of the current step
+        self._step: list[list[Segment]] = []     # K segments of every stream
+
+    def __next__(self) -> BatchPlan:
+        if self._batches >= self.sampler.batches:
+            raise StopIteration
+        part = self._batches % self.sampler.layout.parts
+        if part == 0:
+            self._plan_step()
+        self._batches += 1
+        return self._plan_batch(part)
+
+    def _plan_step(self) -> None:
+        self._before = self._positions.state_dict()
+        self._step = self._positions.step(self.sampler.K)
+
+    def _plan_batch(self, part: int) -> BatchPlan:
+        layout = self.sampler.layout
+        rows = [self._step[stream] for stream in layout.own(part)]
+        tokens = sum(segment.inputs for stream in layout.common(part) for segment in self._step[stream])
+        weight = _targets(rows) * layout.parts * layout.world / max(1, _targets(self._step))
+        return BatchPlan(rows, part, weight, tokens)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Inside a step, the positions are those at its beginning."""
+        between_steps = self._batches % self.sampler.layout.parts == 0
+        return {"batches": self._batches, "lanes": self._positions.state_dict() if between_steps else self._before}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises UserError if the run had another number of streams, or none."""
+        before = len(state["lanes"]["left"]) if "lanes" in state else 0
+        now = self.sampler.layout.streams
+        if before != now:
+            raise UserError(f"the run began with {before or 'no'} document streams, and data.batch_size times "
+                            f"trainer.accumulate is {now}: with trainer.tbptt, a run continues with the same number")
+        self._batches = state["batches"]
+        self._positions.load_state_dict(state["lanes"])
+        if self._batches % self.sampler.layout.parts:
+            self._plan_step()
+
+
+def _targets(rows: list[list[Segment]]) -> int:
+    return sum(segment.counted for row in rows for segment in row)
+
+
+def chunks_of(corpus: Corpus, ctx_len: int, streams: int) -> DocumentChunks:
+    return DocumentChunks(corpus.train, corpus.tokenizer.end_of_text, ctx_len, streams, corpus.learnt)
+
+
+def describe(corpus: Corpus, ctx_len: int, streams: int, K: int) -> str:
+    """A line of the plan: the streams with K segments of each in a step, and the padding in all segments."""
+    chunks = chunks_of(corpus, ctx_len, streams)
+    divided = f", divided into {counted(len(chunks), 'chunk')}" if len(chunks) > chunks.documents else ""
+    longer = longer_than(corpus.val, ctx_len) if corpus.conversations else 0
+    validation = f"; validation reads conversations whole, {longer:,} of them longer than model.ctx_len" if longer else ""
+    documents = counted(chunks.documents, "document")
+    segments = counted(int(chunks.segments.sum()), "segment")
+    return (f"{counted(streams, 'document stream')}, {counted(K, 'segment')} of each in a step; {documents}{divided}, "
+            f"{segments}, {100 * chunks.padding():.1f} % of positions padding{validation}")

@@ -1,0 +1,120 @@
+"""The documents of a stream (streams.py) in tokens, and its validation split: its first data.val_documents rows."""
+
+import itertools
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rwkv.config import DataConfig
+from rwkv.data.documents.copies import fingerprint
+from rwkv.data.documents.separators import LINE_ENDS, marks
+from rwkv.data.shards import BATCH, Piece, dtype_of, encode_batch
+from rwkv.data.streaming.streams import Row, Stream, open_stream
+from rwkv.data.token_array import TokensInMemory
+from rwkv.errors import UserError
+from rwkv.io.lines import counted
+from rwkv.tokenizer.lost import NOTHING, LossCounter, Lost
+from rwkv.tokenizer.split import pieces, safe_split
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+AT_ONCE = 1024                           # texts per call of the tokenizer
+
+
+@dataclass(frozen=True)
+class Streamed:
+    """A stream after its validation rows. begins: the position of the first training row.
+
+    held_out: the fingerprints of the validation texts. tokens: of the training rows, an estimate; None if unknown.
+    """
+
+    config: DataConfig
+    sha256: str
+    begins: Any
+    held_out: frozenset[int]
+    tokens: float | None
+
+
+class HeldOut(NamedTuple):
+    """The validation split of a stream. bytes: of its text. gzip_bpb, marks: as in rwkv/data/prepare.py."""
+
+    tokens: TokensInMemory
+    bytes: int
+    lost: Lost
+    gzip_bpb: float
+    marks: Mapping[str, int]
+
+
+def hold_out(config: DataConfig, tokenizer: Tokenizer) -> tuple[Stream, Streamed, HeldOut]:
+    """Reads the validation rows. Raises UserError if no rows follow them."""
+    stream = open_stream(config)
+    reader = stream.read()
+    rows = list(itertools.islice(reader, config.val_documents))
+    begins, read = reader.position(), reader.size
+    if next(reader, None) is None:
+        raise UserError(f"data.path={config.path} has {counted(len(rows), 'document')}, and the first "
+                        f"data.val_documents={config.val_documents} are for validation: none remains for training")
+    encoded = TextEncoder(stream, tokenizer, config.separator).encode(rows)
+    texts = [text for row in encoded for text in row.texts]
+    documents = [ids for row in encoded for ids in row.ids]
+    ids = np.concatenate([np.empty(0, dtype_of(tokenizer)), *documents])
+    lost = LossCounter(tokenizer).count(texts, [document[1:].tolist() for document in documents]) if texts else NOTHING
+    size = sum(len(text.encode()) for text in texts)
+    val = HeldOut(TokensInMemory(ids, np.cumsum([0, *map(len, documents)])[:-1]), size, lost,
+                  8 * len(zlib.compress("\0".join(texts).encode(), 9, 31)) / max(size, 1), marks(texts))
+    left = None                          # unknown also where a decompressor has read ahead to the end of a small file
+    if stream.size is not None and 0 < read < stream.size:
+        left = len(ids) * (stream.size / read - 1)
+    return stream, Streamed(config, stream.sha256, begins, frozenset(fingerprint([text]) for text in texts), left), val
+
+
+class Encoded(NamedTuple):
+    """The documents of a row: their texts, and the ids of each, end_of_text first."""
+
+    texts: list[str]
+    ids: list[np.ndarray]
+
+
+class TextEncoder:
+    """Encodes the documents in rows. held_out: the fingerprints of documents to omit."""
+
+    def __init__(self, stream: Stream, tokenizer: Tokenizer, separator: str | None,
+                 held_out: frozenset[int] = frozenset()) -> None:
+        self.stream = stream
+        self.tokenizer = tokenizer
+        self.separator = separator
+        self.held_out = held_out
+        self.split = safe_split(tokenizer)
+        self.dtype = dtype_of(tokenizer)
+
+    def encode(self, rows: Sequence[Row]) -> list[Encoded]:
+        texts = [self._documents(row) for row in rows]
+        parts = [Piece(piece, False, number == 0, row.where, 0, before)
+                 for row, documents in zip(rows, texts, strict=True) for text in documents
+                 for number, (piece, before) in enumerate(self._pieces(text))]
+        ids: list[list[np.ndarray]] = []         # per document, its pieces
+        for piece, encoded in zip(parts, self._encode(parts), strict=True):
+            if piece.starts_document:
+                ids.append([np.array([self.tokenizer.end_of_text], self.dtype)])
+            ids[-1].append(np.array(encoded, self.dtype))
+        whole = iter([np.concatenate(document) for document in ids])
+        return [Encoded(documents, list(itertools.islice(whole, len(documents)))) for documents in texts]
+
+    def _documents(self, row: Row) -> list[str]:
+        """The texts of a row that are neither empty nor held out."""
+        text = self.stream.text(row)
+        texts = [text] if self.separator is None else [part.strip(LINE_ENDS) for part in text.split(self.separator)]
+        return [text for text in texts if text and not (self.held_out and fingerprint([text]) in self.held_out)]
+
+    def _pieces(self, text: str) -> Iterator[tuple[str, int]]:
+        """The text in pieces that are encoded separately, each with the number of characters before it."""
+        before = 0
+        for piece in pieces([text], self.split) if len(text) > BATCH else [text]:
+            yield piece, before
+            before += len(piece)
+
+    def _encode(self, parts: list[Piece]) -> Iterator[list[int]]:
+        for start in range(0, len(parts), AT_ONCE):
+            yield from encode_batch(parts[start:start + AT_ONCE], self.tokenizer)

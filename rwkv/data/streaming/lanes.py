@@ -1,0 +1,264 @@
+"""Training batches from streams (streams.py): nothing is tokenised before the first step.
+
+The first data.val_documents rows of a stream are for validation, the following rows for training, except for copies of
+validation texts. At the end of the stream, training starts over with its first row.
+
+    rows  --> blocks of data.shuffle_buffer rows, each in a seeded order
+          --> lanes: each row goes to the lane with the fewest bytes so far; one lane per row of a batch
+          --> per lane: end_of_text, text, end_of_text, text, ..., divided into windows of T tokens and the one that follows
+
+So a batch depends only on the data, the seed, data.shuffle_buffer, data.batch_size and T. A process reads all rows and
+tokenises those of its own lanes: N processes together have the batches of a single one, and a run can resume with another
+number of processes. With data=mix each source is a stream with its own lanes, and SourceTurns chooses each window's source.
+
+Positions. A lane's position is the number of its documents before the one in which its next window begins, and the tokens
+before it in that document. A process also records the start of the oldest block that one of its lanes still reads, and a hash
+of each block since. A resumed run reads these blocks again, which must be unchanged, and tokenises only the rest.
+"""
+
+import hashlib
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from rwkv.data.mixture.windows import SourceTurns, seed_of
+from rwkv.data.streaming.encoding import Streamed, TextEncoder
+from rwkv.data.streaming.streams import Reader, Row, open_stream
+from rwkv.data.windows import StepLayout
+from rwkv.distributed import all_gather
+from rwkv.errors import UserError
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+AHEAD = 1 << 18                          # bytes of rows tokenised per call: libraries are faster on many texts
+
+
+class Block(NamedTuple):
+    """The start of a block of rows: number `number` of the epoch `epoch`, at the reader's position.
+
+    bytes, documents: those assigned to each lane before.
+    """
+
+    epoch: int
+    number: int
+    position: Any
+    bytes: list[int]
+    documents: list[int]
+
+
+class Lanes:
+    """The tokens of the lanes `own` of `count` lanes of a stream."""
+
+    def __init__(self, streamed: Streamed, tokenizer: Tokenizer, count: int, own: Sequence[int], seed: int) -> None:
+        stream = open_stream(streamed.config)
+        if stream.sha256 != streamed.sha256:
+            raise UserError(f"data.path={streamed.config.path} has changed while the run was reading it")
+        self._stream = stream
+        self._streamed = streamed
+        self._texts = TextEncoder(stream, tokenizer, streamed.config.separator, streamed.held_out)
+        self._seed = seed
+        self._rows: dict[int, deque[Row]] = {lane: deque() for lane in own}
+        self._ids: dict[int, deque[np.ndarray]] = {lane: deque() for lane in own}       # of tokenised documents
+        self._position = {lane: [0, 0] for lane in own}
+        self._blocks = deque([Block(0, 0, streamed.begins, [0] * count, [0] * count)])   # the last one is read next
+        self._hashes: deque[str] = deque()       # of the others
+        self._expected: deque[str] = deque()     # of the blocks that a resumed run reads again
+        self._reader: Reader | None = None
+        self._last_filled_epoch = 0                 # the last epoch in which a row had tokens
+
+    def window(self, lane: int, T: int) -> np.ndarray:
+        """The lane's next T tokens and the one after them."""
+        documents = self._ids[lane]
+        position = self._position[lane]
+        while sum(map(len, documents)) <= position[1] + T:
+            if self._rows[lane]:
+                self._tokenise(lane)
+            else:
+                self._read_block()
+        parts = [documents[0][position[1]:position[1] + T + 1]]
+        for document in itertools.islice(documents, 1, None):
+            parts.append(document[:T + 1 - sum(map(len, parts))])
+        position[1] += T
+        while position[1] >= len(documents[0]):
+            position[1] -= len(documents.popleft())
+            position[0] += 1
+        return np.concatenate(parts)
+
+    def _tokenise(self, needed: int) -> None:
+        """Tokenises the next row of a lane, and then of each lane in turn, up to AHEAD bytes."""
+        lanes = deque([needed, *(lane for lane in self._rows if lane != needed)])
+        rows: list[tuple[int, Row]] = []
+        size = 0
+        while lanes and size < AHEAD:
+            lane = lanes.popleft()
+            if self._rows[lane]:
+                rows.append((lane, self._rows[lane].popleft()))
+                size += len(rows[-1][1].content or "")
+                lanes.append(lane)
+        for (lane, _), encoded in zip(rows, self._texts.encode([row for _, row in rows]), strict=True):
+            self._ids[lane].append(np.concatenate([np.empty(0, self._texts.dtype), *encoded.ids]))
+            self._require_text(len(self._ids[lane][-1]))
+
+    def _require_text(self, tokens: int) -> None:
+        """Raises UserError if the stream was read many times and no row had tokens."""
+        epoch = self._blocks[-1].epoch
+        if tokens:
+            self._last_filled_epoch = epoch
+        elif epoch > self._last_filled_epoch + 2 * len(self._blocks[-1].bytes):
+            config = self._streamed.config
+            raise UserError(f"data.path={config.path} has no text after its first data.val_documents={config.val_documents} "
+                            "documents: all others are empty, or equal to one of these")
+
+    def _read_block(self) -> None:
+        """Reads the next block and assigns its rows to the lanes."""
+        block = self._blocks[-1]
+        self._reader = self._reader or self._stream.read(block.position)
+        rows = list(itertools.islice(self._reader, self._streamed.config.shuffle_buffer))
+        if not rows and not block.number:
+            raise UserError(f"data.path={self._streamed.config.path} became shorter while it was read")
+        digest = hashlib.blake2b(digest_size=8)
+        for row in rows:
+            content = row.encoded()
+            digest.update(len(content).to_bytes(8, "little") + content)
+        if self._expected and self._expected.popleft() != digest.hexdigest():
+            where = f" at {rows[0].where}" if rows else ""
+            raise UserError(f"data.path={self._streamed.config.path} has changed{where} since the run was stopped: restore it "
+                            "to resume, or begin a new run with init_from=")
+        self._hashes.append(digest.hexdigest())
+        size, documents = [*block.bytes], [*block.documents]
+        emptiest = [(lane_size, lane) for lane, lane_size in enumerate(size)]
+        heapq.heapify(emptiest)
+        for number in np.random.default_rng((self._seed, block.epoch, block.number)).permutation(len(rows)).tolist():
+            lane = emptiest[0][1]
+            size[lane] += len(rows[number].content or "") + 1
+            heapq.heapreplace(emptiest, (size[lane], lane))
+            documents[lane] += 1
+            if lane in self._rows:
+                self._rows[lane].append(rows[number])
+        if len(rows) == self._streamed.config.shuffle_buffer:
+            self._blocks.append(Block(block.epoch, block.number + 1, self._reader.position(), size, documents))
+        else:
+            self._reader = None
+            self._blocks.append(Block(block.epoch + 1, 0, self._streamed.begins, size, documents))
+
+    def state(self) -> dict[str, Any]:
+        """The position, in plain containers."""
+        while len(self._blocks) > 1 and all(self._blocks[1].documents[lane] <= done
+                                            for lane, (done, _) in self._position.items()):
+            self._blocks.popleft()
+            self._hashes.popleft()
+        return {"block": list(self._blocks[0]), "hashes": [*self._hashes],
+                "lanes": {lane: [*position] for lane, position in self._position.items()}}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Continues from a state that contains all own lanes."""
+        block = Block(*state["block"])
+        self._blocks = deque([block])
+        self._expected = deque(state["hashes"])
+        for lane in self._rows:
+            self._position[lane] = [*state["lanes"][lane]]
+        self._last_filled_epoch = block.epoch
+        for lane, rows in self._rows.items():
+            done = self._position[lane][0] - block.documents[lane]
+            while self._expected or len(rows) < done:
+                self._read_block()
+            for _ in range(done):
+                rows.popleft()
+
+
+class Batches(IterableDataset[Any]):
+    """(batch, state) without end: batches (x, y) of own rows, each (B,T) int64, and the state after each.
+
+    sources: (stream, share). state: to continue from; None for the beginning.
+    """
+
+    def __init__(self, sources: Sequence[tuple[Streamed, float]], tokenizer: Tokenizer, T: int, layout: StepLayout, seed: int,
+                 state: Mapping[str, Any] | None) -> None:
+        self.sources = sources
+        self.tokenizer = tokenizer.to_dict()     # each worker creates its own
+        self.T = T
+        self.layout = layout
+        self.seed = seed
+        self.state = state
+
+    def __iter__(self) -> Iterator[tuple[tuple[Tensor, Tensor], dict[str, Any]]]:
+        tokenizer = Tokenizer.from_dict(self.tokenizer)
+        common = self.layout.rows * self.layout.world
+        own = range(self.layout.rank, common, self.layout.world)
+        turns = SourceTurns([share for _, share in self.sources], self.seed)
+        lanes = [Lanes(streamed, tokenizer, common, own, seed_of(self.seed, number))
+                 for number, (streamed, _) in enumerate(self.sources)]
+        if self.state is not None:
+            turns.load_state_dict(self.state["turns"])
+            for source_lanes, state in zip(lanes, self.state["sources"], strict=True):
+                source_lanes.load(state)
+        while True:
+            sources = [next(turns)[0] for _ in range(common)]
+            tokens = torch.from_numpy(np.stack([lanes[sources[lane]].window(lane, self.T).astype(np.int64) for lane in own]))
+            yield (tokens[:, :-1], tokens[:, 1:]), {"turns": turns.state_dict(), "sources": [each.state() for each in lanes]}
+
+
+class StreamLoader:
+    """A loader of `batches` batches (x, y). Its state_dict is its position in all processes, which must call it together.
+
+    num_workers: with one or more, one worker process reads and tokenises ahead of training.
+    """
+
+    def __init__(self, batches: int, num_workers: int, init_worker: Any, **arguments: Any) -> None:
+        self.batches = batches
+        self.num_workers = min(num_workers, 1)
+        self.init_worker = init_worker
+        self.arguments = arguments
+        self.layout: StepLayout = arguments["layout"]
+        self._state: dict[str, Any] | None = None        # after the last batch
+        self._continues = False          # the next iteration begins at the state
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        state = self._state if self._continues else None
+        self._continues = False
+        self._state = state
+        common = self.layout.rows * self.layout.world
+        done = state["turns"]["drawn"] // common if state else 0
+        read = DataLoader(Batches(**self.arguments, state=state), None, num_workers=self.num_workers, collate_fn=_unchanged,
+                          worker_init_fn=self.init_worker, generator=torch.Generator().manual_seed(0))
+        for batch, after in itertools.islice(read, self.batches - done):
+            self._state = after
+            yield batch
+
+    def state_dict(self) -> dict[str, Any]:
+        gathered = all_gather(self._state)
+        states = [state for state in gathered if state is not None]
+        if len(states) < len(gathered):  # nothing has been read yet
+            return {"rows": self.layout.rows * self.layout.world}
+        sources = [joined([state["sources"][number] for state in states]) for number in range(len(states[0]["sources"]))]
+        return {"rows": self.layout.rows * self.layout.world, "turns": states[0]["turns"], "sources": sources}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Raises UserError if the run had batches of another number of rows."""
+        rows = self.layout.rows * self.layout.world
+        if state.get("rows") != rows:
+            raise UserError(f"the run began with {state.get('rows', 'no')} rows of a stream in a batch, and now there are "
+                            f"{rows}: a stream continues with the same number")
+        self._state = state if "turns" in state else None
+        self._continues = self._state is not None
+
+
+def _unchanged(item: Any) -> Any:
+    return item
+
+
+def joined(states: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The state of all lanes: the oldest block of all processes, and the hashes of the blocks from there on."""
+    oldest = min(states, key=lambda state: state["block"][:2])
+    hashes = [state["hashes"] for state in states if state["block"][:2] == oldest["block"][:2]]
+    return {"block": oldest["block"], "hashes": max(hashes, key=len),
+            "lanes": {lane: position for state in states for lane, position in state["lanes"].items()}}

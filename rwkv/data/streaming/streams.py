@@ -1,0 +1,186 @@
+"""Streams of documents, read while a run trains (data.streaming): lines of JSON files, or rows of a dataset.
+
+    stream = open_stream(config)
+    reader = stream.read(position)       # None: from the beginning
+    row = next(reader); reader.position()                          # of the next row, for another reader
+
+A stream is always read in the same order. Several files are sorted by name, with numbers in numerical order: part-2 before
+part-10. A row's text is extracted only where it is used, since that is most of the work.
+"""
+
+import hashlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rwkv.config import DataConfig
+from rwkv.data.files import natural
+from rwkv.data.sources import hf, jsonl
+from rwkv.errors import UserError
+from rwkv.io.cache import sha256
+from rwkv.io.compressed import BROKEN, decompressed
+from rwkv.io.json_lines import parse
+from rwkv.io.lines import counted
+from rwkv.io.utf8 import open_file
+
+ENDS = 1 << 16                           # bytes at both ends of a file that identify it
+
+
+class Row(NamedTuple):
+    """A line of JSON, or the value of a dataset's column. where: its place, for errors."""
+
+    content: bytes | str | None
+    where: str
+
+    def encoded(self) -> bytes:
+        return self.content if isinstance(self.content, bytes) else (self.content or "").encode(errors="surrogatepass")
+
+
+class Reader(Iterator[Row]):
+    """Rows in order, from a position on. size: read so far, in the unit of Stream.size."""
+
+    size = 0
+
+    @abstractmethod
+    def position(self) -> Any:
+        """The place of the next row, in plain containers."""
+
+
+class Stream(ABC):
+    """about: one line for messages. sha256: identifies the data without reading them. size: total bytes, if known."""
+
+    about: str
+    sha256: str
+    size: int | None = None
+
+    @abstractmethod
+    def read(self, position: Any = None) -> Reader:
+        """A reader from a position on."""
+
+    @abstractmethod
+    def text(self, row: Row) -> str:
+        """The text of a row. Raises UserError if it has none."""
+
+
+def open_stream(config: DataConfig) -> Stream:
+    return JsonLines(config) if config.name == "jsonl" else Dataset(config)
+
+
+class JsonLines(Stream):
+    """Lines of one or several files. A position is the file's number, and the bytes and the lines before it in its content."""
+
+    def __init__(self, config: DataConfig) -> None:
+        path = str(config.path)
+        named = sorted(jsonl.files(path), key=lambda pair: natural(pair[0]))
+        self.files = [file for _, file in named]
+        self.field = config.field
+        self.about = f"{self.files[0].name if len(named) == 1 else f'{len(named)} files of {path}'}, field {config.field}"
+        self.size = sum(file.stat().st_size for file in self.files)
+        self.sha256 = sha256([config.field, *(part for name, file in named for part in (name, ends_of(file)))])
+
+    def read(self, position: Any = None) -> Reader:
+        return LineReader(self.files, *(position or (0, 0, 0)))
+
+    def text(self, row: Row) -> str:
+        return jsonl.text_in(parse(row.encoded(), row.where), self.field, row.where)
+
+
+class LineReader(Reader):
+    def __init__(self, files: list[Path], number: int, offset: int, line: int) -> None:
+        self._files = files
+        self._place = [number, offset, line]
+        self._rows = self._read()
+        self._before = sum(file.stat().st_size for file in files[:number])
+
+    def __next__(self) -> Row:
+        return next(self._rows)
+
+    def position(self) -> list[int]:
+        return [*self._place]
+
+    def _read(self) -> Iterator[Row]:
+        while self._place[0] < len(self._files):
+            path = self._files[self._place[0]]
+            if jsonl.is_list(path):
+                raise UserError(f"data.streaming conflicts with {path}, a JSON list: write an object on each line, or omit "
+                                "data.streaming")
+            with open_file(path) as raw:
+                file = decompressed(raw, path)
+                _skip(file, raw, self._place[1], path)
+                for line in jsonl.unbroken(file, path):
+                    self._place[1] += len(line)
+                    self._place[2] += 1
+                    self.size = self._before + (self._place[1] if file is raw else raw.tell())
+                    if line.strip():
+                        yield Row(line, f"{path}, line {self._place[2]}")
+                self._before += os.fstat(raw.fileno()).st_size
+            self._place = [self._place[0] + 1, 0, 0]
+
+
+def _skip(file: Any, raw: Any, offset: int, path: Path) -> None:
+    """Skips the first `offset` bytes of a file's content."""
+    if file is raw:
+        raw.seek(offset)
+        return
+    try:
+        while offset and (block := file.read(min(offset, ENDS))):
+            offset -= len(block)
+    except BROKEN as error:
+        raise UserError(f"cannot read data.path={path}: {error}") from None
+
+
+def ends_of(path: Path) -> str:
+    """A hash of the size, the beginning and the end of a file."""
+    hashed = hashlib.sha256()
+    with open_file(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        hashed.update(f"{size} ".encode() + file.read(ENDS))
+        file.seek(max(0, size - ENDS))
+        hashed.update(file.read(ENDS))
+    return hashed.hexdigest()
+
+
+class Dataset(Stream):
+    """Rows of a dataset of the library `datasets`, which also provides the positions."""
+
+    def __init__(self, config: DataConfig) -> None:
+        self.config = config
+        self.about = f"{config.path}, split {config.split}, column {config.field}"
+        files = hf.local_files(str(config.path))
+        named = [part for name, file in files for part in (name, ends_of(file))] or [str(config.path)]
+        self.sha256 = sha256([config.split, config.field, *named])
+
+    def read(self, position: Any = None) -> Reader:
+        return DatasetReader(self.config, position)
+
+    def text(self, row: Row) -> str:
+        if row.content is not None and not isinstance(row.content, str):
+            raise UserError(f"{row.where} must have a string in {self.config.field!r}; got {str(row.content)[:60]}")
+        return row.content or ""
+
+
+class DatasetReader(Reader):
+    def __init__(self, config: DataConfig, position: Any) -> None:
+        self._config = config
+        self._data = hf.streamed(config)
+        self._number = 0
+        if position is not None:
+            self._number, state = position
+            self._data.load_state_dict(state)
+        self._rows = iter(self._data)
+
+    def __next__(self) -> Row:
+        try:
+            row = next(self._rows)
+        except StopIteration:
+            raise
+        except Exception as error:       # from a file, the network, ...
+            raise UserError(f"data.path={self._config.path} failed after {counted(self._number, 'row')}: "
+                            f"{hf.reason(error)}; continue the run with resume=auto") from None
+        self._number += 1
+        return Row(row[self._config.field], f"{self._config.path}, row {self._number - 1}")
+
+    def position(self) -> list[Any]:
+        return [self._number, self._data.state_dict()]

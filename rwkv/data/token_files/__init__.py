@@ -1,0 +1,267 @@
+"""Token files of other programs, read in place: one module per kind, named like the value of data=.
+
+Such data are one or several files of ids, each with an index of the documents. RWKV-LM and datatrove put end_of_text at the end
+of each document, our shards put it at the beginning. Here a document begins at the end_of_text before it, if there is one, so
+that the ids are the same except for the first document of a file.
+
+The first run scans all ids, to reject ids outside the vocabulary. The result is cached until the size or time of the files
+changes. The ids are never copied. A kind has files(path) -> list[TokenFile].
+"""
+
+import hashlib
+import importlib
+import sys
+import time
+import zlib
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from tqdm import tqdm
+
+from rwkv.config import DataConfig
+from rwkv.data.files import crc32, stamp, unchanged
+from rwkv.data.token_array import DocumentOffsets, Part, TokenArray
+from rwkv.errors import UserError
+from rwkv.io.cache import read_json, sha256, write, write_json
+from rwkv.io.lines import counted
+from rwkv.io.utf8 import open_file
+from rwkv.tokenizer.lost import LossCounter
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+VERSION = "2"                            # of the files in the cache
+BLOCK = 1 << 22                          # ids scanned at a time
+SAMPLE = 1 << 22                         # ids of the validation split that are decoded to estimate its bytes
+
+
+class Index(NamedTuple):
+    """The content of an index: dtype and number of the ids, and the offset (D,) of each document's first id, int64."""
+
+    dtype: str
+    tokens: int
+    starts: np.ndarray
+
+
+class TokenFile(NamedTuple):
+    """A file of ids and its index. kind: the name that data= takes. tokenizer: the one that made the ids; "" if not stated."""
+
+    kind: str
+    ids: Path
+    index_file: Path
+    read_index: Callable[[], Index]
+    tokenizer: str = ""
+
+
+class Tokens(NamedTuple):
+    """sha256: of the index and the checksum of the ids. bytes_per_token: bytes of the validation text per predicted token.
+
+    gzip_bpb: bits per byte of `gzip -9` on that text. unknown: the share of its ids that are the unknown token; None if the
+    tokenizer's definition shows that it loses nothing. copies: the number of documents that repeat an earlier one.
+    """
+
+    train: TokenArray
+    val: TokenArray
+    documents: int
+    sha256: str
+    bytes_per_token: float
+    gzip_bpb: float
+    unknown: float | None
+    copies: int
+
+
+class Places(NamedTuple):
+    """Files of the documents' offsets (D,) int64 and hashes (D,) uint64."""
+
+    starts: Path
+    hashes: Path
+
+
+def open_files(config: DataConfig) -> list[TokenFile]:
+    """The files of data.name and data.path. Raises UserError if one is missing."""
+    files: list[TokenFile] = importlib.import_module(f"{__name__}.{config.name}").files(config.path)
+    return files
+
+
+def read(files: Sequence[TokenFile], tokenizer: Tokenizer, val_fraction: float, cache: Path) -> Tokens:
+    """The tokens of both splits. Validation has the last documents, with val_fraction of the ids, or a single document's end.
+
+    If a document has copies in both splits, validation has the fewest last documents that, with all their copies, have
+    val_fraction of the ids.
+    """
+    entries, arrays, hashes = [], [], []
+    for file in files:
+        entry, places = _scan_result(file, tokenizer, cache)
+        _require_known(file.ids, entry, tokenizer)
+        entries.append(entry)
+        hashes.append(np.load(places.hashes))
+        arrays.append(TokenArray([Part(file.ids, entry["dtype"], 0, entry["tokens"])],
+                                 DocumentOffsets(places.starts, 0, len(hashes[-1]), 0)))
+    whole = TokenArray.joined(arrays)
+    digest = entries[0]["sha256"] if len(entries) == 1 else sha256(entry["sha256"] for entry in entries)
+    starts = whole.starts
+    cut, first = _split(starts, len(whole), val_fraction, files[0].ids)
+    _, group = np.unique(np.concatenate(hashes), return_inverse=True)
+    copies = len(starts) - 1 - int(group.max())
+    plain = np.arange(len(starts)) >= first
+    in_val = _join_copies(group, np.diff(starts, append=len(whole)), plain, val_fraction) if copies else plain
+    train, val = whole.between(0, cut), whole.between(cut, len(whole))
+    if (in_val != plain).any():
+        train, val = (_selected(whole, in_val == is_val, cache / f"{files[0].kind}-{digest[:12]}-{val_fraction}-{split}.npy")
+                      for is_val, split in ((False, "train"), (True, "val")))
+    return Tokens(train, val, len(starts), digest, *_measure(val, tokenizer), copies)
+
+
+def _require_known(path: Path, entry: dict[str, Any], tokenizer: Tokenizer) -> None:
+    if entry["largest"] >= tokenizer.vocab_size or entry["smallest"] < 0:
+        invalid = entry["smallest"] if entry["smallest"] < 0 else entry["largest"]
+        raise UserError(f"{path} has the id {invalid}, and data.tokenizer has the ids 0 to {tokenizer.vocab_size - 1}: "
+                        "name the tokenizer that made the ids")
+
+
+def _join_copies(group: np.ndarray, lengths: np.ndarray, plain: np.ndarray, val_fraction: float) -> np.ndarray:
+    """Whether each document (D,) is for validation. group (D,): equal for equal documents; lengths (D,): in ids.
+
+    plain (D,): the split without copies, which is returned if it separates no group.
+    """
+    groups = int(group.max()) + 1
+    in_val = np.bincount(group, plain, groups)
+    if groups == 1 or not ((in_val > 0) & (in_val < np.bincount(group))).any():
+        return plain
+    last = np.zeros(groups, np.int64)
+    np.maximum.at(last, group, np.arange(len(group)))
+    sizes = np.bincount(group, lengths, groups)
+    target = val_fraction * lengths.sum()
+    order = np.lexsort((-last, sizes > target))          # a document with more copies than all of validation comes last
+    count = int(np.clip(np.searchsorted(np.cumsum(sizes[order]), target) + 1, 1, groups - 1))
+    chosen = np.zeros(groups, bool)
+    chosen[order[:count]] = True
+    return chosen[group]
+
+
+def _selected(whole: TokenArray, selected: np.ndarray, starts: Path) -> TokenArray:
+    """The selected documents. selected: (D,) bool. starts: the file for their offsets in the split."""
+    lengths = np.diff(whole.bounds)
+    begins = np.cumsum(np.append(0, lengths[selected]))[:-1]
+    _save(starts, begins)
+    edges = np.flatnonzero(np.diff(selected.astype(np.int8), prepend=0, append=0))     # of runs of selected documents
+    runs = whole.bounds[edges].reshape(-1, 2).tolist()
+    parts = [part for begin, end in runs for part in whole.between(begin, end).parts]
+    return TokenArray(parts, DocumentOffsets(starts, 0, len(begins), 0))
+
+
+def _scan_result(file: TokenFile, tokenizer: Tokenizer, cache: Path) -> tuple[dict[str, Any], Places]:
+    """The result of the scan and the files of documents, from the cache if nothing has changed."""
+    key = sha256([VERSION, str(file.ids.absolute()), str(tokenizer.end_of_text)])[:16]
+    cached = cache / f"{file.kind}-{key}.json"
+    places = Places(cache / f"{file.kind}-{key}-starts.npy", cache / f"{file.kind}-{key}-hashes.npy")
+    entry = read_json(cached)
+    sources = (("bin", file.ids), ("idx", file.index_file))
+    valid = entry and all(path.is_file() for path in places) and _checksums(places) == entry["places"] and all(
+        unchanged(path, {"stamp": entry[name], "time": entry["time"]}) for name, path in sources)
+    return entry if entry and valid else _check(file, tokenizer, cached, places), places
+
+
+def _checksums(places: Places) -> list[int]:
+    return [crc32(path) for path in places]
+
+
+def _check(file: TokenFile, tokenizer: Tokenizer, cached: Path, places: Places) -> dict[str, Any]:
+    entry = {"time": time.time_ns(), "bin": stamp(file.ids), "idx": stamp(file.index_file)}
+    index = file.read_index()
+    ids = _require_ids(file, index)
+    scanned = _scan(ids)
+    starts = _document_offsets(ids, index.starts, tokenizer.end_of_text)
+    _save(places.starts, starts)
+    _save(places.hashes, _hashes(ids, starts, tokenizer.end_of_text))
+    with open_file(file.index_file) as opened:
+        digest = hashlib.file_digest(opened, "sha256")
+    digest.update(scanned.pop("crc32").to_bytes(4, "little"))
+    entry |= {"dtype": index.dtype, "tokens": index.tokens, **scanned, "sha256": digest.hexdigest(),
+              "places": _checksums(places)}
+    with suppress(UserError):            # a read-only cache may contain the files of documents
+        write_json(cached, entry)
+    return entry
+
+
+def _save(path: Path, array: np.ndarray) -> None:
+    """Writes the array, unless the file already contains it. Raises UserError if it cannot be written."""
+    try:
+        same = np.array_equal(np.load(path), array)
+    except (OSError, ValueError, EOFError):              # missing, or damaged
+        same = False
+    if not same:
+        write(path, lambda file: np.save(file, array))
+
+
+def _hashes(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray:
+    """64 bits of each document's hash (D,) uint64, without end_of_text before and after it."""
+    hashes = np.empty(len(starts), np.uint64)
+    plain = np.asarray(ids)              # faster to slice than a memmap
+    ends = [*starts[1:].tolist(), len(ids)]
+    with tqdm(total=len(starts), desc="comparing documents", unit="", delay=2, file=sys.stderr, leave=False) as bar:
+        for number, (begin, end) in enumerate(zip(starts.tolist(), ends, strict=True)):
+            while begin < end and plain[begin] == end_of_text:
+                begin += 1
+            while begin < end and plain[end - 1] == end_of_text:
+                end -= 1
+            digest = hashlib.blake2b(plain[begin:end].tobytes(), digest_size=8).digest()
+            hashes[number] = int.from_bytes(digest)
+            bar.update()
+    return hashes
+
+
+def _require_ids(file: TokenFile, index: Index) -> np.ndarray:
+    """The ids, memory-mapped. Raises UserError if the size of the file does not match the index."""
+    expected = index.tokens * np.dtype(index.dtype).itemsize
+    size = file.ids.stat().st_size
+    if size != expected:
+        raise UserError(f"{file.ids} must have {expected} bytes by its index {file.index_file.name}; got {size}: the two files "
+                        "do not match")
+    if not index.tokens:
+        raise UserError(f"{file.ids} is empty")
+    return np.memmap(file.ids, index.dtype, "r")
+
+
+def _scan(ids: np.ndarray) -> dict[str, int]:
+    """The smallest and the largest id, and the CRC-32 of all ids."""
+    smallest = largest = int(ids[0])
+    checksum = 0
+    with tqdm(total=len(ids), desc="checking ids", unit="", unit_scale=True, delay=2, file=sys.stderr, leave=False) as bar:
+        for start in range(0, len(ids), BLOCK):
+            block = ids[start:start + BLOCK]
+            smallest = min(smallest, int(block.min()))
+            largest = max(largest, int(block.max()))
+            checksum = zlib.crc32(block.data, checksum)
+            bar.update(BLOCK)
+    return {"smallest": smallest, "largest": largest, "crc32": checksum}
+
+
+def _document_offsets(ids: np.ndarray, starts: np.ndarray, end_of_text: int) -> np.ndarray:
+    """Offsets of documents: their `starts` in the index, or one id earlier if that id is end_of_text."""
+    inner = starts[(starts > 0) & (starts < len(ids))]
+    moved = inner - ((ids[inner - 1] == end_of_text) & (ids[inner] != end_of_text))
+    return np.unique(np.concatenate([np.zeros(1, np.int64), moved]))
+
+
+def _split(places: np.ndarray, tokens: int, val_fraction: float, path: Path) -> tuple[int, int]:
+    """The offset of the validation split's first id, and the number of documents before it."""
+    target = int(tokens * (1 - val_fraction))
+    if len(places) > 1:
+        first = int(np.clip(np.searchsorted(places, target), 1, len(places) - 1))
+        return int(places[first]), first
+    if not 0 < target < tokens:
+        raise UserError(f"{path} has {counted(tokens, 'id')}: too few to split into training and validation")
+    return target, 1
+
+
+def _measure(val: TokenArray, tokenizer: Tokenizer) -> tuple[float, float, float | None]:
+    """Bytes per predicted token, bits per byte of gzip -9 and the share of unknown tokens, of the split's first SAMPLE ids."""
+    ids = val[:SAMPLE]
+    counter = LossCounter(tokenizer)
+    unknown = None
+    if counter.uncertain:
+        unknown = 0.0 if counter.unknown_token is None else float((ids == counter.unknown_token).mean())
+    text = tokenizer.decode(ids.tolist()).encode()
+    return len(text) / max(len(ids) - 1, 1), 8 * len(zlib.compress(text, 9, 31)) / max(len(text), 1), unknown

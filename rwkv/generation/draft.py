@@ -1,0 +1,164 @@
+"""Drafts: propose the next tokens of a row, so that one pass of the model reads several (speculation.py).
+
+A proposal never changes the sequence; it saves time where the row would have drawn the same token. So a draft model draws with
+the row's own options, penalties and next random numbers: for the same number, similar distributions mostly give the same token.
+"""
+
+from array import array
+from itertools import takewhile
+from typing import Protocol
+from weakref import WeakKeyDictionary
+
+import numpy as np
+import torch
+
+from rwkv.config import DRAFT_TOKENS
+from rwkv.errors import UserError
+from rwkv.generation.decoder import CDecoder
+from rwkv.generation.row import Row
+from rwkv.generation.sampling import Penalties, drawing_on, queued_tokens
+from rwkv.model.base import Model, n_parameters
+from rwkv.model.decoding.c_step import why_not
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+WINDOW = 2**15                           # tokens that an NGram searches
+SHORTEST, LONGEST = 3, 8                 # tokens that must have occurred before; more are compared to choose between places
+PROMPT_TOKENS = 128                      # most unread tokens that a draft model reads, the last ones
+CHUNK = 64                               # tokens that a draft model reads in a call
+STEP_OVERHEAD = 1.25                     # measured: 0.1b beside 1.5b takes 0.16 of the time, with 0.127 of the parameters
+
+
+class Draft(Protocol):
+    """cost: the time of a proposed token, as a share of the model's step. most_tokens: per pass of the model."""
+
+    cost: float
+    most_tokens: int
+
+    def propose(self, row: Row, n: int) -> list[int]:
+        """Up to n tokens that may follow the last one drawn in the row; [] without an idea."""
+
+
+class NGram:
+    """Proposes what followed the last tokens where they occurred before in the prompt or the text, by the longest match.
+
+    Of equally long matches the latest counts. A match that reaches the end of the text repeats.
+    """
+
+    cost = 0.0
+
+    def __init__(self, most_tokens: int = DRAFT_TOKENS) -> None:
+        self.most_tokens = most_tokens
+        self._ids: WeakKeyDictionary[Row, array[int]] = WeakKeyDictionary()
+        self._drawn: WeakKeyDictionary[Row, int] = WeakKeyDictionary()       # sample tokens in _ids
+
+    def __str__(self) -> str:
+        return "n-grams of the prompt and the text"
+
+    def propose(self, row: Row, n: int) -> list[int]:
+        if row not in self._ids:
+            self._ids[row] = array("i", row.known_ids[-WINDOW:])
+        ids = self._ids[row]
+        ids.extend(row.sample.tokens[self._drawn.get(row, 0):])
+        self._drawn[row] = len(row.sample.tokens)
+        return continuation(np.frombuffer(ids, np.int32)[-WINDOW:], n)
+
+
+def continuation(ids: np.ndarray, n: int) -> list[int]:
+    """n tokens that followed the latest of the longest matches of the end of `ids`; [] for matches below SHORTEST tokens."""
+    ends = np.flatnonzero(ids[:-1] == ids[-1:])          # where the matches end
+    for length in range(2, LONGEST + 1):
+        longer = ends[ends >= length - 1]
+        if len(longer):
+            longer = longer[ids[longer - length + 1] == ids[-length]]
+        if not len(longer):
+            if length <= SHORTEST:
+                return []
+            break
+        ends = longer
+    repeated: list[int] = np.resize(ids[ends[-1] + 1:], n).tolist()
+    return repeated
+
+
+class ModelDraft:
+    """A smaller model of the same vocabulary. It reads the last PROMPT_TOKENS of a prompt, and then what the row has drawn;
+    after a long pause, again the last PROMPT_TOKENS.
+
+    target: the model that verifies. tokenizer: of both. Raises UserError unless both models have the same vocabulary size and
+    the draft's step is in C.
+    """
+
+    def __init__(self, model: Model, target: Model, tokenizer: Tokenizer, most_tokens: int = DRAFT_TOKENS) -> None:
+        if model.vocab_size != target.vocab_size:
+            raise UserError(f"a draft must have the model's vocabulary of {target.vocab_size} tokens; got {model.vocab_size}")
+        if reason := why_not(model):
+            raise UserError(f"a draft requires a step in C: {reason}")
+        sizes = [n_parameters(each.config, each.vocab_size) for each in (model, target)]
+        self.cost = STEP_OVERHEAD * sizes[0] / sizes[1]
+        self.most_tokens = most_tokens
+        self._model = model
+        self._vocab_size = tokenizer.vocab_size
+        self._draw, _ = drawing_on(torch.device("cpu"), in_c=True)
+        self._readers: WeakKeyDictionary[Row, _Reader] = WeakKeyDictionary()
+        self._decoder = CDecoder(model, model.empty_state(0))
+
+    def __str__(self) -> str:
+        return f"{self._model.generation.NAME}, {n_parameters(self._model.config, self._model.vocab_size):,} parameters"
+
+    @torch.inference_mode()
+    def propose(self, row: Row, n: int) -> list[int]:
+        """As Draft.propose; [] while the model has more to read than a chunk."""
+        reader = self._readers.get(row)
+        if reader is None or reader.is_behind(row.sample.tokens):
+            ids = [*row.known_ids[-PROMPT_TOKENS:], *row.sample.tokens][-PROMPT_TOKENS:]
+            decoder = self._decoder.with_state(self._model.empty_state(1))
+            reader = self._readers[row] = _Reader(decoder, ids, len(row.sample.tokens))
+        logits = reader.read(row.sample.tokens)
+        if logits is None:
+            return []
+        tokens: list[int] = []
+        penalties = [row.penalties] if isinstance(row.penalties, Penalties) else None
+        for number in row.next_uniform(n):
+            uniform = torch.tensor([number], dtype=torch.float64, device="cpu")
+            drawn = int(queued_tokens(logits[:, :self._vocab_size], uniform, row.request.sampling, penalties, self._draw))
+            if drawn < 0:                # the logits are not finite
+                break
+            tokens.append(drawn)
+            if len(tokens) < n:
+                logits = reader.read_ahead(drawn)
+        return tokens
+
+
+class _Reader:
+    """Follows one row: reads the tokens that it has drawn, and reads on ahead of them.
+
+    unread: the ids to begin with. drawn: the number of tokens that the row has drawn so far.
+    """
+
+    def __init__(self, decoder: CDecoder, unread: list[int], drawn: int) -> None:
+        self._decoder = decoder
+        self._unread = unread
+        self._drawn = drawn
+        self._ahead: list[int] = []      # tokens read ahead
+
+    def is_behind(self, tokens: list[int]) -> bool:
+        """Whether more than PROMPT_TOKENS are to be read."""
+        return len(self._unread) + len(tokens) - self._drawn > PROMPT_TOKENS
+
+    def read(self, tokens: list[int]) -> torch.Tensor | None:
+        """The logits (1,V) after all tokens drawn by the row; None if a further call must read the rest."""
+        self._unread += tokens[self._drawn:]
+        self._drawn = len(tokens)
+        pairs = zip(self._ahead, self._unread[:-1], strict=False)        # the last one's logits are needed
+        right = len([*takewhile(lambda pair: pair[0] == pair[1], pairs)])
+        self._decoder.advance(0, right)
+        self._decoder.drop_ahead()
+        self._ahead = []
+        chunk = self._unread[right:right + CHUNK]
+        del self._unread[:right + CHUNK]
+        logits = self._decoder.read([torch.tensor(chunk, device="cpu")])
+        return None if self._unread else logits
+
+    def read_ahead(self, token: int) -> torch.Tensor:
+        """The logits (1,V) after a further token, which the row has not drawn yet."""
+        self._ahead.append(token)
+        return self._decoder.read_ahead([[token]])

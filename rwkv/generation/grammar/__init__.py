@@ -1,0 +1,215 @@
+r"""Grammars: constrained decoding with token masks, by llguidance (PyPI).
+
+A Grammar defines the allowed texts: JSON by a schema, a Lark grammar or a regular expression, optionally after thoughts or as a
+tool call. A Matcher follows one sequence and computes the allowed next tokens. An end-of-text token is allowed only where the
+text is complete; no other special token is allowed. JSON has at most one line end and 32 spaces between its parts, so that no
+sequence continues with white space forever, and no blank line, which ends a turn in some chat templates.
+
+Schemas with rules that llguidance cannot enforce are rejected; the error names the place in the schema (`check`). Importing
+this file needs neither torch nor llguidance.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from time import monotonic
+from typing import Any, NamedTuple
+
+from rwkv.errors import UserError
+from rwkv.generation.grammar.json_schema import enforceable, unbounded_numbers
+from rwkv.generation.grammar.keywords import DEFINITIONS, inside, named, require_schema
+from rwkv.generation.grammar.library import grammar_error, llguidance_module
+from rwkv.io.utf8 import require_unicode
+
+# No "\/": a string without control characters has only one spelling, so that no key repeats another with escapes.
+JSON_FORM = {"whitespace_pattern": r"\n?[ ]{0,32}", "json_allowed_escapes": 'bfnrtu"\\'}
+SPACE = 'SPACE: /[ \\n]/'                # optional before an answer, after a template's "Assistant:" or after thoughts
+REST = "REST: /(?s:.+)/"
+THOUGHTS = 'thoughts[suffix="</think>"]: /(?s:.*)/'
+TRIES = 500                              # schemas tried to find the place of an error
+PLACE_S = 1.0                            # its time limit in seconds
+# JSON whose numbers are finite as float64. Without an exponent they have at most 308 digits before the point.
+FINITE_JSON = r"""start: value
+value: object | array | STRING | NUMBER | "true" | "false" | "null"
+object: "{" (pair ("," pair)*)? "}"
+pair: STRING ":" value
+array: "[" (value ("," value)*)? "]"
+STRING: /"([^"\\\x00-\x1f]|\\[^\x00-\x1f])*"/
+NUMBER: PLAIN | SCIENTIFIC
+PLAIN: /-?(0|[1-9][0-9]{0,307}|1[0-6][0-9]{307})(\.[0-9]+)?/
+SCIENTIFIC: /-?(0|[1-9][0-9]{0,17})(\.[0-9]+)?[eE](-[0-9]{1,3}|[+]?0*([1-9]?[0-9]|1[0-9]{2}|2[0-8][0-9]))/
+%ignore /[ \n]+/
+"""
+
+Schema = Mapping[str, Any]
+
+
+class Part(NamedTuple):
+    """A sub-grammar. content: a schema as JSON, or a Lark grammar. where: its name in errors. name: its name in the rules;
+    equal only for equal parts."""
+
+    kind: str                            # "json_schema" or "lark_grammar"
+    content: str
+    where: str
+    name: str
+
+    @classmethod
+    def of(cls, kind: str, content: str, where: str) -> "Part":
+        digest = sha256("\0".join((kind, content, where)).encode("utf-8", "surrogatepass")).hexdigest()
+        return cls(kind, content, where, f"part_{digest[:20]}")
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """A constraint on a text. start: the right side of Lark's rule `start`, in which @NAME refers to a part.
+
+    Equal grammars have equal hashes, and grammars can be pickled. check() raises UserError for one that llguidance rejects.
+    """
+
+    start: str
+    parts: tuple[Part, ...]
+    rules: tuple[str, ...] = ()
+
+    @classmethod
+    def json_schema(cls, schema: Schema, where: str = "json_schema") -> "Grammar":
+        """JSON that is valid by a schema. Raises UserError as require_schema does."""
+        return cls.only(_schema_part(schema, where))
+
+    @classmethod
+    def only(cls, part: Part) -> "Grammar":
+        return cls(f"@{part.name}", (part,))
+
+    @classmethod
+    def lark(cls, text: str, where: str = "grammar") -> "Grammar":
+        """llguidance's dialect of Lark."""
+        return cls.only(Part.of("lark_grammar", text, where))
+
+    @classmethod
+    def regex(cls, pattern: str, where: str = "regex") -> "Grammar":
+        """A full match of a regular expression, in the syntax of Rust's crate regex."""
+        require_unicode(pattern)
+        content = json.loads(llguidance_module().LLMatcher.grammar_from_regex(pattern))["grammars"][0]["lark_grammar"]
+        return cls.only(Part.of("lark_grammar", content, where))
+
+    @classmethod
+    def calls(cls, start: tuple[str, str], functions: Sequence[tuple[str, Schema, str]], closing: str,
+              written: str = "") -> "Grammar":
+        """One call of one of the functions: (name, the schema of its arguments, the schema's name in errors).
+
+        start: as ChatTemplate.call_start. closing: the text that may end the call. written: the beginning of the call, if the
+        prompt ends with it; then closing must be a stop string, and the last token may extend beyond it, since the text is cut
+        there.
+        """
+        heads = [f"{start[0]}{name}{start[1]}" for name, _, _ in functions]
+        possible = [(head[len(written):], *function[1:]) for head, function in zip(heads, functions, strict=True)
+                    if head.startswith(written)]
+        parts = tuple(_schema_part({**parameters, "type": "object"}, where) for _, parameters, where in possible)
+        end = f'"}}" ({_literal(closing)} {"REST?" if written else ""})?'
+        alternatives = [f"{_literal(rest) if rest else ''} @{part.name} {end}"
+                        for part, (rest, _, _) in zip(parts, possible, strict=True)]
+        return cls(" | ".join(alternatives), parts, (REST,) if written else ())
+
+    @classmethod
+    def text_with_calls(cls, functions: Sequence[tuple[str, Schema, str]]) -> "Grammar":
+        """Any text in which the arguments of calls of these functions, {"name": ..., "arguments": ...}, follow their schemas.
+
+        Calls with another key before the name are not constrained.
+        """
+        parts = tuple(_schema_part({**parameters, "type": "object"}, where) for _, parameters, where in functions)
+        heads = tuple(rf'head_{part.name}[lazy]: /(?s:.*)\{{\s*"name"\s*:\s*"{name}"\s*,\s*"arguments"\s*:/'
+                      for part, (name, _, _) in zip(parts, functions, strict=True))
+        calls = " | ".join(f'head_{part.name} SPACE? @{part.name} SPACE? "}}"' for part in parts)
+        return cls(f"({calls})* REST?", parts, (*heads, SPACE, REST))
+
+    def or_else(self, other: "Grammar") -> "Grammar":
+        return Grammar(f"({self.start}) | ({other.start})", tuple(dict.fromkeys(self.parts + other.parts)),
+                       tuple(dict.fromkeys(self.rules + other.rules)))
+
+    def after_space(self) -> "Grammar":
+        """This grammar, optionally after a space or a line end."""
+        return replace(self, start=f"SPACE? ({self.start})", rules=(*self.rules, SPACE))
+
+    def after(self, text: str) -> "Grammar":
+        return replace(self, start=f"{_literal(text)} ({self.start})")
+
+    def after_thoughts(self, opening: str = "") -> "Grammar":
+        """This grammar after any text up to </think>. opening: how the thoughts begin; they are then optional."""
+        head = f"({_literal(opening)} thoughts SPACE?)?" if opening else "thoughts SPACE?"
+        return replace(self, start=f"{head} SPACE? ({self.start})", rules=(*self.rules, THOUGHTS, SPACE))
+
+    @property
+    def definition(self) -> str:
+        """llguidance's JSON. Raises UserError, with the place, for a schema that cannot be enforced."""
+        rules = "\n".join([f"start: {self.start}", *dict.fromkeys(self.rules)])
+        parts = [{"name": part.name, part.kind: _enforceable(part) if part.kind == "json_schema" else part.content}
+                 for part in dict.fromkeys(self.parts)]
+        return json.dumps({"grammars": [{"lark_grammar": rules}, *parts]})
+
+    def with_finite_numbers(self) -> "Grammar | None":
+        """This grammar with any JSON of finite numbers for each schema: a text must follow both. None if no schema allows
+        other numbers."""
+        parts = tuple(part._replace(kind="lark_grammar", content=FINITE_JSON) if part.kind == "json_schema" else part
+                      for part in self.parts)
+        schemas = [json.loads(part.content) for part in self.parts if part.kind == "json_schema"]
+        return replace(self, parts=parts) if any(map(unbounded_numbers, schemas)) else None
+
+    def check(self) -> None:
+        """Raises UserError, with the place, if the grammar cannot be compiled or llguidance is not installed."""
+        reason = grammar_error(self.definition)
+        if not reason:
+            return
+        for part in self.parts:
+            if part.kind == "json_schema":
+                schema = _enforceable(part)
+                if error := _schema_error(schema):
+                    raise UserError(f"{_error_place(schema, error, part.where)}: {error}")
+            elif error := grammar_error(Grammar.only(part).definition):
+                raise UserError(f"{part.where}: {error}")
+        raise UserError(f"{self.parts[0].where}: {reason}")
+
+def _literal(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _schema_part(schema: Schema, where: str) -> Part:
+    require_schema(schema, where)
+    return Part.of("json_schema", json.dumps(schema), where)
+
+
+def _enforceable(part: Part) -> dict[str, Any]:
+    try:
+        return {**enforceable(json.loads(part.content), part.where, _is_empty), "x-guidance": JSON_FORM}
+    except RecursionError:
+        raise UserError(f"{part.where} is nested too deeply") from None
+
+
+def _is_empty(patterns: Sequence[str]) -> bool:
+    reason = _schema_error({"type": "string", "allOf": [{"pattern": pattern} for pattern in patterns]})
+    return "Unsatisfiable" in reason
+
+
+def _error_place(schema: Schema, reason: str, where: str) -> str:
+    """The place of the innermost schema that has this error by itself; an outer one if TRIES or PLACE_S runs out."""
+    root = schema
+    tries = TRIES
+    deadline = monotonic() + PLACE_S
+    narrower = True
+    while narrower:
+        narrower = False
+        for place, sub in inside(schema):
+            tries -= 1
+            if tries < 0 or monotonic() > deadline:
+                return where
+            definitions = {key: root[key] for key in DEFINITIONS if key in root and place[0] not in DEFINITIONS}
+            if isinstance(sub, Mapping) and _schema_error({**definitions, **sub}) == reason:
+                schema = sub
+                where = named(where, place)
+                narrower = True
+                break
+    return where
+
+
+def _schema_error(schema: Schema) -> str:
+    part = {"name": "schema", "json_schema": {**schema, "x-guidance": JSON_FORM}}
+    return grammar_error(json.dumps({"grammars": [{"lark_grammar": "start: @schema"}, part]}))

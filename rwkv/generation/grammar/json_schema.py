@@ -1,0 +1,365 @@
+"""JSON schemas as llguidance can enforce them.
+
+`enforceable` returns a stricter schema: all its texts are valid by the original. It adds the rules that llguidance lacks, and
+removes those that it rejects needlessly. Schemas without a finite instance, such as circular references, become `false`:
+llguidance would let a text begin there.
+
+Dialect: draft 2020-12 and the older forms that llguidance knows. `format` is an annotation unless it is enforced here.
+"""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal
+from typing import Any
+from urllib.parse import unquote
+
+from rwkv.errors import UserError
+from rwkv.generation.grammar.keywords import ALONE, BY_NAME, IN_LIST, TYPES, all_schemas, is_schema, require_keywords
+from rwkv.generation.grammar.patterns import escaped, excluding, rust_pattern
+
+MERGING = ("allOf", "anyOf", "oneOf", "$ref")            # keys whose schemas llguidance may merge with their siblings
+SCALARS = ("null", "boolean", "integer", "number", "string")
+MAX_MULTIPLE = 5_000                     # of multipleOf, in units of its last digit: llguidance gives up at 10,000
+LARGEST_INT, LOWEST_INT = 2**63 - 1, -(2**63 - 1024)     # llguidance's bounds of an integer: int64, the lower as a float64
+LARGEST_FLOAT = float(2**63 - 1024)      # llguidance's largest bound of a `number`
+
+NO_LEAP_SECOND = "^[^:]+:[0-9]+:[0-5]"   # very few times have a second 60
+LEAP_YEAR = "([0-9]{2}(0[48]|[2468][048]|[13579][26])|([02468][048]|[13579][26])00)"
+DAY_OF_YEAR = f"^([0-9]{{4}}-(0[13-9]|1[0-2]|02-([01]|2[0-8]))|{LEAP_YEAR}-02-29)"         # 29 February only in leap years
+LENGTHS = r"[^.@]{1,63}(\.[^.@]{1,63})*$"                # a domain with labels of at most 63 characters
+POINTER = "(/([^/~]|~[01])*)*$"
+# Patterns for rules that llguidance does not enforce: an address has at most 64 characters before the @ and 254 in all
+# (RFC 5321), a domain at most 253 (RFC 1035).
+FORMAT_PATTERNS = {"time": [NO_LEAP_SECOND], "date": [DAY_OF_YEAR], "date-time": [NO_LEAP_SECOND, DAY_OF_YEAR],
+                   "email": [f"^[^@]{{1,64}}@{LENGTHS}", "^.{1,254}$"], "hostname": [f"^{LENGTHS}", "^.{1,253}$"],
+                   "json-pointer": [f"^{POINTER}"], "relative-json-pointer": [f"^(0|[1-9][0-9]*)(#$|{POINTER})"],
+                   "uri-template": ["^[^']*$"]}
+# Formats that llguidance lacks, and a stricter one that it has
+NARROWER = {"idn-email": "email", "idn-hostname": "hostname", "iri": "uri", "uri-reference": "uri", "iri-reference": "uri",
+            "uri-template": "uri"}
+ENFORCED = ("date-time", "time", "date", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri")
+
+IsEmpty = Callable[[Sequence[str]], bool]        # whether no text matches all of these patterns, as llguidance reads them
+
+
+def enforceable(schema: Mapping[str, Any], where: str, is_empty: IsEmpty) -> dict[str, Any]:
+    """The schema for llguidance, without x-guidance. Raises UserError, with the place, where it cannot be enforced."""
+    require_keywords(schema, where)
+    finite = _Finite(schema)
+    if not finite.has_instance(schema):
+        raise UserError(f"{where}: no text is valid: what it requires is excluded, or its references are circular")
+    _require_multiples(schema, where)
+    return _Rewriter(schema, finite, is_empty).rewrite(schema, where)
+
+
+def unbounded_numbers(schema: Any) -> bool:
+    """Whether a text may have unbounded numbers, and so 1e999."""
+    return any(map(_may_be_any_number, all_schemas(schema)))
+
+
+def _may_be_any_number(schema: Any) -> bool:
+    if not isinstance(schema, Mapping):
+        return bool(schema)
+    if "const" in schema or "enum" in schema or ("type" not in schema and any(key in schema for key in MERGING)):
+        return False
+    types = _types(schema)
+    bounded = any(key in schema for key in ("minimum", "exclusiveMinimum")) and any(
+        key in schema for key in ("maximum", "exclusiveMaximum"))
+    return (("number" in types or "integer" in types) and not bounded) or (
+        "object" in types and "additionalProperties" not in schema) or ("array" in types and "items" not in schema)
+
+
+def _types(schema: Mapping[str, Any]) -> list[str]:
+    types = schema.get("type", TYPES)
+    return [types] if isinstance(types, str) else [*types]
+
+
+class _Finite:
+    """Which schemas have a valid text of finite length: not a reference to itself, nor a schema that requires itself."""
+
+    def __init__(self, root: Any) -> None:
+        self._root = root
+        targets = {sub["$ref"]: self._target(sub["$ref"]) for sub in all_schemas(root)
+                   if isinstance(sub, Mapping) and isinstance(sub.get("$ref"), str)}
+        self._finite = {reference: target is None for reference, target in targets.items()}      # llguidance checks others
+        changed = True
+        order = [*targets.items()]
+        while changed:
+            changed = False
+            order.reverse()              # resolves chains of references quickly in either order
+            for reference, target in order:
+                if not self._finite[reference] and self.has_instance(target):
+                    self._finite[reference] = changed = True
+
+    def has_instance(self, schema: Any) -> bool:
+        if not isinstance(schema, Mapping):
+            return schema is not False
+        if not self._finite.get(schema.get("$ref", ""), True):
+            return False
+        if not all(map(self.has_instance, schema.get("allOf", ()))):
+            return False
+        if any(key in schema and not any(map(self.has_instance, schema[key])) for key in ("anyOf", "oneOf")):
+            return False
+        types = _types(schema)
+        return (any(kind in SCALARS for kind in types) or "const" in schema or "enum" in schema
+                or ("object" in types and self._has_object(schema)) or ("array" in types and self._has_array(schema)))
+
+    def _has_object(self, schema: Mapping[str, Any]) -> bool:
+        names = schema.get("properties", {})
+        other = schema.get("additionalProperties", True) if not schema.get("patternProperties") else True
+        return all(self.has_instance(names.get(name, other)) for name in schema.get("required", ()))
+
+    def _has_array(self, schema: Mapping[str, Any]) -> bool:
+        items = schema.get("items", True)
+        first = items if isinstance(items, list) else schema.get("prefixItems", [])
+        rest = schema.get("additionalItems", True) if isinstance(items, list) else items
+        least = schema.get("minItems", 0)
+        return all(map(self.has_instance, first[:int(least)])) and (least <= len(first) or self.has_instance(rest))
+
+    def _target(self, reference: str) -> Any:
+        """The schema at a JSON pointer; None if the reference is not one, or leads out of the schema."""
+        if reference != "#" and not reference.startswith("#/"):
+            return None
+        target = self._root
+        for step in unquote(reference[2:]).split("/") if len(reference) > 1 else ():
+            step = step.replace("~1", "/").replace("~0", "~")
+            if isinstance(target, Mapping) and step in target:
+                target = target[step]
+            elif isinstance(target, list) and step.isdecimal() and int(step) < len(target):
+                target = target[int(step)]
+            else:
+                return None
+        return target if is_schema(target) else None
+
+
+def _require_multiples(schema: Mapping[str, Any], where: str) -> None:
+    """llguidance multiplies the multipleOf of merged schemas in 32 bits, and has a state for each remainder of the product."""
+    schemas = [sub for sub in all_schemas(schema) if isinstance(sub, Mapping)]
+    multiples = {Decimal(str(sub["multipleOf"])) for sub in schemas if "multipleOf" in sub}
+    places = max((-multiple.normalize().as_tuple().exponent for multiple in multiples), default=0)       # type: ignore[operator]
+    units = [int(multiple.scaleb(max(places, 0))) for multiple in multiples]
+    for multiple in multiples:
+        digits = multiple.scaleb(max(-multiple.normalize().as_tuple().exponent, 0))      # type: ignore[operator]
+        if digits > MAX_MULTIPLE:
+            raise UserError(f"{where}: multipleOf must be at most {MAX_MULTIPLE}, in units of its last digit; got {multiple}")
+    if len(units) > 1 and math.prod(units) >= 2**32 and _is_merged(schemas):
+        raise UserError(f"{where}: multipleOf of merged schemas must have a product below 2^32, in units of their last digit; "
+                        f"got {', '.join(map(str, sorted(multiples)))}")
+
+
+def _is_merged(schemas: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether llguidance may merge two schemas."""
+    return any(key in sub and (len(sub) > 1 or key == "allOf") for sub in schemas for key in MERGING)
+
+
+class _Rewriter:
+    def __init__(self, root: Mapping[str, Any], finite: _Finite, is_empty: IsEmpty) -> None:
+        schemas = [sub for sub in all_schemas(root) if isinstance(sub, Mapping)]
+        self._finite = finite
+        self._is_empty = is_empty
+        self._declared = {name for sub in schemas for name in (*sub.get("properties", ()), *sub.get("required", ()))}
+        merged = _is_merged(schemas)
+        patterns = any(sub.get("patternProperties") for sub in schemas)
+        # Patterns of merged objects must be equal or disjoint
+        self._late_names = {name for sub in schemas for name in _late_names(sub)} if merged and not patterns else None
+        self._keeps_open = merged and patterns
+
+    def rewrite(self, schema: Any, where: str) -> Any:
+        if not isinstance(schema, Mapping):
+            return schema
+        rules = _without_empty_rules(schema)
+        for key in BY_NAME:
+            if key in rules:
+                rules[key] = {name: self._rewrite_inside(sub, f"{where}.{key}.{name}", key) for name, sub in rules[key].items()}
+        for key in IN_LIST:
+            if isinstance(rules.get(key), list):
+                rules[key] = [self._rewrite_inside(sub, f"{where}.{key}[{i}]", key) for i, sub in enumerate(rules[key])]
+        for key in ALONE:
+            if isinstance(rules.get(key), (Mapping, bool)):
+                rules[key] = self._rewrite_inside(rules[key], f"{where}.{key}", key)
+        for key in ("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"):
+            if key in rules:
+                rules[key] = int(rules[key])
+        _enforce_format(rules)
+        if "pattern" in rules:
+            rules["pattern"] = rust_pattern(rules["pattern"])
+        _enforce_bounds(rules, where)
+        _require_exact(rules, where)
+        self._order_names(rules)
+        return rules
+
+    def _rewrite_inside(self, schema: Any, where: str, key: str) -> Any:
+        if key not in ("$defs", "definitions") and not self._finite.has_instance(schema):
+            return False
+        return self.rewrite(schema, where)
+
+    def _order_names(self, rules: dict[str, Any]) -> None:
+        """Removes patterns that only declared names match, since no other key could follow a comma. llguidance writes declared
+        names in order, so no other key may begin with a name that is no longer allowed, such as forecasts with forecast."""
+        patterns = {rust_pattern(pattern): sub for pattern, sub in rules.get("patternProperties", {}).items()}
+        names = {*rules.get("properties", ()), *rules.get("required", ())}
+        if patterns and rules.get("additionalProperties") is False:
+            other = f"^{excluding(set(), names)}$"
+            for pattern in [pattern for pattern in patterns if self._is_empty([pattern, other])]:
+                self._move_to_names(rules, pattern, patterns.pop(pattern), names)
+        if patterns or "patternProperties" in rules:
+            rules["patternProperties"] = patterns
+            return
+        late = _late_names(rules)
+        other = rules.get("additionalProperties", True)
+        merged = self._late_names is not None
+        if not late or other is False or self._keeps_open or (merged and not _is_any(other)):
+            return
+        properties = rules.get("properties", {})
+        rules["properties"] = {**properties, **{name: other for name in rules.get("required", ()) if name not in properties}}
+        if self._late_names is not None:                 # merged schemas must allow each other's names
+            possible = "|".join([excluding(self._late_names, set()), *map(escaped, sorted(self._declared))])
+        else:
+            possible = excluding(late, names)
+        rules["patternProperties"] = {f"^({possible})$": other}
+        rules["additionalProperties"] = False
+
+    def _move_to_names(self, rules: dict[str, Any], pattern: str, schema: Any, names: set[str]) -> None:
+        properties = {name: rules.get("properties", {}).get(name, True)
+                      for name in (*rules.get("properties", ()), *rules.get("required", ()))}
+        for name in names:
+            if not self._is_empty([pattern, f"^{escaped(name)}$"]):
+                properties[name] = schema if properties[name] is True else {"allOf": [properties[name], schema]}
+        rules["properties"] = {name: sub for name, sub in properties.items()
+                               if name in rules.get("properties", ()) or sub is not True}
+
+
+def _late_names(schema: Mapping[str, Any]) -> set[str]:
+    """Optional names that cannot follow a later name."""
+    required = {*schema.get("required", ())}
+    names = [*schema.get("properties", ())]
+    if not required.difference(names):
+        names = names[:-1]
+    return {name for name in names if name and name not in required}
+
+
+def _without_empty_rules(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """The schema without keywords that every value satisfies, some of which llguidance rejects."""
+    always = {"uniqueItems": schema.get("uniqueItems") is False or schema.get("maxItems", 2) <= 1,
+              "not": schema.get("not") is False, "propertyNames": _is_any_name(schema.get("propertyNames")),
+              "dependentRequired": not schema.get("dependentRequired"), "dependentSchemas": not schema.get("dependentSchemas"),
+              "dependencies": not schema.get("dependencies"),
+              "unevaluatedProperties": _is_any(schema.get("unevaluatedProperties")),
+              "unevaluatedItems": _is_any(schema.get("unevaluatedItems")),
+              "minContains": "contains" not in schema, "maxContains": "contains" not in schema,
+              "contains": schema.get("minContains") == 0 and "maxContains" not in schema,
+              "then": "if" not in schema, "else": "if" not in schema,
+              "contentSchema": True, "deprecated": True,
+              "minimum": schema.get("minimum") == -math.inf, "maximum": schema.get("maximum") == math.inf}
+    if always["contains"]:
+        always["minContains"] = True
+    return {key: value for key, value in schema.items() if not always.get(key, False)}
+
+
+def _is_any(schema: Any) -> bool:
+    return schema is True or schema == {}
+
+
+def _is_any_name(schema: Any) -> bool:
+    """Whether every property name is valid."""
+    if not isinstance(schema, Mapping):
+        return schema is True
+    rules = {key: value for key, value in schema.items()
+             if key not in ("$comment", "title", "description", "default", "examples", "$schema")}
+    kind = rules.pop("type", "string")
+    return ("string" in kind if isinstance(kind, list) else kind == "string") and (not rules or rules == {"minLength": 0})
+
+
+def _enforce_format(rules: dict[str, Any]) -> None:
+    kind = rules.pop("format", None)
+    if kind is None:
+        return
+    enforced = NARROWER.get(kind, kind)
+    if enforced in ENFORCED:
+        rules["format"] = enforced
+    patterns = FORMAT_PATTERNS.get(kind, FORMAT_PATTERNS.get(enforced, []))
+    if patterns:
+        rules["allOf"] = [*rules.get("allOf", ()), *({"pattern": pattern} for pattern in patterns)]
+
+
+def _enforce_bounds(rules: dict[str, Any], where: str) -> None:
+    """Numbers as llguidance compares them, in float64 and int64: never a wider range than the schema's."""
+    types = _types(rules)
+    whole = "integer" in types and "number" not in types
+    low, low_open = _bound(rules, "minimum", "exclusiveMinimum", max)
+    high, high_open = _bound(rules, "maximum", "exclusiveMaximum", min)
+    if "multipleOf" in rules:            # or with_finite_numbers could end a number before it is a multiple
+        low = -LARGEST_FLOAT if low is None else low
+        high = LARGEST_FLOAT if high is None else high
+    if low is None and high is None:
+        return
+    for key in ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum"):
+        rules.pop(key, None)
+    if low is not None:
+        if whole:
+            low = (math.floor(low) + 1) if low_open else math.ceil(low)
+        least = LOWEST_INT if whole else -LARGEST_FLOAT
+        if low > (LARGEST_INT if whole else LARGEST_FLOAT):
+            raise UserError(f"{where}: minimum must be less than 2^63; got {low}")
+        low = _whole(max(_float_above(low), least) if not (whole and abs(low) < 2**53) else low)
+        rules["exclusiveMinimum" if low_open and not whole else "minimum"] = low
+    if high is not None:
+        if whole:
+            high = (math.ceil(high) - 1) if high_open else math.floor(high)
+        if high < (LOWEST_INT if whole else -LARGEST_FLOAT):
+            raise UserError(f"{where}: maximum must be greater than -2^63; got {high}")
+        if whole and high >= LARGEST_INT:
+            high = LARGEST_INT
+        elif not (whole and abs(high) < 2**53):
+            high = _whole(min(_float_below(high), LARGEST_FLOAT))
+        rules["exclusiveMaximum" if high_open and not whole else "maximum"] = high
+    # llguidance has no range without an end that begins at 19 digits
+    if high is None and low >= 10**18:
+        rules["maximum"] = LARGEST_INT if whole else int(LARGEST_FLOAT)
+    if low is None and high <= -(10**18):
+        rules["minimum"] = LOWEST_INT
+
+
+def _bound(rules: Mapping[str, Any], key: str, exclusive: str, tighter: Callable[..., Any]) -> tuple[Any, bool]:
+    """A bound, and whether it is excluded. In draft 4 the second key is true or false."""
+    bound = rules.get(key)
+    other = rules.get(exclusive)
+    if isinstance(other, bool) or other is None:
+        return bound, other is True
+    if bound is None or tighter(bound, other) == other:
+        return other, True
+    return bound, False
+
+
+def _float_below(value: Any) -> Any:
+    try:
+        rules = float(value)
+    except OverflowError:
+        return math.copysign(LARGEST_FLOAT * 2, value)
+    return math.nextafter(rules, -math.inf) if rules > value else rules
+
+
+def _whole(value: Any) -> Any:
+    """The same number, as an int if it is one: llguidance reads long floats inexactly."""
+    return int(value) if value == int(value) else value
+
+
+def _float_above(value: Any) -> Any:
+    return -_float_below(-value)
+
+
+def _require_exact(rules: Mapping[str, Any], where: str) -> None:
+    for key, values in (("const", [rules.get("const")]), ("enum", rules.get("enum", ()))):
+        pending = [*values]
+        while pending:
+            value = pending.pop()
+            if isinstance(value, Mapping):
+                pending += value.values()
+            elif isinstance(value, list):
+                pending += value
+            elif isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"{where}: {key} must have finite numbers")
+            elif isinstance(value, int) and abs(value) > 2**53 and (abs(value) > 2**1000 or int(float(value)) != value):
+                raise UserError(f"{where}: {key} must have whole numbers of at most 2^53; got {value}"[:200])
+
+

@@ -1,0 +1,153 @@
+"""What is a JSON schema: its keywords and their values, and the schemas inside it.
+
+`require_schema` and `require_keywords` reject what is no JSON schema, or none that can be enforced whatever its rules are.
+"""
+
+import json
+import math
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rwkv.errors import UserError
+
+# The keys under which a schema holds other schemas: in a mapping, in a list, or a single schema.
+BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+IN_LIST = ("allOf", "anyOf", "oneOf", "prefixItems", "items")
+ALONE = ("items", "additionalProperties", "additionalItems", "not", "if", "then", "else", "contains", "propertyNames",
+         "unevaluatedItems", "unevaluatedProperties")
+DEFINITIONS = ("$schema", "$defs", "definitions")        # keys of the root schema that references need
+TYPES = ("null", "boolean", "integer", "number", "string", "array", "object")
+MAX_VALUES = 100_000                     # values in a schema
+CONTROL = re.compile("[\x00-\x1f\x7f]")
+
+Place = tuple[Any, ...]
+
+
+def require_schema(schema: Any, where: str) -> None:
+    """Raises UserError, with the place, for a schema that is too large, and for rules that a text could evade by repeating a
+    key, or spelling it with other escapes. Takes time in proportion to the schema."""
+    if not isinstance(schema, Mapping):
+        raise UserError(f"{where} must be a JSON schema, an object; got {_shown(schema)}")
+    try:
+        _require_size(schema, where)
+        _require_safe_keys(schema, where)
+    except RecursionError:
+        raise UserError(f"{where} is nested too deeply") from None
+
+
+def _require_size(schema: Any, where: str) -> None:
+    pending = [schema]
+    count = 0
+    while pending:
+        value = pending.pop()
+        count += 1
+        if count > MAX_VALUES:
+            raise UserError(f"{where} must have at most {MAX_VALUES} values")
+        if isinstance(value, Mapping):
+            pending += value.values()
+        elif isinstance(value, list):
+            pending += value
+
+
+def _require_safe_keys(schema: Any, where: str) -> None:
+    if not isinstance(schema, Mapping):
+        return
+    least = schema.get("minProperties", 0)
+    required = schema.get("required", [])
+    if isinstance(least, int) and isinstance(required, list) and least > max(1, len({*map(str, required)})):
+        raise UserError(f"{where}: minProperties must be at most the number of required properties, or 1; got {least}")
+    names = schema.get("properties")
+    more = schema.get("additionalProperties", True)
+    if isinstance(names, Mapping) and more is not False and any(CONTROL.search(name) for name in names):
+        raise UserError(f"{where}: a property name with a control character requires additionalProperties=false")
+    for place, sub in inside(schema):
+        _require_safe_keys(sub, named(where, place))
+
+
+def inside(schema: Any) -> Iterator[tuple[Place, Any]]:
+    """(place, schema) for each schema directly inside `schema`."""
+    if not isinstance(schema, Mapping):
+        return
+    for key in BY_NAME:
+        if isinstance(schema.get(key), Mapping):
+            yield from (((key, name), sub) for name, sub in schema[key].items())
+    for key in IN_LIST:
+        if isinstance(schema.get(key), list):
+            yield from (((key, i), sub) for i, sub in enumerate(schema[key]))
+    for key in ALONE:
+        if isinstance(schema.get(key), (Mapping, bool)):
+            yield (key,), schema[key]
+
+
+def named(where: str, place: Sequence[Any]) -> str:
+    return where + "".join(f"[{step}]" if isinstance(step, int) else f".{step}" for step in place)
+
+
+def all_schemas(schema: Any) -> Iterator[Any]:
+    yield schema
+    for _, sub in inside(schema):
+        yield from all_schemas(sub)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_number(value) and value >= 0 and value % 1 == 0
+
+
+def is_schema(value: Any) -> bool:
+    return isinstance(value, (Mapping, bool))
+
+
+def _are_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
+
+
+def _are_schemas(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_schema, value))
+
+
+def _are_types(value: Any) -> bool:
+    types = value if isinstance(value, list) else [value]
+    return bool(types) and all(kind in TYPES for kind in types if isinstance(kind, str)) and _are_names(types)
+
+
+FORMS: tuple[tuple[tuple[str, ...], Callable[[Any], bool], str], ...] = (
+    (("type",), _are_types, f"one of {', '.join(TYPES)}, or a list of them"),
+    (("required",), _are_names, "a list of names, which stands beside properties"),
+    (BY_NAME, lambda value: isinstance(value, Mapping) and all(map(is_schema, value.values())), "an object of schemas"),
+    (("allOf", "anyOf", "oneOf"), lambda value: bool(value) and _are_schemas(value), "a list of at least one schema"),
+    (("prefixItems",), _are_schemas, "a list of schemas"),
+    (("items",), lambda value: is_schema(value) or _are_schemas(value), "a schema"),
+    (tuple(key for key in ALONE if key != "items"), is_schema, "a schema"),
+    (("enum",), lambda value: isinstance(value, list) and bool(value), "a list of at least one value"),
+    (("minLength", "maxLength", "minItems", "maxItems", "minProperties", "maxProperties"), _is_count, "a whole number from 0"),
+    (("minimum", "maximum"), _is_number, "a number"),
+    (("exclusiveMinimum", "exclusiveMaximum"), lambda value: _is_number(value) or isinstance(value, bool), "a number"),
+    (("multipleOf",), lambda value: _is_number(value) and 0 < value < math.inf, "a number above 0"),
+    (("pattern", "format", "$ref"), lambda value: isinstance(value, str), "a text"),
+    (("uniqueItems",), lambda value: isinstance(value, bool), "true or false"))
+
+
+def require_keywords(schema: Any, where: str) -> None:
+    """Raises UserError, with the place, for a keyword whose value JSON Schema does not allow."""
+    if not isinstance(schema, Mapping):
+        return
+    for keys, fits, form in FORMS:
+        for key in keys:
+            if key in schema and not fits(schema[key]):
+                raise UserError(f"{where}: {key} must be {form}; got {_shown(schema[key])}")
+    most = schema.get("maxProperties", math.inf)
+    if most < max(schema.get("minProperties", 0), len({*schema.get("required", ())})):
+        raise UserError(f"{where}: maxProperties must be at least minProperties and the number of required names; got {most}")
+    if schema.get("format") == "regex":
+        raise UserError(f"{where}: format=regex cannot be enforced: use pattern, or leave it out")
+    for place, sub in inside(schema):
+        require_keywords(sub, named(where, place))
+
+
+def _shown(value: Any) -> str:
+    return json.dumps(value, default=repr)[:60]

@@ -1,0 +1,192 @@
+"""A grammar with a tokenizer: which tokens may follow, by llguidance's masks; and whether every text can be completed."""
+
+from collections.abc import Sequence
+from contextlib import suppress
+from functools import lru_cache, partial
+from random import Random
+from typing import Any
+
+from rwkv.errors import UserError
+from rwkv.generation.grammar import Grammar
+from rwkv.generation.grammar.library import llguidance_module, sentence
+from rwkv.tokenizer.tokenizers import ByteTokenizer, Tokenizer
+
+COMPILED = 32                            # compiled grammars in the cache
+WALKS, STEPS = 48, 160                   # random walks that look for dead ends; tokens of each
+LAST_WALKS, LAST_STEPS = 4, 8_000        # if none of these has ended
+# Limits of llguidance's work per token: a lexer state takes 1 to 2 kB
+LIMITS = {"max_lexer_states": 50_000, "verbose_errors": False}
+
+CHARACTERS = (*range(0x20, 0x7f), *range(0x80, 0xc0), *range(0xc2, 0xf5))       # bytes that suffice for any text
+BYTES = ByteTokenizer()
+
+
+class Vocabulary:
+    """A tokenizer's tokens for llguidance. llguidance.TokenizerWrapper reads `tokens` and the attributes that end in _id or
+    _ids, and calls the object for the ids of a text."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        llguidance = llguidance_module()
+        self.tokens = tokenizer.tokens_as_bytes()
+        self.ends = tokenizer.ends
+        self.eos_token_id = tokenizer.end_of_text
+        self.bos_token_id = None
+        self.special_token_ids = [index for index, token in enumerate(self.tokens) if not token]
+        self._tokenizer = tokenizer
+        self._ids = {token: index for index, token in reversed([*enumerate(self.tokens)]) if token}
+        self._longest = max(map(len, self._ids))
+        self.closing = [self._ids[mark] for mark in (b'"', b"}", b"]", b":", b",") if mark in self._ids]
+        self.has_all_characters = all(bytes([byte]) in self._ids for byte in CHARACTERS)
+        self.library = llguidance.LLTokenizer(llguidance.TokenizerWrapper(self))
+
+    def __call__(self, text: bytes) -> list[int]:
+        """The ids of a text that the grammar prescribes: the tokenizer's, otherwise the longest matching tokens.
+
+        The mask then allows only these tokens, or a longer token at the text's end.
+        """
+        with suppress(ValueError):
+            ids = self._tokenizer.encode_within([text.decode()])[0]
+            if b"".join(self.tokens[index] for index in ids) == text:
+                return ids
+        return self._longest_matches(text)
+
+    def _longest_matches(self, text: bytes) -> list[int]:
+        ids: list[int] = []
+        while text:
+            token = next((text[:n] for n in range(min(self._longest, len(text)), 0, -1) if text[:n] in self._ids), None)
+            if token is None:
+                break
+            ids.append(self._ids[token])
+            text = text[len(token):]
+        return ids
+
+
+class Matcher:
+    """Follows one sequence in its grammars, all of which must allow it."""
+
+    def __init__(self, libraries: Sequence[Any], vocabulary: Vocabulary, stop_tokens: Sequence[int] = ()) -> None:
+        self._libraries = libraries
+        self._end = vocabulary.ends[0]
+        self._ends = {*vocabulary.ends, *{*stop_tokens}.intersection(vocabulary.special_token_ids)}
+
+    def allowed(self) -> bytearray | None:
+        """One bit for each token, the lowest bit of a byte first: 1 if the token is allowed. None if no token is."""
+        bits = -1
+        for library in self._libraries:
+            if library.is_error():
+                return None
+            mask = library.compute_bitmask()
+            if library.is_error():       # too complex; the mask allows only the end of text
+                return None
+            bits &= int.from_bytes(mask, "little")
+        allowed = bytearray(bits.to_bytes(len(mask), "little"))
+        complete = bool(allowed[self._end // 8] >> self._end % 8 & 1)
+        for token in self._ends:
+            allowed[token // 8] = allowed[token // 8] & ~(1 << token % 8) | complete << token % 8
+        return allowed if any(allowed) else None
+
+    @property
+    def too_complex(self) -> bool:
+        """Whether a limit of the work per token has been reached."""
+        return any(library.stop_reason() in ("ParserTooComplex", "LexerTooComplex") for library in self._libraries)
+
+    @property
+    def error(self) -> str:
+        return next((library.get_error() for library in self._libraries if library.is_error()), "")
+
+    def push(self, token: int) -> None:
+        """Advances by an allowed token that does not end the sequence."""
+        for library in self._libraries:
+            library.consume_token(token)
+
+
+def matcher_of(grammar: Grammar, tokenizer: Tokenizer, stop_tokens: Sequence[int] = ()) -> Matcher:
+    """A matcher for a new sequence. stop_tokens: further tokens that end it. Raises UserError as compiled() does."""
+    libraries = [library.deep_copy() for library in compiled(grammar, tokenizer)]
+    return Matcher(libraries, vocabulary(tokenizer), stop_tokens)
+
+
+@lru_cache(maxsize=4)
+def vocabulary(tokenizer: Tokenizer) -> Vocabulary:
+    """The tokenizer's Vocabulary, cached: World's takes half a second to make."""
+    return Vocabulary(tokenizer)
+
+
+@lru_cache(maxsize=COMPILED)
+def compiled(grammar: Grammar, tokenizer: Tokenizer) -> list[Any]:
+    """llguidance's matchers, to be copied for each sequence. Raises UserError as Grammar.check and require_ends do."""
+    return compile_grammar(grammar, tokenizer)
+
+
+def compile_grammar(grammar: Grammar, tokenizer: Tokenizer) -> list[Any]:
+    grammars = (grammar, grammar.with_finite_numbers())
+    libraries = [_library(each, tokenizer) for each in grammars if each is not None]
+    if not vocabulary(tokenizer).has_all_characters:
+        require_ends(grammar, libraries, tokenizer)
+    return libraries
+
+
+def _library(grammar: Grammar, tokenizer: Tokenizer) -> Any:
+    llguidance = llguidance_module()
+    limits = llguidance.LLParserLimits(**LIMITS)
+    library = llguidance.LLMatcher(vocabulary(tokenizer).library, grammar.definition, log_level=0, limits=limits)
+    if library.is_error():
+        grammar.check()
+        raise UserError(f"{grammar.parts[0].where}: {sentence(library.get_error())}")
+    return library
+
+
+def require_ends(grammar: Grammar, libraries: Sequence[Any], tokenizer: Tokenizer, walks: int = WALKS) -> None:
+    """Raises UserError if a random walk reaches a dead end, where no token is allowed: the grammar has a prefix without an end,
+    or the tokenizer lacks a character. If it lacks some, one of a few walks must also end."""
+    vocab = vocabulary(tokenizer)
+    walk = partial(_walk, libraries, vocab, grammar)
+    ended = sum(walk(seed, STEPS) for seed in range(walks))
+    if not (ended or vocab.has_all_characters or any(walk(seed, LAST_STEPS, STEPS) for seed in range(LAST_WALKS))):
+        raise UserError(f"{grammar.parts[0].where}: no text can be completed with the tokenizer's {len(vocab.tokens)} tokens")
+
+
+def _walk(libraries: Sequence[Any], vocab: Vocabulary, grammar: Grammar, seed: int, steps: int,
+          closing: int | None = None) -> bool:
+    """Whether a text of at most `steps` random tokens has ended. closing: from this step on it prefers tokens that close."""
+    draw = Random(seed)
+    matcher = Matcher([library.deep_copy() for library in libraries], vocab)
+    text = b""
+    for step in range(steps):
+        mask = matcher.allowed()
+        if mask is None:
+            if matcher.too_complex:
+                return False
+            raise UserError(f"{grammar.parts[0].where}: {_dead_end_reason(grammar, text, vocab, matcher.error)}")
+        close = closing is not None and step >= closing
+        preferred = [token for token in (*vocab.ends, *vocab.closing) if mask[token // 8] >> token % 8 & 1] if close else []
+        token = draw.choice(preferred) if preferred else _random_token(mask, draw)
+        if token in vocab.ends:
+            return True
+        matcher.push(token)
+        text += vocab.tokens[token]
+    return False
+
+
+def _random_token(mask: bytearray, draw: Random) -> int:
+    """A random token of a mask."""
+    start = draw.randrange(len(mask))
+    byte = next(byte % len(mask) for byte in range(start, start + len(mask)) if mask[byte % len(mask)])
+    return byte * 8 + draw.choice([bit for bit in range(8) if mask[byte] >> bit & 1])
+
+
+def _dead_end_reason(grammar: Grammar, text: bytes, vocab: Vocabulary, error: str) -> str:
+    """Why no token is allowed after `text`: the character that the tokenizer lacks, or the grammar's dead end. error:
+    llguidance's, or ""."""
+    if vocab.has_all_characters:
+        reason = f" ({sentence(error).partition(';')[0]})" if error else ""
+        return f"nothing may follow {text.decode(errors='replace')[-40:]!r}, so an answer could not be completed{reason}"
+    libraries = [_library(each, BYTES) for each in (grammar, grammar.with_finite_numbers()) if each]
+    matcher = Matcher([library.deep_copy() for library in libraries], vocabulary(BYTES))
+    n = 0
+    while (mask := matcher.allowed()) and n < len(text) and mask[text[n] // 8] >> text[n] % 8 & 1:
+        matcher.push(text[n])
+        n += 1
+    prefix = text[:n].decode(errors="replace")[-40:]
+    needed = [chr(byte) for byte in range(33, 127) if mask and mask[byte // 8] >> byte % 8 & 1]
+    return f"the text {prefix!r} must go on with {' or '.join(needed[:10]) or 'nothing'}, which the tokenizer lacks"

@@ -1,0 +1,299 @@
+"""The common operations of the fused forms: the token shift and the products of its mixes, with their own gradients.
+
+Each function uses few operations and few temporaries. In a small model's training step a CPU spends a third of the time on
+starting operations and on autograd itself. In a large model the operations between the matrix products are bound by memory, and
+autograd's general formulas read and write each tensor several times more. Under autocast everything here is computed in the
+dtype of the matrix products. The generations have the plain formulas beside the calls; `can_fuse` chooses between them.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, pad
+
+from kernels.backends.torch_private import transforms_active
+from rwkv.model.first_derivative import first_derivative
+from rwkv.model.fused.form import form_for
+from rwkv.model.hooks import untouched
+from rwkv.model.weight_cache import rounded, to_save
+
+WIDE_PRODUCTS = ("cuda",)                # devices that multiply half precision into float32
+Tensors = tuple[Tensor, ...]
+
+
+def token_shift(x: Tensor, last_x: Tensor | None, *mus: Tensor, first: Tensor | None = None) -> Tensors:
+    """mu x_t + (1 - mu) x_{t-1} for each mu (1,1,C): (B,T,C) each, in the dtype of the products that read them.
+
+    x (B,T,C); last_x (B,C): the step before x, None for zeros; first (B,T,1) bool: steps that have zeros before them. Backward
+    saves x alone of the large tensors, and only if a mu is trained.
+    """
+    dtype = product_dtype(x)
+    if torch.is_grad_enabled() and can_use_functions():
+        mixed: Tensors = _Mixes.apply(dtype, x, last_x, first, *mus)
+        return mixed
+    x = x.to(dtype)
+    previous = _previous_steps(x, last_x, first)
+    return tuple(torch.lerp(previous, x, mu.to(dtype)) for mu in mus)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of x in a matrix product: autocast's, which leaves float64 as it is."""
+    lower = x.device.type != "meta" and x.dtype != torch.float64 and torch.is_autocast_enabled(x.device.type)
+    return torch.get_autocast_dtype(x.device.type) if lower else x.dtype
+
+
+def last(x: Tensor, saved: bool = False) -> Tensor:
+    """The last step of x (B,T,C), for the next state: (B,C). saved: x stays in memory for a backward pass anyway, and a view of
+    it is enough; else a copy, since a view would keep all of x."""
+    return x[:, -1] if saved and torch.is_grad_enabled() else x[:, -1].clone()
+
+
+def can_fuse(*layers: nn.Module) -> bool:
+    """Whether these layers' products may be computed without calling the layers.
+
+    They may not where torch.compile (which fuses better), torch.jit.trace, a torch.func transform or a hook must see the call;
+    where a layer is not a plain nn.Linear; and where a weight is frozen, because autograd then skips its gradient.
+    """
+    return can_use_functions() and all(map(_is_plain, layers))
+
+
+def can_use_functions() -> bool:
+    """Whether autograd functions may replace the formulas, which torch.compile, torch.jit.trace and torch.func must see."""
+    return not (torch.compiler.is_compiling() or torch.jit.is_tracing() or transforms_active())
+
+
+def _is_plain(layer: nn.Module) -> bool:
+    return (type(layer) is nn.Linear and layer.bias is None and untouched(layer)
+            and type(layer.weight) in (nn.Parameter, Tensor)
+            and (layer.weight.requires_grad or not torch.is_grad_enabled()))
+
+
+class _Mixes(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, first: Tensor | None, *mus: Tensor) -> Tensors:
+        trained = any(ctx.needs_input_grad[4:])
+        ctx.dtype = dtype
+        ctx.save_for_backward(x if trained else None, last_x if trained else None, first, *mus)
+        return _shifted(dtype, x, last_x, first, mus)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x, last_x, first, *mus = ctx.saved_tensors
+        grad_mus: Tensors | list[None] = [None] * len(mus)
+        if x is not None:
+            x = x.to(ctx.dtype)
+            grad_mus = _grad_mus(x - _previous_steps(x, last_x, first), grads)
+        grad_x, grad_last_x = _grad_x(grads, cast(ctx.dtype, mus), first)
+        return None, grad_x, grad_last_x if ctx.needs_input_grad[2] else None, None, *grad_mus
+
+
+def recompute_mixes(recompute_x: Callable[[], Tensor], last_x: Tensor | None, mus: Tensors, first: Tensor | None,
+                    mixes: Tensors) -> AbstractContextManager[Any]:
+    """A context for calls that read the mixes of token_shift: their backward passes recompute each mix instead of saving it.
+
+    recompute_x() returns the x of token_shift; the other arguments are token_shift's. mixes must stay in memory until the
+    context ends.
+    """
+    if not (torch.is_grad_enabled() and can_use_functions()):
+        return nullcontext()
+    dtype = mixes[0].dtype
+    size = mixes[0].numel()              # not the mixes: the functions below live until the backward pass
+    indices = {mix.data_ptr(): index for index, mix in enumerate(mixes)}
+
+    def pack(tensor: Tensor) -> Any:
+        index = indices.get(tensor.data_ptr()) if tensor.numel() == size and tensor.is_contiguous() else None
+        return tensor if index is None else (mus[index], tensor.shape)
+
+    @torch.no_grad()
+    def unpack(saved: Any) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        mu, shape = saved
+        (mixed,) = _shifted(dtype, recompute_x(), last_x, first, (mu,))
+        return mixed.view(shape)
+
+    return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
+
+
+def _shifted(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, first: Tensor | None, mus: Sequence[Tensor]) -> Tensors:
+    x = x.to(dtype)
+    previous = _previous_steps(x, last_x, first)
+    return _mixes(previous, x - previous, cast(dtype, mus))
+
+
+def squared_relu_linear(layer: nn.Module, x: Tensor) -> Tensor:
+    """layer(relu(x)^2); backward saves x, not the square.
+
+    A layer that saves its input for its gradients must have its own method squared_relu_linear.
+    """
+    layer_function = getattr(layer, "squared_relu_linear", None)
+    if not can_use_functions():
+        product: Tensor = layer(torch.relu(x).square())
+    elif layer_function is not None:
+        product = layer_function(x)
+    elif _is_plain(layer):
+        product = _SquaredReluLinear.apply(product_dtype(x), x, layer.weight)
+    else:
+        product = layer(_SquaredRelu.apply(x))
+    return product
+
+
+class _SquaredReluLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, weight: Tensor) -> Tensor:
+        (multiplied,) = rounded(dtype, (weight,))
+        ctx.save_for_backward(x, *to_save((weight,), (multiplied,)))
+        ctx.dtype, ctx.weight_dtype = dtype, weight.dtype
+        return linear(squared_relu(x).to(dtype), multiplied)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        (weight,) = rounded(ctx.dtype, (weight,))
+        grad_square, grad_weight = product_backward(grad, squared_relu(x).to(ctx.dtype), weight, ctx.weight_dtype)
+        return None, squared_relu_backward(grad_square.to(x.dtype), x), grad_weight
+
+
+class _SquaredRelu(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return squared_relu(x)
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        return squared_relu_backward(grad, x)
+
+
+def mixed_products(x: Tensor, last_x: Tensor | None, mus: Tensors, weights: Tensors) -> Tensors:
+    """W mix(x) for each mu (1,1,C) and its W (O,C), with mix(x) = mu x_t + (1 - mu) x_{t-1}: (B,T,O) each.
+
+    x (B,T,C); last_x (B,C): the step before x, None for zeros.
+    """
+    products: Tensors = _MixedProducts.apply(product_dtype(x), x, last_x, *mus, *weights)
+    return products
+
+
+class _MixedProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, dtype: torch.dtype, x: Tensor, last_x: Tensor | None, *others: Tensor) -> Tensors:
+        mus, weights = others[:len(others) // 2], others[len(others) // 2:]
+        multiplied = rounded(dtype, weights)
+        saved, mixes = mix(dtype, x, last_x, mus)
+        ctx.save_for_backward(*mixes, *to_save(weights, multiplied), *saved)
+        ctx.dtype, ctx.weight_dtype = dtype, weights[0].dtype
+        return tuple(map(linear, mixes, multiplied))
+
+    @staticmethod
+    @first_derivative
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        n, saved = len(grads), ctx.saved_tensors
+        weights = rounded(ctx.dtype, saved[n:2 * n])
+        products = [product_backward(grad, x, weight, ctx.weight_dtype)
+                    for grad, x, weight in zip(grads, saved[:n], weights, strict=True)]
+        grad_mixes, grad_weights = zip(*products, strict=True)
+        grad_x, grad_last_x, *grad_mus = mix_backward(saved[2 * n:], grad_mixes)
+        return None, grad_x, grad_last_x, *grad_mus, *grad_weights
+
+
+def _previous_steps(x: Tensor, last_x: Tensor | None, first: Tensor | None = None) -> Tensor:
+    """The step before each of x (B,T,C): last_x (B,C) or zeros, then x without its last step; zeros where `first` is true."""
+    steps = x[:, :-1]
+    previous = pad(steps, (0, 0, 1, 0)) if last_x is None else torch.cat((last_x.unsqueeze(1).to(x.dtype), steps), dim=1)
+    return previous if first is None else previous.masked_fill(first, 0)
+
+
+def _mixes(start: Tensor, delta: Tensor, mus: Sequence[Tensor]) -> Tensors:
+    return tuple(torch.addcmul(start, delta, mu) for mu in mus)
+
+
+def _grad_mus(delta: Tensor, grads: Tensors) -> Tensors:
+    return tuple((grad * delta).sum((0, 1), keepdim=True, dtype=wide_sum(delta)) for grad in grads)
+
+
+def _grad_x(grads: Tensors, mus: Sequence[Tensor], first: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """The gradients of x and last_x from those of the mixes."""
+    grad_x, grad_previous = grads[0] * mus[0], grads[0].clone()
+    for grad, mu in zip(grads[1:], mus[1:], strict=True):
+        grad_x.addcmul_(grad, mu)
+        grad_previous += grad
+    grad_previous -= grad_x
+    if first is not None:
+        grad_previous.masked_fill_(first, 0)
+    grad_x[:, :-1].add_(grad_previous[:, 1:])    # += would write the slice back again
+    return grad_x, grad_previous[:, 0]
+
+
+def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
+        to_previous: bool = False) -> tuple[tuple[Tensor | None, ...], Tensors]:
+    """The tensors that mix_backward reads, and the mixes in dtype: mu x_t + (1 - mu) x_{t-1} for each mu.
+
+    to_previous: (1 - mu) x_t + mu x_{t-1}, as in RWKV-7.
+    """
+    if form := form_for(x, dtype=dtype):
+        return form.mix(dtype, x, last_x, mus, to_previous)
+    x, mus = x.to(dtype), cast(dtype, mus)
+    previous = _previous_steps(x, last_x)
+    mixes = _mixes(x, previous - x, mus) if to_previous else _mixes(previous, x - previous, mus)
+    return (x, last_x, *mus), mixes
+
+
+def mix_backward(saved: Sequence[Any], grads: Tensors, to_previous: bool = False) -> tuple[Tensor | None, ...]:
+    """The gradients of x, last_x and each mu from those of the mixes."""
+    x, last_x, *mus = saved
+    if form := form_for(x, dtype=grads[0].dtype):
+        return form.mix_backward(saved, grads, to_previous)
+    previous = _previous_steps(x, last_x)
+    grad_x, grad_last_x = _grad_x(grads, [1 - mu for mu in mus] if to_previous else mus)
+    grad_mus = _grad_mus(previous - x if to_previous else x - previous, grads)
+    return grad_x, None if last_x is None else grad_last_x, *grad_mus
+
+
+def squared_relu(x: Tensor) -> Tensor:
+    """max(x, 0)^2."""
+    form = form_for(x)
+    return form.squared_relu(x) if form else torch.relu(x).square_()
+
+
+def squared_relu_backward(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of x from that of its squared ReLU."""
+    if form := form_for(x, grad):
+        return form.squared_relu(x, grad)
+    return torch.addcmul(grad.new_zeros(()), grad, torch.relu(x), value=2)
+
+
+def wide_sum(tensor: Tensor) -> torch.dtype | None:
+    """The dtype of a sum over B and T: wide in float16, where the gradients are scaled."""
+    return torch.float32 if tensor.dtype == torch.float16 else None
+
+
+def product_backward(grad: Tensor, x: Tensor, weight: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+    """The gradients of x (B,T,I) and W (O,I) from the gradient of W x (B,T,O). dtype: that of the weight itself, if it
+    differs."""
+    return grad @ weight, product_in(dtype or weight.dtype, grad.flatten(0, 1).T, x.flatten(0, 1))
+
+
+def product_in(dtype: torch.dtype, left: Tensor, right: Tensor) -> Tensor:
+    """left @ right, for a caller that converts it to dtype: in dtype where the device multiplies into wider types, else in the
+    dtype of the factors.
+    """
+    if left.dtype == dtype or left.device.type not in WIDE_PRODUCTS:
+        return left @ right
+    return torch.mm(left, right, out_dtype=dtype)
+
+
+def gate_backward(grad: Tensor, gate: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of the gate before its sigmoid and of x, from the gradient of gate * x."""
+    return torch.ops.aten.sigmoid_backward(grad * x, gate), grad * gate
+
+
+def cast(dtype: torch.dtype, tensors: Sequence[Tensor]) -> Tensors:
+    """The tensors in dtype. Comparing dtypes is cheaper than Tensor.to, even where that returns the tensor."""
+    return tuple(tensor if tensor.dtype == dtype else tensor.to(dtype) for tensor in tensors)

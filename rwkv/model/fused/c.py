@@ -1,0 +1,95 @@
+"""The common operations between the matrix products in C, for CPUs: csrc/fused.c has the formulas.
+
+Rows are the steps of all sequences, (B,T); all arithmetic is in float32. Gradients of vectors are summed in an order that does
+not depend on the number of threads.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from kernels import native
+from kernels.native.dtypes import DTYPES
+from kernels.operator import contiguous
+
+MIXES = {(torch.float32, torch.float32): "float32", (torch.bfloat16, torch.bfloat16): "bfloat16",
+         (torch.float32, torch.bfloat16): "autocast"}    # by the dtypes of x and of its mixes
+MAX_MIXES = 6                            # as in fused.c
+ROWS = 32                                # per task, as in all sources
+PIECE = 2 ** 14                          # elements per task of the squared ReLU, as in fused.c
+SERIAL = 2 ** 14                         # up to this many elements, one thread finishes before another wakes
+
+Tensors = tuple[Tensor, ...]
+
+
+def supports(*tensors: Tensor, dtype: torch.dtype | None = None, N: int = 1) -> bool:
+    """Whether the C functions support these tensors, of one dtype and with heads of any N. dtype: that of the results."""
+    first = tensors[0]
+    return (dtype or first.dtype) in DTYPES and all(tensor.dtype == first.dtype for tensor in tensors)
+
+
+def mix(dtype: torch.dtype, x: Tensor, last_x: Tensor | None, mus: Tensors,
+        to_previous: bool) -> tuple[tuple[Tensor | None, ...], Tensors]:
+    """As fused.mix."""
+    x, mus = x.contiguous(), float32_rows(mus, x.shape[-1])
+    last_x = None if last_x is None else float32_rows((last_x,), x.shape[-1])[0]
+    mixes = tuple(torch.empty_like(x, dtype=dtype) for _ in mus)
+    _run_mixes("forward", x, last_x, mus, to_previous, mixes, None, None, None, None)
+    return (x, last_x, *mus), mixes
+
+
+def mix_backward(saved: Sequence[Tensor | None], grads: Tensors, to_previous: bool) -> tuple[Tensor | None, ...]:
+    """As fused.mix_backward; the gradient of last_x is None if there was no last_x."""
+    x, last_x, *others = saved
+    mus = tuple(mu for mu in others if mu is not None)
+    assert x is not None
+    n, C = len(mus), x.shape[-1]
+    grad_x = torch.empty_like(x)
+    grad_last_x = None if last_x is None else torch.empty_like(last_x)
+    sums, grad_mus = task_sums(x, n + 1), x.new_empty(n, 1, 1, C, dtype=torch.float32)
+    _run_mixes("backward", x, last_x, mus, to_previous, tuple(grad.contiguous() for grad in grads), grad_x, grad_last_x,
+               sums, grad_mus)
+    return grad_x, grad_last_x, *grad_mus.unbind()
+
+
+def _run_mixes(direction: str, x: Tensor, last_x: Tensor | None, mus: Tensors, to_previous: bool, mixes: Tensors,
+               *gradients: Tensor | None) -> None:
+    _, T, C = x.shape
+    native.run(f"mixes_{direction}_{MIXES[x.dtype, mixes[0].dtype]}", threads(x), x.numel() // C, T, C, len(mus), to_previous,
+               x, last_x, *padded(mus, MAX_MIXES), *padded(mixes, MAX_MIXES), *gradients)
+
+
+def squared_relu(x: Tensor, grad: Tensor | None = None) -> Tensor:
+    """max(x, 0)^2. If grad is given, the gradient of that square: the gradient of x."""
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    n_threads = 1 if x.numel() <= SERIAL else native.threads_for(-(-x.numel() // PIECE))
+    native.run(f"squared_relu_{DTYPES[x.dtype]}", n_threads, x.numel(), x, None if grad is None else grad.contiguous(), out)
+    return out
+
+
+def padded(tensors: Tensors, n: int) -> tuple[Tensor | None, ...]:
+    """n arguments: the tensors, then None."""
+    return *tensors, *[None] * (n - len(tensors))
+
+
+def task_sums(x: Tensor, n: int) -> Tensor:
+    """Uninitialised memory for the sums of n vectors in each task: (tasks,n,C)."""
+    return x.new_empty(_tasks(x), n, x.shape[-1], dtype=torch.float32)
+
+
+def _tasks(x: Tensor) -> int:
+    return -(-(x.numel() // x.shape[-1]) // ROWS)
+
+
+def threads(x: Tensor) -> int:
+    return 1 if x.numel() <= SERIAL else native.threads_for(_tasks(x))
+
+
+def float32_rows(tensors: Tensors, C: int) -> Tensors:
+    """Vectors (C,) and states (B,C) as C reads them. Raises ValueError for tensors that C would read out of bounds."""
+    for tensor in tensors:
+        if tensor.numel() % C:
+            raise ValueError(f"a vector must have {C} elements; got shape {tuple(tensor.shape)}")
+    return tuple(contiguous(tensor, torch.float32) for tensor in tensors)

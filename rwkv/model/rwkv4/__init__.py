@@ -1,0 +1,27 @@
+"""RWKV-4: the names that rwkv.model.base.Generation lists.
+
+mix.py has the formulas, architecture.py the tensors and their shapes. The other forms compute the same: fused.py in training,
+step*.py for one token at a time.
+"""
+
+from rwkv.model.rwkv4.architecture import (
+    KEPT_FLOAT32,
+    LEARNS_STATE,
+    LR_SCALES,
+    NAME,
+    OPERATOR,
+    OPTIONS,
+    UNUSED,
+    State,
+    empty_state,
+    group,
+    non_negative,
+    operator_work,
+    resolved,
+    saved_activations,
+    saved_when_recomputing,
+    shapes,
+    sizes,
+)
+from rwkv.model.rwkv4.initial import init_weights
+from rwkv.model.rwkv4.mix import Block

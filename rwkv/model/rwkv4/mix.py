@@ -1,0 +1,109 @@
+"""RWKV-4: the formulas of time and channel mixing, and blocks.
+
+Time mixing reads the past through the operator WKV (kernels/wkv4); channel mixing is the feed-forward half:
+
+    r, k, v = R mix_r(x), K mix_k(x), V mix_v(x)        time:    O (sigmoid(r) * wkv(k, v))
+    r, k    = R mix_r(x), K mix_k(x)                    channel: sigmoid(r) * (V relu(k)^2)
+
+with mix(x) = mu x_t + (1 - mu) x_{t-1}.
+Source: the RWKV-4 paper (arXiv 2305.13048), section 3.1; names are those of RWKV-LM, RWKV-v4neo/src/model.py.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from kernels.wkv4 import WKV4, WKVState
+from rwkv.config import ModelConfig
+from rwkv.model import fused
+from rwkv.model.packing import Packing
+from rwkv.model.rwkv4 import fused as rwkv4_fused
+from rwkv.model.rwkv4.architecture import State, sizes
+
+
+class TimeMix(nn.Module):
+    """(x (B,T,C), last_x (B,C), WKV's state before x) -> (out (B,T,C), last x, WKV's state after x). None: an empty state."""
+
+    def __init__(self, n_embd: int, n_att: int, wkv: WKV4) -> None:
+        super().__init__()
+        self.wkv = wkv
+        self.time_decay = nn.Parameter(torch.zeros(n_att))
+        self.time_first = nn.Parameter(torch.zeros(n_att))
+        self.time_mix_k = nn.Parameter(torch.zeros(1, 1, n_embd))
+        self.time_mix_v = nn.Parameter(torch.zeros(1, 1, n_embd))
+        self.time_mix_r = nn.Parameter(torch.zeros(1, 1, n_embd))
+        self.key = nn.Linear(n_embd, n_att, bias=False)
+        self.value = nn.Linear(n_embd, n_att, bias=False)
+        self.receptance = nn.Linear(n_embd, n_att, bias=False)
+        self.output = nn.Linear(n_att, n_embd, bias=False)
+
+    def forward(self, x: Tensor, last_x: Tensor | None, before: WKVState | None,
+                packing: Packing | None = None) -> tuple[Tensor, Tensor, WKVState | None]:
+        """With a packing, every sequence starts from the empty state, and there is no state after the row."""
+        mus = self.time_mix_k, self.time_mix_v, self.time_mix_r
+        if packing is not None or not fused.can_fuse(self.key, self.value, self.receptance, self.output):
+            mix_k, mix_v, mix_r = fused.token_shift(x, last_x, *mus, first=packing.shift_mask if packing else None)
+            y, after = self._wkv(self.key(mix_k), self.value(mix_v), before, packing)
+            return self.output(torch.sigmoid(self.receptance(mix_r)) * y), fused.last(x), after
+        weights = self.key.weight, self.value.weight, self.receptance.weight
+        k, v, r = fused.mixed_products(x, last_x, mus, weights)
+        y, after = self._wkv(k, v, before)
+        return rwkv4_fused.gated_product(r, y, self.output.weight), fused.last(x, saved=True), after
+
+    def _wkv(self, k: Tensor, v: Tensor, before: WKVState | None,
+             packing: Packing | None = None) -> tuple[Tensor, WKVState | None]:
+        if packing is not None:
+            return packing.each_sequence(lambda k, v: self.wkv(self.time_decay, self.time_first, k, v, None)[0], k, v), None
+        if k.shape[1] == 1 and before is not None and not torch.is_grad_enabled():
+            y, after = self.wkv.step(self.time_decay, self.time_first, k[:, 0], v[:, 0], before)
+            return y.unsqueeze(1), after
+        return self.wkv(self.time_decay, self.time_first, k, v, before)
+
+
+class ChannelMix(nn.Module):
+    """(x (B,T,C), last_x (B,C), None for zeros) -> (out (B,T,C), last x)."""
+
+    def __init__(self, n_embd: int, n_ffn: int) -> None:
+        super().__init__()
+        self.time_mix_k = nn.Parameter(torch.zeros(1, 1, n_embd))
+        self.time_mix_r = nn.Parameter(torch.zeros(1, 1, n_embd))
+        self.key = nn.Linear(n_embd, n_ffn, bias=False)
+        self.receptance = nn.Linear(n_embd, n_embd, bias=False)
+        self.value = nn.Linear(n_ffn, n_embd, bias=False)
+
+    def forward(self, x: Tensor, last_x: Tensor | None, packing: Packing | None = None) -> tuple[Tensor, Tensor]:
+        mus = self.time_mix_k, self.time_mix_r
+        if packing is not None or not fused.can_fuse(self.key, self.receptance, self.value):
+            mix_k, mix_r = fused.token_shift(x, last_x, *mus, first=packing.shift_mask if packing else None)
+            mixed = fused.squared_relu_linear(self.value, self.key(mix_k))
+            return torch.sigmoid(self.receptance(mix_r)) * mixed, fused.last(x)
+        weights = self.key.weight, self.receptance.weight, self.value.weight
+        return rwkv4_fused.channel_mixing(x, last_x, mus, *weights), fused.last(x, saved=True)
+
+
+class Block(nn.Module):
+    """x + att(ln1(x)), then x + ffn(ln2(x)); the first block also normalises the embedding with ln0."""
+
+    def __init__(self, config: ModelConfig, layer: int, wkv: WKV4) -> None:
+        super().__init__()
+        C, A, F = sizes(config)
+        self.first = layer == 0
+        if self.first:
+            self.ln0 = nn.LayerNorm(C)
+        self.ln1 = nn.LayerNorm(C)
+        self.ln2 = nn.LayerNorm(C)
+        self.att = TimeMix(C, A, wkv)
+        self.ffn = ChannelMix(C, F)
+
+    def forward(self, x: Tensor, before: State | None, carry: None = None,
+                packing: Packing | None = None) -> tuple[Tensor, State | None, None]:
+        """(x (B,T,C), this layer's state before x, None for the empty one) -> (x, the state after x, None).
+
+        carry is passed from block to block; RWKV-4 passes nothing. packing: for rows of several sequences. Each starts from
+        the empty state, and the state after such rows is None.
+        """
+        att_x, wkv, ffn_x = (None, None, None) if before is None else (before.att_x, before.wkv, before.ffn_x)
+        x = self.ln0(x) if self.first else x
+        mixed, att_x, wkv = self.att(self.ln1(x), att_x, wkv, packing)
+        x = x + mixed
+        mixed, ffn_x = self.ffn(self.ln2(x), ffn_x, packing)
+        return x + mixed, None if wkv is None else State(att_x, wkv.a, wkv.b, wkv.p, ffn_x), None

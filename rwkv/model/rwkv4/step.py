@@ -1,0 +1,62 @@
+"""One RWKV-4 block, one token at a time for a batch of rows, with as few small operations as PyTorch allows.
+
+The arithmetic is that of mix.py at T = 1 (of WKV4.step); tests compare both. This is faster: weights are prepared once, all
+mixes of a layer are one operation, and WKV's weights for y and for the next state are computed together.
+"""
+
+import torch
+from torch import Tensor
+
+from kernels.wkv4 import WKV4, decay_exponent
+from rwkv.model.decoding.layers import norm_function, product_function, products_function
+from rwkv.model.rwkv4.architecture import State
+from rwkv.model.rwkv4.mix import Block, ChannelMix, TimeMix
+
+PLAIN = (Block, TimeMix, ChannelMix)       # the classes of modules whose computation it includes
+
+
+class Step:
+    """(x (B,C), state) -> (x, state): Block.forward for one token; state: rwkv4.State of one layer, (B,C) or (B,A) each.
+
+    It reads the weights and calls no module. Use it under torch.inference_mode.
+    """
+
+    @staticmethod
+    def fits(block: Block, first: bool) -> bool:
+        """Whether the step computes what the block does. first: the block begins the model."""
+        return block.first == first and type(block.att.wkv) is WKV4
+
+    def __init__(self, block: Block) -> None:
+        att, ffn = block.att, block.ffn
+        self._ln0 = norm_function(block.ln0) if block.first else None
+        self._ln1, self._ln2 = norm_function(block.ln1), norm_function(block.ln2)
+        self._key_value_receptance = products_function(att.key, att.value, att.receptance)
+        self._output, self._value = product_function(att.output), product_function(ffn.value)
+        self._key_receptance = products_function(ffn.key, ffn.receptance)
+        self._mu = torch.stack((att.time_mix_k[0], att.time_mix_v[0], att.time_mix_r[0]))      # (3,1,C)
+        self._ffn_mu = torch.stack((ffn.time_mix_k[0], ffn.time_mix_r[0]))     # (2,1,C)
+        u, w = att.time_first.float(), decay_exponent(att.time_decay.float())
+        self._p_offset = torch.stack((torch.zeros_like(w), w)).unsqueeze(1)    # (2,1,A): for y, for the next state
+        self._k_offset = torch.stack((u, torch.zeros_like(u))).unsqueeze(1)
+
+    def __call__(self, x: Tensor, state: State, carry: None = None) -> tuple[Tensor, State, None]:
+        if self._ln0 is not None:
+            x = self._ln0(x)
+        normal = self._ln1(x)
+        k, v, r = self._key_value_receptance(torch.lerp(state.att_x.to(x.dtype), normal, self._mu))
+        wkv, a, b, p = self._wkv(k, v, state)
+        x = x + self._output(r.sigmoid_().mul_(wkv))
+        ffn_normal = self._ln2(x)
+        relu_k, r = self._key_receptance(torch.lerp(state.ffn_x.to(x.dtype), ffn_normal, self._ffn_mu))
+        relu_k.relu_()
+        x = torch.addcmul(x, r.sigmoid_(), self._value(relu_k.mul_(relu_k)))
+        return x, state._replace(att_x=normal, a=a, b=b, p=p, ffn_x=ffn_normal), None
+
+    def _wkv(self, k: Tensor, v: Tensor, state: State) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """WKV4.step for y (index 0: p and u + k) and for the next state (index 1: p + w and k) at once."""
+        past, now = state.p + self._p_offset, k + self._k_offset               # (2,B,A) each
+        top = torch.maximum(past, now)
+        past, now = past.sub_(top).exp_(), now.sub_(top).exp_()
+        numerators = (past * state.a).addcmul_(now, v.to(now.dtype))
+        denominators = (past * state.b).add_(now)
+        return numerators[0] / denominators[0], numerators[1], denominators[1], top[1]

@@ -1,0 +1,31 @@
+"""RWKV-7 "Goose": the names that rwkv.model.base.Generation lists.
+
+mix.py has the formulas, architecture.py the tensors and their shapes. The other forms compute the same: fused*.py in training,
+step*.py for one token at a time.
+"""
+
+from rwkv.model.rwkv7.architecture import (
+    DEEP_EMBED,
+    KEPT_FLOAT32,
+    LEARNS_STATE,
+    LOW_RANK,
+    LR_SCALES,
+    MIXES,
+    NAME,
+    OPERATOR,
+    OPTIONS,
+    UNUSED,
+    State,
+    empty_state,
+    group,
+    non_negative,
+    operator_work,
+    resolved,
+    saved_activations,
+    saved_when_recomputing,
+    shapes,
+    sizes,
+)
+from rwkv.model.rwkv7.deep_embed import add_deep_embed, first_carry, merge
+from rwkv.model.rwkv7.initial import init_weights
+from rwkv.model.rwkv7.mix import Block

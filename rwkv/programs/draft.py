@@ -1,0 +1,84 @@
+"""draft=: opens the draft of a program, and says what it does."""
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from rwkv.checkpoint.files import read_checkpoint, require_tokenizer
+from rwkv.checkpoint.named import errors_of
+from rwkv.config import MIB, NGRAM, DraftedConfig
+from rwkv.errors import UserError
+from rwkv.generation.draft import Draft, ModelDraft, NGram
+from rwkv.generation.speculation import LARGEST_COST, LEAST_GAIN, MOST_ROWS
+from rwkv.io.lines import wrapped
+from rwkv.model.base import Model, state_nbytes
+from rwkv.model.decoding.c_step import why_not
+from rwkv.model.operators import operator_for
+from rwkv.pretrained import RWKV, OpenCheckpoint, computed_in
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from rwkv.checkpoint.files import Checkpoint
+
+
+class OpenDraft(NamedTuple):
+    """A draft, read and checked; its weights are not loaded yet. checkpoint: None for n-grams. dtype: the model's."""
+
+    name: str
+    checkpoint: "Checkpoint | None"
+    tokenizer: Tokenizer
+    dtype: str
+    most_tokens: int
+
+    def load(self, model: Model) -> tuple[Draft | None, str]:
+        """The draft for this model, and a line about it. None if it is too large, or where the decoding step is not in C, which
+        saves the states after each token."""
+        if reason := why_not(model):
+            return None, f"{self.name}, ignored: decoding is not in C ({reason})"
+        draft: Draft = NGram(self.most_tokens)
+        if self.checkpoint is not None:
+            wkv = operator_for(self.checkpoint.config, "auto", "cpu", computed_in(self.dtype))
+            draft_model = RWKV.from_checkpoint(self.checkpoint, wkv, "cpu", self.dtype)
+            if reason := why_not(draft_model):
+                return None, f"{self.name}, ignored: its step is not in C ({reason})"
+            draft = ModelDraft(draft_model, model, self.tokenizer, self.most_tokens)
+        if draft.cost > LARGEST_COST:
+            return None, f"{self.name}, ignored: its step takes about {draft.cost:.0%} of the model's; use a smaller model"
+        size = MOST_ROWS * (1 + self.most_tokens) * state_nbytes(model.config) / MIB
+        return draft, (f"{draft}: up to {self.most_tokens} tokens per pass, with up to {size:,.0f} MiB of states; pauses where "
+                       f"it gains less than {LEAST_GAIN - 1:.0%}, and with more than {MOST_ROWS} sequences")
+
+
+def open_draft(config: DraftedConfig, opened: OpenCheckpoint) -> OpenDraft | None:
+    """The draft that a configuration names. Raises UserError if it is missing, damaged, or of another vocabulary than the
+    model."""
+    if config.draft is None:
+        return None
+    if config.draft == NGRAM:
+        return OpenDraft(NGRAM, None, opened.tokenizer, opened.dtype, config.draft_tokens)
+    with errors_of(f"draft={config.draft}"):
+        checkpoint = read_checkpoint(config.draft)
+        _require_same_vocabulary(checkpoint, opened)
+    return OpenDraft(Path(config.draft).name, checkpoint, opened.tokenizer, opened.dtype, config.draft_tokens)
+
+
+def load_draft(opened: OpenDraft | None, model: Model) -> Draft | None:
+    """The draft for this model, if any. Prints a line about it on standard error."""
+    if opened is None:
+        return None
+    draft, line = opened.load(model)
+    print(wrapped(f"draft: {line}", sys.stderr), file=sys.stderr)
+    return draft
+
+
+def _require_same_vocabulary(draft: "Checkpoint", opened: OpenCheckpoint) -> None:
+    """Raises UserError unless each token id stands for the same text in both, as far as the draft's file says."""
+    target = opened.checkpoint
+    if draft.vocab_size != target.vocab_size:
+        raise UserError(f"a draft must have the model's vocabulary, {target.vocab_size} tokens; got {draft.vocab_size}")
+    if draft.tokenizer is None:
+        require_tokenizer(draft, opened.tokenizer, "the model's tokenizer")
+        return
+    tokenizer = Tokenizer.from_dict(draft.tokenizer)
+    if tokenizer.hash != opened.tokenizer.hash and tokenizer.tokens_as_bytes() != opened.tokenizer.tokens_as_bytes():
+        raise UserError("a draft must have the model's tokenizer; its file has another one, whose ids stand for other text")

@@ -1,0 +1,211 @@
+"""Processes that compile grammars before the engine's process does, so that no client's schema blocks the others.
+
+A grammar of a few bytes can take minutes and gigabytes to compile, and only killing the process stops the library. So each
+grammar is first compiled in one of PROCESSES processes, which is killed after SECONDS or if it needs more than MEMORY; the
+request is then refused. Each API key has a queue of grammars, and the key with the fewest running ones is next.
+"""
+
+import asyncio
+import multiprocessing
+import signal
+import sys
+from collections import OrderedDict, deque
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from hashlib import sha256
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import process_time
+from typing import Any
+
+from rwkv.config import MIB
+from rwkv.errors import UserError
+from rwkv.generation.grammar import Grammar
+from rwkv.generation.grammar.matcher import compile_grammar, require_ends, vocabulary
+from rwkv.io.signals import STOPPING
+from rwkv.serving.http.errors import ApiError
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+PROCESSES = 2
+SECONDS = 5.0                            # for one grammar
+START_S = 120.0                          # for the start of a process
+LAST_S = 60
+MEMORY = 512 * MIB                       # that a process may need above its memory at the start
+RETAINED = 64 * MIB                          # that a compiled grammar may need in the engine's process
+MOST_WAITING = 256                       # grammars
+REMEMBERED = 256                         # grammars whose result is known
+WALKS = 12                               # random texts that look for beginnings without an end
+RETRY_AFTER = 1                          # seconds
+
+
+class Compilers:
+    """All methods but `close` are for the event loop. tokenizer: from Tokenizer.to_dict."""
+
+    def __init__(self, tokenizer: Mapping[str, Any], seconds: float = SECONDS) -> None:
+        self._processes = [_Process(tokenizer, seconds) for _ in range(PROCESSES)]
+        self._idle = [*self._processes]
+        self._threads = ThreadPoolExecutor(PROCESSES)
+        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()     # by owner; the last served is last
+        self._running: dict[str, int] = {}               # jobs by owner
+        self._reasons: OrderedDict[str, str] = OrderedDict()             # why a grammar is refused; "" for one that is not
+
+    async def check(self, grammar: Grammar, owner: str) -> None:
+        """Raises UserError, with the field, if the grammar cannot be used; ApiError 429 if too many are queued."""
+        key = sha256(repr((grammar.start, grammar.rules, [part.name for part in grammar.parts])).encode()).hexdigest()
+        reason = self._reasons.get(key)
+        if reason is None:
+            if sum(map(len, self._waiting.values())) >= MOST_WAITING:
+                raise ApiError(429, "the server is busy: too many queued grammars", code="queue_full", retry_after=RETRY_AFTER)
+            job = _Job(grammar)
+            self._waiting.setdefault(owner, deque()).append(job)
+            self._start()
+            reason = await job.result
+            self._reasons[key] = reason
+            if len(self._reasons) > REMEMBERED:
+                self._reasons.popitem(last=False)
+        if reason:
+            raise UserError(reason)
+
+    def _start(self) -> None:
+        while self._idle and self._waiting:
+            owner = min(self._waiting, key=lambda owner: self._running.get(owner, 0))
+            jobs = self._waiting[owner]
+            job = jobs.popleft()
+            self._waiting.move_to_end(owner)
+            if not jobs:
+                del self._waiting[owner]
+            self._running[owner] = self._running.get(owner, 0) + 1
+            process = self._idle.pop()
+            future = asyncio.get_running_loop().run_in_executor(self._threads, process.reason, job.grammar)
+            future.add_done_callback(lambda done, owner=owner, job=job, process=process:         # type: ignore[misc]
+                                     self._end(owner, job, process, done))
+
+    def _end(self, owner: str, job: "_Job", process: "_Process", done: asyncio.Future[str]) -> None:
+        self._idle.append(process)
+        self._running[owner] -= 1
+        if not self._running[owner]:
+            del self._running[owner]
+        if not job.result.done():        # the request has not been cancelled
+            if done.exception():
+                job.result.set_exception(done.exception() or RuntimeError())
+            else:
+                job.result.set_result(done.result())
+        self._start()
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.stop()
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._processes:
+            process.kill()
+
+
+class _Job:
+    def __init__(self, grammar: Grammar) -> None:
+        self.grammar = grammar
+        self.result: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+
+class _Process:
+    """A process that compiles grammars. It starts with the first one, and again after it has been killed."""
+
+    def __init__(self, tokenizer: Mapping[str, Any], seconds: float) -> None:
+        self._tokenizer = tokenizer
+        self._seconds = seconds
+        self._process: Any = None
+        self._connection: Any = None
+        self._stopped = False
+
+    def reason(self, grammar: Grammar) -> str:
+        """Why the grammar is refused; "" if it is not. Blocks."""
+        where = grammar.parts[0].where
+        try:
+            if self._process is None and not self._stopped:
+                self._begin()
+            if self._stopped:
+                raise EOFError
+            self._connection.send(grammar)
+            if self._connection.poll(self._seconds):
+                reason: str = self._connection.recv()
+                return reason
+            reason = f"{where}: it must compile within {self._seconds:g} seconds: make it smaller or simpler"
+        except (EOFError, OSError):
+            reason = f"{where}: it must compile within {MEMORY // MIB} MiB: make it smaller or simpler"
+        self.kill()
+        return reason
+
+    def _begin(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, remote_end = context.Pipe()
+        self._process = context.Process(target=_main, args=(remote_end, self._tokenizer), daemon=True)
+        self._process.start()
+        remote_end.close()
+        if not self._connection.poll(START_S):
+            raise RuntimeError("the process for compiling grammars does not start")
+        self._connection.recv()
+
+    def stop(self) -> None:
+        """Interrupts another thread's reason()."""
+        self._stopped = True
+        if self._process is not None:
+            self._process.kill()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._process = None
+            self._connection.close()
+
+
+def _main(connection: Connection, tokenizer: Mapping[str, Any]) -> None:
+    for number in STOPPING:              # the HTTP process decides when this one ends
+        signal.signal(number, signal.SIG_IGN)
+    loaded = Tokenizer.from_dict(dict(tokenizer))
+    with suppress(UserError):            # the tokenizer does not support grammars, or llguidance is missing
+        vocabulary(loaded)
+    _limit_memory()
+    with suppress(EOFError, OSError):    # the HTTP process has ended
+        connection.send("ready")
+        while True:
+            connection.send(_reason(connection.recv(), loaded))
+
+
+def _reason(grammar: Grammar, tokenizer: Tokenizer) -> str:
+    before = _resident()
+    _limit_time()
+    try:
+        libraries = compile_grammar(grammar, tokenizer)
+        require_ends(grammar, libraries, tokenizer, WALKS)
+    except UserError as error:
+        return str(error)
+    if _resident() - before > RETAINED:
+        return f"{grammar.parts[0].where}: it must need at most {RETAINED // MIB} MiB once compiled: make it simpler"
+    return ""
+
+
+def _resident() -> int:
+    """This process's resident bytes; 0 if the system does not say."""
+    try:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+    except OSError:
+        return 0
+
+
+def _limit_memory() -> None:
+    if sys.platform != "win32":
+        import resource
+
+        with suppress(OSError, ValueError):              # macOS has neither the file nor the limit
+            addresses = int(Path("/proc/self/statm").read_text().split()[0]) * 4096
+            resource.setrlimit(resource.RLIMIT_AS, (addresses + MEMORY, addresses + MEMORY))
+
+
+def _limit_time() -> None:
+    """Ends this process after LAST_S more seconds of CPU time, in case the HTTP process was killed."""
+    if sys.platform != "win32":
+        import resource
+
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_CPU, (int(process_time()) + LAST_S, resource.RLIM_INFINITY))

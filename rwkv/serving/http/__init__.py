@@ -1,0 +1,1 @@
+"""HTTP itself: connections, errors, bodies, and who may connect."""

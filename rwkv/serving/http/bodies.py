@@ -1,0 +1,75 @@
+"""Bodies of requests: their size, compression and charset."""
+
+import asyncio
+import email.message
+import zlib
+
+from starlette.requests import Request
+
+from rwkv.config import MIB
+from rwkv.serving.http.errors import ApiError
+
+CHARSETS = {"utf-8", "us-ascii", "iso-8859-1", "windows-1252", "utf-16", "utf-16le", "utf-16be"}
+
+
+async def read_json(request: Request, limit: int) -> bytes:
+    """The request's JSON body in UTF-8. Raises ApiError as read_body does, and for an unknown charset."""
+    return _as_utf8(request, await read_body(request, limit))
+
+
+async def read_body(request: Request, limit: int) -> bytes:
+    """The request's body, decompressed. limit: bytes, at least 1 MiB.
+
+    Raises ApiError if it is larger, or compressed by anything but gzip.
+    """
+    too_large = ApiError(413, f"the body must have at most {limit // MIB} MiB", code="body_too_large")
+    codings = ",".join(request.headers.getlist("content-encoding")).lower().replace("x-gzip", "gzip").split(",")
+    codings = [coding.strip() for coding in codings if coding.strip() not in ("", "identity")]
+    if codings not in ([], ["gzip"]):
+        raise ApiError(415, f"content-encoding must be gzip or absent; got {', '.join(codings)[:100]}",
+                       code="unsupported_encoding")
+    announced = request.headers.get("content-length", "0")
+    if announced.isdigit() and int(announced) > limit:
+        raise too_large
+    parts = []
+    size = 0
+    async for part in request.stream():
+        parts.append(part)
+        size += len(part)
+        if size > limit:
+            raise too_large
+    sent = b"".join(parts)
+    if not codings:
+        return sent
+    content = await asyncio.to_thread(_decompressed, sent, limit)
+    if len(content) > limit:
+        raise too_large
+    return content
+
+
+def _decompressed(sent: bytes, limit: int) -> bytes:
+    """The content of a gzip file, cut after limit + 1 bytes. Raises ApiError if it is not whole."""
+    inflate = zlib.decompressobj(wbits=16 + zlib.MAX_WBITS)
+    try:
+        content = inflate.decompress(sent, limit + 1)
+        whole = len(content) > limit or (inflate.eof and not inflate.unused_data)
+    except zlib.error:
+        whole = False
+    if not whole:
+        raise ApiError(400, "with content-encoding: gzip the body must be one whole gzip file")
+    return content
+
+
+def _as_utf8(request: Request, sent: bytes) -> bytes:
+    """A JSON body in UTF-8. Raises ApiError if content-type names an unknown charset, or another than that of the bytes."""
+    header = email.message.Message()
+    header["content-type"] = request.headers.get("content-type", "")
+    charset = header.get_content_charset() or "utf-8"
+    if charset in ("utf-8", "utf8", "us-ascii"):
+        return sent
+    if charset not in CHARSETS:
+        raise ApiError(415, f"the charset of content-type must be utf-8; got {charset[:100]}", code="unsupported_charset")
+    try:
+        return sent.decode(charset).encode()
+    except UnicodeError:
+        raise ApiError(400, f"the body must be in {charset}, the charset of content-type") from None

@@ -1,0 +1,47 @@
+"""Cross-origin and DNS-rebinding checks, for a server without a key.
+
+A page of another site can send requests to this machine; the header Origin names the site. Its owner can also let the site's
+domain point to this machine (DNS rebinding), so that the browser lets the page read the answers; the header Host names that
+domain.
+"""
+
+import ipaddress
+import socket
+from collections.abc import Mapping
+from contextlib import suppress
+from urllib.parse import urlsplit
+
+from rwkv.config import ServeConfig
+from rwkv.serving.http.errors import ApiError
+
+LOCAL = ("127.0.0.1", "localhost", "::1")        # values of host= for a server that only this machine can reach
+
+
+def check_origin(config: ServeConfig, headers: Mapping[str, str]) -> None:
+    """Raises ApiError for a request from a page of another site, unless the server has keys or cors= names the site."""
+    if config.api_key or "*" in config.cors:
+        return
+    host = headers.get("host", "")
+    origin = headers.get("origin")
+    allowed = [_host(site) for site in config.cors]
+    if config.host in LOCAL and host and host not in allowed and not _is_local(host):
+        raise ApiError(403, f"the header Host must name this machine; got {host[:100]!r}: see host=, api_key= and cors= of "
+                            "serve.py", code="wrong_host")
+    if origin is not None and _host(origin) not in (host, *allowed):
+        raise ApiError(403, f"pages of {origin[:100]!r} may not use this server: see cors= of serve.py", code="wrong_origin")
+
+
+def _host(origin: str) -> str:
+    return origin.partition("://")[2]
+
+
+def _is_local(host: str) -> bool:
+    """Whether the host is an address, or a name of this machine or its network, which no site of the internet can have."""
+    try:
+        name = urlsplit(f"//{host}").hostname or ""
+    except ValueError:
+        return False
+    with suppress(ValueError):
+        ipaddress.ip_address(name)
+        return True
+    return name in ("localhost", socket.gethostname().lower()) or name.endswith((".localhost", ".local", ".internal"))

@@ -1,0 +1,141 @@
+"""The items of a response, its input and its output: checked, completed, and turned into messages of a chat."""
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from rwkv.serving.http.errors import ApiError
+
+TEXTS = ("input_text", "output_text", "text", "refusal")         # types of content that are text
+NO_TEXT = {"input_image": "an image", "input_file": "a file", "input_audio": "audio"}
+
+
+def input_items(items: str | list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """The items of a request, each with an id; a message's content is a list. Raises ApiError with a wrong item's place."""
+    if items is None:
+        return []
+    if isinstance(items, str):
+        items = [{"role": "user", "content": items}]
+    return [_input_item(item, f"input[{i}]") for i, item in enumerate(items)]
+
+
+def _input_item(item: dict[str, Any], where: str) -> dict[str, Any]:
+    kind = item.get("type") or ("message" if "role" in item else None)
+    if kind == "message":
+        role = item.get("role")
+        if role not in ("user", "assistant", "system", "developer"):
+            raise ApiError(400, f"{where}.role must be user, assistant, system or developer", where)
+        return {"id": _id(item, "msg"), "type": "message", "role": role, "status": "completed",
+                "content": _contents(item.get("content"), role, f"{where}.content")}
+    if kind == "function_call":
+        names = {name: item.get(name) for name in ("call_id", "name", "arguments")}
+        if not all(isinstance(value, str) for value in names.values()):
+            raise ApiError(400, f"{where} must have the strings call_id, name and arguments", where)
+        return {"id": _id(item, "fc"), "type": kind, "status": "completed", **names}
+    if kind == "function_call_output":
+        output = item.get("output")
+        call_id = item.get("call_id")
+        if not isinstance(call_id, str) or not isinstance(output, (str, list)):
+            raise ApiError(400, f"{where} must have a string call_id, and an output that is a text or a list of texts", where)
+        if isinstance(output, list):
+            output = _contents(output, "user", f"{where}.output")
+        return {"id": _id(item, "fco"), "type": kind, "status": "completed", "call_id": call_id, "output": output}
+    if kind == "reasoning":
+        parts = item.get("content") or []
+        if not isinstance(parts, list) or not all(isinstance(part, dict) and isinstance(part.get("text"), str)
+                                                  for part in parts):
+            raise ApiError(400, f"{where}.content must be a list of {{\"type\": \"reasoning_text\", \"text\": \"...\"}}", where)
+        return {"id": _id(item, "rs"), "type": kind, "summary": [], "status": "completed",
+                "content": [{"type": "reasoning_text", "text": part["text"]} for part in parts]}
+    raise ApiError(400, f"{where}.type must be message, function_call, function_call_output or reasoning", where,
+                   "unsupported_parameter")
+
+
+def _id(item: Mapping[str, Any], kind: str) -> str:
+    item_id = item.get("id")
+    return item_id if isinstance(item_id, str) and 0 < len(item_id) <= 64 else f"{kind}_{secrets.token_hex(16)}"
+
+
+def _contents(content: Any, role: str, where: str) -> list[dict[str, Any]]:
+    kind = "output_text" if role == "assistant" else "input_text"
+    if isinstance(content, str):
+        content = [{"type": kind, "text": content}]
+    if not isinstance(content, list):
+        raise ApiError(400, f"{where} must be a text or a list of texts", where)
+    contents = []
+    for i, part in enumerate(content):
+        sort = part.get("type") if isinstance(part, dict) else None
+        if isinstance(sort, str) and sort in NO_TEXT:
+            raise ApiError(400, f"{where}[{i}] must be text; got {NO_TEXT[sort]}", where)
+        text = part.get("refusal" if sort == "refusal" else "text") if isinstance(part, dict) else None
+        if sort not in TEXTS or not isinstance(text, str):
+            raise ApiError(400, f'{where}[{i}] must be a text, {{"type": "{kind}", "text": "..."}}', where)
+        contents.append({"type": kind, "text": text, **({"annotations": []} if role == "assistant" else {})})
+    return contents
+
+
+def messages_of(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The items as messages of a chat. Consecutive thoughts, texts and calls become one answer.
+
+    Two assistant messages without a call between them stay two. Thoughts without text, such as other servers' encrypted ones,
+    are skipped.
+    """
+    messages: list[dict[str, Any]] = []
+    answer: dict[str, Any] | None = None         # the last message, if it is an answer that may go on
+    for item in items:
+        kind = item["type"]
+        if kind == "function_call_output":
+            output = item["output"]
+            text = output if isinstance(output, str) else "\n".join(part["text"] for part in output)
+            messages.append({"role": "tool", "tool_call_id": item["call_id"], "content": text})
+            answer = None
+            continue
+        if kind == "message" and item["role"] != "assistant":
+            messages.append({"role": item["role"], "content": _item_text(item)})
+            answer = None
+            continue
+        if kind == "reasoning" and not _item_text(item, "").strip():
+            continue
+        if answer is None or _begins_answer(answer, kind):
+            answer = {"role": "assistant", "content": ""}
+            messages.append(answer)
+        if kind == "message":
+            answer["content"] = "\n".join(filter(None, (answer["content"], _item_text(item))))
+        elif kind == "reasoning":
+            answer["reasoning_content"] = "\n".join(filter(None, (answer.get("reasoning_content"), _item_text(item, ""))))
+        else:
+            call = {"id": item["call_id"], "type": "function",
+                    "function": {"name": item["name"], "arguments": item["arguments"]}}
+            answer["tool_calls"] = [*answer.get("tool_calls", ()), call]
+    return messages
+
+
+def _begins_answer(answer: dict[str, Any], kind: str) -> bool:
+    """Whether an item begins another answer: thoughts after words or calls, or words right after other words."""
+    if kind == "reasoning":
+        return bool(answer["content"] or answer.get("tool_calls"))
+    return kind == "message" and bool(answer["content"]) and not answer.get("tool_calls")
+
+
+def _item_text(item: dict[str, Any], separator: str = "\n") -> str:
+    return separator.join(part["text"] for part in item.get("content") or ())
+
+
+def listed(items: list[dict[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
+    """A page of items, the last one first unless the query says order=asc. Raises ApiError for a wrong query."""
+    order = query.get("order", "desc")
+    limit = query.get("limit", "20")
+    after = query.get("after")
+    if order not in ("asc", "desc"):
+        raise ApiError(400, "order must be asc or desc", "order")
+    if not (limit.isascii() and limit.isdigit() and 1 <= int(limit[:9]) <= 100):
+        raise ApiError(400, "limit must be a whole number from 1 to 100", "limit")
+    ordered = items if order == "asc" else items[::-1]
+    if after is not None:
+        ids = [item["id"] for item in ordered]
+        if after not in ids:
+            raise ApiError(400, "after must be the id of an item of this list", "after")
+        ordered = ordered[ids.index(after) + 1:]
+    page = ordered[:int(limit)]
+    return {"object": "list", "data": page, "first_id": page[0]["id"] if page else None,
+            "last_id": page[-1]["id"] if page else None, "has_more": len(ordered) > len(page)}

@@ -1,0 +1,135 @@
+"""A request for a response becomes one for a chat completion, which continues the state of the previous response.
+
+If that state is gone, or if the instructions or the tools, which begin a conversation, have changed, the items of all earlier
+responses are read again.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from rwkv.errors import UserError
+from rwkv.serving.answers import ResponseSpec
+from rwkv.serving.http.errors import ApiError
+from rwkv.serving.messages import Generate, SavedState
+from rwkv.serving.responses.items import input_items, messages_of
+from rwkv.serving.responses.store import Responses, Stored
+from rwkv.serving.schema import ChatRequest, ResponseRequest, converted
+from rwkv.serving.states.client_states import ClientStates
+
+LOGPROBS = "message.output_text.logprobs"        # a value in `include`
+RENAMED = {"messages": "input", "max_completion_tokens": "max_output_tokens", "reasoning_effort": "reasoning.effort",
+           "response_format": "text.format"}     # fields of chat completions, and their names here
+# Fields that a ChatRequest also has, but that are translated for it
+TRANSLATED = ("tools", "tool_choice", "stream_options", "store", "metadata", "save_state", "top_logprobs")
+
+
+@dataclass
+class Prepared:
+    """A request, its items, and its tools in the form in which the answer repeats them."""
+
+    body: ResponseRequest
+    owner: str
+    input: list[dict[str, Any]]
+    tools: list[dict[str, Any]]
+
+
+def prepare(body: ResponseRequest, owner: str, model: str, responses: Responses, states: ClientStates,
+        shown_tools: Callable[[ChatRequest], Any],
+        chat: Callable[[ChatRequest], tuple[list[Generate], ResponseSpec]]) -> tuple[list[Generate], ResponseSpec, Prepared]:
+    """The sequence that answers a request. model: as in Generate. shown_tools: returns a chat request's tools in the template's
+    form. chat: returns a chat request's sequences.
+
+    Raises ApiError with field names of a ResponseRequest.
+    """
+    if body.background:
+        raise ApiError(400, "background is not supported: send stream, and read the answer as it comes",
+                       "background", "unsupported_parameter")
+    if body.previous_response_id is not None and body.state is not None:
+        raise ApiError(400, "state conflicts with previous_response_id: send one of them", "state")
+    prepared = Prepared(body, owner, input_items(body.input), [msgspec.to_builtins(tool) for tool in body.tools or ()])
+    try:
+        request = _chat_request(prepared, prepared.input)
+        if body.previous_response_id is not None:
+            previous = responses.get(body.previous_response_id, owner, "previous_response_id")
+            start = _start(previous, prepared, model, states, shown_tools(request))
+            if start is None:
+                request = _chat_request(prepared, [*_items_up_to(previous, owner, responses), *prepared.input])
+            else:
+                request = _chat_request(prepared, prepared.input, instructions=False)
+                request.state = start.id
+        if body.save_state or (body.store is not False and states.has_room):
+            request.save_state = True
+        sequences, spec = chat(request)
+    except ApiError as error:
+        raise renamed(error) from None
+    except UserError as error:
+        field = re.split(r"[^a-z_]", str(error))[0]
+        raise renamed(ApiError(400, str(error), field if field in ChatRequest.__struct_fields__ else None)) from None
+    return sequences, spec, prepared
+
+
+def _start(previous: Stored, prepared: Prepared, model: str, states: ClientStates, tools: Any) -> SavedState | None:
+    """The state to continue; None if the conversation's beginning or the model has changed, or the state is gone."""
+    state = states.states.get(previous.state or "")
+    same = previous.response.get("instructions") == prepared.body.instructions
+    if state is None or state.refusal is not None or state.model != model or not same or not states.can_continue(state, tools):
+        return None
+    return state
+
+
+def _items_up_to(last: Stored, owner: str, responses: Responses) -> list[dict[str, Any]]:
+    """The items of a response and of all responses before it.
+
+    Raises ApiError if one of those is gone, or if edited files name each other in a circle.
+    """
+    chain = {last.response["id"]: last}
+    while (earlier := last.response.get("previous_response_id")) is not None:
+        if earlier in chain:
+            raise ApiError(400, "previous_response_id: the stored responses before it name each other in a circle, at "
+                                f"{earlier}; send the conversation's items as input", "previous_response_id")
+        last = responses.get(earlier, owner, "previous_response_id")
+        chain[earlier] = last
+    return [item for each in reversed(chain.values()) for item in (*each.input, *input_items(each.response["output"]))]
+
+
+def _chat_request(prepared: Prepared, items: list[dict[str, Any]], instructions: bool = True) -> ChatRequest:
+    body = prepared.body
+    system = [{"role": "system", "content": body.instructions}] if body.instructions and instructions else []
+    messages = [*system, *messages_of(items)]
+    if not messages:
+        raise ApiError(400, "input must be a text, or a list of at least one item", "input")
+    names = [name for name in body.__struct_fields__ if name in ChatRequest.__struct_fields__ and name not in TRANSLATED]
+    fields = {name: msgspec.to_builtins(value) for name in names if (value := getattr(body, name)) is not None}
+    logprobs = bool(body.top_logprobs) or LOGPROBS in (body.include or ())
+    choice: Any = msgspec.to_builtins(body.tool_choice)
+    if isinstance(choice, dict):
+        choice = {"type": "function", "function": {"name": choice["name"]}}
+    form = body.text.format if body.text else None
+    if form == {"type": "text"}:
+        form = None
+    elif form and form.get("type") == "json_schema":     # chat completions have these fields inside another object
+        form = {"type": "json_schema", "json_schema": {name: value for name, value in form.items() if name != "type"}}
+    tools = [{"type": tool.pop("type"), "function": tool} for tool in map(msgspec.to_builtins, body.tools or ())]
+    translated = {"tools": tools or None, "tool_choice": choice,
+            "max_completion_tokens": body.max_output_tokens, "logprobs": logprobs or None,
+            "top_logprobs": body.top_logprobs if logprobs else None,
+            "reasoning_effort": body.reasoning.effort if body.reasoning else None,
+            "response_format": form}
+    translated = {name: value for name, value in translated.items() if value is not None}
+    return converted({"messages": messages, **fields, **translated}, ChatRequest)
+
+
+def renamed(error: ApiError) -> ApiError:
+    """The error of a chat request with the field names of a response request."""
+    content = error.body["error"]
+    message = content["message"] or ""
+    param = content["param"]
+    field = re.split(r"[.[]", param)[0] if param else ""
+    if field in RENAMED:
+        param = RENAMED[field]
+        message = re.sub(rf"^{field}\b", param, message)
+    return ApiError(error.status, message, param, content["code"], error.retry_after)

@@ -1,0 +1,124 @@
+"""The stored responses: in bounded memory and, with states_dir=, in the folder of the states."""
+
+import asyncio
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from rwkv.config import MIB, ServeConfig
+from rwkv.fair_lru import FairLRU
+from rwkv.io.atomic import write_file
+from rwkv.serving.engine.remote import RemoteEngine
+from rwkv.serving.http.errors import ApiError
+from rwkv.serving.log import say
+from rwkv.serving.responses.items import input_items
+from rwkv.serving.states.folder import RESPONSE, files_in
+
+
+class Stored(msgspec.Struct):
+    """input: the request's items. state: the id of the final state. kept: the state outlives the response."""
+
+    owner: str
+    response: dict[str, Any]
+    input: list[dict[str, Any]]
+    state: str | None = None
+    kept: bool = False
+
+
+class Responses:
+    """The stored responses, in at most responses_mib of memory. Evicts the least recently used, but none of an API key that
+    has no more than an equal share. With states_dir each response is also a file.
+    """
+
+    def __init__(self, config: ServeConfig, engine: RemoteEngine) -> None:
+        self._limit = config.responses_mib * MIB
+        self._engine = engine
+        self._folder = Path(config.states_dir) if config.states_dir else None
+        self._stored: dict[str, bytes] = {}
+        self._lru = FairLRU[str]()
+        self._on_disk: set[str] = set()  # ids of those that have a file
+        self._ignored: set[str] = set()  # names of files that are no responses, or that it has deleted
+        if self._folder:
+            self.sync({path.name for path in self._folder.iterdir()})
+
+    def sync(self, names: set[str]) -> None:
+        """Adds the files that another server has written, and drops lost ones. names: of all files in the folder."""
+        assert self._folder is not None
+        new = [name for name in names if (match := RESPONSE.fullmatch(name)) and name not in self._ignored
+               and match[1] not in self._stored]
+        self._ignored.update(new)
+        for path, _ in files_in(self._folder, RESPONSE, "responses", new):
+            try:
+                stored = _read(path.read_bytes(), path.stem)
+            except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError, ApiError) as error:
+                say("responses", f"skipped {path}: {error}")
+            else:
+                self._ignored.discard(path.name)
+                self._on_disk.add(path.stem)
+                self._remember(path.stem, stored.owner, msgspec.json.encode(stored))
+        for response_id in [stored_id for stored_id in self._on_disk if f"{stored_id}.json" not in names]:
+            if not (self._folder / f"{response_id}.json").exists():
+                self._on_disk.discard(response_id)
+                self._stored.pop(response_id, None)
+                self._lru.remove(response_id)
+
+    def get(self, response_id: str, owner: str, field: str | None = None) -> Stored:
+        """field: the request's field that names the response. Raises ApiError if the owner has no such response."""
+        content = self._stored.get(response_id)
+        stored = msgspec.json.decode(content, type=Stored) if content else None
+        if stored is None or stored.owner != owner:
+            raise ApiError(404, f"unknown, deleted, evicted or unstored response {response_id[:100]!r}; responses belong to "
+                                "the API key that made them", field, "response_not_found")
+        with suppress(KeyError):         # it may just have been evicted: a thread reads long requests
+            self._lru.use(response_id)
+        return stored
+
+    async def put(self, stored: Stored) -> None:
+        response_id = stored.response["id"]
+        content = msgspec.json.encode(stored)
+        if self._folder:
+            path = self._folder / f"{response_id}.json"
+            try:
+                await asyncio.to_thread(write_file, path, lambda file: file.write(content))
+                self._on_disk.add(response_id)
+            except OSError as error:
+                say("responses", f"{path} cannot be written: {error}; it is only in memory")
+        self._remember(response_id, stored.owner, content)
+
+    def drop(self, response_id: str) -> None:
+        content = self._stored.pop(response_id)
+        self._lru.remove(response_id)
+        stored = msgspec.json.decode(content, type=Stored)
+        state = self._engine.states.get(stored.state or "")
+        if state is not None and not stored.kept:
+            self._engine.drop(state)
+        if self._folder:
+            path = self._folder / f"{response_id}.json"
+            self._on_disk.discard(response_id)
+            self._ignored.add(path.name)
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                say("responses", f"{path} cannot be deleted: {error.strerror}")
+
+    def _remember(self, response_id: str, owner: str, content: bytes) -> None:
+        self._stored[response_id] = content
+        self._lru.add(response_id, owner, len(content))
+        while self._lru.total > self._limit:
+            self.drop(self._lru.victim(self._limit))
+
+
+def _read(content: bytes, response_id: str) -> Stored:
+    """The response in a file. Raises ApiError or a decoding error unless it is one that a server can continue."""
+    stored = msgspec.json.decode(content, type=Stored)
+    response = stored.response
+    optional = (response.get("previous_response_id"), response.get("instructions"))
+    if response.get("id") != response_id or not all(isinstance(value, str | None) for value in optional):
+        raise ApiError(400, "its id must be its file's name")
+    output = response.get("output")
+    if not isinstance(output, list) or not all(isinstance(item, dict) for item in output):
+        raise ApiError(400, "its output must be a list of items")
+    input_items(output)
+    return msgspec.structs.replace(stored, input=input_items(stored.input))

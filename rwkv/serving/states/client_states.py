@@ -1,0 +1,182 @@
+"""States in the HTTP interface: who owns one, which requests it fits, and how a prompt continues it.
+
+A conversation's state has read the turns so far; a request that continues it has only the turns after them. Templates render a
+first turn differently from later ones. So the new turns are rendered after a placeholder for the last message that was read,
+and the rendered text up to the placeholder is dropped.
+"""
+
+import hashlib
+import json
+import re
+import secrets
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rwkv.chat.messages import check_messages
+from rwkv.chat.rendered import encode
+from rwkv.chat.template import ChatTemplate
+from rwkv.chat.thoughts import Think
+from rwkv.config import MIB, ServeConfig
+from rwkv.errors import UserError
+from rwkv.serving.http.errors import STATE_GONE, ApiError
+from rwkv.serving.messages import SavedState, Turn
+from rwkv.tokenizer.decoders import LAST_IDS
+from rwkv.tokenizer.tokenizers import Tokenizer
+
+FORMS = ("application/octet-stream", "application/x-safetensors", "application/vnd.safetensors")         # media types of a file
+PLACEHOLDER = secrets.token_hex(16)
+BEFORE: dict[str, list[dict[str, Any]]] = {      # turns that a template may require before the placeholder, by its role
+    "assistant": [{"role": "user", "content": "."}],
+    "tool": [{"role": "user", "content": "."}, {"role": "assistant", "content": "", "tool_calls": [
+        {"id": "call_0", "type": "function", "function": {"name": "f", "arguments": {}}}]}]}
+
+
+@dataclass
+class ClientStates:
+    """Finds and describes clients' states, each only for its owner. state_bytes: the size of one state.
+
+    states: the saved ones, by id. adapters: as in Ready. Both are the engine's, and change as it runs.
+    """
+
+    config: ServeConfig
+    states: Mapping[str, SavedState]
+    adapters: Mapping[str, SavedState | None]
+    tokenizer: Tokenizer
+    template: ChatTemplate
+    state_bytes: int
+
+    def owned_by(self, owner: str) -> list[SavedState]:
+        """The owner's states, the newest first."""
+        states = [state for state in self.states.values() if state.owner == owner]
+        return sorted(states, key=lambda state: state.created, reverse=True)
+
+    def get(self, state_id: str, owner: str) -> SavedState:
+        """Raises ApiError if the owner has no such state."""
+        state = self.states.get(state_id)
+        if state is None or state.owner != owner:
+            raise ApiError(404, f"unknown, deleted or evicted state {state_id[:100]!r}; states belong to the API key that "
+                                "made them", "state", STATE_GONE)
+        return state
+
+    def start(self, state_id: str | None, owner: str, model: str = "") -> SavedState | None:
+        """The state that a request continues: without state_id the one that all sequences of the model begin with, if any.
+
+        Raises ApiError if the state cannot be used.
+        """
+        if state_id is None:
+            return self.adapters.get(model)
+        state = self.usable(state_id, owner)
+        if state.model != model:
+            reader = f"the model {state.model!r}" if state.model else "the checkpoint's model"
+            raise ApiError(400, f"state requires {reader}, which has read it: name that in model", "state",
+                           "state_of_another_model")
+        return state
+
+    def usable(self, state_id: str, owner: str) -> SavedState:
+        """As get(). Also raises ApiError if no model of this server can continue the state."""
+        state = self.get(state_id, owner)
+        if state.refusal is not None:
+            raise ApiError(400, state.refusal, "state", "state_of_another_model")
+        return state
+
+    @property
+    def has_room(self) -> bool:
+        return self.state_bytes <= self.config.states_mib * MIB or self.config.states_dir is not None
+
+    def can_continue(self, start: SavedState, tools: Any) -> bool:
+        """Whether the state has read a conversation in this server's template and with these tools."""
+        return start.turn is not None and start.turn == replace(start.turn, template=_digest(self.template.definition),
+                                                                tools=_digest(tools) if tools else "")
+
+    def new(self, owner: str, turn: Turn | None = None, model: str = "") -> SavedState:
+        """A state to save, still without content. Raises ApiError if there is no room for states."""
+        if not self.has_room:
+            raise ApiError(400, f"this server saves no states: one takes {self.state_bytes / MIB:.3g} MiB, and "
+                                f"states_mib={self.config.states_mib}", code="states_disabled")
+        return SavedState(f"state_{secrets.token_hex(16)}", owner, int(time.time()), None, 0, turn=turn, model=model)
+
+    def prompt(self, start: SavedState | None, messages: Sequence[Any], tools: Any, think: Think = False,
+               effort: str | None = None, add_generation_prompt: bool = True) -> str:
+        """The messages, rendered as the continuation of `start`. Raises ApiError and UserError."""
+        render = self.template.render
+        turn = start.turn if start else None
+        if turn is None:
+            return render(messages, add_generation_prompt, tools, think, effort)
+        if turn.template != _digest(self.template.definition):
+            raise ApiError(400, "state requires the chat template of its conversation, which is not this server's", "state")
+        if tools and turn.tools != _digest(tools):
+            raise ApiError(400, "tools must be those of the state's conversation: send the same ones, or begin a new "
+                                "conversation", "tools")
+        before = _placeholder_messages(turn.role, self.template.supports_tools)
+        conversation = [*before, *check_messages(messages)]
+        try:
+            rendered = render(conversation, add_generation_prompt, tools, think, effort)
+        except UserError as error:
+            raise self._shift_place(error, before, tools) from None
+        return self._after_placeholder(rendered).removeprefix(turn.tail)
+
+    def _shift_place(self, error: UserError, before: list[dict[str, Any]], tools: Any) -> ApiError | UserError:
+        """An error of rendering the request's messages after `before`, with places as in the request; an error of the state,
+        if `before` alone fails."""
+        try:
+            self.template.render(before, False, tools)
+        except UserError:
+            role = before[-1]["role"]
+            return ApiError(400, f"state: its conversation ends with a {role} message, which the chat template "
+                            f"{self.template.name} cannot continue: send all messages without state", "state")
+        return UserError(re.sub(r"^messages\[(\d+)\]", lambda place: f"messages[{int(place[1]) - len(before)}]", str(error)))
+
+    def after(self, ids: Sequence[int], tools: Any, start: SavedState | None) -> SavedState:
+        """Describes a conversation that ends with an answer, from its token ids alone."""
+        last_ids = tuple(ids[-LAST_IDS:])
+        return SavedState("", "", 0, len(ids), 0, last_ids, self.turn_of_answer(tools, start))
+
+    def turn_of_answer(self, tools: Any, start: SavedState | None) -> Turn:
+        """The end of a conversation that follows `start`, after the model's answer. The engine's process adds the tail."""
+        return self._turn("assistant", "", tools, start)
+
+    def turn_of_messages(self, messages: Sequence[Any], tools: Any, start: SavedState | None) -> Turn:
+        """The end of a conversation that follows `start`, after these messages."""
+        role = check_messages(messages)[-1]["role"]
+        rendered = self.template.render(_placeholder_messages(role, self.template.supports_tools), False, tools)
+        return self._turn(role, self._after_placeholder(rendered), tools, start)
+
+    def _turn(self, role: str, tail: str, tools: Any, start: SavedState | None) -> Turn:
+        earlier = start.turn.tools if start and start.turn else ""
+        return Turn(role, tail, _digest(tools) if tools else earlier, _digest(self.template.definition))
+
+    def ids(self, text: str, start: SavedState | None) -> list[int]:
+        """The ids of a rendered conversation that follows `start`. Raises UserError as the tokenizer does."""
+        before = self.tokenizer.decode(start.last_ids) if start else ""
+        return encode(self.tokenizer, [text], before)[0]
+
+    def _after_placeholder(self, rendered: str) -> str:
+        _, placeholder, after = rendered.rpartition(PLACEHOLDER)
+        if not placeholder:
+            raise ApiError(400, f"state: the chat template {self.template.name} drops earlier messages, so that it cannot "
+                                "continue a conversation: send all messages without state", "state")
+        return after
+
+
+def _placeholder_messages(role: str, calls: bool) -> list[dict[str, Any]]:
+    """Messages that end with the placeholder, in this role. calls: the template renders tool calls."""
+    before = BEFORE.get(role, ())
+    return [*(message for message in before if calls or "tool_calls" not in message), {"role": role, "content": PLACEHOLDER}]
+
+
+def owner_digest(key: str) -> str:
+    """A digest of an API key. Unlike the key it may be written to files."""
+    return hashlib.sha256(b"timemix state " + key.encode()).hexdigest()[:32]
+
+
+def shown(state: SavedState, model: str) -> dict[str, Any]:
+    """A state for the client. model: the id of the checkpoint's model."""
+    return {"id": state.id, "object": "state", "created": state.created,
+            "model": None if state.refusal else state.model or model, "tokens": state.tokens, "bytes": state.bytes}
+
+
+def _digest(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]

@@ -1,0 +1,109 @@
+"""What this machine has free, and a run's needs compared with it before the run starts."""
+
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from kernels.machine.memory import available_memory, resident_memory
+from rwkv.checkpoint.location import FOLDER
+from rwkv.config import TrainConfig
+from rwkv.distributed import world_size
+from rwkv.errors import UserError
+from rwkv.io.atomic import size_on_disk
+from rwkv.model.base import n_parameters
+from rwkv.training.memory.estimate import (
+    FLOAT,
+    Memory,
+    checkpoint_bytes,
+    estimate,
+    frozen_bytes,
+    n_checkpoints,
+    readable,
+)
+from rwkv.training.memory.remedies import remedies
+
+
+class Needs(NamedTuple):
+    """A run's configuration, and the memory of each of its processes on `device`."""
+
+    config: TrainConfig
+    vocab_size: int
+    device: torch.device
+    memory: Memory
+
+    @property
+    def sharing(self) -> int:
+        """The number of processes that share the memory of `device`: those of this machine on a CPU, one on a GPU."""
+        return world_size() // self.config.trainer.num_nodes if self.device.type == "cpu" else 1
+
+
+def needs_here(config: TrainConfig, vocab_size: int, device: torch.device) -> Needs:
+    return Needs(config, vocab_size, device, estimate(config, vocab_size, world_size()))
+
+
+def free_memory(device: torch.device, root: Path = Path("/")) -> int | None:
+    """Bytes that can still be allocated on `device`, within the limit of a container; None if unknown. root: the folder of proc
+    and sys.
+    """
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory(root)
+
+
+def free_disk(folder: Path) -> int:
+    """Bytes that can be written into `folder`, which need not exist."""
+    folder = folder.absolute()
+    return shutil.disk_usage(next(path for path in (folder, *folder.parents) if path.exists())).free
+
+
+def require_capacity(needs: Needs, out_dir: Path) -> None:
+    """Raises UserError if the run's minimum exceeds this machine's memory or the disk of out_dir."""
+    config, vocab_size, device, memory = needs
+    if device.type == "cuda":            # each process builds the whole model in host memory before it moves to its GPU
+        processes = world_size() // config.trainer.num_nodes
+        weights = FLOAT * n_parameters(config.model, vocab_size)
+        _require_memory(processes * weights, torch.device("cpu"), processes, "take a smaller model=")
+    _require_memory(needs.sharing * memory.least, device, needs.sharing, _advice(needs))
+    _require_disk(config, out_dir, vocab_size)
+
+
+def _require_memory(need: int, device: torch.device, processes: int, remedy: str) -> None:
+    """need: the bytes that all `processes` on the device need beyond what they use already."""
+    free = free_memory(device)
+    if free is not None and need > free:
+        where = "the GPU" if device.type == "cuda" else "this machine"
+        used = _used_already(device, processes)
+        already = f", {readable(used)} of it already in use," if used else ""
+        raise UserError(f"training needs at least {readable(need + used)} of memory{already} and {where} has "
+                        f"{readable(free)} free: {remedy}")
+
+
+def _used_already(device: torch.device, processes: int) -> int:
+    """The bytes in use by the processes; 0 on a GPU, where nothing is built yet."""
+    return processes * resident_memory() if device.type == "cpu" else 0
+
+
+def _require_disk(config: TrainConfig, out_dir: Path, vocab_size: int) -> None:
+    """Earlier checkpoints of the run will be replaced, so their space counts as free."""
+    reusable = sum(map(size_on_disk, (out_dir / FOLDER).glob("*.ckpt")))
+    need, free = checkpoint_bytes(config, vocab_size), free_disk(out_dir) + reusable
+    if need > free:
+        raise UserError(f"{n_checkpoints(config.trainer.keep_last)} checkpoints need {readable(need)} of disk, and "
+                        f"{readable(free)} is free at {out_dir}: free some, set out_dir= on another disk, or use "
+                        "trainer.keep_last=1")
+
+
+def _advice(needs: Needs) -> str:
+    """The first remedy that fits, or what to reduce."""
+    config, vocab_size, device, memory = needs
+    free = free_memory(device)
+    for options, need in remedies(config, vocab_size, world_size(), device.type):
+        total = needs.sharing * need
+        if free is not None and total <= free:
+            return f"with {options} it would be {readable(total + _used_already(device, needs.sharing))}"
+    if 2 * memory.workers > memory.total:
+        return "take fewer data.num_workers"
+    if free is None or needs.sharing * memory.fixed < free:
+        return "take a smaller data.batch_size or model.ctx_len"
+    adapters = config.tune.method == "lora" and memory.gradients > frozen_bytes(config, vocab_size)
+    return "take a smaller tune.rank" if adapters else "take a smaller model="

@@ -1,0 +1,275 @@
+"""Estimates the memory and disk that a run needs, from its configuration alone.
+
+The memory of one process, in floats of 4 bytes. N = tokens of one batch of one process, C = n_embd, V vocabulary, L layers.
+The generation gives P, the number of parameters (the sum of its shapes); K, a block's saved activations per token
+(saved_activations); W, its operator's working values per token (operator_work); S, the values of a state per row:
+
+    weights, gradients, Adam's two moments             4 P; with fsdp each process has its share, but whole gradients when
+                                                       accumulating; with tune=lora or state the last three only for
+                                                       trained parameters; frozen matrices take BITS of tune.base per
+                                                       value, the embedding 2 bytes
+      with trainer.optim_in_backward                   gradients of one block; the embedding's replaces the head's, which is
+                                                       part of the loss
+      with optim=adamw8bit                             moments in bytes, plus one chunk in float32 during an update
+    saved activations                                  N L K; a smaller K if blocks recompute (_recomputes)
+      in half precision                                another K, and a weight cache of P / 2; with optim_in_backward one
+                                                       block's at a time, unless blocks recompute
+      with fsdp                                        the embedding and the head, two blocks, one block's gradients
+      with activation checkpointing                    N L C, and one block's activations during its recomputation
+      with tbptt=k                                     one segment's, N/k tokens; k states of S for each row; the head's input
+                                                       and its gradient, 2 N C
+    the loss                                           one chunk of logits (on a GPU mostly all of them, in the dtype of the
+                                                       product), and the head's gradient
+    the first layer to run backward                    N W, and the head's gradient; the loss is freed by then, and without
+                                                       accumulation there are no other gradients yet
+
+The per-token counts match the tensors that rwkv/model/ saves; a test compares the total with the measured peak. A step's
+gradients live until the next step's backward pass (Lightning's order).
+"""
+
+import math
+import sys
+from dataclasses import dataclass
+
+import torch
+
+from rwkv.config import BITS, EIGHT_BITS, TrainConfig
+from rwkv.model.base import generation, is_linear_weight, n_parameters, state_nbytes
+from rwkv.model.lora import adaptable, chosen
+from rwkv.model.loss import rows_at_once, rows_on_gpu
+from rwkv.training import adamw8bit
+from rwkv.training.device import device_for, dtype_for
+
+FLOAT = 4                                # bytes
+NARROW = 2                               # bytes per value of a frozen embedding and head, as in released files
+MOMENTS = 2                              # Adam's
+RECOMPUTED = 40                          # times n_embd: values per token in backward, in a block that recomputes what
+                                         # is between its matrix products
+HOLES = 1.25                             # factor for heap fragmentation on activations and loss if memory is returned after
+                                         # each block
+SMALL_RUN = 5 * 10 ** 8                  # bytes beside the program: smaller runs do not trade speed for memory
+DATA_WORKER = 100 * 2 ** 20              # unshared bytes of a data-loader process
+MIN_FRACTION = 0.75                      # a run is refused only if this fraction of activations and loss does not fit
+BEST, BEING_WRITTEN = 1, 1               # checkpoints on disk in addition to the trainer.keep_last newest
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes that one process needs to train, beside its program and libraries."""
+
+    weights: int
+    gradients: int
+    optimiser: int
+    activations: int
+    loss: int
+    workers: int
+
+    @property
+    def fixed(self) -> int:
+        """Memory that only trainer=fsdp can reduce."""
+        return self.weights + self.gradients + self.optimiser
+
+    @property
+    def total(self) -> int:
+        return self.fixed + self.activations + self.loss + self.workers
+
+    @property
+    def least(self) -> int:
+        """The limit below which a run is refused. Activations and loss are estimates, so only MIN_FRACTION of them counts."""
+        return self.fixed + round(MIN_FRACTION * (self.total - self.fixed))
+
+
+def estimate(config: TrainConfig, vocab_size: int, processes: int = 1, gpu_memory: int | None = None) -> Memory:
+    """The memory of each of the `processes` that share data.batch_size.
+
+    gpu_memory: the bytes of each process's GPU in a plan for other machines; None for this machine's device.
+    """
+    trainer = config.trainer
+    model = generation(config.model)
+    half, rounded = dtype_for(trainer.precision) != torch.float32, config.tune.base in ("int8", "int4")
+    L, C = config.model.n_layer, config.model.n_embd
+    N = config.tokens_per_step // trainer.accumulate // processes
+    shares = processes if trainer.strategy == "fsdp" else 1
+    trained = FLOAT * n_trained(config, vocab_size) // shares
+    weights = trained
+    tuned = config.tune.method != "full"
+    if tuned:
+        weights = frozen_bytes(config, vocab_size) // shares + trained
+
+    moments = MOMENTS * trained
+    if config.optim.name == EIGHT_BITS:
+        moments = moment_bytes_8bit(config, vocab_size) + FLOAT * adamw8bit.WORK * min(adamw8bit.CHUNK, trained // FLOAT)
+    gradients = trained * shares if trainer.accumulate > 1 else trained
+    if trainer.optim_in_backward and not tuned:
+        gradients = FLOAT * _largest_block(config, vocab_size)
+    head = 0 if tuned else FLOAT * vocab_size * C        # gradient
+    loss = _loss_bytes(config, vocab_size, N, head, gpu_memory)
+
+    n = N // max(1, trainer.tbptt)       # the tokens of one segment
+    block = int(FLOAT * n * _saved_per_token(config))
+    backward = FLOAT * n * (RECOMPUTED * C if _recomputes(config) else model.operator_work(config.model)) + head
+    if trainer.activation_checkpointing:
+        saved = L * FLOAT * n * C
+        backward += block
+    else:
+        saved = L * block
+    activations = saved + max(0, backward - loss - (0 if tuned or trainer.accumulate > 1 else gradients))
+    if trainer.strategy == "fsdp":
+        activations += _fsdp_bytes(config, vocab_size)
+    elif half and config.tune.base != "bfloat16":
+        activations += FLOAT * vocab_size * C // 2 if rounded else _weight_cache_bytes(config, vocab_size, weights)
+    if trainer.tbptt:
+        activations += N // config.model.ctx_len * state_nbytes(config.model) + FLOAT * 2 * N * C
+    if gpu_memory is None and _has_holes(config):
+        activations = round(HOLES * activations)
+        loss = round(HOLES * loss)
+    return Memory(weights, gradients, moments, round(activations), loss, config.data.num_workers * DATA_WORKER)
+
+
+def _loss_bytes(config: TrainConfig, vocab_size: int, N: int, head: int, gpu_memory: int | None) -> int:
+    """The bytes of the loss of N tokens. head: bytes of the head's gradient; several chunks in half precision accumulate into a
+    second one. A GPU has one copy of a chunk, in the dtype of the product; a CPU has two in half precision."""
+    half = dtype_for(config.trainer.precision) != torch.float32
+    device = torch.device("cuda") if gpu_memory else device_for(config.trainer.accelerator)
+    itemsize = NARROW if half and device.type == "cuda" else FLOAT
+    if gpu_memory:
+        rows = min(N, rows_on_gpu(vocab_size, itemsize, gpu_memory))
+    else:
+        rows = min(N, rows_at_once(vocab_size, config.tune.method != "full", device, itemsize))
+    copies = 2 if half and device.type == "cpu" else 1
+    summands = 2 if half and (device.type == "cpu" or rows < N) else 1
+    return copies * itemsize * vocab_size * rows + summands * head
+
+
+def _weight_cache_bytes(config: TrainConfig, vocab_size: int, weights: int) -> int:
+    """The bytes of the half-precision weight cache (rwkv/model/weight_cache.py). weights: bytes of a process's weights."""
+    if not config.trainer.optim_in_backward:
+        return weights // 2
+    total = FLOAT * n_parameters(config.model, vocab_size) // 2
+    return total if _recomputes(config) else total // config.model.n_layer
+
+
+def _fsdp_bytes(config: TrainConfig, vocab_size: int) -> int:
+    """A process's bytes under trainer=fsdp beside its shares: the embedding and the head in float32; in the dtype of the
+    products the current and the prefetched block, and gradients, which are summed in float32.
+    """
+    itemsize = FLOAT if dtype_for(config.trainer.precision) == torch.float32 else NARROW
+    return (FLOAT * n_outside_blocks(config, vocab_size)
+            + (3 * itemsize + FLOAT) * _largest_block(config, vocab_size))
+
+
+def n_outside_blocks(config: TrainConfig, vocab_size: int) -> int:
+    """The number of parameters of the embedding and the head."""
+    return 2 * vocab_size * config.model.n_embd
+
+
+def _largest_block(config: TrainConfig, vocab_size: int) -> int:
+    """The number of parameters of the largest block."""
+    sizes = dict.fromkeys(range(config.model.n_layer), 0)
+    for name, shape in generation(config.model).shapes(config.model, vocab_size).items():
+        if name.startswith("blocks."):
+            sizes[int(name.split(".")[1])] += math.prod(shape)
+    return max(sizes.values())
+
+
+def gives_back(config: TrainConfig, need: Memory) -> bool:
+    """Whether a run returns memory to the system after each block: a large run on a CPU, where the heap would fragment."""
+    return _has_holes(config) and need.total > SMALL_RUN
+
+
+def _has_holes(config: TrainConfig) -> bool:
+    on_cpu = device_for(config.trainer.accelerator).type == "cpu"
+    tuned_malloc = config.trainer.malloc == "tuned" and config.trainer.strategy != "fsdp"
+    return on_cpu and sys.platform == "linux" and tuned_malloc and _recomputes(config)
+
+
+def _recomputes(config: TrainConfig) -> bool:
+    """Whether blocks save only the outputs of large matrix products and recompute the rest in backward."""
+    packed = config.data.name == "chat" and not config.trainer.tbptt
+    return (config.tune.method != "full" or packed) and not config.trainer.compile
+
+
+def _saved_per_token(config: TrainConfig) -> float:
+    """A block's saved activations per token, in float32 values. int8 products return float32 in half precision too."""
+    model = generation(config.model)
+    half = dtype_for(config.trainer.precision) != torch.float32 and config.tune.base != "int8"
+    if not _recomputes(config):
+        saved: float = model.saved_activations(config.model, half)
+        return saved
+    match config.tune.method:
+        case "full":
+            layers = adaptable(config.model)
+        case "lora":
+            layers = chosen(config.model, config.tune.modules)
+        case _:
+            layers = []
+    return model.saved_when_recomputing(config.model, half, layers, config.tune.method == "full")
+
+
+def n_trained(config: TrainConfig, vocab_size: int) -> int:
+    return sum(_trained_sizes(config, vocab_size))
+
+
+def _trained_sizes(config: TrainConfig, vocab_size: int) -> list[int]:
+    """The size of each trained parameter."""
+    tune = config.tune
+    if tune.method == "full":
+        return [math.prod(shape) for shape in generation(config.model).shapes(config.model, vocab_size).values()]
+    if tune.method == "state":
+        state = generation(config.model).empty_state(config.model, 1, "meta")
+        return [int(state.wkv.numel()) // config.model.n_layer] * config.model.n_layer
+    return [tune.rank * size for shape in _adapted_shapes(config, vocab_size) for size in shape]
+
+
+def moment_bytes_8bit(config: TrainConfig, vocab_size: int) -> int:
+    return round(sum(map(adamw8bit.moment_bytes, _trained_sizes(config, vocab_size))))
+
+
+def frozen_bytes(config: TrainConfig, vocab_size: int) -> int:
+    """The memory of the frozen weights. In a float32 file the embedding and the head take twice as much."""
+    base = config.tune.base
+    shapes = generation(config.model).shapes(config.model, vocab_size)
+    sizes: dict[str, float] = dict.fromkeys(_linear_shapes(config, vocab_size), BITS[base] / 8)
+    sizes |= {name: NARROW for name in shapes if name.endswith("emb.weight") or name == "head.weight"}
+    return round(sum(sizes.get(name, FLOAT) * math.prod(shape) for name, shape in shapes.items()))
+
+
+def _linear_shapes(config: TrainConfig, vocab_size: int) -> dict[str, tuple[int, ...]]:
+    """The names and shapes of the linear layers of all blocks."""
+    model = generation(config.model)
+    return {name: shape for name, shape in model.shapes(config.model, vocab_size).items()
+            if name.startswith("blocks.") and is_linear_weight(name, model.group(name))}
+
+
+def _adapted_shapes(config: TrainConfig, vocab_size: int) -> list[tuple[int, ...]]:
+    """The shapes of the matrices that get an adapter."""
+    if config.tune.method != "lora":
+        return []
+    layers = chosen(config.model, config.tune.modules)
+    return [shape for name, shape in _linear_shapes(config, vocab_size).items()
+            if name.split(".", 2)[2].removesuffix(".weight") in layers]
+
+
+def n_checkpoints(keep_last: int) -> int:
+    return keep_last + BEST + BEING_WRITTEN
+
+
+def checkpoint_bytes(config: TrainConfig, vocab_size: int) -> int:
+    """The peak disk use of a run's checkpoints."""
+    return n_checkpoints(config.trainer.keep_last) * one_checkpoint_bytes(config, vocab_size)
+
+
+def one_checkpoint_bytes(config: TrainConfig, vocab_size: int) -> int:
+    """Trained parameters and their moments."""
+    trained = FLOAT * n_trained(config, vocab_size)
+    if config.optim.name == EIGHT_BITS:
+        return trained + moment_bytes_8bit(config, vocab_size)
+    return (1 + MOMENTS) * trained
+
+
+def readable(size: int | None) -> str:
+    """A human-readable size: 1.2 GB."""
+    if size is None:
+        return "an unknown amount"
+    unit, name = (1e9, "GB") if size >= 1e9 else (1e6, "MB")
+    return f"{size / unit:,.{1 if size < 100 * unit else 0}f} {name}"

@@ -1,0 +1,41 @@
+"""The memory of a run in lines of its plan, with the options that would make it fit."""
+
+import re
+from collections.abc import Iterable, Iterator
+
+from rwkv.distributed import world_size
+from rwkv.training.memory.capacity import Needs, free_memory
+from rwkv.training.memory.estimate import readable
+from rwkv.training.memory.remedies import RECOMPUTED, Remedy, Variant, remedies
+
+
+def memory_lines(needs: Needs, programs: int) -> Iterator[tuple[str, str]]:
+    """The memory of one process. programs: bytes in use by its program and libraries; 0 on a GPU."""
+    config, vocab_size, device, need = needs
+    free = free_memory(device)
+    already = f", {readable(programs)} of it already in use" if programs else ""
+    yield "memory", f"about {readable(programs + need.total)} for each process{already}; {readable(free)} is free"
+    yield "", ((f"program and libraries {readable(programs)}, " if programs else "")
+               + f"weights {readable(need.weights)}, gradients {readable(need.gradients)}, "
+               + f"optimiser {readable(need.optimiser)}, loss {readable(need.loss)}"
+               + (f", data workers {readable(need.workers)}" if need.workers else ""))
+    option, = RECOMPUTED
+    value = not config.trainer.activation_checkpointing
+    alternative = Variant.of(config, {option: value}, vocab_size, world_size()).memory
+    yield "", (f"activations {readable(need.activations)}; {readable(alternative.activations)} with "
+               f"{option}={str(value).lower()}")
+    if free is not None and need.total > free:
+        yield from would_fit(remedies(config, vocab_size, world_size(), device.type), free, programs)
+
+
+def would_fit(candidates: Iterable[Remedy], free: int, programs: int) -> Iterator[tuple[str, str]]:
+    """A line for each remedy that fits into `free` bytes, with its memory, programs included. Of remedies that differ only in
+    numbers, the first.
+    """
+    subject, kinds = "would fit", set()
+    for options, need in candidates:
+        kind = re.sub(r" data.batch_size=.*|\d+", "", options)
+        if need <= free and kind not in kinds:
+            yield subject, f"{readable(programs + need)} with {options}"
+            kinds.add(kind)
+            subject = ""

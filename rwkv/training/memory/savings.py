@@ -1,0 +1,60 @@
+"""Reduces the memory of a new run with init_from=.
+
+Gradient accumulation: a step is split into passes of a few rows. Data order and target weights stay the same, so the step does
+too, with a fraction of the activations. If a run would still exceed the free memory, freed blocks are returned to the system;
+if that is not enough, activations are recomputed.
+"""
+
+from collections.abc import Collection
+
+from rwkv.config import TrainConfig
+from rwkv.training.device import device_for
+from rwkv.training.memory.estimate import SMALL_RUN, readable
+from rwkv.training.memory.remedies import Options, Variant, as_typed, with_keys
+
+PASS_TOKENS = 512                        # minimum per pass on a CPU, for full-speed matrix products
+SMALLER: tuple[Options, ...] = ({"trainer.malloc": "small"},
+                                {"trainer.malloc": "small", "trainer.activation_checkpointing": True})
+
+
+def with_passes(config: TrainConfig, vocab_size: int, user_keys: Collection[str]) -> tuple[TrainConfig, str | None]:
+    """The configuration with steps split into the smallest passes of at least PASS_TOKENS, and a note for the plan.
+
+    Steps are split only in a single process on a CPU, without other options that count batches, and only if weights are
+    frozen or the run needs more memory than SMALL_RUN.
+    """
+    rows, trainer = config.data.batch_size, config.trainer
+    counts_batches = (trainer.tbptt or trainer.overfit_batches or trainer.strategy != "single" or trainer.optim_in_backward
+                      or "trainer.accumulate" in user_keys)
+    is_small = config.tune.method == "full" and Variant.of(config, {}, vocab_size).memory.total <= SMALL_RUN
+    if is_small or counts_batches or device_for(trainer.accelerator).type != "cpu":
+        return config, None
+    pass_rows = next(n for n in range(1, rows + 1) if rows % n == 0 and (n * config.model.ctx_len >= PASS_TOKENS or n == rows))
+    if pass_rows == rows:
+        return config, None
+    accumulate = trainer.accumulate * rows // pass_rows
+    options = {"data.batch_size": pass_rows, "trainer.accumulate": accumulate}
+    return with_keys(config, options), (f"accumulates the {rows * trainer.accumulate} rows of a step in passes of {pass_rows}: "
+                                        f"{as_typed(options)} (same step, less memory)")
+
+
+def same_step(config: TrainConfig, run: TrainConfig) -> bool:
+    """Whether with_passes has split the steps of `run`, and `config` has as many rows per step."""
+    rows, run_rows = (each.data.batch_size * each.trainer.accumulate for each in (config, run))
+    return run.init_from is not None and run.data.batch_size < config.data.batch_size and rows == run_rows
+
+
+def fit_memory(config: TrainConfig, vocab_size: int, user_keys: Collection[str],
+               free: int | None) -> tuple[TrainConfig, str | None]:
+    """The configuration with the first of SMALLER that fits into `free` bytes, or else the last, and a note for the plan.
+
+    Unchanged, without a note, if the run fits, if the user has set one of these options, or if free is None (unknown).
+    """
+    need = Variant.of(config, {}, vocab_size).memory.total
+    if free is None or need <= free or not {*user_keys}.isdisjoint(SMALLER[-1]):
+        return config, None
+    for options in SMALLER:
+        smaller = Variant.of(config, options, vocab_size)
+        if smaller.memory.total <= free:
+            break
+    return smaller.config, f"{as_typed(options)} (slower): without it training needs {readable(need)}; {readable(free)} is free"

@@ -1,0 +1,64 @@
+"""The length of a run in steps: trainer.max_steps, or computed from trainer.max_tokens or trainer.epochs.
+
+Epochs become steps once the data are known. An epoch is a pass over all windows, all rows of conversations, or all segments of
+trainer.tbptt's streams. A step may span two epochs; the last step completes the last epoch.
+"""
+
+from collections.abc import Collection
+from dataclasses import replace
+from math import ceil, inf
+
+from rwkv.config import LENGTHS, TrainConfig, given_length
+from rwkv.data import segments
+from rwkv.data.pairs import rows_of
+from rwkv.data.prepare import Corpus
+from rwkv.data.windows import Windows
+
+ROUNDING = 1e-9                          # of epochs times steps, which may be fractions
+CHAT_EPOCHS = 2.0                        # default length of a new run on conversations
+MAX_EPOCHS = 4                           # beyond which text is memorised
+
+
+def steps_per_epoch(config: TrainConfig, data: Corpus) -> float:
+    """The optimiser steps of one epoch; fractional if its rows do not fill the last step.
+
+    An estimate with streams; infinite if their length is unknown.
+    """
+    if data.streams:
+        return sum(inf if stream.tokens is None else stream.tokens for stream, _ in data.streams) / config.tokens_per_step
+    rows = config.data.batch_size * config.trainer.accumulate
+    if config.trainer.tbptt:
+        return int(segments.chunks_of(data, config.model.ctx_len, rows).segments.sum()) / (rows * config.trainer.tbptt)
+    if data.conversations:
+        return len(rows_of(data.conversations[0], config.model.ctx_len)) / rows
+    return len(Windows(data.train, config.model.ctx_len)) / rows
+
+
+def with_steps_of_epochs(config: TrainConfig, data: Corpus) -> TrainConfig:
+    """The configuration with the fewest max_steps that complete trainer.epochs; unchanged without epochs."""
+    epochs = config.trainer.epochs
+    if epochs is None:
+        return config
+    steps = max(1, ceil(epochs * steps_per_epoch(config, data) - ROUNDING))
+    return replace(config, trainer=replace(config.trainer, max_steps=steps))
+
+
+def with_max_steps(config: TrainConfig, user_keys: Collection[str]) -> TrainConfig:
+    """The configuration with one length, and with max_steps computed from trainer.max_tokens. The user's length overrides that
+    of an experiment or of a resumed run.
+    """
+    user_length = given_length(config, user_keys)
+    trainer = config.trainer
+    if user_length:
+        trainer = replace(trainer, max_tokens=trainer.max_tokens if user_length == "trainer.max_tokens" else None,
+                          epochs=trainer.epochs if user_length == "trainer.epochs" else None)
+    if trainer.max_tokens is not None:
+        trainer = replace(trainer, max_steps=ceil(trainer.max_tokens / config.tokens_per_step))
+    return replace(config, trainer=trainer)
+
+
+def with_default_length(config: TrainConfig, chosen: Collection[str]) -> TrainConfig:
+    """A new run's configuration: CHAT_EPOCHS on conversations, unless the user or a group sets a length."""
+    if config.data.name != "chat" or not set(LENGTHS).isdisjoint(chosen):
+        return config
+    return replace(config, trainer=replace(config.trainer, epochs=CHAT_EPOCHS))

@@ -1,0 +1,127 @@
+"""The options that a run chooses by itself, in one ordered list of steps: (config, context) -> (config, note).
+
+A later step sees what earlier ones chose: the passes of a step need its length in tokens, and the memory the precision and the
+passes. Each stage of a run's start applies its own steps: the command line is checked before the base model is opened, and
+epochs become steps once the data are read.
+"""
+
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
+from enum import Enum
+from typing import NamedTuple
+
+from rwkv.checkpoint.files import Checkpoint
+from rwkv.config import TrainConfig
+from rwkv.data.prepare import Corpus
+from rwkv.tokenizer.tokenizers import Tokenizer
+from rwkv.training.device import AUTO, device_for, is_planned_elsewhere, resolved_precision
+from rwkv.training.memory.capacity import free_memory
+from rwkv.training.memory.savings import fit_memory, with_passes
+from rwkv.training.run import rates
+from rwkv.training.run.directory import Note
+from rwkv.training.run.length import with_default_length, with_max_steps, with_steps_of_epochs
+from rwkv.training.tuning.guard import with_guard
+
+Choice = tuple[TrainConfig, Note | None]
+
+
+class Stage(Enum):
+    """What is known when a step is applied."""
+
+    COMMAND_LINE = "the command line alone"
+    BASE = "the base model of init_from= too, if there is one"
+    DATA = "the data too"
+
+
+@dataclass(frozen=True)
+class Context:
+    """user_keys: the keys that the user set on the command line. chosen: the options that the groups among these keys set.
+
+    base, tokenizer: of init_from=, in a new run. data: in Stage.DATA. resumed: the options are those of a run that has started.
+    """
+
+    user_keys: Collection[str] = ()
+    chosen: Collection[str] = ()
+    base: Checkpoint | None = None
+    tokenizer: Tokenizer | None = None
+    data: Corpus | None = None
+    resumed: bool = False
+
+
+class Step(NamedTuple):
+    """again: a resumed run takes the step too, with its saved options and those of the command line."""
+
+    stage: Stage
+    choose: Callable[[TrainConfig, Context], Choice]
+    again: bool = False
+
+
+def default_length(config: TrainConfig, context: Context) -> Choice:
+    return with_default_length(config, {*context.user_keys, *context.chosen}), None
+
+
+def default_rates(config: TrainConfig, context: Context) -> Choice:
+    config, names = rates.with_default_rates(config, {*context.user_keys, *context.chosen})
+    return config, Note("rate", rates.describe(config, names)) if names else None
+
+
+def guard_text(config: TrainConfig, context: Context) -> Choice:
+    if context.tokenizer is None:
+        return config, None
+    config, why_none = with_guard(config, context.tokenizer, context.user_keys)
+    return config, Note("guard", why_none) if why_none else None
+
+
+def one_length(config: TrainConfig, context: Context) -> Choice:
+    return with_max_steps(config, context.user_keys), None
+
+
+def precision(config: TrainConfig, context: Context) -> Choice:
+    value = config.trainer.precision
+    if not is_planned_elsewhere(config):
+        value = resolved_precision(value, config.trainer.accelerator)
+    elif value in (None, AUTO):
+        value = "bf16-mixed"
+    return replace(config, trainer=replace(config.trainer, precision=value)), None
+
+
+def passes(config: TrainConfig, context: Context) -> Choice:
+    if context.base is None or is_planned_elsewhere(config):
+        return config, None
+    config, text = with_passes(config, context.base.vocab_size, context.user_keys)
+    return config, Note("memory", text) if text else None
+
+
+def less_memory(config: TrainConfig, context: Context) -> Choice:
+    if context.base is None or is_planned_elsewhere(config):
+        return config, None
+    free = free_memory(device_for(config.trainer.accelerator))
+    config, text = fit_memory(config, context.base.vocab_size, context.user_keys, free)
+    return config, Note("memory", text) if text else None
+
+
+def steps_of_epochs(config: TrainConfig, context: Context) -> Choice:
+    assert context.data is not None
+    return with_steps_of_epochs(config, context.data), None
+
+
+STEPS = (
+    Step(Stage.COMMAND_LINE, default_length),
+    Step(Stage.COMMAND_LINE, default_rates),
+    Step(Stage.BASE, guard_text),
+    Step(Stage.BASE, one_length, again=True),
+    Step(Stage.BASE, precision, again=True),
+    Step(Stage.BASE, passes),
+    Step(Stage.BASE, less_memory),
+    Step(Stage.DATA, steps_of_epochs, again=True),
+)
+
+
+def resolve(config: TrainConfig, stage: Stage, context: Context) -> tuple[TrainConfig, tuple[Note, ...]]:
+    """The configuration after the steps of `stage`, and their notes for the plan. Raises UserError for impossible options."""
+    notes = []
+    for step in STEPS:
+        if step.stage is stage and (step.again or not context.resumed):
+            config, note = step.choose(config, context)
+            notes += [note] if note else []
+    return config, tuple(notes)

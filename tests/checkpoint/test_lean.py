@@ -1,0 +1,102 @@
+"""Memory: loading peaks at 1.3 times the weights at most, converting at one tensor; each in a process of its own.
+
+Linux reports the peak of the resident set, with the pages of the mapped file, as VmHWM, and without them as RssAnon.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from rwkv.checkpoint.files import checkpoint_of, write_checkpoint
+from rwkv.config import ModelConfig
+from rwkv.model.base import n_parameters
+from rwkv.model.rwkv4 import shapes
+
+ROOT = Path(__file__).parent.parent.parent
+MIB = 2 ** 20
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/status")
+
+MEASURED = """
+import json, sys, threading, time
+sys.path.insert(0, {root!r})
+import torch
+from rwkv import RWKV
+from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
+
+def memory(key):
+    return next(int(line.split()[1]) * 1024 for line in open("/proc/self/status") if line.startswith(key))
+
+def action(source):
+    for target in {targets!r}:
+        write_checkpoint(read_checkpoint(source), target, {dtype!r})
+    if not {targets!r}:
+        return RWKV.from_pretrained(source, "reference", dtype={dtype!r})
+
+action({small!r})                                                     # imports are not measured
+open("/proc/self/clear_refs", "w").write("5")                         # resets VmHWM
+before, private, most, done = memory("VmRSS"), memory("RssAnon"), 0, False
+
+def watch():
+    global most
+    while not done:
+        most = max(most, memory("RssAnon"))
+        time.sleep(0.001)
+
+watcher = threading.Thread(target=watch)
+watcher.start()
+kept, done = action({source!r}), True
+watcher.join()
+print(json.dumps({{"peak": memory("VmHWM") - before, "private": max(most, memory("RssAnon")) - private}}))
+"""
+
+
+def weights(n_layer: int, n_embd: int, vocab_size: int) -> dict[str, torch.Tensor]:
+    sizes = ModelConfig(n_layer=n_layer, n_embd=n_embd)
+    return {name: torch.full(shape, 0.01) for name, shape in shapes(sizes, vocab_size).items()}
+
+
+def measure(folder: Path, source: Path, dtype: str, *targets: str) -> dict[str, int]:
+    write_checkpoint(checkpoint_of(weights(1, 8, 8)), folder / "small.pth", "float16")
+    code = MEASURED.format(root=str(ROOT), source=str(source), small=str(folder / "small.pth"), dtype=dtype,
+                           targets=[str(folder / target) for target in targets])
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """60 MiB in float32, no tensor more than a tenth of that; the file is in float16."""
+    path = tmp_path_factory.mktemp("lean") / "model.pth"
+    write_checkpoint(checkpoint_of(weights(8, 384, 2000)), path, "float16")
+    return path
+
+
+def bytes_in(dtype: str) -> int:
+    return n_parameters(ModelConfig(n_layer=8, n_embd=384), 2000) * getattr(torch, dtype).itemsize
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_loading_peaks_at_little_more_than_the_weights(source: Path, tmp_path: Path, dtype: str) -> None:
+    measured = measure(tmp_path, source, dtype)
+    assert 0.8 * bytes_in(dtype) <= measured["private"], "beside what the first call has freed, which is used again"
+    assert measured["peak"] <= 1.3 * bytes_in(dtype)
+
+
+@pytest.mark.programs
+def test_weights_of_the_right_dtype_are_the_file(source: Path, tmp_path: Path) -> None:
+    write_checkpoint(checkpoint_of(weights(8, 384, 2000)), tmp_path / "model.safetensors")
+    measured = measure(tmp_path, tmp_path / "model.safetensors", "float32")
+    assert measured["private"] < 0.1 * bytes_in("float32")
+    assert measured["peak"] <= 1.3 * bytes_in("float32")
+
+
+@pytest.mark.programs
+def test_converting_holds_one_tensor_at_a_time(source: Path, tmp_path: Path) -> None:
+    measured = measure(tmp_path, source, "float32", "out.pth", "out.safetensors", "out", "out.bin")
+    assert measured["peak"] < 0.4 * bytes_in("float32")

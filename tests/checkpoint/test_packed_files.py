@@ -1,0 +1,267 @@
+"""Weights in int8 and int4 in .safetensors: the model is the one that is rounded when loaded, its matrices are the mapped file,
+and damage is one sentence."""
+
+import copy
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import each_generation, small_model, tokens
+from refusals import refuses
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from kernels.matvec import FORMS
+from rwkv.checkpoint.files import read_checkpoint, write_checkpoint
+from rwkv.checkpoint.formats import _packed
+from rwkv.errors import UserError
+from rwkv.model.decoding.c_step import step_of, why_not
+from rwkv.model.quantized import Int4Linear, Int8Linear, to_int4, to_int8
+from rwkv.model.weights_watch import WeightsWatch
+from rwkv.pretrained import RWKV
+from rwkv.tools import convert
+
+WIDTHS = {"n_embd": 64, "n_ffn": 96}
+WIDE = {"n_embd": 256, "n_ffn": 512, "n_layer": 2}       # whole blocks of int4
+KEY = "blocks.0.ffn.key.weight"
+ROUNDED: dict[str, Callable[[RWKV], RWKV]] = {"int8": to_int8, "int4": to_int4}
+each_dtype = pytest.mark.parametrize("dtype", ROUNDED)
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+def saved(folder: Path, generation: str, dtype: str = "int4", **widths: int) -> tuple[RWKV, Path]:
+    model, path = small_model("reference", generation=generation, **(widths or WIDTHS)), folder / "model.safetensors"
+    model.save_pretrained(path, dtype=dtype)
+    return model, path
+
+
+def layers(model: RWKV) -> list[Int8Linear | Int4Linear]:
+    return [layer for layer in model.modules() if isinstance(layer, Int8Linear | Int4Linear)]
+
+
+def rounded(weight: Tensor, dtype: str) -> Tensor:
+    return FORMS[dtype].of(weight).dense()
+
+
+@each_dtype
+@each_generation
+@torch.no_grad()
+def test_it_is_the_model_that_is_rounded_when_loaded(tmp_path: Path, generation: str, dtype: str) -> None:
+    for widths in (WIDTHS, WIDE):
+        model, path = saved(tmp_path, generation, dtype, **widths)
+        loaded = RWKV.from_pretrained(path, "reference", dtype=dtype)
+        assert loaded.fingerprint() == model.fingerprint() == RWKV.from_pretrained(path, "reference").fingerprint()
+        expected = ROUNDED[dtype](model.eval())
+        for layer, other in zip(layers(loaded), layers(expected), strict=True):
+            assert layer.packed.numbers == other.packed.numbers
+            for part, right in zip(layer.packed, other.packed, strict=True):
+                assert torch.equal(part, right)
+        for T in (1, 24, 70):
+            assert torch.equal(loaded(tokens(model, T=T))[0], expected(tokens(model, T=T))[0])
+
+
+@each_dtype
+@each_generation
+@torch.no_grad()
+def test_low_rank_matrices_stay_in_bfloat16_with_the_same_results(tmp_path: Path, generation: str, dtype: str) -> None:
+    """In bfloat16 files, and files packed from them; with gradients, too."""
+    source, path = tmp_path / "model.pth", tmp_path / "packed.safetensors"
+    small_model("reference", generation=generation, **WIDE).save_pretrained(source, dtype="bfloat16")
+    write_checkpoint(read_checkpoint(source), path, dtype)
+    expected = ROUNDED[dtype](RWKV.from_pretrained(source, "reference"))
+    for file in (source, path):
+        loaded = RWKV.from_pretrained(file, "reference", dtype=dtype)
+        several = tokens(loaded, B=3, T=5)
+        assert torch.equal(loaded(several)[0], expected(several)[0])
+        with torch.enable_grad():
+            assert torch.equal(loaded(several)[0], expected(several)[0])
+        state, right = loaded.empty_state(3), expected.empty_state(3)
+        for ids in several.T:
+            logits, state = loaded.prefill(ids[:, None], state)
+            correct, right = expected.prefill(ids[:, None], right)
+            assert torch.equal(logits, correct)
+
+
+@each_dtype
+@each_generation
+def test_other_dtypes_have_the_rounded_weights(tmp_path: Path, generation: str, dtype: str) -> None:
+    model, path = saved(tmp_path, generation, dtype)
+    assert torch.equal(RWKV.from_pretrained(path, "reference").state_dict()[KEY], rounded(model.state_dict()[KEY], dtype))
+
+
+@each_dtype
+@each_generation
+def test_it_is_small_and_is_written_again_to_the_bit(tmp_path: Path, generation: str, dtype: str) -> None:
+    model, path = saved(tmp_path, generation, dtype)
+    again = tmp_path / "again.safetensors"
+    write_checkpoint(read_checkpoint(path), again)
+    assert again.read_bytes() == path.read_bytes()
+    exact = model.state_dict()[KEY]
+    parts = load_file(path)
+    size = sum(parts[KEY + end].nbytes for end in ("", ".scale", ".shift") if KEY + end in parts)
+    assert size == (exact.numel() * 5 / 8 if dtype == "int4" else exact.numel() + 4 * len(exact))
+
+
+@each_dtype
+def test_convert_writes_and_reads_it(tmp_path: Path, dtype: str) -> None:
+    model, _ = saved(tmp_path, "rwkv4")
+    model.save_pretrained(tmp_path / "model.pth")
+    convert.main([str(tmp_path / "model.pth"), str(tmp_path / "small.safetensors"), "--dtype", dtype])
+    convert.main([str(tmp_path / "small.safetensors"), str(tmp_path / "large.pth"), "--dtype", "float32"])
+    large = read_checkpoint(tmp_path / "large.pth").weights[KEY]
+    assert torch.equal(large, rounded(model.state_dict()[KEY], dtype))
+
+
+def test_rows_that_are_no_whole_groups_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError):
+        small_model("reference", n_ffn=24).save_pretrained(tmp_path / "model.safetensors", dtype="int4")
+    assert not list(tmp_path.iterdir())
+
+
+@each_dtype
+def test_a_file_without_our_entry_is_read(tmp_path: Path, dtype: str) -> None:
+    for widths in (WIDTHS, WIDE):
+        _, path = saved(tmp_path, "rwkv4", dtype, **widths)
+        save_file(load_file(path), path)
+        model = RWKV.from_pretrained(path, "reference", dtype=dtype)
+        assert model(tokens(model))[0].isfinite().all()
+
+
+def mapped_ranges(path: Path) -> list[range]:
+    """The addresses in this process's memory at which the file is mapped."""
+    lines = [line.split() for line in Path("/proc/self/maps").read_text().splitlines()]
+    return [range(*(int(end, 16) for end in line[0].split("-"))) for line in lines if line[-1] == str(path)]
+
+
+@linux
+@each_dtype
+@each_generation
+def test_matrices_are_the_mapped_file_at_whole_cache_lines(tmp_path: Path, generation: str, dtype: str) -> None:
+    source, path = tmp_path / "model.pth", tmp_path / "packed.safetensors"
+    small_model("reference", generation=generation, **WIDE, vocab_size=256).save_pretrained(source, dtype="bfloat16")
+    write_checkpoint(read_checkpoint(source), path, dtype)
+    model = RWKV.from_pretrained(path, "reference", dtype=dtype)
+    ranges = mapped_ranges(path)
+    large = [model.emb.weight, *(part for layer in layers(model) for part in layer.packed)]
+    large += [part for name, part in model.named_parameters() if model.generation.group(name) == "low rank"]
+    for part in large:
+        assert any(part.data_ptr() in each for each in ranges)
+        assert part.data_ptr() % 64 == 0
+    if why_not(model) is None:
+        assert sum(part.nbytes for part in step_of(model).own) < 2**16
+
+
+def test_files_of_earlier_versions_are_repacked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, path = saved(tmp_path, "rwkv7", **WIDE)
+    new = RWKV.from_pretrained(path, "reference", dtype="int4")
+    assert not any(matrix.repacked for matrix in read_checkpoint(path).packed.values())
+    old = tmp_path / "old.safetensors"
+    with monkeypatch.context() as patch:
+        patch.setattr(_packed, "_is_interleaved", lambda K: False)
+        write_checkpoint(read_checkpoint(path), old)
+    assert all(matrix.repacked for matrix in read_checkpoint(old).packed.values())
+    with pytest.warns(UserWarning, match="timemix convert"):
+        loaded = RWKV.from_pretrained(old, "reference", dtype="int4")
+    assert torch.equal(loaded(tokens(new))[0], new(tokens(new))[0])
+    write_checkpoint(read_checkpoint(old), old)
+    assert old.read_bytes() == path.read_bytes()
+
+
+@each_dtype
+@torch.no_grad()
+def test_a_write_into_the_model_is_noticed_and_leaves_the_file(tmp_path: Path, dtype: str) -> None:
+    _, path = saved(tmp_path, "rwkv7", dtype, **WIDE)
+    before = path.read_bytes()
+    model, other = (RWKV.from_pretrained(path, "reference", dtype=dtype) for _ in range(2))
+    expected = other(tokens(model))[0]
+    changes: list[Callable[[], object]] = [lambda: layers(model)[0].packed.scale.mul_(2), lambda: model.emb.weight.add_(1),
+                                           lambda: model.blocks[0].att.g1.zero_()]
+    for change in changes:
+        watch = WeightsWatch(model)
+        change()
+        assert not watch.unchanged()
+    assert not torch.equal(model(tokens(model))[0], expected)
+    assert torch.equal(other(tokens(model))[0], expected)
+    assert path.read_bytes() == before
+
+
+@each_dtype
+@torch.no_grad()
+def test_a_model_outlives_its_file_and_can_be_copied(tmp_path: Path, dtype: str) -> None:
+    _, path = saved(tmp_path, "rwkv7", dtype, **WIDE)
+    model = RWKV.from_pretrained(path, "reference", dtype=dtype)
+    ids = tokens(model)
+    expected = RWKV.from_pretrained(path, "reference", dtype=dtype, mmap=False)(ids)[0]
+    small_model("reference", seed=1, generation="rwkv7", **WIDE).save_pretrained(path, dtype=dtype)      # by a rename
+    copies: list[Any] = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), model.to("cpu")]
+    path.unlink()
+    for each in (model, *copies):
+        assert torch.equal(each(ids)[0], expected)
+
+
+@linux
+@pytest.mark.programs
+def test_conversion_needs_the_memory_of_the_largest_tensor(tmp_path: Path) -> None:
+    """Whatever the size of the file."""
+    source = tmp_path / "model.pth"
+    model = small_model("reference", generation="rwkv7", n_embd=512, n_layer=12, vocab_size=2000)
+    model.save_pretrained(source, dtype="bfloat16")
+    largest = 4 * 512 * 512 * 2
+    assert source.stat().st_size > 20 * largest
+    for dtype in ROUNDED:
+        program = PEAK.format(arguments=[str(source), str(tmp_path / "packed.safetensors"), "--dtype", dtype])
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True,
+                              env={**os.environ, "OMP_NUM_THREADS": "1"})
+        assert int(done.stdout) < 6 * largest
+
+
+PEAK = """
+import re
+from pathlib import Path
+import torch
+import rwkv.pretrained, rwkv.checkpoint.formats.pth, rwkv.checkpoint.formats.safetensors
+from kernels.matvec import Int4, Int8
+from rwkv.tools import convert
+Int4.of(torch.randn(64, 256)), Int8.of(torch.randn(64, 256))
+def peak():
+    return 1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1])
+before = peak()
+convert.main({arguments})
+print(peak() - before)
+"""
+
+SCALE = f"{KEY}.scale"
+DAMAGE: dict[str, Callable[[dict[str, Tensor]], object]] = {
+    "no scale": lambda tensors: tensors.pop(SCALE),
+    "no shift": lambda tensors: tensors.pop(f"{KEY}.shift"),
+    "narrower": lambda tensors: tensors.update({KEY: tensors[KEY][..., :8].contiguous()}),
+    "not finite": lambda tensors: tensors[SCALE].fill_(torch.nan),
+    "other floats": lambda tensors: tensors.update({SCALE: tensors[SCALE].double()}),
+    "fewer rows": lambda tensors: tensors.update({KEY + end: tensors[KEY + end][:-1].contiguous()
+                                                  for end in ("", ".scale", ".shift") if KEY + end in tensors})}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("dtype", "damage"), [*product(ROUNDED, sorted(DAMAGE.keys() - {"no shift"})), ("int4", "no shift")])
+@pytest.mark.parametrize("loaded_in", ["packed", "float32"])
+def test_damage_is_one_sentence(tmp_path: Path, damage: str, loaded_in: str, dtype: str) -> None:
+    for widths in (WIDTHS, WIDE):
+        _, path = saved(tmp_path, "rwkv4", dtype, **widths)
+        tensors = load_file(path)
+        DAMAGE[damage](tensors)
+        save_file(tensors, path)
+        refuses(path, "blocks.0.ffn.", dtype=dtype if loaded_in == "packed" else "float32")
+
+
+def test_a_newer_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_packed, "VERSION", 3)
+    _, path = saved(tmp_path, "rwkv4")
+    monkeypatch.undo()
+    refuses(path, "newer version")

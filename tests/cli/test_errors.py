@@ -1,0 +1,179 @@
+"""A user's mistake is one sentence, before any work; a bug keeps its traceback."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import small_model
+from programs import PROGRAMS, Run, one_sentence
+
+from kernels.registry import KernelUnavailable, UnknownKernel
+from rwkv import cli
+from rwkv.errors import UserError
+from rwkv.training.run.directory import require_unused
+
+
+@pytest.mark.parametrize(("argument", "said"), [
+    ("kernel=nonsense", "'nonsense'; there are: auto, c_v0, conv1d, "),
+    ("kernel=conv1d,nonsense", "'nonsense'; there are: auto, c_v0, conv1d, "),
+    ("kernel=fft", "fft"),
+    ("model=huge", "'huge'; there are: 169m, 1b5, 3b, 430m, 7b, rwkv7_"),
+    ("model.generation=rwkv5", "rwkv4, rwkv7; got 'rwkv5'"),
+    ("model.head_size=32", "model.head_size is an option of rwkv7"),
+    ("model.n_layer=two", "model.n_layer must be a whole number, such as 1000; got two"),
+    ("tune.modules=att.key", "tune.modules must be a list"),
+    ("tune.rank=4", "tune.rank requires tune=lora; got tune=full"),
+    ("model.n_layer=0", "model.n_layer"),
+    ("optim.min_lr=1e-2", "optim.min_lr"),
+    ("optim.lr=${nothing}", "nothing"),
+    ("trainer.max_steps=(3", "cannot read"),
+    ("trainer.precision=16", "32-true, tf32, bf16-mixed, fp16-mixed, auto; got '16'"),
+    ("seed=1,2", "-m"),
+    ("data.field=", "data.field is empty"),
+    ("data.tokenizer=null", "data.tokenizer cannot be null"),
+    ("optim.lrr=1", "optim.lrr; did you mean optim.lr?"),
+    ("n_layer=1", "n_layer; did you mean model.n_layer?"), ("max_stepz=3", "did you mean trainer.max_steps?"),
+    ("model.layers=1", "did you mean model.n_layer?"), ("trainr.max_stepz=1", "did you mean trainer.max_steps?"),
+    ("optim.batch_size=1", "did you mean data.batch_size?"), ("trainer.optim.lr=1", "did you mean optim.lr?"),
+    ("modle=small", "did you mean model?"), ("kernel=taichi_v33", "did you mean taichi_v3?"),
+    ("nonsense=1", "nonsense; --help"),
+    ("+model.nonsense=1", "model.nonsense"),
+    ("kernel", "'kernel'"),
+    ("--seed=1", "--seed=1; options are written without dashes: seed=1"),
+    ("--plan", "--plan; options are written without dashes: plan="),
+    ("--max_steps", "trainer.max_steps=VALUE"), ("--batch-size=4", "data.batch_size=4"), ("--kernel=conv1d", ": kernel=conv1d"),
+    ("max_steps", "trainer.max_steps=VALUE"), ("book.txt", "data=text data.path=book.txt"),
+    ("trainer=gpu", "trainer=gpu"),
+    *(pytest.param(*more, marks=pytest.mark.thorough) for more in (
+        ("optim.betas=[0.9,1.5]", "optim.betas"),
+        ("optim.matrix_lr=0.1", "optim.matrix_lr requires optim=muon or normuon"),
+        ("data.template=world", "data.template requires data=chat"),
+        ("model.n_layer=1000000", "model.n_layer must be at most 10000"),
+        ("seed=4294967296", "seed"),
+        ("logger.project=a/b", "logger.project"),
+        ("optim.name=sgd", "adamw, adam, muon, normuon, adamw8bit; got 'sgd'"),
+        ("trainer.max_steps=1,2x", "trainer.max_steps"),
+        ("plan=maybe", "plan must be one of false, true, timed, a100"),
+        ("optim.lr=abc", "optim.lr must be a number; got abc"),
+        ("experiment=nope", "'nope'; there are: kernel_ablation, rwkv4_original"))),
+])
+def test_a_wrong_option_is_one_sentence(run: Run, tmp_path: Path, argument: str, said: str) -> None:
+    if argument == "trainer=gpu" and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    one_sentence(run("train", argument), said)
+    assert not list(tmp_path.iterdir()), "nothing was done before the mistake was found"
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_an_argument_that_is_not_utf8_is_one_sentence(run: Run, program: str) -> None:
+    option = "data.path" if program in ("train", "evaluate") else "checkpoint"
+    one_sentence(run(program, f"{option}=Latin-\udce9.txt"), option, r"Latin-\xe9.txt")
+
+
+@pytest.mark.parametrize(("arguments", "said"), [
+    (["model.n_att=8"], "model.n_att is an option of rwkv4"),
+    (["optim.time_first_lr_scale=2"], "optim.time_first_lr_scale is an option of rwkv4"),
+    (["model.head_size=50", "kernel=reference"], "model.head_size, which is 50"),
+    (["kernel=conv1d"], "conv1d computes the operator of RWKV-4; for RWKV-7 there are: auto, "),
+])
+def test_what_is_of_another_generation_is_one_sentence(run: Run, tmp_path: Path, arguments: list[str], said: str) -> None:
+    one_sentence(run("train", "model=rwkv7_tiny", *arguments), said)
+    assert not list(tmp_path.iterdir()), "nothing was done before the mistake was found"
+
+
+HEAVY = ("torch", "lightning", "hydra", "wandb", "taichi")
+
+
+@pytest.mark.programs
+@pytest.mark.parametrize(("program", "argument", "status", "heavy"), [
+    ("train", "kernel=nope", 2, HEAVY), ("train", "optim.lrr=1", 2, HEAVY), ("train", "--help", 0, ("torch", "lightning")),
+])
+def test_an_answer_needs_no_heavy_import(program: str, argument: str, status: int, heavy: tuple[str, ...]) -> None:
+    code = (f"import sys; from rwkv.programs.{program} import main\ntry: main()\n"
+            f"finally: assert not {set(heavy)} & set(sys.modules), sorted({set(heavy)} & set(sys.modules))")
+    done = subprocess.run([sys.executable, "-c", code, argument], cwd=cli.CONFIGS.parent, capture_output=True, text=True,
+                          check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (status, False), done.stderr
+
+
+def test_a_directory_that_exists_is_not_overwritten(run: Run) -> None:
+    Path("mine").mkdir()
+    Path("mine", "thesis.txt").write_text("years of work")
+    one_sentence(run("train", "out_dir=mine"), "out_dir mine contains files")
+    Path("mine", "config.yaml").write_text("seed: 0")
+    one_sentence(run("train", "out_dir=mine"), "out_dir mine exists already", "resume=auto")
+    one_sentence(run("train", "out_dir=mine/thesis.txt"), "out_dir mine/thesis.txt is a file")
+
+
+def test_a_new_run_may_find_logs_and_what_a_system_puts_on_a_disk(tmp_path: Path) -> None:
+    for name in ("train.log", "slurm-12.out", "nohup.out", "stderr", "log", ".lock", ".nfs0001", ".DS_Store"):
+        (tmp_path / name).write_text("line")
+    for name in ("lost+found", ".Trash-1000"):
+        (tmp_path / name).mkdir()
+    require_unused(tmp_path)
+    for name in ("metrics.csv", "notes.md", "checkpoints", ".git", "photos.out"):
+        path = tmp_path / name
+        path.write_text("") if "." in name[1:] and name != "photos.out" else path.mkdir()
+        with pytest.raises(UserError, match="contains files"):
+            require_unused(tmp_path)
+        path.unlink() if path.is_file() else path.rmdir()
+    require_unused(tmp_path)
+
+
+def test_what_cannot_be_resumed_is_one_sentence(run: Run) -> None:
+    for name in ("nowhere", "nowhere.ckpt"):
+        one_sentence(run("train", f"resume={name}"), "nothing to resume from")
+    Path("foreign.ckpt").write_text("hello")
+    small_model().save_pretrained("weights.pth")
+    for name in ("foreign.ckpt", "weights.pth"):
+        one_sentence(run("train", f"resume={name}"), name)
+
+
+@pytest.mark.programs
+@pytest.mark.skipif(sys.platform == "win32", reason="its pipes report other errors")
+@pytest.mark.parametrize("command", [("train.py", "--help"), ("-m", "rwkv.tools", "--help")])
+def test_a_reader_that_goes_away_ends_a_program_quietly(command: tuple[str, ...]) -> None:
+    with subprocess.Popen([sys.executable, *command], cwd=cli.CONFIGS.parent, stdout=subprocess.PIPE,
+                          stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.close()
+        _, error = process.communicate(timeout=60)
+    assert (process.returncode, error) == (1, b"")
+
+
+def test_a_bug_keeps_its_stack_trace(tmp_path: Path) -> None:
+    """A ValueError of the program itself is no user's mistake; a UserError is one wherever the package is installed."""
+    with pytest.raises(json.JSONDecodeError), cli.exit_on_user_error():
+        json.loads("x")
+    (tmp_path / "site-packages").mkdir()
+    installed = tmp_path / "site-packages" / "installed.py"
+    installed.write_text("from rwkv.errors import UserError\n\n\ndef fail():\n    raise UserError('a')\n")
+    spec = importlib.util.spec_from_file_location("installed", installed)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    with pytest.raises(SystemExit) as stop, cli.exit_on_user_error():
+        module.fail()
+    assert stop.value.code == cli.USER_ERROR
+
+
+@pytest.mark.parametrize("error", [UserError("a"), KernelUnavailable("a"), UnknownKernel("a"), OSError("a")])
+def test_a_user_s_mistake_is_its_sentence(error: Exception, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop, cli.exit_on_user_error():
+        raise error
+    assert (stop.value.code, capsys.readouterr().err) == (cli.USER_ERROR, "error: a\n")
+
+
+@pytest.mark.parametrize(("program", "arguments", "said"), [
+    ("generate", ("-m", "seed=0,1"), "-m"), ("serve", ("-m", "port=0,1"), "-m"), ("train", ("--cfg", "hydra"), "--cfg job")])
+def test_a_flag_that_does_nothing_here_is_one_sentence(run: Run, program: str, arguments: tuple[str, ...], said: str) -> None:
+    one_sentence(run(program, *arguments), said)
+
+
+@pytest.mark.parametrize("option", ["api_key=", "host=", "checkpoint=null"])
+def test_an_address_or_a_key_that_is_empty_is_refused(run: Run, option: str) -> None:
+    """An empty key would open the server to whoever sends an empty one."""
+    one_sentence(run("serve", option), option.partition("=")[0])

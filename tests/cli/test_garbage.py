@@ -1,0 +1,48 @@
+"""The garbage collector rests while a program starts."""
+
+import gc
+import subprocess
+import sys
+
+from rwkv.cli.garbage import uncollected
+
+ENDING = """\
+import gc, sys
+from rwkv.cli.garbage import uncollected
+
+class Ring:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        print("ended", flush=True)
+
+with uncollected():
+    ring = Ring()
+gc.collect()
+print("running", flush=True)
+"""
+
+
+def test_nothing_is_collected_inside_and_all_is_after() -> None:
+    assert gc.isenabled()
+    with uncollected():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    gc.unfreeze()
+
+
+def test_a_collector_that_is_off_stays_off() -> None:
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+def test_what_was_made_inside_ends_with_the_process() -> None:
+    """As Taichi's program must, which then keeps its compiled kernels on the disk."""
+    done = subprocess.run([sys.executable, "-c", ENDING], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["running", "ended"]

@@ -1,0 +1,46 @@
+"""--help is complete and fits a terminal."""
+
+import importlib
+import re
+
+import pytest
+from programs import PROGRAMS, Run
+
+from rwkv import cli
+from rwkv.cli.help import WIDTH
+from rwkv.config import options
+
+CHOICES = [(path.parent.name, path.stem) for path in sorted(cli.CONFIGS.glob("*/*.yaml"))]
+
+
+def help_of(program: str, *arguments: str) -> str:
+    main, schema = PROGRAMS[program]
+    about = importlib.import_module(main.__module__).__doc__
+    return cli.help_page(cli.split(list(arguments), schema), schema, program, about or "")
+
+
+def test_help_shows_the_values_of_this_command_line(run: Run) -> None:
+    status, output, _ = run("train", "model=small", "data.path=a,b", "--help")
+    assert status == 0
+    assert re.search(r"^  model\.n_embd .* \[384\]$", output, re.MULTILINE)
+    assert "[a,b]" in output
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_fits_a_terminal(program: str) -> None:
+    assert max(map(len, help_of(program).splitlines())) <= WIDTH
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_help_explains_every_option(program: str) -> None:
+    page = help_of(program)
+    words = " ".join(page.split())
+    for option, item in options(PROGRAMS[program][1]).items():
+        assert re.search(rf"^  {re.escape(option)}\b", page, re.MULTILINE), option
+        assert f"{option} {item.metadata['help']}" in words
+
+
+def test_help_describes_every_choice() -> None:
+    page = help_of("train") + help_of("generate")
+    assert not [f"{group}={name}" for group, name in CHOICES if not re.search(rf"^  {group}={name}  +\S", page, re.MULTILINE)]
+    assert all(re.search(rf"\b{name}\b", page) for name in cli.KERNELS)

@@ -1,0 +1,131 @@
+"""Recipes: files of options for experiment= and debug=, built-in or a user's."""
+
+import shutil
+from operator import attrgetter
+from pathlib import Path
+
+import pytest
+import yaml
+from programs import Run, composed, one_sentence
+
+from rwkv import cli
+from rwkv.config import TrainConfig
+from rwkv.errors import UserError
+from rwkv.training.run.directory import as_plain
+
+BOM = "\ufeff"
+
+
+@pytest.mark.parametrize(("path", "content"), [
+    ("./mine.yaml", "# @package _global_\noptim: {lr: 1e-4}\nseed: 5\n"),
+    ("mine.yml", "# mine\n# @package _global_\noptim: {lr: 1e-4}\nseed: 5\n"),
+    ("folder/a, b='c' [1].yaml", f"{BOM}# @package _global_\r\noptim:\r\n  lr: 1e-4\r\nseed: 5\r\n"),
+    ("~/mine.yaml", "optim.lr: 1e-4\nseed: 5\nmodel:\ndata: {}\n"),
+    ("../mine.yaml", "---\n{optim: {lr: 1e-4}, seed: 5}\n...\n"),
+    ("./mine.json", '{"optim": {"lr": 1e-4}, "seed": 5}'),
+])
+def test_a_recipe_of_one_s_own_is_named_by_its_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str,
+                                                    content: str) -> None:
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    file = Path(path).expanduser()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(content.encode())
+    config = composed("train", f"experiment={path}")
+    assert (config.optim.lr, config.seed) == (1e-4, 5)
+    line = cli.split([f"experiment={path}", "optim.lr=1e-3"], TrainConfig)
+    assert set(line.chosen) == {"optim.lr", "seed"}
+    assert cli.compose(line, TrainConfig, "train").optim.lr == 1e-3
+
+
+@pytest.mark.parametrize(("content", "option", "value"), [
+    ("model: rwkv7_tiny\n", "model.generation", "rwkv7"),
+    ("kernel: conv1d\n", "kernel.name", "conv1d"),
+    ("defaults: [override /optim: muon]\nmodel: small\n", "optim.name", "muon"),
+    ("seed: 3\noptim.min_lr: ${optim.lr}", "optim.min_lr", 3e-3),
+    ("data.path: ~/books", "data.path", str(Path.home() / "books")),
+])
+def test_a_recipe_chooses_and_refers_as_hydra_does(tmp_path: Path, content: str, option: str, value: object) -> None:
+    (tmp_path / "mine.yaml").write_text(content)
+    assert attrgetter(option)(composed("train", f"experiment={tmp_path / 'mine.yaml'}")) == value
+
+
+def test_recipes_are_swept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.yaml").write_text("optim.lr: 1e-4")
+    Path("b.yaml").write_text("hydra: {sweeper: {params: {seed: '1,2'}}}")
+    swept = cli.jobs(cli.split(["experiment=./a.yaml,./b.yaml"], TrainConfig), TrainConfig, "train")
+    assert [(job.swept, job.config.optim.lr) for job in swept] == [({"experiment": "./a.yaml"}, 1e-4),
+                                                                   ({"experiment": "./b.yaml"}, 3e-3)]
+    swept = cli.jobs(cli.split(["experiment=./b.yaml"], TrainConfig), TrainConfig, "train")
+    assert [job.config.seed for job in swept] == [1, 2]
+
+
+def test_a_run_s_configuration_is_a_recipe(tmp_path: Path) -> None:
+    """Its texts were verbatim, and its directory is its own."""
+    options = ["data=jsonl", "data.path=C:\\${x} \\\\${y", "optim=muon", "optim.betas=[0.5,0.6]", "model=rwkv7_tiny", "seed=3",
+               "trainer.max_tokens=1e6", "kernel=torch_scan"]
+    before = composed("train", *options, "out_dir=there", "resume=auto")
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(as_plain(before)))
+    for named in (tmp_path / "config.yaml", tmp_path):
+        after = composed("train", f"experiment={named}")
+        assert (after.out_dir, after.resume) == (None, None)
+        assert as_plain(after) == as_plain(before) | {"out_dir": None, "resume": None}
+
+
+@pytest.mark.parametrize("ours", [False, pytest.param(True, marks=pytest.mark.thorough)])
+@pytest.mark.parametrize(("content", "words"), [
+    (b"", ["sets no option"]),
+    (b"# @package _global_\n", ["sets no option"]),
+    (b"optim:\n\tlr: 1e-4\n", ["line 2", "tab"]),
+    (b"optim: {lr: 1e-4}\noptim: {eps: 1e-6}\n", ["line 2", "optim"]),
+    (b"optim: {lr: 1e-4}\noptim.lr: 1e-3\n", ["optim.lr twice"]),
+    (b"optim: {lr: 1e-4, learning_rate: 3}\n", ["optim.learning_rate", "did you mean"]),
+    (b"learning_rate: 3\n", ["learning_rate"]),
+    (b"optim: {lr: {max: 3}}\n", ["optim.lr.max"]),
+    (b"optim: &all {lr: *all}\n", ["optim.lr"]),
+    (b"optim: {lr: abc}\n", ["optim.lr must be a number; got abc"]),
+    (b"optim: {betas: [0.9, x]}\n", ["optim.betas must be"]),
+    (b"seed: null\n", ["seed cannot be null"]),
+    (b"model: huge\n", ["'huge'; there are"]),
+    (b"defaults: [override /model: huge]\n", ["'huge'; there are"]),
+    (b"defaults: small\n", ["defaults must be a list"]),
+    (b"experiment: shakespeare_char\n", ["experiment="]),
+    (b"data.path: ${x\n", ["'${x'"]),
+    (b"- seed\n", ["must be a mapping"]),
+    (b"seed\n", ["must be a mapping"]),
+    (b"optim: {lr: 1e-4\n", ["line 2"]),
+    (b"seed: 1\n---\nseed: 2\n", ["line 2"]),
+    (b"seed: 1\0", ["#x0000"]),
+    ("seed: 1".encode("utf-16"), ["UTF-16"]),
+    (b"x: !!python/object:os.system {}\n", ["line 1"]),
+])
+def test_a_wrong_recipe_is_one_sentence(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, content: bytes,
+                                        words: list[str], ours: bool) -> None:
+    """One of the folder of experiments, too."""
+    choice = "mine" if ours else "./mine.yaml"
+    if ours:
+        shutil.copytree(cli.CONFIGS, tmp_path / "configs")
+        monkeypatch.setattr(cli.configs, "CONFIGS", tmp_path / "configs")
+    (tmp_path / "configs" / "experiment" / "mine.yaml" if ours else tmp_path / "mine.yaml").write_bytes(content)
+    one_sentence(run("train", f"experiment={choice}"), "mine.yaml", *words)
+    with pytest.raises(UserError):
+        cli.jobs(cli.split([f"experiment={choice}", "seed=0,1"], TrainConfig), TrainConfig, "train")
+
+
+@pytest.mark.parametrize(("choice", "words"), [
+    ("./missing.yaml", ["missing.yaml"]), ("./", ["Is a directory"]), ("./mine.ckpt", ["not UTF-8"]),
+    ("mine", ["shakespeare_char", "./mine.yaml"])])
+def test_an_experiment_that_is_no_file_is_one_sentence(run: Run, choice: str, words: list[str]) -> None:
+    Path("mine.ckpt").write_bytes(b"\x80\x02PK")
+    one_sentence(run("train", f"experiment={choice}"), *words)
+
+
+def test_a_wrong_file_of_a_group_is_one_sentence(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copytree(cli.CONFIGS, tmp_path / "configs")
+    monkeypatch.setattr(cli.configs, "CONFIGS", tmp_path / "configs")
+    for group, content, word in (("model", "n_layers: 3", "model.n_layers"), ("optim", "lr: 1\nlr: 2", "line 2"),
+                                 ("debug", "seed:\n\t3", "tab")):
+        (tmp_path / "configs" / group / "mine.yaml").write_text(content)
+        one_sentence(run("train", f"{group}=mine"), f"{group}/mine.yaml", word)

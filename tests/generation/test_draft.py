@@ -1,0 +1,412 @@
+"""Speculative decoding: a draft changes the number of passes, and not one bit of a sequence."""
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from every_option import OTHER_OPTIONS
+from models import in_form, saying, small_model
+
+from kernels import native
+from rwkv.config import Sampling
+from rwkv.errors import UserError
+from rwkv.generation import speculation
+from rwkv.generation.decoder import CDecoder
+from rwkv.generation.draft import Draft, ModelDraft, NGram, continuation
+from rwkv.generation.engine import Engine, generate, generate_batch
+from rwkv.generation.grammar import Grammar
+from rwkv.generation.prefill import PrefillResult
+from rwkv.generation.prefix_cache import PrefixCache
+from rwkv.generation.request import Request
+from rwkv.generation.row import NO_TOKEN, Row
+from rwkv.generation.speculation import FIRST_PAUSE, MOST_ROWS, Pace
+from rwkv.generation.stopping import StoppingCriteria
+from rwkv.pretrained import RWKV
+from rwkv.tokenizer.tokenizers import ByteTokenizer
+
+BYTES = ByteTokenizer()
+in_c = pytest.mark.skipif(native.why_not() is not None, reason=str(native.why_not()))
+N = 24                                   # tokens of a sequence
+
+
+class Random:
+    """Proposes what the row would draw, with some probability, and otherwise a random token: as good or bad as a test wants."""
+
+    cost = 0.0
+
+    def __init__(self, texts: dict[int, list[int]], right: float = 0.5, seed: int = 0, most_tokens: int = 6) -> None:
+        self.texts = texts               # the ids of each row without a draft, by its index
+        self.right = right
+        self.most_tokens = most_tokens
+        self._random = random.Random(seed)
+
+    def propose(self, row: Row, n: int) -> list[int]:
+        following = self.texts.get(row.index, [])[len(row.sample.tokens):][:n]
+        following += [0] * (n - len(following))
+        return [token if self._random.random() < self.right else self._random.randrange(256) for token in following]
+
+
+def model_in(form: str = "float32", generation: str = "rwkv7", seed: int = 0) -> RWKV:
+    return in_form(small_model("reference", vocab_size=256, generation=generation, seed=seed), form)
+
+
+def draft_model(model: RWKV, target: RWKV) -> ModelDraft:
+    """A draft whose time counts as that of a smaller model."""
+    draft = ModelDraft(model, target, BYTES)
+    draft.cost = 0.01
+    return draft
+
+
+def results(model: RWKV, requests: Sequence[Request], draft: Draft | None, cache: PrefixCache | None = None,
+            steps: Callable[[Engine], Any] = Engine.run) -> list[Row]:
+    engine = Engine(model, BYTES, cache, draft)
+    rows = [engine.add(request) for request in requests]
+    steps(engine)
+    return rows
+
+
+def assert_same(rows: Sequence[Row], expected: Sequence[Row]) -> None:
+    """All that a request returns, to the bit."""
+    for row, other in zip(rows, expected, strict=True):
+        assert row.sample == other.sample
+        assert row.stop == other.stop
+        assert row.read_after_text == other.read_after_text
+        assert (row.final_context is None) == (other.final_context is None)
+        if row.final_context is not None and other.final_context is not None:
+            assert_same_result(row.final_context, other.final_context)
+
+
+def assert_same_result(result: PrefillResult, other: PrefillResult) -> None:
+    assert result.last_ids == other.last_ids
+    assert torch.equal(result.logits, other.logits)
+    assert all(map(torch.equal, result.state, other.state))
+
+
+def texts_of(rows: Sequence[Row]) -> dict[int, list[int]]:
+    return {row.index: [*row.sample.tokens, BYTES.end_of_text] for row in rows}
+
+
+# The same sequence
+
+
+@in_c
+@pytest.mark.parametrize("generation", ["rwkv4", "rwkv7"])
+@pytest.mark.parametrize("form", ["float32", "bfloat16", "int8", "int4"])
+def test_a_draft_changes_no_bit(form: str, generation: str) -> None:
+    """Of texts, log-probabilities and final states, at several temperatures in one batch. tests/model/test_c_step.py compares
+    the passes on every level of the library."""
+    model = model_in(form, generation)
+    requests = [Request(prompt, seed, StoppingCriteria(N), Sampling(temperature=temperature), n_logprobs=2, keep_context=True)
+                for seed, (prompt, temperature) in enumerate([("ab", 0.0), ("ba" * 40, 1.0), ("", 0.7)])]
+    expected = results(model, requests, None)
+    for draft in (Random(texts_of(expected), 0.8), draft_model(model, model), NGram()):
+        assert_same(results(model, requests, draft), expected)
+
+
+@in_c
+@pytest.mark.parametrize("name", OTHER_OPTIONS)
+def test_every_option_of_sampling_stays_as_it_is(name: str) -> None:
+    model = model_in()
+    of_penalties = {"frequency_penalty": 2.0} if name in ("penalty_decay", "no_penalty") else {}
+    requests = [Request("abab", seed, StoppingCriteria(N), Sampling(**of_penalties | {name: OTHER_OPTIONS[name]}), 1,
+                        keep_context=True) for seed in range(3)]
+    expected = results(model, requests, None)
+    for draft in (Random(texts_of(expected), 0.9), draft_model(model, model)):
+        rows = results(model, requests, draft)
+        assert_same(rows, expected)
+        assert sum(row.accepted_tokens for row in rows) > N // 3
+
+
+@in_c
+@pytest.mark.parametrize("stopping", [
+    StoppingCriteria(1), StoppingCriteria(2), StoppingCriteria(7), StoppingCriteria(N, stop=["c"]),
+    StoppingCriteria(N, stop=["cde"]), StoppingCriteria(N, stop_tokens=[*b"d"])], ids=str)
+def test_a_sequence_ends_where_it_did(stopping: StoppingCriteria) -> None:
+    """Also in the middle of what was accepted; the cache and the state then have what they had."""
+    model = saying("abcdefgabcdefg")
+    requests = [Request("ab", 0, stopping, Sampling(temperature=0), keep_context=True)]
+    before, after = PrefixCache(), PrefixCache()
+    expected = results(model, requests, None, before)
+    rows = results(model, requests, Random(texts_of(expected) | {0: [*b"cdefgabcdefg"]}, 1.0), after)
+    assert_same(rows, expected)
+    ids = rows[0].tokens_read()
+    (key, cached), (_, other) = after.longest(ids), before.longest(ids)
+    assert key.length == len(ids)
+    assert cached is not None
+    assert other is not None
+    assert_same_result(cached, other)
+
+
+@in_c
+def test_only_some_rows_have_a_draft_and_rows_come_and_go() -> None:
+    """Rows that join in the middle, that are cancelled, and that have other options."""
+    model = model_in("int8")
+    requests = [Request("ab" * (1 + 9 * i), i, StoppingCriteria(N - 3 * i), Sampling(temperature=i / 2)) for i in range(4)]
+    alone = [results(model, [request], None)[0] for request in requests]
+    for good in ((0,), (1, 2), (0, 1, 2, 3)):
+        draft = Random({index: texts_of([alone[index]])[0] for index in good}, 0.9)
+        engine = Engine(model, BYTES, draft=draft)
+        rows = [engine.add(requests[0])]
+        for request in requests[1:]:
+            engine.step()
+            engine.step()
+            rows.append(engine.add(request))
+        leaving = engine.add(requests[1])
+        engine.step()
+        leaving.cancel()
+        engine.run()
+        assert [row.sample for row in rows] == [row.sample for row in alone]
+        assert all((row.accepted_tokens > 0) == (row.index in good) for row in rows)
+
+
+@in_c
+def test_a_grammar_allows_what_it_allowed() -> None:
+    pytest.importorskip("llguidance")
+    model = model_in()
+    requests = [Request("ab", seed, StoppingCriteria(N), grammar=Grammar.regex("(ab|cd)*e?[0-9]{3,9}")) for seed in range(4)]
+    expected = results(model, requests, None)
+    rows = results(model, requests, Random(texts_of(expected), 0.8))
+    assert_same(rows, expected)
+    assert all(row.accepted_tokens for row in rows)
+
+
+@in_c
+def test_the_context_after_a_dead_end_of_a_grammar() -> None:
+    """The text ends in the middle of a pass; its last token has been read."""
+    pytest.importorskip("llguidance")
+    model = model_in()
+    banned = Sampling(banned=(BYTES.end_of_text,))
+    request = Request("ab", stopping=StoppingCriteria(N), grammar=Grammar.regex("abcabc"), sampling=banned)
+    contexts = []
+    for draft in (None, Random({0: [*b"abcabc"]}, 1.0)):
+        engine = Engine(model, BYTES, draft=draft)
+        row = engine.add(request)
+        engine.run()
+        assert (row.sample.text, row.sample.finish_reason) == ("abcabc", NO_TOKEN)
+        contexts.append(engine.context())
+    assert_same_result(*contexts)
+    by_hand, = results(model, [Request("ababcabc", stopping=StoppingCriteria(0), keep_context=True)], None)
+    assert by_hand.final_context is not None
+    assert torch.equal(contexts[0].logits, by_hand.final_context.logits)
+
+
+@in_c
+def test_a_stream_that_is_cut_can_be_continued() -> None:
+    """The shown pieces are the text so far, and the context is the one after it."""
+    model = model_in()
+    expected, = generate_batch(model, BYTES, ["ab"], N)
+    engine = Engine(model, BYTES, draft=draft_model(model, model))
+    row, = engine.add_all([Request("ab", stopping=StoppingCriteria(N))])
+    shown = ""
+    for _, piece in engine:
+        shown += piece
+        if len(row.sample.tokens) >= N // 2:
+            break
+    assert shown == row.sample.text
+    context = engine.context()
+    rest = "".join(generate(model, BYTES, "", N, context=context, temperature=0))
+    alone = results(model, [Request([*b"ab", *row.sample.tokens], stopping=StoppingCriteria(N),
+                                    sampling=Sampling(temperature=0))], None)
+    assert rest == alone[0].sample.text
+    assert expected.tokens[:len(row.sample.tokens)] == row.sample.tokens
+
+
+@in_c
+def test_new_weights_act_from_the_next_pass_on() -> None:
+    texts = []
+    for draft in (None, Random({}, 0.0)):
+        model = model_in()
+        engine = Engine(model, BYTES, draft=draft)
+        row = engine.add(Request("ab", stopping=StoppingCriteria(N), sampling=Sampling(banned=(0,))))
+        while len(row.sample.tokens) < 5:
+            engine.step()
+        with torch.no_grad():
+            model.head.weight.neg_()
+        engine.run()
+        texts.append(row.sample.tokens)
+    assert texts[0] == texts[1]
+
+
+# Acceptance
+
+
+@in_c
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_draft_equal_to_the_model_is_always_right(temperature: float) -> None:
+    """At temperature 1, too, since it draws with the row's random numbers; and it sees a prompt of few tokens whole."""
+    model = model_in()
+    rows = results(model, [Request("ab", seed, StoppingCriteria(60), Sampling(temperature=temperature, top_p=0.9, banned=(0,)))
+                           for seed in range(2)], draft_model(model, model))
+    assert [row.accepted_tokens for row in rows] == [row.proposed_tokens for row in rows]
+    assert sum(row.accepted_tokens for row in rows) > 60
+
+
+@in_c
+def test_another_draft_is_seldom_right_and_pauses() -> None:
+    model = model_in()
+    row, = results(model, [Request("ab", 0, StoppingCriteria(400), Sampling(banned=(0,)))],
+                   draft_model(model_in(seed=1), model))
+    assert len(row.sample.tokens) == 400
+    assert row.accepted_tokens < 12
+    assert row.proposed_tokens < 30
+
+
+@in_c
+def test_a_draft_that_overflows_proposes_nothing() -> None:
+    broken = model_in()
+    with torch.no_grad():
+        broken.head.weight.fill_(float("nan"))
+    model = model_in()
+    draft = draft_model(broken, model)
+    requests = [Request("ab", 0, StoppingCriteria(N))]
+    rows = results(model, requests, draft)
+    assert_same(rows, results(model, requests, None))
+    assert rows[0].proposed_tokens == 0
+
+
+@in_c
+def test_a_draft_model_reads_on_after_long_prompts_and_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It never reads more than a chunk in a pass, and what it reads is the end of what the row has read."""
+    model = model_in()
+    draft = draft_model(model, model)
+    read: list[int] = []
+    original = CDecoder.read
+
+    def counted(self: CDecoder, prompts: Sequence[torch.Tensor]) -> torch.Tensor:
+        read.append(sum(map(len, prompts)))
+        return original(self, prompts)
+
+    monkeypatch.setattr(CDecoder, "read", counted)
+    ids = [random.Random(0).randrange(1, 256) for _ in range(1000)]
+    row = Row(0, Request(ids, stopping=StoppingCriteria(999)), ids, BYTES)
+    row.sample.tokens += [*b"a"]
+    assert draft.propose(row, 3) == []
+    row.sample.tokens += [*b"b"]
+    assert draft.propose(row, 3) == []
+    row.sample.tokens += [*b"c"]
+    first = draft.propose(row, 3)
+    assert len(first) == 3
+    row.sample.tokens += [*first, *b"d" * 500]
+    while not (again := draft.propose(row, 3)):
+        row.sample.tokens += [*b"e"]
+    assert len(again) == 3
+    assert max(read) <= 64
+    assert sum(read) <= 2 * 128 + 8
+
+
+def test_the_longest_and_then_the_latest_match_is_continued() -> None:
+    def after(text: bytes, n: int) -> bytes:
+        return bytes(continuation(np.array([*text], np.int32), n))
+
+    assert after(b"abcd1 xbcd2 abcd", 2) == b"1 "
+    assert after(b"abcd1 abcd2 abcd", 2) == b"2 "
+    assert after(b"xyzxyz", 5) == b"xyzxy"
+    assert after(b"aaaa", 3) == b"aaa"
+    for text in (b"", b"a", b"aa", b"ab", b"xyay", b"xyzxz"):
+        assert after(text, 3) == b""
+
+
+def test_ngrams_follow_each_row_by_itself() -> None:
+    draft = NGram()
+    rows = [Row(index, Request(prompt), [*prompt.encode()], BYTES) for index, prompt in enumerate(["one two, one", "a b"])]
+    assert bytes(draft.propose(rows[0], 4)) == b" two"
+    assert draft.propose(rows[1], 4) == []
+    rows[1].sample.tokens += [*b" b b"]
+    assert bytes(draft.propose(rows[1], 4)) == b" b b"
+    rows[0].sample.tokens += [*b" two"]
+    assert bytes(draft.propose(rows[0], 4)) == b", on"
+
+
+def test_what_the_context_has_read_counts_once() -> None:
+    """A chat gives the whole conversation as `earlier`, and its new part as the prompt."""
+    for earlier, expected in (([1, 2, 3, 4], [1, 2, 3, 4]), ([1, 2], [1, 2, 3, 4]), ([], [3, 4]), ([4], [4, 3, 4])):
+        assert Row(0, Request([3, 4], earlier=earlier), [3, 4], BYTES).known_ids == expected
+
+
+def test_random_numbers_can_be_seen_before_they_are_drawn() -> None:
+    row, other = (Row(0, Request([1], seed=3), [1], BYTES) for _ in range(2))
+    numbers = [other.uniform() for _ in range(300)]
+    assert row.next_uniform(5) == numbers[:5]
+    for i in range(0, 200, 7):
+        assert row.next_uniform(90) == numbers[i:i + 90]
+        assert [row.uniform() for _ in range(7)] == numbers[i:i + 7]
+
+
+# The number of proposals
+
+
+def paced(right: Callable[[int], bool], n: int, cost: float = 0.0, rows: int = 1) -> tuple[int, float, int]:
+    """(tokens drawn, their time in steps by the rule, the last number of proposals). right(i): whether token i would be
+    right."""
+    pace, drawn, time, k = Pace(8, cost), 0, 0.0, 0
+    while drawn < n:
+        k = pace.n(rows)
+        accepted = 0
+        while accepted < k and right(drawn + accepted):
+            accepted += 1
+        time += 1 + (speculation.PASS_COST + cost) * k
+        drawn += 1 + accepted
+        if k:
+            pace.record(k, accepted, rejected=accepted < k)
+    return drawn, time, k
+
+
+@pytest.mark.parametrize("cost", [0.0, 0.16, 0.4])
+def test_without_luck_a_draft_costs_at_most_three_percent(cost: float) -> None:
+    for n in (200, 2000):
+        drawn, time, _ = paced(lambda i: False, n, cost)
+        assert drawn / time >= 0.97
+
+
+def test_more_is_proposed_the_more_is_accepted() -> None:
+    draw = random.Random(0)
+    gains = []
+    for p in (0.1, 0.6, 0.8, 0.95, 1.0):
+        right = [draw.random() < p for _ in range(4100)]
+        drawn, time, _ = paced(right.__getitem__, 4000)
+        gains.append(drawn / time)
+    assert gains == sorted(gains)
+    assert gains[0] > 0.95
+    assert gains[2] > 1.5
+    assert gains[-1] > 3
+    assert paced(lambda i: True, 200)[2] == 8
+
+
+def test_a_text_that_becomes_predictable_is_noticed() -> None:
+    drawn, time, last = paced(lambda i: i > 300, 1000)
+    assert last == 8
+    assert drawn / time > 1.4
+
+
+def test_many_rows_have_no_draft() -> None:
+    assert Pace(8, 0.0).n(MOST_ROWS + 1) == 0
+    fewer = [Pace(8, 0.0).n(rows) for rows in range(1, 5)]
+    assert fewer == sorted(fewer, reverse=True)
+    model = model_in()
+    requests = [Request("abab", seed, StoppingCriteria(N)) for seed in range(MOST_ROWS + 1)]
+    expected = results(model, requests, None)
+    rows = results(model, requests, Random(texts_of(expected), 1.0), steps=lambda engine: [engine.step() for _ in range(4)])
+    assert not any(row.proposed_tokens for row in rows)
+    assert_same(results(model, requests, Random(texts_of(expected), 1.0)), expected)
+    assert FIRST_PAUSE > 8
+
+
+# What is no draft
+
+
+def test_a_draft_of_another_vocabulary_is_refused() -> None:
+    with pytest.raises(UserError, match="256"):
+        ModelDraft(small_model(vocab_size=50), model_in(), BYTES)
+
+
+def test_a_draft_is_ignored_where_pytorch_steps() -> None:
+    model = model_in().double()
+    requests = [Request("abab", 0, StoppingCriteria(N))]
+    engine = Engine(model, BYTES, draft=NGram())
+    assert not engine.speculates
+    rows = results(model, requests, NGram())
+    assert_same(rows, results(model, requests, None))
+    assert not rows[0].proposed_tokens

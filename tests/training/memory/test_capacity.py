@@ -1,0 +1,157 @@
+"""What the machine has, and the runs that are refused before anything is done."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from programs import Run, one_sentence
+from training_runs import TEXT, configured
+
+from kernels.machine.memory import resident_memory
+from rwkv.config import ModelConfig, TrainConfig
+from rwkv.errors import UserError
+from rwkv.training.callbacks.metrics import peak_memory_mib
+from rwkv.training.memory import capacity
+from rwkv.training.memory import estimate as memory
+from rwkv.training.memory.capacity import free_disk, free_memory, needs_here, require_capacity
+
+CPU = torch.device("cpu")
+GB, MIB = 10 ** 9, 2 ** 20
+
+
+# Host memory and disks
+
+
+def written(root: Path, **files: str) -> Path:
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+MEMINFO = {"proc__meminfo": "MemTotal: 16000000 kB\nMemFree: 1000000 kB\nMemAvailable:    8000000 kB\n"}
+HERE, UP = "sys__fs__cgroup__job__", "sys__fs__cgroup__"
+
+
+@pytest.mark.parametrize(("files", "free"), [
+    ({}, 8_000_000 * 1024),
+    ({"proc__self__cgroup": "0::/job\n", f"{HERE}memory.max": "max\n", f"{HERE}memory.current": "5\n"}, 8_000_000 * 1024),
+    ({"proc__self__cgroup": "0::/job\n", f"{HERE}memory.max": "1000\n", f"{HERE}memory.current": "700\n",
+      f"{HERE}memory.stat": "anon 600\ninactive_file 100\n"}, 400),
+    ({"proc__self__cgroup": "0::/job\n", f"{HERE}memory.max": "1000\n", f"{HERE}memory.current": "700\n",
+      f"{UP}memory.max": "900\n", f"{UP}memory.current": "800\n"}, 100),
+    ({"proc__self__cgroup": "0::/out/of/sight\n", f"{UP}memory.max": "900\n", f"{UP}memory.current": "850\n"}, 50),
+    ({"proc__self__cgroup": "5:cpu,memory:/job\n0::/\n", f"{UP}memory__job__memory.limit_in_bytes": "1000\n",
+      f"{UP}memory__job__memory.usage_in_bytes": "900\n", f"{UP}memory__job__memory.stat": "total_inactive_file 30\n"}, 130),
+    ({"proc__self__cgroup": "0::/job\n", f"{HERE}memory.max": "10\n", f"{HERE}memory.current": "700\n"}, 0),
+], ids=["machine", "no limit", "limit", "parent's limit", "container", "version 1", "above its limit"])
+def test_the_limit_of_a_container_counts(tmp_path: Path, files: dict[str, str], free: int) -> None:
+    assert free_memory(CPU, written(tmp_path, **MEMINFO, **files)) == free
+
+
+def test_what_there_is_here_can_be_told(tmp_path: Path) -> None:
+    found = free_memory(CPU)
+    assert found is None or found > 10 * MIB
+    assert free_disk(tmp_path / "not" / "there") > 0
+    installed = free_memory(CPU, tmp_path)               # where there is no /proc
+    assert found is None or installed is None or installed >= found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc/self/statm")
+def test_the_memory_of_this_process_can_be_told(tmp_path: Path) -> None:
+    held = torch.ones(64 * MIB // 4)
+    assert held.nbytes + 100 * MIB < resident_memory() <= peak_memory_mib(CPU) * MIB
+    assert resident_memory(tmp_path) == 0, "where there is no /proc"
+
+
+# The capacity check
+
+
+def test_a_model_that_cannot_fit_is_refused_before_anything_is_done(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_memory(8 * GB, 10 * GB, monkeypatch)
+    one_sentence(run("train", "model=7b", "trainer=cpu"),
+                 "GB of memory, 10.0 GB of it already in use", "8.0 GB free", "model=")
+    assert not list(Path().iterdir())
+
+
+@pytest.mark.programs
+def test_the_plan_of_a_model_that_cannot_fit_comes_before_the_refusal(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    with_memory(8 * GB, GB, monkeypatch)
+    Path("text.txt").write_text(TEXT)
+    status, output, error = run("train", "debug=fast", "data=text", "data.path=text.txt", "data.val_fraction=0.1",
+                                "data.cache_dir=cache", "trainer=cpu", "logger=csv", "plan=true", "model.n_embd=8192",
+                                "model.n_layer=24")
+    assert (status, output) == (2, "")
+    *table, last = error.splitlines()
+    assert last.startswith("error: training needs at least")
+    for subject in ("data", "model", "memory", "disk", "training"):
+        assert [line for line in table if line.startswith(f"{subject} ")], subject
+    assert {path.name for path in Path().iterdir()} == {"cache", "text.txt"}
+
+
+def fits(config: TrainConfig, free: int, V: int, monkeypatch: pytest.MonkeyPatch) -> str | None:
+    """The error message if the configuration does not fit into `free` bytes, else None."""
+    with_memory(free, GB // 10, monkeypatch)
+    try:
+        require_capacity(needs_here(config, V, CPU), Path("run"))
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def with_memory(free: int, used: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, found in (("free_memory", lambda device: free), ("resident_memory", lambda: used)):
+        monkeypatch.setattr(capacity, name, found)
+
+
+@pytest.mark.parametrize(("free", "remedy"), [
+    (7, "with trainer.activation_checkpointing=true it would be 3.4 GB"),
+    (2, "with trainer.activation_checkpointing=true data.batch_size=4 trainer.accumulate=8 it would be 1.9 GB"),
+    (1, "with trainer.activation_checkpointing=true optim=adamw8bit trainer.optim_in_backward=true optim.grad_clip=0 "
+        "data.batch_size=1 it would be 917 MB"),
+    (0.5, "take a smaller model="),
+])
+def test_the_remedy_is_the_least_that_helps(free: float, remedy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = configured(12, 768, 32, 512)
+    said = fits(config, int(free * GB), 2048, monkeypatch)
+    assert said is not None
+    assert said.startswith("training needs at least 1")
+    assert said.endswith(remedy)
+    options = dict(option.split("=") for option in remedy.split() if "=" in option)
+    if "model" not in options and "optim" not in options:
+        B, accumulate = int(options.get("data.batch_size", 32)), int(options.get("trainer.accumulate", 1))
+        changed = configured(12, 768, B, 512, activation_checkpointing=True, accumulate=accumulate)
+        assert fits(changed, int(free * GB), 2048, monkeypatch) is None
+        assert changed.tokens_per_step == config.tokens_per_step
+
+
+def test_where_no_option_suffices_the_advice_is_what_to_lessen(monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, busy = configured(1, 64, 1, 10**7), configured(1, 64, 1, 16)
+    busy.data.num_workers = 1000
+    assert str(fits(wide, GB, 2048, monkeypatch)).endswith("take a smaller data.batch_size or model.ctx_len")
+    assert str(fits(busy, GB, 2048, monkeypatch)).endswith("take fewer data.num_workers")
+
+
+def test_a_run_is_refused_only_if_three_quarters_of_the_estimate_do_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights, gradients and optimiser count fully."""
+    config = configured(2, 64, 8, 128)
+    need = memory.estimate(config, 256)
+    least = need.fixed + round(0.75 * (need.total - need.fixed))
+    assert need.least == least
+    assert fits(config, least, 256, monkeypatch) is None
+    assert fits(config, least - 1, 256, monkeypatch) is not None
+
+
+def test_checkpoints_that_the_disk_cannot_hold_are_refused(tmp_path: Path) -> None:
+    """Checkpoints that the run has already are replaced, so that their space is free."""
+    need = 2 * free_disk(tmp_path)
+    size = 12 * memory.n_parameters(ModelConfig(n_layer=2, n_embd=64), 256)
+    config = configured(2, 64, 8, 128, keep_last=need // size)
+    with pytest.raises(UserError):
+        require_capacity(needs_here(config, 256, CPU), tmp_path)
+    (tmp_path / "checkpoints").mkdir()
+    with (tmp_path / "checkpoints" / "last.ckpt").open("wb") as file:
+        file.truncate(need)              # it takes no room
+    require_capacity(needs_here(config, 256, CPU), tmp_path)
