@@ -26,13 +26,13 @@ from rwkv.checkpoint.files import (
 )
 from rwkv.checkpoint.stored import Stored
 from rwkv.checkpoint.tuned import surviving
-from rwkv.config import BLOCKS, DTYPES, SavedModelConfig
+from rwkv.config import BITS, BLOCKS, DTYPES, SavedModelConfig
 from rwkv.errors import UserError
 from rwkv.generation.prefill import PrefillResult
 from rwkv.generation.states import beginning, is_state_file, load_context
 from rwkv.io.lines import counted, wrapped
 from rwkv.io.state_file import state_file
-from rwkv.model.base import MATRICES, Model, generation, is_linear_weight
+from rwkv.model.base import MATRICES, Model, generation, is_linear_weight, n_parameters
 from rwkv.model.operators import operator_for
 from rwkv.model.quantized import IN_C, BlockLinear, Int4Linear, Int8Linear, to_blocks, to_int4, to_int8, to_packed
 from rwkv.tokenizer.tokenizers import Tokenizer
@@ -198,6 +198,12 @@ class OpenCheckpoint(NamedTuple):
         """Prints the lines on standard error."""
         for label, note in self.lines():
             print(wrapped(f"{label}: {note}", sys.stderr), file=sys.stderr)
+
+    def nbytes(self) -> int:
+        """The memory of the weights, about, in bytes; of blocks, the size in the file."""
+        if self.dtype != BLOCKS:
+            return n_parameters(self.checkpoint.config, self.checkpoint.vocab_size) * BITS[self.dtype] // 8
+        return sum(tensor.packed_nbytes() for tensor in self.checkpoint.weights.stored.values())
 
     def model(self) -> RWKV:
         return RWKV.from_checkpoint(self.checkpoint, self.wkv, self.device, self.dtype)

@@ -122,6 +122,10 @@ class Stored:
         """Whether in_blocks() is a matrix."""
         return isinstance(self.data, BlockData) and self.shape == (len(self.data.packed.weight), self.data.packed.K)
 
+    def packed_nbytes(self) -> int:
+        """The bytes of in_blocks(), or else of get()."""
+        return cast(BlockData, self.data).packed.nbytes() if self.has_blocks() else self.nbytes
+
     def in_blocks(self) -> Blocks | None:
         """The matrix as it is in the file, mapped, if kernels/matvec multiplies such blocks; None if adapters change it.
 
