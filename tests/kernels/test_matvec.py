@@ -257,6 +257,20 @@ def test_the_largest_integers_of_a_k_quant_overflow_nowhere(level: str, rows: in
             torch.testing.assert_close(MatVec("c_v0")(signed, packed), signed.sum(1, keepdim=True).expand(-1, 3) * largest)
 
 
+@pytest.mark.parametrize("in_c", [pytest.param(True, marks=in_c), False])
+def test_a_scale_that_is_not_finite_is_noticed(in_c: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not in_c:
+        monkeypatch.setattr(native, "why_not", lambda: "no C kernels")
+    for form, kind in BLOCKS.items():
+        _, packed = cases.inputs(1, 5, 512, form)
+        assert packed.is_finite()                                        # type: ignore[attr-defined]
+        for half, bad in product(kind.halves, (float("inf"), -float("inf"), float("nan"))):
+            weight = packed.weight.clone()
+            at = weight.shape[1] - kind.bytes_per_block + half
+            weight[4, at:at + 2] = torch.tensor([bad], dtype=torch.float16).view(torch.uint8)
+            assert not kind(weight).is_finite()
+
+
 @in_c
 def test_blocks_are_read_in_place_at_any_address() -> None:
     """A mapped file's tensors begin at multiples of 32 bytes, and blocks anywhere."""

@@ -358,6 +358,30 @@ static void unpack_rows(struct tasks *tasks, int64_t thread) {
 
 ENTRY(matvec_unpack_blocks, struct unpack_call) { parallel_for(unpack_rows, call, threads); }
 
+// Sets `infinite` if a float16 number of a block is not finite; it is at byte `first` or, unless negative, `second`. A task is a row.
+struct scales_call {
+    int64_t N, blocks, bytes, first, second;
+    const uint8_t *w;
+    int64_t *infinite;
+};
+
+INLINE int is_finite_half(const uint8_t *p) { return (p[1] & 0x7C) != 0x7C; }
+
+static void check_rows(struct tasks *tasks, int64_t thread) {
+    const struct scales_call *call = tasks->call;
+    int64_t second = call->second < 0 ? call->first : call->second;
+    (void)thread;
+    for (int64_t n; (n = next_task(tasks)) < call->N;) {
+        const uint8_t *row = call->w + n * call->blocks * call->bytes;
+        int is_finite = 1;
+        for (int64_t block = 0; block < call->blocks; block++, row += call->bytes)
+            is_finite &= is_finite_half(row + call->first) & is_finite_half(row + second);
+        if (!is_finite) __atomic_store_n(call->infinite, 1, __ATOMIC_RELAXED);
+    }
+}
+
+ENTRY(matvec_check_scales, struct scales_call) { parallel_for(check_rows, call, threads); }
+
 // Rounds rows x (R,K) for products with k-quants: q (R,K) of 16 bits, and 16 floats of y for each block. A task is a row.
 struct words_call {
     int64_t R, K;
