@@ -292,7 +292,7 @@ class Q6_K(KQuant):
 
 
 BLOCKS: dict[str, type[Blocks]] = {kind.form: kind for kind in (Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K, Q5_K, Q6_K)}
-FORMS: dict[str, type[Packed]] = {kind.form: kind for kind in (Float32, BFloat16, Int8, Int4, *BLOCKS.values())}
+FORMS: dict[str, type[Packed]] = {**{kind.form: kind for kind in (Float32, BFloat16, Int8, Int4)}, **BLOCKS}
 KINDS = {name: kind for kind, name in enumerate(        # as in products.h; "bfloat16 as float32": x is not rounded
     ("float32", "bfloat16 as float32", "bfloat16", "int8", "int4", *BLOCKS))}
 

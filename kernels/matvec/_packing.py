@@ -112,8 +112,8 @@ def finite_scales(weight: Tensor, nbytes: int, halves: tuple[int, ...]) -> bool:
     if native.why_not() is None and weight.is_contiguous():
         infinite = torch.zeros(1, dtype=torch.int64, device="cpu")
         first, second = (*halves, -1)[:2]
-        native.run("matvec_check_scales", native.threads_for(len(weight)), len(weight), weight.shape[1] // nbytes, nbytes, first,
-                   second, weight, infinite)
+        native.run("matvec_check_scales", native.threads_for(len(weight)), len(weight), weight.shape[1] // nbytes, nbytes,
+                   first, second, weight, infinite)
         return not infinite.item()
     blocks = weight.reshape(-1, nbytes)
     return not any(bool((blocks[:, at + 1] & 0x7C == 0x7C).any()) for at in halves)      # the second byte has the exponent
